@@ -1,0 +1,271 @@
+"""Core. Messages to bytes and back: QMQ's encoding of one message, and the body that carries a batch of them.
+
+One message (QMQ, from the flag byte on; all integers big-endian; `str` is an i16 length and UTF-8):
+
+    0   u8    flag: 1 low reliability, 2 delayed, 4 tag section present
+    1   i64   created, ms
+    9   i64   moment of encoding (delayed: due time), ms
+    17  str   subject
+        str   message id
+        u8 n, n x str    tags, only if the flag says so
+        i32   length of the rest
+        (str name, str value)*    properties
+
+A batch is the body of a messages frame: the layout of an Arrow binary array, so that a part of it is a slice
+and Spark reads it without copying (all integers little-endian):
+
+    0         u32 x (n + 1)   end offsets: message i is data[ends[i]:ends[i + 1]], ends[0] = 0
+    4(n + 1)  data            the messages back to back
+              0 to 7 zeros    so that the length is a multiple of 8
+
+The producer builds a batch and its CRC-32; broker, slave, consumer and Spark get the same bytes.
+Source: reference of QMQ's wire protocol, sections 3 and 4; design, section 2.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from operator import sub
+from typing import NamedTuple
+
+from qmq.errors import InvalidMessage, InvalidRequest
+from qmq.message import Message, Value
+
+FLAG_TAGS = 4
+TAGS_MAX = 10
+VALUE_BYTES_MAX = 32_767
+"""A longer value has a negative length for a Java client, which acks the message and never delivers it."""
+MESSAGE_BYTES_MIN = 1 + 8 + 8 + 2 + 2 + 4
+BATCH_MESSAGES_MAX = 65_536
+
+Buffer = bytes | bytearray | memoryview
+
+_FIXED = struct.Struct(">BqqH")
+_I32 = struct.Struct(">i")
+_U16 = struct.Struct(">H")
+_LENGTHS = [n.to_bytes(2, "big") for n in range(VALUE_BYTES_MAX + 1)]
+"""A look-up is three times faster than packing; strings are what a producer spends its time on."""
+_names: dict[str, bytes] = {}
+
+
+def _text(value: Value) -> str:
+    """QMQ's spelling of a value."""
+    if value.__class__ is bool:
+        return "true" if value else "false"
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise InvalidMessage(f"a property is a str, int, float or bool, not {type(value).__name__}")
+
+
+def _string(what: str, text: str) -> bytes:
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:
+        raise InvalidMessage(f"{what} is not valid Unicode") from None
+    if len(data) > VALUE_BYTES_MAX:
+        raise InvalidMessage(f"{what} has {len(data)} bytes, more than {VALUE_BYTES_MAX}")
+    return _LENGTHS[len(data)] + data
+
+
+def _name(name: str) -> bytes:
+    """Encode a property's name. Names repeat, so they are kept, up to a bound."""
+    if not isinstance(name, str):
+        raise InvalidMessage(f"a property's name is a str, not {type(name).__name__}")
+    data = _string("a property's name", name)
+    if len(_names) < 10_000 and len(data) < 100:
+        _names[name] = data
+    return data
+
+
+def _properties(message: Message) -> bytes:
+    parts = []
+    names = _names
+    for name, value in message.properties.items():
+        key = names.get(name) or _name(name)
+        if value.__class__ is not str:
+            value = _text(value)
+        try:
+            data = value.encode()  # type: ignore[union-attr]
+            parts.append(key + _LENGTHS[len(data)] + data)
+        except (IndexError, UnicodeEncodeError):
+            raise InvalidMessage(
+                f"property {name!r} of message {message.id} is not valid Unicode or longer than {VALUE_BYTES_MAX} bytes"
+            ) from None
+    return b"".join(parts)
+
+
+def _tags(message: Message) -> bytes:
+    if len(message.tags) > TAGS_MAX:
+        raise InvalidMessage(f"message {message.id} has {len(message.tags)} tags, more than {TAGS_MAX}")
+    if not all(isinstance(tag, str) and tag for tag in message.tags):
+        raise InvalidMessage(f"message {message.id} has a tag that is not a word")
+    return bytes([len(message.tags)]) + b"".join(_string("a tag", tag) for tag in sorted(message.tags))
+
+
+def batch_encoder(subject: str, now_ms: int) -> _Encoder:
+    """Return a function `(message) -> bytes` for messages of one subject, encoded at one moment."""
+    return _Encoder(subject, now_ms)
+
+
+class _Encoder:
+    """What all messages of a batch share, packed once. Made per batch; profile: this halves a producer's time."""
+
+    __slots__ = ("_plain", "_tagged")
+
+    def __init__(self, subject: str, now_ms: int) -> None:
+        data = subject.encode()
+        self._plain = _FIXED.pack(0, now_ms, now_ms, len(data)) + data
+        self._tagged = _FIXED.pack(FLAG_TAGS, now_ms, now_ms, len(data)) + data
+
+    def __call__(self, message: Message) -> bytes:
+        """Encode one message; raises InvalidMessage, which concerns this message alone."""
+        body = _properties(message)
+        if message.id is None:
+            raise InvalidMessage("a message without id cannot be encoded")
+        identity = message.id.encode()
+        if not 0 < len(identity) <= 100:
+            raise InvalidMessage(f"message id {message.id[:20]!r}… has {len(identity)} bytes, not 1 to 100")
+        if message.tags:
+            return b"".join(
+                (self._tagged, _LENGTHS[len(identity)], identity, _tags(message), _I32.pack(len(body)), body)
+            )
+        return b"".join((self._plain, _LENGTHS[len(identity)], identity, _I32.pack(len(body)), body))
+
+
+def join_batch(messages: Sequence[bytes]) -> bytes:
+    """Build the body of a messages frame from encoded messages."""
+    ends = array("I", accumulate(map(len, messages), initial=0))
+    padding = b"\0" * (-(4 * len(ends) + ends[-1]) % 8)
+    return b"".join((ends.tobytes(), *messages, padding))
+
+
+def batch_ends(body: Buffer, count: int) -> tuple[int, ...]:
+    """Return the `count + 1` end offsets of a batch; raises InvalidRequest if the body is too short for them."""
+    if not 0 < count <= BATCH_MESSAGES_MAX or len(body) < 4 * (count + 1):
+        raise InvalidRequest(f"a batch of {count} messages does not fit into {len(body)} bytes")
+    return struct.unpack_from(f"<{count + 1}I", body)
+
+
+class BatchCheck(NamedTuple):
+    """Verdict on a batch: `refused` are positions of messages that cannot be stored, with the reason."""
+
+    ends: tuple[int, ...]
+    refused: list[tuple[int, str]]
+
+
+def check_batch(body: Buffer, count: int, message_bytes_max: int) -> BatchCheck:
+    """Check the layout of a batch without looking into its messages: about 70 ns a message.
+
+    Raises:
+        InvalidRequest: the end offsets make no sense, so nothing of the batch can be stored.
+    """
+    ends = batch_ends(body, count)
+    sizes = list(map(sub, ends[1:], ends))
+    data_bytes = len(body) - 4 * (count + 1)
+    if ends[0] != 0 or len(body) % 8 or not 0 <= data_bytes - ends[-1] < 8 or min(sizes) < 0:
+        raise InvalidRequest("the end offsets of the batch do not describe its data")
+    if min(sizes) >= MESSAGE_BYTES_MIN and max(sizes) <= message_bytes_max:
+        return BatchCheck(ends, [])
+    refused = []
+    for position, size in enumerate(sizes):
+        if size < MESSAGE_BYTES_MIN:
+            refused.append((position, f"{size} bytes are no message"))
+        elif size > message_bytes_max:
+            refused.append((position, f"{size} bytes are more than {message_bytes_max}"))
+    return BatchCheck(ends, refused)
+
+
+def slice_batch(body: Buffer, count: int, begin: int, end: int) -> bytes:
+    """Cut messages `[begin, end)` out of a batch of `count`, as a batch of its own."""
+    ends = struct.unpack_from(f"<{end - begin + 1}I", body, 4 * begin)
+    data = 4 * (count + 1)
+    base = ends[0]
+    rebased = array("I", ends if base == 0 else [e - base for e in ends])
+    padding = b"\0" * (-(4 * len(rebased) + rebased[-1]) % 8)
+    return b"".join((rebased.tobytes(), memoryview(body)[data + base : data + ends[-1]], padding))
+
+
+def split_batch(body: Buffer, count: int) -> Iterator[memoryview]:
+    """Yield the encoded messages of a batch."""
+    ends = batch_ends(body, count)
+    data = memoryview(body)[4 * (count + 1) :]
+    return map(lambda begin, end: data[begin:end], ends, ends[1:])
+
+
+def _read_strings(data: bytes, at: int, end: int) -> Iterable[str]:
+    unpack = _U16.unpack_from
+    while at < end:
+        (length,) = unpack(data, at)
+        at += 2 + length
+        if at > end:
+            raise InvalidMessage("a string ends past its message")
+        yield data[at - length : at].decode()
+
+
+class Envelope(NamedTuple):
+    """What stands in front of a message's properties."""
+
+    flag: int
+    created_ms: int
+    subject: str
+    id: str
+    tags: frozenset[str] | tuple[()]
+    body_begin: int
+
+
+def decode_envelope(data: bytes) -> Envelope:
+    """Read everything of an encoded message but its properties.
+
+    Raises:
+        InvalidMessage: the bytes are no message in QMQ's encoding.
+    """
+    try:
+        flag, created_ms, _, length = _FIXED.unpack_from(data)
+        at = _FIXED.size + length
+        subject = data[_FIXED.size : at].decode()
+        (length,) = _U16.unpack_from(data, at)
+        identity = data[at + 2 : at + 2 + length].decode()
+        at += 2 + length
+        tags: frozenset[str] | tuple[()] = ()
+        if flag & FLAG_TAGS:
+            words = []
+            count = data[at]
+            at += 1
+            for _ in range(count):
+                (length,) = _U16.unpack_from(data, at)
+                words.append(data[at + 2 : at + 2 + length].decode())
+                at += 2 + length
+            tags = frozenset(words)
+        (length,) = _I32.unpack_from(data, at)
+    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        raise InvalidMessage(f"not a message in QMQ's encoding: {error}") from None
+    if at + 4 + length != len(data):
+        raise InvalidMessage(f"a message of {len(data)} bytes says that it ends at {at + 4 + length}")
+    return Envelope(flag, created_ms, subject, identity, tags, at + 4)
+
+
+def decode_properties(data: bytes, begin: int) -> dict[str, str]:
+    """Read the properties of an encoded message, whose envelope ends at `begin`; raises InvalidMessage."""
+    try:
+        strings = list(_read_strings(data, begin, len(data)))
+    except (struct.error, UnicodeDecodeError) as error:
+        raise InvalidMessage(f"not QMQ's encoding of properties: {error}") from None
+    if len(strings) % 2:
+        raise InvalidMessage("a property has a name but no value")
+    return dict(zip(strings[::2], strings[1::2], strict=True))
+
+
+def encode_message(message: Message, now_ms: int) -> bytes:
+    """Encode one message; raises InvalidMessage."""
+    return batch_encoder(message.subject, now_ms)(message)
+
+
+def decode_message(data: bytes) -> Message:
+    """Decode one message; raises InvalidMessage."""
+    envelope = decode_envelope(data)
+    message = Message(envelope.subject, decode_properties(data, envelope.body_begin), tags=envelope.tags, id=envelope.id)
+    message.created_ms = envelope.created_ms
+    return message

@@ -1,0 +1,230 @@
+"""Core. The error tree: a class tells its catcher what to do next.
+
+    QmqError
+    ├── CallError             fix the call; repeating it changes nothing
+    │   ├── InvalidName           subject, consumer group or consumer id
+    │   ├── InvalidMessage        message that cannot be encoded or stored as it is
+    │   │   └── MessageTooLarge
+    │   ├── InvalidRequest        packet or argument that does not parse
+    │   ├── InvalidAck            range that was not handed to this consumer
+    │   ├── UnknownSubscription   subscribe first (again, after a reconnect)
+    │   └── SubscriptionReplaced  another connection uses this consumer id
+    ├── AccessError           get a valid token, then reconnect
+    ├── AskAnotherBroker      nothing was stored; another broker group may take it
+    │   ├── BrokerReadOnly        with its reasons
+    │   ├── NotMaster             the route is old: fetch it again
+    │   └── Overloaded            or wait, then ask this one again
+    ├── OutcomeUnknown        maybe stored: repeat the same batch to the same group
+    ├── NotServed             nobody can serve this now: wait, the client retries by itself
+    │   └── NoRoute               the metaserver knows no broker group for the subject
+    ├── OperatorError         an operator's action was refused; nothing changed
+    └── LogError              this copy of a log needs repair, or its process must end
+        ├── CorruptFrame          fetch the range from the other broker
+        ├── DiskFailed            fence and end the process; never retry that descriptor
+        ├── Diverged              the other copy differs: stop, call the operator
+        ├── Fenced                a newer epoch reigns
+        └── BrokenInvariant       our own bug: stop before it spreads
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ErrorCode(IntEnum):
+    """Response codes of packets. Below 100: QMQ's own; from 300: ours."""
+
+    SUCCESS = 0
+    UNKNOWN_COMMAND = 3
+    NO_MESSAGE = 4
+    BROKER_ERROR = 51
+    NOT_MASTER = 52
+    INVALID_REQUEST = 53
+    INVALID_NAME = 301
+    INVALID_MESSAGE = 302
+    MESSAGE_TOO_LARGE = 303
+    INVALID_ACK = 304
+    UNKNOWN_SUBSCRIPTION = 305
+    SUBSCRIPTION_REPLACED = 306
+    UNAUTHORIZED = 310
+    READ_ONLY = 320
+    OVERLOADED = 321
+    OUTCOME_UNKNOWN = 330
+    NOT_SERVED = 331
+    NO_ROUTE = 332
+    REFUSED = 340
+    CORRUPT = 350
+    DISK_FAILED = 351
+    DIVERGED = 352
+    FENCED = 353
+    BROKEN_INVARIANT = 354
+
+
+class QmqError(Exception):
+    """Root of all errors of qmq. `code` goes on the wire; `retryable` says whether the same call may succeed later."""
+
+    code: ErrorCode = ErrorCode.BROKER_ERROR
+    retryable: bool = False
+
+
+class CallError(QmqError):
+    """The call is wrong; repeating it changes nothing."""
+
+    code = ErrorCode.INVALID_REQUEST
+
+
+class InvalidName(CallError):
+    """A subject, consumer group or consumer id breaks the rules of `qmq.subjects`."""
+
+    code = ErrorCode.INVALID_NAME
+
+
+class InvalidMessage(CallError):
+    """A message cannot be encoded or stored as it is. Its batch-mates are not affected."""
+
+    code = ErrorCode.INVALID_MESSAGE
+
+
+class MessageTooLarge(InvalidMessage):
+    """A message is larger than the broker takes. Split it, or raise `message_bytes_max` on the brokers."""
+
+    code = ErrorCode.MESSAGE_TOO_LARGE
+
+
+class InvalidRequest(CallError):
+    """A packet or an argument does not parse."""
+
+
+class InvalidAck(CallError):
+    """A range was acked that was not handed to this consumer. Nothing changed."""
+
+    code = ErrorCode.INVALID_ACK
+
+
+class UnknownSubscription(CallError):
+    """This connection has no such subscription. Subscribe first; after a reconnect, again."""
+
+    code = ErrorCode.UNKNOWN_SUBSCRIPTION
+
+
+class SubscriptionReplaced(CallError):
+    """A newer connection subscribed with the same consumer id. Give each consumer an id of its own."""
+
+    code = ErrorCode.SUBSCRIPTION_REPLACED
+
+
+class AccessError(QmqError):
+    """The token is missing or not valid. Get a valid one, then reconnect."""
+
+    code = ErrorCode.UNAUTHORIZED
+
+
+class AskAnotherBroker(QmqError):
+    """Nothing was stored here; another broker group may take it."""
+
+    retryable = True
+
+
+class BrokerReadOnly(AskAnotherBroker):
+    """The broker group takes no new messages now."""
+
+    code = ErrorCode.READ_ONLY
+
+
+class NotMaster(AskAnotherBroker):
+    """This broker is not the master of its group. Fetch the route again."""
+
+    code = ErrorCode.NOT_MASTER
+
+
+class Overloaded(AskAnotherBroker):
+    """A limit of the broker is reached. Wait, or ask another group."""
+
+    code = ErrorCode.OVERLOADED
+
+
+class OutcomeUnknown(QmqError):
+    """The batch may or may not be stored. Repeat the same batch to the same group: it is stored once."""
+
+    code, retryable = ErrorCode.OUTCOME_UNKNOWN, True
+
+
+class NotServed(QmqError):
+    """Nobody can serve this now. Wait and try again."""
+
+    code, retryable = ErrorCode.NOT_SERVED, True
+
+
+class NoRoute(NotServed):
+    """The metaserver knows no broker group that serves the subject now."""
+
+    code = ErrorCode.NO_ROUTE
+
+
+class OperatorError(QmqError):
+    """An operator's action was refused, for the reason it names. Nothing changed."""
+
+    code = ErrorCode.REFUSED
+
+
+class LogError(QmqError):
+    """A copy of a message log needs repair, or its process must end."""
+
+
+class CorruptFrame(LogError):
+    """Bytes of a log do not form a frame. This copy is damaged; fetch the range from the other broker."""
+
+    code = ErrorCode.CORRUPT
+
+    def __init__(self, offset: int, reason: str) -> None:
+        super().__init__(f"no frame at offset {offset}: {reason}")
+        self.offset, self.reason = offset, reason
+
+
+class DiskFailed(LogError):
+    """A write or fsync failed. The process ends as fenced; nobody retries on that descriptor."""
+
+    code = ErrorCode.DISK_FAILED
+
+
+class Diverged(LogError):
+    """Two copies differ where they must be equal. The link is closed, the group is readonly: call the operator."""
+
+    code = ErrorCode.DIVERGED
+
+
+class Fenced(LogError):
+    """A newer epoch reigns; this broker must not act in its own any more."""
+
+    code = ErrorCode.FENCED
+
+
+class BrokenInvariant(LogError):
+    """Our own bug was about to do harm; it was stopped."""
+
+    code = ErrorCode.BROKEN_INVARIANT
+
+
+def require(condition: bool, invariant: str) -> None:
+    """Stop before our own bug does harm. Not an `assert`: `python -O` must not remove it."""
+    if not condition:
+        raise BrokenInvariant(invariant)
+
+
+def _by_code(error: type[QmqError]) -> dict[ErrorCode, type[QmqError]]:
+    table = {error.code: error}
+    for child in error.__subclasses__():
+        for code, cls in _by_code(child).items():
+            table.setdefault(code, cls)
+    return table
+
+
+_CLASSES = _by_code(QmqError)
+
+
+def from_code(code: int, text: str) -> QmqError:
+    """Turn a packet's response code and text back into the error that was raised at the other end."""
+    cls = _CLASSES.get(ErrorCode(code), QmqError) if code in ErrorCode._value2member_map_ else QmqError
+    error = cls.__new__(cls)
+    Exception.__init__(error, text or f"response code {code}")
+    return error

@@ -1,0 +1,217 @@
+"""Core. The frame: the one kind of entry of a message log.
+
+All integers little-endian; version 1; every frame begins at a multiple of 8.
+
+    offset  size  field
+    0       4     magic "QMF1" (its last byte is the version)
+    4       1     kind: 1 messages, 2 pull, 3 ack, 4 position, 5 epoch
+    5       1     flags: 1 written while the slave was missing
+    6       2     subject bytes s
+    8       4     count: messages in the body; 0 for other kinds
+    12      4     body bytes b, a multiple of 8
+    16      4     epoch: term
+    20      4     epoch: boot
+    24      8     own offset in the message log
+    32      8     high watermark known to the master when it was written
+    40      8     timestamp, ms since 1970 UTC, of the master's clock
+    48      8     sequence of the first message; 0 for other kinds
+    56      8     producer id; 0 for other kinds
+    64      8     batch number; 0 for other kinds
+    72      8     chain: blake2b-64 of (the chain before this frame, bytes 0-71, body CRC, subject field)
+    80      4     body CRC-32
+    84      4     header CRC-32, of bytes 0-83 and the subject field
+    88      s     subject, UTF-8, then zeros up to a multiple of 8 (both are the subject field)
+            b     body
+
+So one CRC covers every header byte and one every body byte; a frame that stands elsewhere than its own offset
+does not parse; two logs with the same chain at an offset are equal in every byte before it. A reader that finds
+bytes that do not parse looks for a frame behind them: if there is one, the bytes are damaged; if there is none,
+they are a torn tail (see `qmq.log.recovery`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+from hashlib import blake2b
+from typing import NamedTuple
+from zlib import crc32
+
+from qmq.codec import Buffer
+from qmq.errors import CorruptFrame
+from qmq.types import Epoch
+
+MAGIC = int.from_bytes(b"QMF1", "little")
+_HEADER = struct.Struct("<IBBHIIIIQQqQQQQII")
+HEADER_BYTES = _HEADER.size
+_CHAINED = struct.Struct("<IBBHIIIIQQqQQQ")
+_TAIL = struct.Struct("<QI")
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+FRAME_BYTES_MAX = 64 << 20
+"""No frame is longer, so a length that says so is damage and is not followed."""
+
+FLAG_ALONE = 1
+NO_CHAIN = 0
+"""The chain before the first frame of a log."""
+
+
+class FrameKind(IntEnum):
+    MESSAGES = 1
+    PULL = 2
+    ACK = 3
+    POSITION = 4
+    EPOCH = 5
+
+
+class Frame(NamedTuple):
+    """A frame's header, parsed and checked. The body stands at `[offset + body_at, end)` of the log."""
+
+    kind: int
+    flags: int
+    subject: str
+    count: int
+    body_bytes: int
+    epoch: Epoch
+    offset: int
+    high_watermark: int
+    timestamp_ms: int
+    first_sequence: int
+    producer: int
+    batch: int
+    chain: int
+    body_crc: int
+    body_at: int
+
+    @property
+    def end(self) -> int:
+        """Offset right behind the frame, where the next one begins."""
+        return self.offset + self.body_at + self.body_bytes
+
+
+def subject_field(subject: str) -> bytes:
+    """Encode a subject as it stands in a frame: padded with zeros to a multiple of 8."""
+    data = subject.encode()
+    return data + bytes(-len(data) % 8)
+
+
+def chain_of(previous: int, chained: bytes, body_crc: int, field: bytes) -> int:
+    """Link a frame to the history before it. `chained` is its header up to the chain."""
+    digest = blake2b(_U64.pack(previous) + chained + _U32.pack(body_crc) + field, digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def encode_header(
+    *,
+    kind: FrameKind,
+    flags: int,
+    subject: str,
+    field: bytes,
+    count: int,
+    body_bytes: int,
+    body_crc: int,
+    epoch: Epoch,
+    offset: int,
+    high_watermark: int,
+    timestamp_ms: int,
+    first_sequence: int,
+    producer: int,
+    batch: int,
+    previous_chain: int,
+) -> tuple[bytes, Frame]:
+    """Pack what stands in front of a body; return it with the same header parsed. `field` is `subject_field(subject)`."""
+    subject_bytes = len(subject) if subject.isascii() else len(subject.encode())
+    chained = _CHAINED.pack(
+        MAGIC, kind, flags, subject_bytes, count, body_bytes, epoch.term, epoch.boot, offset, high_watermark,
+        timestamp_ms, first_sequence, producer, batch,
+    )  # fmt: skip
+    chain = chain_of(previous_chain, chained, body_crc, field)
+    head = chained + _TAIL.pack(chain, body_crc)
+    header_crc = crc32(field, crc32(head))
+    frame = Frame(
+        kind, flags, subject, count, body_bytes, epoch, offset, high_watermark, timestamp_ms, first_sequence,
+        producer, batch, chain, body_crc, HEADER_BYTES + len(field),
+    )  # fmt: skip
+    return head + _U32.pack(header_crc) + field, frame
+
+
+def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None) -> Frame:
+    """Parse and check the header of the frame that begins at `data[at]` and at `offset` of the log.
+
+    `previous_chain` is the chain right before it, or None if it is not known; then the chain is not checked.
+
+    Raises:
+        CorruptFrame: there is no frame, it belongs elsewhere, or it does not continue this history.
+    """
+    if len(data) - at < HEADER_BYTES:
+        raise CorruptFrame(offset, "the bytes end within a header")
+    (
+        magic, kind, flags, subject_bytes, count, body_bytes, term, boot, own_offset, high_watermark, timestamp_ms,
+        first_sequence, producer, batch, chain, body_crc, header_crc,
+    ) = _HEADER.unpack_from(data, at)  # fmt: skip
+    if magic != MAGIC:
+        raise CorruptFrame(offset, "no magic number")
+    body_at = HEADER_BYTES + subject_bytes + (-subject_bytes % 8)
+    if body_bytes > FRAME_BYTES_MAX or len(data) - at < body_at:
+        raise CorruptFrame(offset, "the bytes end within a header")
+    view = memoryview(data)
+    field = bytes(view[at + HEADER_BYTES : at + body_at])
+    if crc32(field, crc32(view[at : at + HEADER_BYTES - 4])) != header_crc:
+        raise CorruptFrame(offset, "wrong header CRC")
+    if own_offset != offset:
+        raise CorruptFrame(offset, f"this frame belongs to offset {own_offset}")
+    if previous_chain is not None:
+        if chain_of(previous_chain, bytes(view[at : at + _CHAINED.size]), body_crc, field) != chain:
+            raise CorruptFrame(offset, "it continues another history (wrong chain)")
+    if not 1 <= kind <= 5 or body_bytes % 8:
+        raise CorruptFrame(offset, f"kind {kind} with {body_bytes} bytes of body is unknown to this version")
+    return Frame(
+        kind, flags, field[:subject_bytes].decode("utf-8", "replace"), count, body_bytes, Epoch(term, boot), own_offset,
+        high_watermark, timestamp_ms, first_sequence, producer, batch, chain, body_crc, body_at,
+    )  # fmt: skip
+
+
+def check_body(frame: Frame, body: Buffer) -> None:
+    """Raise CorruptFrame unless `body` is the one that the header was written for."""
+    if len(body) != frame.body_bytes:
+        raise CorruptFrame(frame.offset, "the bytes end within the body")
+    if crc32(body) != frame.body_crc:
+        raise CorruptFrame(frame.offset, "wrong body CRC")
+
+
+def decode_frames(data: Buffer, offset: int, previous_chain: int | None) -> Iterator[tuple[Frame, memoryview]]:
+    """Yield each frame of `data`, which begins at `offset` of a log, with its body; everything is checked.
+
+    Raises:
+        CorruptFrame: at the first byte that does not continue the log; frames before it were yielded.
+    """
+    view = memoryview(data)
+    at, base, chain = 0, offset, previous_chain
+    while at < len(view):
+        frame = decode_header(data, at, base + at, chain)
+        end = frame.end - base
+        body = view[at + frame.body_at : end]
+        check_body(frame, body)
+        yield frame, body
+        at, chain = end, frame.chain
+
+
+def find_frame(data: Buffer, offset: int, begin: int = 0) -> int | None:
+    """Find the first position at or after `begin` where a valid header stands; `data` begins at `offset` of a log.
+
+    A header names its own offset under a CRC, so a body that quotes a frame is not taken for one. Body CRC and
+    chain are not looked at: a frame with a damaged body still ends a damaged range.
+    """
+    haystack = data if isinstance(data, bytes | bytearray) else bytes(data)
+    magic = _U32.pack(MAGIC)
+    at = haystack.find(magic, begin)
+    while at >= 0:
+        if (offset + at) % 8 == 0:
+            try:
+                decode_header(data, at, offset + at, None)
+                return at
+            except CorruptFrame:
+                pass
+        at = haystack.find(magic, at + 1)
+    return None

@@ -1,0 +1,265 @@
+"""Core. Our commands in QMQ's packets, and the bodies of their requests and answers.
+
+    code  command        who -> whom           answer
+    200   AUTHENTICATE   anyone -> broker      Welcome
+    201   PRODUCE        producer -> broker    Produced
+    202   SUBSCRIBE      consumer -> broker    Subscribed
+    203   PULL           consumer -> broker    Pulled, or NO_MESSAGE after `timeout_ms`
+    204   ACK            consumer -> broker    Acked
+    205   HEARTBEAT      consumer -> broker    empty
+    206   UNSUBSCRIBE    consumer -> broker    empty
+    210   HELLO          slave -> master       Agreement (qmq.replication)
+    211   FRAMES         master <-> slave      one-way: u64 offset, frames
+    212   CONFIRM        slave -> master       one-way: Confirmation
+    213   SNAPSHOT       master -> slave       one-way: u64 offset, snapshot of the state at that offset
+
+The body of an answer with an error code is the error's text in UTF-8. Fixed bodies are little-endian, as frames are;
+what is rare is JSON. AUTHENTICATE comes first on every connection; nothing else is answered before it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from qmq.codec import Buffer
+from qmq.errors import InvalidRequest
+from qmq.types import Epoch
+
+
+class Command(IntEnum):
+    AUTHENTICATE = 200
+    PRODUCE = 201
+    SUBSCRIBE = 202
+    PULL = 203
+    ACK = 204
+    HEARTBEAT = 205
+    UNSUBSCRIBE = 206
+    HELLO = 210
+    FRAMES = 211
+    CONFIRM = 212
+    SNAPSHOT = 213
+
+
+def encode_json(**fields: Any) -> bytes:
+    return json.dumps(fields, sort_keys=True).encode()
+
+
+def decode_json(body: Buffer, **kinds: type) -> dict[str, Any]:
+    """Decode a JSON object and check that each named field has its type.
+
+    Raises:
+        InvalidRequest: names the field that is missing or of another type.
+    """
+    try:
+        fields = json.loads(bytes(body))
+    except ValueError as error:
+        raise InvalidRequest(f"body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("body is not a JSON object")
+    for name, kind in kinds.items():
+        value = fields.get(name)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise InvalidRequest(f"field {name!r} must be {kind.__name__}, not {value!r}")
+    return fields
+
+
+# AUTHENTICATE: JSON token str, app str -> JSON broker_group str, packet_bytes_max int, message_bytes_max int,
+# window_bytes int (un-acknowledged bytes a producer may have on this connection).
+
+# PRODUCE:  0 u64 producer id, 8 u64 batch number, 16 u32 messages, 20 u32 CRC-32 of the batch, 24 u16 s, 26 subject s,
+#           then the batch (qmq.codec).
+_PRODUCE = struct.Struct("<QQIIH")
+
+
+class Produce(NamedTuple):
+    producer: int
+    batch: int
+    count: int
+    crc: int
+    subject: str
+    body: memoryview
+
+
+def produce_header(producer: int, batch: int, count: int, crc: int, subject: str) -> bytes:
+    """Pack what stands in front of the batch."""
+    name = subject.encode()
+    return _PRODUCE.pack(producer, batch, count, crc, len(name)) + name
+
+
+def decode_produce(body: memoryview) -> Produce:
+    """Parse a PRODUCE; the CRC is checked here, before anything is stored (W4)."""
+    try:
+        producer, batch, count, crc, length = _PRODUCE.unpack_from(body)
+        data = body[_PRODUCE.size + length :]
+        subject = str(body[_PRODUCE.size : _PRODUCE.size + length], "utf-8")
+    except (struct.error, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"not a PRODUCE: {error}") from None
+    if crc32(data) != crc:
+        raise InvalidRequest("the batch does not match its CRC: it was damaged on its way; send it again")
+    return Produce(producer, batch, count, crc, subject, data)
+
+
+# Produced: 0 u64 sequence of the first stored message, 8 u32 stored, 12 u8 durability, 13 u16 refused r,
+#           then r x (u32 position in the batch, u16 n, reason n). Stored messages keep their order, without gaps.
+_PRODUCED = struct.Struct("<QIBH")
+_REFUSED = struct.Struct("<IH")
+
+
+class Produced(NamedTuple):
+    first_sequence: int
+    stored: int
+    durability: int
+    refused: list[tuple[int, str]]
+
+
+def encode_produced(produced: Produced) -> bytes:
+    parts = [_PRODUCED.pack(produced.first_sequence, produced.stored, produced.durability, len(produced.refused))]
+    for position, reason in produced.refused:
+        text = reason.encode()[:1000]
+        parts.append(_REFUSED.pack(position, len(text)) + text)
+    return b"".join(parts)
+
+
+def decode_produced(body: memoryview) -> Produced:
+    try:
+        first_sequence, stored, durability, count = _PRODUCED.unpack_from(body)
+        refused, at = [], _PRODUCED.size
+        for _ in range(count):
+            position, length = _REFUSED.unpack_from(body, at)
+            at += _REFUSED.size + length
+            refused.append((position, str(body[at - length : at], "utf-8", "replace")))
+    except struct.error as error:
+        raise InvalidRequest(f"not an answer to PRODUCE: {error}") from None
+    return Produced(first_sequence, stored, durability, refused)
+
+
+# SUBSCRIBE: JSON subject str, group str, consumer str, start "latest"|"earliest" (for a new group), held_end int: the
+#            first pull sequence that this consumer does not hold; a new process says 0 and gets all that is un-acked.
+#            -> JSON subscription int (valid on this connection), acked_end int, lease_ms int.
+
+# PULL:     0 u32 subscription, 4 u32 messages at most, 8 u32 bytes at most (a larger message comes alone), 12 u32 timeout ms.
+_PULL = struct.Struct("<IIII")
+
+
+class Pull(NamedTuple):
+    subscription: int
+    messages_max: int
+    bytes_max: int
+    timeout_ms: int
+
+
+def encode_pull(pull: Pull) -> bytes:
+    return _PULL.pack(*pull)
+
+
+def decode_pull(body: memoryview) -> Pull:
+    if len(body) != _PULL.size:
+        raise InvalidRequest(f"a PULL has {_PULL.size} bytes, not {len(body)}")
+    return Pull(*_PULL.unpack(body))
+
+
+# Pulled:   one or more pieces of one batch each, back to back, in order of pull sequence:
+#           0 u64 pull sequence of its first message, 8 u64 its sequence, 16 u32 messages, 20 u32 batch bytes,
+#           24 u32 CRC-32 of the batch, 28 u32 flags (1: progress is on the master alone), then the batch.
+_PIECE = struct.Struct("<QQIIII")
+PIECE_BYTES = _PIECE.size
+
+
+class Piece(NamedTuple):
+    pull_sequence: int
+    sequence: int
+    count: int
+    flags: int
+    body: memoryview
+
+
+def piece_header(pull_sequence: int, sequence: int, count: int, body_bytes: int, crc: int, flags: int) -> bytes:
+    return _PIECE.pack(pull_sequence, sequence, count, body_bytes, crc, flags)
+
+
+def decode_pulled(body: memoryview) -> Iterator[Piece]:
+    """Yield the pieces of an answer to PULL; each batch is checked against its CRC."""
+    at = 0
+    while at < len(body):
+        try:
+            pull_sequence, sequence, count, body_bytes, crc, flags = _PIECE.unpack_from(body, at)
+        except struct.error as error:
+            raise InvalidRequest(f"not an answer to PULL: {error}") from None
+        batch = body[at + PIECE_BYTES : at + PIECE_BYTES + body_bytes]
+        if len(batch) != body_bytes or crc32(batch) != crc:
+            raise InvalidRequest("pulled messages do not match their CRC: they were damaged on their way")
+        yield Piece(pull_sequence, sequence, count, flags, batch)
+        at += PIECE_BYTES + body_bytes
+
+
+# ACK:      0 u32 subscription, 4 u64 begin, 12 u64 end: pull sequences, half-open. Answer: 0 u64 acked end.
+_ACK = struct.Struct("<IQQ")
+_U64 = struct.Struct("<Q")
+
+
+class Ack(NamedTuple):
+    subscription: int
+    begin: int
+    end: int
+
+
+def encode_ack(ack: Ack) -> bytes:
+    return _ACK.pack(*ack)
+
+
+def decode_ack(body: memoryview) -> Ack:
+    if len(body) != _ACK.size:
+        raise InvalidRequest(f"an ACK has {_ACK.size} bytes, not {len(body)}")
+    return Ack(*_ACK.unpack(body))
+
+
+def encode_acked(acked_end: int) -> bytes:
+    return _U64.pack(acked_end)
+
+
+def decode_acked(body: memoryview) -> int:
+    if len(body) != 8:
+        raise InvalidRequest("not an answer to ACK")
+    return int(_U64.unpack(body)[0])
+
+
+# HEARTBEAT: empty; renews the lease of every subscription of the connection.
+# UNSUBSCRIBE: JSON subscription int. What this consumer did not ack goes back to its group at once.
+
+# FRAMES and SNAPSHOT: 0 u64 offset of the first byte, then the bytes.
+
+
+def offset_header(offset: int) -> bytes:
+    return _U64.pack(offset)
+
+
+def split_offset(body: memoryview) -> tuple[int, memoryview]:
+    if len(body) < 8:
+        raise InvalidRequest("a body that begins with an offset has 8 bytes or more")
+    return _U64.unpack_from(body)[0], body[8:]
+
+
+# CONFIRM:  0 u32 term, 4 u32 boot, 8 u64 matched end, 16 u64 chain at that end.
+_CONFIRM = struct.Struct("<IIQQ")
+
+
+class Confirmation(NamedTuple):
+    epoch: Epoch
+    matched_end: int
+    chain: int
+
+
+def encode_confirmation(confirmation: Confirmation) -> bytes:
+    return _CONFIRM.pack(*confirmation.epoch, confirmation.matched_end, confirmation.chain)
+
+
+def decode_confirmation(body: memoryview) -> Confirmation:
+    if len(body) != _CONFIRM.size:
+        raise InvalidRequest(f"a CONFIRM has {_CONFIRM.size} bytes, not {len(body)}")
+    term, boot, matched_end, chain = _CONFIRM.unpack(body)
+    return Confirmation(Epoch(term, boot), matched_end, chain)

@@ -1,0 +1,105 @@
+"""Core. A process's settings: one frozen dataclass, read from a TOML file, overridden by the environment, checked as a whole.
+
+A field is declared with `setting(default, unit=…, why=…, least=…, most=…)`. In the file it has its own name, in the
+environment `<PREFIX>_<NAME>` in capitals. Every complaint is found before the first is reported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from qmq.errors import CallError
+
+T = TypeVar("T")
+REQUIRED: Any = dataclasses.MISSING
+
+
+class InvalidSettings(CallError):
+    """Settings are wrong; every line of the text is one thing to mend."""
+
+    def __init__(self, complaints: list[str]) -> None:
+        super().__init__("\n".join(complaints))
+        self.complaints = complaints
+
+
+def setting(
+    default: Any = REQUIRED, *, why: str, unit: str = "", least: float | None = None, most: float | None = None,
+    one_of: tuple[str, ...] = (),
+) -> Any:  # fmt: skip
+    """Declare a field of a settings dataclass; `why` says what the value is for and where the default comes from."""
+    metadata = {"why": why, "unit": unit, "least": least, "most": most, "one_of": one_of}
+    return dataclasses.field(default=default, metadata=metadata, kw_only=True)
+
+
+def load(kind: type[T], *, prefix: str, path: Path | None, environ: Mapping[str, str]) -> T:
+    """Build `kind` from the file at `path` (None: no file) and the variables of `environ` that begin with `prefix`.
+
+    Raises:
+        InvalidSettings: with all complaints: unreadable file, unknown keys, wrong types, values out of range.
+    """
+    complaints: list[str] = []
+    given = _read(path, complaints)
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    complaints += [f"{name}: unknown setting; known are {', '.join(fields)}" for name in given if name not in fields]
+    for name in fields:
+        if (variable := f"{prefix}_{name.upper()}") in environ:
+            given[name] = environ[variable]
+    values, hints = {}, get_type_hints(kind)
+    for name, field in fields.items():
+        if name in given:
+            try:
+                values[name] = _convert(given[name], hints[name])
+                _check(values[name], field.metadata)
+            except ValueError as error:
+                complaints.append(f"{name}: {error} ({field.metadata['why']})")
+        elif field.default is dataclasses.MISSING:
+            complaints.append(f"{name}: missing; set it in the file or as {prefix}_{name.upper()} ({field.metadata['why']})")
+    if complaints:
+        raise InvalidSettings(complaints)
+    return kind(**values)
+
+
+def _read(path: Path | None, complaints: list[str]) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        complaints.append(f"{path}: {error}")
+        return {}
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """Turn a TOML value or an environment's text into the field's type; raises ValueError."""
+    if hint is bool:
+        if isinstance(value, bool):
+            return value
+        if value in ("true", "false"):
+            return value == "true"
+        raise ValueError(f"{value!r} is neither true nor false")
+    if hint in (int, float):
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ValueError(f"{value!r} is no number")
+        return hint(value)
+    if hint == tuple[str, ...]:
+        words = value.split(",") if isinstance(value, str) else value
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"{value!r} is no list of words")
+        return tuple(word.strip() for word in words if word.strip())
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{value!r} is no text")
+    return hint(value)
+
+
+def _check(value: Any, metadata: Mapping[str, Any]) -> None:
+    least, most, unit = metadata["least"], metadata["most"], metadata["unit"]
+    if least is not None and value < least:
+        raise ValueError(f"{value} {unit} is less than {least}")
+    if most is not None and value > most:
+        raise ValueError(f"{value} {unit} is more than {most}")
+    if metadata["one_of"] and value not in metadata["one_of"]:
+        raise ValueError(f"{value!r} is none of {', '.join(metadata['one_of'])}")

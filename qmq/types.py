@@ -1,0 +1,71 @@
+"""Core. The few values that every part of qmq passes around.
+
+Offsets and sequences are types of their own, so that a byte position is never taken for a count of messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple, NewType
+
+Offset = NewType("Offset", int)
+"""Byte position in a broker group's message log."""
+
+Sequence = NewType("Sequence", int)
+"""Count of a subject's messages; the first message of a subject has sequence 0."""
+
+PullSequence = NewType("PullSequence", int)
+"""Count of the messages handed to one consumer; its upper 32 bits count the reigns of masters (design, section 3)."""
+
+
+class Epoch(NamedTuple):
+    """Reign of a master: `term` from the metaserver's row, `boot` raised by the master at each of its starts."""
+
+    term: int
+    boot: int
+
+    def __str__(self) -> str:
+        return f"{self.term}.{self.boot}"
+
+
+NO_EPOCH = Epoch(0, 0)
+
+
+class Role(IntEnum):
+    """Roles of a broker, with QMQ's numbers."""
+
+    MASTER = 0
+    SLAVE = 1
+    DELAY_MASTER = 5
+    DELAY_SLAVE = 6
+
+
+class Durability(IntEnum):
+    """What an acknowledgement stands for; named in every reply."""
+
+    FSYNC = 0
+    """fsynced on master and slave; the default."""
+    REPLICATED = 1
+    """in both page caches, fsynced within half a second."""
+    MASTER = 2
+    """one copy, on the master alone, fsynced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a process listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> Endpoint:
+        """Read `host:port`; raises ValueError with what is wrong."""
+        host, colon, port = text.rpartition(":")
+        if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ValueError(f"{text!r} is not host:port")
+        return cls(host, int(port))
