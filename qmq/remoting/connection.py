@@ -1,0 +1,170 @@
+"""Shell. A TCP connection that carries packets both ways; brokers, clients and slaves use the same one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from qmq.codec import Buffer
+from qmq.errors import ErrorCode, InvalidRequest, NotServed, OutcomeUnknown, QmqError, from_code
+from qmq.remoting import commands
+from qmq.remoting.commands import Command
+from qmq.remoting.packet import ONE_WAY, RESPONSE, Packet, PacketReader, packet_header
+from qmq.types import Endpoint
+
+log = logging.getLogger(__name__)
+
+WRITE_BUFFER_BYTES = 4 << 20
+"""Above it the peer reads too slowly and `writable` turns false; whoever produces bytes must wait."""
+
+
+class PacketHandler(Protocol):
+    """What a connection's owner is told, on the event loop."""
+
+    def packet_received(self, connection: Connection, packet: Packet) -> None: ...
+
+    def connection_lost(self, connection: Connection, reason: str) -> None: ...
+
+    def writable_again(self, connection: Connection) -> None: ...
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One connection. Made by the event loop when it is accepted, or by `connect`; used on the loop only.
+
+    Responses are matched to `request`s here; every other packet goes to the handler.
+    """
+
+    def __init__(self, handler: PacketHandler, packet_bytes_max: int) -> None:
+        self._handler = handler
+        self._reader = PacketReader(packet_bytes_max)
+        self._transport: asyncio.Transport | None = None
+        self._waiting: dict[int, asyncio.Future[memoryview]] = {}
+        self._opaque = 0
+        self.writable = True
+        self.peer = "?"
+        self.lost_reason = ""
+
+    # Called by the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._transport = transport
+        name = transport.get_extra_info("peername")
+        self.peer = f"{name[0]}:{name[1]}" if name else "?"
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            packets = self._reader.received(nbytes)
+            for packet in packets:
+                if packet.is_response:
+                    self._answered(packet)
+                else:
+                    self._handler.packet_received(self, packet)
+        except InvalidRequest as error:
+            log.warning("connection closed peer=%s reason=%s", self.peer, error)
+            self.close(str(error))
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self.lost_reason = self.lost_reason or (str(exc) if exc else "the other end closed the connection")
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(OutcomeUnknown(f"{self.peer}: {self.lost_reason}"))
+                future.exception()  # whoever stopped waiting need not hear of it
+        self._waiting.clear()
+        self._handler.connection_lost(self, self.lost_reason)
+
+    def pause_writing(self) -> None:
+        self.writable = False
+
+    def resume_writing(self) -> None:
+        self.writable = True
+        self._handler.writable_again(self)
+
+    # Used by the owner.
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def close(self, reason: str = "") -> None:
+        """Close after what was written is sent; `reason` is what `connection_lost` will report."""
+        self.lost_reason = self.lost_reason or reason
+        if self._transport is not None:
+            self._transport.close()
+
+    def send(self, code: int, flag: int, opaque: int, request_code: int, *parts: Buffer) -> None:
+        """Send one packet; nothing happens if the connection is closed, its loss was or will be reported."""
+        if self._transport is None:
+            return
+        size = 0
+        for part in parts:
+            size += len(part)
+        header = packet_header(code, opaque, flag, request_code, size)
+        if size <= 2048:
+            self._transport.write(b"".join((header, *parts)))
+        else:
+            self._transport.writelines([header, *parts])
+
+    def answer(self, request: Packet, *parts: Buffer, code: int = ErrorCode.SUCCESS) -> None:
+        if not request.flag & ONE_WAY:
+            self.send(code, RESPONSE, request.opaque, request.code, *parts)
+
+    def refuse(self, request: Packet, error: QmqError) -> None:
+        """Answer with the error's code and text."""
+        self.answer(request, str(error).encode(), code=error.code)
+
+    def tell(self, command: Command, *parts: Buffer) -> None:
+        """Send a one-way packet."""
+        self.send(command, ONE_WAY, 0, command, *parts)
+
+    def request(self, command: Command, *parts: Buffer) -> asyncio.Future[memoryview]:
+        """Send a request; the future ends with the answer's body, the error it carries, or OutcomeUnknown."""
+        future: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
+        if not self.is_open:
+            future.set_exception(OutcomeUnknown(f"{self.peer}: {self.lost_reason or 'not connected'}"))
+            return future
+        self._opaque = (self._opaque + 1) & 0x7FFFFFFF
+        self._waiting[self._opaque] = future
+        self.send(command, 0, self._opaque, command, *parts)
+        return future
+
+    def _answered(self, packet: Packet) -> None:
+        future = self._waiting.pop(packet.opaque, None)
+        if future is None or future.done():
+            return
+        if packet.code == ErrorCode.SUCCESS or packet.code == ErrorCode.NO_MESSAGE:
+            future.set_result(packet.body)
+        else:
+            future.set_exception(from_code(packet.code, str(packet.body, "utf-8", "replace")))
+
+
+async def connect(
+    endpoint: Endpoint, *, handler: PacketHandler, token: str, app: str, packet_bytes_max: int, timeout_s: float
+) -> tuple[Connection, dict[str, object]]:
+    """Connect and authenticate; return the connection and the broker's welcome (qmq.remoting.commands).
+
+    Raises:
+        AccessError: the token is not valid.
+        NotServed: nobody answers at `endpoint`.
+    """
+    loop = asyncio.get_running_loop()
+
+    def make() -> Connection:
+        return Connection(handler, packet_bytes_max)
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, connection = await loop.create_connection(make, endpoint.host, endpoint.port)
+            body = await connection.request(Command.AUTHENTICATE, commands.encode_json(token=token, app=app))
+    except (OSError, TimeoutError, OutcomeUnknown) as error:
+        raise NotServed(f"{endpoint}: {error or 'no answer in time'}") from None
+    return connection, commands.decode_json(body)
