@@ -1,0 +1,54 @@
+# Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
+.DEFAULT_GOAL := help
+.PHONY: help venv run stop demo test lint types format bench simulate proto lock clean
+SHELL := /bin/bash
+
+VENV ?= .venv
+STAMP := $(VENV)/.installed
+PY := $(VENV)/bin/python
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+venv: $(STAMP) ## set up .venv from requirements.lock, once
+
+$(STAMP): requirements.lock pyproject.toml
+	@deploy/venv.sh $(VENV)
+	@touch $@
+
+run: $(STAMP) ## a cluster on this machine, until Ctrl-C; its addresses are in .run/cluster.json
+	@exec $(PY) -m deploy.local run
+
+stop: $(STAMP) ## stop what `make run` started
+	@$(PY) -m deploy.local stop
+
+demo: $(STAMP) ## produce, consume, lose a master, swap, audit; INPUT=file.csv or file.ndjson for your own rows
+	@exec $(PY) -m deploy.demo $(if $(INPUT),--input "$(INPUT)")
+
+test: $(STAMP) ## all tests; ARGS="-k name" for some of them
+	@$(PY) -m pytest $(ARGS)
+
+lint: $(STAMP) ## ruff
+	@$(PY) -m ruff check .
+
+format: $(STAMP) ## put imports and blanks in order
+	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
+
+types: $(STAMP) ## mypy, strict
+	@$(PY) -m mypy
+
+bench: $(STAMP) ## speed, as a table and in .run/bench.json; PEER=rabbitmq for a comparison
+	@$(PY) -m benchmarks $(if $(PEER),--peer "$(PEER)")
+
+simulate: $(STAMP) ## crashes, partitions and disk faults for SEEDS seeds (default 2000)
+	@$(PY) -m tests.simulation --seeds "$(or $(SEEDS),2000)"
+
+proto: $(STAMP) ## regenerate qmq/proto from qmq.proto
+	@$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. qmq/proto/qmq.proto
+
+lock: ## write requirements.lock anew: the newest versions that pyproject.toml allows
+	@deploy/lock.sh $(VENV)
+
+clean: ## remove what can be made again; a stopped cluster's data in .run too
+	@if [ -e $(PY) ]; then $(PY) -m deploy.local stop; fi
+	@rm -rf $(VENV) .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis spark-warehouse
