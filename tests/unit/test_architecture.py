@@ -1,0 +1,195 @@
+"""Shell. Reads which module imports which, and holds the arrows of the architecture against them.
+
+Imports point one way, towards what changes less. What a core may not do is written as what it may not import.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "qmq": set(),
+    "broker": {"qmq"},
+    "metaserver": {"qmq"},
+    "tools": {"qmq"},
+    "audit": {"qmq"},
+    "deploy": {"qmq"},
+    "benchmarks": {"qmq", "deploy"},
+}
+"""Package of ours -> other packages of ours that it may import. Whoever needs a process starts it, as a process."""
+
+IMPURE = {"asyncio", "time", "random", "uuid", "os", "socket", "threading", "grpc", "sqlalchemy", "fastapi"}
+"""A core sees clock, dice, disk and network only through ports: it gets them as arguments."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file: its dotted name, the first word of its docstring, what it imports, whether it calls `open`."""
+
+    name: str
+    kind: str
+    imports: frozenset[str]
+    opens: bool
+    empty: bool
+
+    @property
+    def package(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def last(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+def read_modules(root: Path) -> list[Module]:
+    """Parse every source file of ours below `root`, except what protoc wrote."""
+    paths = (path for package in MAY_IMPORT for path in sorted((root / package).rglob("*.py")))
+    return [read_module(root, path) for path in paths if "_pb2" not in path.name]
+
+
+def read_module(root: Path, path: Path) -> Module:
+    tree = ast.parse(path.read_text(), str(path))
+    parts = path.relative_to(root).with_suffix("").parts
+    package = parts[:-1]
+    name = ".".join(parts if parts[-1] != "__init__" else package)
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return Module(
+        name=name,
+        kind=(ast.get_docstring(tree) or "").partition(" ")[0],
+        imports=frozenset(imported(tree, package)),
+        opens=any(isinstance(called, ast.Name) and called.id == "open" for called in calls),
+        empty=parts[-1] == "__init__",
+    )
+
+
+def imported(tree: ast.Module, package: tuple[str, ...]) -> Iterator[str]:
+    """Yield dotted names of all imports, also of those within functions; `from a import b` gives `a` and `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *filter(None, [node.module])))
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def wrong_arrows(modules: list[Module]) -> list[str]:
+    """An import from one package of ours into another that it may not know."""
+    ours = {*MAY_IMPORT, "tests"}
+    return [
+        f"{module.name} imports {name}"
+        for module in modules
+        for name in sorted(module.imports)
+        if (target := name.partition(".")[0]) in ours - {module.package} - MAY_IMPORT[module.package]
+        and name == min((n for n in module.imports if n.partition(".")[0] == target), key=len)
+    ]
+
+
+def imports_of_main(modules: list[Module]) -> list[str]:
+    """Only a `main` builds and joins objects; `__main__` may start it, nobody else may borrow from it."""
+    mains = {module.name for module in modules if module.last in ("main", "__main__")}
+    return [
+        f"{module.name} imports {name}"
+        for module in modules
+        if module.last != "__main__"
+        for name in sorted(module.imports & mains)
+    ]
+
+
+def impure_cores(modules: list[Module]) -> list[str]:
+    """A core that imports a clock, dice, disk or network, or opens a file."""
+    cores = [module for module in modules if module.kind == "Core."]
+    imports = [
+        f"{module.name} is a core and imports {name}"
+        for module in cores
+        for name in sorted({name.partition(".")[0] for name in module.imports} & IMPURE)
+    ]
+    return imports + [f"{module.name} is a core and calls open()" for module in cores if module.opens]
+
+
+def unnamed_kinds(modules: list[Module]) -> list[str]:
+    """A module that does not say whether it decides or acts."""
+    return [
+        f"{module.name}: its docstring begins neither with 'Core.' nor with 'Shell.'"
+        for module in modules
+        if module.kind not in ("Core.", "Shell.") and not module.empty
+    ]
+
+
+def cores_that_need_shells(modules: list[Module]) -> list[str]:
+    """A core that imports a shell: then its decisions cannot be tested without acting."""
+    shells = {module.name for module in modules if module.kind == "Shell."}
+    return [
+        f"{module.name} is a core and imports the shell {name}"
+        for module in modules
+        if module.kind == "Core."
+        for name in sorted(module.imports & shells)
+    ]
+
+
+RULES = [wrong_arrows, imports_of_main, impure_cores, unnamed_kinds, cores_that_need_shells]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: str(rule.__name__))
+def test_every_module_keeps_the_rule(rule):
+    modules = read_modules(ROOT)
+    assert len(modules) > 20, "the source was not found"
+    assert rule(modules) == []
+
+
+CASES = [
+    pytest.param("qmq/a.py", "import broker", wrong_arrows, id="library knows a process"),
+    pytest.param("broker/a.py", "from metaserver import model", wrong_arrows, id="process knows another process"),
+    pytest.param("metaserver/a.py", "def f():\n    import broker.main", wrong_arrows, id="late import is an import"),
+    pytest.param("tools/a.py", "from audit.jobs import query", wrong_arrows, id="tool knows the audit"),
+    pytest.param("audit/a.py", "import deploy", wrong_arrows, id="audit knows the deployment"),
+    pytest.param("deploy/a.py", "from broker import service", wrong_arrows, id="runner knows what it starts"),
+    pytest.param("benchmarks/a.py", "import broker.service", wrong_arrows, id="benchmark reaches into a process"),
+    pytest.param("qmq/a.py", "from tests import conftest", wrong_arrows, id="product knows its tests"),
+    pytest.param("broker/a.py", "from .main import run", imports_of_main, id="relative import of main"),
+    pytest.param("broker/a.py", "import broker.main", imports_of_main, id="import of main"),
+    pytest.param("qmq/a.py", "import time", impure_cores, id="core sees the clock"),
+    pytest.param("qmq/a.py", "from os import path", impure_cores, id="core sees the disk"),
+    pytest.param("qmq/a.py", "import grpc.aio", impure_cores, id="core sees the network"),
+    pytest.param("qmq/a.py", "open('x')", impure_cores, id="core opens a file"),
+    pytest.param("qmq/a.py", "from qmq import shell", cores_that_need_shells, id="core needs a shell"),
+]
+
+
+@pytest.mark.parametrize("path, code, rule", CASES)
+def test_the_rule_notices(tmp_path, path, code, rule):
+    for module in ("broker/main.py", "qmq/shell.py", path):
+        (tmp_path / module).parent.mkdir(exist_ok=True)
+    (tmp_path / "broker" / "main.py").write_text('"""Shell. Builds and joins."""\n')
+    (tmp_path / "qmq" / "shell.py").write_text('"""Shell. Acts."""\n')
+    (tmp_path / path).write_text(f'"""Core. Planted."""\n{code}\n')
+    assert len(rule(read_modules(tmp_path))) == 1
+
+
+@pytest.mark.parametrize("text", ["", '"""Reads."""\n', "x = 1\n"], ids=["empty", "another word", "no docstring"])
+def test_a_module_without_a_kind_is_noticed(tmp_path, text):
+    (tmp_path / "qmq").mkdir()
+    (tmp_path / "qmq" / "a.py").write_text(text)
+    assert len(unnamed_kinds(read_modules(tmp_path))) == 1
+
+
+def test_what_is_allowed_stays_allowed(tmp_path):
+    for path, text in {
+        "qmq/values.py": '"""Core. Values."""\nimport struct\n',
+        "qmq/__init__.py": "from qmq.values import X\n",
+        "broker/__main__.py": '"""Shell. Starts."""\nfrom broker.main import main\n',
+        "broker/main.py": '"""Shell. Joins."""\nimport asyncio\nfrom qmq import values\nfrom broker import service\n',
+        "broker/service.py": '"""Shell. Acts."""\nopen("x")\n',
+        "benchmarks/speed.py": '"""Shell. Measures."""\nfrom deploy.local import Cluster\n',
+    }.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert [complaint for rule in RULES for complaint in rule(read_modules(tmp_path))] == []
