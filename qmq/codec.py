@@ -88,7 +88,7 @@ def _properties(message: Message) -> bytes:
         if value.__class__ is not str:
             value = _text(value)
         try:
-            data = value.encode()  # type: ignore[union-attr]
+            data = value.encode()
             parts.append(key + _LENGTHS[len(data)] + data)
         except (IndexError, UnicodeEncodeError):
             raise InvalidMessage(
@@ -125,7 +125,10 @@ class _Encoder:
         body = _properties(message)
         if message.id is None:
             raise InvalidMessage("a message without id cannot be encoded")
-        identity = message.id.encode()
+        try:
+            identity = message.id.encode()
+        except UnicodeEncodeError:
+            raise InvalidMessage(f"message id {message.id[:20]!r} is not valid Unicode") from None
         if not 0 < len(identity) <= 100:
             raise InvalidMessage(f"message id {message.id[:20]!r}… has {len(identity)} bytes, not 1 to 100")
         if message.tags:

@@ -45,11 +45,7 @@ class Durability(IntEnum):
     """What an acknowledgement stands for; named in every reply."""
 
     FSYNC = 0
-    """fsynced on master and slave; the default."""
-    REPLICATED = 1
-    """in both page caches, fsynced within half a second."""
-    MASTER = 2
-    """one copy, on the master alone, fsynced."""
+    """fsynced on master and slave."""
 
 
 @dataclass(frozen=True, slots=True)

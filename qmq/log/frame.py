@@ -71,7 +71,7 @@ class Frame(NamedTuple):
     kind: int
     flags: int
     subject: str
-    count: int
+    count: int  # type: ignore[assignment]  # shadows tuple.count, which nobody calls on a header
     body_bytes: int
     epoch: Epoch
     offset: int
@@ -120,7 +120,7 @@ def encode_header(
     batch: int,
     previous_chain: int,
 ) -> tuple[bytes, Frame]:
-    """Pack what stands in front of a body; return it with the same header parsed. `field` is `subject_field(subject)`."""
+    """Pack what stands in front of a body; return it with the header parsed. `field` is `subject_field(subject)`."""
     subject_bytes = len(subject) if subject.isascii() else len(subject.encode())
     chained = _CHAINED.pack(
         MAGIC, kind, flags, subject_bytes, count, body_bytes, epoch.term, epoch.boot, offset, high_watermark,

@@ -79,7 +79,7 @@ _PRODUCE = struct.Struct("<QQIIH")
 class Produce(NamedTuple):
     producer: int
     batch: int
-    count: int
+    count: int  # type: ignore[assignment]  # shadows tuple.count
     crc: int
     subject: str
     body: memoryview
@@ -173,7 +173,7 @@ PIECE_BYTES = _PIECE.size
 class Piece(NamedTuple):
     pull_sequence: int
     sequence: int
-    count: int
+    count: int  # type: ignore[assignment]  # shadows tuple.count
     flags: int
     body: memoryview
 

@@ -87,7 +87,8 @@ class PacketReader:
             large, self._large = self._large, None
             return [self._parse(large)]
         self._filled += count
-        packets, at = [], 0
+        packets: list[Packet] = []
+        at = 0
         while self._filled - at >= PACKET_HEADER_BYTES:
             size = self._packet_bytes(at)
             if self._filled - at < size:

@@ -1,0 +1,193 @@
+"""Shell. The disk as the log sees it: a port, and its real implementation.
+
+Names are relative to one data directory, with `/` between folders. All calls block; the log's owner runs those that
+may take long on a thread. An error of the disk is DiskFailed: whoever gets it ends the process as fenced, because
+after a failed write or fsync nobody knows what the file holds (I15).
+
+`qmq.log.memory_disk` has the other two implementations: one in memory, one that is faulty on purpose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from qmq.codec import Buffer
+from qmq.errors import DiskFailed
+
+_IOV_MAX = 1024
+"""Linux takes at most this many buffers in one pwritev."""
+
+
+class Disk(Protocol):
+    """What a log needs of a disk. `put` is atomic and durable; `write` is neither until `sync`."""
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the files in `folder`, sorted; none if there is no such folder."""
+
+    def size(self, name: str) -> int:
+        """Return the bytes of the file, 0 if there is none."""
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """Return up to `size` bytes from `offset`; fewer only at the end of the file."""
+
+    def map(self, name: str) -> Buffer:
+        """Return the whole of a file that never changes again."""
+
+    def create(self, name: str, size: int) -> None:
+        """Make a file of `size` zeros, durably."""
+
+    def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
+        """Write the buffers one behind the other at `offset`."""
+
+    def sync(self, name: str) -> None:
+        """Return when everything written to the file will survive a power cut."""
+
+    def truncate(self, name: str, size: int) -> None:
+        """Cut the file to `size` bytes, durably."""
+
+    def put(self, name: str, data: Buffer) -> None:
+        """Replace the file by `data`, or make it: after a crash there is the old file or the new one, whole."""
+
+    def move(self, name: str, to: str) -> None:
+        """Rename, durably."""
+
+    def remove(self, name: str) -> None:
+        """Delete, durably; nothing happens if there is no such file."""
+
+    def free_bytes(self) -> int:
+        """Return how many bytes are still to be had."""
+
+
+class RealDisk:
+    """Files below one directory. Reads and writes may run on different threads; one writer at a time per file."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._descriptors: dict[str, int] = {}
+        root.mkdir(parents=True, exist_ok=True)
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def names(self, folder: str) -> list[str]:
+        path = self._root / folder
+        return sorted(entry.name for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
+
+    def size(self, name: str) -> int:
+        try:
+            return (self._root / name).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        with _failing(name):
+            data = os.pread(self._descriptor(name), size, offset)
+            while len(data) < size and (more := os.pread(self._descriptor(name), size - len(data), offset + len(data))):
+                data += more
+        return data
+
+    def map(self, name: str) -> Buffer:
+        with _failing(name), open(self._root / name, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                return b""
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+    def create(self, name: str, size: int) -> None:
+        with _failing(name):
+            self._forget(name)
+            path = self._root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._descriptors[name] = descriptor
+            if size:
+                os.posix_fallocate(descriptor, 0, size)
+            os.fsync(descriptor)
+            self._sync_folders(path)
+
+    def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
+        with _failing(name):
+            descriptor = self._descriptor(name)
+            for begin in range(0, len(buffers), _IOV_MAX):
+                some = buffers[begin : begin + _IOV_MAX]
+                total = sum(map(len, some))
+                written = os.pwritev(descriptor, some, offset)
+                while written < total:  # a signal or a nearly full disk cut it short: the rest, or its error
+                    written += os.pwrite(descriptor, b"".join(some)[written:], offset + written)
+                offset += total
+
+    def sync(self, name: str) -> None:
+        with _failing(name):
+            os.fdatasync(self._descriptor(name))
+
+    def truncate(self, name: str, size: int) -> None:
+        with _failing(name):
+            descriptor = self._descriptor(name)
+            os.ftruncate(descriptor, size)
+            os.fsync(descriptor)
+
+    def put(self, name: str, data: Buffer) -> None:
+        with _failing(name):
+            path = self._root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside = path.with_name(path.name + ".new")
+            with open(beside, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+            self._sync_folders(path)
+
+    def move(self, name: str, to: str) -> None:
+        with _failing(name):
+            self._forget(name)
+            (self._root / to).parent.mkdir(parents=True, exist_ok=True)
+            os.rename(self._root / name, self._root / to)
+            self._sync_folders(self._root / to)
+            self._sync_folders(self._root / name)
+
+    def remove(self, name: str) -> None:
+        with _failing(name):
+            self._forget(name)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._root / name)
+                self._sync_folders(self._root / name)
+
+    def free_bytes(self) -> int:
+        status = os.statvfs(self._root)
+        return status.f_bavail * status.f_frsize
+
+    def _descriptor(self, name: str) -> int:
+        descriptor = self._descriptors.get(name)
+        if descriptor is None:
+            descriptor = self._descriptors.setdefault(name, os.open(self._root / name, os.O_RDWR))
+        return descriptor
+
+    def _forget(self, name: str) -> None:
+        if (descriptor := self._descriptors.pop(name, None)) is not None:
+            os.close(descriptor)
+
+    def _sync_folders(self, path: Path) -> None:
+        """Make a name durable: fsync its folder and those above it, up to the data directory."""
+        for folder in path.parents:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            if folder == self._root:
+                break
+
+
+@contextlib.contextmanager
+def _failing(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DiskFailed(f"{name}: {error}") from error

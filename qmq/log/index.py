@@ -1,0 +1,176 @@
+"""Core. The consume log of one segment: where in the message log each sequence of a subject lies.
+
+Derived from the segment's messages frames. The index of the segment that is being written is in memory; that of a
+closed one is a file beside it, so that a backlog nobody reads costs no memory. An index file (little-endian):
+
+    0    4   magic "QMI1" (its last byte is the version)
+    4    4   CRC-32 of everything behind this field
+    8    8   base: offset at which the segment begins
+    16   8   end: offset at which it ends
+    24   4   subjects n
+    28   4   frames m
+    32   16n per subject, by name: u32 where its name begins, u32 its bytes, u32 its first entry, u32 its frames
+         8 x (m + n)   sequences: per subject, the first sequence of each frame, then the end sequence
+         8 x m         offsets of the frames
+         4 x m         their lengths, headers included
+         names, UTF-8
+
+A file that does not match its CRC is made again from the segment.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from bisect import bisect_left, bisect_right
+from typing import NamedTuple
+from zlib import crc32
+
+from qmq.codec import Buffer
+from qmq.log.frame import Frame
+
+MAGIC = int.from_bytes(b"QMI1", "little")
+_HEAD = struct.Struct("<IIQQII")
+_SUBJECT = struct.Struct("<IIII")
+
+
+class FrameRef(NamedTuple):
+    """A messages frame of one subject: sequences `[begin, end)`, at `offset`, `length` bytes with its header."""
+
+    begin: int
+    end: int
+    offset: int
+    length: int
+
+
+class _Entries:
+    __slots__ = ("sequences", "offsets", "lengths")
+
+    def __init__(self) -> None:
+        self.sequences, self.offsets, self.lengths = array("Q"), array("Q"), array("I")
+
+
+class SegmentIndex:
+    """Index of the segment that is being written."""
+
+    def __init__(self, base: int) -> None:
+        self.base = base
+        self._subjects: dict[str, _Entries] = {}
+        self._ends: dict[str, int] = {}
+
+    def add(self, frame: Frame) -> None:
+        """Note a messages frame."""
+        entries = self._subjects.get(frame.subject)
+        if entries is None:
+            entries = self._subjects[frame.subject] = _Entries()
+        entries.sequences.append(frame.first_sequence)
+        entries.offsets.append(frame.offset)
+        entries.lengths.append(frame.end - frame.offset)
+        self._ends[frame.subject] = frame.first_sequence + frame.count
+
+    def first_sequence(self, subject: str) -> int | None:
+        entries = self._subjects.get(subject)
+        return entries.sequences[0] if entries else None
+
+    def frames(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
+        """Return up to `most` frames of `subject` in order, from the one that holds `sequence` on."""
+        entries = self._subjects.get(subject)
+        if entries is None:
+            return []
+        sequences = entries.sequences
+        first = max(bisect_right(sequences, sequence) - 1, 0)
+        last = min(first + most, len(sequences))
+        ends = sequences[first + 1 : last + 1]
+        if len(ends) < last - first:
+            ends.append(self._ends[subject])
+        refs = map(FrameRef, sequences[first:last], ends, entries.offsets[first:last], entries.lengths[first:last])
+        return [ref for ref in refs if ref.end > sequence]
+
+    def encode(self, end: int) -> bytes:
+        """Pack the index of a segment that is complete and ends at `end`."""
+        names = sorted(self._subjects, key=str.encode)
+        table, blob = bytearray(), bytearray()
+        sequences, offsets, lengths = array("Q"), array("Q"), array("I")
+        for name in names:
+            entries, data = self._subjects[name], name.encode()
+            table += _SUBJECT.pack(len(blob), len(data), len(offsets), len(entries.offsets))
+            blob += data
+            sequences += entries.sequences
+            sequences.append(self._ends[name])
+            offsets += entries.offsets
+            lengths += entries.lengths
+        rest = b"".join((table, sequences.tobytes(), offsets.tobytes(), lengths.tobytes(), blob))
+        head = _HEAD.pack(MAGIC, 0, self.base, end, len(names), len(offsets))
+        return head[:4] + crc32(rest, crc32(head[8:])).to_bytes(4, "little") + head[8:] + rest
+
+
+class ClosedIndex:
+    """Index of a closed segment, read where it lies; the operating system keeps in memory what is used."""
+
+    def __init__(self, data: Buffer, base: int) -> None:
+        """Raises ValueError if `data` is not the index of the segment at `base`."""
+        view = memoryview(data)
+        if len(view) < _HEAD.size:
+            raise ValueError("index is too short")
+        magic, crc, self.base, self.end, self._count, frames = _HEAD.unpack_from(view)
+        if magic != MAGIC or crc32(view[8:]) != crc or self.base != base:
+            raise ValueError("index does not match its CRC, or belongs elsewhere")
+        at = _HEAD.size + _SUBJECT.size * self._count
+        self._view = view
+        self._sequences = view[at : at + 8 * (frames + self._count)].cast("Q")
+        at += 8 * (frames + self._count)
+        self._offsets = view[at : at + 8 * frames].cast("Q")
+        self._lengths = view[at + 8 * frames : at + 12 * frames].cast("I")
+        self._names = view[at + 12 * frames :]
+
+    def _find(self, subject: str) -> tuple[int, int, int] | None:
+        """Return (position among the subjects, first entry, frames) of `subject`."""
+        wanted = subject.encode()
+        low, high = 0, self._count
+        while low < high:
+            middle = (low + high) // 2
+            at, size, first, frames = _SUBJECT.unpack_from(self._view, _HEAD.size + _SUBJECT.size * middle)
+            name = bytes(self._names[at : at + size])
+            if name == wanted:
+                return middle, first, frames
+            if name < wanted:
+                low = middle + 1
+            else:
+                high = middle
+        return None
+
+    def first_sequence(self, subject: str) -> int | None:
+        found = self._find(subject)
+        return self._sequences[found[1] + found[0]] if found else None
+
+    def frames(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
+        """Return up to `most` frames of `subject` in order, from the one that holds `sequence` on."""
+        found = self._find(subject)
+        if found is None:
+            return []
+        position, entry, count = found
+        begin = entry + position  # each subject before this one has one sequence more than it has frames
+        sequences = self._sequences[begin : begin + count + 1]
+        first = max(bisect_right(sequences, sequence, 0, count) - 1, 0)
+        refs = []
+        for i in range(first, min(first + most, count)):
+            if sequences[i + 1] > sequence:
+                at = entry + i
+                refs.append(FrameRef(sequences[i], sequences[i + 1], self._offsets[at], self._lengths[at]))
+        return refs
+
+
+class Chapters:
+    """In which segments a subject occurs, oldest first. Made when somebody reads far behind, dropped on a roll."""
+
+    def __init__(self, firsts: list[int], bases: list[int]) -> None:
+        self._firsts, self._bases = firsts, bases
+
+    def from_sequence(self, sequence: int) -> list[int]:
+        """Return the bases of the segments that may hold `sequence` and what follows it."""
+        return self._bases[max(bisect_right(self._firsts, sequence) - 1, 0) :]
+
+
+def segment_at(bases: list[int], offset: int) -> int:
+    """Return the base of the segment that holds `offset`; `bases` ascend."""
+    return bases[max(bisect_left(bases, offset + 1) - 1, 0)]

@@ -1,0 +1,428 @@
+"""Core. The message log of a broker group: appended here, written and fsynced by whoever owns it, read by everybody.
+
+Life of a frame: `append` (or `append_frames`, on a slave) folds it into the state and keeps it in the tail;
+`take_commit` hands out everything that is not on disk yet; `perform` writes and fsyncs it, on any thread, one at a
+time; `flushed` takes note. Reading from the tail needs no disk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from qmq.codec import Buffer, decode_envelope, split_batch
+from qmq.errors import CorruptFrame, Diverged, InvalidMessage, require
+from qmq.log import segments
+from qmq.log.disk import Disk
+from qmq.log.fold import State, apply, encode_snapshot
+from qmq.log.frame import Frame, FrameKind, decode_frames, decode_header, encode_header, subject_field
+from qmq.log.index import Chapters, ClosedIndex, FrameRef, SegmentIndex, segment_at
+from qmq.log.recovery import Damage, recover
+from qmq.log.segments import Chunk, index_name, log_name, read_chunk, read_raw, snapshot_name
+from qmq.types import Epoch
+
+
+class _Write(NamedTuple):
+    base: int
+    offset: int
+    buffers: list[Buffer]
+
+
+class _Roll(NamedTuple):
+    """Close the segment at `base`, which ends at `end`; open the next one there."""
+
+    base: int
+    end: int
+    index_file: bytes
+    snapshot: bytes
+
+
+@dataclass(slots=True)
+class Commit:
+    """What `perform` has to make durable, in this order; afterwards everything before `end` is."""
+
+    end: int = 0
+    bytes: int = 0
+    steps: list[_Write | _Roll] = field(default_factory=list)
+
+
+class _TailEntry(NamedTuple):
+    frame: Frame
+    parts: tuple[Buffer, ...]
+    """(header, body) as the master has them, or both in one."""
+
+    def body(self) -> Buffer:
+        return self.parts[1] if len(self.parts) == 2 else memoryview(self.parts[0])[self.frame.body_at :]
+
+
+class MessageLog:
+    """One copy of a group's log. Made by the process's main; everything but `perform` and `read` on its loop."""
+
+    def __init__(self, disk: Disk, *, segment_bytes: int, tail_bytes: int) -> None:
+        self._disk = disk
+        self._segment_bytes = segment_bytes
+        self._tail_bytes_max = tail_bytes
+        self.state = State()
+        self.damage: Damage | None = None
+        self.torn_bytes = 0
+        self.flushed_end = 0
+        self._reload()
+
+    def _reload(self) -> None:
+        """Start from what the disk holds."""
+        recovered = recover(self._disk)
+        self.state, self.damage = recovered.state, recovered.damage
+        self.torn_bytes += recovered.torn_bytes
+        self._bases = recovered.bases
+        self._index = recovered.newest
+        self._closed: dict[int, ClosedIndex] = {}
+        self._chapters: dict[str, Chapters] = {}
+        self._tail: dict[int, _TailEntry] = {}
+        self._tail_bytes = 0
+        self._pending = Commit(end=self.state.end)
+        self._writing: Commit | None = None
+        self.flushed_end = self.state.end
+
+    # Where it stands.
+
+    @property
+    def start(self) -> int:
+        """Offset of the oldest frame kept."""
+        return self._bases[0] if self._bases else self.state.end
+
+    @property
+    def end(self) -> int:
+        return self.state.end
+
+    @property
+    def chain(self) -> int:
+        return self.state.chain
+
+    @property
+    def bases(self) -> list[int]:
+        """Base offsets of the segments, ascending; do not change it."""
+        return self._bases
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.state.epochs
+
+    # Appending.
+
+    def append(
+        self,
+        kind: FrameKind,
+        subject: str,
+        body: Buffer,
+        *,
+        body_crc: int,
+        epoch: Epoch,
+        high_watermark: int,
+        timestamp_ms: int,
+        flags: int = 0,
+        count: int = 0,
+        first_sequence: int = 0,
+        producer: int = 0,
+        batch: int = 0,
+    ) -> Frame:
+        """Write a frame behind the last one, as master."""
+        name = subject_field(subject)
+        header, frame = encode_header(
+            kind=kind, flags=flags, subject=subject, field=name, count=count, body_bytes=len(body), body_crc=body_crc,
+            epoch=epoch, offset=self.state.end, high_watermark=high_watermark, timestamp_ms=timestamp_ms,
+            first_sequence=first_sequence, producer=producer, batch=batch, previous_chain=self.state.chain,
+        )  # fmt: skip
+        self._take(frame, (header, body), body)
+        return frame
+
+    def append_frames(self, offset: int, data: memoryview) -> None:
+        """Take frames from the other copy, byte by byte as they are.
+
+        Raises:
+            CorruptFrame: they do not continue this log. Those before the first bad one were taken.
+        """
+        if offset != self.state.end:
+            raise CorruptFrame(offset, f"this log ends at {self.state.end}")
+        for frame, body in decode_frames(data, offset, self.state.chain):
+            self._take(frame, (data[frame.offset - offset : frame.end - offset],), body)
+
+    def _take(self, frame: Frame, parts: tuple[Buffer, ...], body: Buffer) -> None:
+        require(self.damage is None, "a damaged log is not appended to")
+        size = frame.end - frame.offset
+        if not self._bases:
+            self._open_first(frame.offset)
+        elif frame.end - self._bases[-1] > self._segment_bytes and frame.offset > self._bases[-1]:
+            self._roll()
+        apply(self.state, frame, body)
+        if frame.kind == FrameKind.MESSAGES:
+            self._index.add(frame)
+        self._tail[frame.offset] = _TailEntry(frame, parts)
+        self._tail_bytes += size
+        pending = self._pending
+        if pending.steps and isinstance(last := pending.steps[-1], _Write):
+            last.buffers.extend(parts)
+        else:
+            pending.steps.append(_Write(self._bases[-1], frame.offset, list(parts)))
+        pending.end = frame.end
+        pending.bytes += size
+
+    def _open_first(self, base: int) -> None:
+        """Make the first segment at once: happens once in a copy's life."""
+        self._bases.append(base)
+        self._index = SegmentIndex(base)
+        self._disk.create(log_name(base), self._segment_bytes)
+        self._disk.put(snapshot_name(base), encode_snapshot(self.state))
+
+    def _roll(self) -> None:
+        base, end = self._bases[-1], self.state.end
+        index_file = self._index.encode(end)
+        self._pending.steps.append(_Roll(base, end, index_file, encode_snapshot(self.state)))
+        self._bases.append(end)
+        self._index = SegmentIndex(end)
+        self._chapters.clear()
+        # Until `perform` wrote the file, the closed index is served from these bytes.
+        self._closed[base] = ClosedIndex(index_file, base)
+
+    # Making it durable.
+
+    def take_commit(self) -> Commit | None:
+        """Return what is to be written now, or None: there is nothing, or the last commit is not `flushed` yet."""
+        if self._writing is not None or not self._pending.steps:
+            return None
+        self._writing, self._pending = self._pending, Commit(end=self._pending.end)
+        return self._writing
+
+    def perform(self, commit: Commit) -> None:
+        """Write and fsync. Blocks; touches the disk only, so it may run on a thread.
+
+        Raises:
+            DiskFailed: nobody knows what the files hold now; the process must end.
+        """
+        written = -1
+        for step in commit.steps:
+            if isinstance(step, _Write):
+                self._disk.write(log_name(step.base), step.offset - step.base, step.buffers)
+                written = step.base
+                continue
+            self._disk.sync(log_name(step.base))
+            self._disk.truncate(log_name(step.base), step.end - step.base)
+            self._disk.put(index_name(step.base), step.index_file)
+            self._disk.create(log_name(step.end), self._segment_bytes)
+            self._disk.put(snapshot_name(step.end), step.snapshot)
+        if written >= 0:
+            self._disk.sync(log_name(written))
+
+    def flushed(self, commit: Commit) -> None:
+        """Take note that `perform` returned."""
+        require(self._writing is commit, "commits are performed one at a time")
+        self._writing = None
+        self.flushed_end = commit.end
+        for step in commit.steps:
+            if isinstance(step, _Roll):
+                self._closed.pop(step.base, None)
+        self._shrink_tail()
+
+    def _shrink_tail(self) -> None:
+        while self._tail_bytes > self._tail_bytes_max:
+            offset, entry = next(iter(self._tail.items()))
+            if entry.frame.end > self.flushed_end:
+                return
+            del self._tail[offset]
+            self._tail_bytes -= entry.frame.end - offset
+
+    # Reading.
+
+    def tail_frames(self, begin: int, bytes_max: int) -> tuple[list[Buffer], int, int] | None:
+        """Return buffers of whole frames from `begin`, end and chain of the last; None if the tail lacks them."""
+        entry = self._tail.get(begin)
+        if entry is None:
+            return None
+        buffers: list[Buffer] = []
+        frame = entry.frame
+        while entry is not None and entry.frame.end - begin <= bytes_max or not buffers:
+            assert entry is not None
+            buffers.extend(entry.parts)
+            frame = entry.frame
+            entry = self._tail.get(frame.end)
+        return buffers, frame.end, frame.chain
+
+    def tail_body(self, offset: int) -> tuple[Frame, Buffer] | None:
+        """Return the frame at `offset` and its body, if the tail has it."""
+        entry = self._tail.get(offset)
+        return (entry.frame, entry.body()) if entry else None
+
+    def read(self, begin: int, end: int, bytes_max: int) -> Chunk:
+        """Read whole frames from disk; everything in them is checked. Blocks; may run on a thread.
+
+        Raises:
+            CorruptFrame: this copy is damaged there.
+        """
+        return read_chunk(self._disk, list(self._bases), begin, min(end, self.flushed_end), bytes_max)
+
+    def frames(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
+        """Return up to `most` frames of `subject` from the one that holds `sequence`; retention may have taken some."""
+        newest = self._index.first_sequence(subject)
+        if newest is not None and newest <= sequence:
+            return self._index.frames(subject, sequence, most)
+        refs: list[FrameRef] = []
+        for base in self._chapters_of(subject).from_sequence(sequence):
+            refs += self._closed_index(base).frames(subject, sequence, most - len(refs))
+            if len(refs) >= most:
+                return refs
+        return refs + self._index.frames(subject, sequence, most - len(refs))
+
+    def _chapters_of(self, subject: str) -> Chapters:
+        chapters = self._chapters.get(subject)
+        if chapters is None:
+            if len(self._chapters) >= 1024:
+                self._chapters.clear()
+            found = [(self._closed_index(base).first_sequence(subject), base) for base in self._bases[:-1]]
+            known = [(first, base) for first, base in found if first is not None]
+            chapters = self._chapters[subject] = Chapters([first for first, _ in known], [base for _, base in known])
+        return chapters
+
+    def _closed_index(self, base: int) -> ClosedIndex:
+        index = self._closed.get(base)
+        if index is None:
+            try:
+                index = ClosedIndex(self._disk.map(index_name(base)), base)
+            except ValueError:
+                index = self._rebuild_index(base)
+            self._closed[base] = index
+        return index
+
+    def _rebuild_index(self, base: int) -> ClosedIndex:
+        end = self._bases[self._bases.index(base) + 1]
+        made, at = SegmentIndex(base), base
+        while at < end:
+            chunk = read_chunk(self._disk, self._bases, at, end)
+            for frame in chunk.frames:
+                if frame.kind == FrameKind.MESSAGES:
+                    made.add(frame)
+            at = chunk.end
+        data = made.encode(end)
+        self._disk.put(index_name(base), data)
+        return ClosedIndex(data, base)
+
+    def chain_is(self, offset: int, chain: int) -> bool:
+        """Return whether this log's chain right before `offset` is `chain`: the frame there was linked to it."""
+        if offset == self.state.end:
+            return chain == self.state.chain
+        if offset == self.start == 0:
+            return chain == 0
+        entry = self._tail.get(offset)
+        try:
+            if entry is not None:
+                data: Buffer = b"".join((bytes(entry.parts[0])[: entry.frame.body_at],))
+            else:
+                base = segment_at(self._bases, offset)
+                data = self._disk.read(log_name(base), offset - base, 4096)
+            decode_header(data, 0, offset, chain)
+        except CorruptFrame:
+            return False
+        return True
+
+    # Cutting, seeding, repair, retention: rare, so they block.
+
+    def cut(self, to: int, why: str) -> str | None:
+        """Move everything from `to` on into quarantine, durably, and start again from what is left.
+
+        Returns:
+            Name of the quarantined file, None if there was nothing to cut.
+        """
+        require(self._writing is None, "nothing is being written while the log is cut")
+        if self.damage is None and to >= self.state.end:
+            return None
+        self._flush_now()
+        name = self._quarantine(to, read_raw(self._disk, self._bases, to, 1 << 63), why)
+        for base in reversed([base for base in self._bases if base > to or (base == to and base != self._bases[0])]):
+            self._remove_segment(base)
+        base = segment_at(self._bases, to)
+        self._disk.remove(index_name(base))
+        self._disk.truncate(log_name(base), to - base)
+        self._reload()
+        return name
+
+    def _flush_now(self) -> None:
+        if (commit := self.take_commit()) is not None:
+            self.perform(commit)
+            self.flushed(commit)
+
+    def seed(self, base: int, snapshot: Buffer, why: str) -> None:
+        """Set this whole copy aside and begin a new one at `base`, from the master's snapshot of the state there."""
+        require(self._writing is None, "nothing is being written while the log is replaced")
+        self._flush_now()
+        aside = f"{segments.QUARANTINE}/{self.start:020d}-{self.end:020d}-{why}"
+        for name in self._disk.names(segments.FOLDER):
+            self._disk.move(f"{segments.FOLDER}/{name}", f"{aside}/{name}")
+        self._disk.put(snapshot_name(base), snapshot)
+        self._disk.create(log_name(base), self._segment_bytes)
+        self._reload()
+
+    def snapshot_at_start(self) -> tuple[int, bytes]:
+        """Return base and snapshot of the oldest segment, for seeding."""
+        base = self._bases[0]
+        return base, self._disk.read(snapshot_name(base), 0, self._disk.size(snapshot_name(base)))
+
+    def repair(self, data: bytes) -> None:
+        """Replace the damaged range by the other copy's frames, from its first byte on; then recover again.
+
+        Raises:
+            Diverged: the frames do not join what is whole on both sides of the damage.
+        """
+        damage = self.damage
+        require(damage is not None, "only a damaged log is repaired")
+        assert damage is not None
+        frames = list(decode_frames(data, damage.begin, self.state.chain))
+        end = damage.begin
+        for frame, _ in frames:
+            if end >= damage.end:
+                break
+            end = frame.end
+        if end < damage.end or not frames:
+            raise Diverged(f"the other copy's frames end at {end}, within the damage that ends at {damage.end}")
+        self._quarantine(damage.begin, read_raw(self._disk, self._bases, damage.begin, end), "damaged")
+        at = damage.begin
+        while at < end:
+            base = segment_at(self._bases, at)
+            later = [other for other in self._bases if other > base]
+            stop = min(end, later[0]) if later else end
+            self._disk.write(log_name(base), at - base, [data[at - damage.begin : stop - damage.begin]])
+            self._disk.sync(log_name(base))
+            at = stop
+        self._reload()
+
+    def drop_oldest_segment(self) -> None:
+        """Retention: forget the oldest segment; never the one that is being written."""
+        require(len(self._bases) > 1, "the newest segment stays")
+        self._remove_segment(self._bases.pop(0))
+        self._chapters.clear()
+
+    def _remove_segment(self, base: int) -> None:
+        # The index and snapshot go first: a segment without them is whole, they without it are rubbish.
+        self._closed.pop(base, None)
+        self._disk.remove(index_name(base))
+        self._disk.remove(snapshot_name(base))
+        self._disk.remove(log_name(base))
+
+    def _quarantine(self, begin: int, data: bytes, why: str) -> str:
+        data = data.rstrip(b"\0")
+        taken = len(self._disk.names(segments.QUARANTINE))
+        name = f"{segments.QUARANTINE}/{begin:020d}-{begin + len(data):020d}-{taken}.bytes"
+        self._disk.put(name, data)
+        report = {"begin": begin, "end": begin + len(data), "why": why, "message_ids": list(_message_ids(data, begin))}
+        self._disk.put(name.replace(".bytes", ".json"), json.dumps(report, indent=1).encode())
+        return name
+
+
+def _message_ids(data: bytes, begin: int) -> Iterator[str]:
+    """Name the messages in bytes that are cut off, as far as they can be read."""
+    try:
+        for frame, body in decode_frames(data + bytes(8), begin, None):
+            if frame.kind == FrameKind.MESSAGES:
+                for message in split_batch(body, frame.count):
+                    yield decode_envelope(bytes(message)).id
+    except (CorruptFrame, InvalidMessage):
+        return

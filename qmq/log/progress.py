@@ -1,0 +1,67 @@
+"""Core. Bodies of pull, ack, position and epoch frames: how consumption is written down.
+
+One layout for pull, ack and position (integers little-endian), padded with zeros to a multiple of 8:
+
+    0         u16 bytes of the group g, u16 bytes of the consumer c, u32 entries n
+    8         n x (u64, u64, u64)
+    8 + 24n   g bytes group, c bytes consumer, UTF-8
+
+    frame      consumer   entries
+    pull       yes        n x (first pull sequence, first sequence, messages): handed out to this consumer
+    ack        yes        1 x (begin, end, 0): pull sequences, half-open, done
+    position   no         1 x (position, 0, 0): a new group starts at this sequence of the subject
+    position   yes        none: this consumer left; what it did not ack goes back to its group
+
+An epoch frame's body is JSON: who took office and why.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import NamedTuple
+
+from qmq.codec import Buffer
+
+_HEAD = struct.Struct("<HHI")
+_ENTRY = struct.Struct("<QQQ")
+
+Entry = tuple[int, int, int]
+
+
+class Progress(NamedTuple):
+    group: str
+    consumer: str
+    entries: tuple[Entry, ...]
+
+
+def encode_progress(group: str, consumer: str, entries: tuple[Entry, ...] | list[Entry]) -> bytes:
+    names = (group.encode(), consumer.encode())
+    body = b"".join(
+        (_HEAD.pack(len(names[0]), len(names[1]), len(entries)), *(_ENTRY.pack(*entry) for entry in entries), *names)
+    )
+    return body + bytes(-len(body) % 8)
+
+
+def decode_progress(body: Buffer) -> Progress:
+    """Read a body that a frame's CRC vouches for; raises ValueError if its lengths do not fit."""
+    try:
+        group_bytes, consumer_bytes, count = _HEAD.unpack_from(body)
+        entries = tuple(_ENTRY.unpack_from(body, _HEAD.size + _ENTRY.size * i) for i in range(count))
+    except struct.error as error:
+        raise ValueError(f"not the body of a progress frame: {error}") from None
+    at = _HEAD.size + _ENTRY.size * count
+    if at + group_bytes + consumer_bytes > len(body):
+        raise ValueError("a name ends past the body of a progress frame")
+    group = str(body[at : at + group_bytes], "utf-8")
+    consumer = str(body[at + group_bytes : at + group_bytes + consumer_bytes], "utf-8")
+    return Progress(group, consumer, entries)
+
+
+def encode_office(**fields: str) -> bytes:
+    body = json.dumps(fields, sort_keys=True).encode()
+    return body + b" " * (-len(body) % 8)
+
+
+def decode_office(body: Buffer) -> dict[str, str]:
+    return dict(json.loads(bytes(body)))

@@ -1,0 +1,143 @@
+"""Core. From the files that a crash left to a log that can be trusted: replay, tell a torn tail from damage.
+
+Replay starts at the newest snapshot that is whole. Where bytes stop being frames, look behind them:
+
+- nothing valid follows: a torn tail, written but never fsynced. It is cut, after a copy went to quarantine.
+- a valid frame follows: damage. Nothing is cut. The range is reported; the owner fetches it from the other copy
+  (or learns from it that nothing there was ever acknowledged) and does not act as master before.
+
+Recovering twice gives the same as recovering once.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from qmq.errors import CorruptFrame
+from qmq.log import segments
+from qmq.log.disk import Disk
+from qmq.log.fold import State, apply, decode_snapshot
+from qmq.log.frame import FrameKind, decode_frames, decode_header
+from qmq.log.index import SegmentIndex
+from qmq.log.segments import CHUNK_BYTES, index_name, log_name, next_frame, read_raw, segment_bases, snapshot_name
+
+
+class Damage(NamedTuple):
+    """Bytes `[begin, end)` that are no frames although a frame follows at `end`."""
+
+    begin: int
+    end: int
+    reason: str
+
+
+class Recovered(NamedTuple):
+    state: State
+    bases: list[int]
+    newest: SegmentIndex
+    damage: Damage | None
+    torn_bytes: int
+
+
+def recover(disk: Disk) -> Recovered:
+    """Read the log back; afterwards everything before `state.end` is durable.
+
+    A log whose oldest segment lacks both its snapshot and the offset 0 has no known beginning: it is set aside whole,
+    and this copy must be seeded.
+    """
+    bases = segment_bases(disk)
+    state, first = _newest_snapshot(disk, bases)
+    if state is None:
+        _set_aside(disk, bases)
+        return Recovered(State(), [], SegmentIndex(0), None, 0)
+    index, damage, torn = SegmentIndex(0), None, 0
+    for position in range(first, len(bases)):
+        base = bases[position]
+        if state.end != base:
+            damage = Damage(state.end, base, "the segment before ends too early")
+            break
+        index = SegmentIndex(base)
+        problem = _replay(disk, base, state, index)
+        is_last = position == len(bases) - 1
+        if problem is None and not is_last and not disk.size(index_name(base)):
+            disk.put(index_name(base), index.encode(state.end))
+        if problem is not None and not (not is_last and state.end == bases[position + 1]):
+            following = next_frame(disk, bases, state.end + 8)
+            if following is not None:
+                damage = Damage(state.end, following, problem.reason)
+            else:
+                torn = _cut_torn_tail(disk, bases, state.end)
+                bases = [kept for kept in bases if kept <= state.end]
+            break
+    if bases and damage is None:
+        disk.sync(log_name(bases[-1]))
+    return Recovered(state, bases, index, damage, torn)
+
+
+def _newest_snapshot(disk: Disk, bases: list[int]) -> tuple[State | None, int]:
+    """Return the state to start from and the position of the segment it belongs to."""
+    for position in range(len(bases) - 1, -1, -1):
+        base = bases[position]
+        try:
+            state = decode_snapshot(disk.read(snapshot_name(base), 0, disk.size(snapshot_name(base))))
+        except (ValueError, KeyError):
+            continue
+        if state.end == base:
+            return state, position
+    return (State(), 0) if not bases or bases[0] == 0 else (None, 0)
+
+
+def _replay(disk: Disk, base: int, state: State, index: SegmentIndex) -> CorruptFrame | None:
+    """Fold the segment's frames into `state`; return what stopped it before the file's end, if anything did."""
+    size = disk.size(log_name(base))
+    want = CHUNK_BYTES
+    while state.end - base < size:
+        begin = state.end
+        data = disk.read(log_name(base), begin - base, want)
+        want = CHUNK_BYTES
+        try:
+            for frame, body in decode_frames(data, begin, state.chain):
+                apply(state, frame, body)
+                if frame.kind == FrameKind.MESSAGES:
+                    index.add(frame)
+        except CorruptFrame as problem:
+            if state.end > begin:
+                continue  # the chunk ended within a frame, or the next read begins at the bad one
+            missing = _frame_bytes(data, begin)
+            if missing <= len(data) or missing > size - (begin - base):
+                return problem
+            want = missing
+        except ValueError as problem:
+            return CorruptFrame(state.end, str(problem))
+    return None
+
+
+def _frame_bytes(data: bytes, offset: int) -> int:
+    """Return how long the frame at the head of `data` says it is; 0 if there is none."""
+    try:
+        frame = decode_header(data, 0, offset, None)
+    except CorruptFrame:
+        return 0
+    return frame.end - offset
+
+
+def _cut_torn_tail(disk: Disk, bases: list[int], end: int) -> int:
+    """Remove what a crash left behind `end`; return how many bytes that was, without zeros at its end."""
+    torn = read_raw(disk, bases, end, 1 << 63).rstrip(b"\0")
+    if torn:
+        taken = len(disk.names(segments.QUARANTINE))
+        name = f"{segments.QUARANTINE}/{end:020d}-{end + len(torn):020d}-{taken}"
+        disk.put(f"{name}.bytes", torn)
+        disk.put(f"{name}.json", json.dumps({"begin": end, "end": end + len(torn), "why": "torn tail"}).encode())
+    for base in reversed([base for base in bases if base > end]):
+        for stale in (index_name(base), snapshot_name(base), log_name(base)):
+            disk.remove(stale)
+    if torn:
+        base = [base for base in bases if base <= end][-1]
+        disk.truncate(log_name(base), end - base)
+    return len(torn)
+
+
+def _set_aside(disk: Disk, bases: list[int]) -> None:
+    for name in disk.names(segments.FOLDER):
+        disk.move(f"{segments.FOLDER}/{name}", f"{segments.QUARANTINE}/{bases[0]:020d}-no-beginning/{name}")

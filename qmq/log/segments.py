@@ -1,0 +1,112 @@
+"""Core. The files of a message log: their names, and finding a frame in them.
+
+    log/<base>.log    frames; preallocated, so zeros follow the last frame of the newest one
+    log/<base>.idx    index of a closed segment (qmq.log.index); made again if it is missing or damaged
+    log/<base>.snap   state at the segment's base (qmq.log.fold); replay starts at the newest one that is whole
+    quarantine/       what was cut off, with a report; never deleted by us
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from qmq.errors import CorruptFrame
+from qmq.log.disk import Disk
+from qmq.log.frame import FRAME_BYTES_MAX, Frame, check_body, decode_header, find_frame
+from qmq.log.index import segment_at
+
+FOLDER = "log"
+QUARANTINE = "quarantine"
+CHUNK_BYTES = 4 << 20
+
+
+def log_name(base: int) -> str:
+    return f"{FOLDER}/{base:020d}.log"
+
+
+def index_name(base: int) -> str:
+    return f"{FOLDER}/{base:020d}.idx"
+
+
+def snapshot_name(base: int) -> str:
+    return f"{FOLDER}/{base:020d}.snap"
+
+
+def segment_bases(disk: Disk) -> list[int]:
+    """Return the base offsets of all segments, ascending."""
+    return [int(name[:-4]) for name in disk.names(FOLDER) if name.endswith(".log")]
+
+
+class Chunk(NamedTuple):
+    """Whole frames `[begin, end)`, checked; `chain` is that of the last one."""
+
+    begin: int
+    end: int
+    chain: int
+    data: bytes
+    frames: list[Frame]
+
+
+def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: int = CHUNK_BYTES) -> Chunk:
+    """Read whole frames from `begin`, up to about `bytes_max` and not past `end`; at least one.
+
+    Everything is checked but the first frame's chain, which the caller may know. Blocks; may run on any thread.
+
+    Raises:
+        CorruptFrame: no frame begins at `begin`.
+    """
+    base = segment_at(bases, begin)
+    later = [other for other in bases if other > base]
+    stop = min(end, later[0]) if later else end
+    data = disk.read(log_name(base), begin - base, min(bytes_max, stop - begin))
+    frames: list[Frame] = []
+    at, chain = 0, None
+    while begin + at < stop:
+        try:
+            frame = decode_header(data, at, begin + at, chain)
+        except CorruptFrame:
+            if at or len(data) >= stop - begin:
+                break
+            data = disk.read(log_name(base), begin - base, min(2 * len(data) + 65536, stop - begin))
+            continue
+        if frame.end - begin > len(data):
+            if at:
+                break
+            data = disk.read(log_name(base), begin - base, frame.end - begin)
+            if len(data) < frame.end - begin:
+                raise CorruptFrame(begin, "the file ends within the frame")
+        check_body(frame, memoryview(data)[at + frame.body_at : frame.end - begin])
+        frames.append(frame)
+        at, chain = frame.end - begin, frame.chain
+    if chain is None:
+        decode_header(data, 0, begin, None)  # raises, with the reason
+        raise CorruptFrame(begin, "the log ends here")
+    return Chunk(begin, begin + at, chain, data[:at], frames)
+
+
+def next_frame(disk: Disk, bases: list[int], begin: int) -> int | None:
+    """Return the offset of the first valid header at or after `begin`, over all segments; None if nothing follows."""
+    for base in [segment_at(bases, begin), *(base for base in bases if base > begin)]:
+        at, size = max(begin, base), disk.size(log_name(base))
+        while at < base + size:
+            data = disk.read(log_name(base), at - base, CHUNK_BYTES + 65536)
+            if (found := find_frame(data, at)) is not None:
+                return at + found
+            if len(data) < CHUNK_BYTES + 65536:
+                break
+            at += CHUNK_BYTES
+    return None
+
+
+def read_raw(disk: Disk, bases: list[int], begin: int, end: int) -> bytes:
+    """Return the bytes `[begin, end)` as they are, whatever they are; shorter where files are."""
+    parts = []
+    for base in bases:
+        size = disk.size(log_name(base))
+        first, last = max(begin, base), min(end, base + size)
+        if first < last:
+            parts.append(disk.read(log_name(base), first - base, last - first))
+    return b"".join(parts)
+
+
+assert FRAME_BYTES_MAX > CHUNK_BYTES  # a chunk grows to its first frame, never the other way round
