@@ -269,6 +269,7 @@ def encode_message(message: Message, now_ms: int) -> bytes:
 def decode_message(data: bytes) -> Message:
     """Decode one message; raises InvalidMessage."""
     envelope = decode_envelope(data)
-    message = Message(envelope.subject, decode_properties(data, envelope.body_begin), tags=envelope.tags, id=envelope.id)
+    properties = decode_properties(data, envelope.body_begin)
+    message = Message(envelope.subject, properties, tags=envelope.tags, id=envelope.id)
     message.created_ms = envelope.created_ms
     return message

@@ -57,7 +57,7 @@ def decode_json(body: Buffer, **kinds: type) -> dict[str, Any]:
     """
     try:
         fields = json.loads(bytes(body))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("body is not a JSON object")
@@ -142,7 +142,8 @@ def decode_produced(body: memoryview) -> Produced:
 #            first pull sequence that this consumer does not hold; a new process says 0 and gets all that is un-acked.
 #            -> JSON subscription int (valid on this connection), acked_end int, lease_ms int.
 
-# PULL:     0 u32 subscription, 4 u32 messages at most, 8 u32 bytes at most (a larger message comes alone), 12 u32 timeout ms.
+# PULL:     0 u32 subscription, 4 u32 messages at most, 8 u32 bytes at most (a larger message comes alone),
+#           12 u32 timeout ms.
 _PULL = struct.Struct("<IIII")
 
 

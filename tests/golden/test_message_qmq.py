@@ -1,0 +1,66 @@
+"""Shell. Messages in QMQ's encoding, and batches of them: bytes with their meaning, written by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qmq.codec import (
+    check_batch,
+    decode_envelope,
+    decode_message,
+    decode_properties,
+    encode_message,
+    join_batch,
+    split_batch,
+)
+from qmq.errors import InvalidMessage
+from qmq.message import Message
+
+FOLDER = Path(__file__).parent / "message_qmq"
+MESSAGES, FOREIGN, REFUSED, BATCHES, VALUES = (
+    json.loads((FOLDER / f"{name}.json").read_text())
+    for name in ("messages", "foreign", "refused", "batches", "values")
+)
+
+
+def _names(rows):
+    return [row["name"] for row in rows]
+
+
+@pytest.mark.parametrize("row", MESSAGES, ids=_names(MESSAGES))
+def test_a_message_is_encoded_to_these_bytes(row):
+    message = Message(row["subject"], row["properties"], tags=row["tags"], id=row["id"])
+    assert encode_message(message, row["moment_ms"]).hex() == row["bytes"]
+
+
+@pytest.mark.parametrize("row", MESSAGES + FOREIGN, ids=_names(MESSAGES + FOREIGN))
+def test_these_bytes_decode_to_this_meaning(row):
+    message = decode_message(bytes.fromhex(row["bytes"]))
+    assert (message.subject, message.id, message.created_ms) == (row["subject"], row["id"], row["created_ms"])
+    assert dict(message.properties) == row["properties"]
+    assert sorted(message.tags) == sorted(row["tags"])
+    assert decode_envelope(bytes.fromhex(row["bytes"])).flag == row["flag"]
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=_names(REFUSED))
+def test_these_bytes_are_no_message(row):
+    with pytest.raises(InvalidMessage):
+        decode_message(bytes.fromhex(row["bytes"]))
+
+
+@pytest.mark.parametrize("row", VALUES, ids=lambda row: repr(row["value"]))
+def test_a_value_travels_in_this_spelling(row):
+    data = encode_message(Message("s", {"value": row["value"]}, id="1"), 0)
+    assert decode_properties(data, decode_envelope(data).body_begin) == {"value": row["text"]}
+
+
+@pytest.mark.parametrize("row", BATCHES, ids=_names(BATCHES))
+def test_a_batch_has_these_bytes(row):
+    messages = [bytes.fromhex(message) for message in row["messages"]]
+    body = join_batch(messages)
+    assert body.hex() == row["bytes"]
+    assert list(split_batch(body, len(messages))) == messages
+    assert check_batch(body, len(messages), 1 << 20).refused == []

@@ -1,0 +1,145 @@
+"""Shell. Any message and batch comes back as it was; damaged bytes give InvalidMessage or InvalidRequest, nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qmq import codec
+from qmq.errors import InvalidMessage, InvalidRequest
+from qmq.message import Message
+
+texts = st.text(max_size=40)
+words = st.text(min_size=1, max_size=20)
+values = st.one_of(texts, st.integers(), st.booleans(), st.floats())
+messages = st.builds(
+    Message,
+    words,
+    st.dictionaries(texts, values, max_size=6),
+    tags=st.sets(words, max_size=codec.TAGS_MAX),
+    id=words,
+)
+moments = st.integers(min_value=0, max_value=2**62)
+encoded = st.builds(codec.encode_message, messages, moments)
+batches = st.lists(encoded, min_size=1, max_size=12)
+
+
+def as_text(value):
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+
+
+@given(messages, moments)
+def test_a_message_comes_back_as_it_was(message, now_ms):
+    back = codec.decode_message(codec.encode_message(message, now_ms))
+    assert (back.subject, back.id, back.created_ms) == (message.subject, message.id, now_ms)
+    assert back.properties == {name: as_text(value) for name, value in message.properties.items()}
+    assert frozenset(back.tags) == frozenset(message.tags)
+
+
+@given(encoded)
+def test_every_cut_of_a_message_is_refused(data):
+    for length in range(len(data)):
+        with pytest.raises(InvalidMessage):
+            codec.decode_message(data[:length])
+
+
+@given(encoded)
+def test_a_damaged_message_decodes_or_is_refused_and_nothing_else(data):
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 0xFF
+        try:
+            codec.decode_message(bytes(damaged))
+        except InvalidMessage:
+            pass
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_no_message(data):
+    try:
+        codec.decode_message(data)
+    except InvalidMessage:
+        pass
+
+
+@given(batches)
+def test_a_batch_comes_back_as_it_was(messages):
+    body = codec.join_batch(messages)
+    assert list(codec.split_batch(body, len(messages))) == messages
+    assert len(body) % 8 == 0
+    assert codec.check_batch(body, len(messages), 1 << 20).refused == []
+
+
+@given(batches, st.data())
+def test_a_slice_of_a_batch_is_the_batch_of_the_slice(messages, data):
+    begin = data.draw(st.integers(0, len(messages) - 1))
+    end = data.draw(st.integers(begin + 1, len(messages)))
+    sliced = codec.slice_batch(codec.join_batch(messages), len(messages), begin, end)
+    assert sliced == codec.join_batch(messages[begin:end])
+
+
+@given(batches, st.integers(min_value=0, max_value=200))
+def test_exactly_the_messages_of_wrong_size_are_refused(messages, message_bytes_max):
+    messages = [message if position % 3 else message[:10] for position, message in enumerate(messages)]
+    verdict = codec.check_batch(codec.join_batch(messages), len(messages), message_bytes_max)
+    wrong = [
+        position
+        for position, message in enumerate(messages)
+        if not codec.MESSAGE_BYTES_MIN <= len(message) <= message_bytes_max
+    ]
+    assert [position for position, _ in verdict.refused] == wrong
+
+
+@given(batches)
+def test_every_cut_of_a_batch_is_refused(messages):
+    body = codec.join_batch(messages)
+    for length in range(len(body)):
+        with pytest.raises(InvalidRequest):
+            codec.check_batch(body[:length], len(messages), 1 << 20)
+
+
+@given(batches, st.integers(min_value=0, max_value=70_000))
+def test_a_batch_with_damaged_ends_is_refused_or_still_a_layout(messages, claimed):
+    body = codec.join_batch(messages)
+    for bit in range(32 * (len(messages) + 1)):
+        damaged = bytearray(body)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            ends = codec.check_batch(damaged, len(messages), 1 << 20).ends
+        except InvalidRequest:
+            continue
+        assert ends[0] == 0 and list(ends) == sorted(ends) and 4 * len(ends) + ends[-1] <= len(body)
+    try:
+        codec.check_batch(body, claimed, 1 << 20)
+    except InvalidRequest:
+        pass
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(Message("s", {"k": "v" * 32_768}, id="1"), id="value too long"),
+        pytest.param(Message("s", {"k" * 32_768: "v"}, id="1"), id="name too long"),
+        pytest.param(Message("s", {"k": "\ud800"}, id="1"), id="value is not Unicode"),
+        pytest.param(Message("s", {"\ud800": "v"}, id="1"), id="name is not Unicode"),
+        pytest.param(Message("s", {"k": None}, id="1"), id="value is nothing"),
+        pytest.param(Message("s", {"k": b"v"}, id="1"), id="value is bytes"),
+        pytest.param(Message("s", {1: "v"}, id="1"), id="name is a number"),
+        pytest.param(Message("s", tags={str(n) for n in range(11)}, id="1"), id="eleven tags"),
+        pytest.param(Message("s", tags={""}, id="1"), id="empty tag"),
+        pytest.param(Message("s", tags={"t" * 32_768}, id="1"), id="tag too long"),
+        pytest.param(Message("s", id="i" * 101), id="id too long"),
+        pytest.param(Message("s", id=""), id="empty id"),
+        pytest.param(Message("s"), id="no id"),
+        pytest.param(Message("s", id="\ud800"), id="id is not Unicode"),
+    ],
+)
+def test_what_cannot_be_encoded_is_refused(message):
+    with pytest.raises(InvalidMessage):
+        codec.encode_message(message, 0)
+
+
+def test_the_longest_value_passes():
+    longest = "v" * 32_767
+    assert codec.decode_message(codec.encode_message(Message("s", {"k": longest}, id="1"), 0))["k"] == longest

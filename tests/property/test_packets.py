@@ -1,0 +1,176 @@
+"""Shell. Packets come out of any split of the stream as they went in; garbage ends in InvalidRequest and nothing else."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qmq.errors import InvalidRequest
+from qmq.remoting import commands
+from qmq.remoting.packet import PACKET_HEADER_BYTES, PacketReader, packet_header, read_packet
+from qmq.types import Epoch
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+i16 = st.integers(-(2**15), 2**15 - 1)
+i32 = st.integers(-(2**31), 2**31 - 1)
+names = st.text(max_size=30)
+
+
+class SmallReader(PacketReader):
+    """Has a staging area so small that packets of some hundred bytes take the path of large ones."""
+
+    STAGING_BYTES = 512
+
+
+def feed(reader, data, sizes):
+    """Hand `data` to the reader in pieces of at most `sizes`, repeated; return all packets."""
+    packets, at, turn = [], 0, 0
+    while at < len(data):
+        buffer = reader.buffer()
+        assert len(buffer) > 0, "the transport would spin"
+        count = min(len(buffer), sizes[turn % len(sizes)], len(data) - at)
+        buffer[:count] = data[at : at + count]
+        packets += reader.received(count)
+        at, turn = at + count, turn + 1
+    return packets
+
+
+requests = st.lists(st.tuples(i16, i32, i32, i16, st.binary(max_size=600)), max_size=12)
+splits = st.lists(st.integers(1, 700), min_size=1, max_size=8)
+
+
+@given(requests, splits, st.sampled_from([PacketReader, SmallReader]))
+def test_packets_come_out_of_any_split_as_they_went_in(requests, sizes, kind):
+    stream = b"".join(packet_header(*fields, len(body)) + body for *fields, body in requests)
+    packets = feed(kind(10_000), stream, sizes)
+    assert [(*packet[:4], bytes(packet.body)) for packet in packets] == requests
+
+
+@given(requests, splits, st.binary(min_size=PACKET_HEADER_BYTES, max_size=2000))
+def test_a_garbage_stream_ends_in_a_typed_error(requests, sizes, garbage):
+    stream = b"".join(packet_header(*fields, len(body)) + body for *fields, body in requests)
+    with pytest.raises(InvalidRequest):
+        feed(SmallReader(10_000), stream + garbage, sizes)
+
+
+@given(splits, st.integers(0, 8 * PACKET_HEADER_BYTES - 1))
+def test_a_flipped_bit_of_a_header_is_refused_waits_or_is_another_packet(sizes, bit):
+    """The header has no checksum of its own; what matters is checked by the CRC of batches and frames behind it."""
+    stream = bytearray(packet_header(201, 1, 0, 201, 40) + bytes(40))
+    stream[bit // 8] ^= 1 << bit % 8
+    try:
+        packets = feed(SmallReader(10_000), bytes(stream), sizes)
+    except InvalidRequest:
+        return
+    assert len(packets) <= 1
+
+
+def test_a_packet_over_the_limit_is_refused_before_its_body_arrives():
+    reader = PacketReader(1000)
+    with pytest.raises(InvalidRequest, match="over the limit of 1000"):
+        feed(reader, packet_header(201, 1, 0, 201, 981), [PACKET_HEADER_BYTES])
+    assert [packet.opaque for packet in feed(PacketReader(1000), packet_header(1, 7, 0, 1, 980) + bytes(980), [99])] == [7]
+
+
+def test_a_large_packet_does_not_change_after_it_was_returned():
+    body = bytes(range(256)) * 4096
+    stream = b"".join(packet_header(201, n, 0, 201, len(body)) + body for n in range(3))
+    packets = feed(PacketReader(1 << 21), stream, [65_536])
+    assert [bytes(packet.body) for packet in packets] == [body] * 3
+    assert [packet.opaque for packet in packets] == [0, 1, 2]
+
+
+@given(U64, U64, U32, names, st.binary(max_size=100))
+def test_a_produce_comes_back_as_it_was_and_damage_is_noticed(producer, batch, count, subject, data):
+    header = commands.produce_header(producer, batch, count, crc32(data), subject)
+    assert commands.decode_produce(memoryview(header + data)) == (producer, batch, count, crc32(data), subject, data)
+    for position in range(len(header), len(header) + len(data)):
+        damaged = bytearray(header + data)
+        damaged[position] ^= 1
+        with pytest.raises(InvalidRequest, match="CRC"):
+            commands.decode_produce(memoryview(damaged))
+
+
+refusals = st.lists(st.tuples(U32, st.text(max_size=50)), max_size=5)
+
+
+@given(st.builds(commands.Produced, U64, U32, st.integers(0, 2), refusals))
+def test_what_was_produced_comes_back_as_it_was(produced):
+    assert commands.decode_produced(memoryview(commands.encode_produced(produced))) == produced
+
+
+@given(st.lists(st.tuples(U64, U64, U32, st.integers(0, 1), st.binary(max_size=80)), max_size=5))
+def test_pulled_pieces_come_back_as_they_were_and_damage_is_noticed(rows):
+    data = b"".join(
+        commands.piece_header(pull, sequence, count, len(body), crc32(body), flags) + body
+        for pull, sequence, count, flags, body in rows
+    )
+    assert list(commands.decode_pulled(memoryview(data))) == rows
+    for cut in range(1, commands.PIECE_BYTES):
+        with pytest.raises(InvalidRequest):
+            list(commands.decode_pulled(memoryview(data + bytes(cut))))
+
+
+@given(st.builds(commands.Pull, U32, U32, U32, U32))
+def test_a_pull_comes_back_as_it_was(pull):
+    assert commands.decode_pull(memoryview(commands.encode_pull(pull))) == pull
+
+
+@given(st.builds(commands.Ack, U32, U64, U64), U64)
+def test_an_ack_comes_back_as_it_was(ack, end):
+    assert commands.decode_ack(memoryview(commands.encode_ack(ack))) == ack
+    assert commands.decode_acked(memoryview(commands.encode_acked(end))) == end
+
+
+@given(st.builds(commands.Confirmation, st.builds(Epoch, U32, U32), U64, U64))
+def test_a_confirmation_comes_back_as_it_was(confirmation):
+    assert commands.decode_confirmation(memoryview(commands.encode_confirmation(confirmation))) == confirmation
+
+
+@given(U64, st.binary(max_size=40))
+def test_bytes_with_their_offset_come_back_as_they_were(offset, data):
+    assert commands.split_offset(memoryview(commands.offset_header(offset) + data)) == (offset, data)
+
+
+@pytest.mark.parametrize("field", ["", "x", 0, None, True, 1.5, [], {}], ids=repr)
+def test_a_field_of_another_type_is_refused(field):
+    body = commands.encode_json(field=field)
+    for kind in {str, int, list, dict} - {type(field)}:
+        with pytest.raises(InvalidRequest, match="'field'"):
+            commands.decode_json(body, field=kind)
+
+
+DECODERS = [
+    lambda body: commands.decode_json(body, token=str),
+    commands.decode_produce,
+    commands.decode_produced,
+    commands.decode_pull,
+    lambda body: list(commands.decode_pulled(body)),
+    commands.decode_ack,
+    commands.decode_acked,
+    commands.split_offset,
+    commands.decode_confirmation,
+]
+
+
+@given(st.binary(max_size=120))
+def test_a_garbage_body_gives_a_typed_error(data):
+    for decode in DECODERS:
+        try:
+            decode(memoryview(data))
+        except InvalidRequest:
+            pass
+
+
+def test_json_nested_without_end_gives_a_typed_error():
+    with pytest.raises(InvalidRequest, match="not JSON"):
+        commands.decode_json(b"[" * 100_000, token=str)
+
+
+def test_one_packet_is_read_without_a_stream():
+    packet = read_packet(packet_header(320, 9, 1, 201, 2) + b"no")
+    assert packet.is_response and packet.body == b"no"
