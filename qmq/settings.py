@@ -1,4 +1,4 @@
-"""Core. A process's settings: one frozen dataclass, read from a TOML file, overridden by the environment, checked as a whole.
+"""Core. A process's settings: one frozen dataclass, read from a TOML file and the environment, checked as a whole.
 
 A field is declared with `setting(default, unit=…, why=…, least=…, most=…)`. In the file it has its own name, in the
 environment `<PREFIX>_<NAME>` in capitals. Every complaint is found before the first is reported.
@@ -7,6 +7,7 @@ environment `<PREFIX>_<NAME>` in capitals. Every complaint is found before the f
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +58,8 @@ def load(kind: type[T], *, prefix: str, path: Path | None, environ: Mapping[str,
             except ValueError as error:
                 complaints.append(f"{name}: {error} ({field.metadata['why']})")
         elif field.default is dataclasses.MISSING:
-            complaints.append(f"{name}: missing; set it in the file or as {prefix}_{name.upper()} ({field.metadata['why']})")
+            variable = f"{prefix}_{name.upper()}"
+            complaints.append(f"{name}: missing; set it in the file or as {variable} ({field.metadata['why']})")
     if complaints:
         raise InvalidSettings(complaints)
     return kind(**values)
@@ -84,6 +86,11 @@ def _convert(value: Any, hint: Any) -> Any:
     if hint in (int, float):
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise ValueError(f"{value!r} is no number")
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"{value!r} is no number")
+        if hint is int and not number.is_integer():
+            raise ValueError(f"{value!r} is no whole number")
         return hint(value)
     if hint == tuple[str, ...]:
         words = value.split(",") if isinstance(value, str) else value

@@ -27,7 +27,9 @@ def check_name(what: str, name: str) -> str:
     if len(name) > NAME_BYTES_MAX or len(name.encode("utf-8", "surrogatepass")) > NAME_BYTES_MAX:
         raise InvalidName(f"{what} {name[:20]!r}… is longer than {NAME_BYTES_MAX} bytes")
     if illegal := _ILLEGAL.search(name):
-        raise InvalidName(f"{what} {name!r} contains {illegal.group()!r}; slashes and control characters are not allowed")
+        raise InvalidName(
+            f"{what} {name!r} contains {illegal.group()!r}; slashes and control characters are not allowed"
+        )
     if name != name.strip():
         raise InvalidName(f"{what} {name!r} begins or ends with white space")
     try:

@@ -1,4 +1,4 @@
-"""Shell. Any message and batch comes back as it was; damaged bytes give InvalidMessage or InvalidRequest, nothing else."""
+"""Shell. Any message and batch comes back as it was; damaged bytes give a typed error and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. No cut and no flipped bit of a log goes unnoticed: each is a torn tail or damage, and which one is told apart."""
+"""Shell. No cut and no flipped bit of a log goes unnoticed, and a torn tail is told from damage."""
 
 from __future__ import annotations
 
