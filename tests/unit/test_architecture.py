@@ -85,7 +85,6 @@ def imported(tree: ast.Module, package: tuple[str, ...]) -> Iterator[str]:
 
 def wrong_arrows(modules: list[Module]) -> list[str]:
     """An import from one package of ours into another that it may not know."""
-    ours = {*MAY_IMPORT, "tests"}
     return [
         f"{module.name} imports {target}"
         for module in modules

@@ -84,7 +84,7 @@ def test_all_complaints_come_at_once(tmp_path):
         pytest.param("pause_s = nan", "pause_s: nan is no number (how long it waits)", id="not a number"),
         pytest.param("pause_s = inf", "pause_s: inf is no number (how long it waits)", id="infinite"),
         pytest.param("port = 1.5", "port: 1.5 is no whole number (where it listens)", id="fraction"),
-        pytest.param("eager = 1", "eager: 1 is neither true nor false (whether it waits at all)", id="number for truth"),
+        pytest.param("eager = 1", "eager: 1 is neither true nor false (whether it waits at all)", id="1 for true"),
         pytest.param('tokens = "a"', None, id="one word is a list of one"),
         pytest.param("tokens = [1]", "tokens: [1] is no list of words (who may come in)", id="numbers for words"),
         pytest.param("extra = 1", "extra: unknown setting; known are name, port, pause_s, eager, tokens, mode, folder",
