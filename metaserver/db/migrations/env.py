@@ -1,0 +1,11 @@
+"""Shell. Alembic's entry: runs the migrations on the connection that `metaserver.db.engine` opened."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from metaserver.db.tables import Base
+
+context.configure(connection=context.config.attributes["connection"], target_metadata=Base.metadata)
+with context.begin_transaction():
+    context.run_migrations()

@@ -1,0 +1,218 @@
+"""Core. Who may take which part in a broker group.
+
+Each decision is a `RoleChange`: compare the term, raise it by one, set both roles at once. Safety does not rest on
+the checks here but on epochs: for one term there is one master, ever, and brokers refuse older terms. The checks keep
+an operator from giving the mastership to a copy that lacks acknowledged messages.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from metaserver.model import Broker, BrokerKey, Directory, Group, ReplicaState
+from qmq.errors import OperatorError
+from qmq.subjects import check_name
+from qmq.types import Role
+
+MayBeUp = Callable[[Broker], bool]
+
+_HOSTNAME = re.compile(r"[A-Za-z0-9._-]+")
+_UNSUPPORTED_ROLES = {4: "BACKUP", 5: "DELAY_MASTER", 6: "DELAY_SLAVE", 7: "DELAY_BACKUP"}
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChange:
+    """Replace the row of `group`, if its term is still `term`, by the given parts and `term + 1`."""
+
+    group: str
+    term: int
+    """Compared; 0: the group must not exist yet."""
+    before: Group | None
+    master: Broker | None
+    slave: Broker | None
+    half_swapped: bool = False
+
+
+def parse_broker(group: str, role: str, hostname: str, ip: str, serve_port: str, sync_port: str) -> Broker:
+    """Turn an operator's words into a broker.
+
+    Raises:
+        OperatorError, InvalidName: says which word is wrong and what would be right.
+    """
+    check_name("brokerGroup", group)
+    check_name("hostname", hostname)
+    if not _HOSTNAME.fullmatch(hostname):
+        raise OperatorError(f"hostname {hostname!r} may consist of letters, digits, dots, hyphens and underscores")
+    serve, sync = parse_port("servePort", serve_port), parse_port("syncPort", sync_port)
+    if serve == sync:
+        raise OperatorError(f"servePort and syncPort are both {serve}; a broker needs two ports")
+    return Broker(group, parse_role(role), hostname, parse_ip(ip), serve, sync)
+
+
+def parse_role(text: str) -> Role:
+    if not text.isascii() or not text.isdigit():
+        raise OperatorError(f"role {text!r} is no role code; 0 is MASTER, 1 is SLAVE")
+    if name := _UNSUPPORTED_ROLES.get(int(text)):
+        raise OperatorError(f"role {int(text)} ({name}) is not supported; 0 is MASTER, 1 is SLAVE")
+    if int(text) not in (Role.MASTER, Role.SLAVE):
+        raise OperatorError(f"invalid broker role code {int(text)}; 0 is MASTER, 1 is SLAVE")
+    return Role(int(text))
+
+
+def parse_ip(text: str) -> str:
+    try:
+        address = ipaddress.IPv4Address(text)
+    except ValueError:
+        raise OperatorError(f"ip {text!r} is no IPv4 address such as 192.168.0.7") from None
+    if address.is_unspecified or address.is_multicast or int(address) == 0xFFFFFFFF:
+        raise OperatorError(f"ip {text} is not the address of one machine")
+    return str(address)
+
+
+def parse_port(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 0 < int(text[:6]) < 65536:
+        raise OperatorError(f"{name} {text!r} is no port; it is a number from 1 to 65535")
+    return int(text)
+
+
+def add_broker(directory: Directory, broker: Broker) -> RoleChange:
+    """Give `broker` a vacant place of its group; the group is created with its first broker."""
+    _require_free(directory, broker.key)
+    group = directory.groups.get(broker.group)
+    if group is None:
+        return _with_holder(RoleChange(broker.group, 0, None, None, None), broker)
+    if holder := group.holder(broker.role):
+        raise OperatorError(
+            f"{group.name} has a {broker.role.name} already, {holder.key}; ReplaceBroker puts another in its place"
+        )
+    return _with_holder(_unchanged(group), broker)
+
+
+def replace_broker(directory: Directory, broker: Broker, may_be_up: MayBeUp) -> tuple[RoleChange | None, Broker]:
+    """Put `broker` in the place of who holds its role.
+
+    The swap of two stopped brokers is two calls, as QMQ documents it: the slave into the master's place, which
+    leaves the slave's place vacant, then the old master into the slave's. For anything else, the new master would
+    have to hold every acknowledged message, which only the slave can.
+
+    Returns:
+        The change (None: only addresses are to be stored) and the holder of the role before.
+    """
+    group = directory.groups.get(broker.group)
+    before = _holder_before(group, broker.role)
+    if group is None or before is None:
+        raise OperatorError(
+            f"no broker with group {broker.group} and role {broker.role.name}; AddBroker adds one to a vacant place"
+        )
+    for member in group.brokers:
+        if may_be_up(member) and member.key in (before.key, broker.key) and not _stays_master(group, member, broker):
+            raise OperatorError(
+                f"{member.key} ({member.role.name} of {group.name}) is running: stop it first, or exchange the roles "
+                "of two running brokers with SwapRoles"
+            )
+    if group.holder(broker.role) and before.key == broker.key:
+        return None, before
+    if broker.role == Role.MASTER:
+        return _promote(directory, group, broker), before
+    if group.master and group.master.key == broker.key:
+        raise OperatorError(
+            f"{broker.key} is the master of {group.name}; for a swap, first put {before.key} in its place with "
+            "ReplaceBroker --role=0, then repeat this call"
+        )
+    _require_free(directory, broker.key)
+    return _with_holder(_unchanged(group), broker), before
+
+
+def swap_roles(group: Group, *, term: int) -> RoleChange:
+    """Exchange master and slave, both proven to hold the same log."""
+    if group.master is None or group.slave is None or group.term != term:
+        raise OperatorError(f"the roles of {group.name} have changed meanwhile (term {group.term}); look, then repeat")
+    return replace(
+        _unchanged(group),
+        master=replace(group.slave, role=Role.MASTER, complete=False),
+        slave=replace(group.master, role=Role.SLAVE, complete=True),
+    )
+
+
+def check_same_log(master: ReplicaState, slave: ReplicaState) -> None:
+    """Refuse a swap unless both logs end at the same offset with the same chain, hence are equal in every byte."""
+    if (master.log_end, master.chain) != (slave.log_end, slave.chain):
+        raise OperatorError(
+            f"the logs differ: the master ends at {master.log_end} with chain {master.chain:016x}, the slave at "
+            f"{slave.log_end} with chain {slave.chain:016x}; look with ReplicaStatus, repeat when the slave caught up"
+        )
+
+
+def check_registration(broker: Broker, incarnation: str) -> None:
+    """Refuse a master that comes with another disk than before: it would count its empty log as the group's history.
+
+    A slave may: it is seeded anew, and until then it counts for nothing.
+    """
+    if broker.role == Role.MASTER and broker.incarnation and broker.incarnation != incarnation:
+        raise OperatorError(
+            f"{broker.key} was the master of {broker.group} with another data directory. Give it that one back; if it "
+            f"is lost, stop both brokers of the group, put the slave in its place with ReplaceBroker --role=0, then "
+            f"{broker.key} in the slave's with ReplaceBroker --role=1, and start both: it will be filled from the other"
+        )
+
+
+def slave_complete(group: Group, state: ReplicaState) -> bool | None:
+    """What a master's words say about its slave: True, it holds all that was ever acknowledged; None, nothing new.
+
+    A group that takes messages has its slave in step. Only `master` durability acknowledges without the slave.
+    """
+    if not state.writable or not state.reigns(group.term):
+        return None
+    return state.durability != "master"
+
+
+def _promote(directory: Directory, group: Group, broker: Broker) -> RoleChange:
+    slave, master = group.slave, group.master
+    unused = not any(member.incarnation for member in group.brokers)
+    if slave and slave.key == broker.key:
+        if master and master.incarnation and not slave.complete:
+            raise OperatorError(
+                f"{slave.key} was never seen to hold all that {group.name} acknowledged, and would lose the rest as "
+                f"its master. Start both brokers, wait until the group takes messages again, then repeat"
+            )
+        promoted = replace(broker, control_port=slave.control_port, metrics_port=slave.metrics_port)
+        promoted = replace(promoted, incarnation=slave.incarnation)
+        return replace(_unchanged(group), master=promoted, slave=None, half_swapped=True)
+    _require_free(directory, broker.key)
+    if not unused:
+        raise OperatorError(
+            f"only the slave of {group.name} holds its messages and can become the master; {broker.key} would begin "
+            "with an empty log. Make it the slave (ReplaceBroker --role=1), let it catch up, then SwapRoles"
+        )
+    return _with_holder(_unchanged(group), broker)
+
+
+def _holder_before(group: Group | None, role: Role) -> Broker | None:
+    if group is None:
+        return None
+    if role == Role.SLAVE and group.half_swapped and group.master:
+        return replace(group.master, role=Role.SLAVE)  # the row before call 1, which call 2 overwrites
+    return group.holder(role)
+
+
+def _stays_master(group: Group, member: Broker, broker: Broker) -> bool:
+    """The second call of a swap may come after the new master was started: it only fills the vacant place."""
+    return broker.role == Role.SLAVE and member.role == Role.MASTER and member.key != broker.key
+
+
+def _require_free(directory: Directory, key: BrokerKey) -> None:
+    if taken := directory.find(key):
+        raise OperatorError(f"{key} is the {taken.role.name} of {taken.group} already; one broker serves one group")
+
+
+def _unchanged(group: Group) -> RoleChange:
+    return RoleChange(group.name, group.term, group, group.master, group.slave, group.half_swapped)
+
+
+def _with_holder(change: RoleChange, broker: Broker) -> RoleChange:
+    if broker.role == Role.MASTER:
+        return replace(change, master=broker)
+    return replace(change, slave=broker, half_swapped=False)

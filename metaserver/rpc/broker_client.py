@@ -1,0 +1,61 @@
+"""Shell. Questions and orders of the metaserver to a broker, over the broker's control port."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from metaserver.model import Broker, BrokerKey, ReplicaState
+from metaserver.rpc.convert import state_from_message
+from qmq.errors import NotServed, OperatorError
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import BrokerStub
+
+
+class Brokers:
+    """Calls brokers with the token that each of them presented itself. Created by main; a connection lasts one call.
+
+    Every method raises OperatorError when the broker refuses (nothing changed there) and NotServed when it did not
+    answer in time.
+    """
+
+    def __init__(self, tokens: Mapping[BrokerKey, str], *, default_token: str, timeout_ms: int) -> None:
+        self._tokens = tokens
+        self._default_token = default_token
+        self._timeout_ms = timeout_ms
+
+    async def replica_status(self, broker: Broker) -> ReplicaState:
+        async with self._stub(broker) as (stub, metadata):
+            call = stub.ReplicaStatus(pb.Nothing(), **metadata, timeout=self._timeout_ms / 1000)
+            return await self._ask(broker, call)
+
+    async def prepare_swap(self, broker: Broker, *, term: int, hold_ms: int, timeout_ms: int) -> ReplicaState:
+        """Let a master stop taking messages and wait until its slave has everything."""
+        request = pb.PrepareSwapRequest(term=term, hold_ms=hold_ms, timeout_ms=timeout_ms)
+        limit = (timeout_ms + self._timeout_ms) / 1000
+        async with self._stub(broker) as (stub, metadata):
+            return await self._ask(broker, stub.PrepareSwap(request, **metadata, timeout=limit))
+
+    async def cancel_swap(self, broker: Broker) -> ReplicaState:
+        async with self._stub(broker) as (stub, metadata):
+            call = stub.CancelSwap(pb.Nothing(), **metadata, timeout=self._timeout_ms / 1000)
+            return await self._ask(broker, call)
+
+    @asynccontextmanager
+    async def _stub(self, broker: Broker) -> AsyncIterator[tuple[Any, dict[str, Any]]]:
+        token = self._tokens.get(broker.key, self._default_token)
+        async with grpc.aio.insecure_channel(f"{broker.ip}:{broker.control_port}") as channel:
+            yield BrokerStub(channel), {"metadata": [("x-api-token", token)]}
+
+    async def _ask(self, broker: Broker, call: Any) -> ReplicaState:
+        try:
+            return state_from_message(await call)
+        except grpc.aio.AioRpcError as error:
+            text = f"{broker.key} ({broker.role.name} of {broker.group})"
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                where = f"{broker.ip}:{broker.control_port}"
+                raise NotServed(f"{text} did not answer at {where}: {error.details()}") from error
+            raise OperatorError(f"{text} refused: {error.details()}") from error

@@ -1,0 +1,93 @@
+"""Core. Values of the model <-> messages of the control plane."""
+
+from __future__ import annotations
+
+from metaserver.model import Broker, BrokerKey, Directory, Group, ReplicaState
+from metaserver.roles import parse_broker
+from metaserver.routing import GroupRoute
+from qmq.errors import InvalidRequest
+from qmq.proto import qmq_pb2 as pb
+from qmq.subjects import check_name
+from qmq.types import Role
+
+
+def broker_from_identity(identity: pb.BrokerIdentity) -> Broker:
+    """Check what a broker says about itself; its group may be empty, the metaserver knows it.
+
+    Raises:
+        OperatorError, InvalidName, InvalidRequest: says which field is wrong.
+    """
+    broker = parse_broker(
+        identity.broker_group or "unnamed", "1", identity.hostname, identity.ip, str(identity.serve_port),
+        str(identity.sync_port),
+    )  # fmt: skip
+    check_name("incarnation", identity.incarnation)
+    for name, port in (("control_port", identity.control_port), ("metrics_port", identity.metrics_port)):
+        if not 0 <= port < 65536:
+            raise InvalidRequest(f"{name} {port} is no port")
+    return Broker(
+        group=identity.broker_group,
+        role=Role.SLAVE,
+        hostname=broker.hostname,
+        ip=broker.ip,
+        serve_port=broker.serve_port,
+        sync_port=broker.sync_port,
+        control_port=identity.control_port,
+        metrics_port=identity.metrics_port,
+        incarnation=identity.incarnation,
+    )
+
+
+def state_from_message(message: pb.BrokerState) -> ReplicaState:
+    return ReplicaState(
+        role=message.role,
+        term=message.term,
+        boot=message.boot,
+        log_start=message.log_start,
+        log_end=message.log_end,
+        flushed_end=message.flushed_end,
+        matched_end=message.matched_end,
+        high_watermark=message.high_watermark,
+        chain=message.chain,
+        readonly_reasons=tuple(message.readonly_reasons),
+        writable=message.writable,
+        durability=message.durability,
+    )
+
+
+def assignment_for(directory: Directory, key: BrokerKey) -> pb.Assignment | None:
+    """What a broker is to do; None: it has no place in any group."""
+    broker = directory.find(key)
+    if broker is None:
+        return None
+    group = directory.groups[broker.group]
+    return pb.Assignment(
+        broker_group=group.name,
+        term=group.term,
+        role=int(broker.role),
+        master=_address(group.master),
+        slave=_address(group.slave),
+        readonly_subjects=directory.readonly_subjects(group.name),
+    )
+
+
+def route_message(subject: str, groups: list[GroupRoute]) -> pb.SubjectRoute:
+    return pb.SubjectRoute(subject=subject, groups=[_group_route(route.group, route.writable) for route in groups])
+
+
+def _group_route(group: Group, writable: bool) -> pb.BrokerGroupRoute:
+    return pb.BrokerGroupRoute(
+        broker_group=group.name, master=_address(group.master), writable=writable, term=group.term
+    )
+
+
+def _address(broker: Broker | None) -> pb.BrokerAddress | None:
+    if broker is None:
+        return None
+    return pb.BrokerAddress(
+        ip=broker.ip,
+        serve_port=broker.serve_port,
+        sync_port=broker.sync_port,
+        control_port=broker.control_port,
+        metrics_port=broker.metrics_port,
+    )

@@ -1,0 +1,56 @@
+"""Core. Settings of the metaserver; in the environment they begin with QMQ_METASERVER_."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qmq.settings import InvalidSettings, setting
+
+
+@dataclass(frozen=True)
+class MetaserverSettings:
+    """Everything a metaserver is told when it starts."""
+
+    host: str = setting("127.0.0.1", why="address to listen on; 0.0.0.0 for all")
+    http_port: int = setting(8080, least=0, most=65535, why="/meta/address, /management, /metrics; 0: a free port")
+    grpc_port: int = setting(8081, least=0, most=65535, why="brokers and clients; 0: a free port")
+    advertised_ip: str = setting("", why="address that /meta/address tells to brokers and clients; default: host")
+    database: str = setting("sqlite:///metaserver.db", why="SQLAlchemy URL; tables are made and migrated at start")
+    tokens: tuple[str, ...] = setting(why="valid API tokens, at least one; brokers, clients and tools send one of them")
+    log_level: str = setting("INFO", one_of=("DEBUG", "INFO", "WARNING", "ERROR"), why="which log lines are written")
+
+    groups_per_subject_min: int = setting(2, least=1, most=100, why="QMQ's min.group.num: one group may be readonly")
+    heartbeat_timeout_ms: int = setting(
+        5000, unit="ms", least=200, most=300_000, why="five beats; a broken connection is noticed at once anyway"
+    )
+    broker_timeout_ms: int = setting(
+        2000, unit="ms", least=50, most=60_000, why="a broker that is well answers a question in a few ms"
+    )
+    swap_catch_up_ms: int = setting(
+        5000, unit="ms", least=100, most=300_000, why="SwapRoles waits so long for the slave to have everything"
+    )
+    swap_hold_ms: int = setting(
+        10_000, unit="ms", least=1000, most=300_000, why="the master takes nothing so long, then the swap is off"
+    )
+    swap_finish_ms: int = setting(
+        15_000, unit="ms", least=100, most=300_000, why="SwapRoles waits so long for the new master to report"
+    )
+    watch_subjects_max: int = setting(10_000, least=1, most=1_000_000, why="bound of the memory one client can take")
+    request_bytes_max: int = setting(
+        65_536, unit="bytes", least=1024, most=16_777_216, why="an operator's request has a few hundred bytes"
+    )
+
+    def __post_init__(self) -> None:
+        complaints = []
+        if not self.tokens:
+            complaints.append("tokens: empty; without a token nobody could use this metaserver")
+        if not self.advertised_ip and self.host in ("0.0.0.0", "::"):
+            complaints.append(f"advertised_ip: missing; with host {self.host} it must say which address others use")
+        if self.swap_hold_ms <= self.swap_catch_up_ms + self.broker_timeout_ms:
+            complaints.append("swap_hold_ms: must be longer than swap_catch_up_ms and broker_timeout_ms together")
+        if complaints:
+            raise InvalidSettings(complaints)
+
+    @property
+    def advertised(self) -> str:
+        return self.advertised_ip or self.host

@@ -1,0 +1,177 @@
+"""Shell. SwapRoles: exchange master and slave of a group while both go on running.
+
+The master takes nothing new and waits until its slave has everything; both logs must end at the same offset with the
+same chain; one compare-and-set exchanges the roles; the new assignments go out; the new master reports. Up to the
+compare-and-set every failure takes the order back and the group goes on as before. Behind it the roles are changed,
+whatever fails. Were the hold to run out in between, epochs would still keep every acknowledged message: the old
+master acknowledges nothing without the slave, and the slave refuses its epoch from the change on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from metaserver import roles
+from metaserver.db.repository import StaleTerm
+from metaserver.model import Directory, Group, ReplicaState
+from metaserver.registry import Registry
+from metaserver.rpc.broker_client import Brokers
+from metaserver.settings import MetaserverSettings
+from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
+
+log = logging.getLogger("qmq.metaserver")
+
+WRITABLE_WAIT_MS = 5000
+"""How long a swap waits, once the new master is at work, for its slave to connect so that the group takes messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """A swap that is done."""
+
+    group: Group
+    at_end: ReplicaState
+    """The old master at the moment of the swap."""
+    writable: bool
+    duration_ms: int
+
+
+class Swaps:
+    """Carries out SwapRoles, one per group at a time. Created by main."""
+
+    def __init__(self, registry: Registry, brokers: Brokers, settings: MetaserverSettings) -> None:
+        self._registry = registry
+        self._brokers = brokers
+        self._settings = settings
+        self._running: set[str] = set()
+
+    async def swap(self, name: str) -> Swapped:
+        """Exchange the roles of a group's brokers.
+
+        Raises:
+            OperatorError: refused, the roles are as before.
+            OutcomeUnknown: the roles are exchanged, or may be, but the new master did not report.
+        """
+        if name in self._running:
+            raise OperatorError(f"a swap of {name} is running; wait for it")
+        self._running.add(name)
+        try:
+            return await self._swap(name)
+        finally:
+            self._running.discard(name)
+
+    async def _swap(self, name: str) -> Swapped:
+        began = time.monotonic()
+        group = self._ready(name)
+        at_end = await self._prepare(group)
+        await self._exchange(group, hold_ends=time.monotonic() + self._settings.swap_hold_ms / 1000)
+        writable = await self._finish(name, group.term + 1)
+        duration_ms = round((time.monotonic() - began) * 1000)
+        log.info("roles swapped broker_group=%s term=%d duration_ms=%d", name, group.term + 1, duration_ms)
+        return Swapped(self._registry.directory.groups[name], at_end, writable, duration_ms)
+
+    def _ready(self, name: str) -> Group:
+        group = self._registry.directory.groups.get(name)
+        if group is None:
+            raise OperatorError(f"there is no broker group {name}; ListBrokerGroups names them")
+        if group.half_swapped:
+            raise OperatorError(f"{name} is half swapped with ReplaceBroker; finish that with ReplaceBroker --role=1")
+        if group.master is None or group.slave is None:
+            raise OperatorError(f"{name} has no {'slave' if group.master else 'master'}; AddBroker adds one")
+        for broker in group.brokers:
+            state = self._registry.state(broker)
+            who = f"{broker.key} ({broker.role.name} of {name})"
+            if state is None:
+                raise OperatorError(f"{who} is down; start it, or use ReplaceBroker")
+            if (state.role, state.term) != (broker.role, group.term):
+                raise OperatorError(f"{who} has not taken its part in term {group.term} yet; repeat soon")
+        return group
+
+    async def _prepare(self, group: Group) -> ReplicaState:
+        assert group.master and group.slave  # _ready saw to it
+        try:
+            at_end = await self._brokers.prepare_swap(
+                group.master,
+                term=group.term,
+                hold_ms=self._settings.swap_hold_ms,
+                timeout_ms=self._settings.swap_catch_up_ms,
+            )
+            roles.check_same_log(at_end, await self._brokers.replica_status(group.slave))
+        except (OperatorError, NotServed) as error:
+            await self._cancel(group)
+            raise OperatorError(f"{error}. The roles of {group.name} are as before") from error
+        except BaseException:
+            await self._cancel(group)
+            raise
+        return at_end
+
+    async def _exchange(self, group: Group, *, hold_ends: float) -> None:
+        def decide(directory: Directory) -> roles.RoleChange:
+            if time.monotonic() > hold_ends:
+                raise OperatorError("it took too long; the master takes messages again")
+            current = directory.groups.get(group.name)
+            if current is None:
+                raise StaleTerm(group.name)
+            return roles.swap_roles(current, term=group.term)
+
+        try:
+            await self._registry.change_roles(decide)
+        except OperatorError as error:
+            await self._cancel(group)
+            raise OperatorError(f"{error}. This swap changed nothing") from error
+        except Exception as error:  # the database's answer to the commit may be what got lost
+            await self._settle(group, error)
+
+    async def _settle(self, group: Group, error: Exception) -> None:
+        """Find out whether a compare-and-set was stored although it failed."""
+        try:
+            await self._registry.reload()
+        except Exception:
+            raise OutcomeUnknown(
+                f"the database failed while it stored the roles of {group.name} ({error}); they are exchanged or as "
+                "before. ListBrokers tells once it is back"
+            ) from error
+        current = self._registry.directory.groups.get(group.name)
+        if current and current.term == group.term:
+            await self._cancel(group)
+            raise OperatorError(f"the database failed: {error}. The roles of {group.name} are as before") from error
+
+    async def _finish(self, name: str, term: int) -> bool:
+        """Wait until the new master is at work, then a while until its group takes messages; return whether it does."""
+        if not await self._wait_until(lambda: self._reigns(name, term), self._settings.swap_finish_ms):
+            raise OutcomeUnknown(
+                f"the roles of {name} are exchanged (term {term}), but the new master did not report in time; look "
+                "with ReplicaStatus. Do not swap back before it answers"
+            )
+        marked = self._registry.directory.is_marked(name, "*")
+        return marked is False and await self._wait_until(lambda: self._writable(name), WRITABLE_WAIT_MS)
+
+    def _reigns(self, name: str, term: int) -> bool:
+        group = self._registry.directory.groups[name]
+        state = self._registry.state(group.master) if group.master else None
+        return group.term > term or (state is not None and state.reigns(term))
+
+    def _writable(self, name: str) -> bool:
+        return self._registry.is_writable(self._registry.directory.groups[name])
+
+    async def _wait_until(self, condition: Callable[[], bool], timeout_ms: int) -> bool:
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                with self._registry.changes.watch() as wake:
+                    while not condition():
+                        wake.clear()
+                        await wake.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _cancel(self, group: Group) -> None:
+        assert group.master
+        try:
+            await self._brokers.cancel_swap(group.master)
+        except QmqError as error:
+            log.warning("cancel of swap not answered broker_group=%s, the hold runs out: %s", group.name, error)
