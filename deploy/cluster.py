@@ -1,0 +1,284 @@
+"""Shell. A whole cluster on this machine: a metaserver and broker groups of two, run as a service manager would.
+
+    with Cluster(directory) as cluster:
+        cluster.kill("g1", "master")
+        cluster.wait_writable("g1")
+
+The directory holds everything: `cluster.json` (who listens where, kept true), `plan.json` (ports and token),
+`logs/`, and a folder of settings and data per process. A second start continues with the same data.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from deploy.control import broker_state, manage, metaserver_answers
+from deploy.plan import BROKER_PORT, HOST, HTTP_PORT, BrokerPlan, load_plan, write_atomically, write_settings
+from deploy.processes import Service, end_leftovers, stop_all
+from qmq.errors import NotServed, QmqError
+
+RESTART_S = 1.0
+REFRESH_S = 0.5
+"""How old `cluster.json` may be."""
+START_S = 60.0
+TICK_S = 0.05
+
+
+class AlreadyRunning(QmqError):
+    """Another runner owns this directory. Stop it first, or use another directory."""
+
+    def __init__(self, run_dir: Path, owner: int) -> None:
+        super().__init__(
+            f"a cluster runs in {run_dir} already (process {owner}); `make stop` ends it, RUN_DIR=… uses another place"
+        )
+        self.owner = owner
+
+
+class Cluster:
+    """Runs a cluster in `run_dir` from `start` to `stop`. Its methods may be called from any one thread at a time.
+
+    Args:
+        groups: names of the broker groups; each has a master and a slave.
+        broker: settings for every broker's file, over the defaults.
+        metaserver: settings for the metaserver's file, over the defaults.
+        http_port, broker_port: where the search for free ports begins, at the first start in this directory.
+        say: told, in the keeper's thread, what died and was started again.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        groups: tuple[str, ...] = ("g1", "g2"),
+        broker: dict[str, Any] | None = None,
+        metaserver: dict[str, Any] | None = None,
+        http_port: int = HTTP_PORT,
+        broker_port: int = BROKER_PORT,
+        restart_s: float = RESTART_S,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.run_dir = run_dir.resolve()
+        self._groups, self._ports, self._restart_s = groups, (http_port, broker_port), restart_s
+        self._broker_settings, self._metaserver_settings = broker or {}, metaserver or {}
+        self._say = say
+        self._services: dict[str, Service] = {}
+        self._roles: dict[str, str] = {}
+        self._lock: IO[str] | None = None
+        self._stopping = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="cluster keeper", daemon=True)
+        self._written = ""
+
+    def __enter__(self) -> Cluster:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start all processes and wait until every group is writable.
+
+        Raises:
+            AlreadyRunning: another runner owns the directory.
+            NotServed: a port is taken, or a process does not come up; the text ends with the last lines of its log.
+        """
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = lock_directory(self.run_dir)
+        try:
+            end_leftovers(recorded_pids(self.run_dir), self.run_dir)
+            self.plan = load_plan(self.run_dir / "plan.json", self._groups, *self._ports)
+            self._start_metaserver()
+            self._add_brokers()
+            self._start_brokers()
+            self._keeper.start()
+            self.wait_writable()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stop everything: brokers first, then the metaserver, each asked and after a bound killed."""
+        self._stopping.set()
+        if self._keeper.is_alive():
+            self._keeper.join()
+        stop_all([service for name, service in self._services.items() if name != "metaserver"])
+        stop_all([service for name, service in self._services.items() if name == "metaserver"])
+        if self._lock is not None:
+            if self._written:
+                self._write()
+            self._lock.close()
+            self._lock = None
+
+    @property
+    def metaserver(self) -> str:
+        return self.plan.metaserver
+
+    @property
+    def token(self) -> str:
+        return self.plan.token
+
+    @property
+    def starts(self) -> int:
+        """How often processes were started since `start`, restarts included."""
+        return sum(service.starts for service in self._services.values())
+
+    def manage(self, action: str, **parameters: object) -> Any:
+        """Run an operator's action at the metaserver; raises OperatorError if it is refused."""
+        return manage(self.metaserver, self.token, action, **parameters)
+
+    def describe(self) -> dict[str, Any]:
+        """What `cluster.json` holds. While a process is down its pid is null."""
+        groups: dict[str, dict[str, Any]] = {group: {} for group in self._groups}
+        for broker in self.plan.brokers:
+            groups[broker.group][self._roles[broker.hostname]] = {
+                "pid": self._services[broker.hostname].pid,
+                "hostname": broker.hostname,
+                "port": broker.serve_port,
+                "sync_port": broker.sync_port,
+                "control_port": broker.control_port,
+                "metrics_port": broker.metrics_port,
+                "data": str(self._folder(broker) / "data"),
+            }
+        return {
+            "metaserver": self.metaserver,
+            "metaserver_pid": self._services["metaserver"].pid,
+            "token": self.token,
+            "groups": groups,
+        }
+
+    def broker(self, group: str, role: str) -> BrokerPlan:
+        """The broker that is "master" or "slave" of a group now, as the metaserver has it."""
+        self._refresh_roles()
+        return next(b for b in self.plan.brokers if b.group == group and self._roles[b.hostname] == role)
+
+    def kill(self, group: str, role: str, number: int = signal.SIGKILL) -> BrokerPlan:
+        """Send a signal to the master or slave of a group. It is started again `restart_s` after its death."""
+        broker = self.broker(group, role)
+        self._services[broker.hostname].signal(number)
+        return broker
+
+    def writable(self, group: str) -> bool:
+        """Whether the group's master says that it takes messages."""
+        state = broker_state(f"{HOST}:{self.broker(group, 'master').control_port}", self.token)
+        return state is not None and state.writable
+
+    def wait_writable(self, *groups: str, timeout_s: float = START_S) -> None:
+        """Wait until the groups (none named: all) take messages; raises NotServed with the reasons if they do not."""
+        for group in groups or self._groups:
+            self._wait(partial(self.writable, group), f"group {group} is not writable", timeout_s)
+
+    def _wait(self, ready: Callable[[], bool], complaint: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            if ended := [s for s in self._services.values() if s.exit_status == 2]:
+                raise NotServed(f"{ended[0].name} refuses its settings:\n{ended[0].log_tail()}")
+            if time.monotonic() > deadline:
+                tails = "\n".join(f"  {s.name}, {s.log}:\n{s.log_tail()}" for s in self._services.values())
+                raise NotServed(f"{complaint} after {timeout_s:.0f} s; the ends of the logs:\n{tails}")
+            time.sleep(TICK_S)
+
+    def _folder(self, broker: BrokerPlan) -> Path:
+        return self.run_dir / broker.hostname
+
+    def _service(self, name: str, module: str, settings: dict[str, Any]) -> Service:
+        config = self.run_dir / name / f"{module}.toml"
+        write_settings(config, settings)
+        self._services[name] = Service(name, module, config, self.run_dir / "logs" / f"{name}.log")
+        return self._services[name]
+
+    def _start_metaserver(self) -> None:
+        settings = {
+            "host": HOST, "http_port": self.plan.http_port, "grpc_port": self.plan.grpc_port, "advertised_ip": HOST,
+            "database": f"sqlite:///{self.run_dir / 'metaserver' / 'metaserver.db'}", "tokens": [self.token],
+        }  # fmt: skip
+        self._service("metaserver", "metaserver", settings | self._metaserver_settings).start()
+        self._wait(lambda: metaserver_answers(self.metaserver), "the metaserver does not answer", START_S)
+
+    def _add_brokers(self) -> None:
+        """Make each broker known once; after a swap its role is another one, which must stay."""
+        known = {row["hostname"]: row for row in self.manage("ListBrokers")}
+        for broker in self.plan.brokers:
+            if broker.hostname not in known:
+                self.manage(
+                    "AddBroker", brokerGroup=broker.group, role=broker.role, hostname=broker.hostname, ip=HOST,
+                    servePort=broker.serve_port, syncPort=broker.sync_port,
+                )  # fmt: skip
+        self._refresh_roles()
+
+    def _start_brokers(self) -> None:
+        for broker in self.plan.brokers:
+            settings = {
+                "hostname": broker.hostname, "ip": HOST, "serve_port": broker.serve_port,
+                "sync_port": broker.sync_port, "control_port": broker.control_port,
+                "metrics_port": broker.metrics_port, "data": str(self._folder(broker) / "data"),
+                "metaserver": self.metaserver, "token": self.token,
+            }  # fmt: skip
+            self._service(broker.hostname, "broker", settings | self._broker_settings).start()
+
+    def _refresh_roles(self) -> None:
+        """Ask the metaserver who is what; while it is down, what was known stays."""
+        try:
+            self._roles |= {row["hostname"]: str(row["role"]).lower() for row in self.manage("ListBrokers")}
+        except NotServed:
+            pass
+
+    def _keep(self) -> None:
+        """The keeper's thread: start again what died, and keep `cluster.json` true."""
+        refresh_at = 0.0
+        while not self._stopping.wait(TICK_S):
+            now = time.monotonic()
+            for service in self._services.values():
+                if told := service.keep_alive(now, self._restart_s):
+                    self._say(told)
+            if now >= refresh_at:
+                self._refresh_roles()
+                refresh_at = now + REFRESH_S
+            self._write()
+
+    def _write(self) -> None:
+        text = json.dumps(self.describe(), indent=2) + "\n"
+        if text != self._written:
+            write_atomically(self.run_dir / "cluster.json", text)
+            self._written = text
+
+
+def lock_directory(run_dir: Path) -> IO[str]:
+    """Own a run directory while the returned file is open; it holds the owner's pid.
+
+    Raises:
+        AlreadyRunning: names the owner.
+    """
+    lock = (run_dir / "lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        owner = int(lock.read() or 0)
+        lock.close()
+        raise AlreadyRunning(run_dir, owner) from None
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+def recorded_pids(run_dir: Path) -> list[int]:
+    """Process ids in a cluster.json; they may be old."""
+    try:
+        cluster = json.loads((run_dir / "cluster.json").read_text())
+    except (OSError, ValueError):
+        return []
+    pids = [broker["pid"] for group in cluster["groups"].values() for broker in group.values()]
+    return [pid for pid in (*pids, cluster["metaserver_pid"]) if pid]

@@ -1,0 +1,63 @@
+"""Shell. How the local cluster asks its processes: actions and roles at the metaserver, state at a broker."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+import grpc
+
+from qmq.errors import NotServed, OperatorError
+from qmq.proto import qmq_pb2, qmq_pb2_grpc
+
+ACTION_S = 60.0
+"""An action such as SwapRoles waits for brokers; it has its own, shorter bounds."""
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""What listens on this machine is asked without a proxy, whatever the environment says."""
+
+
+def metaserver_answers(url: str) -> bool:
+    """Whether the metaserver tells its address already."""
+    try:
+        with _DIRECT.open(f"{url}/meta/address", timeout=1.0) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def manage(url: str, token: str, action: str, **parameters: object) -> Any:
+    """Post an operator's action; return the data of its answer.
+
+    Raises:
+        OperatorError: it was refused, for the reason in the text.
+        NotServed: the metaserver does not answer.
+    """
+    form = urllib.parse.urlencode({"action": action, **parameters}).encode()
+    request = urllib.request.Request(f"{url}/management", data=form, headers={"X-Api-Token": token})
+    try:
+        with _DIRECT.open(request, timeout=ACTION_S) as answer:
+            text = answer.read().decode()
+    except urllib.error.HTTPError as error:
+        raise OperatorError(f"{action}: {error.code} {error.read().decode('utf-8', 'replace')}") from None
+    except OSError as error:
+        raise NotServed(f"{action}: no answer from the metaserver at {url}: {error}") from None
+    result = json.loads(text)
+    if isinstance(result, dict) and (result.get("status", 0) != 0 or "error" in result):
+        raise OperatorError(f"{action}: {result.get('message') or result.get('error')}")
+    return result.get("data", result) if isinstance(result, dict) else result
+
+
+def broker_state(control_address: str, token: str) -> qmq_pb2.BrokerState | None:
+    """What a broker says of itself, or None while it does not answer."""
+    with grpc.insecure_channel(control_address) as channel:
+        try:
+            stub = qmq_pb2_grpc.BrokerStub(channel)
+            state: qmq_pb2.BrokerState = stub.ReplicaStatus(
+                qmq_pb2.Nothing(), timeout=1.0, metadata=[("x-api-token", token)]
+            )
+        except grpc.RpcError:
+            return None
+    return state

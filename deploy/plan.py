@@ -1,0 +1,115 @@
+"""Shell. What a local cluster consists of: ports, token and settings files, chosen once, kept in its directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qmq.errors import NotServed
+
+HOST = "127.0.0.1"
+HTTP_PORT = 8080
+BROKER_PORT = 20881
+"""QMQ's own ports, where they are free."""
+
+
+@dataclass(frozen=True)
+class BrokerPlan:
+    """One broker. `role` is the one it was added with; swaps change it, the metaserver knows the present one."""
+
+    group: str
+    hostname: str
+    role: int
+    serve_port: int
+    sync_port: int
+    control_port: int
+    metrics_port: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    token: str
+    http_port: int
+    grpc_port: int
+    brokers: list[BrokerPlan]
+
+    @property
+    def metaserver(self) -> str:
+        return f"http://{HOST}:{self.http_port}"
+
+    @property
+    def ports(self) -> list[int]:
+        return [self.http_port, self.grpc_port] + [
+            port for b in self.brokers for port in (b.serve_port, b.sync_port, b.control_port, b.metrics_port)
+        ]
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def _free_ports(first: int, taken: set[int]) -> Iterator[int]:
+    """Yield free ports from `first` upwards, none of them twice. Below 32768 no outgoing connection takes them."""
+    for port in range(first, 32_768):
+        if port not in taken and is_free(port):
+            taken.add(port)
+            yield port
+    raise NotServed(f"no free port between {first} and 32768 on {HOST}")
+
+
+def make_plan(groups: tuple[str, ...], http_port: int, broker_port: int) -> Plan:
+    """Choose ports, the first free ones from those given, and a token."""
+    taken: set[int] = set()
+    web, brokers = _free_ports(http_port, taken), _free_ports(broker_port, taken)
+    http, grpc = next(web), next(web)
+    plans = [
+        BrokerPlan(group, f"{group}-{letter}", role, next(brokers), next(brokers), next(brokers), next(brokers))
+        for group in groups
+        for role, letter in enumerate("ab")
+    ]
+    return Plan(secrets.token_hex(16), http, grpc, plans)
+
+
+def load_plan(path: Path, groups: tuple[str, ...], http_port: int, broker_port: int) -> Plan:
+    """Read the plan of an earlier start, so that a cluster goes on with its data; make and keep one if there is none.
+
+    Raises:
+        NotServed: somebody else uses a port of this cluster now.
+    """
+    if not path.exists():
+        plan = make_plan(groups, http_port, broker_port)
+        write_atomically(path, json.dumps(asdict(plan), indent=2))
+        return plan
+    fields = json.loads(path.read_text())
+    plan = Plan(**fields | {"brokers": [BrokerPlan(**broker) for broker in fields["brokers"]]})
+    if busy := [port for port in plan.ports if not is_free(port)]:
+        raise NotServed(
+            f"port {', '.join(map(str, busy))} of this cluster is in use by another program; stop that, or remove "
+            f"{path} to choose other ports (the brokers must then be replaced at the metaserver: ReplaceBroker)"
+        )
+    return plan
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that a reader sees the old text or the new one, whole."""
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
+def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Write a flat TOML file; JSON's spelling of text, numbers, truth and lists of words is also TOML's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))

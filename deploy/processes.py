@@ -1,0 +1,111 @@
+"""Shell. One process of a local cluster: started with its log, stopped within a bound, started again if it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TERM_S = 10.0
+"""A process that was asked to end and has not ended after this long is killed."""
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass
+class Service:
+    """One process of the cluster: `python -m module --config config`. Owned by one `Cluster`."""
+
+    name: str
+    module: str
+    config: Path
+    log: Path
+    starts: int = 0
+    died_at: float | None = None
+    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def pid(self) -> int | None:
+        """The running process' id, or None while it is down."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    @property
+    def exit_status(self) -> int | None:
+        """How it ended last, or None while it runs."""
+        return self._process.poll() if self._process is not None else None
+
+    def start(self) -> None:
+        """Start it in a session of its own, so that Ctrl-C reaches the runner alone, which stops all in order."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self.module, "--config", str(self.config)],
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        self.starts += 1
+        self.died_at = None
+
+    def keep_alive(self, now: float, restart_s: float) -> str:
+        """Note a death, and start it again `restart_s` later; return what happened, empty if nothing did."""
+        if self._process is None or (status := self._process.poll()) is None:
+            return ""
+        if self.died_at is None:
+            self.died_at = now
+            return f"{self.name} (pid {self._process.pid}) ended with status {status}; see {self.log}"
+        if now - self.died_at < restart_s:
+            return ""
+        self.start()
+        return f"{self.name} is started again (pid {self._process.pid})"
+
+    def signal(self, number: int) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def stop(self, deadline: float) -> None:
+        """Wait until `deadline` (of `time.monotonic`) for its end, which was asked for; then kill it."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def log_tail(self, lines: int = 12) -> str:
+        """The last lines it wrote, for a person who wants to know why it ended."""
+        text = self.log.read_bytes()[-8192:].decode("utf-8", "replace") if self.log.exists() else ""
+        return "\n".join(f"    {line}" for line in text.splitlines()[-lines:]) or "    (it wrote nothing)"
+
+
+def stop_all(services: list[Service]) -> None:
+    """Ask all to end at once, then wait for each within one bound."""
+    for service in services:
+        service.signal(signal.SIGTERM)
+    deadline = time.monotonic() + TERM_S
+    for service in services:
+        service.stop(deadline)
+
+
+def is_ours(pid: int, run_dir: Path) -> bool:
+    """Whether `pid` is a process of the cluster in `run_dir`: process ids are used again, command lines tell."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(argument.startswith(os.fsencode(run_dir) + b"/") for argument in command)
+
+
+def end_leftovers(pids: list[int], run_dir: Path) -> list[int]:
+    """End processes that outlived a runner which was killed; return their ids."""
+    left = [pid for pid in pids if is_ours(pid, run_dir)]
+    for number, bound_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
+        for pid in left:
+            if is_ours(pid, run_dir):
+                os.kill(pid, number)
+        deadline = time.monotonic() + bound_s
+        while any(is_ours(pid, run_dir) for pid in left) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    return left
