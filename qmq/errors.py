@@ -8,7 +8,8 @@
     │   ├── InvalidRequest        packet or argument that does not parse
     │   ├── InvalidAck            range that was not handed to this consumer
     │   ├── UnknownSubscription   subscribe first (again, after a reconnect)
-    │   └── SubscriptionReplaced  another connection uses this consumer id
+    │   ├── SubscriptionReplaced  another connection uses this consumer id
+    │   └── ClientClosed          the producer or consumer is not open: open a new one
     ├── AccessError           get a valid token, then reconnect
     ├── AskAnotherBroker      nothing was stored; another broker group may take it
     │   ├── BrokerReadOnly        with its reasons
@@ -16,7 +17,8 @@
     │   └── Overloaded            or wait, then ask this one again
     ├── OutcomeUnknown        maybe stored: repeat the same batch to the same group
     ├── NotServed             nobody can serve this now: wait, the client retries by itself
-    │   └── NoRoute               the metaserver knows no broker group for the subject
+    │   ├── NoRoute               the metaserver knows no broker group for the subject
+    │   └── QueueFull             the producer's own queue: nothing was taken, send again later
     ├── OperatorError         an operator's action was refused; nothing changed
     └── LogError              this copy of a log needs repair, or its process must end
         ├── CorruptFrame          fetch the range from the other broker
@@ -113,6 +115,10 @@ class SubscriptionReplaced(CallError):
     code = ErrorCode.SUBSCRIPTION_REPLACED
 
 
+class ClientClosed(CallError):
+    """The producer or consumer is closed, or was never opened. Open a new one."""
+
+
 class AccessError(QmqError):
     """The token is missing or not valid. Get a valid one, then reconnect."""
 
@@ -159,6 +165,10 @@ class NoRoute(NotServed):
     """The metaserver knows no broker group that serves the subject now."""
 
     code = ErrorCode.NO_ROUTE
+
+
+class QueueFull(NotServed):
+    """The producer's own queue is full; the message was not taken. Wait for receipts, then send it again."""
 
 
 class OperatorError(QmqError):

@@ -17,7 +17,7 @@ from qmq.errors import CorruptFrame, Diverged, InvalidMessage, require
 from qmq.log import segments
 from qmq.log.disk import Disk
 from qmq.log.fold import State, apply, encode_snapshot
-from qmq.log.frame import Frame, FrameKind, decode_frames, decode_header, encode_header, subject_field
+from qmq.log.frame import Frame, FrameKind, check_body, decode_frames, decode_header, encode_header, subject_field
 from qmq.log.index import Chapters, ClosedIndex, FrameRef, SegmentIndex, segment_at
 from qmq.log.recovery import Damage, recover
 from qmq.log.segments import Chunk, index_name, log_name, read_chunk, read_raw, snapshot_name
@@ -41,9 +41,10 @@ class _Roll(NamedTuple):
 
 @dataclass(slots=True)
 class Commit:
-    """What `perform` has to make durable, in this order; afterwards everything before `end` is."""
+    """What `perform` has to make durable, in this order; afterwards everything before `end` is. `chain`: at `end`."""
 
     end: int = 0
+    chain: int = 0
     bytes: int = 0
     steps: list[_Write | _Roll] = field(default_factory=list)
 
@@ -165,7 +166,7 @@ class MessageLog:
             last.buffers.extend(parts)
         else:
             pending.steps.append(_Write(self._bases[-1], frame.offset, list(parts)))
-        pending.end = frame.end
+        pending.end, pending.chain = frame.end, frame.chain
         pending.bytes += size
 
     def _open_first(self, base: int) -> None:
@@ -193,6 +194,11 @@ class MessageLog:
             return None
         self._writing, self._pending = self._pending, Commit(end=self._pending.end)
         return self._writing
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything appended is on disk."""
+        return self._writing is None and not self._pending.steps
 
     def perform(self, commit: Commit) -> None:
         """Write and fsync. Blocks; touches the disk only, so it may run on a thread.
@@ -361,13 +367,40 @@ class MessageLog:
         self._disk.create(log_name(base), self._segment_bytes)
         self._reload()
 
+    def read_bodies(self, refs: list[FrameRef]) -> list[tuple[Frame, Buffer]]:
+        """Read whole messages frames from disk, neighbours at one go. Blocks; may run on a thread.
+
+        Raises:
+            CorruptFrame: this copy is damaged there.
+        """
+        bases, at = list(self._bases), 0
+        bodies: list[tuple[Frame, Buffer]] = []
+        while at < len(refs):
+            last = at
+            while last + 1 < len(refs) and refs[last].offset + refs[last].length == refs[last + 1].offset:
+                last += 1
+            begin, end = refs[at].offset, refs[last].offset + refs[last].length
+            data = memoryview(read_raw(self._disk, bases, begin, end))
+            for ref in refs[at : last + 1]:
+                frame = decode_header(data, ref.offset - begin, ref.offset, None)
+                body = data[ref.offset - begin + frame.body_at : frame.end - begin]
+                check_body(frame, body)
+                bodies.append((frame, body))
+            at = last + 1
+        return bodies
+
     def snapshot_at_start(self) -> tuple[int, bytes]:
         """Return base and snapshot of the oldest segment, for seeding."""
         base = self._bases[0]
         return base, self._disk.read(snapshot_name(base), 0, self._disk.size(snapshot_name(base)))
 
+    def damaged_at(self, begin: int, reason: str) -> None:
+        """Take note that the frame at `begin`, folded long ago, cannot be read any more."""
+        end = segments.next_frame(self._disk, self._bases, begin + 8)
+        self.damage = self.damage or Damage(begin, min(self.state.end, end or self.state.end), reason)
+
     def repair(self, data: bytes) -> None:
-        """Replace the damaged range by the other copy's frames, from its first byte on; then recover again.
+        """Replace the damaged range by the other copy's frames, from its first byte on.
 
         Raises:
             Diverged: the frames do not join what is whole on both sides of the damage.
@@ -375,14 +408,14 @@ class MessageLog:
         damage = self.damage
         require(damage is not None, "only a damaged log is repaired")
         assert damage is not None
-        frames = list(decode_frames(data, damage.begin, self.state.chain))
-        end = damage.begin
-        for frame, _ in frames:
+        in_recovery = self.state.end == damage.begin
+        end, chain = damage.begin, self.state.chain if in_recovery else None
+        for frame, _ in decode_frames(data, damage.begin, chain):
+            end, chain = frame.end, frame.chain
             if end >= damage.end:
                 break
-            end = frame.end
-        if end < damage.end or not frames:
-            raise Diverged(f"the other copy's frames end at {end}, within the damage that ends at {damage.end}")
+        if end < damage.end or chain is None or not (in_recovery or self.chain_is(end, chain)):
+            raise Diverged(f"the other copy's frames from {damage.begin} to {end} do not join this log at {damage.end}")
         self._quarantine(damage.begin, read_raw(self._disk, self._bases, damage.begin, end), "damaged")
         at = damage.begin
         while at < end:
@@ -392,7 +425,9 @@ class MessageLog:
             self._disk.write(log_name(base), at - base, [data[at - damage.begin : stop - damage.begin]])
             self._disk.sync(log_name(base))
             at = stop
-        self._reload()
+        self.damage = None
+        if in_recovery:
+            self._reload()
 
     def drop_oldest_segment(self) -> None:
         """Retention: forget the oldest segment; never the one that is being written."""

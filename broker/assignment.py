@@ -1,0 +1,46 @@
+"""Core. A broker's part in its group, as the metaserver's row says."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from qmq.types import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the other processes reach a broker."""
+
+    ip: str
+    serve_port: int
+    sync_port: int
+    control_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Who is what in `group` as of `term`; the newest one is remembered for a start without the metaserver."""
+
+    group: str
+    term: int
+    role: Role
+    master: Address | None = None
+    slave: Address | None = None
+    readonly_subjects: tuple[str, ...] = ()
+
+    @property
+    def peer(self) -> Address | None:
+        """The other broker of the group."""
+        return self.slave if self.role == Role.MASTER else self.master
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"role": int(self.role), "readonly_subjects": list(self.readonly_subjects)}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Assignment:
+        master, slave = fields["master"], fields["slave"]
+        return cls(
+            fields["group"], fields["term"], Role(fields["role"]), Address(**master) if master else None,
+            Address(**slave) if slave else None, tuple(fields["readonly_subjects"]),
+        )  # fmt: skip

@@ -1,0 +1,238 @@
+"""Core. One broker: its log, and the part it plays at the moment.
+
+The shell calls it with what happened; it calls the shell through `broker.ports.Host`. The simulator does the same.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from broker.assignment import Assignment
+from broker.master import Counters, Master
+from broker.ports import Host, Link
+from broker.readonly import Reason
+from broker.settings import BrokerSettings
+from broker.slave import Slave
+from qmq.errors import (
+    BrokenInvariant,
+    CorruptFrame,
+    DiskFailed,
+    Diverged,
+    Fenced,
+    NotServed,
+    OperatorError,
+    QmqError,
+)  # fmt: skip
+from qmq.log import Commit, MessageLog
+from qmq.remoting.packet import Packet
+from qmq.replication.identity import IdentityFile
+from qmq.types import Role
+
+log = logging.getLogger(__name__)
+
+
+class Node:
+    """Made by main; used on one loop; lives as long as the process."""
+
+    def __init__(
+        self, *, message_log: MessageLog, host: Host, identity: IdentityFile, settings: BrokerSettings
+    ) -> None:
+        self.log, self._host, self.identity, self._settings = message_log, host, identity, settings
+        self.assignment: Assignment | None = None
+        self.role: Master | Slave | None = None
+        self.counters = Counters()
+        self._swap_until_ms = 0
+        self._is_diverged = False
+
+    @property
+    def group(self) -> str:
+        return self.assignment.group if self.assignment else self.identity.value.group
+
+    # Roles.
+
+    def assign(self, assignment: Assignment) -> None:
+        """Take the part that the metaserver's row gives us; an older row changes nothing."""
+        known = self.assignment
+        if assignment.term < max(self.identity.value.term, known.term if known else 0):
+            log.warning("assignment ignored group=%s term=%d: we know a newer one", assignment.group, assignment.term)
+            return
+        if self.identity.value.group not in ("", assignment.group):
+            raise OperatorError(
+                f"this data directory belongs to {self.identity.value.group}, not to {assignment.group}: "
+                "start this broker with an empty one"
+            )
+        if known is not None and known.term == assignment.term and known.role != assignment.role:
+            raise OperatorError(f"term {assignment.term} has two different rows for {assignment.group}")
+        self.assignment = assignment
+        self.identity.assigned(assignment.group, assignment.to_json())
+        if self.role is not None and known is not None and (known.term, known.role) == (assignment.term, assignment.role):
+            if isinstance(self.role, Master):
+                self.role.readonly.mark_subjects(frozenset(assignment.readonly_subjects))
+            if known.peer != assignment.peer:
+                self._host.role_changed()
+            return
+        self._begin_role()
+
+    def start_without_metaserver(self) -> bool:
+        """Take up the last part we had; epochs keep that safe. Returns whether there was one."""
+        remembered = self.identity.value.assignment
+        if remembered is None or self.assignment is not None:
+            return False
+        self.assign(Assignment.from_json(remembered))
+        return True
+
+    def _begin_role(self, boot_above: int = 0) -> None:
+        assignment = self.assignment
+        if assignment is None or (self.log.damage is not None and self.log.damage.begin == self.log.end):
+            return  # a log that could not be replayed is repaired first (Node.repaired)
+        if self.role is not None:
+            self.role.resign()
+        if assignment.role == Role.MASTER:
+            self.role = master = Master(
+                group=assignment.group, message_log=self.log, host=self._host, identity=self.identity,
+                settings=self._settings, term=assignment.term, counters=self.counters, boot_above=boot_above,
+            )  # fmt: skip
+            master.readonly.mark_subjects(frozenset(assignment.readonly_subjects))
+            log.info("role master group=%s epoch=%s end=%d", assignment.group, master.epoch, self.log.end)
+        else:
+            self.role = Slave(
+                group=assignment.group, message_log=self.log, host=self._host, identity=self.identity,
+                bytes_per_s=self._settings.catch_up_bytes_per_s,
+            )  # fmt: skip
+            log.info("role slave group=%s term=%d end=%d", assignment.group, assignment.term, self.log.end)
+        self._swap_until_ms = 0
+        self._host.role_changed()
+
+    @property
+    def master(self) -> Master | None:
+        return self.role if isinstance(self.role, Master) else None
+
+    @property
+    def slave(self) -> Slave | None:
+        return self.role if isinstance(self.role, Slave) else None
+
+    @property
+    def readonly_reasons(self) -> list[str]:
+        reasons = self.master.readonly.reasons if self.master else []
+        if self._is_diverged and Reason.DIVERGED not in reasons:
+            reasons.append(Reason.DIVERGED)
+        if self.log.damage is not None and Reason.CORRUPT not in reasons:
+            reasons.append(Reason.CORRUPT)
+        return reasons
+
+    @property
+    def writable(self) -> bool:
+        return self.master is not None and self.master.in_office and not self.readonly_reasons
+
+    # Events.
+
+    def packet_received(self, link: Link, packet: Packet) -> None:
+        """Handle a packet of a connection that has authenticated. DiskFailed and BrokenInvariant pass: end the process."""
+        try:
+            if self.role is None:
+                raise NotServed("this broker has no part yet: it waits for the metaserver, or for a repair")
+            self.role.packet_received(link, packet)
+        except (DiskFailed, BrokenInvariant):
+            raise
+        except Fenced as error:
+            link.refuse(packet, error)
+            self._fenced()
+        except (CorruptFrame, Diverged) as error:
+            self._link_failed(link, error)
+        except QmqError as error:
+            link.refuse(packet, error)
+
+    def agreed(self, link: Link, answer: memoryview | QmqError) -> None:
+        """The master answered the slave's hello, or refused it."""
+        slave = self.slave
+        if slave is None:
+            return
+        try:
+            if isinstance(answer, QmqError):
+                raise answer
+            slave.agreed(link, answer)
+            self._is_diverged = False
+        except (DiskFailed, BrokenInvariant):
+            raise
+        except QmqError as error:
+            self._link_failed(link, error)
+
+    def _link_failed(self, link: Link, error: QmqError) -> None:
+        if isinstance(error, Diverged) and not self._is_diverged:
+            self._is_diverged = True
+            log.critical("copies differ group=%s peer=%s: %s", self.group, link.peer, error)
+        else:
+            log.warning("link to the other copy closed group=%s peer=%s: %s", self.group, link.peer, error)
+        link.close(str(error))
+
+    def _fenced(self) -> None:
+        """A newer epoch reigns. Of our own term, it can only be an earlier boot of ours that this disk forgot."""
+        master = self.master
+        if master is not None and master.fenced_by is not None and master.fenced_by.term == master.epoch.term:
+            self._begin_role(boot_above=master.fenced_by.boot)
+
+    def link_lost(self, link: Link) -> None:
+        if self.role is not None:
+            self.role.link_lost(link)
+
+    def writable_again(self, link: Link) -> None:
+        if self.role is not None:
+            self.role.writable_again(link)
+
+    def end_of_turn(self) -> None:
+        """Ship what came in, then write and fsync it; both disks work at the same time."""
+        if self.role is not None:
+            self.role.end_of_turn()
+        if (commit := self.log.take_commit()) is not None:
+            self._host.commit(commit)
+
+    def committed(self, commit: Commit) -> None:
+        """The commit is on disk. What arrived meanwhile is the next one."""
+        self.log.flushed(commit)
+        if isinstance(self.role, Master):
+            self.role.committed(commit.end, commit.chain)
+        elif self.role is not None:
+            self.role.committed(commit)
+        if not self.log.is_idle:
+            self._host.turn_soon()
+
+    def tick(self) -> None:
+        """Called about every 100 ms."""
+        now_ms = self._host.monotonic_ms()
+        if self._swap_until_ms and now_ms > self._swap_until_ms:
+            self.cancel_swap()
+        if self.role is not None:
+            self.role.tick(now_ms)
+        self._host.turn_soon()
+
+    # Operators and repair.
+
+    def prepare_swap(self, term: int, hold_ms: int) -> None:
+        """Take nothing new, so that the slave gets everything; the host waits for `is_drained`.
+
+        Raises:
+            OperatorError: roles cannot be swapped now; says why.
+        """
+        master = self.master
+        if master is None or not master.in_office or master.epoch.term != term:
+            raise OperatorError(f"this broker is not the master of {self.group} in term {term}")
+        if master.gate.alone:
+            raise OperatorError(f"the slave of {self.group} is missing: start it first")
+        master.readonly.change(Reason.DRAINING, True)
+        self._swap_until_ms = self._host.monotonic_ms() + hold_ms
+
+    def cancel_swap(self) -> None:
+        self._swap_until_ms = 0
+        if self.master is not None:
+            self.master.readonly.change(Reason.DRAINING, False)
+
+    def repaired(self) -> None:
+        """The damage was mended: go on, or begin."""
+        if self.master is not None:
+            self.master.repaired()
+        elif self.role is None:
+            self._begin_role()
+
+    def set_disk_full(self, is_full: bool) -> None:
+        if self.master is not None and self.master.readonly.change(Reason.DISK, is_full) and is_full:
+            log.error("disk nearly full group=%s: the group is readonly", self.group)

@@ -1,0 +1,73 @@
+"""Core. Why a broker group takes no new messages: a set of reasons; writable while it is empty.
+
+A checker sets and clears its own reason only, so that none can undo an operator's mark (I12).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from qmq.errors import BrokerReadOnly
+
+
+class Reason(StrEnum):
+    OPERATOR = "operator"
+    SLAVE_DOWN = "slave_down"
+    SLAVE_LAG = "slave_lag"
+    DISK = "disk"
+    CORRUPT = "corrupt"
+    DIVERGED = "diverged"
+    FENCED = "fenced"
+    DRAINING = "draining"
+
+
+_WAY_OUT = {
+    Reason.OPERATOR: "an operator marked it: UnMarkReadonly ends it",
+    Reason.SLAVE_DOWN: "its slave is missing: start it, or ReplaceBroker",
+    Reason.SLAVE_LAG: "its slave is behind and catches up",
+    Reason.DISK: "its disk is nearly full: make room",
+    Reason.CORRUPT: "its log is damaged and is being repaired from the other copy",
+    Reason.DIVERGED: "its two copies differ: read both logs with the audit before anything else",
+    Reason.FENCED: "a newer master reigns",
+    Reason.DRAINING: "its roles are being swapped",
+}
+
+
+class Readonly:
+    """The reasons of one broker group. Made by its master; ends with the reign."""
+
+    def __init__(self) -> None:
+        self._reasons: set[Reason] = set()
+        self._subjects: frozenset[str] = frozenset()
+
+    def change(self, reason: Reason, holds: bool) -> bool:
+        """Set or clear one reason; return whether that changed anything."""
+        if holds == (reason in self._reasons):
+            return False
+        (self._reasons.add if holds else self._reasons.discard)(reason)
+        return True
+
+    def mark_subjects(self, subjects: frozenset[str]) -> None:
+        """Set what operators marked; `*` is the whole group."""
+        self._subjects = subjects - {"*"}
+        self.change(Reason.OPERATOR, "*" in subjects)
+
+    @property
+    def reasons(self) -> list[str]:
+        return sorted(self._reasons)
+
+    @property
+    def writable(self) -> bool:
+        return not self._reasons
+
+    def __contains__(self, reason: Reason) -> bool:
+        return reason in self._reasons
+
+    def check(self, group: str, subject: str) -> None:
+        """Raise BrokerReadOnly, with the reasons and the way out of each, unless `subject` may be produced to."""
+        if not self._reasons and subject not in self._subjects:
+            return
+        if not self._reasons:
+            raise BrokerReadOnly(f"{group} is readonly for {subject}: {_WAY_OUT[Reason.OPERATOR]}")
+        why = "; ".join(f"{reason}, {_WAY_OUT[reason]}" for reason in sorted(self._reasons))
+        raise BrokerReadOnly(f"{group} is readonly: {why}")

@@ -1,0 +1,172 @@
+"""Core. The slave of a broker group: it makes its log equal to its master's, fsyncs it, and says so.
+
+It confirms the point up to which it matched, never its own length (design 4.4). What it has to cut goes to quarantine
+first, and it never cuts what it knows to be acknowledged.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from broker.ports import Host, Link
+from qmq.errors import CorruptFrame, Diverged, Fenced, InvalidRequest, NotMaster
+from qmq.log import Commit, MessageLog
+from qmq.remoting import commands
+from qmq.remoting.commands import Command, Confirmation
+from qmq.remoting.packet import Packet
+from qmq.replication.agreement import Action, Agreement, Hello
+from qmq.replication.identity import IdentityFile
+from qmq.replication.shipper import Shipper
+
+log = logging.getLogger(__name__)
+
+
+class Slave:
+    """One slave's part. Made by the node when it is assigned; its links are made by the host, one at a time."""
+
+    def __init__(self, *, group: str, message_log: MessageLog, host: Host, identity: IdentityFile, bytes_per_s: int) -> None:
+        self._group, self._log, self._host, self._identity = group, message_log, host, identity
+        self._bytes_per_s = bytes_per_s
+        self._link: Link | None = None
+        self._agreement: Agreement | None = None
+        self._giving: Shipper | None = None
+        self._hello_waits = False
+        self.is_diverged = False
+        self._ticked_ms = host.monotonic_ms()
+
+    @property
+    def is_following(self) -> bool:
+        return self._agreement is not None and self._agreement.action != Action.GIVE
+
+    # The link to the master.
+
+    def connected(self, link: Link) -> None:
+        """Begin the handshake, once nothing is being written."""
+        self._link, self._agreement, self._giving = link, None, None
+        self._hello_waits = True
+        self._say_hello()
+
+    def _say_hello(self) -> None:
+        if not self._hello_waits or not self._log.is_idle:
+            return
+        self._hello_waits = False
+        state, known = self._log.state, self._identity.value
+        hello = Hello(
+            self._group, known.incarnation, known.epoch, state.epochs, self._log.start, self._log.end, self._log.chain
+        )
+        self._host.hello(hello.encode())
+
+    def agreed(self, link: Link, body: memoryview) -> None:
+        """The master answered our hello.
+
+        Raises:
+            Fenced: an older master; we do not follow it.
+            Diverged: we would have to cut what is acknowledged, or the chains differ. Nothing was changed.
+        """
+        if link is not self._link:
+            return
+        agreement = Agreement.decode(body)
+        known = self._identity.value.epoch
+        if agreement.epoch < known:
+            raise Fenced(f"a master of epoch {agreement.epoch} answers; we know {known}")
+        self._identity.learn(agreement.epoch)
+        if agreement.action == Action.FOLLOW:
+            self._cut_to(agreement)
+        elif agreement.action == Action.SEED:
+            self._identity.completed(False)
+        else:
+            self._give(link, agreement)
+        self._agreement = agreement
+        if agreement.action == Action.FOLLOW:
+            self._confirm(self._log.end, self._log.chain)
+
+    def _cut_to(self, agreement: Agreement) -> None:
+        offset = agreement.offset
+        if offset > self._log.end or not self._log.chain_is(offset, agreement.chain):
+            raise Diverged(f"our chain at offset {offset} is not the master's {agreement.chain:016x}")
+        if offset < self._log.state.high_watermark:
+            raise Diverged(
+                f"the master's log parts from ours at {offset}, below {self._log.state.high_watermark}, "
+                "up to where messages are acknowledged: its disk may have been replaced"
+            )
+        if offset < self._log.end:
+            name = self._log.cut(offset, f"conflict with the master of epoch {agreement.epoch}")
+            log.warning("tail cut group=%s offset=%d quarantine=%s", self._group, offset, name)
+
+    def _give(self, link: Link, agreement: Agreement) -> None:
+        begin, chain = agreement.offset, agreement.chain
+        needs_snapshot = begin < self._log.start
+        self._giving = Shipper(
+            self._log, link, self._host.read, begin=self._log.start if needs_snapshot else begin, chain=chain,
+            bytes_per_s=self._bytes_per_s,
+        )  # fmt: skip
+        if needs_snapshot:
+            self._giving.seed()
+        self._giving.ship()
+
+    def link_lost(self, link: Link) -> None:
+        if link is self._link:
+            self._link, self._agreement, self._giving = None, None, None
+
+    def writable_again(self, link: Link) -> None:
+        if self._giving is not None:
+            self._giving.ship()
+
+    # What the master sends.
+
+    def packet_received(self, link: Link, packet: Packet) -> None:
+        """Handle what the master sends; everybody else is told to ask the master.
+
+        Raises:
+            CorruptFrame: the frames do not continue our log; the link must be made anew.
+        """
+        if link is not self._link:
+            link.refuse(packet, NotMaster(f"this is the slave of {self._group}: fetch the route again"))
+        elif packet.code == Command.FRAMES and self.is_following:
+            offset, data = commands.split_offset(packet.body)
+            self._log.append_frames(offset, data)
+            self._host.turn_soon()
+        elif packet.code == Command.SNAPSHOT and self._agreement and self._agreement.action == Action.SEED:
+            base, snapshot = commands.split_offset(packet.body)
+            if base != self._agreement.offset:
+                raise CorruptFrame(base, f"a snapshot at {self._agreement.offset} was agreed on")
+            self._log.seed(base, snapshot, "seeded-anew")
+            log.warning("seeding group=%s from=%d: the old copy is in quarantine", self._group, base)
+            self._confirm(self._log.end, self._log.chain)
+        elif packet.code == Command.CONFIRM and self._giving is not None:
+            confirmation = commands.decode_confirmation(packet.body)
+            self._giving.confirm(confirmation.matched_end, confirmation.chain)
+            if confirmation.matched_end == self._log.end:
+                self.connected(link)
+            else:
+                self._giving.ship()
+        else:
+            raise InvalidRequest(f"packet {packet.code} was not expected from the master now")
+
+    def end_of_turn(self) -> None:
+        """Nothing but the fsync, which the node starts."""
+
+    def committed(self, commit: Commit) -> None:
+        """Our disk has everything before the commit's end."""
+        if self._hello_waits:
+            self._say_hello()
+        elif self.is_following:
+            self._confirm(commit.end, commit.chain)
+
+    def _confirm(self, end: int, chain: int) -> None:
+        """Tell the master up to where both logs match on our disk."""
+        assert self._agreement is not None and self._link is not None
+        if end >= self._agreement.master_end:
+            self._identity.completed(True)
+        confirmation = Confirmation(self._agreement.epoch, end, chain)
+        self._link.tell(Command.CONFIRM, commands.encode_confirmation(confirmation))
+
+    def tick(self, now_ms: int) -> None:
+        elapsed_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
+        if self._giving is not None:
+            self._giving.allow(elapsed_ms)
+            self._giving.ship()
+
+    def resign(self) -> None:
+        if self._link is not None:
+            self._link.close("the roles changed")

@@ -1,0 +1,130 @@
+"""Shell. Keeps one authenticated connection to the master of a broker group, over restarts, swaps and moves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import Protocol
+
+from qmq.client.routing import Routing
+from qmq.errors import AccessError, NotServed, QmqError
+from qmq.remoting.connection import Connection, connect
+from qmq.remoting.packet import Packet
+from qmq.types import Endpoint
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 3.0
+PACKET_BYTES_MAX = 64 << 20
+"""The largest answer that a client takes; a broker's own limit is lower."""
+RETRY_S_MIN, RETRY_S_MAX = 0.05, 2.0
+"""A restarted broker listens again within a second or two; half of the wait is random, so that clients do not
+come back all at once."""
+
+
+class LinkOwner(Protocol):
+    """What the owner of a link is told, on the event loop."""
+
+    def link_opened(self, link: Link) -> None: ...
+
+    def link_lost(self, link: Link, reason: str) -> None: ...
+
+    def link_failed(self, link: Link, error: QmqError) -> None: ...
+
+    def link_writable(self, link: Link) -> None: ...
+
+
+class Link:
+    """One broker group's connection. Made and run by a producer or consumer, as a task, until that is cancelled."""
+
+    def __init__(self, broker_group: str, *, owner: LinkOwner, routing: Routing, token: str, app: str) -> None:
+        self.broker_group = broker_group
+        self.connection: Connection | None = None
+        self.welcome: dict[str, object] = {}
+        self.endpoint: Endpoint | None = None
+        self._owner = owner
+        self._routing = routing
+        self._token, self._app = token, app
+        self._woken = asyncio.Event()
+        self._failures = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self.connection is not None and self.connection.is_open
+
+    def route_changed(self) -> None:
+        """The group may have a new master: leave the old one, try the new one at once."""
+        if self.connection is not None and self._routing.master(self.broker_group) != self.endpoint:
+            self.connection.close("the group has another master")
+        self._failures = 0
+        self._woken.set()
+
+    def drop(self, reason: str) -> None:
+        """Close the connection; the link connects again."""
+        if self.connection is not None:
+            self.connection.close(reason)
+
+    async def run(self) -> None:
+        """Connect, again and again, until cancelled."""
+        try:
+            while True:
+                self._woken.clear()
+                if await self._connect():
+                    await self._woken.wait()  # lost, or the route changed
+                    while self.connection is not None:
+                        self._woken.clear()
+                        await self._woken.wait()
+                else:
+                    await self._rest()
+        finally:
+            if self.connection is not None:
+                self.connection.close("the client closes")
+
+    async def _connect(self) -> bool:
+        endpoint = self._routing.master(self.broker_group)
+        if endpoint is None:
+            self._owner.link_failed(self, NotServed("the group has no master"))
+            return False
+        try:
+            connection, welcome = await connect(
+                endpoint, handler=self, token=self._token, app=self._app,
+                packet_bytes_max=PACKET_BYTES_MAX, timeout_s=CONNECT_TIMEOUT_S,
+            )  # fmt: skip
+        except QmqError as error:
+            if self._failures == 0 or isinstance(error, AccessError):
+                log.warning("broker not reachable group=%s endpoint=%s error=%s", self.broker_group, endpoint, error)
+            self._owner.link_failed(self, error)
+            return False
+        if not connection.is_open:
+            return False
+        self.connection, self.welcome, self.endpoint = connection, welcome, endpoint
+        self._failures = 0
+        log.info("connected group=%s endpoint=%s", self.broker_group, endpoint)
+        self._owner.link_opened(self)
+        return True
+
+    async def _rest(self) -> None:
+        """Wait before the next attempt, or until the route changes."""
+        wait_s = min(RETRY_S_MIN * 2 ** min(self._failures, 10), RETRY_S_MAX)
+        self._failures += 1
+        try:
+            async with asyncio.timeout(wait_s * random.uniform(0.5, 1.0)):
+                await self._woken.wait()
+        except TimeoutError:
+            pass
+
+    # Called by the connection.
+
+    def packet_received(self, connection: Connection, packet: Packet) -> None:
+        """A broker asks nothing of a client; a newer one that does is not answered."""
+
+    def connection_lost(self, connection: Connection, reason: str) -> None:
+        if connection is self.connection:
+            self.connection = None
+            log.info("connection lost group=%s endpoint=%s reason=%s", self.broker_group, self.endpoint, reason)
+            self._owner.link_lost(self, reason)
+            self._woken.set()
+
+    def writable_again(self, connection: Connection) -> None:
+        self._owner.link_writable(self)

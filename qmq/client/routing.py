@@ -1,0 +1,146 @@
+"""Core. Which broker group takes a producer's next batch, and which groups a consumer pulls from.
+
+Two sources are joined: the metaserver's routes (who is master, is the group writable for this subject) and what the
+client saw by itself (a refusal, a connection that does not come up), which is usually a second earlier. What was seen
+only ever makes a group *rest* for a while; it never removes a route, so nothing is lost if the view was wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from qmq.types import Endpoint
+
+REST_MS_MIN, REST_MS_MAX = 100, 2_000
+"""How long a group rests after it refused or failed: doubled with each failure in a row. The metaserver tells of
+a change within a second, so that resting longer than two would only delay what already works again."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRoute:
+    """A broker group as the metaserver sees it, for one subject."""
+
+    broker_group: str
+    master: Endpoint | None
+    writable: bool
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class SubjectRoute:
+    """The broker groups of a subject. `refused` says why there is none."""
+
+    subject: str
+    groups: tuple[GroupRoute, ...]
+    refused: str = ""
+
+
+@dataclass(slots=True)
+class _Health:
+    """What this client saw of a group: it rests until `until_ms`, because of `reason`."""
+
+    until_ms: int = 0
+    failures: int = 0
+    reason: str = ""
+
+
+class Routing:
+    """The routes a client knows. Made by a producer or consumer, used on its event loop, ends with it."""
+
+    def __init__(self) -> None:
+        self._subjects: dict[str, SubjectRoute] = {}
+        self._masters: dict[str, GroupRoute] = {}
+        self._health: dict[str, _Health] = {}
+        self._turn = 0
+
+    def update(self, routes: Iterable[SubjectRoute]) -> set[str]:
+        """Take over what the metaserver says; return the broker groups whose master or term is new.
+
+        A route of an older term than one already known keeps the newer master: after a reconnect to another metaserver
+        an old picture may come first.
+        """
+        changed = set()
+        for route in routes:
+            before = {group.broker_group: group.writable for group in self.groups_of(route.subject)}
+            self._subjects[route.subject] = route
+            for group in route.groups:
+                name = group.broker_group
+                known = self._masters.get(name)
+                if known is None or known.term <= group.term:
+                    self._masters[name] = group
+                    if known is None or (known.master, known.term) != (group.master, group.term):
+                        changed.add(name)
+                if group.writable and (name in changed or not before.get(name, True)):
+                    self._health.pop(name, None)  # the metaserver knows better: it takes messages again
+        return changed
+
+    def groups_of(self, subject: str) -> tuple[GroupRoute, ...]:
+        """Return every broker group that may hold messages of `subject`, writable or not: a consumer reads them all."""
+        route = self._subjects.get(subject)
+        return route.groups if route else ()
+
+    def route(self, subject: str) -> SubjectRoute | None:
+        """Return what the metaserver last said about `subject`; None if it never did."""
+        return self._subjects.get(subject)
+
+    def all_groups(self) -> list[str]:
+        return list(self._masters)
+
+    def master(self, broker_group: str) -> Endpoint | None:
+        """Return where the master of a group listens; None while it has none."""
+        group = self._masters.get(broker_group)
+        return group.master if group else None
+
+    def choose(self, subject: str, *, now_ms: int, load: Callable[[str], int | None]) -> str | None:
+        """Choose the broker group for the next batch of `subject`; None if none can take one now.
+
+        `load` tells how many batches a group has in flight, None if it can take no more. The least loaded group wins,
+        the others have their turn when loads are equal.
+        """
+        route = self._subjects.get(subject)
+        if route is None:
+            return None
+        best, best_load = None, 0
+        self._turn += 1
+        count = len(route.groups)
+        for step in range(count):
+            group = route.groups[(self._turn + step) % count]
+            if not group.writable or self.resting(group.broker_group, now_ms):
+                continue
+            group_load = load(group.broker_group)
+            if group_load is not None and (best is None or group_load < best_load):
+                best, best_load = group.broker_group, group_load
+        return best
+
+    def resting(self, broker_group: str, now_ms: int) -> bool:
+        health = self._health.get(broker_group)
+        return health is not None and now_ms < health.until_ms
+
+    def failed(self, broker_group: str, reason: str, *, now_ms: int) -> int:
+        """Let a group rest after it refused a batch or could not be reached; return until when."""
+        health = self._health.setdefault(broker_group, _Health())
+        if now_ms >= health.until_ms:  # many batches of one connection fail at once: that is one failure
+            health.until_ms = now_ms + min(REST_MS_MIN << min(health.failures, 10), REST_MS_MAX)
+            health.failures += 1
+        health.reason = reason
+        return health.until_ms
+
+    def worked(self, broker_group: str) -> None:
+        """The group stored a batch."""
+        if broker_group in self._health:
+            del self._health[broker_group]
+
+    def why_not(self, subject: str) -> str:
+        """Say why no group took a batch of `subject`, for the receipt."""
+        route = self._subjects.get(subject)
+        if route is None:
+            return f"the metaserver sent no route for {subject!r}"
+        if not route.groups:
+            return route.refused or f"no broker group serves {subject!r}"
+        reasons = []
+        for group in route.groups:
+            health = self._health.get(group.broker_group)
+            reason = health.reason if health else ("no connection" if group.writable else "read only")
+            reasons.append(f"{group.broker_group}: {reason}")
+        return "; ".join(reasons)

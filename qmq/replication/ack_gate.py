@@ -1,0 +1,104 @@
+"""Core. What may be acknowledged and handed out: the high watermark, and who waits for it.
+
+Made by a master when it takes office; its loop calls it; it ends with the reign.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from qmq.errors import require
+from qmq.types import Epoch
+
+Answer = Callable[[], None]
+
+
+class _Progress(NamedTuple):
+    end: int
+    data_end: int
+    answer: Answer
+
+
+@dataclass(slots=True)
+class AckGate:
+    """Answers of a master that wait until both disks have what they promise.
+
+    `alone` is true while no slave follows. Then nothing new is acknowledged (P3), but progress on messages below the
+    high watermark is answered as soon as our own disk has it, and is marked so in the answer.
+    """
+
+    epoch: Epoch
+    high_watermark: int = 0
+    """Offset below which everything is fsynced on both copies; never decreases (I6)."""
+    flushed_end: int = 0
+    """fsynced here"""
+    matched_end: int = 0
+    """fsynced on the slave, and its chain compared with ours"""
+    alone: bool = True
+    _stored: deque[tuple[int, Answer]] = field(default_factory=deque)
+    _progress: deque[_Progress] = field(default_factory=deque)
+
+    def stored(self, end: int, answer: Answer) -> None:
+        """Call `answer` when everything before `end` is on both disks. `end` may lie before that of earlier waiters."""
+        if self._stored and end < self._stored[-1][0]:
+            end = self._stored[-1][0]
+        self._stored.append((end, answer))
+
+    def progress(self, end: int, data_end: int, answer: Answer) -> None:
+        """Call `answer` when the progress frame before `end` and the messages before `data_end` are safe."""
+        self._progress.append(_Progress(max(end, self._progress[-1].end) if self._progress else end, data_end, answer))
+
+    def flushed(self, end: int) -> None:
+        """Our fsync covers everything before `end`."""
+        self.flushed_end = max(self.flushed_end, end)
+        self._release()
+
+    def confirmed(self, end: int) -> None:
+        """The slave's fsync does too; whoever calls has checked epoch and chain (qmq.replication.master)."""
+        self.matched_end = max(self.matched_end, end)
+        self._release()
+
+    def slave_gone(self) -> None:
+        """What the next slave holds is not known before it has matched."""
+        self.alone = True
+        self.matched_end = 0
+        self._release()
+
+    def slave_matched(self, end: int) -> None:
+        """A slave agreed with our log up to `end`, where its own ends."""
+        self.alone = False
+        self.matched_end = end
+        self._release()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._stored) + len(self._progress)
+
+    @property
+    def oldest_stored(self) -> int | None:
+        """End of the oldest batch that is not acknowledged yet."""
+        return self._stored[0][0] if self._stored else None
+
+    def release_now(self) -> None:
+        """Answer what needs nothing any more: a repeated batch that was safe long ago."""
+        self._release()
+
+    def _release(self) -> None:
+        safe = min(self.flushed_end, self.matched_end)
+        if safe > self.high_watermark:
+            self.high_watermark = safe
+        high = self.high_watermark
+        require(high <= self.flushed_end or self.flushed_end == 0, "I6: the high watermark is within our own disk")
+        stored, progress = self._stored, self._progress
+        while stored and stored[0][0] <= high:
+            stored.popleft()[1]()
+        while progress and progress[0].end <= high:
+            progress.popleft().answer()
+        if self.alone and progress:
+            ready = [waiting for waiting in progress if waiting.end <= self.flushed_end and waiting.data_end <= high]
+            self._progress = deque(waiting for waiting in progress if waiting not in ready)
+            for waiting in ready:
+                waiting.answer()

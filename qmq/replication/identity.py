@@ -1,0 +1,94 @@
+"""Core. What a broker remembers about itself: one small file, replaced as a whole and fsynced before anything relies on it.
+
+    broker.json    {"crc": CRC-32 of the rest as sorted JSON, "incarnation": made with the data directory, "group": …,
+                    "term": …, "boot": …, "complete": whether this copy once had all that its master had,
+                    "assignment": the last one from the metaserver, or null}
+
+A broker fsyncs a newer epoch here before it acts in it and refuses every message of an older one from then on
+(design 4.2). The last assignment lets it start while the metaserver is down.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+from zlib import crc32
+
+from qmq.errors import CorruptFrame, require
+from qmq.log.disk import Disk
+from qmq.types import Epoch
+
+NAME = "broker.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    incarnation: str
+    group: str = ""
+    term: int = 0
+    boot: int = 0
+    complete: bool = False
+    assignment: dict[str, Any] | None = None
+
+    @property
+    def epoch(self) -> Epoch:
+        """Newest epoch known."""
+        return Epoch(self.term, self.boot)
+
+
+class IdentityFile:
+    """The identity and its file. Made by main; the only writer."""
+
+    def __init__(self, disk: Disk, *, new_incarnation: str) -> None:
+        """Raises CorruptFrame if the file is damaged: move this data directory aside and let the broker be seeded."""
+        self._disk = disk
+        self.value = Identity(new_incarnation)
+        if data := disk.read(NAME, 0, disk.size(NAME)):
+            self.value = _decode(data)
+        else:
+            self._put()
+
+    def learn(self, epoch: Epoch) -> None:
+        """Make a newer epoch durable; the same one costs nothing."""
+        if epoch != self.value.epoch:
+            require(epoch > self.value.epoch, "I2: epochs only grow")
+            self._change(term=epoch.term, boot=epoch.boot)
+
+    def next_boot(self, term: int, *, above: int = 0) -> Epoch:
+        """Begin a reign in `term`, durably, with a boot that was never used before and is over `above`."""
+        boot = max(self.value.boot if term == self.value.term else 0, above) + 1
+        self.learn(Epoch(term, boot))
+        return Epoch(term, boot)
+
+    def completed(self, complete: bool) -> None:
+        if complete != self.value.complete:
+            self._change(complete=complete)
+
+    def assigned(self, group: str, assignment: dict[str, Any]) -> None:
+        if (group, assignment) != (self.value.group, self.value.assignment):
+            self._change(group=group, assignment=assignment)
+
+    def _change(self, **fields: Any) -> None:
+        self.value = replace(self.value, **fields)
+        self._put()
+
+    def _put(self) -> None:
+        fields = asdict(self.value)
+        self._disk.put(NAME, json.dumps({"crc": _crc(fields), **fields}, indent=1).encode())
+
+
+def _crc(fields: dict[str, Any]) -> int:
+    return crc32(json.dumps(fields, sort_keys=True).encode())
+
+
+def _decode(data: bytes) -> Identity:
+    try:
+        fields = json.loads(data)
+        crc = fields.pop("crc")
+        identity = Identity(**fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptFrame(0, f"{NAME} is damaged: {error}") from None
+    if crc != _crc(fields):
+        raise CorruptFrame(0, f"{NAME} is damaged: wrong CRC")
+    return identity

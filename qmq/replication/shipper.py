@@ -1,0 +1,100 @@
+"""Core. Sends one copy's frames to the other: master to slave, and back when a master lost some.
+
+What is new goes out of the log's tail without touching a disk. Whoever is behind is read from disk, at a bounded
+rate, until the tail covers it. Not more is under way than the receiver can have in memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from qmq.codec import Buffer
+from qmq.errors import Diverged, LogError
+from qmq.log import MessageLog
+from qmq.log.segments import Chunk
+from qmq.remoting.commands import Command, offset_header
+
+PACKET_BYTES = 1 << 20
+WINDOW_BYTES = 64 << 20
+"""Sent and not confirmed: what the receiver may hold in memory at most."""
+
+
+class ShipLink(Protocol):
+    writable: bool
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def tell(self, command: Command, *parts: Buffer) -> None: ...
+
+    def close(self, reason: str = "") -> None: ...
+
+
+Read = Callable[[Callable[[], Any], Callable[[Any | LogError], None]], None]
+
+
+class Shipper:
+    """Frames from `begin` to the log's end and on, to one link. Made after a handshake; ends with the link."""
+
+    def __init__(self, log: MessageLog, link: ShipLink, read: Read, *, begin: int, chain: int, bytes_per_s: int) -> None:
+        self._log, self.link, self._read = log, link, read
+        self.position = begin
+        self.confirmed_end = begin
+        self._sent: deque[tuple[int, int]] = deque([(begin, chain)])
+        self._reading = False
+        self._bytes_per_s = bytes_per_s
+        self._allowance = bytes_per_s // 10
+
+    def seed(self) -> None:
+        """Send the oldest snapshot first: the receiver starts a new copy there."""
+        base, snapshot = self._log.snapshot_at_start()
+        self.link.tell(Command.SNAPSHOT, offset_header(base), snapshot)
+
+    def ship(self) -> None:
+        """Send what there is, as far as link, window and rate allow."""
+        log, link = self._log, self.link
+        while self.position < log.end and link.is_open and link.writable and not self._reading:
+            if self.position - self.confirmed_end > WINDOW_BYTES:
+                return
+            found = log.tail_frames(self.position, PACKET_BYTES)
+            if found is not None:
+                buffers, end, chain = found
+                self._send(buffers, end, chain)
+            elif self._allowance > 0:
+                self._reading = True
+                begin, end = self.position, log.flushed_end
+                self._read(lambda: log.read(begin, end, PACKET_BYTES), self._was_read)
+            else:
+                return
+
+    def allow(self, elapsed_ms: int) -> None:
+        """Time went by: reading from disk may go on. At most a tenth of a second is saved up."""
+        self._allowance = min(self._allowance + self._bytes_per_s * elapsed_ms // 1000, self._bytes_per_s // 10)
+
+    def confirm(self, end: int, chain: int) -> None:
+        """The receiver's disk has everything before `end`, and its chain there is `chain`.
+
+        Raises:
+            Diverged: that is no point we sent, or not our chain: the copies differ, or somebody makes things up.
+        """
+        while self._sent and self._sent[0][0] < end:
+            self._sent.popleft()
+        if not self._sent or self._sent[0] != (end, chain):
+            raise Diverged(f"the slave confirms offset {end} with chain {chain:016x}, which is not our log")
+        self.confirmed_end = end
+
+    def _was_read(self, chunk: Chunk | LogError) -> None:
+        self._reading = False
+        if isinstance(chunk, LogError):
+            self.link.close(str(chunk))
+            return
+        self._allowance -= len(chunk.data)
+        self._send([chunk.data], chunk.end, chunk.chain)
+        self.ship()
+
+    def _send(self, buffers: list[Buffer], end: int, chain: int) -> None:
+        self.link.tell(Command.FRAMES, offset_header(self.position), *buffers)
+        self._sent.append((end, chain))
+        self.position = end
