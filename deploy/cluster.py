@@ -25,12 +25,13 @@ from typing import IO, Any
 from deploy.control import broker_state, manage, metaserver_answers
 from deploy.plan import BROKER_PORT, HOST, HTTP_PORT, BrokerPlan, load_plan, write_atomically, write_settings
 from deploy.processes import Service, end_leftovers, stop_all
-from qmq.errors import NotServed, QmqError
+from qmq.errors import NotServed, OperatorError, QmqError
 
 RESTART_S = 1.0
 REFRESH_S = 0.5
 """How old `cluster.json` may be."""
 START_S = 60.0
+SWAP_S = 20.0
 TICK_S = 0.05
 
 
@@ -168,6 +169,18 @@ class Cluster:
         broker = self.broker(group, role)
         self._services[broker.hostname].signal(number)
         return broker
+
+    def swap_roles(self, group: str, timeout_s: float = SWAP_S) -> None:
+        """Exchange master and slave, as an operator does: repeat it while it is refused because one just came back."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.manage("SwapRoles", brokerGroup=group)
+                return
+            except OperatorError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(REFRESH_S)
 
     def writable(self, group: str) -> bool:
         """Whether the group's master says that it takes messages."""

