@@ -1,0 +1,556 @@
+"""Core. The replication protocol, small enough to look at every state it can reach.
+
+Two brokers, the metaserver's row `(term, master)`, a few messages, terms and crashes. `explore` walks breadth-first
+through everything that can happen within such bounds and stops at the first state that breaks a promise, with the
+shortest list of steps that leads there. Change this file first when the protocol changes.
+
+    pytest tests/model                              all rules hold; each rule left out is missed
+    python tests/model/protocol.py                  count the states of the full rule set
+    python tests/model/protocol.py boot             the counterexample without that rule (names: `Rules`)
+
+What is modelled. A log is a tuple of frames, an offset is a count of frames, the chain at an offset is the prefix up
+to there (a hash without collisions). The epoch table that a slave says in its hello follows from its log, and
+`agreement` uses no more of the two logs than their tables. fsync is a step of its own on either broker. A crash keeps
+any part of what was not fsynced, and does not make it fsynced. A broker restarts with what is on its disk (the
+metaserver is down) and may hear of the row later, or of an older version of it, or never. Cutting a log is durable at
+once. Every packet may be late, lost or repeated; a frame or confirmation of a master that has crashed meanwhile still
+arrives. `wedged` looks for states from which the two brokers, left alone, cannot get healthy again.
+
+Not modelled: damaged or exchanged disks, seeding, consumers, clocks. No promise below needs a clock.
+
+What is checked in every state:
+
+    safe        what was ever below a high watermark (acknowledged, or handed out) is in the fsynced part of both logs:
+                then, and for ever after, so in every later master's log
+    matching    equal (epoch, offset) means equal bytes, and equal bytes before it
+    one master  nobody shares an epoch in which frames are written and acknowledged
+    confirmed   what a master counts as confirmed is fsynced, byte for byte, on the other broker
+    no alarm    no confirmation ever differs from the master's log: the comparison there is a tripwire for what is not
+                modelled, and needs no gentle treatment
+
+Why fewer states are enough. Each of these joins runs that differ in nothing that is checked:
+
+- Broker 0 is the first master and messages are numbered as they are written: other names give the same runs.
+- Crash and restart are one step, at the moment of the restart: a broker that is down does what an idle one does.
+- Acknowledging is not a step. The high watermark counts from the moment when the rules allow it; an acknowledgement
+  that leaves later promises less, since `safe` must hold for ever.
+- fsync covers the whole log: one that covers less is one that ended before the last append.
+- Packets are sent as soon as they may be, and are received at any later time or never. So frames in flight are simply
+  the log of the master of that epoch (`pipe` None) or, when it has left the epoch, what it had then (`pipe`).
+- Of several confirmations to one master in one epoch only the longest is kept: a run that receives the shorter one
+  first is the run that received it before the longer one was sent.
+- A packet that no receiver can accept any more (of a connection its slave has closed, of an epoch its master has
+  left) is forgotten: receiving it changes nothing.
+- A repeated frame stands before the log's end and is not looked at, so only the next frame is received.
+
+In one point the model is wider than the protocol: a master counts a confirmation, and takes back a tail, from any
+connection of its epoch, not just the present one. What holds here holds there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+Epoch = tuple[int, int]
+Log = tuple[int, ...]
+Step = tuple[object, ...]
+"""What happened: a name, the broker, details. `describe` says it in words."""
+
+SLAVE, MASTER, FENCED = 0, 1, 2
+"""FENCED: it heard of a newer epoch from the other broker and waits for the metaserver to learn its part."""
+CLOSED, HELLO_SAID, FOLLOWING = 0, 1, 2
+EMPTY: Log = ()
+
+
+class Rules(NamedTuple):
+    """The rules of the protocol. Leave one out with `ALL._replace(name=False)`."""
+
+    boot: bool = True
+    """A master that restarts raises `boot`."""
+    master_fsync: bool = True
+    """Acknowledge only what the master has fsynced."""
+    slave_fsync: bool = True
+    """Confirm only what the slave has fsynced."""
+    recovery_fsync: bool = True
+    """What a restart finds in the log counts as fsynced only after another fsync."""
+    matched_end: bool = True
+    """Confirm what was matched, not the slave's own length; the master compares the chain."""
+    fence: bool = True
+    """Whoever knows a newer epoch closes older connections and refuses their packets."""
+    persist: bool = True
+    """An epoch is on disk before a broker acts in it."""
+    history: bool = True
+    """Histories are compared by epoch and chain, not by length."""
+    both_copies: bool = True
+    """One copy alone acknowledges nothing."""
+    hello_counts_nothing: bool = True
+    """The position that a slave asks to be served from confirms nothing."""
+    own_connection: bool = True
+    """An agreement answers one hello, once, on its own connection."""
+    compare_and_set: bool = True
+    """The row changes only together with its term."""
+
+
+ALL = Rules()
+
+
+class Bounds(NamedTuple):
+    terms: int
+    messages: int
+    crashes: int
+
+
+class Agreement(NamedTuple):
+    """The master's answer to a hello: "your log ends at `end`; I stream from there", or "first send me your tail"."""
+
+    epoch: Epoch
+    end: int
+    wants_tail: bool
+    pipe: Log | None
+
+
+class Broker(NamedTuple):
+    """One broker: its disk, its memory, and what is on its way to it."""
+
+    epoch: Epoch
+    role: int
+    log: Log
+    flushed: int
+    """Frames of `log` that survive a crash."""
+
+    presumed: int = 0
+    """Frames that a broker takes for fsynced since it found them at its restart; 0 with all rules."""
+
+    matched: int = 0
+    """As master: how far the slave confirmed."""
+    confirmation: Log = EMPTY
+    """On its way to this master, of its epoch: the longest history the slave fsynced."""
+    tail: Log = EMPTY
+    """On its way to this master, of its epoch: the history of a slave that has more."""
+    hellos: tuple[Epoch, ...] = ()
+    """On their way to this broker, on whatever connection: newer epochs that the other broker said hello with."""
+
+    connection: int = CLOSED
+    """As slave, here and below."""
+    agreement: Agreement | None = None
+    """On its way to this slave."""
+    follows: Epoch = (0, 0)
+    agreed: int = 0
+    """How far the log is known to equal the master's."""
+    pipe: Log | None = EMPTY
+    """What streams in: None while the master is in the epoch that this slave follows, then it is the master's log."""
+
+
+class State(NamedTuple):
+    term: int
+    master: int
+    written: int
+    crashes: int
+    safe: Log
+    """The longest history that was ever below a high watermark."""
+    brokers: tuple[Broker, Broker]
+
+
+class Found(NamedTuple):
+    """What `explore` saw. `violation` is empty if no promise was broken; `steps` lead to the broken one."""
+
+    states: int
+    depth: int
+    violation: str
+    steps: list[str]
+    seconds: float
+
+    def __str__(self) -> str:
+        head = f"{self.states:,} states, {self.depth} steps deep, {self.seconds:.1f} s: "
+        lines = [f"{number:4}. {step}" for number, step in enumerate(self.steps, 1)]
+        return head + ("\n".join([self.violation, *lines]) if self.violation else "no violation")
+
+
+START = State(1, 0, 0, 0, EMPTY, (Broker((1, 1), MASTER, EMPTY, 0), Broker((1, 0), SLAVE, EMPTY, 0)))
+
+
+# ---- frames and histories
+
+
+def frame(epoch: Epoch, author: int, message: int) -> int:
+    """Encode a frame as a number; message 0 is the epoch frame."""
+    return (epoch[0] * 10 + epoch[1]) * 100 + author * 10 + message
+
+
+def spell(epoch: Epoch) -> str:
+    return f"{epoch[0]}.{epoch[1]}"
+
+
+def show(log: Log) -> str:
+    """Spell a log: `1.1` is an epoch frame, `1.1:a` a message of that epoch."""
+    words = [spell((f // 1000, f // 100 % 10)) + (f":{'_abcdefgh'[f % 10]}" if f % 10 else "") for f in log]
+    return f"[{' '.join(words)}]"
+
+
+def fsynced(broker: Broker) -> str:
+    """Spell a broker's log and how much of it would survive a crash."""
+    return f"{show(broker.log)}, {broker.flushed} of {len(broker.log)} fsynced"
+
+
+@lru_cache(None)
+def epoch_table(log: Log) -> tuple[tuple[int, int, int, Log], ...]:
+    """Return (epoch, first, end, chain before first) per epoch; each end is the next one's first, or the log's end."""
+    firsts = [i for i, f in enumerate(log) if i == 0 or f // 100 != log[i - 1] // 100]
+    return tuple((log[a] // 100, a, b, log[:a]) for a, b in zip(firsts, [*firsts[1:], len(log)], strict=False))
+
+
+@lru_cache(None)
+def last_agreement(master: Log, slave: Log) -> int:
+    """Find how far two logs agree, from their epoch tables alone."""
+    known = {(epoch, first, chain): end for epoch, first, end, chain in epoch_table(master)}
+    for epoch, first, end, chain in reversed(epoch_table(slave)):
+        if (epoch, first, chain) in known:
+            return min(end, known[epoch, first, chain])
+    return 0
+
+
+def in_office(broker: Broker) -> bool:
+    """Has this master written the epoch frame of its epoch?"""
+    return bool(broker.log) and broker.log[-1] // 100 == broker.epoch[0] * 10 + broker.epoch[1]
+
+
+# ---- what a step leads to
+
+
+def put(state: State, who: int, me: Broker, other: Broker) -> State:
+    """Return the state with these two brokers; `me` is number `who`."""
+    return state._replace(brokers=(me, other) if who == 0 else (other, me))
+
+
+def enter(me: Broker, epoch: Epoch, role: int, rules: Rules) -> Broker:
+    """Give a broker a newer epoch: it forgets what belonged to the old one and, by the fence, closes its connection."""
+    hellos = tuple(e for e in me.hellos if e > epoch)
+    me = me._replace(epoch=epoch, role=role, matched=0, confirmation=EMPTY, tail=EMPTY, hellos=hellos)
+    if rules.fence:
+        me = me._replace(connection=CLOSED, agreement=None, follows=(0, 0), agreed=0, pipe=EMPTY)
+    return me
+
+
+def orphaned(slave: Broker, master: Broker) -> Broker:
+    """Keep in flight what a master sent that leaves its epoch now."""
+    if master.role != MASTER:
+        return slave
+    if slave.pipe is None and slave.follows == master.epoch:
+        n = len(slave.log)
+        slave = slave._replace(pipe=master.log if len(master.log) > n and master.log[:n] == slave.log else EMPTY)
+    if slave.agreement and slave.agreement.pipe is None and slave.agreement.epoch == master.epoch:
+        slave = slave._replace(agreement=slave.agreement._replace(pipe=master.log))
+    return slave
+
+
+def told(slave: Broker, master: Broker, rules: Rules) -> Broker:
+    """Return the master with what its slave can confirm now on its way to it."""
+    if slave.connection != FOLLOWING or master.role != MASTER or slave.follows != master.epoch:
+        return master
+    end = max(slave.flushed, slave.presumed) if rules.slave_fsync else len(slave.log)
+    if rules.matched_end:
+        end = min(end, slave.agreed)
+    if end > master.matched and end > len(master.confirmation):
+        return master._replace(confirmation=slave.log[:end])
+    return master
+
+
+def acknowledged(state: State, who: int, rules: Rules) -> State:
+    """Move the high watermark of a master as far as the rules allow."""
+    me = state.brokers[who]
+    if me.role != MASTER:
+        return state
+    flushed = max(me.flushed, me.presumed) if rules.master_fsync else len(me.log)
+    watermark = min(flushed, me.matched) if rules.both_copies else flushed
+    return state._replace(safe=me.log[:watermark]) if watermark > len(state.safe) else state
+
+
+# ---- the steps
+
+
+def steps(state: State, bounds: Bounds, rules: Rules) -> Iterator[tuple[Step, State]]:
+    """Yield everything that can happen next."""
+    if state.term < bounds.terms:
+        yield ("swap", 1 - state.master), state._replace(term=state.term + 1, master=1 - state.master)
+    if not rules.compare_and_set and state.term > 1 and state.master == (state.term - 1) % 2:
+        yield ("overwrite", 1 - state.master), state._replace(master=1 - state.master)
+    for who in (0, 1):
+        me, other = state.brokers[who], state.brokers[1 - who]
+        yield from epochs(state, who, me, other, bounds, rules)
+        yield from disk(state, who, me, other, bounds, rules)
+        if me.role == MASTER:
+            yield from as_master(state, who, me, other, rules)
+        if me.role == SLAVE or not rules.fence:
+            yield from as_slave(state, who, me, other, rules)
+
+
+def epochs(
+    state: State, who: int, me: Broker, other: Broker, bounds: Bounds, rules: Rules
+) -> Iterator[tuple[Step, State]]:
+    """A broker hears of a term, present or past, from the metaserver, or of an epoch from the other broker's hello."""
+    for term in range(me.epoch[0], state.term + 1):
+        if term == me.epoch[0] and me.role != FENCED:
+            continue
+        master = state.master if term == state.term else (term - 1) % 2
+        boot = me.epoch[1] if term == me.epoch[0] else 0
+        role, epoch = (MASTER, (term, boot + 1)) if master == who else (SLAVE, (term, boot))
+        yield ("learns", who, role, epoch), put(state, who, enter(me, epoch, role, rules), orphaned(other, me))
+    if rules.fence:
+        for epoch in me.hellos:
+            yield ("fenced", who, epoch), put(state, who, enter(me, epoch, FENCED, rules), orphaned(other, me))
+    if state.crashes < bounds.crashes:
+        crashed = state._replace(crashes=state.crashes + 1)
+        epoch, role = (me.epoch, me.role) if rules.persist else ((1, 0), MASTER if who == 0 else SLAVE)
+        if role == MASTER and (rules.boot or not rules.persist):
+            epoch = (epoch[0], epoch[1] + 1)
+        restarted = enter(me, epoch, role, ALL)
+        for keep in range(me.flushed, len(me.log) + 1):
+            after = restarted._replace(log=me.log[:keep], presumed=0 if rules.recovery_fsync else keep)
+            yield ("crash", who, after), put(crashed, who, after, orphaned(other, me))
+
+
+def disk(
+    state: State, who: int, me: Broker, other: Broker, bounds: Bounds, rules: Rules
+) -> Iterator[tuple[Step, State]]:
+    """A broker fsyncs; a master appends."""
+    if me.flushed < len(me.log):
+        after = me._replace(flushed=len(me.log), presumed=0)
+        yield ("fsync", who, after.log), acknowledged(put(state, who, after, told(after, other, rules)), who, rules)
+    if me.role != MASTER:
+        return
+    if not in_office(me):
+        after = me._replace(log=(*me.log, frame(me.epoch, who, 0)), tail=EMPTY)
+        yield ("office", who, after), acknowledged(put(state, who, after, other), who, rules)
+    elif state.written < bounds.messages:
+        after = me._replace(log=(*me.log, frame(me.epoch, who, state.written + 1)))
+        more = put(state._replace(written=state.written + 1), who, after, other)
+        yield ("append", who, after.log), acknowledged(more, who, rules)
+
+
+def as_master(state: State, who: int, me: Broker, other: Broker, rules: Rules) -> Iterator[tuple[Step, State]]:
+    """A master receives a hello, a confirmation, a frame that it takes back."""
+    n = len(me.log)
+    if other.role == SLAVE and other.connection == HELLO_SAID and (other.epoch <= me.epoch or not rules.fence):
+        end = last_agreement(me.log, other.log) if rules.history else min(n, len(other.log))
+        wants_tail = end == n < len(other.log) and not in_office(me) and rules.history
+        agreement = Agreement(me.epoch, end, wants_tail, None)
+        after = me if rules.hello_counts_nothing else me._replace(matched=max(me.matched, min(n, len(other.log))))
+        if agreement != other.agreement or after != me:
+            answered = put(state, who, after, other._replace(agreement=agreement))
+            yield ("answer", who, agreement), acknowledged(answered, who, rules)
+    end = len(me.confirmation)
+    if 0 < end <= n:
+        proven = me.log[:end] == me.confirmation or not (rules.matched_end and rules.history)
+        after = me._replace(confirmation=EMPTY, matched=max(me.matched, end) if proven else me.matched)
+        yield ("confirm", who, end, proven), acknowledged(put(state, who, after, other), who, rules)
+    if len(me.tail) > n and me.tail[:n] == me.log:
+        after = me._replace(log=me.tail[: n + 1])
+        yield ("take back", who, after.log), put(state, who, after, other)
+
+
+def as_slave(state: State, who: int, me: Broker, other: Broker, rules: Rules) -> Iterator[tuple[Step, State]]:
+    """A slave says hello on a new connection, receives the agreement, receives the next frame."""
+    if me.role == SLAVE and (me.connection != HELLO_SAID or me.agreement):
+        agreement = None if rules.own_connection else me.agreement
+        after = me._replace(connection=HELLO_SAID, agreement=agreement, follows=(0, 0), agreed=0, pipe=EMPTY)
+        master = other
+        if me.epoch > other.epoch and me.epoch not in other.hellos:
+            master = other._replace(hellos=tuple(sorted((*other.hellos, me.epoch))))
+        if after != me or master != other:
+            yield ("hello", who, after), put(state, who, after, master)
+    older = me.agreement is not None and me.agreement.epoch < me.epoch
+    if me.agreement and (not rules.fence if older else me.role == SLAVE):
+        yield agreed(state, who, me, other, me.agreement, rules)
+    n, source = len(me.log), other.log if me.pipe is None else me.pipe
+    if me.connection == FOLLOWING and len(source) > n and (source[:n] == me.log or not rules.history):
+        log = (*me.log, source[n])
+        after = me._replace(log=log, agreed=n + 1, pipe=EMPTY if me.pipe and len(me.pipe) == n + 1 else me.pipe)
+        yield ("receive", who, log), put(state, who, after, told(after, other, rules))
+
+
+def agreed(state: State, who: int, me: Broker, other: Broker, agreement: Agreement, rules: Rules) -> tuple[Step, State]:
+    """A slave learns where its log ends: it cuts what conflicts, or sends what the master lost, and follows."""
+    epoch, end, wants_tail, pipe = agreement
+    after = me._replace(
+        epoch=max(epoch, me.epoch),
+        hellos=tuple(e for e in me.hellos if e > epoch),
+        connection=FOLLOWING,
+        agreement=None if rules.own_connection else agreement,
+        follows=epoch,
+        agreed=end,
+        pipe=pipe,
+    )
+    if wants_tail:
+        if pipe is None and not in_office(other) and len(me.log) > len(other.tail):
+            other = other._replace(tail=me.log)
+    else:
+        after = after._replace(log=me.log[:end], flushed=min(me.flushed, end), presumed=min(me.presumed, end))
+    if pipe is not None and not (len(pipe) > len(after.log) and pipe[: len(after.log)] == after.log):
+        after = after._replace(pipe=EMPTY)
+    return ("agreed", who, me.log, after.log, agreement), put(state, who, after, told(after, other, rules))
+
+
+# ---- the promises
+
+
+def broken(state: State, rules: Rules) -> str:
+    """Name the promise that does not hold in this state, or return an empty string."""
+    return lost(state) or shared_epoch(state) or mismatch(state) or (unproven(state) if rules == ALL else "")
+
+
+def lost(state: State) -> str:
+    """`safe` must be the beginning of what either broker has fsynced."""
+    n = len(state.safe)
+    for who, broker in enumerate(state.brokers):
+        if broker.flushed < n or broker.log[:n] != state.safe:
+            return f"safe: {show(state.safe)} was acknowledged, but broker {who} has {fsynced(broker)}"
+    return ""
+
+
+def shared_epoch(state: State) -> str:
+    """Nobody may act in an epoch of the other one, now or after it."""
+    a, b = state.brokers
+    if a.role == b.role == MASTER and a.epoch == b.epoch:
+        return f"one master: both brokers act in epoch {spell(a.epoch)}"
+    for who, broker in enumerate(state.brokers):
+        if broker.role == MASTER and in_office(broker) and broker.log[-1] // 10 % 10 != who:
+            return f"one master: broker {who} acts in epoch {spell(broker.epoch)}, in which the other one wrote"
+    return ""
+
+
+def mismatch(state: State) -> str:
+    """At the last offset where both logs have a frame of one epoch, they are equal up to there."""
+    a, b = state.brokers[0].log, state.brokers[1].log
+    for at in range(min(len(a), len(b)) - 1, -1, -1):
+        if a[at] // 100 == b[at] // 100:
+            return "" if a[: at + 1] == b[: at + 1] else f"matching: offset {at} of {show(a)} and {show(b)}"
+    return ""
+
+
+def unproven(state: State) -> str:
+    """What a master counts must be fsynced on the other broker, and what is confirmed to it must be what it has: no
+    alarm without a cause. Both break before a message is lost; without a rule they would hide the one that gets lost.
+    """
+    for who, broker in enumerate(state.brokers):
+        other, n, confirmed = state.brokers[1 - who], broker.matched, broker.confirmation
+        if n and (other.flushed < n or other.log[:n] != broker.log[:n]):
+            return f"confirmed: broker {who} counts {show(broker.log[:n])}, the other one has {fsynced(other)}"
+        if confirmed and broker.log[: len(confirmed)] != confirmed:
+            return f"no alarm: broker {who} has {show(broker.log)}, but {show(confirmed)} is confirmed to it"
+    return ""
+
+
+def healthy(state: State) -> bool:
+    """Both brokers act by the newest row, with equal logs, all of it below the high watermark."""
+    master, slave = state.brokers[state.master], state.brokers[1 - state.master]
+    return (
+        master.role == MASTER
+        and in_office(master)
+        and master.epoch[0] == state.term
+        and slave.follows == master.epoch
+        and slave.log == master.log == state.safe
+    )
+
+
+# ---- the walks
+
+
+def explore(bounds: Bounds, rules: Rules = ALL, start: State = START) -> Found:
+    """Visit every state within `bounds`, nearest first; stop at the first one that breaks a promise."""
+    began = time.monotonic()
+    came_from: dict[State, State | None] = {start: None}
+    frontier, depth = [start], 0
+    while frontier:
+        depth += 1
+        following = []
+        for state in frontier:
+            for _, after in steps(state, bounds, rules):
+                if after not in came_from:
+                    came_from[after] = state
+                    following.append(after)
+                    if violation := broken(after, rules):
+                        told_steps = retrace(after, came_from, bounds, rules)
+                        return Found(len(came_from), depth, violation, told_steps, time.monotonic() - began)
+        frontier = following
+    return Found(len(came_from), depth - 1, "", [], time.monotonic() - began)
+
+
+def wedged(bounds: Bounds) -> list[State]:
+    """List the states that cannot get healthy again although nothing more happens to them: no crash, no swap."""
+    causes: dict[State, list[State]] = {START: []}
+    frontier = [START]
+    while frontier:
+        state = frontier.pop()
+        for step, after in steps(state, bounds, ALL):
+            if after not in causes:
+                causes[after] = []
+                frontier.append(after)
+            if step[0] not in ("crash", "swap"):
+                causes[after].append(state)
+    fine = {state for state in causes if healthy(state)}
+    frontier = list(fine)
+    while frontier:
+        before = [state for state in causes[frontier.pop()] if state not in fine]
+        fine.update(before)
+        frontier += before
+    return [state for state in causes if state not in fine]
+
+
+def retrace(state: State, came_from: dict[State, State | None], bounds: Bounds, rules: Rules) -> list[str]:
+    """Tell the steps that led to a state."""
+    lines: list[str] = []
+    before = came_from[state]
+    while before is not None:
+        step = next(step for step, after in steps(before, bounds, rules) if after == state)
+        acked = f"; acknowledged up to {show(state.safe)}" if state.safe != before.safe else ""
+        lines.append(describe(step) + acked)
+        state, before = before, came_from[before]
+    return lines[::-1]
+
+
+def describe(step: Step) -> str:
+    """Say a step in words."""
+    match step:
+        case ("swap", int(master)):
+            return f"metaserver: the next term begins, broker {master} is master"
+        case ("overwrite", int(master)):
+            return f"metaserver: a second operator makes broker {master} master of the same term"
+        case ("learns", int(who), int(role), (int(term), int(boot))):
+            part = f"master, in epoch {spell((term, boot))}" if role == MASTER else f"slave of term {term}"
+            return f"broker {who} hears from the metaserver that it is {part}"
+        case ("fenced", int(who), (int(term), int(boot))):
+            return f"broker {who} receives a hello of the newer epoch {spell((term, boot))} and is fenced"
+        case ("crash", int(who), Broker() as after):
+            part = ("slave", "master", "fenced")[after.role]
+            return f"broker {who} crashes and restarts as {part} in {spell(after.epoch)} with {show(after.log)}"
+        case ("fsync", int(who), tuple(log)):
+            return f"broker {who} fsyncs {show(log)}"
+        case ("office", int(who), Broker() as after):
+            return f"broker {who} waits no longer and writes its epoch frame: {show(after.log)}"
+        case ("append", int(who), tuple(log)):
+            return f"broker {who} appends a message: {show(log)}"
+        case ("answer", int(who), Agreement() as agreement):
+            what = "send me your tail from" if agreement.wants_tail else "your log ends, and I stream, at"
+            return f"broker {who} receives the hello and answers: {what} {agreement.end}"
+        case ("confirm", int(who), int(end), bool(proven)):
+            return f"broker {who} receives the confirmation of {end} and {'counts' if proven else 'refuses'} it"
+        case ("take back", int(who), tuple(log)):
+            return f"broker {who} takes back a frame it had lost: {show(log)}"
+        case ("hello", int(who), Broker() as after):
+            return f"broker {who} connects and says hello in epoch {spell(after.epoch)} with {show(after.log)}"
+        case ("agreed", int(who), tuple(before), tuple(log), Agreement() as agreement):
+            cut = f"cuts {show(before)} to {show(log)}" if before != log else f"keeps {show(log)}"
+            return f"broker {who} receives the answer of epoch {spell(agreement.epoch)}, {cut} and follows"
+        case ("receive", int(who), tuple(log)):
+            return f"broker {who} receives a frame: {show(log)}"
+    raise AssertionError(f"unknown step {step}")
+
+
+if __name__ == "__main__":
+    left_out = {name: False for name in sys.argv[1:] if name in Rules._fields}
+    numbers = [int(word) for word in sys.argv[1:] if word.isdigit()] or [3, 1, 1]
+    print(explore(Bounds(*numbers), ALL._replace(**left_out)))

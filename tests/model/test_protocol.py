@@ -1,0 +1,112 @@
+"""The replication protocol keeps its promises in every state of a small world, and needs each of its rules for that.
+
+`tests.model.protocol` says what is modelled. No one world with everything in it can be looked through in a minute of
+one slow core, so there are four, each to its end: more messages, more terms, more crashes, and many terms. Larger ones
+can be looked through with `python tests/model/protocol.py TERMS MESSAGES CRASHES`. `pytest -rP` prints what was found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.model.protocol import ALL, START, Agreement, Bounds, Rules, State, explore, steps, wedged
+
+WORLDS = [
+    ("two messages", Bounds(terms=2, messages=2, crashes=1), 269_788),
+    ("three terms", Bounds(terms=3, messages=1, crashes=1), 447_212),
+    ("two crashes", Bounds(terms=2, messages=1, crashes=2), 519_904),
+    ("four terms", Bounds(terms=4, messages=1, crashes=0), 138_786),
+]
+
+SMALL = Bounds(terms=2, messages=2, crashes=1)
+
+COUNTEREXAMPLES = [
+    # without this rule, this promise breaks, in as few steps as these
+    pytest.param("boot", "matching", 9, id="boot"),
+    pytest.param("master_fsync", "safe", 7, id="no fsync on the master before acknowledging"),
+    pytest.param("slave_fsync", "safe", 7, id="no fsync on the slave before confirming"),
+    pytest.param("recovery_fsync", "safe", 8, id="what a restart finds counts as fsynced"),
+    pytest.param("matched_end", "safe", 11, id="the slave's own length confirms"),
+    pytest.param("fence", "safe", 14, id="older epochs are not refused"),
+    pytest.param("persist", "matching", 9, id="epoch not persisted"),
+    pytest.param("history", "matching", 10, id="truncate by length"),
+    pytest.param("both_copies", "safe", 2, id="one copy acknowledges"),
+    pytest.param("hello_counts_nothing", "safe", 8, id="the position asked for confirms"),
+    pytest.param("own_connection", "safe", 9, id="an agreement arrives again"),
+    pytest.param("compare_and_set", "one master", 4, id="the row changes without its term"),
+]
+
+
+@pytest.mark.parametrize(("bounds", "states"), [pytest.param(*world, id=name) for name, *world in WORLDS])
+def test_all_rules_together_break_no_promise(bounds: Bounds, states: int) -> None:
+    found = explore(bounds)
+    print(f"{bounds}: {found}")
+    assert not found.violation, str(found)
+    assert found.states == states, "the model changed: check that it still says what the protocol does, then the number"
+
+
+def test_the_worlds_are_large_enough() -> None:
+    assert sum(states for _, _, states in WORLDS) >= 500_000
+
+
+@pytest.mark.parametrize(("rule", "promise", "length"), COUNTEREXAMPLES)
+def test_each_rule_is_missed_when_it_is_left_out(rule: str, promise: str, length: int) -> None:
+    found = explore(SMALL, ALL._replace(**{rule: False}))
+    print(f"without {rule}: {found}")
+    assert found.violation.startswith(promise), str(found)
+    assert len(found.steps) == length, str(found)
+
+
+def test_every_rule_has_a_counterexample() -> None:
+    assert [example.values[0] for example in COUNTEREXAMPLES] == list(Rules._fields)
+
+
+def test_brokers_left_alone_get_healthy_from_every_state() -> None:
+    assert wedged(Bounds(terms=2, messages=1, crashes=1)) == []
+
+
+def test_the_model_does_all_that_the_protocol_can_do() -> None:
+    bounds = Bounds(terms=3, messages=1, crashes=1)
+    happened: Counter[str] = Counter()
+    seen, frontier = {START}, [START]
+    while frontier and not EVERYTHING <= happened.keys():
+        following = []
+        for state in frontier:
+            for step, after in steps(state, bounds, ALL):
+                happened.update(events(step, state, after))
+                if after not in seen:
+                    seen.add(after)
+                    following.append(after)
+        frontier = following
+    assert EVERYTHING <= happened.keys()
+
+
+EVERYTHING = {
+    "swap", "learns", "fenced", "crash", "fsync", "office", "append", "answer", "confirm", "take back", "hello",
+    "agreed", "receive", "learns an older row", "asks for the tail", "cuts", "crash loses",
+    "crash keeps what was not fsynced", "frame of a master that is gone",
+    "acknowledged in term 1", "acknowledged in term 2", "acknowledged in term 3",
+}  # fmt: skip
+
+
+def events(step: tuple[object, ...], before: State, after: State) -> list[str]:
+    """Name what is worth reaching in one step."""
+    names = [str(step[0])]
+    if after.safe != before.safe:
+        names.append(f"acknowledged in term {after.safe[-1] // 1000}")
+    match step:
+        case ("learns", _, _, (int(term), _)) if term < before.term:
+            names.append("learns an older row")
+        case ("answer", _, Agreement(wants_tail=True)):
+            names.append("asks for the tail")
+        case ("agreed", _, tuple(old), tuple(new), _) if old != new:
+            names.append("cuts")
+        case ("receive", int(who), _) if before.brokers[who].pipe is not None:
+            names.append("frame of a master that is gone")
+        case ("crash", int(who), _):
+            old_log, new_log = before.brokers[who].log, after.brokers[who].log
+            names += ["crash loses"] * (new_log != old_log)
+            names += ["crash keeps what was not fsynced"] * (len(new_log) > after.brokers[who].flushed)
+    return names
