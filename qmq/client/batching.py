@@ -47,7 +47,10 @@ class Outcome(StrEnum):
 
 
 class Receipt(NamedTuple):
-    """What a producer learns about one message. `sequence` is its place in its subject in `broker_group`, -1 if not stored."""
+    """What a producer learns about one message.
+
+    `sequence` is its place among the messages of its subject in `broker_group`; -1 if it is not known to be stored.
+    """
 
     outcome: Outcome
     message_id: str
@@ -63,7 +66,7 @@ class Receipt(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What became of a batch. `refused`: positions of messages that the broker refused on their own, with the reason."""
+    """What became of a batch; `refused`: positions of messages that the broker refused on their own, and why."""
 
     outcome: Outcome
     broker_group: str
@@ -170,8 +173,8 @@ class Next(Enum):
 
     REPEAT = "the same number and bytes, to the same group"
     MOVE = "another group, with a number of that group"
-    REFUSED = "final"
-    UNKNOWN = "final"
+    REFUSED = "final: not stored"
+    UNKNOWN = "final: maybe stored"
 
 
 def after_error(batch: Batch, error: QmqError) -> Next:

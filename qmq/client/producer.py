@@ -132,7 +132,15 @@ class Producer:
         data = self._encode(message)
         if self._is_full(len(data)):
             raise QueueFull(f"{self._sender.queued_messages} messages wait already, {self._sender.queued_bytes} bytes")
-        self._enqueue(message, data, on_done)
+        loop = asyncio.get_running_loop()
+
+        def done(receipt: Receipt) -> None:
+            try:
+                on_done(receipt)
+            except Exception as error:  # it concerns this message alone, not the sender that calls it
+                loop.call_exception_handler({"message": "on_done of send_nowait failed", "exception": error})
+
+        self._enqueue(message, data, done)
 
     async def send_many(self, messages: Iterable[Message]) -> Receipts:
         """Send messages and wait for all receipts, which come in the order of the messages.

@@ -40,7 +40,7 @@ class RouteWatch:
     ) -> None:  # fmt: skip
         self._metaserver = metaserver.rstrip("/") if "://" in metaserver else f"http://{metaserver.rstrip('/')}"
         self._token = token
-        self._request = {"app": app, "client_id": client_id, "produces": produces}
+        self._app, self._client_id, self._produces = app, client_id, produces
         self._on_routes = on_routes
         self._subjects: dict[str, None] = {}
         self._wanted: list[str] = []
@@ -114,7 +114,9 @@ class RouteWatch:
             if self._wanted:
                 subjects, self._wanted = self._wanted, []
                 self._asked_at = asyncio.get_running_loop().time()
-                yield pb.RouteRequest(subjects=subjects, **self._request)
+                yield pb.RouteRequest(
+                    subjects=subjects, app=self._app, client_id=self._client_id, produces=self._produces
+                )
             self._wake.clear()
             await self._wake.wait()
 

@@ -1,0 +1,375 @@
+"""Shell. A metaserver and brokers in memory that speak the real protocols over real sockets, and misbehave on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+
+from qmq.codec import check_batch, join_batch, split_batch
+from qmq.errors import (
+    AccessError,
+    InvalidAck,
+    NotMaster,
+    QmqError,
+    SubscriptionReplaced,
+    UnknownSubscription,
+)
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server
+from qmq.remoting import commands
+from qmq.remoting.commands import Command
+from qmq.remoting.connection import Connection
+from qmq.remoting.packet import Packet
+
+TOKEN = "secret"
+
+
+@dataclass
+class Attempt:
+    """One PRODUCE as it arrived."""
+
+    producer: int
+    batch: int
+    count: int
+    subject: str
+    body: bytes
+
+
+@dataclass
+class Subscriber:
+    """A consumer's progress in a group, kept over connections as a broker keeps it in its log."""
+
+    acked_end: int = 0
+    pulled: dict[int, int] = field(default_factory=dict)  # pull sequence -> sequence, un-acked
+    next_pull: int = 0
+    connection: Connection | None = None
+    handed_end: int = 0
+
+
+class FakeBroker:
+    """Master of one broker group. `on_produce` may answer or not for itself; returns True if it did."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.attempts: list[Attempt] = []
+        self.subjects: dict[str, list[bytes]] = defaultdict(list)
+        self.window: dict[tuple[int, int], commands.Produced] = {}
+        self.refuse_with: QmqError | None = None
+        self.on_produce: Callable[[Connection, Packet, Attempt], bool] = lambda *_: False
+        self.limits = {"packet_bytes_max": 4 << 20, "message_bytes_max": 1 << 20, "window_bytes": 16 << 20}
+        self.keep = True
+        self.connections: set[Connection] = set()
+        self.subscribers: dict[tuple[str, str, str], Subscriber] = {}
+        self.positions: dict[tuple[str, str], int] = {}
+        self.returned: dict[tuple[str, str], list[int]] = defaultdict(list)
+        self.acks: list[tuple[int, int]] = []
+        self.subscribes: list[dict[str, object]] = []
+        self.pulls: list[commands.Pull] = []
+        self.ack_error: QmqError | None = None
+        self.heartbeats = 0
+        self.lease_ms = 10_000
+        self.reign = 1
+        self._subscriptions: dict[tuple[Connection, int], tuple[str, str, str]] = {}
+        self._server: asyncio.Server | None = None
+        self._grown = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.port = 0
+
+    async def start(self, port: int = 0) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: Connection(self, 64 << 20), "127.0.0.1", port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Die: stop listening and cut every connection."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for connection in list(self.connections):
+            if connection._transport is not None:
+                connection._transport.abort()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def cut(self) -> None:
+        """Lose every connection, but go on."""
+        for connection in list(self.connections):
+            if connection._transport is not None:
+                connection._transport.abort()
+
+    # A connection's owner.
+
+    def packet_received(self, connection: Connection, packet: Packet) -> None:
+        self.connections.add(connection)
+        try:
+            match packet.code:
+                case Command.AUTHENTICATE:
+                    if commands.decode_json(packet.body, token=str)["token"] != TOKEN:
+                        raise AccessError("unknown token")
+                    connection.answer(packet, commands.encode_json(broker_group=self.name, **self.limits))
+                case Command.PRODUCE:
+                    self._produce(connection, packet)
+                case Command.SUBSCRIBE:
+                    self._subscribe(connection, packet)
+                case Command.PULL:
+                    task = asyncio.get_running_loop().create_task(self._pull(connection, packet))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+                case Command.ACK:
+                    self._ack(connection, packet)
+                case Command.HEARTBEAT:
+                    self.heartbeats += 1
+                    connection.answer(packet)
+                case Command.UNSUBSCRIBE:
+                    self._unsubscribe(connection, packet)
+        except QmqError as error:
+            connection.refuse(packet, error)
+
+    def connection_lost(self, connection: Connection, reason: str) -> None:
+        self.connections.discard(connection)
+
+    def writable_again(self, connection: Connection) -> None: ...
+
+    # Produce.
+
+    def _produce(self, connection: Connection, packet: Packet) -> None:
+        request = commands.decode_produce(packet.body)
+        body = bytes(request.body) if self.keep else b""
+        attempt = Attempt(request.producer, request.batch, request.count, request.subject, body)
+        self.attempts.append(attempt)
+        if self.on_produce(connection, packet, attempt):
+            return
+        if self.refuse_with is not None:
+            raise self.refuse_with
+        connection.answer(packet, commands.encode_produced(self.store(attempt, request.body)))
+
+    def store(self, attempt: Attempt, body: memoryview | None = None) -> commands.Produced:
+        """Store a batch once; a repeated one gets the answer of the first time."""
+        key = attempt.producer, attempt.batch
+        if key not in self.window:
+            data = attempt.body if body is None else body
+            check = check_batch(data, attempt.count, self.limits["message_bytes_max"])
+            log = self.subjects[attempt.subject]
+            refused = dict(check.refused)
+            first = len(log)
+            if self.keep:
+                messages = split_batch(data, attempt.count)
+                log.extend(bytes(one) for at, one in enumerate(messages) if at not in refused)
+            stored = attempt.count - len(refused)
+            self.window[key] = commands.Produced(first, stored, 0, list(check.refused))
+            self._grown.set()
+            self._grown = asyncio.Event()
+        return self.window[key]
+
+    # Consume.
+
+    def _subscribe(self, connection: Connection, packet: Packet) -> None:
+        if self.refuse_with is not None and isinstance(self.refuse_with, NotMaster):
+            raise self.refuse_with
+        fields = commands.decode_json(packet.body, subject=str, group=str, consumer=str, start=str, held_end=int)
+        self.subscribes.append(fields)
+        key = fields["subject"], fields["group"], fields["consumer"]
+        start = 0 if fields["start"] == "earliest" else len(self.subjects[fields["subject"]])
+        self.positions.setdefault(key[:2], start)
+        subscriber = self.subscribers.setdefault(key, Subscriber(next_pull=self.reign << 32))
+        subscriber.connection = connection
+        subscriber.handed_end = fields["held_end"]
+        number = len(self._subscriptions) + 1
+        self._subscriptions[connection, number] = key
+        connection.answer(
+            packet,
+            commands.encode_json(subscription=number, acked_end=subscriber.acked_end, lease_ms=self.lease_ms),
+        )
+        self._grown.set()
+        self._grown = asyncio.Event()
+
+    def _subscriber(self, connection: Connection, number: int) -> tuple[tuple[str, str, str], Subscriber]:
+        key = self._subscriptions.get((connection, number))
+        if key is None:
+            raise UnknownSubscription("subscribe first")
+        subscriber = self.subscribers[key]
+        if subscriber.connection is not connection:
+            raise SubscriptionReplaced("another connection uses this consumer id")
+        return key, subscriber
+
+    async def _pull(self, connection: Connection, packet: Packet) -> None:
+        pull = commands.decode_pull(packet.body)
+        self.pulls.append(pull)
+        deadline = asyncio.get_running_loop().time() + pull.timeout_ms / 1000
+        try:
+            while True:
+                grown = self._grown
+                key, subscriber = self._subscriber(connection, pull.subscription)
+                if parts := self._hand_out(key, subscriber, pull):
+                    connection.answer(packet, *parts)
+                    return
+                left = deadline - asyncio.get_running_loop().time()
+                if left <= 0:
+                    connection.answer(packet, code=4)
+                    return
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(grown.wait(), left)
+        except QmqError as error:
+            connection.refuse(packet, error)
+
+    def _hand_out(self, key: tuple[str, str, str], subscriber: Subscriber, pull: commands.Pull) -> list[bytes]:
+        log = self.subjects[key[0]]
+        again = [at for at in sorted(subscriber.pulled) if at >= subscriber.handed_end][: pull.messages_max]
+        if again:
+            subscriber.handed_end = again[-1] + 1
+            return [part for at in again for part in self._piece(at, [log[subscriber.pulled[at]]], subscriber.pulled[at])]
+        returned = self.returned[key[:2]]
+        if returned:
+            sequences = [returned.pop(0)]
+        else:
+            begin = self.positions[key[:2]]
+            sequences = list(range(begin, min(len(log), begin + pull.messages_max)))
+            self.positions[key[:2]] = begin + len(sequences)
+        if not sequences:
+            return []
+        at = subscriber.next_pull
+        subscriber.pulled.update(zip(range(at, at + len(sequences)), sequences, strict=True))
+        subscriber.next_pull = subscriber.handed_end = at + len(sequences)
+        return self._piece(at, [log[sequence] for sequence in sequences], sequences[0])
+
+    @staticmethod
+    def _piece(at: int, messages: list[bytes], sequence: int) -> list[bytes]:
+        from zlib import crc32
+
+        body = join_batch(messages)
+        return [commands.piece_header(at, sequence, len(messages), len(body), crc32(body), 0), body]
+
+    def _ack(self, connection: Connection, packet: Packet) -> None:
+        ack = commands.decode_ack(packet.body)
+        _, subscriber = self._subscriber(connection, ack.subscription)
+        if self.ack_error is not None:
+            error, self.ack_error = self.ack_error, None
+            raise error
+        self.acks.append((ack.begin, ack.end))
+        if any(at < ack.begin for at in subscriber.pulled) or ack.end > subscriber.next_pull:
+            raise InvalidAck(f"[{ack.begin}, {ack.end}) was not handed out")
+        for at in [at for at in subscriber.pulled if at < ack.end]:
+            del subscriber.pulled[at]
+        subscriber.acked_end = max(subscriber.acked_end, ack.end)
+        connection.answer(packet, commands.encode_acked(subscriber.acked_end))
+
+    def _unsubscribe(self, connection: Connection, packet: Packet) -> None:
+        number = commands.decode_json(packet.body, subscription=int)["subscription"]
+        key, subscriber = self._subscriber(connection, number)
+        self.returned[key[:2]].extend(subscriber.pulled.values())
+        subscriber.pulled.clear()
+        del self._subscriptions[connection, number]
+        connection.answer(packet)
+
+    def move_to(self, other: FakeBroker) -> None:
+        """The other copy takes over: it has the same log, window and progress; this one is not master any more."""
+        other.subjects, other.window, other.positions = self.subjects, self.window, self.positions
+        other.subscribers, other.returned = self.subscribers, self.returned
+        for subscriber in self.subscribers.values():
+            subscriber.next_pull = (self.reign + 1) << 32
+        other.reign = self.reign + 1
+        self.refuse_with = NotMaster("this broker is not the master")
+
+
+class FakeMetaserver(MetaserverServicer):
+    """Serves routes; `set_groups` changes them and tells every watch."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, tuple[int, bool, int]] = {}  # port, writable, term
+        self.requests: list[pb.RouteRequest] = []
+        self.http_port = self.grpc_port = 0
+        self._changed: set[asyncio.Event] = set()
+        self._http: asyncio.Server | None = None
+        self._grpc: grpc.aio.Server | None = None
+
+    async def start(self, http_port: int = 0) -> None:
+        self._grpc = grpc.aio.server()
+        add_MetaserverServicer_to_server(self, self._grpc)
+        self.grpc_port = self._grpc.add_insecure_port("127.0.0.1:0")
+        await self._grpc.start()
+        self._http = await asyncio.start_server(self._serve_http, "127.0.0.1", http_port)
+        self.http_port = self._http.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        assert self._http and self._grpc
+        self._http.close()
+        await self._grpc.stop(None)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def set_group(self, broker: FakeBroker, *, writable: bool = True, term: int = 1) -> None:
+        self.groups[broker.name] = broker.port, writable, term
+        for event in self._changed:
+            event.set()
+
+    async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = f"127.0.0.1:{self.grpc_port}".encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        writer.close()
+
+    async def WatchRoutes(
+        self, requests: AsyncIterator[pb.RouteRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.RouteUpdate]:
+        if dict(context.invocation_metadata() or ()).get("x-api-token") != TOKEN:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "unknown token")
+        event = asyncio.Event()
+        self._changed.add(event)
+        subjects: set[str] = set()
+
+        async def listen() -> None:
+            async for request in requests:
+                self.requests.append(request)
+                subjects.update(request.subjects)
+                event.set()
+
+        task = asyncio.get_running_loop().create_task(listen())
+        try:
+            while True:
+                await event.wait()
+                event.clear()
+                yield pb.RouteUpdate(version=1, routes=[self._route(subject) for subject in sorted(subjects)])
+        finally:
+            self._changed.discard(event)
+            task.cancel()
+
+    def _route(self, subject: str) -> pb.SubjectRoute:
+        return pb.SubjectRoute(
+            subject=subject,
+            groups=[
+                pb.BrokerGroupRoute(
+                    broker_group=name,
+                    master=pb.BrokerAddress(ip="127.0.0.1", serve_port=port),
+                    writable=writable,
+                    term=term,
+                )
+                for name, (port, writable, term) in self.groups.items()
+            ],
+        )
+
+
+@asynccontextmanager
+async def cluster(*names: str) -> AsyncIterator[tuple[FakeMetaserver, list[FakeBroker]]]:
+    """Run a metaserver and one broker per name."""
+    metaserver = FakeMetaserver()
+    await metaserver.start()
+    brokers = [FakeBroker(name) for name in names]
+    try:
+        for broker in brokers:
+            await broker.start()
+            metaserver.set_group(broker)
+        yield metaserver, brokers
+    finally:
+        for broker in brokers:
+            await broker.stop()
+        await metaserver.stop()
