@@ -40,21 +40,22 @@ class Liveness:
         self._sessions = 0
 
     def claim(self, key: BrokerKey, incarnation: str, *, now_ms: int) -> None:
-        """Note that a process registered as `key`.
+        """Note that a process registered as `key`; raises PlaceTaken as `check_free` does."""
+        self.check_free(key, incarnation, now_ms=now_ms)
+        holder = self._sightings.get(key)
+        if holder is None or holder.gone or holder.incarnation != incarnation:
+            self._sightings[key] = Sighting(incarnation, now_ms)
+        else:
+            holder.seen_ms = now_ms
 
-        Raises:
-            PlaceTaken: another incarnation holds the place and was seen within the timeout.
-        """
+    def check_free(self, key: BrokerKey, incarnation: str, *, now_ms: int) -> None:
+        """Raise PlaceTaken if another incarnation holds the place and was seen within the timeout."""
         holder = self._sightings.get(key)
         if holder and holder.incarnation != incarnation and self._fresh(holder, now_ms):
             raise PlaceTaken(
                 f"another process serves as {key} at this moment, with another data directory. Stop it first, or give "
                 "this process a hostname and serve_port of its own and add it with AddBroker"
             )
-        if holder is None or holder.gone or holder.incarnation != incarnation:
-            self._sightings[key] = Sighting(incarnation, now_ms)
-        else:
-            holder.seen_ms = now_ms
 
     def join(self, key: BrokerKey, incarnation: str, *, now_ms: int) -> int:
         """Begin a heartbeat stream; return its session number. Raises PlaceTaken as `claim` does."""

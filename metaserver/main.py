@@ -37,8 +37,8 @@ from qmq.settings import InvalidSettings, load
 
 log = logging.getLogger("qmq.metaserver")
 
-STOP_S = 1.0
-"""How long streams get to end when the process stops; brokers and clients come back by themselves."""
+STOP_S = 0.2
+"""How long calls get to end when the process stops. Streams do not end: brokers and clients come back by themselves."""
 
 GRPC_OPTIONS = [
     ("grpc.so_reuseport", 0),  # else a second metaserver on the same port would start and get half of the calls

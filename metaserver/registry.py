@@ -94,6 +94,7 @@ class Registry:
             if known is None:
                 await self.reload()  # perhaps another metaserver added it
                 known = self.directory.find(said.key) or _refuse_unknown(said, self.directory)
+            self.liveness.check_free(said.key, said.incarnation, now_ms=now_ms())
             roles.check_registration(known, said.incarnation)
             self.liveness.claim(said.key, said.incarnation, now_ms=now_ms())
             same_disk = known.incarnation == said.incarnation

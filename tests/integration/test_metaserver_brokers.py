@@ -1,0 +1,127 @@
+"""Shell. Brokers and the metaserver over real sockets: registration, heartbeats, assignments, restarts."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from qmq.proto import qmq_pb2 as pb
+from tests.integration.metaserver_world import METADATA, FakeBroker, in_world, place
+
+
+async def refusal(call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+@in_world
+async def test_registered_broker_gets_its_part_and_both_addresses(world):
+    master, slave = await world.pair()
+    assert (master.assignment.role, slave.assignment.role) == (0, 1)
+    assert master.assignment.term == slave.assignment.term == 2
+    await master.until_assigned(lambda assignment: assignment.slave.control_port == slave.control_port)
+    assert slave.assignment.master.serve_port == 20881
+    assert slave.assignment.master.control_port == master.control_port
+
+
+@in_world
+async def test_unknown_broker_is_refused_with_the_command_to_run(world):
+    error = await refusal(world.broker("stranger", 3001))
+    assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert "tools.sh AddBroker" in error.details() and "--hostname=stranger" in error.details()
+    assert "--servePort=3001" in error.details()
+
+
+@in_world
+async def test_unknown_token_is_refused_by_every_call(world):
+    await world.add("g1", 0, "a")
+    for metadata in ([("x-api-token", "wrong")], []):
+        unary = await refusal(world.rpc.Register(pb.BrokerIdentity(hostname="a", serve_port=20881), metadata=metadata))
+        beat = await refusal(world.rpc.Heartbeat(metadata=metadata).read())
+        watch = await refusal(world.rpc.WatchRoutes(metadata=metadata).read())
+        assert {error.code() for error in (unary, beat, watch)} == {grpc.StatusCode.UNAUTHENTICATED}
+    for action in ("AddBroker", "ReplaceBroker", "SwapRoles", "MarkReadonlyBrokerGroup", "UnMarkReadonlyBrokerGroup"):
+        for token in ("wrong", ""):
+            assert "token" in await world.refused(action, token=token, **place("g2", 0, "b"))
+    for action in ("ListBrokers", "ListBrokerGroups", "ReplicaStatus"):
+        assert "token" in await world.refused(action, token="wrong")
+    assert [broker["hostname"] for broker in await world.done("ListBrokers")] == ["a"]
+
+
+@in_world
+async def test_second_process_claiming_a_live_broker_is_refused(world):
+    master, _ = await world.pair()
+    for hostname in ("g1-a", "g1-b"):
+        error = await refusal(world.broker(hostname, incarnation="another disk"))
+        assert error.code() == grpc.StatusCode.ALREADY_EXISTS
+        assert "Stop it first" in error.details()
+    assert await world.writable("g1") and master.gone is None
+
+
+@in_world
+async def test_master_with_an_emptied_disk_is_refused_and_a_slave_is_not(world):
+    master, slave = await world.pair()
+    await master.stop()
+    await slave.stop()
+    error = await refusal(world.broker("g1-a", incarnation="empty"))
+    assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert "ReplaceBroker --role=0" in error.details()
+    await world.broker("g1-b", incarnation="empty")
+
+
+@in_world
+async def test_broker_of_another_group_or_with_illegal_words_is_refused(world):
+    await world.add("g1", 0, "a")
+    broker = FakeBroker(world, "a", 20881)
+    broker.control_port = 5
+    wrong_group = await refusal(world.rpc.Register(broker.identity(broker_group="g2"), metadata=METADATA))
+    assert "belongs to g1" in wrong_group.details()
+    for changes in ({"ip": "nowhere"}, {"incarnation": ""}, {"sync_port": 70000}, {"hostname": "a/b"}):
+        error = await refusal(world.rpc.Register(broker.identity(**changes), metadata=METADATA))
+        assert error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+@in_world
+async def test_heartbeat_without_registration_is_refused(world):
+    await world.add("g1", 0, "a")
+    call = world.rpc.Heartbeat(metadata=METADATA)
+    await call.write(pb.BrokerState(hostname="a", serve_port=20881, incarnation="x"))
+    error = await refusal(call.read())
+    assert error.code() == grpc.StatusCode.FAILED_PRECONDITION and "Register" in error.details()
+
+
+@in_world
+async def test_new_stream_of_the_same_broker_replaces_the_old_one(world):
+    master, _ = await world.pair()
+    again = await world.broker("g1-a")
+    assert (await master.until_gone()).code() == grpc.StatusCode.ABORTED
+    await world.until(lambda: world.writable("g1"))
+    assert again.gone is None
+
+
+@in_world
+async def test_readonly_mark_is_pushed_to_both_brokers(world):
+    master, slave = await world.pair()
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="order.changed")
+    for broker in (master, slave):
+        await broker.until_assigned(lambda assignment: list(assignment.readonly_subjects) == ["*", "order.changed"])
+    await world.done("UnMarkReadonlyBrokerGroup", brokerGroup="g1")
+    await master.until_assigned(lambda assignment: list(assignment.readonly_subjects) == ["order.changed"])
+
+
+@in_world
+async def test_restart_keeps_terms_and_roles(world):
+    master, slave = await world.pair()
+    swapped = await world.done("SwapRoles", brokerGroup="g1")
+    assert swapped["term"] == 3
+    await world.stop()
+    await world.start()
+    assert (await master.until_gone()).code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    for broker in (master, slave):
+        await broker.stop()
+    slave_now, master_now = await world.broker("g1-a"), await world.broker("g1-b")
+    assert (master_now.assignment.term, master_now.assignment.role) == (3, 0)
+    assert (slave_now.assignment.term, slave_now.assignment.role) == (3, 1)
+    assert (await world.group("g1"))["term"] == 3

@@ -1,0 +1,199 @@
+"""Shell. Operators' changes of roles on a running metaserver: swaps, races, refusals; W16."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.integration.metaserver_world import World, in_world, place
+
+
+@in_world
+async def test_swap_exchanges_the_roles_of_running_brokers_under_one_new_term(world):
+    master, slave = await world.pair()
+    swapped = await world.done("SwapRoles", brokerGroup="g1")
+    assert (swapped["term"], swapped["logEnd"], swapped["chain"]) == (3, 4096, f"{77:016x}")
+    assert swapped["master"]["hostname"] == "g1-b" and swapped["slave"]["hostname"] == "g1-a"
+    assert swapped["writable"] is True
+    assert (await master.until_term(3)).role == 1 and (await slave.until_term(3)).role == 0
+    assert master.calls == ["PrepareSwap"] and slave.calls == ["ReplicaStatus"]
+    back = await world.done("SwapRoles", brokerGroup="g1")
+    assert back["term"] == 4 and back["master"]["hostname"] == "g1-a"
+
+
+@in_world
+async def test_swap_is_refused_when_the_logs_differ(world):
+    master, slave = await world.pair()
+    for end, chain in ((4096, 78), (4088, 77)):
+        slave.log_end, slave.chain = end, chain
+        assert "logs differ" in await world.refused("SwapRoles", brokerGroup="g1")
+    assert master.calls == ["PrepareSwap", "CancelSwap"] * 2
+    assert (await world.group("g1"))["term"] == 2
+
+
+@in_world
+async def test_swap_is_refused_when_the_master_cannot_prepare(world):
+    master, _ = await world.pair()
+    master.prepare_error = "the slave is 8 bytes behind"
+    assert "8 bytes behind" in await world.refused("SwapRoles", brokerGroup="g1")
+    assert master.calls == ["PrepareSwap", "CancelSwap"] and (await world.group("g1"))["term"] == 2
+
+
+@in_world
+async def test_swap_is_refused_when_a_broker_is_down_or_missing(world):
+    assert "no broker group" in await world.refused("SwapRoles", brokerGroup="nowhere")
+    master, slave = await world.pair()
+    await slave.stop()
+    await world.until(lambda: down(world, "g1-b"))
+    assert "g1-b:20881 (SLAVE of g1) is down" in await world.refused("SwapRoles", brokerGroup="g1")
+    assert master.calls == []
+
+
+@in_world
+async def test_swap_whose_new_master_does_not_report_has_an_unknown_outcome(world):
+    _, slave = await world.pair()
+    slave.report_new_terms = False
+    answer = await world.post("SwapRoles", brokerGroup="g1")
+    assert answer["status"] == -2 and "term 3" in answer["message"]
+    assert (await world.group("g1"))["term"] == 3
+
+
+@in_world
+async def test_of_two_swaps_at_once_exactly_one_wins(world):
+    master, slave = await world.pair()
+    answers = await asyncio.gather(*(world.post("SwapRoles", brokerGroup="g1") for _ in range(2)))
+    assert sorted(answer["status"] for answer in answers) == [-1, 0]
+    assert (await world.group("g1"))["term"] == 3
+
+
+@in_world
+async def test_swap_loses_against_a_change_made_while_it_prepared(world):
+    """Two metaservers share the database: what decides is the compare-and-set, not a lock in one process."""
+    master, slave = await world.pair()
+    other = await World(world.settings.database.removeprefix("sqlite:///"), heartbeat_timeout_ms=200).start()
+    try:
+
+        async def change_elsewhere():
+            await other.until(lambda: presumed_down(other))
+            await other.replace("g1", 1, "g1-c")
+
+        slave.before_status = change_elsewhere
+        assert "changed" in await world.refused("SwapRoles", brokerGroup="g1")
+    finally:
+        await other.stop()
+    assert master.calls == ["PrepareSwap", "CancelSwap"]
+    group = await world.group("g1")
+    assert group["term"] == 3
+    assert (await master.until_term(3)).role == 0
+
+
+@in_world
+async def test_of_ten_replacements_at_once_exactly_one_wins_each_term(world):
+    await world.add("g1", 0, "a")
+    await world.add("g1", 1, "b")
+    other = await World(world.settings.database.removeprefix("sqlite:///")).start()
+    try:
+        calls = [
+            (world, other)[number % 2].post("ReplaceBroker", **place("g1", 1, f"c{number}")) for number in range(10)
+        ]
+        answers = await asyncio.gather(*calls)
+    finally:
+        await other.stop()
+    done = [answer for answer in answers if answer["status"] == 0]
+    assert (await world.group("g1"))["term"] == 2 + len(done)
+    assert all("somebody else changed g1" in answer["message"] for answer in answers if answer["status"])
+
+
+@in_world
+async def test_documented_two_call_swap_works_with_both_stopped(world):
+    master, slave = await world.pair()
+    await world.until(lambda: proven_complete(world, "g1-b"))
+    for broker in (master, slave):
+        await broker.stop()
+    await world.until(lambda: down(world, "g1-a", "g1-b"))
+    first = await world.replace("g1", 0, "g1-b")
+    assert (first["role"], first["hostname"]) == ("MASTER", "g1-a")
+    half = await world.group("g1")
+    assert (half["term"], half["slaves"], half["halfSwapped"]) == (3, [], True)
+    second = await world.replace("g1", 1, "g1-a")
+    assert (second["role"], second["hostname"]) == ("SLAVE", "g1-b")
+    whole = await world.group("g1")
+    assert (whole["term"], whole["halfSwapped"]) == (4, False)
+    new_master, new_slave = await world.broker("g1-b"), await world.broker("g1-a")
+    assert (new_master.assignment.role, new_slave.assignment.role) == (0, 1)
+    await world.until(lambda: world.writable("g1"))
+
+
+@in_world
+async def test_half_swapped_group_has_a_master_and_no_slave(world):
+    master, slave = await world.pair()
+    await world.until(lambda: proven_complete(world, "g1-b"))
+    for broker in (master, slave):
+        await broker.stop()
+    await world.until(lambda: down(world, "g1-a", "g1-b"))
+    await world.replace("g1", 0, "g1-b")
+    new_master = await world.broker("g1-b")
+    assert new_master.assignment.role == 0 and not new_master.assignment.HasField("slave")
+    with pytest.raises(Exception, match="ReplaceBroker.*--brokerGroup=g1 --role=1 --hostname=g1-a"):
+        await world.broker("g1-a")
+    assert "half swapped" in await world.refused("SwapRoles", brokerGroup="g1")
+    await world.replace("g1", 1, "g1-a")
+    await new_master.until_assigned(lambda assignment: assignment.term == 4 and assignment.HasField("slave"))
+
+
+@in_world
+async def test_replacing_a_running_broker_is_refused(world):
+    await world.pair()
+    for role, hostname in ((0, "g1-b"), (1, "g1-c"), (0, "g1-c"), (1, "g1-a")):
+        assert "is running" in await world.refused("ReplaceBroker", **place("g1", role, hostname))
+    assert (await world.group("g1"))["term"] == 2
+
+
+@in_world
+async def test_broker_that_may_be_coming_back_after_our_restart_is_not_replaced(world):
+    await world.pair()
+    await world.stop()
+    await world.start()
+    assert "is running" in await world.refused("ReplaceBroker", **place("g1", 1, "g1-c"))
+
+
+@in_world
+async def test_w16_no_term_ever_has_two_masters(world):
+    """Roles come from a table in QMQ too, but there two brokers could hold the mastership by an operator's error."""
+    master, slave = await world.pair()
+    brokers = [master, slave]
+    masters = {}
+
+    def check():
+        for broker in brokers:
+            for assignment in broker.assignments:
+                if assignment.HasField("master"):
+                    reigning = assignment.master.control_port
+                    assert masters.setdefault(assignment.term, reigning) == reigning
+                    assert (assignment.role == 0) == (reigning == broker.control_port)
+
+    for _ in range(3):
+        actions = [world.post("SwapRoles", brokerGroup="g1") for _ in range(2)]
+        actions += [world.post("ReplaceBroker", **place("g1", role, name)) for role, name in ((0, "g1-b"), (1, "g1-a"))]
+        await asyncio.gather(*actions)
+        check()
+    for broker in brokers:
+        terms = [assignment.term for assignment in broker.assignments]
+        assert terms == sorted(terms), "a term never goes back"
+    assert sorted(masters) == [2, 3, 4, 5]
+
+
+async def down(world, *hostnames):
+    brokers = await world.done("ListBrokers")
+    return not any(broker["up"] for broker in brokers if broker["hostname"] in hostnames)
+
+
+async def proven_complete(world, hostname):
+    brokers = world.server._registry.directory.brokers()
+    return any(broker.complete for broker in brokers if broker.hostname == hostname)
+
+
+async def presumed_down(world):
+    registry = world.server._registry
+    return not any(registry._may_be_up(broker) for broker in registry.directory.brokers())
