@@ -18,10 +18,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 import qmq
 from deploy.cluster import Cluster, lock_directory
-from deploy.proof import Proof, prove
+from deploy.proof import JOURNAL, Proof, prove, require_java
 from deploy.rows import Input, file_input, flights
 from deploy.tally import Tally, message_id
 from qmq.errors import QmqError
@@ -44,6 +45,7 @@ class Demo:
     source: Input
     cluster: Cluster
     total: int
+    journal: TextIO
     tally: Tally = field(init=False)
     times: dict[str, float] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
@@ -104,9 +106,11 @@ class Demo:
     async def _send(self, producer: qmq.Producer, messages: list[qmq.Message]) -> None:
         first = self.tally.stored + self.tally.not_stored.total()
         for number, receipt in enumerate(await producer.send_many(messages), first):
-            self.tally.answered(
-                number, outcome=receipt.outcome, group=receipt.broker_group, reason=receipt.reason
-            )
+            self.tally.answered(number, outcome=receipt.outcome, group=receipt.broker_group, reason=receipt.reason)
+            if receipt.is_stored:
+                line = {"subject": receipt.subject, "group": receipt.broker_group}
+                line |= {"sequence": receipt.sequence, "id": receipt.message_id}
+                self.journal.write(json.dumps(line) + "\n")
 
     async def _break_things(self) -> None:
         """Kill the first group's master, wait until it is back, then swap the roles of both groups."""
@@ -208,12 +212,14 @@ def fresh(run_dir: Path) -> Path:
 
 
 def run(source: Input, run_dir: Path) -> int:
+    require_java()
     print(f"counting the rows of {source.path.name} by {source.counted}", flush=True)
     expected = source.counts()
     print(f"{expected.total():,} rows; starting a cluster in {run_dir}/", flush=True)
     with Cluster(fresh(run_dir)) as cluster:
-        demo = Demo(source, cluster, expected.total())
-        asyncio.run(demo.run())
+        with (run_dir / JOURNAL).open("w") as journal:
+            demo = Demo(source, cluster, expected.total(), journal)
+            asyncio.run(demo.run())
         print("both logs are audited with Spark; starting it takes some seconds", flush=True)
         proof = prove(cluster, source, expected, run_dir)
     complaints = demo.tally.complaints() + proof.complaints

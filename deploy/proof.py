@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from deploy.cluster import Cluster
 from deploy.plan import HOST
 from deploy.processes import ROOT
 from deploy.rows import Input
+from qmq.errors import InvalidRequest
 
 JOB_S = 900.0
+JOURNAL = "acknowledged.ndjson"
+"""What the producer was told is kept: the audit looks for each of these messages in both copies."""
+JAVA_MIN = 17
+
+
+def require_java() -> None:
+    """Raise InvalidRequest if Spark could not start: better before an hour of work than after it."""
+    try:
+        text = subprocess.run(["java", "-version"], capture_output=True, text=True, timeout=60).stderr
+    except OSError:
+        text = ""
+    found = re.search(r'version "(\d+)', text)
+    if found is None or int(found.group(1)) < JAVA_MIN:
+        raise InvalidRequest(
+            f"the audit runs on Spark, which needs Java {JAVA_MIN} or newer on the PATH "
+            f"(Debian: apt-get install openjdk-{JAVA_MIN}-jre-headless)"
+        )
 
 
 @dataclass
@@ -39,7 +57,8 @@ def prove(cluster: Cluster, source: Input, expected: Counter[str | None], run_di
 
 def _compare_copies(cluster: Cluster, run_dir: Path, proof: Proof) -> None:
     report, result = run_dir / "audit.md", run_dir / "audit.json"
-    arguments = ["--token", cluster.token, "--report", str(report), "--result", str(result)]
+    arguments = ["--token", cluster.token, "--journal", str(run_dir / JOURNAL)]
+    arguments += ["--report", str(report), "--result", str(result)]
     for group, roles in cluster.describe()["groups"].items():
         arguments += ["--group", group]
         for role in ("master", "slave"):
@@ -48,15 +67,9 @@ def _compare_copies(cluster: Cluster, run_dir: Path, proof: Proof) -> None:
     if job.returncode == 2 or not result.exists():
         proof.complaints.append(f"the audit could not read the logs: {_last_line(job.stderr)}")
         return
-    proof.findings = number_of_findings(json.loads(result.read_text()))
+    proof.findings = int(json.loads(result.read_text())["findings"])
     if proof.findings or job.returncode:
         proof.complaints.append(f"the audit has {proof.findings} findings (exit status {job.returncode}); see {report}")
-
-
-def number_of_findings(result: dict[str, Any]) -> int:
-    """The number of findings in an audit's result."""
-    findings = result["findings"]
-    return findings if isinstance(findings, int) else len(findings)
 
 
 def _count_rows(
