@@ -91,7 +91,9 @@ class Consumption:
 
     # Subscriptions and leases.
 
-    def subscribe(self, link: Link, *, subject: str, group: str, consumer: str, held_end: int, now_ms: int) -> Subscription:
+    def subscribe(
+        self, link: Link, *, subject: str, group: str, consumer: str, held_end: int, now_ms: int
+    ) -> Subscription:
         """Begin to serve `consumer` on this connection; an older connection of it is served no more."""
         for what, name in (("subject", subject), ("consumer group", group), ("consumer id", consumer)):
             check_name(what, name)

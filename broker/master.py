@@ -69,7 +69,8 @@ class Master:
         self, *, group: str, message_log: MessageLog, host: Host, identity: IdentityFile, settings: BrokerSettings,
         term: int, counters: Counters, boot_above: int = 0,
     ) -> None:  # fmt: skip
-        self._group, self._log, self._host, self._identity, self._settings = group, message_log, host, identity, settings
+        self._group, self._log, self._host = group, message_log, host
+        self._identity, self._settings = identity, settings
         self.epoch = identity.next_boot(term, above=boot_above)
         self.gate = AckGate(
             self.epoch, high_watermark=message_log.state.high_watermark, flushed_end=message_log.flushed_end
@@ -223,7 +224,8 @@ class Master:
         if not check.refused:
             return produce.body, produce.count, produce.crc, []
         bad = {position for position, _ in check.refused}
-        messages = [bytes(message) for i, message in enumerate(split_batch(produce.body, produce.count)) if i not in bad]
+        split = enumerate(split_batch(produce.body, produce.count))
+        messages = [bytes(message) for position, message in split if position not in bad]
         body = join_batch(messages) if messages else b""
         return body, len(messages), crc32(body), check.refused
 

@@ -65,7 +65,7 @@ class Node:
             raise OperatorError(f"term {assignment.term} has two different rows for {assignment.group}")
         self.assignment = assignment
         self.identity.assigned(assignment.group, assignment.to_json())
-        if self.role is not None and known is not None and (known.term, known.role) == (assignment.term, assignment.role):
+        if self.role is not None and known is not None and known.term == assignment.term:
             if isinstance(self.role, Master):
                 self.role.readonly.mark_subjects(frozenset(assignment.readonly_subjects))
             if known.peer != assignment.peer:
@@ -127,7 +127,7 @@ class Node:
     # Events.
 
     def packet_received(self, link: Link, packet: Packet) -> None:
-        """Handle a packet of a connection that has authenticated. DiskFailed and BrokenInvariant pass: end the process."""
+        """Handle a packet of an authenticated connection. DiskFailed and BrokenInvariant pass: end the process."""
         try:
             if self.role is None:
                 raise NotServed("this broker has no part yet: it waits for the metaserver, or for a repair")

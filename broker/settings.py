@@ -23,10 +23,13 @@ class BrokerSettings:
     token: str = setting(why="API token: shown to the metaserver and asked of everybody who connects")
     durability: str = setting("fsync", one_of=("fsync",), why="what an acknowledgement stands for")
 
-    segment_bytes: int = setting(1 << 30, unit="bytes", least=4096, why="size of a log segment; also what a restart replays")
-    tail_bytes: int = setting(32 * MIB, unit="bytes", least=0, why="newest frames kept in memory for slave and consumers")
+    segment_bytes: int = setting(1 << 30, unit="bytes", least=4096, why="size of a log segment; what a restart replays")
+    tail_bytes: int = setting(32 * MIB, unit="bytes", least=0, why="newest frames kept in memory")
     retention_hours: float = setting(72.0, unit="h", least=0.01, why="age at which a segment goes; QMQ's default")
-    retention_bytes: int = setting(1 << 40, unit="bytes", least=1, why="size of the log at which the oldest segment goes")
+    unconsumed_hours: float = setting(
+        168.0, unit="h", least=0.01, why="age up to which a segment stays because a group has not acked something in it"
+    )
+    retention_bytes: int = setting(1 << 40, unit="bytes", least=1, why="size at which the oldest segment goes")
 
     packet_bytes_max: int = setting(16 * MIB, unit="bytes", least=64 * 1024, most=48 * MIB, why="largest packet taken")
     message_bytes_max: int = setting(4 * MIB, unit="bytes", least=1024, most=32 * MIB, why="largest message stored")
@@ -36,9 +39,9 @@ class BrokerSettings:
     lease_ms: int = setting(30_000, unit="ms", least=500, why="silence after which a consumer's messages go back")
     slave_lag_bytes_max: int = setting(256 * MIB, unit="bytes", least=1, why="unconfirmed bytes that make readonly")
     slave_lag_ms_max: int = setting(5_000, unit="ms", least=10, why="age of an unconfirmed frame that makes readonly")
-    slave_wait_ms: int = setting(5_000, unit="ms", least=0, why="how long a restarted master waits for its slave to return")
+    slave_wait_ms: int = setting(5_000, unit="ms", least=0, why="wait of a restarted master for its slave")
     catch_up_bytes_per_s: int = setting(256 * MIB, unit="bytes/s", least=1024, why="rate at which a slave is seeded")
-    disk_free_limit: int = setting(1 << 30, unit="bytes", least=0, why="free disk space below which the group is readonly")
+    disk_free_limit: int = setting(1 << 30, unit="bytes", least=0, why="free space below which the group is readonly")
     inline_sync_us_max: float = setting(
         200.0, unit="us", least=0, why="fsyncs known to be faster than this run on the loop: no thread hop"
     )

@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 class Slave:
     """One slave's part. Made by the node when it is assigned; its links are made by the host, one at a time."""
 
-    def __init__(self, *, group: str, message_log: MessageLog, host: Host, identity: IdentityFile, bytes_per_s: int) -> None:
+    def __init__(
+        self, *, group: str, message_log: MessageLog, host: Host, identity: IdentityFile, bytes_per_s: int
+    ) -> None:
         self._group, self._log, self._host, self._identity = group, message_log, host, identity
         self._bytes_per_s = bytes_per_s
         self._link: Link | None = None

@@ -76,7 +76,7 @@ class Consumer:
 
 @dataclass(slots=True)
 class Group:
-    """A consumer group's progress on one subject. `returned`: [first sequence, messages] that a consumer left behind."""
+    """A group's progress on one subject. `returned`: [first sequence, messages] that a consumer left behind."""
 
     position: int
     departures: int = 0

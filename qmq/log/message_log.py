@@ -16,8 +16,17 @@ from qmq.codec import Buffer, decode_envelope, split_batch
 from qmq.errors import CorruptFrame, Diverged, InvalidMessage, require
 from qmq.log import segments
 from qmq.log.disk import Disk
-from qmq.log.fold import State, apply, encode_snapshot
-from qmq.log.frame import Frame, FrameKind, check_body, decode_frames, decode_header, encode_header, subject_field
+from qmq.log.fold import State, apply, decode_snapshot, encode_snapshot
+from qmq.log.frame import (
+    NO_CHAIN,
+    Frame,
+    FrameKind,
+    check_body,
+    decode_frames,
+    decode_header,
+    encode_header,
+    subject_field,
+)
 from qmq.log.index import Chapters, ClosedIndex, FrameRef, SegmentIndex, segment_at
 from qmq.log.recovery import Damage, recover
 from qmq.log.segments import Chunk, index_name, log_name, read_chunk, read_raw, snapshot_name
@@ -388,6 +397,28 @@ class MessageLog:
                 bodies.append((frame, body))
             at = last + 1
         return bodies
+
+    def next_frame(self, begin: int) -> int | None:
+        """Return the offset of the first frame that begins at or after `begin`. Blocks; may run on a thread."""
+        return segments.next_frame(self._disk, list(self._bases), begin) if self._bases else None
+
+    def read_damaged(self, begin: int) -> bytes:
+        """Return the bytes from `begin`, where no frame is, up to the next frame. Blocks; may run on a thread."""
+        end = self.next_frame(begin + 8)
+        return read_raw(self._disk, list(self._bases), begin, self.flushed_end if end is None else end)
+
+    def timestamp_at(self, offset: int) -> int:
+        """Return the timestamp of the frame at `offset`, in ms since 1970."""
+        if offset == self.state.end:
+            return self.state.timestamp_ms
+        base = segment_at(self._bases, offset)
+        return decode_header(self._disk.read(log_name(base), offset - base, 4096), 0, offset, None).timestamp_ms
+
+    def start_chain(self) -> int:
+        """Return the chain right before the oldest frame. Blocks; may run on a thread."""
+        if not self._bases or self._bases[0] == 0:
+            return NO_CHAIN
+        return decode_snapshot(self.snapshot_at_start()[1]).chain
 
     def snapshot_at_start(self) -> tuple[int, bytes]:
         """Return base and snapshot of the oldest segment, for seeding."""

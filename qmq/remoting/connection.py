@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from qmq.codec import Buffer
@@ -14,6 +15,8 @@ from qmq.remoting.packet import ONE_WAY, RESPONSE, Packet, PacketReader, packet_
 from qmq.types import Endpoint
 
 log = logging.getLogger(__name__)
+
+Answered = Callable[[memoryview | QmqError], None]
 
 WRITE_BUFFER_BYTES = 4 << 20
 """Above it the peer reads too slowly and `writable` turns false; whoever produces bytes must wait."""
@@ -39,7 +42,7 @@ class Connection(asyncio.BufferedProtocol):
         self._handler = handler
         self._reader = PacketReader(packet_bytes_max)
         self._transport: asyncio.Transport | None = None
-        self._waiting: dict[int, asyncio.Future[memoryview]] = {}
+        self._waiting: dict[int, Answered] = {}
         self._opaque = 0
         self.writable = True
         self.peer = "?"
@@ -75,11 +78,9 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self.lost_reason = self.lost_reason or (str(exc) if exc else "the other end closed the connection")
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(OutcomeUnknown(f"{self.peer}: {self.lost_reason}"))
-                future.exception()  # whoever stopped waiting need not hear of it
-        self._waiting.clear()
+        waiting, self._waiting = self._waiting, {}
+        for answered in waiting.values():
+            answered(OutcomeUnknown(f"{self.peer}: {self.lost_reason}"))
         self._handler.connection_lost(self, self.lost_reason)
 
     def pause_writing(self) -> None:
@@ -126,25 +127,42 @@ class Connection(asyncio.BufferedProtocol):
         """Send a one-way packet."""
         self.send(command, ONE_WAY, 0, command, *parts)
 
-    def request(self, command: Command, *parts: Buffer) -> asyncio.Future[memoryview]:
-        """Send a request; the future ends with the answer's body, the error it carries, or OutcomeUnknown."""
-        future: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
+    def ask(self, answered: Answered, command: Command, *parts: Buffer) -> None:
+        """Send a request; `answered` gets the answer's body, the error it carries, or OutcomeUnknown.
+
+        It is called in the order in which packets arrive, so before anything that came behind the answer is handled.
+        """
         if not self.is_open:
-            future.set_exception(OutcomeUnknown(f"{self.peer}: {self.lost_reason or 'not connected'}"))
-            return future
+            answered(OutcomeUnknown(f"{self.peer}: {self.lost_reason or 'not connected'}"))
+            return
         self._opaque = (self._opaque + 1) & 0x7FFFFFFF
-        self._waiting[self._opaque] = future
+        self._waiting[self._opaque] = answered
         self.send(command, 0, self._opaque, command, *parts)
+
+    def request(self, command: Command, *parts: Buffer) -> asyncio.Future[memoryview]:
+        """Send a request; the future ends as `ask` says."""
+        future: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
+
+        def answered(answer: memoryview | QmqError) -> None:
+            if future.done():  # whoever stopped waiting need not hear of it
+                return
+            if isinstance(answer, QmqError):
+                future.set_exception(answer)
+                future.exception()
+            else:
+                future.set_result(answer)
+
+        self.ask(answered, command, *parts)
         return future
 
     def _answered(self, packet: Packet) -> None:
-        future = self._waiting.pop(packet.opaque, None)
-        if future is None or future.done():
+        answered = self._waiting.pop(packet.opaque, None)
+        if answered is None:
             return
         if packet.code == ErrorCode.SUCCESS or packet.code == ErrorCode.NO_MESSAGE:
-            future.set_result(packet.body)
+            answered(packet.body)
         else:
-            future.set_exception(from_code(packet.code, str(packet.body, "utf-8", "replace")))
+            answered(from_code(packet.code, str(packet.body, "utf-8", "replace")))
 
 
 async def connect(

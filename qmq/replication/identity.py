@@ -1,4 +1,4 @@
-"""Core. What a broker remembers about itself: one small file, replaced as a whole and fsynced before anything relies on it.
+"""Core. What a broker remembers about itself: one small file, replaced as a whole and fsynced before use.
 
     broker.json    {"crc": CRC-32 of the rest as sorted JSON, "incarnation": made with the data directory, "group": …,
                     "term": …, "boot": …, "complete": whether this copy once had all that its master had,

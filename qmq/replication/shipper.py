@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from qmq.codec import Buffer
@@ -38,7 +39,9 @@ Read = Callable[[Callable[[], Any], Callable[[Any | LogError], None]], None]
 class Shipper:
     """Frames from `begin` to the log's end and on, to one link. Made after a handshake; ends with the link."""
 
-    def __init__(self, log: MessageLog, link: ShipLink, read: Read, *, begin: int, chain: int, bytes_per_s: int) -> None:
+    def __init__(
+        self, log: MessageLog, link: ShipLink, read: Read, *, begin: int, chain: int, bytes_per_s: int
+    ) -> None:
         self._log, self.link, self._read = log, link, read
         self.position = begin
         self.confirmed_end = begin
@@ -65,7 +68,7 @@ class Shipper:
             elif self._allowance > 0:
                 self._reading = True
                 begin, end = self.position, log.flushed_end
-                self._read(lambda: log.read(begin, end, PACKET_BYTES), self._was_read)
+                self._read(partial(log.read, begin, end, PACKET_BYTES), self._was_read)
             else:
                 return
 

@@ -1,0 +1,110 @@
+"""Shell. The broker's gRPC port: state and swap for the metaserver, the log for repair and Spark."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from broker.meta_link import state_message
+from broker.service import Service
+from broker.settings import BrokerSettings
+from qmq.errors import CorruptFrame, OperatorError
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
+
+CHUNK_BYTES = 2 << 20
+POLL_S = 0.005
+
+
+class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no types
+    """Made by main; its server ends with the process."""
+
+    def __init__(self, service: Service, settings: BrokerSettings) -> None:
+        self._service, self._settings = service, settings
+
+    async def serve(self) -> None:
+        server = grpc.aio.server(
+            interceptors=[_TokenCheck(self._settings.token)],
+            options=[("grpc.so_reuseport", 0), ("grpc.max_send_message_length", 80 << 20)],
+        )
+        add_BrokerServicer_to_server(self, server)
+        server.add_insecure_port(f"{self._settings.ip}:{self._settings.control_port}")
+        await server.start()
+        try:
+            await server.wait_for_termination()
+        finally:
+            await server.stop(0)
+
+    async def ReplicaStatus(self, request: pb.Nothing, context: Any) -> pb.BrokerState:
+        return state_message(self._service, self._settings)
+
+    async def PrepareSwap(self, request: pb.PrepareSwapRequest, context: Any) -> pb.BrokerState:
+        node = self._service.node
+        try:
+            node.prepare_swap(request.term, request.hold_ms)
+            async with asyncio.timeout(request.timeout_ms / 1000):
+                while node.master is None or not node.master.is_drained:
+                    await asyncio.sleep(POLL_S)
+        except OperatorError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except TimeoutError:
+            node.cancel_swap()
+            text = f"the slave did not get everything within {request.timeout_ms} ms; nothing was changed"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        return state_message(self._service, self._settings)
+
+    async def CancelSwap(self, request: pb.Nothing, context: Any) -> pb.BrokerState:
+        self._service.node.cancel_swap()
+        return state_message(self._service, self._settings)
+
+    async def DescribeLog(self, request: pb.Nothing, context: Any) -> pb.LogDescription:
+        node = self._service.node
+        state = state_message(self._service, self._settings)
+        return pb.LogDescription(
+            broker_group=node.group, role=state.role, term=state.term, boot=state.boot, log_start=node.log.start,
+            log_end=node.log.flushed_end, high_watermark=state.high_watermark, segments=node.log.bases,
+            start_chain=await asyncio.to_thread(node.log.start_chain),
+        )  # fmt: skip
+
+    async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> AsyncIterator[pb.LogChunk]:
+        """Stream frames as they are stored. Bytes that are damaged are sent as they are too: the reader names them."""
+        message_log, positions, me = self._service.node.log, self._service.reader_positions, object()
+        end = min(request.end, message_log.flushed_end)
+        at = await asyncio.to_thread(message_log.next_frame, max(request.begin, message_log.start))
+        positions[me] = request.begin
+        try:
+            while at is not None and at < end:
+                positions[me] = at
+                data = await asyncio.to_thread(self._chunk, at)
+                yield pb.LogChunk(offset=at, data=data)
+                at += len(data)
+        finally:
+            del positions[me]
+
+    def _chunk(self, at: int) -> bytes:
+        message_log = self._service.node.log
+        try:
+            return message_log.read(at, message_log.flushed_end, CHUNK_BYTES).data
+        except CorruptFrame:
+            return message_log.read_damaged(at)
+
+
+class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+        async def refuse(request: Any, context: Any) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "metadata x-api-token is missing or not valid here")
+
+        self._unary = grpc.unary_unary_rpc_method_handler(refuse)
+        self._stream = grpc.unary_stream_rpc_method_handler(refuse)
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        handler = await continuation(details)
+        if ("x-api-token", self._token) in details.invocation_metadata:
+            return handler
+        return self._stream if handler is not None and handler.response_streaming else self._unary

@@ -1,0 +1,133 @@
+"""Shell. The broker's line to the metaserver: register, tell the state every second, hear of each new assignment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from broker.assignment import Address, Assignment
+from broker.service import Service
+from broker.settings import BrokerSettings
+from qmq.errors import NotServed, OperatorError
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import MetaserverStub
+from qmq.types import Role
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+RETRY_S = 1.0
+ALONE_AFTER_S = 3.0
+"""How long a broker that starts waits for the metaserver before it takes up the part it had."""
+
+
+def state_message(service: Service, settings: BrokerSettings) -> pb.BrokerState:
+    """Say how this broker stands."""
+    node = service.node
+    master, message_log, epoch = node.master, node.log, node.identity.value.epoch
+    return pb.BrokerState(
+        broker_group=node.group,
+        role=node.assignment.role if node.assignment and node.role else Role.SLAVE,
+        term=epoch.term if node.role else 0,
+        boot=epoch.boot,
+        log_start=message_log.start,
+        log_end=message_log.end,
+        flushed_end=message_log.flushed_end,
+        matched_end=master.matched_end if master else 0,
+        high_watermark=master.gate.high_watermark if master else message_log.state.high_watermark,
+        chain=message_log.chain,
+        readonly_reasons=node.readonly_reasons,
+        hostname=settings.hostname,
+        serve_port=settings.serve_port,
+        writable=node.writable,
+        durability=settings.durability,
+        incarnation=node.identity.value.incarnation,
+    )
+
+
+class MetaLink:
+    """Keeps the line up. Made by main; `run` returns when it is cancelled."""
+
+    def __init__(self, service: Service, settings: BrokerSettings) -> None:
+        self._service, self._settings = service, settings
+        self._metadata = (("x-api-token", settings.token),)
+
+    async def run(self) -> None:
+        """Register, beat; again after every failure."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(ALONE_AFTER_S, self._start_alone)
+        said = ""
+        while True:
+            try:
+                async with grpc.aio.insecure_channel(await self._find()) as channel:
+                    await self._live(MetaserverStub(channel))
+            except (grpc.aio.AioRpcError, NotServed, OperatorError) as error:
+                text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                if text != said:
+                    said = text or ""
+                    log.warning("metaserver does not serve us at=%s: %s", self._settings.metaserver, text)
+            await asyncio.sleep(RETRY_S)
+
+    def _start_alone(self) -> None:
+        if self._service.node.start_without_metaserver():
+            log.warning("metaserver not reached: the broker takes up the part it had")
+
+    async def _find(self) -> str:
+        """Ask for the metaserver's gRPC address."""
+        url = f"{self._settings.metaserver}/meta/address"
+
+        def ask() -> str:
+            with urllib.request.urlopen(url, timeout=3) as answer:
+                return str(answer.read().decode().strip())
+
+        try:
+            return await asyncio.to_thread(ask)
+        except (urllib.error.URLError, OSError) as error:
+            raise NotServed(f"{url}: {error}") from None
+
+    async def _live(self, stub: MetaserverStub) -> None:
+        settings = self._settings
+        identity = pb.BrokerIdentity(
+            broker_group=self._service.node.identity.value.group, hostname=settings.hostname, ip=settings.ip,
+            serve_port=settings.serve_port, sync_port=settings.sync_port, control_port=settings.control_port,
+            metrics_port=settings.metrics_port, incarnation=self._service.node.identity.value.incarnation, version="1",
+        )  # fmt: skip
+        self._assign(await stub.Register(identity, metadata=self._metadata, timeout=5))
+        async for assignment in stub.Heartbeat(self._beats(), metadata=self._metadata):
+            self._assign(assignment)
+        raise NotServed("the metaserver ended the heartbeat")
+
+    async def _beats(self) -> AsyncIterator[pb.BrokerState]:
+        changed = self._service.state_changed
+        while True:
+            changed.clear()
+            yield state_message(self._service, self._settings)
+            try:
+                async with asyncio.timeout(BEAT_S):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+
+    def _assign(self, message: pb.Assignment) -> None:
+        if not message.term:
+            return  # no row yet for this group
+        assignment = Assignment(
+            group=message.broker_group,
+            term=message.term,
+            role=Role(message.role),
+            master=_address(message.master) if message.HasField("master") else None,
+            slave=_address(message.slave) if message.HasField("slave") else None,
+            readonly_subjects=tuple(message.readonly_subjects),
+        )
+        self._service.guarded(lambda: self._service.node.assign(assignment))
+        self._service.state_changed.set()
+
+
+def _address(message: pb.BrokerAddress) -> Address:
+    return Address(message.ip, message.serve_port, message.sync_port, message.control_port)

@@ -1,0 +1,120 @@
+"""Shell. What a broker tells Prometheus. docs/metrics.md maps QMQ's names to these."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from broker.readonly import Reason
+from broker.service import Service
+from broker.settings import BrokerSettings
+
+
+class BrokerCollector(Collector):
+    """Reads the state on its loop whenever Prometheus asks; nothing is counted twice or kept beside the core."""
+
+    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop) -> None:
+        self._service, self._loop = service, loop
+
+    def collect(self) -> Iterator[Metric]:
+        async def read() -> list[Metric]:
+            return list(self._read())
+
+        yield from asyncio.run_coroutine_threadsafe(read(), self._loop).result(timeout=5)
+
+    def _read(self) -> Iterator[Metric]:
+        node = self._service.node
+        group, master, message_log = node.group, node.master, node.log
+        for name, text, value in self._gauges():
+            gauge = GaugeMetricFamily(f"qmq_broker_{name}", text, labels=["broker_group"])
+            gauge.add_metric([group], value)
+            yield gauge
+        for name, text, value in self._counts():
+            count = CounterMetricFamily(f"qmq_broker_{name}", text, labels=["broker_group"])
+            count.add_metric([group], value)
+            yield count
+        reasons = GaugeMetricFamily(
+            "qmq_broker_readonly", "1 while this is a reason to take no new messages", labels=["broker_group", "reason"]
+        )
+        for reason in Reason:
+            reasons.add_metric([group, reason.value], float(reason.value in node.readonly_reasons))
+        yield reasons
+        yield from self._lags(group)
+        received = CounterMetricFamily(
+            "qmq_broker_subject_messages", "Messages in the log since its beginning", labels=["broker_group", "subject"]
+        )
+        for subject, sequence in message_log.state.next_sequence.items():
+            received.add_metric([group, subject], sequence)
+        yield received
+        if master is not None:
+            skipped = CounterMetricFamily(
+                "qmq_broker_skipped_messages", "Messages that retention took before a consumer group had them",
+                labels=["broker_group", "subject", "consumer_group"],
+            )  # fmt: skip
+            for (subject, consumer_group), messages in master.consumption.skipped.items():
+                skipped.add_metric([group, subject, consumer_group], messages)
+            yield skipped
+
+    def _gauges(self) -> Iterator[tuple[str, str, float]]:
+        node, service = self._service.node, self._service
+        master, message_log = node.master, node.log
+        yield "is_master", "1 if this broker is the master of its group", float(master is not None)
+        yield "writable", "1 if it takes new messages", float(node.writable)
+        yield "term", "Term of the newest epoch known", node.identity.value.term
+        yield "boot", "Boot of the newest epoch known", node.identity.value.boot
+        yield "log_start_bytes", "Offset of the oldest frame", message_log.start
+        yield "log_end_bytes", "Offset behind the newest frame", message_log.end
+        yield "flushed_end_bytes", "Offset below which this disk has everything", message_log.flushed_end
+        yield "connections", "Open connections of clients and slave", service.connections
+        yield "sync_cost_seconds", "Recent mean time of a small fsync", service.sync_us / 1e6
+        if master is not None:
+            lag = message_log.end - master.matched_end if not master.gate.alone else message_log.end
+            yield "high_watermark_bytes", "Offset below which both disks have everything", master.gate.high_watermark
+            yield "sync_lag_bytes", "Bytes that the slave has not confirmed; all of them while it is missing", lag
+            yield "slave_connected", "1 while a slave follows and has matched", float(not master.gate.alone)
+            yield "waiting_answers", "Answers that wait for both disks", master.gate.waiting
+            yield "subscriptions", "Consumers that are connected", master.consumption.subscriptions
+
+    def _counts(self) -> Iterator[tuple[str, str, float]]:
+        counters, service = self._service.node.counters, self._service
+        yield "produced_messages", "Messages taken from producers", counters.produced_messages
+        yield "produced_bytes", "Bytes of batches taken from producers", counters.produced_bytes
+        yield "repeated_batches", "Batches sent again and stored once", counters.repeated_batches
+        yield "refused_messages", "Messages refused on their own, too large or malformed", counters.refused_messages
+        yield "pulled_messages", "Messages handed to consumers", counters.pulled_messages
+        yield "acked_messages", "Pull sequences acked by consumers", counters.acked_messages
+        yield "departed_consumers", "Consumers that left or whose lease ended", counters.returned_consumers
+        yield "commits", "Writes with fsync", service.commits
+        yield "sync_seconds", "Time spent in writes with fsync", service.sync_seconds
+
+    def _lags(self, group: str) -> Iterator[Metric]:
+        labels = ["broker_group", "subject", "consumer_group"]
+        lag = GaugeMetricFamily("qmq_broker_lag_messages", "Messages not handed out yet", labels=labels)
+        unacked = GaugeMetricFamily("qmq_broker_unacked_messages", "Messages handed out and not acked", labels=labels)
+        state = self._service.node.log.state
+        for (subject, name), progress in state.groups.items():
+            returned = sum(entry[1] for entry in progress.returned)
+            lag.add_metric(
+                [group, subject, name], state.next_sequence.get(subject, 0) - progress.position + returned
+            )
+            held = sum(consumer.unacked_messages for consumer in progress.consumers.values())
+            unacked.add_metric([group, subject, name], held)
+        yield lag
+        yield unacked
+
+
+def serve_metrics(service: Service, settings: BrokerSettings) -> tuple[WSGIServer, threading.Thread]:
+    """Serve /metrics on a thread of its own."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    registry.register(BrokerCollector(service, asyncio.get_running_loop()))
+    return start_http_server(settings.metrics_port, addr=settings.ip, registry=registry)

@@ -1,0 +1,63 @@
+"""Shell. Mends a damaged log from the other copy; until then this broker is no master, or readonly (P6)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+import grpc.aio
+
+from broker.service import Service
+from broker.settings import BrokerSettings
+from qmq.errors import LogError
+from qmq.log.recovery import Damage
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import BrokerStub
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+
+
+async def keep_whole(service: Service, settings: BrokerSettings) -> None:
+    """While the log is damaged, try to mend it."""
+    said = ""
+    while True:
+        damage = service.node.log.damage
+        if damage is not None:
+            try:
+                await _mend(service, settings, damage)
+                said = ""
+            except (grpc.aio.AioRpcError, LogError) as error:
+                text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                if text != said:
+                    said = text or ""
+                    log.error("repair waits group=%s begin=%d: %s", service.node.group, damage.begin, text)
+        await asyncio.sleep(RETRY_S)
+
+
+async def _mend(service: Service, settings: BrokerSettings, damage: Damage) -> None:
+    node = service.node
+    peer = node.assignment.peer if node.assignment else None
+    if peer is None:
+        return
+    metadata = (("x-api-token", settings.token),)
+    log.error("log damaged group=%s begin=%d end=%d reason=%s", node.group, damage.begin, damage.end, damage.reason)
+    options = [("grpc.max_receive_message_length", 80 << 20)]
+    async with grpc.aio.insecure_channel(f"{peer.ip}:{peer.control_port}", options=options) as channel:
+        stub = BrokerStub(channel)
+        theirs = await stub.DescribeLog(pb.Nothing(), metadata=metadata, timeout=5)
+        if theirs.log_end <= damage.begin and node.role is None:
+            # What only we had was never acknowledged: it goes to quarantine, and the other copy goes on from there.
+            service.guarded(lambda: _cut(service, damage))
+        else:
+            request = pb.ReadLogRequest(begin=damage.begin, end=damage.end)
+            data = b"".join([chunk.data async for chunk in stub.ReadLog(request, metadata=metadata, timeout=60)])
+            node.log.repair(data)
+    log.warning("log repaired group=%s begin=%d end=%d", node.group, damage.begin, damage.end)
+    service.guarded(node.repaired)
+
+
+def _cut(service: Service, damage: Damage) -> None:
+    service.node.log.cut(damage.begin, f"damaged and unknown to the other copy: {damage.reason}")

@@ -1,0 +1,53 @@
+"""Core. Which old segments may go: by age and by size, and never what somebody still needs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from qmq.log import MessageLog
+
+HOUR_MS = 3_600_000
+
+
+class Limits(NamedTuple):
+    age_ms: int
+    unconsumed_age_ms: int
+    bytes: int
+
+
+def needed_from(log: MessageLog) -> int:
+    """Return the offset of the oldest message that some group has not acked; the log's end if there is none."""
+    needed = log.end
+    for (subject, _), group in log.state.groups.items():
+        sequences = [group.position, *(entry[0] for entry in group.returned)]
+        sequences += [consumer.unacked[0][1] for consumer in group.consumers.values() if consumer.unacked]
+        for ref in log.frames(subject, min(sequences), 1):
+            needed = min(needed, ref.offset)
+    return needed
+
+
+def droppable(log: MessageLog, *, oldest_ms: int, now_ms: int, pinned: int, needed: int, limits: Limits) -> bool:
+    """Return whether the oldest segment may go now.
+
+    Args:
+        oldest_ms: timestamp of the frame behind the segment, so everything in it is older.
+        pinned: offset from which a slave or a reader (an audit) still needs the log.
+        needed: `needed_from(log)`. Age respects it up to `unconsumed_age_ms`; size does not: see `unconsumed`.
+    """
+    if len(log.bases) < 2 or log.bases[1] > min(pinned, log.flushed_end):
+        return False
+    if log.end - log.bases[0] > limits.bytes:
+        return True
+    age_ms = now_ms - oldest_ms
+    return age_ms > limits.age_ms and (log.bases[1] <= needed or age_ms > limits.unconsumed_age_ms)
+
+
+def unconsumed(log: MessageLog) -> dict[tuple[str, str], int]:
+    """Return, per (subject, group), how many messages it has not been handed although they are gone from the log."""
+    lost = {}
+    for (subject, name), group in log.state.groups.items():
+        refs = log.frames(subject, group.position, 1)
+        first = refs[0].begin if refs else log.state.next_sequence.get(subject, 0)
+        if first > group.position:
+            lost[subject, name] = first - group.position
+    return lost

@@ -1,0 +1,308 @@
+"""Shell. The world around a broker's core: sockets, threads of the disk, timers. It knows no rule of the protocol.
+
+One event loop owns all state. fsyncs that are known to be fast run on it, in the turn after packets have left, so
+that the slave works meanwhile and a lone message skips two thread hops (measured: 0.09 ms less of 0.25). All others
+run on one thread: while it waits for the disk, the loop gathers the next commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from broker import retention
+from broker.node import Node
+from broker.settings import BrokerSettings
+from qmq.errors import AccessError, BrokenInvariant, DiskFailed, InvalidRequest, LogError, NotServed, QmqError
+from qmq.log import Commit, MessageLog
+from qmq.log.disk import Disk
+from qmq.remoting.commands import Command, decode_json, encode_json
+from qmq.remoting.connection import Connection, connect
+from qmq.remoting.packet import Packet
+from qmq.replication.identity import IdentityFile
+from qmq.types import Endpoint
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+INLINE_COMMIT_BYTES = 64 * 1024
+"""A larger commit always goes to the thread: writing it would hold up the loop, whatever its fsync costs."""
+LOGIN_S = 5.0
+RECONNECT_S = 0.2
+
+CLIENT_COMMANDS = frozenset(
+    {Command.PRODUCE, Command.SUBSCRIBE, Command.PULL, Command.ACK, Command.HEARTBEAT, Command.UNSUBSCRIBE}
+)
+SYNC_COMMANDS = frozenset({Command.HELLO, Command.FRAMES, Command.CONFIRM, Command.SNAPSHOT})
+
+
+class Service:
+    """Runs one broker. Made by main; `run` returns when it is cancelled."""
+
+    def __init__(
+        self, *, message_log: MessageLog, disk: Disk, identity: IdentityFile, settings: BrokerSettings
+    ) -> None:
+        self._settings, self._disk = settings, disk
+        self.node = Node(message_log=message_log, host=self, identity=identity, settings=settings)
+        self.state_changed = asyncio.Event()
+        self.reader_positions: dict[object, int] = {}
+        self.sync_us = 0.0
+        self.commits = 0
+        self.sync_seconds = 0.0
+        self.connections = 0
+        self._role_changed = asyncio.Event()
+        self._turn_is_due = False
+        self._loop: asyncio.AbstractEventLoop
+        self._disk_thread = ThreadPoolExecutor(1, "disk")
+        self._read_threads = ThreadPoolExecutor(2, "read")
+        self._master_link: Connection | None = None
+        self._last_reported: object = None
+
+    async def run(self) -> None:
+        """Listen and serve."""
+        self._loop = asyncio.get_running_loop()
+        ip, settings = self._settings.ip, self._settings
+        serve = await self._loop.create_server(lambda: self._accept(CLIENT_COMMANDS), ip, settings.serve_port)
+        sync = await self._loop.create_server(lambda: self._accept(SYNC_COMMANDS), ip, settings.sync_port)
+        async with serve, sync, asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._tick())
+            tasks.create_task(self._follow_master())
+            tasks.create_task(self._keep_house())
+
+    def _accept(self, allowed: frozenset[Command]) -> Connection:
+        door = _Door(self, allowed, self._settings)
+        return door.connection
+
+    def fail(self, error: BaseException) -> None:
+        """The disk failed or we have a bug: nobody must hear another word from this process (I15)."""
+        log.critical("broker ends as fenced: %s: %s", type(error).__name__, error)
+        logging.shutdown()
+        os._exit(70)
+
+    def guarded(self, call: Callable[[], None]) -> None:
+        """Run a call into the core; what must end the process ends it."""
+        try:
+            call()
+        except (DiskFailed, BrokenInvariant) as error:
+            self.fail(error)
+
+    # The core's Host.
+
+    def now_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+    def monotonic_ms(self) -> int:
+        return time.monotonic_ns() // 1_000_000
+
+    def turn_soon(self) -> None:
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._turn_is_due = False
+        self.guarded(self.node.end_of_turn)
+
+    def commit(self, commit: Commit) -> None:
+        if commit.bytes <= INLINE_COMMIT_BYTES and 0 < self.sync_us < self._settings.inline_sync_us_max:
+            self._loop.call_soon(self._commit_inline, commit)
+        else:
+            self._disk_thread.submit(self._commit_on_thread, commit)
+
+    def _commit_inline(self, commit: Commit) -> None:
+        def call() -> None:
+            self._perform(commit)
+            self.node.committed(commit)
+
+        self.guarded(call)
+
+    def _commit_on_thread(self, commit: Commit) -> None:
+        try:
+            self._perform(commit)
+        except BaseException as error:
+            self.fail(error)
+        self._loop.call_soon_threadsafe(self.guarded, partial(self.node.committed, commit))
+
+    def _perform(self, commit: Commit) -> None:
+        began = time.perf_counter()
+        self.node.log.perform(commit)
+        took_us = (time.perf_counter() - began) * 1e6
+        self.commits += 1
+        self.sync_seconds += took_us / 1e6
+        if commit.bytes <= INLINE_COMMIT_BYTES:
+            self.sync_us += (took_us - self.sync_us) / 8 if self.sync_us else took_us
+
+    def read(self, job: Callable[[], Any], done: Callable[[Any | LogError], None]) -> None:
+        def on_thread() -> None:
+            try:
+                result = job()
+            except LogError as error:
+                result = error
+            self._loop.call_soon_threadsafe(self.guarded, lambda: done(result))
+
+        self._read_threads.submit(on_thread)
+
+    def hello(self, body: bytes) -> None:
+        link = self._master_link
+        if link is not None:
+            link.ask(lambda answer: self.guarded(lambda: self.node.agreed(link, answer)), Command.HELLO, body)
+
+    def role_changed(self) -> None:
+        self._role_changed.set()
+        self.state_changed.set()
+
+    # Tasks.
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.guarded(self.node.tick)
+            reported = (type(self.node.role), self.node.writable, tuple(self.node.readonly_reasons))
+            if reported != self._last_reported:
+                self._last_reported = reported
+                self.state_changed.set()
+
+    async def _follow_master(self) -> None:
+        """While this is a slave: keep one connection to the master's sync port."""
+        while True:
+            self._role_changed.clear()
+            peer = self.node.assignment.master if self.node.slave and self.node.assignment else None
+            if peer is None:
+                await self._role_changed.wait()
+                continue
+            door = _MasterLink(self)
+            try:
+                self._master_link, _ = await connect(
+                    Endpoint(peer.ip, peer.sync_port), handler=door, token=self._settings.token,
+                    app=self._settings.hostname, packet_bytes_max=64 << 20, timeout_s=3.0,
+                )  # fmt: skip
+                if self.node.slave is not None:
+                    self.guarded(partial(self.node.slave.connected, self._master_link))
+                    await self._until_lost_or_changed(door)
+                self._master_link.close("the roles changed")
+            except (NotServed, AccessError) as error:
+                log.warning("master not reached group=%s at=%s:%d: %s", self.node.group, peer.ip, peer.sync_port, error)
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _until_lost_or_changed(self, door: _MasterLink) -> None:
+        changed = asyncio.ensure_future(self._role_changed.wait())
+        lost = asyncio.ensure_future(door.lost.wait())
+        _, pending = await asyncio.wait((changed, lost), return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+
+    async def _keep_house(self) -> None:
+        """Every few seconds: free disk space and retention."""
+        while True:
+            free = self._disk.free_bytes()
+            self.node.set_disk_full(free < self._settings.disk_free_limit)
+            near = free < 2 * self._settings.disk_free_limit + (1 << 30)
+            self.guarded(self._drop_old_segments)
+            await asyncio.sleep(0.1 if near else 10.0)
+
+    def _drop_old_segments(self) -> None:
+        node, settings = self.node, self._settings
+        limits = retention.Limits(
+            int(settings.retention_hours * retention.HOUR_MS),
+            int(settings.unconsumed_hours * retention.HOUR_MS),
+            settings.retention_bytes,
+        )
+        while len(node.log.bases) > 1 and node.log.damage is None:
+            pins = [*self.reader_positions.values(), node.log.flushed_end]
+            if node.master is not None and node.master.shipped_end is not None:
+                pins.append(node.master.shipped_end)
+            oldest_ms = node.log.timestamp_at(node.log.bases[1])
+            needed = retention.needed_from(node.log)
+            if not retention.droppable(
+                node.log, oldest_ms=oldest_ms, now_ms=self.now_ms(), pinned=min(pins), needed=needed, limits=limits
+            ):
+                return
+            log.info("segment dropped group=%s base=%d", node.group, node.log.bases[0])
+            node.log.drop_oldest_segment()
+            for (subject, group), messages in retention.unconsumed(node.log).items():
+                log.error("messages gone unconsumed subject=%s consumer_group=%s messages=%d", subject, group, messages)
+
+
+class _Door:
+    """One accepted connection: nobody is answered before it has said who it is."""
+
+    def __init__(self, service: Service, allowed: frozenset[Command], settings: BrokerSettings) -> None:
+        self._service, self._allowed, self._settings = service, allowed, settings
+        self._app: str | None = None
+        self.connection = Connection(self, settings.packet_bytes_max if Command.PRODUCE in allowed else 64 << 20)
+        service.connections += 1
+        loop = asyncio.get_running_loop()
+        if service.connections > settings.connections_max:
+            loop.call_soon(self.connection.close, f"more than {settings.connections_max} connections")
+        loop.call_later(LOGIN_S, self._check_login)
+
+    def packet_received(self, connection: Connection, packet: Packet) -> None:
+        if packet.code in self._allowed and self._app is not None:
+            self._service.guarded(lambda: self._service.node.packet_received(connection, packet))
+        elif packet.code == Command.AUTHENTICATE:
+            self._authenticate(connection, packet)
+        elif self._app is None:
+            self._turn_away(connection, packet, "say who you are first: AUTHENTICATE with an API token")
+        else:
+            connection.refuse(packet, InvalidRequest(f"command {packet.code} is not served on this port"))
+
+    def _authenticate(self, connection: Connection, packet: Packet) -> None:
+        try:
+            fields = decode_json(packet.body, token=str, app=str)
+        except QmqError as error:
+            connection.refuse(packet, error)
+            connection.close(str(error))
+            return
+        if not hmac.compare_digest(fields["token"].encode(), self._settings.token.encode()):
+            self._turn_away(connection, packet, f"the token of {fields['app'][:100]!r} is not valid here")
+            return
+        self._app = fields["app"]
+        connection.answer(
+            packet,
+            encode_json(
+                broker_group=self._service.node.group, packet_bytes_max=self._settings.packet_bytes_max,
+                message_bytes_max=self._settings.message_bytes_max, window_bytes=self._settings.window_bytes,
+            ),
+        )  # fmt: skip
+
+    def _turn_away(self, connection: Connection, packet: Packet, why: str) -> None:
+        log.warning("connection refused peer=%s: %s", connection.peer, why)
+        connection.refuse(packet, AccessError(why))
+        connection.close(why)
+
+    def _check_login(self) -> None:
+        if self._app is None:
+            self.connection.close("it did not say who it is in time")
+
+    def connection_lost(self, connection: Connection, reason: str) -> None:
+        self._service.connections -= 1
+        self._service.guarded(lambda: self._service.node.link_lost(connection))
+
+    def writable_again(self, connection: Connection) -> None:
+        self._service.guarded(lambda: self._service.node.writable_again(connection))
+
+
+class _MasterLink:
+    """The slave's connection to its master."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.lost = asyncio.Event()
+
+    def packet_received(self, connection: Connection, packet: Packet) -> None:
+        self._service.guarded(lambda: self._service.node.packet_received(connection, packet))
+
+    def connection_lost(self, connection: Connection, reason: str) -> None:
+        self.lost.set()
+        log.warning("link to the master lost group=%s peer=%s: %s", self._service.node.group, connection.peer, reason)
+        self._service.guarded(lambda: self._service.node.link_lost(connection))
+
+    def writable_again(self, connection: Connection) -> None:
+        self._service.guarded(lambda: self._service.node.writable_again(connection))
