@@ -87,6 +87,8 @@ class RealDisk:
             return 0
 
     def read(self, name: str, offset: int, size: int) -> bytes:
+        if not self.size(name):
+            return b""
         with _failing(name):
             data = os.pread(self._descriptor(name), size, offset)
             while len(data) < size and (more := os.pread(self._descriptor(name), size - len(data), offset + len(data))):
@@ -141,6 +143,7 @@ class RealDisk:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+            self._forget(name)  # a descriptor of the file that was there before would still read that one
             os.replace(beside, path)
             self._sync_folders(path)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 from qmq.codec import Buffer
 from qmq.errors import ErrorCode, InvalidRequest, NotServed, OutcomeUnknown, QmqError, from_code
@@ -51,7 +51,7 @@ class Connection(asyncio.BufferedProtocol):
     # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods only
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._transport = transport
         name = transport.get_extra_info("peername")
