@@ -16,7 +16,7 @@ class Metrics:
     """Created by main; handed to whoever counts. State is read when it is asked for, so it is never stale."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # a series more for each counter, which nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for each counter, which nobody reads
         self.registry = CollectorRegistry()
         self.registrations = Counter(
             "qmq_metaserver_broker_registrations",

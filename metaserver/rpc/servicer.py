@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from sqlalchemy.exc import SQLAlchemyError
 
 from metaserver.access import Tokens
 from metaserver.liveness import PlaceTaken
@@ -61,6 +62,10 @@ class MetaserverRpc(MetaserverServicer):  # type: ignore[misc]
             self._log_once(f"registration refused broker={str(key)[:200]!r} reason={error}")
             await context.abort(_status(error), str(error))
             raise  # abort has raised already
+        except SQLAlchemyError as error:
+            self._log_once(f"registration not stored broker={key} reason={type(error).__name__}")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the metaserver's database does not answer; repeat soon")
+            raise
         self._metrics.registrations.labels(broker.group, "accepted").inc()
         self._broker_tokens[key] = token
         log.info("broker registered broker=%s broker_group=%s role=%s", key, broker.group, broker.role.name)

@@ -1,0 +1,146 @@
+"""Shell. `python -m metaserver` as a process: start, stop, death, wrong settings, ports, its HTTP side."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 20
+
+
+@contextmanager
+def metaserver(folder, **settings):
+    """Run a metaserver in `folder`; gives the process with `url`, kills it at the end if it still runs."""
+    given = {"TOKENS": "t1", "HTTP_PORT": "0", "GRPC_PORT": "0", "DATABASE": f"sqlite:///{folder / 'm.db'}"} | settings
+    environ = os.environ | {f"QMQ_METASERVER_{name}": str(value) for name, value in given.items()}
+    environ["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "metaserver"]
+    with subprocess.Popen(command, cwd=folder, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            process.heard = []
+            for line in process.stderr:
+                process.heard.append(line)
+                if serving := re.search(r"serving http=(\S+) ", line):
+                    process.url = f"http://{serving[1]}"
+                    break
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.stderr.read()
+
+
+def post(process, action, token="t1", **words):
+    body = {"action": action, **words}
+    return httpx.post(f"{process.url}/management", data=body, headers={"X-Api-Token": token}, trust_env=False)
+
+
+def add(process, hostname="a", role=0):
+    words = {"brokerGroup": "g1", "role": role, "hostname": hostname, "ip": "127.0.0.1"}
+    return post(process, "AddBroker", **words, servePort=1, syncPort=2).json()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stops_in_order_when_told(tmp_path, number):
+    with metaserver(tmp_path) as process:
+        process.send_signal(number)
+        assert process.wait(WAIT_S) == 0
+
+
+def test_terms_survive_kill_9(tmp_path):
+    with metaserver(tmp_path) as process:
+        add(process, "a")
+        assert add(process, "b", role=1)["status"] == 0
+        process.kill()
+        process.wait(WAIT_S)
+    with metaserver(tmp_path) as process:
+        groups = post(process, "ListBrokerGroups").json()
+        assert [(group["groupName"], group["term"]) for group in groups] == [("g1", 2)]
+
+
+def test_wrong_settings_end_with_2_and_all_complaints(tmp_path):
+    with metaserver(tmp_path, HTTP_PORT="x", TOKENS="t1", GRPC_PORT="-1") as process:
+        assert process.wait(WAIT_S) == 2
+        assert "http_port: " in "".join(process.heard) and "grpc_port: " in "".join(process.heard)
+
+
+@pytest.mark.parametrize("port", ["HTTP_PORT", "GRPC_PORT"])
+def test_port_that_is_taken_ends_with_1(tmp_path, port):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        with metaserver(tmp_path, **{port: other.getsockname()[1]}) as process:
+            assert process.wait(WAIT_S) == 1
+            assert "cannot serve" in "".join(process.heard)
+
+
+def test_second_metaserver_on_the_same_ports_does_not_start(tmp_path):
+    with metaserver(tmp_path) as first:
+        grpc_port = httpx.get(f"{first.url}/meta/address", trust_env=False).text.rpartition(":")[2]
+        with metaserver(tmp_path, GRPC_PORT=grpc_port) as second:
+            assert second.wait(WAIT_S) == 1
+
+
+def test_database_that_cannot_be_opened_ends_with_1(tmp_path):
+    with metaserver(tmp_path, DATABASE=f"sqlite:///{tmp_path}/none/m.db") as process:
+        assert process.wait(WAIT_S) == 1
+        assert "cannot serve" in "".join(process.heard)
+
+
+def test_http_side_answers_as_qmq_does(tmp_path):
+    with metaserver(tmp_path) as process, httpx.Client(base_url=process.url, trust_env=False) as client:
+        address = client.get("/meta/address")
+        assert re.fullmatch(r"127\.0\.0\.1:\d+", address.text)
+        assert client.get("/health/live").text == client.get("/health/ready").text == "ok"
+        assert client.get("/management").status_code == 405
+        assert client.post("/management").text == "need provide action param"
+        assert "unsupported action: 'Explode'" in client.post("/management?action=Explode").text
+        answer = client.post("/management?action=AddBroker&brokerGroup=g1", headers={"X-Api-Token": "t1"}).json()
+        assert set(answer) == {"status", "message", "data"} and answer["status"] == -1
+        assert client.post("/management", content=b"x" * 100_000).status_code == 413
+        assert "qmq_metaserver_management_actions_total" in client.get("/metrics").text
+
+
+def test_query_string_and_form_body_are_the_same(tmp_path):
+    with metaserver(tmp_path) as process:
+        words = "brokerGroup=g1&role=0&hostname=a&ip=127.0.0.1&servePort=1&syncPort=2"
+        request = urllib.request.Request(f"{process.url}/management?action=AddBroker", words.encode(), method="POST")
+        request.add_header("X-Api-Token", "t1")
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=WAIT_S) as response:
+            assert b'"status":0' in response.read()
+        assert httpx.post(f"{process.url}/management?action=ListBrokers", trust_env=False).json()["data"] == [
+            {
+                "group": "g1",
+                "role": "MASTER",
+                "hostname": "a",
+                "ip": "127.0.0.1",
+                "servePort": 1,
+                "syncPort": 2,
+                "controlPort": 0,
+                "metricsPort": 0,
+                "up": False,
+            }
+        ]
+
+
+@pytest.mark.parametrize("name", ["g/1", "g\r1", "g\n1", "g" * 300, ""], ids=repr)
+def test_illegal_names_change_nothing(tmp_path, name):
+    with metaserver(tmp_path) as process:
+        add(process)
+        for action in ("AddBroker", "ReplaceBroker", "MarkReadonlyBrokerGroup", "SwapRoles"):
+            words = {"role": "1", "hostname": "b", "ip": "127.0.0.1", "servePort": "1", "syncPort": "2"}
+            answer = post(process, action, brokerGroup=name, **words).json()
+            assert answer["status"] == -1 and "brokerGroup" in answer["message"]
+        marked = post(process, "MarkReadonlyBrokerGroup", brokerGroup="g1", subject=name or "/").json()
+        assert marked["status"] == -1 and "subject" in marked["message"]
+        group = post(process, "ListBrokerGroups").json()[0]
+        assert (group["term"], group["readonlySubjects"]) == (1, [])

@@ -1,0 +1,200 @@
+"""Core. Who may take which part: every rule of AddBroker, ReplaceBroker and SwapRoles, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from metaserver import roles
+from metaserver.model import Broker, Directory, Group, ReplicaState
+from qmq.errors import InvalidName, OperatorError
+from qmq.types import Role
+
+WORDS = {"group": "g1", "role": "0", "hostname": "h1", "ip": "10.0.0.1", "serve_port": "20881", "sync_port": "20882"}
+
+
+def broker(hostname, role=Role.MASTER, group="g1", **values):
+    return Broker(group, role, hostname, "10.0.0.1", 20881, 20882, **values)
+
+
+MASTER = broker("a", incarnation="disk a", control_port=1)
+SLAVE = broker("b", Role.SLAVE, incarnation="disk b", control_port=2, complete=True)
+
+
+def directory(master=MASTER, slave=SLAVE, *, term=7, half_swapped=False):
+    other = Group("g2", 1, broker("z", group="g2"), None, 0)
+    return Directory({"g1": Group("g1", term, master, slave, 0, half_swapped), "g2": other})
+
+
+def nobody(_):
+    return False
+
+
+def is_up(*hostnames):
+    return lambda member: member.hostname in hostnames
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        pytest.param({"group": "g/1"}, "brokerGroup.*'/'", id="group with a slash"),
+        pytest.param({"group": "g\r\n"}, "brokerGroup", id="group with CR LF"),
+        pytest.param({"group": "g" * 300}, "longer than 100", id="group of 300 characters"),
+        pytest.param({"group": ""}, "brokerGroup is empty", id="no group"),
+        pytest.param({"hostname": "h" * 300}, "longer than 100", id="hostname of 300 characters"),
+        pytest.param({"hostname": "a:b"}, "hostname 'a:b'", id="hostname with a colon"),
+        pytest.param({"hostname": ""}, "hostname is empty", id="no hostname"),
+        pytest.param({"ip": "10.0.0"}, "no IPv4 address", id="short ip"),
+        pytest.param({"ip": "::1"}, "no IPv4 address", id="ip of version 6"),
+        pytest.param({"ip": "0.0.0.0"}, "not the address of one machine", id="any address"),
+        pytest.param({"ip": "224.0.0.1"}, "not the address of one machine", id="multicast"),
+        pytest.param({"serve_port": "0"}, "servePort '0'", id="port 0"),
+        pytest.param({"sync_port": "99999"}, "syncPort '99999'", id="port above 65535"),
+        pytest.param({"sync_port": "-1"}, "syncPort '-1'", id="negative port"),
+        pytest.param({"sync_port": "٣"}, "syncPort", id="digit of another script"),
+        pytest.param({"sync_port": "9" * 5000}, "syncPort", id="very long number"),
+        pytest.param({"sync_port": "20881"}, "needs two ports", id="same port twice"),
+        pytest.param({"role": "MASTER"}, "no role code", id="role by name"),
+        pytest.param({"role": "5"}, "DELAY_MASTER.*not supported", id="delay master"),
+        pytest.param({"role": "4"}, "BACKUP.*not supported", id="backup"),
+        pytest.param({"role": "2"}, "invalid broker role code 2", id="standby"),
+        pytest.param({"role": "99"}, "invalid broker role code 99", id="unknown role"),
+        pytest.param({"role": ""}, "no role code", id="no role"),
+    ],
+)
+def test_wrong_words_are_refused_with_what_is_wrong(change, complaint):
+    words = WORDS | change
+    with pytest.raises((OperatorError, InvalidName), match=complaint):
+        roles.parse_broker(*words.values())
+
+
+def test_right_words_are_a_broker():
+    assert roles.parse_broker(*WORDS.values()) == Broker("g1", Role.MASTER, "h1", "10.0.0.1", 20881, 20882)
+
+
+def test_first_broker_creates_its_group():
+    change = roles.add_broker(Directory(), broker("a"))
+    assert (change.before, change.master, change.slave, change.term) == (None, broker("a"), None, 0)
+
+
+@pytest.mark.parametrize(
+    "added, complaint",
+    [
+        pytest.param(broker("c"), "has a MASTER already, a:20881", id="role is taken"),
+        pytest.param(broker("c", Role.SLAVE), "has a SLAVE already, b:20881", id="slave is taken"),
+        pytest.param(broker("a", group="g3"), "is the MASTER of g1 already", id="broker serves another group"),
+        pytest.param(broker("z", Role.SLAVE), "is the MASTER of g2 already", id="broker of another group as slave"),
+    ],
+)
+def test_add_refuses_what_is_taken(added, complaint):
+    with pytest.raises(OperatorError, match=complaint):
+        roles.add_broker(directory(), added)
+
+
+def test_added_slave_finishes_a_half_swap():
+    change = roles.add_broker(directory(slave=None, half_swapped=True), broker("c", Role.SLAVE))
+    assert change.slave == broker("c", Role.SLAVE) and not change.half_swapped
+
+
+def test_two_calls_swap_two_stopped_brokers():
+    first, before = roles.replace_broker(directory(), broker("b"), nobody)
+    assert before == MASTER
+    assert first.master.key == SLAVE.key and first.master.incarnation == "disk b" and first.slave is None
+    assert first.half_swapped
+    half = directory(first.master, None, term=8, half_swapped=True)
+    second, before = roles.replace_broker(half, broker("a", Role.SLAVE), nobody)
+    assert before.key == SLAVE.key and before.role == Role.SLAVE, "QMQ answers with the row as it was"
+    assert (second.master, second.slave) == (first.master, broker("a", Role.SLAVE))
+    assert second.term == 8 and not second.half_swapped
+
+
+def test_half_swap_is_finished_while_the_new_master_runs():
+    half = directory(broker("b"), None, half_swapped=True)
+    change, _ = roles.replace_broker(half, broker("a", Role.SLAVE), is_up("b"))
+    assert change.slave == broker("a", Role.SLAVE)
+
+
+def test_half_swap_may_be_finished_with_a_third_broker():
+    half = directory(broker("b"), None, half_swapped=True)
+    change, _ = roles.replace_broker(half, broker("c", Role.SLAVE), nobody)
+    assert change.slave == broker("c", Role.SLAVE)
+
+
+def test_dead_slave_is_replaced_while_the_master_runs():
+    change, before = roles.replace_broker(directory(), broker("c", Role.SLAVE), is_up("a"))
+    assert before == SLAVE and (change.master, change.slave) == (MASTER, broker("c", Role.SLAVE))
+    assert not change.slave.complete, "it holds nothing yet"
+
+
+def test_new_addresses_of_the_same_broker_are_no_change_of_roles():
+    moved = replace(broker("a"), ip="10.0.0.9")
+    assert roles.replace_broker(directory(), moved, nobody) == (None, MASTER)
+
+
+@pytest.mark.parametrize(
+    "known, wanted, up, complaint",
+    [
+        pytest.param(directory(), broker("b"), ["a"], "a:20881 .* is running", id="master still runs"),
+        pytest.param(directory(), broker("b"), ["b"], "b:20881 .* is running", id="slave still runs"),
+        pytest.param(directory(), broker("c", Role.SLAVE), ["b"], "is running", id="replaced slave still runs"),
+        pytest.param(directory(), broker("a"), ["a"], "is running", id="new addresses of a running broker"),
+        pytest.param(directory(), broker("c"), [], "only the slave .* can become the master", id="stranger as master"),
+        pytest.param(directory(), broker("a", Role.SLAVE), [], "first put b:20881 in its place", id="calls reversed"),
+        pytest.param(
+            directory(slave=replace(SLAVE, complete=False)),
+            broker("b"),
+            [],
+            "never seen to hold",
+            id="incomplete slave",
+        ),
+        pytest.param(directory(slave=None), broker("c", Role.SLAVE), [], "AddBroker", id="no slave to replace"),
+        pytest.param(Directory(), broker("c"), [], "no broker with group g1", id="no such group"),
+        pytest.param(directory(), broker("z", Role.SLAVE), [], "MASTER of g2 already", id="serves another group"),
+    ],
+)
+def test_replacement_is_refused(known, wanted, up, complaint):
+    with pytest.raises(OperatorError, match=complaint):
+        roles.replace_broker(known, wanted, is_up(*up))
+
+
+def test_broker_that_never_ran_is_replaced_by_anybody():
+    unused = directory(broker("a"), broker("b", Role.SLAVE))
+    change, _ = roles.replace_broker(unused, broker("c"), nobody)
+    assert change.master == broker("c")
+
+
+def test_swap_exchanges_both_at_once_and_the_new_slave_is_complete():
+    change = roles.swap_roles(directory().groups["g1"], term=7)
+    assert (change.master.hostname, change.master.role) == ("b", Role.MASTER)
+    assert (change.slave.hostname, change.slave.role, change.slave.complete) == ("a", Role.SLAVE, True)
+
+
+@pytest.mark.parametrize(
+    "known, term", [(directory(), 6), (directory(slave=None), 7), (directory(master=None), 7)], ids=str
+)
+def test_swap_of_what_changed_meanwhile_is_refused(known, term):
+    with pytest.raises(OperatorError, match="changed meanwhile"):
+        roles.swap_roles(known.groups["g1"], term=term)
+
+
+@pytest.mark.parametrize(
+    "state, complete",
+    [
+        pytest.param(ReplicaState(0, 7, writable=True, durability="fsync"), True, id="takes messages"),
+        pytest.param(ReplicaState(0, 7, writable=False), None, id="does not: says nothing"),
+        pytest.param(ReplicaState(0, 6, writable=True), None, id="older term"),
+        pytest.param(ReplicaState(1, 7, writable=True), None, id="no master"),
+        pytest.param(ReplicaState(0, 7, writable=True, durability="master"), False, id="acknowledges alone"),
+    ],
+)
+def test_what_a_masters_words_say_about_its_slave(state, complete):
+    assert roles.slave_complete(directory().groups["g1"], state) is complete
+
+
+def test_master_comes_back_with_its_own_disk_only():
+    roles.check_registration(MASTER, "disk a")
+    roles.check_registration(broker("a"), "first disk ever")
+    roles.check_registration(SLAVE, "emptied")
+    with pytest.raises(OperatorError, match="another data directory"):
+        roles.check_registration(MASTER, "emptied")
