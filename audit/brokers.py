@@ -1,0 +1,47 @@
+"""Shell. Ask a metaserver which brokers there are, so that an audit of all groups needs no list of addresses."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from audit.copies import CannotRead
+from audit.group import Group
+from audit.schema import COPIES
+
+CALL_TIMEOUT_S = 10.0
+
+
+def find_groups(metaserver: str, token: str) -> list[Group]:
+    """Return every broker group with the control addresses of its master and its slave.
+
+    Raises:
+        CannotRead: the metaserver gives no answer, or a group lacks a copy: one copy proves nothing.
+    """
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for broker in _list_brokers(metaserver, token):
+        place = {"broker": f"{broker['ip']}:{broker['controlPort']}", "token": token}
+        found.setdefault(broker["group"], {})[str(broker["role"]).lower()] = place
+    for name, places in found.items():
+        if missing := [copy for copy in COPIES if copy not in places]:
+            raise CannotRead(f"broker group {name} has no {' and no '.join(missing)}")
+    if not found:
+        raise CannotRead(f"{metaserver} knows no broker group")
+    return [Group(name, {copy: places[copy] for copy in COPIES}) for name, places in sorted(found.items())]
+
+
+def _list_brokers(metaserver: str, token: str) -> list[dict[str, Any]]:
+    url = metaserver if "://" in metaserver else f"http://{metaserver}"
+    request = urllib.request.Request(
+        f"{url.rstrip('/')}/management?action=ListBrokers", data=b"", headers={"X-Api-Token": token}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=CALL_TIMEOUT_S) as answer:
+            brokers = json.load(answer)
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise CannotRead(f"ListBrokers at {url}: {error}") from None
+    if not isinstance(brokers, list):
+        raise CannotRead(f"ListBrokers at {url}: {brokers}")
+    return brokers

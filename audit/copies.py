@@ -1,0 +1,218 @@
+"""Shell. The two places where a copy of a message log is read: a broker's data directory, and a running broker.
+
+    path     <data>/log/<base offset, 20 digits>.log, or the directory `log` itself
+    broker   "ip:control_port", over gRPC `DescribeLog` and `ReadLog`; no disk is shared with the Spark cluster
+
+Both offer what `audit.walk` needs (`Storage`), and say from where to where there is a log (`Description`).
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import grpc
+
+from audit.walk import Storage, tail_of
+from qmq.errors import QmqError
+from qmq.proto import qmq_pb2, qmq_pb2_grpc
+
+SEGMENT_SUFFIX = ".log"
+OFFSET_MAX = (1 << 63) - 1
+CALL_TIMEOUT_S = 60.0
+BROKER_WINDOW_BYTES = 8 << 20
+_DAMAGE = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.INTERNAL)
+"""A broker answers so where its own disk does not give the frames back; anything else means that it is not there."""
+
+
+class CannotRead(QmqError):
+    """There is no log to read where the audit was sent. Nothing is proven; mend the address, then run it again."""
+
+
+class Description(NamedTuple):
+    """What there is to read of a copy, at one moment.
+
+    `chain` is the chain before `start`, or None if nothing tells. `high_watermark` is what this copy says was on both
+    disks. `torn_bytes` stand behind `end` and are no frame.
+    """
+
+    start: int
+    end: int
+    high_watermark: int
+    chain: int | None
+    segments: tuple[int, ...]
+    torn_bytes: int = 0
+
+
+class Copy(Storage, Protocol):
+    """One copy of a log: readable storage that can say what it holds. Made in each task, closed at its end."""
+
+    def describe(self) -> Description:
+        """Return what there is now; raises CannotRead."""
+
+    def close(self) -> None: ...
+
+
+def open_copy(options: Mapping[str, str], limit: int = OFFSET_MAX) -> Copy:
+    """Open what the options `path`, or `broker` and `token`, name, to read frames that begin below `limit`.
+
+    Raises:
+        CannotRead: nothing is there.
+    """
+    path, broker = options.get("path"), options.get("broker")
+    if bool(path) == bool(broker):
+        raise CannotRead("give either option 'path' (a data directory) or 'broker' (ip:control_port)")
+    return PathCopy(Path(path)) if path else BrokerCopy(str(broker), options.get("token", ""), limit)
+
+
+def place_options(place: str, token: str) -> dict[str, str]:
+    """Turn what a user types, a directory or `ip:port`, into options of the data source."""
+    host, _, port = place.rpartition(":")
+    if host and port.isdigit() and "/" not in host and not Path(place).exists():
+        return {"broker": place, "token": token}
+    return {"path": place}
+
+
+class PathCopy:
+    """A data directory. Reads are `pread`s: a bad sector is an error of one range, not the death of the worker."""
+
+    def __init__(self, data: Path) -> None:
+        self._folder = data / "log" if (data / "log").is_dir() else data
+        self._files: dict[int, int] = {}
+        self._bases = self._list()
+
+    def _list(self) -> list[int]:
+        try:
+            names = [name for name in os.listdir(self._folder) if name.endswith(SEGMENT_SUFFIX)]
+        except OSError as error:
+            raise CannotRead(f"{self._folder}: {error.strerror}") from None
+        bases = sorted(int(stem) for name in names if (stem := name.removesuffix(SEGMENT_SUFFIX)).isdigit())
+        if not bases:
+            raise CannotRead(f"{self._folder}: there is no segment of a message log")
+        return bases
+
+    def describe(self) -> Description:
+        last, size = self._bases[-1], 0
+        try:
+            size = os.fstat(self._file(last)).st_size
+            end, frame = tail_of(self, last, last + size)
+            torn = self._stored_behind(end, last + size)
+            if frame is None and len(self._bases) > 1:
+                before = self._bases[-2]
+                _, frame = tail_of(self, before, last)
+        except OSError as error:
+            raise CannotRead(f"{self._folder}: {error.strerror or error}") from None
+        watermark = min(frame.high_watermark, frame.offset) if frame else 0
+        chain = 0 if self._bases[0] == 0 else None
+        return Description(self._bases[0], end, watermark, chain, tuple(self._bases), torn)
+
+    def _stored_behind(self, end: int, limit: int) -> int:
+        """Count the bytes from `end` to the last one that is not zero."""
+        torn, at = 0, end
+        while at < limit and (data := self.window(at, 16 << 20)):
+            if kept := len(data.rstrip(b"\0")):
+                torn = at + kept - end
+            at += len(data)
+        return torn
+
+    def _file(self, base: int) -> int:
+        if base not in self._files:
+            self._files[base] = os.open(self._folder / f"{base:020d}{SEGMENT_SUFFIX}", os.O_RDONLY)
+        return self._files[base]
+
+    def window(self, offset: int, size: int) -> bytes:
+        at = bisect_right(self._bases, offset) - 1
+        if at < 0:
+            return b""
+        base = self._bases[at]
+        if at + 1 < len(self._bases):
+            size = min(size, self._bases[at + 1] - offset)
+        return os.pread(self._file(base), size, offset - base)
+
+    def resume(self, offset: int) -> int:
+        at = bisect_right(self._bases, offset)
+        return self._bases[at] if at < len(self._bases) else OFFSET_MAX
+
+    def starts_on_frame(self, offset: int) -> bool:
+        return offset in self._bases
+
+    def close(self) -> None:
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+
+class BrokerCopy:
+    """A running broker. `window` continues one `ReadLog` stream while it is asked for the bytes that come next."""
+
+    def __init__(self, address: str, token: str, limit: int = OFFSET_MAX) -> None:
+        self._address, self._limit = address, limit
+        options = [("grpc.max_receive_message_length", -1)]
+        self._channel = grpc.insecure_channel(address, options=options)
+        self._stub = qmq_pb2_grpc.BrokerStub(self._channel)
+        self._metadata = (("x-api-token", token),)
+        self._stream: Iterator[Any] | None = None
+        self._next = -1
+        self._waiting: Any = None
+
+    def describe(self) -> Description:
+        try:
+            answer = self._stub.DescribeLog(qmq_pb2.Nothing(), metadata=self._metadata, timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise CannotRead(f"broker {self._address}: {error.code().name}: {error.details()}") from None
+        return Description(
+            answer.log_start, answer.log_end, answer.high_watermark, answer.start_chain, tuple(answer.segments)
+        )
+
+    def window(self, offset: int, size: int) -> bytes:
+        """Return whole frames from `offset` on; none if the next frame stands elsewhere. See `Storage.window`."""
+        if self._stream is None or offset != self._next:
+            self._open(offset)
+        parts: list[bytes] = []
+        have, wanted = 0, min(size, BROKER_WINDOW_BYTES)
+        while have < wanted and (chunk := self._peek()) is not None and chunk.offset == offset + have:
+            parts.append(chunk.data)
+            have += len(chunk.data)
+            self._waiting = None
+        self._next = offset + have
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _open(self, offset: int) -> None:
+        self._cancel()
+        request = qmq_pb2.ReadLogRequest(begin=offset, end=self._limit)
+        self._stream = self._stub.ReadLog(request, metadata=self._metadata)
+        self._next = offset
+
+    def _peek(self) -> Any:
+        """Return the stream's next chunk, which stays the next one until it is taken; None at the log's end."""
+        if self._waiting is None and self._stream is not None:
+            try:
+                self._waiting = next(self._stream, None)
+            except grpc.RpcError as error:
+                self._stream = None
+                text = f"broker {self._address}: {error.code().name}: {error.details()}"
+                if error.code() in _DAMAGE:
+                    raise OSError(text) from None
+                raise CannotRead(text) from None
+        return self._waiting
+
+    def resume(self, offset: int) -> int:
+        if self._stream is None or self._next != offset:
+            self._open(offset)
+        chunk = self._peek()
+        return OFFSET_MAX if chunk is None else max(chunk.offset, offset + 8)
+
+    def starts_on_frame(self, offset: int) -> bool:
+        return True
+
+    def _cancel(self) -> None:
+        if self._stream is not None:
+            self._stream.cancel()  # type: ignore[attr-defined]
+        self._stream, self._waiting = None, None
+
+    def close(self) -> None:
+        self._cancel()
+        self._channel.close()

@@ -1,0 +1,114 @@
+"""Core. What the audit says: a report for people, and the same as one JSON object for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from audit.group import Result
+from audit.schema import COPIES
+
+NAMED_MAX = 100
+"""Findings that the report names; the JSON has up to a thousand of each kind."""
+VERDICTS = {0: "proven equal", 1: "findings", 2: "could not read"}
+
+
+def status_of(results: Iterable[Result]) -> int:
+    """Return the worst exit status: one group that could not be read spoils the proof of all."""
+    return max((result.status for result in results), default=2)
+
+
+def as_json(results: list[Result], seconds: float) -> dict[str, Any]:
+    """Return the machine-readable result."""
+    status = status_of(results)
+    return {
+        "status": status,
+        "verdict": VERDICTS[status],
+        "seconds": round(seconds, 3),
+        "findings": sum(sum(result.found.values()) for result in results),
+        "groups": [_group(result) for result in results],
+    }
+
+
+def _group(result: Result) -> dict[str, Any]:
+    return {
+        "group": result.group, "status": result.status, "verdict": VERDICTS[result.status],
+        "places": result.places, "start": result.start, "high_watermark": result.watermark,
+        "ends": {name: log.end for name, log in result.logs.items()}, "read": result.read,
+        "found": result.found, "findings": result.findings, "notes": result.notes, "epochs": result.epochs,
+        "journal": result.journal, "unreadable": result.unreadable,
+        "hours": result.hours,
+    }  # fmt: skip
+
+
+def as_markdown(results: list[Result], seconds: float) -> str:
+    """Return the report for people."""
+    lines = [f"# Audit: {VERDICTS[status_of(results)]}", "", f"{len(results)} broker groups in {seconds:.1f} s.", ""]
+    for result in results:
+        lines += _section(result)
+    return "\n".join(lines)
+
+
+def _section(result: Result) -> list[str]:
+    lines = [f"## {result.group}: {VERDICTS[result.status]}", ""]
+    lines += [f"- {name}: `{place}`" for name, place in result.places.items()]
+    if result.unreadable:
+        return [*lines, "", f"Nothing is proven: {result.unreadable}", ""]
+    lines += ["", *_proven(result), "", *_table_of_copies(result), ""]
+    if result.findings:
+        lines += ["### Findings", "", *_table_of_findings(result), ""]
+    if result.notes:
+        lines += ["### Notes", "", *(f"- {note}" for note in result.notes), ""]
+    return [*lines, "### Messages per subject and hour", "", *_table_of_hours(result), ""]
+
+
+def _proven(result: Result) -> list[str]:
+    span = f"[{result.start}, {result.watermark})"
+    if result.status == 0:
+        yes = (
+            f"Every byte of {span} was read on both copies: each message was a row in Spark and was hashed there "
+            "(xxhash64, with its place), each frame's CRCs and chain were computed again from its bytes, and all of "
+            "it is equal. Sequences are dense, epochs only grow, pulls and acks follow from the log."
+        )
+        lines = [yes]
+    else:
+        lines = [f"{sum(result.found.values())} findings; due on both copies was {span}."]
+    if result.journal is not None:
+        lost = result.found.get("lost", 0)
+        lines.append(f"Acknowledged messages in the journal: {result.journal}; looked for in both copies, absent: {lost}.")
+    lines.append(f"Epochs seen: {', '.join(result.epochs) or 'none'}.")
+    return lines
+
+
+def _table_of_copies(result: Result) -> list[str]:
+    rows = []
+    for name in COPIES:
+        log, read = result.logs[name], result.read.get(name, {})
+        rows.append([name, log.start, log.end, *(read.get(key, 0) for key in ("bytes", "frames", "messages", "records"))])
+    return _table(["copy", "start", "end", "bytes read", "frames", "messages", "records hashed"], rows)
+
+
+def _table_of_findings(result: Result) -> list[str]:
+    rows = [
+        [row["what"], row["copy"], row["offset"], row["subject"], row["sequence"], row["id"], row["text"]]
+        for row in result.findings[:NAMED_MAX]
+    ]
+    table = _table(["what", "copy", "offset", "subject", "sequence", "message id", "text"], rows)
+    more = sum(result.found.values()) - len(rows)
+    return [*table, "", f"and {more} more"] if more > 0 else table
+
+
+def _table_of_hours(result: Result) -> list[str]:
+    counts: dict[tuple[str, str], dict[str, int]] = {}
+    for row in result.hours:
+        key = (row["subject"], row["hour"])
+        counts.setdefault(key, {})[row["copy"]] = row["messages"]
+    rows = [[subject, hour, *(found.get(name, 0) for name in COPIES)] for (subject, hour), found in counts.items()]
+    return _table(["subject", "hour (UTC)", *COPIES], rows)
+
+
+def _table(names: list[str], rows: list[list[Any]]) -> list[str]:
+    def line(cells: Iterable[Any]) -> str:
+        return "| " + " | ".join("" if cell is None else str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+    return [line(names), line("---" for _ in names), *(line(row) for row in rows)]

@@ -1,0 +1,235 @@
+"""Core. Walk over the stored bytes of one copy of a message log, frame by frame, and never stop at damage.
+
+`qmq.log.frame` decides what a frame is. Where it finds none, the walk names the range and the reason and goes on at
+the next header that stands at its own offset. A piece is a byte range of the log; a frame belongs to the piece in
+which it begins, so a walk may read past the end of its piece, and what stands in front of the first frame belongs to
+the piece before. Whether the pieces meet is for `audit.rules` to judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from qmq.errors import CorruptFrame
+from qmq.log.frame import HEADER_BYTES, Frame, FrameKind, check_body, decode_header, find_frame
+
+WINDOW_BYTES = 4 << 20
+"""Read at once, and one Arrow batch. Measured: 4 MiB stays in the caches, which is 15 % faster than 16 MiB."""
+HEADER_BYTES_MAX = HEADER_BYTES + 512
+"""Header and subject of any frame that a broker writes (names have at most 100 bytes, retry subjects twice that)."""
+UNREADABLE_STEP = 1 << 16
+"""After a read that failed, the walk tries again this far behind."""
+
+
+class Storage(Protocol):
+    """Bytes of one copy, read at any offset."""
+
+    def window(self, offset: int, size: int) -> bytes:
+        """Return up to `size` bytes that stand at `offset`; fewer at a segment's end, none where nothing is stored.
+
+        Raises:
+            OSError: the medium does not give them back.
+        """
+
+    def resume(self, offset: int) -> int:
+        """Return the next offset behind `offset` at which bytes may be stored."""
+
+    def starts_on_frame(self, offset: int) -> bool:
+        """Return whether bytes returned for `offset` begin with a frame even where no frame was read before."""
+
+
+class Problem(NamedTuple):
+    """A range of a copy that is not what a broker writes, and the subject and sequence if a valid header names them."""
+
+    offset: int
+    end: int
+    reason: str
+    subject: str | None = None
+    sequence: int | None = None
+
+
+@dataclass(slots=True)
+class Window:
+    """Bytes that were walked: `data` stands at `offset`; frames and problems in it, ascending.
+
+    `damaged` are offsets of frames whose header is valid and whose body is not.
+    """
+
+    offset: int
+    data: memoryview
+    frames: list[Frame] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    damaged: set[int] = field(default_factory=set)
+
+    def body(self, frame: Frame) -> memoryview:
+        at = frame.offset - self.offset
+        return self.data[at + frame.body_at : at + frame.body_at + frame.body_bytes]
+
+    def head(self, frame: Frame) -> memoryview:
+        """Return a frame's header and subject as stored."""
+        at = frame.offset - self.offset
+        return self.data[at : at + frame.body_at]
+
+
+class Walk:
+    """One pass over the frames that begin in `[begin, end)`. Used once, by one task.
+
+    `at` is where the walk stands, `chain` the chain there, None when it is not known: behind damage, and at the
+    beginning of a piece that is not the beginning of the log.
+    """
+
+    def __init__(self, storage: Storage, begin: int, end: int, *, chain: int | None = None, is_start: bool = False):
+        self._storage, self._end = storage, end
+        self.at, self.chain = begin, chain
+        self._in_step = is_start
+        """Whether a frame must stand at `at`."""
+
+    def windows(self) -> Iterator[Window]:
+        """Yield what is read, in order; together the windows hold every frame of the piece."""
+        if not self._in_step:
+            yield from self._enter()
+        while self.at < self._end:
+            yield self._step()
+
+    def _enter(self) -> Iterator[Window]:
+        """Find the first frame of a piece; what stands before it belongs to the piece before."""
+        if self._storage.starts_on_frame(self.at):
+            self._in_step = True
+            if not self._storage.window(self.at, WINDOW_BYTES):
+                self.at = self._storage.resume(self.at)
+            return
+        found, problems = self._search(self.at)
+        self.at, self._in_step = found, True
+        if problems:
+            yield Window(found, memoryview(b""), problems=problems)
+
+    def _step(self) -> Window:
+        """Read and parse one window, at least one frame or one damaged range of it."""
+        begin = self.at
+        try:
+            data = self._storage.window(begin, WINDOW_BYTES)
+            if len(data) >= HEADER_BYTES:
+                data = self._whole_first_frame(data)
+        except OSError as error:
+            return self._damage(Window(begin, memoryview(b"")), f"cannot be read: {error.strerror or error}")
+        if not data:
+            resume = self._storage.resume(begin)
+            self.at, self.chain = min(resume, self._end), None
+            return Window(begin, memoryview(b""), problems=[Problem(begin, self.at, "nothing is stored here")])
+        window = Window(begin, memoryview(data))
+        try:
+            self._parse(window)
+        except CorruptFrame as error:
+            return self._damage(window, error.reason)
+        window.data = window.data[: self.at - begin]
+        return window
+
+    def _whole_first_frame(self, data: bytes) -> bytes:
+        try:
+            frame = decode_header(data, 0, self.at, None)
+        except CorruptFrame:
+            return data
+        size = frame.body_at + frame.body_bytes
+        return data if size <= len(data) else self._storage.window(self.at, size)
+
+    def _parse(self, window: Window) -> None:
+        """Parse whole frames. What does not parse is left for the next window, unless it stands first in this one.
+
+        Raises:
+            CorruptFrame: no frame at `self.at`, which is the beginning of the window.
+        """
+        base, size = window.offset, len(window.data)
+        while (offset := self.at) < self._end and (at := offset - base) < size:
+            try:
+                frame = self._header(window, at)
+                if at + frame.body_at + frame.body_bytes > size:
+                    raise CorruptFrame(offset, "the bytes end within the body")
+            except CorruptFrame:
+                if at:
+                    return
+                raise
+            try:
+                check_body(frame, window.body(frame))
+            except CorruptFrame as error:
+                window.problems.append(_problem(frame, error.reason))
+                window.damaged.add(offset)
+            window.frames.append(frame)
+            self.at, self.chain = frame.end, frame.chain
+
+    def _header(self, window: Window, at: int) -> Frame:
+        """Parse a header. A valid one that continues another history is a problem, and its own history goes on."""
+        try:
+            return decode_header(window.data, at, self.at, self.chain)
+        except CorruptFrame as error:
+            if self.chain is None:
+                raise
+            frame = decode_header(window.data, at, self.at, None)
+            window.problems.append(_problem(frame, error.reason))
+            return frame
+
+    def _damage(self, window: Window, reason: str) -> Window:
+        """Close a window in front of bytes that do not parse, name them, and find the next frame."""
+        broken = self.at
+        self.at, more = self._search(broken + 8, rest=window)
+        self.chain = None
+        window.data = window.data[: max(0, self.at - window.offset)]
+        window.problems.append(Problem(broken, self.at, reason))
+        window.problems.extend(more)
+        return window
+
+    def _search(self, offset: int, rest: Window | None = None) -> tuple[int, list[Problem]]:
+        """Return where the next frame at or behind `offset` begins, at most the end of the piece, and unreadable parts."""
+        problems: list[Problem] = []
+        while offset < self._end:
+            if rest is not None and rest.data:
+                begin, data = rest.offset, bytes(rest.data)
+            else:
+                begin = offset
+                try:
+                    data = self._storage.window(offset, WINDOW_BYTES)
+                except OSError as error:
+                    step = min(self._end, offset + UNREADABLE_STEP)
+                    problems.append(Problem(offset, step, f"cannot be read: {error.strerror or error}"))
+                    offset = step
+                    continue
+            rest = None
+            found = find_frame(data, begin, max(0, offset - begin))
+            if found is not None:
+                return min(begin + found, self._end), problems
+            if not data:
+                offset = self._storage.resume(offset)
+            elif len(data) <= HEADER_BYTES_MAX or not self._storage.window(begin + len(data), 1):
+                offset = max(offset + 8, begin + len(data))
+            else:
+                offset = max(offset + 8, begin + len(data) - HEADER_BYTES_MAX // 8 * 8)
+        return self._end, problems
+
+
+def _problem(frame: Frame, reason: str) -> Problem:
+    sequence = frame.first_sequence if frame.kind == FrameKind.MESSAGES else None
+    return Problem(frame.offset, frame.end, reason, frame.subject or None, sequence)
+
+
+def tail_of(storage: Storage, begin: int, end: int) -> tuple[int, Frame | None]:
+    """Find where a log ends whose last segment stands at `[begin, end)` of it, and its last frame.
+
+    A segment is allocated before it is filled, so zeros follow the last frame; behind a crash, a torn frame may.
+    The last frame is the last that parses with its body: what does not is no part of the log (`qmq.log.recovery`).
+    """
+    high = end
+    while high > begin:
+        low = max(begin, high - WINDOW_BYTES // 8 * 8)
+        data = storage.window(low, min(high + HEADER_BYTES_MAX, end) - low)
+        at = len(data) if data.strip(b"\0") else 0
+        while (at := data.rfind(b"QMF1", 0, at)) >= 0:
+            try:
+                frame = decode_header(data, at, low + at, None)
+                check_body(frame, storage.window(frame.offset + frame.body_at, frame.body_bytes))
+                return frame.end, frame
+            except CorruptFrame:
+                pass
+        high = low
+    return begin, None
+

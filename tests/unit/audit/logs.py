@@ -1,0 +1,87 @@
+"""Shell. Writes message logs for the audit's tests, with the product's own encoder, whole or wrong on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from zlib import crc32
+
+from qmq.codec import encode_message, join_batch
+from qmq.log.frame import NO_CHAIN, Frame, FrameKind, encode_header, subject_field
+from qmq.log.progress import Entry, encode_office, encode_progress
+from qmq.message import Message
+from qmq.types import Epoch
+
+HOUR_MS = 3_600_000
+BEGIN_MS = 1_700_000_000_000 // HOUR_MS * HOUR_MS
+
+
+class LogWriter:
+    """Writes `<data>/log/<base>.log`. `watermark_behind` frames are not yet covered by the high watermark stated."""
+
+    def __init__(self, data: Path, *, segment_bytes: int = 1 << 62, preallocate: int = 1 << 16, start: int = 0):
+        self.folder = data / "log"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.segment_bytes, self.preallocate = segment_bytes, preallocate
+        self.epoch, self.chain, self.end, self.timestamp_ms = Epoch(1, 1), NO_CHAIN, start, BEGIN_MS
+        self.sequences: dict[str, int] = {}
+        self.frames: list[Frame] = []
+        self._open(start)
+
+    def _open(self, base: int) -> None:
+        self._base = base
+        self._file = (self.folder / f"{base:020d}.log").open("wb")
+
+    def frame(self, kind: FrameKind, subject: str, body: bytes, *, count: int = 0, first: int = 0) -> Frame:
+        if self.end - self._base >= self.segment_bytes:
+            self._close()
+            self._open(self.end)
+        field = subject_field(subject)
+        head, frame = encode_header(
+            kind=kind, flags=0, subject=subject, field=field, count=count, body_bytes=len(body), body_crc=crc32(body),
+            epoch=self.epoch, offset=self.end, high_watermark=self.end, timestamp_ms=self.timestamp_ms,
+            first_sequence=first, producer=7 if count else 0, batch=len(self.frames) if count else 0,
+            previous_chain=self.chain,
+        )  # fmt: skip
+        self._file.write(head + body)
+        self.frames.append(frame)
+        self.end, self.chain = frame.end, frame.chain
+        return frame
+
+    def messages(self, subject: str, messages: Sequence[bytes], *, first: int | None = None) -> Frame:
+        begin = self.sequences.get(subject, 0) if first is None else first
+        self.sequences[subject] = begin + len(messages)
+        return self.frame(FrameKind.MESSAGES, subject, join_batch(messages), count=len(messages), first=begin)
+
+    def batch(self, subject: str, count: int, *, first: int | None = None, size: int = 40) -> Frame:
+        """Append `count` messages with the ids `<subject>-<sequence>` and the properties carrier and text."""
+        begin = self.sequences.get(subject, 0) if first is None else first
+        messages = [
+            encode_message(
+                Message(
+                    subject,
+                    {"carrier": ("AA", "UA", "DL")[sequence % 3], "text": "x" * size},
+                    id=f"{subject}-{sequence}",
+                    tags=("odd",) if sequence % 2 else (),
+                ),
+                self.timestamp_ms,
+            )
+            for sequence in range(begin, begin + count)
+        ]
+        return self.messages(subject, messages, first=begin)
+
+    def progress(self, kind: FrameKind, subject: str, group: str, consumer: str, *entries: Entry) -> Frame:
+        return self.frame(kind, subject, encode_progress(group, consumer, entries))
+
+    def reign(self, epoch: Epoch) -> Frame:
+        self.epoch = epoch
+        return self.frame(FrameKind.EPOCH, "", encode_office(who="b1", why="test"))
+
+    def _close(self) -> None:
+        self._file.write(bytes(-self._file.tell() % self.preallocate or self.preallocate))
+        self._file.close()
+
+    def close(self) -> Path:
+        """Finish the file as a running broker leaves it, with zeros behind the last frame; return the data directory."""
+        self._close()
+        return self.folder.parent
