@@ -1,0 +1,131 @@
+"""Shell. `make run` and `make stop`: a cluster comes up, stays up, tells the truth and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deploy.cluster import AlreadyRunning, Cluster
+from deploy.plan import is_free, load_plan
+from deploy.processes import ROOT
+from qmq.errors import NotServed
+
+HTTP_PORT, BROKER_PORT = 24_080, 24_100
+
+
+def local(run_dir):
+    return Cluster(run_dir, http_port=HTTP_PORT, broker_port=BROKER_PORT)
+
+
+def read(run_dir):
+    return json.loads((run_dir / "cluster.json").read_text())
+
+
+def wait_for(condition, what, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def pids(cluster):
+    brokers = [broker["pid"] for group in cluster["groups"].values() for broker in group.values()]
+    return [cluster["metaserver_pid"], *brokers]
+
+
+def is_gone(pid):
+    """Also if nobody has reaped it yet: then it has no command line any more."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() == b""
+    except OSError:
+        return True
+
+
+def test_a_cluster_comes_up_stays_up_and_goes_on_with_its_data(tmp_path):
+    with local(tmp_path) as cluster:
+        first = read(tmp_path)
+        assert first["metaserver"] == cluster.metaserver and first["token"] == cluster.token
+        assert set(first["groups"]) == {"g1", "g2"}
+        assert all(set(group) == {"master", "slave"} for group in first["groups"].values())
+        assert not any(is_gone(pid) for pid in pids(first))
+
+        with pytest.raises(AlreadyRunning, match="make stop"):
+            local(tmp_path).start()
+
+        killed = first["groups"]["g1"]["master"]["pid"]
+        cluster.kill("g1", "master")
+        wait_for(lambda: is_gone(killed), "the master lives on")
+        wait_for(lambda: read(tmp_path)["groups"]["g1"]["master"]["pid"] not in (None, killed), "it is not back")
+        cluster.wait_writable("g1")
+
+        cluster.swap_roles("g1")
+        cluster.wait_writable()
+        was = first["groups"]["g1"]["slave"]["hostname"]
+        wait_for(lambda: read(tmp_path)["groups"]["g1"]["master"]["hostname"] == was, "cluster.json missed the swap")
+        last = read(tmp_path)
+    assert all(is_gone(pid) for pid in pids(last))
+
+    with local(tmp_path) as cluster:
+        again = read(tmp_path)
+        assert (again["token"], again["metaserver"]) == (first["token"], first["metaserver"])
+        assert again["groups"]["g1"]["master"]["hostname"] == was, "the swap was forgotten"
+    assert all(is_free(port) for port in cluster.plan.ports)
+
+
+def test_a_broker_that_refuses_its_settings_is_named(tmp_path):
+    cluster = Cluster(tmp_path, http_port=HTTP_PORT, broker_port=BROKER_PORT, broker={"no_such_setting": 1})
+    with pytest.raises(NotServed, match="refuses its settings(.|\n)*no_such_setting"):
+        cluster.start()
+    assert all(is_free(port) for port in cluster.plan.ports)
+
+
+def command(run_dir, action):
+    return [sys.executable, "-m", "deploy.local", action, "--dir", str(run_dir)]
+
+
+def start_runner(run_dir):
+    """Do what `make run` does, on ports that are not those of a cluster that somebody runs beside the tests."""
+    if not run_dir.exists():
+        run_dir.mkdir()
+        load_plan(run_dir / "plan.json", ("g1", "g2"), HTTP_PORT, BROKER_PORT)
+    log = run_dir / "runner.log"
+    with log.open("wb") as file:
+        runner = subprocess.Popen(command(run_dir, "run"), cwd=ROOT, stdout=file, stderr=file)
+    wait_for(lambda: b"Ctrl-C" in log.read_bytes() or runner.poll() is not None, "it does not come up", 90.0)
+    assert runner.poll() is None, log.read_text()
+    return runner
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_of_it(tmp_path, number):
+    runner = start_runner(tmp_path / "run")
+    try:
+        running = pids(read(tmp_path / "run"))
+        runner.send_signal(number)
+        assert runner.wait(40) == 0
+        assert all(is_gone(pid) for pid in running)
+    finally:
+        subprocess.run(command(tmp_path / "run", "stop"), cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["runner lives", "runner was killed"])
+def test_make_stop_ends_all_of_it(tmp_path, killed):
+    run_dir = tmp_path / "run"
+    runner = start_runner(run_dir)
+    running = pids(read(run_dir))
+    if killed:
+        runner.kill()
+        runner.wait()
+        assert not any(is_gone(pid) for pid in running)
+    stopped = subprocess.run(command(run_dir, "stop"), cwd=ROOT, text=True, capture_output=True)
+    assert (stopped.returncode, stopped.stdout.splitlines()[-1]) == (0, "stopped"), stopped.stderr
+    runner.wait(10)
+    assert all(is_gone(pid) for pid in running)
+    again = subprocess.run(command(run_dir, "stop"), cwd=ROOT, text=True, capture_output=True)
+    assert (again.returncode, again.stdout) == (0, "no cluster runs here\n")
