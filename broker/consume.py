@@ -101,7 +101,9 @@ class Consumption:
         subscription = Subscription(self._next_id, link, subject, group, consumer, held_end)
         self._next_id += 1
         if (older := self._by_consumer.get(key)) is not None:
-            self.forget(older)
+            for waiting in older.waiting:
+                older.link.refuse(waiting.packet, SubscriptionReplaced(f"another connection consumes as {consumer}"))
+            self._stop_waiting(older)
         self._by_consumer[key] = subscription
         self._by_link.setdefault(link, {})[subscription.id] = subscription
         self._seen[key] = now_ms

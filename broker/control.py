@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -25,6 +26,7 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
 
     def __init__(self, service: Service, settings: BrokerSettings) -> None:
         self._service, self._settings = service, settings
+        self._loop = asyncio.get_running_loop()
 
     async def serve(self) -> None:
         server = grpc.aio.server(
@@ -89,7 +91,8 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
         message_log = self._service.node.log
         try:
             return message_log.read(at, message_log.flushed_end, CHUNK_BYTES).data
-        except CorruptFrame:
+        except CorruptFrame as problem:
+            self._loop.call_soon_threadsafe(self._service.guarded, partial(self._service.node.found_damage, problem))
             return message_log.read_damaged(at)
 
 

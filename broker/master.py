@@ -39,7 +39,7 @@ from qmq.log.progress import Entry, encode_office, encode_progress
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation, Produced
 from qmq.remoting.packet import Packet
-from qmq.replication.ack_gate import AckGate
+from qmq.replication.ack_gate import AckGate, Answer
 from qmq.replication.agreement import Action, Hello, agree
 from qmq.replication.identity import IdentityFile
 from qmq.replication.shipper import Shipper
@@ -47,6 +47,9 @@ from qmq.subjects import check_name
 from qmq.types import Durability, Epoch
 
 log = logging.getLogger(__name__)
+
+CAUGHT_UP_BYTES = 8 << 20
+"""So close to the log's end, a slave that joins counts: the rest is under way within milliseconds."""
 
 
 @dataclass(slots=True)
@@ -169,11 +172,14 @@ class Master:
                 self._consumer_leaves(subject, group, consumer, None)
 
     def resign(self) -> None:
-        """The reign is over: whoever waits asks the next master."""
+        """The reign is over: whoever waits asks the next master, and repeats what may be stored."""
+        another = NotMaster(f"{self._group} has another master now")
+        unknown = OutcomeUnknown(f"the reign {self.epoch} of {self._group} ended; repeat the same batch")
+        self.gate.abandon(stored=unknown, progress=another)
         for subscription in self.consumption.all_waiting():
             while subscription.waiting:
                 waiting = self.consumption.take_waiting(subscription)
-                subscription.link.refuse(waiting.packet, NotMaster(f"{self._group} has another master now"))
+                subscription.link.refuse(waiting.packet, another)
         if self._slave is not None:
             self._slave.link.close("the reign is over")
             self._slave = None
@@ -249,7 +255,7 @@ class Master:
         refused = check_batch(produce.body, produce.count, self._settings.message_bytes_max).refused
         self.counters.repeated_batches += 1
         answer = commands.encode_produced(Produced(first_sequence, stored, Durability.FSYNC, refused))
-        self.gate.stored(end, lambda: link.answer(packet, answer))
+        self.gate.stored(end, _answering(link, packet, answer))
         self.gate.release_now()
 
     def _hold(self, link: Link, packet: Packet, end: int, answer: bytes) -> None:
@@ -258,10 +264,13 @@ class Master:
         held = self._held_bytes
         held[link] = held.get(link, 0) + size
 
-        def release() -> None:
+        def release(error: QmqError | None) -> None:
             if link in held:
                 held[link] -= size
-            link.answer(packet, answer)
+            if error is None:
+                link.answer(packet, answer)
+            else:
+                link.refuse(packet, error)
 
         self.gate.stored(end, release)
 
@@ -310,7 +319,7 @@ class Master:
         answer = commands.encode_json(
             subscription=subscription.id, acked_end=known.acked_end if known else 0, lease_ms=self._settings.lease_ms
         )
-        self.gate.progress(self._log.end, 0, lambda: link.answer(packet, answer))
+        self.gate.progress(self._log.end, 0, _answering(link, packet, answer))
         self.gate.release_now()
 
     def _pull(self, link: Link, packet: Packet) -> None:
@@ -360,18 +369,27 @@ class Master:
     def _bodies_read(self, answer: _PullAnswer, bodies: list[tuple[Frame, Buffer]] | LogError) -> None:
         if isinstance(bodies, CorruptFrame):
             # The messages stay un-acked; the consumer asks again after the repair.
-            self.readonly.change(Reason.CORRUPT, True)
-            self._log.damaged_at(bodies.offset, bodies.reason)
-            log.error("log damaged group=%s offset=%d reason=%s", self._group, bodies.offset, bodies.reason)
+            self.found_damage(bodies)
             answer.subscription.link.close("this copy is damaged there and is being repaired; ask again")
         elif isinstance(bodies, LogError):
             raise bodies
         else:
             answer.read(bodies)
 
+    def found_damage(self, problem: CorruptFrame) -> None:
+        """A frame that was whole once cannot be read any more: readonly until it is repaired (P6)."""
+        self.readonly.change(Reason.CORRUPT, True)
+        self._log.damaged_at(problem.offset, problem.reason)
+        log.error("log damaged group=%s offset=%d reason=%s", self._group, problem.offset, problem.reason)
+
     def repaired(self) -> None:
         """The damaged range was fetched from the other copy."""
         self.readonly.change(Reason.CORRUPT, False)
+
+    def resume(self) -> None:
+        """The roles were not swapped after all."""
+        self.readonly.change(Reason.DRAINING, False)
+        self._serve(self.consumption.all_waiting())
 
     def _ack(self, link: Link, packet: Packet) -> None:
         self._may_progress()
@@ -384,7 +402,7 @@ class Master:
             )
             self.counters.acked_messages += ack.end - ack.begin
         answer = commands.encode_acked(ack.end)
-        self.gate.progress(self._log.end, 0, lambda: link.answer(packet, answer))
+        self.gate.progress(self._log.end, 0, _answering(link, packet, answer))
         self.gate.release_now()
 
     def _heartbeat(self, link: Link, packet: Packet) -> None:
@@ -399,12 +417,12 @@ class Master:
         key = (subscription.subject, subscription.group, subscription.consumer)
         self.consumption.left(*key)
         if subscription.consumer in self._log.state.groups[key[:2]].consumers:
-            self._consumer_leaves(*key, partial(link.answer, packet))
+            self._consumer_leaves(*key, _answering(link, packet, b""))
         else:
             link.answer(packet)
 
     def _consumer_leaves(
-        self, subject: str, group: str, consumer: str, answer: Callable[[], None] | None
+        self, subject: str, group: str, consumer: str, answer: Answer | None
     ) -> None:
         """What the consumer did not ack goes back to its group; others get it next (W1)."""
         self._append_progress(FrameKind.POSITION, subject, group, consumer, [])
@@ -474,15 +492,18 @@ class Master:
         except Diverged as error:
             self._diverged(link, error)
             return
-        if self.gate.alone:
+        if not self.gate.alone:
+            self.gate.confirmed(confirmation.matched_end)
+        elif self._is_caught_up(confirmation.matched_end):
             self.gate.slave_matched(confirmation.matched_end)
-            self.readonly.change(Reason.SLAVE_DOWN, False)
-            self._check_lag(self._host.monotonic_ms())
             self._serve(self.consumption.all_waiting())
             log.info("slave matched group=%s peer=%s end=%d", self._group, link.peer, confirmation.matched_end)
-        else:
-            self.gate.confirmed(confirmation.matched_end)
+        self._check_lag(self._host.monotonic_ms())
         slave.ship()
+
+    def _is_caught_up(self, confirmed_end: int) -> bool:
+        """Whether a slave that joins may count: before that it would only hold up consumers (W14)."""
+        return confirmed_end >= self.gate.high_watermark and self._log.end - confirmed_end <= CAUGHT_UP_BYTES
 
     def _take_back(self, link: Link, packet: Packet) -> None:
         """Frames that we lost and the slave still has."""
@@ -511,10 +532,11 @@ class Master:
         log.warning("master fenced group=%s epoch=%s by=%s", self._group, self.epoch, hello.known)
 
     def _check_lag(self, now_ms: int) -> None:
-        """Readonly while the slave is too far behind, in bytes or in time."""
-        if self.gate.alone:
+        """Readonly while the slave is missing or too far behind, in bytes or in time."""
+        self.readonly.change(Reason.SLAVE_DOWN, self._slave is None)
+        if self.gate.alone or self._slave is None:
             self._oldest_unconfirmed = None
-            self.readonly.change(Reason.SLAVE_LAG, False)
+            self.readonly.change(Reason.SLAVE_LAG, self._slave is not None)
             return
         behind = self._log.end - self.gate.matched_end
         if self._oldest_unconfirmed is None or self._oldest_unconfirmed[0] <= self.gate.matched_end:
@@ -523,6 +545,18 @@ class Master:
         is_late = behind > self._settings.slave_lag_bytes_max or age_ms > self._settings.slave_lag_ms_max
         if self.readonly.change(Reason.SLAVE_LAG, is_late) and is_late:
             log.warning("slave lags group=%s bytes=%d age_ms=%d: the group is readonly", self._group, behind, age_ms)
+        if age_ms > 2 * self._settings.slave_lag_ms_max:
+            self._slave.link.close("no confirmation for too long: consumers go on without this slave")
+
+
+def _answering(link: Link, packet: Packet, body: bytes) -> Answer:
+    def answer(error: QmqError | None) -> None:
+        if error is None:
+            link.answer(packet, body)
+        else:
+            link.refuse(packet, error)
+
+    return answer
 
 
 class _PullAnswer:
@@ -535,7 +569,10 @@ class _PullAnswer:
         self.bodies: list[tuple[Frame, Buffer]] | None = None
         self._gate, self._is_safe = gate, False
 
-    def safe(self) -> None:
+    def safe(self, error: QmqError | None) -> None:
+        if error is not None:
+            self.subscription.link.refuse(self.packet, error)
+            return
         self._is_safe = True
         self._send()
 

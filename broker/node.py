@@ -224,7 +224,14 @@ class Node:
     def cancel_swap(self) -> None:
         self._swap_until_ms = 0
         if self.master is not None:
-            self.master.readonly.change(Reason.DRAINING, False)
+            self.master.resume()
+
+    def found_damage(self, problem: CorruptFrame) -> None:
+        """A reader of the log met bytes that are no frame."""
+        if self.master is not None:
+            self.master.found_damage(problem)
+        else:
+            self.log.damaged_at(problem.offset, problem.reason)
 
     def repaired(self) -> None:
         """The damage was mended: go on, or begin."""

@@ -159,7 +159,7 @@ class MessageLog:
             self._take(frame, (data[frame.offset - offset : frame.end - offset],), body)
 
     def _take(self, frame: Frame, parts: tuple[Buffer, ...], body: Buffer) -> None:
-        require(self.damage is None, "a damaged log is not appended to")
+        require(self.damage is None or self.damage.end <= self.state.end, "nothing is appended behind damage")
         size = frame.end - frame.offset
         if not self._bases:
             self._open_first(frame.offset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -54,6 +55,7 @@ class Connection(asyncio.BufferedProtocol):
         transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods only
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._transport = transport
+        _notice_a_dead_peer(transport.get_extra_info("socket"))
         name = transport.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if name else "?"
 
@@ -163,6 +165,16 @@ class Connection(asyncio.BufferedProtocol):
             answered(packet.body)
         else:
             answered(from_code(packet.code, str(packet.body, "utf-8", "replace")))
+
+
+def _notice_a_dead_peer(sock: socket.socket | None) -> None:
+    """A peer whose machine is gone sends nothing: let the kernel ask, and end the connection within 15 s."""
+    if sock is None:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 15_000)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 async def connect(

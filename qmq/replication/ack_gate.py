@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from qmq.errors import require
+from qmq.errors import QmqError, require
 from qmq.types import Epoch
 
-Answer = Callable[[], None]
+Answer = Callable[[QmqError | None], None]
+"""Called once: with None when it is safe, with an error when this reign cannot tell any more."""
 
 
 class _Progress(NamedTuple):
@@ -82,6 +83,15 @@ class AckGate:
         """End of the oldest batch that is not acknowledged yet."""
         return self._stored[0][0] if self._stored else None
 
+    def abandon(self, *, stored: QmqError, progress: QmqError) -> None:
+        """The reign ends: nobody waits in vain."""
+        stored_answers, self._stored = self._stored, deque()
+        progress_answers, self._progress = self._progress, deque()
+        for _, answer in stored_answers:
+            answer(stored)
+        for waiting in progress_answers:
+            waiting.answer(progress)
+
     def release_now(self) -> None:
         """Answer what needs nothing any more: a repeated batch that was safe long ago."""
         self._release()
@@ -94,11 +104,11 @@ class AckGate:
         require(high <= self.flushed_end or self.flushed_end == 0, "I6: the high watermark is within our own disk")
         stored, progress = self._stored, self._progress
         while stored and stored[0][0] <= high:
-            stored.popleft()[1]()
+            stored.popleft()[1](None)
         while progress and progress[0].end <= high:
-            progress.popleft().answer()
+            progress.popleft().answer(None)
         if self.alone and progress:
             ready = [waiting for waiting in progress if waiting.end <= self.flushed_end and waiting.data_end <= high]
             self._progress = deque(waiting for waiting in progress if waiting not in ready)
             for waiting in ready:
-                waiting.answer()
+                waiting.answer(None)

@@ -108,7 +108,7 @@ def agree(hello: Hello, log: MessageLog, epoch: Epoch, *, in_office: bool) -> Ag
     if hello.end > offset and log.end == offset and not in_office:
         return Agreement(epoch, Action.GIVE, offset, chain, log.end)
     if offset < log.start:
-        return Agreement(epoch, Action.SEED, log.start, 0, log.end)
+        return Agreement(epoch, Action.SEED, log.start, log.start_chain(), log.end)
     return Agreement(epoch, Action.FOLLOW, offset, chain, log.end)
 
 
