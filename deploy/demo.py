@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import logging
 import shutil
 import sys
 import time
@@ -73,7 +74,7 @@ class Demo:
     def _consumer(self, number: int) -> qmq.Consumer:
         consumer = qmq.Consumer(metaserver=self.cluster.metaserver, app=f"demo-{number}", token=self.cluster.token)
 
-        @consumer.listen(self.source.subject, group=GROUP, concurrency=64)
+        @consumer.listen(self.source.subject, group=GROUP, start="earliest")
         async def on_message(message: qmq.Message) -> None:
             self.tally.delivered(message.id, time.monotonic())
 
@@ -108,9 +109,7 @@ class Demo:
         for number, receipt in enumerate(await producer.send_many(messages), first):
             self.tally.answered(number, outcome=receipt.outcome, group=receipt.broker_group, reason=receipt.reason)
             if receipt.is_stored:
-                line = {"subject": receipt.subject, "group": receipt.broker_group}
-                line |= {"sequence": receipt.sequence, "id": receipt.message_id}
-                self.journal.write(json.dumps(line) + "\n")
+                self.journal.write(_journal_line(receipt))
 
     async def _break_things(self) -> None:
         """Kill the first group's master, wait until it is back, then swap the roles of both groups."""
@@ -173,6 +172,15 @@ class Demo:
         print(f"{time.monotonic() - self._began:6.1f} s  {line}", flush=True)
 
 
+def _journal_line(receipt: qmq.Receipt) -> str:
+    """As the audit reads it."""
+    line = {
+        "subject": receipt.subject, "group": receipt.broker_group, "sequence": receipt.sequence,
+        "id": receipt.message_id,
+    }  # fmt: skip
+    return json.dumps(line) + "\n"
+
+
 def summary(demo: Demo, proof: Proof) -> str:
     """What a person wants to know at the end."""
     tally, duplicates = demo.tally, demo.tally.duplicates
@@ -217,6 +225,8 @@ def run(source: Input, run_dir: Path) -> int:
     expected = source.counts()
     print(f"{expected.total():,} rows; starting a cluster in {run_dir}/", flush=True)
     with Cluster(fresh(run_dir)) as cluster:
+        # What the clients report about the faults belongs beside the brokers' logs, not between the lines of progress.
+        logging.basicConfig(filename=run_dir / "logs" / "demo.log", format="%(asctime)s %(levelname)s %(message)s")
         with (run_dir / JOURNAL).open("w") as journal:
             demo = Demo(source, cluster, expected.total(), journal)
             asyncio.run(demo.run())

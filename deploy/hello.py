@@ -18,7 +18,7 @@ async def hello(metaserver: str, token: str) -> None:
         print(f"      in {receipt.broker_group}, sequence {receipt.sequence}, id {receipt.message_id}")
 
     consumer = qmq.Consumer(metaserver=metaserver, app="hello", token=token)
-    async with consumer.pull("order.changed", group="hello") as puller:
+    async with consumer.pull("order.changed", group="hello", start="earliest") as puller:
         for message in await puller.pull(100, timeout=5.0):
             print(f"got:  {dict(message.properties)} {set(message.tags)}, id {message.id}")
             await message.ack()
