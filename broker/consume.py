@@ -311,7 +311,7 @@ class _Budget:
             self.is_stopped = True
             return 0
         mean = ref.length / (ref.end - ref.begin)
-        fitting = int(self.bytes / mean)
+        fitting = max(int(self.bytes / mean), 0)  # the first message may have overdrawn the budget
         taken = min(wanted, self.messages, max(fitting, 1) if self.is_untouched else fitting)
         self.is_stopped = taken < wanted
         self.messages -= taken

@@ -1,0 +1,30 @@
+"""Core. What a master hands out, to whom, and what becomes of it (design, section 3)."""
+
+from __future__ import annotations
+
+from tests.unit.broker.world import Client, Group
+
+
+def ids(client: Client, pull: int) -> list[str]:
+    return [id for _, _, id in client.pulled(pull)]
+
+
+def a_group(**settings) -> tuple[Group, Client]:
+    group = Group.made(**settings).start()
+    return group, Client(group.a)
+
+
+def test_message_larger_than_a_pull_comes_alone_and_the_next_ones_follow_in_order():
+    group, client = a_group()
+    client.produce("big", size=900)
+    client.produce("small 1")
+    client.produce("small 2")
+    client.subscribe()
+    group.settle()
+    first = client.pull(bytes_max=100)
+    second = client.pull(bytes_max=0)
+    third = client.pull(bytes_max=1 << 20)
+    group.settle()
+    assert [ids(client, pull) for pull in (first, second, third)] == [["big"], ["small 1"], ["small 2"]]
+    sequences = [entry[0] for pull in (first, second, third) for entry in client.pulled(pull)]
+    assert sequences == list(range(sequences[0], sequences[0] + 3))

@@ -1,0 +1,348 @@
+"""Core. Two real brokers' cores without a world: tests play network, disks' threads and clock, step by step.
+
+Nothing happens by itself: a packet is `deliver`ed, a commit is `fsync`ed, a turn ends when a test says so; `settle`
+does all of it until nothing is left to do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from zlib import crc32
+
+from broker.assignment import Address, Assignment
+from broker.master import Master
+from broker.node import Node
+from broker.settings import BrokerSettings
+from broker.slave import Slave
+from qmq.codec import decode_envelope, encode_message, join_batch, split_batch
+from qmq.errors import ErrorCode, LogError, from_code
+from qmq.log import Commit, MessageLog
+from qmq.log.memory_disk import FaultyDisk
+from qmq.message import Message
+from qmq.remoting import commands
+from qmq.remoting.commands import Ack, Command, Produced, Pull
+from qmq.remoting.packet import ONE_WAY, Packet
+from qmq.replication.identity import IdentityFile
+from qmq.types import Role
+
+SETTINGS = BrokerSettings(
+    hostname="b", data=Path("unused"), token="secret", segment_bytes=4096, tail_bytes=1 << 20, lease_ms=30_000,
+    slave_wait_ms=5_000, message_bytes_max=1024, packet_bytes_max=1 << 20, window_bytes=1 << 20,
+)  # fmt: skip
+
+
+class FakeLink:
+    """One end of a connection: remembers what was said, or carries it to the other end's inbox."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer, self.writable, self.is_open, self.reason = peer, True, True, ""
+        self.answers: dict[int, tuple[int, bytes]] = {}
+        self.order: list[int] = []
+        self.told: deque[tuple[Command, bytes]] = deque()
+
+    def answer(self, request, *parts, code=0):
+        if self.is_open and not request.flag & ONE_WAY:
+            assert request.opaque not in self.answers, "a request is answered once"
+            self.answers[request.opaque] = (int(code), b"".join(parts))
+            self.order.append(request.opaque)
+
+    def refuse(self, request, error):
+        self.answer(request, str(error).encode(), code=error.code)
+
+    def tell(self, command, *parts):
+        if self.is_open:
+            self.told.append((command, b"".join(parts)))
+
+    def close(self, reason=""):
+        self.is_open, self.reason = False, self.reason or reason
+
+
+class FakeHost:
+    """The world around one node."""
+
+    def __init__(self) -> None:
+        self.node: Node | None = None
+        self.clock_ms, self.turn_is_due = 1_000, False
+        self.commits: deque[Commit] = deque()
+        self.reads: deque = deque()
+        self.hellos: list[bytes] = []
+        self.performed = 0
+
+    def now_ms(self):
+        return 1_700_000_000_000 + self.clock_ms
+
+    def monotonic_ms(self):
+        return self.clock_ms
+
+    def turn_soon(self):
+        self.turn_is_due = True
+
+    def commit(self, commit):
+        self.commits.append(commit)
+
+    def read(self, job, done):
+        self.reads.append((job, done))
+
+    def hello(self, body):
+        self.hellos.append(body)
+
+    def role_changed(self):
+        pass
+
+    # What a test does.
+
+    def turn(self) -> bool:
+        if not self.turn_is_due:
+            return False
+        self.turn_is_due = False
+        self.node.end_of_turn()
+        return True
+
+    def fsync(self) -> bool:
+        if not self.commits:
+            return False
+        commit = self.commits.popleft()
+        self.node.log.perform(commit)
+        self.performed += 1
+        self.node.committed(commit)
+        return True
+
+    def do_read(self) -> bool:
+        if not self.reads:
+            return False
+        job, done = self.reads.popleft()
+        try:
+            result = job()
+        except LogError as error:
+            result = error
+        done(result)
+        return True
+
+    def settle(self) -> None:
+        while self.turn() or self.fsync() or self.do_read():
+            pass
+
+
+class Broker:
+    """One broker: disk, identity, node. `crash` loses what was not fsynced and starts it again."""
+
+    def __init__(self, name: str, settings: BrokerSettings = SETTINGS) -> None:
+        self.name, self.settings, self.disk, self.starts = name, settings, FaultyDisk(), 0
+        self.start()
+
+    def start(self) -> None:
+        self.starts += 1
+        self.host = FakeHost()
+        settings = self.settings
+        message_log = MessageLog(self.disk, segment_bytes=settings.segment_bytes, tail_bytes=settings.tail_bytes)
+        identity = IdentityFile(self.disk, new_incarnation=f"{self.name}-{self.starts}")
+        self.node = Node(message_log=message_log, host=self.host, identity=identity, settings=settings)
+        self.host.node = self.node
+
+    def crash(self, rng=None) -> None:
+        self.disk.crash(rng)
+        self.start()
+
+    @property
+    def log(self) -> MessageLog:
+        return self.node.log
+
+    @property
+    def master(self) -> Master:
+        assert self.node.master is not None
+        return self.node.master
+
+    @property
+    def slave(self) -> Slave:
+        assert self.node.slave is not None
+        return self.node.slave
+
+    def assign(self, role: Role, term: int = 1, **fields) -> None:
+        address = Address("127.0.0.1", 1, 2, 3)
+        self.node.assign(Assignment("g1", term, role, address, address, **fields))
+
+    def wait(self, ms: int) -> None:
+        self.host.clock_ms += ms
+        self.node.tick()
+
+    def alone(self) -> None:
+        """Take office as a master that restarted with a whole log and whose slave does not come."""
+        self.node.identity.completed(True)
+        self.assign(Role.MASTER, self.node.identity.value.term or 1)
+        self.wait(self.settings.slave_wait_ms)
+        self.host.settle()
+
+
+class Client:
+    """A producer's or consumer's connection to one broker."""
+
+    def __init__(self, broker: Broker, name: str = "client") -> None:
+        self.broker, self.link, self.opaque = broker, FakeLink(name), 0
+
+    def send(self, command: Command, body: bytes) -> int:
+        self.opaque += 1
+        self.broker.node.packet_received(self.link, Packet(command, self.opaque, 0, command, memoryview(body)))
+        return self.opaque
+
+    def lost(self) -> None:
+        self.link.is_open = False
+        self.broker.node.link_lost(self.link)
+
+    def answered(self, opaque: int) -> bool:
+        return opaque in self.link.answers
+
+    def code(self, opaque: int) -> ErrorCode:
+        return ErrorCode(self.link.answers[opaque][0])
+
+    def text(self, opaque: int) -> str:
+        return self.link.answers[opaque][1].decode()
+
+    def body(self, opaque: int) -> bytes:
+        code, body = self.link.answers[opaque]
+        assert code == 0, body
+        return body
+
+    # Producing.
+
+    def produce(self, *ids: str, subject: str = "s", producer: int = 7, batch: int = 0, size: int = 0) -> int:
+        """Send one batch; batch 0 is a number of its own."""
+        return self.produce_raw(
+            [message(subject, id, size) for id in ids], subject=subject, producer=producer, batch=batch
+        )
+
+    def produce_raw(
+        self, messages: list[bytes], *, subject: str = "s", producer: int = 7, batch: int = 0, crc: int | None = None
+    ) -> int:
+        body = join_batch(messages)
+        head = commands.produce_header(
+            producer, batch or 1_000 + self.opaque, len(messages), crc32(body) if crc is None else crc, subject
+        )
+        return self.send(Command.PRODUCE, head + body)
+
+    def receipt(self, opaque: int) -> Produced:
+        return commands.decode_produced(memoryview(self.body(opaque)))
+
+    # Consuming.
+
+    def subscribe(
+        self, consumer: str = "c1", *, subject: str = "s", group: str = "g", start: str = "earliest", held_end: int = 0
+    ) -> int:
+        return self.send(
+            Command.SUBSCRIBE,
+            commands.encode_json(subject=subject, group=group, consumer=consumer, start=start, held_end=held_end),
+        )
+
+    def subscription(self, opaque: int) -> int:
+        return commands.decode_json(self.body(opaque))["subscription"]
+
+    def pull(self, subscription: int = 1, most: int = 100, bytes_max: int = 1 << 20, timeout_ms: int = 0) -> int:
+        return self.send(Command.PULL, commands.encode_pull(Pull(subscription, most, bytes_max, timeout_ms)))
+
+    def pulled(self, opaque: int) -> list[tuple[int, int, str]]:
+        """Return (pull sequence, sequence, message id) of what a pull brought."""
+        found = []
+        for piece in commands.decode_pulled(memoryview(self.body(opaque))):
+            for i, data in enumerate(split_batch(piece.body, piece.count)):
+                found.append((piece.pull_sequence + i, piece.sequence + i, id_of(bytes(data))))
+        return found
+
+    def flags(self, opaque: int) -> set[int]:
+        return {piece.flags for piece in commands.decode_pulled(memoryview(self.body(opaque)))}
+
+    def ack(self, begin: int, end: int, subscription: int = 1) -> int:
+        return self.send(Command.ACK, commands.encode_ack(Ack(subscription, begin, end)))
+
+
+def message(subject: str, id: str, size: int = 0) -> bytes:
+    return encode_message(Message(subject, {"x": "y" * size} if size else {}, id=id), 0)
+
+
+def id_of(data: bytes) -> str:
+    return decode_envelope(data).id
+
+
+@dataclass
+class Group:
+    """A master `a`, a slave `b` and the wire between them."""
+
+    a: Broker = field(default_factory=lambda: Broker("a"))
+    b: Broker = field(default_factory=lambda: Broker("b"))
+    at_master: FakeLink | None = None
+    at_slave: FakeLink | None = None
+    _hellos: int = 0
+
+    @classmethod
+    def made(cls, settings: BrokerSettings = SETTINGS, **changes) -> Group:
+        settings = replace(settings, **changes)
+        return cls(Broker("a", settings), Broker("b", settings))
+
+    def start(self, term: int = 1) -> Group:
+        """Assign roles, connect, and let both agree."""
+        self.a.assign(Role.MASTER, term)
+        self.b.assign(Role.SLAVE, term)
+        self.connect()
+        self.settle()
+        return self
+
+    def connect(self) -> None:
+        self.at_master, self.at_slave = FakeLink("slave"), FakeLink("master")
+        self.b.host.hellos.clear()
+        self.b.slave.connected(self.at_slave)
+
+    def cut(self) -> None:
+        """The connection breaks; what was under way is lost."""
+        for link, broker in ((self.at_master, self.a), (self.at_slave, self.b)):
+            link.is_open = False
+            link.told.clear()
+            broker.node.link_lost(link)
+
+    def deliver_hello(self) -> bool:
+        if not self.b.host.hellos or not self.at_slave.is_open:
+            return False
+        body = self.b.host.hellos.pop(0)
+        self._hellos += 1
+        opaque = 10_000 + self._hellos
+        packet = Packet(Command.HELLO, opaque, 0, Command.HELLO, memoryview(body))
+        self.a.node.packet_received(self.at_master, packet)
+        if opaque in self.at_master.answers:
+            code, answer = self.at_master.answers.pop(opaque)
+            self.b.node.agreed(self.at_slave, from_code(code, answer.decode()) if code else memoryview(answer))
+        return True
+
+    def to_slave(self) -> bool:
+        """Deliver one packet that the master sent."""
+        return self._deliver(self.at_master, self.b, self.at_slave)
+
+    def to_master(self) -> bool:
+        return self._deliver(self.at_slave, self.a, self.at_master)
+
+    def _deliver(self, sender: FakeLink | None, to: Broker, at: FakeLink | None) -> bool:
+        if sender is None or at is None or not sender.told:
+            return False
+        command, body = sender.told.popleft()
+        if at.is_open:
+            to.node.packet_received(at, Packet(command, 0, ONE_WAY, command, memoryview(body)))
+        return True
+
+    def settle(self) -> None:
+        busy = True
+        while busy:
+            self.a.host.settle()
+            self.b.host.settle()
+            busy = self.deliver_hello() or self.to_slave() or self.to_master()
+            if self.at_master is not None and not (self.at_master.is_open and self.at_slave.is_open):
+                self.cut()
+                self.at_master = self.at_slave = None
+                busy = True
+
+    def swap(self, term: int) -> None:
+        """Change roles by force: the metaserver's row has a new term."""
+        if self.at_master is not None:
+            self.cut()
+        self.a.assign(Role.SLAVE, term)
+        self.b.assign(Role.MASTER, term)
+        self.a, self.b = self.b, self.a
+        self.connect()
+        self.settle()
