@@ -10,8 +10,9 @@ one that restarts with a whole log may go on without, after `slave_wait_ms`.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from zlib import crc32
 
@@ -52,10 +53,16 @@ CAUGHT_UP_BYTES = 8 << 20
 """So close to the log's end, a slave that joins counts: the rest is under way within milliseconds."""
 
 
+PRODUCE_MS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
+
+
 @dataclass(slots=True)
 class Counters:
     """What a master did, for metrics."""
 
+    produce_ms_counts: list[int] = field(default_factory=lambda: [0] * (len(PRODUCE_MS_BUCKETS) + 1))
+    """Batches acknowledged, by time from arrival; the last place is for those slower than every bucket."""
+    produce_ms_sum: int = 0
     produced_messages: int = 0
     produced_bytes: int = 0
     repeated_batches: int = 0
@@ -263,14 +270,18 @@ class Master:
         size = len(packet.body)
         held = self._held_bytes
         held[link] = held.get(link, 0) + size
+        began_ms = self._host.monotonic_ms()
 
         def release(error: QmqError | None) -> None:
             if link in held:
                 held[link] -= size
-            if error is None:
-                link.answer(packet, answer)
-            else:
+            if error is not None:
                 link.refuse(packet, error)
+                return
+            link.answer(packet, answer)
+            took_ms = self._host.monotonic_ms() - began_ms
+            self.counters.produce_ms_counts[bisect_left(PRODUCE_MS_BUCKETS, took_ms)] += 1
+            self.counters.produce_ms_sum += took_ms
 
         self.gate.stored(end, release)
 

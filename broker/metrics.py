@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from itertools import accumulate
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from broker.master import PRODUCE_MS_BUCKETS
 from broker.readonly import Reason
 from broker.service import Service
 from broker.settings import BrokerSettings
@@ -47,6 +49,7 @@ class BrokerCollector(Collector):
         for reason in Reason:
             reasons.add_metric([group, reason.value], float(reason.value in node.readonly_reasons))
         yield reasons
+        yield self._produce_seconds(group)
         yield from self._lags(group)
         received = CounterMetricFamily(
             "qmq_broker_subject_messages", "Messages in the log since its beginning", labels=["broker_group", "subject"]
@@ -94,6 +97,16 @@ class BrokerCollector(Collector):
         yield "departed_consumers", "Consumers that left or whose lease ended", counters.returned_consumers
         yield "commits", "Writes with fsync", service.commits
         yield "sync_seconds", "Time spent in writes with fsync", service.sync_seconds
+
+    def _produce_seconds(self, group: str) -> Metric:
+        counters = self._service.node.counters
+        running = list(accumulate(counters.produce_ms_counts))
+        bounds = [str(ms / 1000) for ms in PRODUCE_MS_BUCKETS] + ["+Inf"]
+        histogram = HistogramMetricFamily(
+            "qmq_broker_produce_seconds", "Time from a batch's arrival to its acknowledgement", labels=["broker_group"]
+        )
+        histogram.add_metric([group], list(zip(bounds, running, strict=True)), counters.produce_ms_sum / 1000)
+        return histogram
 
     def _lags(self, group: str) -> Iterator[Metric]:
         labels = ["broker_group", "subject", "consumer_group"]
