@@ -369,11 +369,11 @@ class Master:
         self.counters.pulled_messages += sum(part.end - part.begin for part in hand_out.parts)
         answer = _PullAnswer(subscription, waiting.packet, hand_out, self.gate)
         bodies = [self._log.tail_body(part.ref.offset) for part in hand_out.parts]
-        if None in bodies:
-            refs = [part.ref for part in hand_out.parts]
-            self._host.read(lambda: self._log.read_bodies(refs), partial(self._bodies_read, answer))
-        else:
-            answer.bodies = [found for found in bodies if found is not None]
+        answer.bodies = {found[0].offset: found for found in bodies if found is not None}
+        # Only these are surely on disk: what the tail has may not be written yet.
+        if refs := [part.ref for part, found in zip(hand_out.parts, bodies) if found is None]:
+            answer.is_read = False
+            self._host.read(partial(self._log.read_bodies, refs), partial(self._bodies_read, answer))
         self.gate.progress(self._log.end, hand_out.data_end, answer.safe)
         self.gate.release_now()
 
@@ -573,11 +573,12 @@ def _answering(link: Link, packet: Packet, body: bytes) -> Answer:
 class _PullAnswer:
     """An answer to a pull that waits for two things: that it is safe, and that its bytes were read."""
 
-    __slots__ = ("subscription", "packet", "hand_out", "bodies", "_gate", "_is_safe")
+    __slots__ = ("subscription", "packet", "hand_out", "bodies", "is_read", "_gate", "_is_safe")
 
     def __init__(self, subscription: Subscription, packet: Packet, hand_out: HandOut, gate: AckGate) -> None:
         self.subscription, self.packet, self.hand_out = subscription, packet, hand_out
-        self.bodies: list[tuple[Frame, Buffer]] | None = None
+        self.bodies: dict[int, tuple[Frame, Buffer]] = {}
+        self.is_read = True
         self._gate, self._is_safe = gate, False
 
     def safe(self, error: QmqError | None) -> None:
@@ -588,16 +589,18 @@ class _PullAnswer:
         self._send()
 
     def read(self, bodies: list[tuple[Frame, Buffer]]) -> None:
-        self.bodies = bodies
+        self.bodies.update((found[0].offset, found) for found in bodies)
+        self.is_read = True
         self._send()
 
     def _send(self) -> None:
-        if not self._is_safe or self.bodies is None:
+        if not self._is_safe or not self.is_read:
             return
         self.subscription.in_flight -= 1
         flags = FLAG_ALONE if self._gate.alone else 0
         buffers: list[Buffer] = []
-        for part, (frame, body) in zip(self.hand_out.parts, self.bodies, strict=True):
+        for part in self.hand_out.parts:
+            frame, body = self.bodies[part.ref.offset]
             crc, begin = frame.body_crc, frame.first_sequence
             if part.begin != begin or part.end != begin + frame.count:
                 body = slice_batch(body, frame.count, part.begin - begin, part.end - begin)

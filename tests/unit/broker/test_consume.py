@@ -28,3 +28,18 @@ def test_message_larger_than_a_pull_comes_alone_and_the_next_ones_follow_in_orde
     assert [ids(client, pull) for pull in (first, second, third)] == [["big"], ["small 1"], ["small 2"]]
     sequences = [entry[0] for pull in (first, second, third) for entry in client.pulled(pull)]
     assert sequences == list(range(sequences[0], sequences[0] + 3))
+
+
+def test_pull_of_old_and_brand_new_messages_reads_only_the_old_ones_from_disk():
+    group, client = a_group(tail_bytes=0)
+    client.produce("old")
+    group.settle()
+    client.produce("of another subject", subject="other")
+    client.subscribe()
+    group.settle()
+    client.produce("new, not written yet")
+    pull = client.pull()
+    group.a.host.do_read()
+    group.settle()
+    assert ids(client, pull) == ["old", "new, not written yet"]
+    assert group.a.node.writable
