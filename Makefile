@@ -37,8 +37,8 @@ format: $(STAMP) ## put imports and blanks in order
 types: $(STAMP) ## mypy, strict
 	@$(PY) -m mypy
 
-bench: $(STAMP) ## speed, as a table and in .run/bench.json; PEER=rabbitmq for a comparison
-	@$(PY) -m benchmarks $(if $(PEER),--peer "$(PEER)")
+bench: $(STAMP) ## speed: a table and .run/bench.json; ONLY=produce_1k,… QUICK=1 PEER=rabbitmq
+	@exec $(PY) -m benchmarks $(if $(ONLY),--only "$(ONLY)") $(if $(QUICK),--quick) $(if $(PEER),--peer "$(PEER)")
 
 simulate: $(STAMP) ## crashes, partitions and disk faults for SEEDS seeds (default 2000)
 	@$(PY) -m tests.simulation --seeds "$(or $(SEEDS),2000)"

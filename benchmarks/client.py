@@ -1,0 +1,175 @@
+"""Shell. A qmq client as a worker: sends, pulls and listens as applications do, with the public classes alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvloop
+
+import qmq
+from benchmarks.figures import percentile
+from benchmarks.worker import answer, texts
+from qmq.errors import QmqError
+
+PROPERTY = "content"
+
+
+class Client:
+    """The actions; one producer for all of them, which stays connected between repetitions."""
+
+    def __init__(self, metaserver: str, token: str) -> None:
+        self._metaserver, self._token = metaserver, token
+        self._open = contextlib.AsyncExitStack()
+        self._producer: qmq.Producer | None = None
+
+    async def serve(self) -> None:
+        async with self._open:
+            await answer(
+                {
+                    "produce": self.produce, "send_each": self.send_each, "send_one": self.send_one,
+                    "pace": self.pace, "drain": self.drain, "listen": self.listen, "latency": self.latency,
+                }
+            )  # fmt: skip
+
+    async def _opened(self) -> qmq.Producer:
+        if self._producer is None:
+            producer = qmq.Producer(metaserver=self._metaserver, app="benchmark", token=self._token)
+            self._producer = await self._open.enter_async_context(producer)
+        return self._producer
+
+    def _consumer(self) -> qmq.Consumer:
+        return qmq.Consumer(metaserver=self._metaserver, app="benchmark", token=self._token)
+
+    async def produce(self, subject: str, messages: int, size: int) -> dict[str, Any]:
+        """One `send_many`; each message is an object of its own, made while it runs."""
+        producer = await self._opened()
+        contents = texts(size)
+
+        def make() -> Iterator[qmq.Message]:
+            for number in range(messages):
+                yield qmq.Message(subject, {PROPERTY: contents[number & 63]})
+
+        began = time.perf_counter()
+        receipts = await producer.send_many(make())
+        seconds = time.perf_counter() - began
+        _require(receipts.all_stored, "a message of send_many was not stored")
+        return {"seconds": seconds, "messages": messages}
+
+    async def send_each(self, subject: str, messages: int, size: int, in_flight: int) -> dict[str, Any]:
+        """One `send` per message, from as many tasks as messages may be in flight."""
+        producer = await self._opened()
+        contents = texts(size)
+        numbers = iter(range(messages))
+
+        async def work() -> None:
+            for number in numbers:
+                receipt = await producer.send(qmq.Message(subject, {PROPERTY: contents[number & 63]}))
+                _require(receipt.is_stored, receipt.reason)
+
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(in_flight):
+                tasks.create_task(work())
+        return {"seconds": time.perf_counter() - began, "messages": messages}
+
+    async def send_one(self, subject: str, messages: int, size: int) -> dict[str, Any]:
+        """One message at a time."""
+        producer = await self._opened()
+        contents = texts(size)
+        times = []
+        for number in range(messages):
+            began = time.perf_counter()
+            receipt = await producer.send(qmq.Message(subject, {PROPERTY: contents[number & 63]}))
+            times.append((time.perf_counter() - began) * 1e3)
+            _require(receipt.is_stored, receipt.reason)
+        return {"seconds": sum(times) / 1e3, "messages": messages, **_percentiles(times)}
+
+    async def pace(self, subject: str, messages: int, per_second: int) -> dict[str, Any]:
+        """Send at a steady rate; each message says when, by the clock that all processes of a machine share."""
+        producer = await self._opened()
+        failed: list[str] = []
+
+        def done(receipt: qmq.Receipt) -> None:
+            if not receipt.is_stored:
+                failed.append(receipt.reason)
+
+        began = time.monotonic()
+        for number in range(messages):
+            if (wait_s := began + number / per_second - time.monotonic()) > 0:
+                await asyncio.sleep(wait_s)
+            producer.send_nowait(qmq.Message(subject, {PROPERTY: str(time.monotonic())}), done)
+        seconds = time.monotonic() - began
+        _require(not failed, failed[0] if failed else "")
+        return {"seconds": seconds, "messages": messages}
+
+    async def drain(self, subject: str, group: str, messages: int) -> dict[str, Any]:
+        """Pull a backlog and ack it; the last ack is kept by the broker when this ends. Content is looked at."""
+        began, taken = time.perf_counter(), 0
+        async with self._consumer().pull(subject, group=group, start="earliest") as puller:
+            while taken < messages:
+                pulled = await puller.pull(1_000, timeout=30.0)
+                _require(bool(pulled), f"no message for 30 s after {taken} of {messages}")
+                taken += len(pulled)
+                await puller.ack(pulled)
+            await puller.flush()
+            seconds = time.perf_counter() - began
+        return {"seconds": seconds, "messages": taken}
+
+    async def listen(self, subject: str, group: str, messages: int) -> dict[str, Any]:
+        """The same with a listener that reads the content of each message."""
+        consumer, everything = self._consumer(), asyncio.Event()
+        taken = size = 0
+
+        @consumer.listen(subject, group=group, start="earliest")
+        async def on_message(message: qmq.Message) -> None:
+            nonlocal taken, size
+            taken += 1
+            size += len(str(message[PROPERTY]))
+            if taken == messages:
+                everything.set()
+
+        began = time.perf_counter()
+        await _run_until(consumer, everything, 600.0)
+        return {"seconds": time.perf_counter() - began, "messages": taken}
+
+    async def latency(self, subject: str, group: str, messages: int, skipped: int) -> dict[str, Any]:
+        """Listen to what `pace` sends; the first `skipped` messages wait for this listener and are not counted."""
+        consumer, everything = self._consumer(), asyncio.Event()
+        times: list[float] = []
+
+        @consumer.listen(subject, group=group, start="earliest")
+        async def on_message(message: qmq.Message) -> None:
+            times.append((time.monotonic() - float(message[PROPERTY])) * 1e3)
+            if len(times) == messages:
+                everything.set()
+
+        await _run_until(consumer, everything, 600.0)
+        return {"messages": len(times) - skipped, **_percentiles(times[skipped:])}
+
+
+async def _run_until(consumer: qmq.Consumer, everything: asyncio.Event, timeout_s: float) -> None:
+    running = asyncio.create_task(consumer.run())
+    waiting = asyncio.create_task(everything.wait())
+    await asyncio.wait([running, waiting], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    _require(waiting.done(), "the listener did not get all messages")
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def _percentiles(times: list[float]) -> dict[str, float]:
+    ordered = sorted(times)
+    return {"p50_ms": percentile(ordered, 0.5), "p99_ms": percentile(ordered, 0.99), "max_ms": ordered[-1]}
+
+
+def _require(condition: bool, complaint: str) -> None:
+    if not condition:
+        raise QmqError(f"benchmark: {complaint}")
+
+
+if __name__ == "__main__":
+    uvloop.run(Client(sys.argv[1], sys.argv[2]).serve())

@@ -1,0 +1,166 @@
+"""Shell. Two RabbitMQ nodes on loopback with a classic mirrored queue, as plain processes below one directory.
+
+Needs RabbitMQ as Debian packages it (`apt-get install rabbitmq-server`); its service may stay off. Node names, ports,
+cookie, database, logs and the port mapper are our own, so a RabbitMQ that already runs here is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+
+from deploy.plan import HOST, is_free
+from qmq.errors import NotServed
+
+SCRIPTS = Path("/usr/lib/rabbitmq/bin")
+"""Debian's scripts without the wrapper that changes to RabbitMQ's own user."""
+START_S = 90.0
+STOP_S = 20.0
+FIRST_PORT = 25_700
+SETTINGS = """\
+loopback_users = none
+disk_free_limit.absolute = 1GB
+cluster_name = benchmark
+"""
+POLICY = {"ha-mode": "all", "ha-sync-mode": "automatic"}
+
+
+def is_installed() -> bool:
+    return (SCRIPTS / "rabbitmq-server").exists() and shutil.which("epmd") is not None
+
+
+class RabbitMq:
+    """A cluster of two nodes, from `with` to its end. Clients connect to `port`; queues declared there have their
+    master on that node and a mirror on the other."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._dir = run_dir.resolve()
+        self._ports = _free_ports(5)
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self._mapper: subprocess.Popen[bytes] | None = None
+
+    @property
+    def port(self) -> int:
+        return self._ports[1]
+
+    def __enter__(self) -> RabbitMq:
+        shutil.rmtree(self._dir, ignore_errors=True)
+        self._dir.mkdir(parents=True)
+        cookie = self._dir / ".erlang.cookie"
+        cookie.write_text(secrets.token_hex(20))
+        cookie.chmod(0o400)
+        (self._dir / "rabbitmq.conf").write_text(SETTINGS)
+        (self._dir / "plugins").write_text("[].\n")
+        try:
+            self._start_mapper()
+            for number in (1, 2):
+                self._start(number)
+            self._join()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+        shutil.rmtree(self._dir, ignore_errors=True)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {name: node.pid for name, node in self._nodes.items()}
+
+    def control(self, number: int, *arguments: str) -> str:
+        """Run rabbitmqctl against a node; raises NotServed with what it printed."""
+        done = subprocess.run(
+            [SCRIPTS / "rabbitmqctl", "-q", "-n", _name(number), *arguments],
+            env=self._environment(number), capture_output=True, text=True, timeout=START_S,
+        )  # fmt: skip
+        if done.returncode:
+            raise NotServed(f"rabbitmqctl {arguments[0]}: {(done.stderr or done.stdout).strip()}")
+        return done.stdout
+
+    def _environment(self, number: int) -> dict[str, str]:
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("RABBITMQ_", "ERL_"))}
+        return own | {
+            "HOME": str(self._dir),
+            "ERL_EPMD_PORT": str(self._ports[0]),
+            "ERL_EPMD_ADDRESS": HOST,
+            "RABBITMQ_NODENAME": _name(number),
+            "RABBITMQ_NODE_IP_ADDRESS": HOST,
+            "RABBITMQ_NODE_PORT": str(self._ports[number]),
+            "RABBITMQ_DIST_PORT": str(self._ports[2 + number]),
+            "RABBITMQ_MNESIA_BASE": str(self._dir / f"node{number}"),
+            "RABBITMQ_LOG_BASE": str(self._dir / "logs"),
+            "RABBITMQ_PID_FILE": str(self._dir / f"node{number}.pid"),
+            "RABBITMQ_CONFIG_FILE": str(self._dir / "rabbitmq.conf"),
+            "RABBITMQ_ADVANCED_CONFIG_FILE": str(self._dir / "none.config"),
+            "RABBITMQ_CONF_ENV_FILE": str(self._dir / "none.conf"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(self._dir / "plugins"),
+            # The virtual machine itself instead of a shell that waits for it: its pid is the one to measure and to end.
+            "RABBITMQ_ALLOW_INPUT": "1",
+            # Schedulers of two nodes that spin while they wait would take the two cores from each other.
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+sbwt none +sbwtdcpu none +sbwtdio none -noinput"
+            " -kernel inet_dist_use_interface {127,0,0,1}",
+        }
+
+    def _start_mapper(self) -> None:
+        """Erlang's port mapper, in the foreground; a node would leave one behind as a daemon."""
+        self._mapper = subprocess.Popen(
+            ["epmd", "-port", str(self._ports[0]), "-address", HOST],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def _start(self, number: int) -> None:
+        with (self._dir / f"node{number}.log").open("wb") as log:
+            self._nodes[f"rabbitmq{number}"] = subprocess.Popen(
+                [SCRIPTS / "rabbitmq-server"], env=self._environment(number), cwd=self._dir,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def _join(self) -> None:
+        for number in (1, 2):
+            self._await_running(number)
+        self.control(2, "stop_app")
+        self.control(2, "join_cluster", _name(1))
+        self.control(2, "start_app")
+        self.control(1, "set_policy", "mirror", ".*", json.dumps(POLICY), "--apply-to", "queues")
+
+    def _await_running(self, number: int) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                self.control(number, "await_startup")
+                return
+            except NotServed:
+                if time.monotonic() > deadline or self._nodes[f"rabbitmq{number}"].poll() is not None:
+                    log = (self._dir / f"node{number}.log").read_text(errors="replace")[-2000:]
+                    raise NotServed(f"RabbitMQ's node {number} does not start; its log ends with:\n{log}") from None
+            time.sleep(0.5)
+
+    def _stop(self) -> None:
+        processes = [*reversed(self._nodes.values()), *filter(None, [self._mapper])]
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _name(number: int) -> str:
+    return f"qmqbench{number}@localhost"
+
+
+def _free_ports(count: int) -> list[int]:
+    ports = (port for port in range(FIRST_PORT, 32_768) if is_free(port))
+    return [next(ports) for _ in range(count)]
