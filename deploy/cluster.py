@@ -130,6 +130,10 @@ class Cluster:
     def token(self) -> str:
         return self.plan.token
 
+    def service(self, name: str) -> Service:
+        """The process of a broker, by hostname, or "metaserver"."""
+        return self._services[name]
+
     @property
     def starts(self) -> int:
         """How often processes were started since `start`, restarts included."""

@@ -23,6 +23,8 @@ class Service:
     module: str
     config: Path
     log: Path
+    is_held: bool = False
+    """Stays down when it ends, until somebody starts it: what a test or an operator does needs it down."""
     starts: int = 0
     died_at: float | None = None
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
@@ -50,7 +52,7 @@ class Service:
 
     def keep_alive(self, now: float, restart_s: float) -> str:
         """Note a death, and start it again `restart_s` later; return what happened, empty if nothing did."""
-        if self._process is None or (status := self._process.poll()) is None:
+        if self.is_held or self._process is None or (status := self._process.poll()) is None:
             return ""
         if self.died_at is None:
             self.died_at = now
