@@ -39,7 +39,8 @@ TAGS_MAX = 10
 VALUE_BYTES_MAX = 32_767
 """A longer value has a negative length for a Java client, which acks the message and never delivers it."""
 MESSAGE_BYTES_MIN = 1 + 8 + 8 + 2 + 2 + 4
-BATCH_MESSAGES_MAX = 65_536
+BATCH_MESSAGES_MAX = 65_535
+"""The answer to a batch counts its refused messages in 16 bits."""
 
 Buffer = bytes | bytearray | memoryview
 
