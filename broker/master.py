@@ -424,6 +424,8 @@ class Master:
         self._may_progress()
         f = commands.decode_json(packet.body, subscription=int)
         subscription = self.consumption.find(link, f["subscription"], self._host.monotonic_ms())
+        for waiting in subscription.waiting:
+            link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
         self.consumption.forget(subscription)
         key = (subscription.subject, subscription.group, subscription.consumer)
         self.consumption.left(*key)

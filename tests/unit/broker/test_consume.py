@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from qmq.errors import ErrorCode
+from qmq.remoting import commands
+from qmq.remoting.commands import Command
 from tests.unit.broker.world import Client, Group
 
 
@@ -43,3 +46,22 @@ def test_pull_of_old_and_brand_new_messages_reads_only_the_old_ones_from_disk():
     group.settle()
     assert ids(client, pull) == ["old", "new, not written yet"]
     assert group.a.node.writable
+
+
+def test_pull_that_waits_is_answered_when_its_subscription_ends():
+    group, client = a_group()
+    client.subscribe()
+    group.settle()
+    pull = client.pull(timeout_ms=10_000)
+    client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=1))
+    assert client.code(pull) == ErrorCode.NO_MESSAGE
+
+
+def test_pull_that_waits_learns_that_another_connection_took_its_consumer_id():
+    group, client = a_group()
+    client.subscribe()
+    group.settle()
+    waiting = client.pull(timeout_ms=10_000)
+    Client(group.a, "another").subscribe()
+    later = client.pull()
+    assert client.code(waiting) == client.code(later) == ErrorCode.SUBSCRIPTION_REPLACED
