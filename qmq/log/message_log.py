@@ -352,9 +352,10 @@ class MessageLog:
             return None
         self._flush_now()
         name = self._quarantine(to, read_raw(self._disk, self._bases, to, 1 << 63), why)
-        for base in reversed([base for base in self._bases if base > to or (base == to and base != self._bases[0])]):
+        kept = [base for base in self._bases if base < to] or self._bases[:1]
+        for base in reversed(self._bases[len(kept) :]):
             self._remove_segment(base)
-        base = segment_at(self._bases, to)
+        base = kept[-1]
         self._disk.remove(index_name(base))
         self._disk.truncate(log_name(base), to - base)
         self._reload()

@@ -1,0 +1,123 @@
+"""Core. Logs for tests: real ones, on a disk in memory, with whatever history a test asks for."""
+
+from __future__ import annotations
+
+from random import Random
+from zlib import crc32
+
+from qmq.codec import encode_message, join_batch
+from qmq.log import MessageLog
+from qmq.log.fold import State, apply
+from qmq.log.frame import Frame, FrameKind, decode_frames
+from qmq.log.memory_disk import FaultyDisk, MemoryDisk
+from qmq.log.progress import encode_office, encode_progress
+from qmq.log.segments import read_raw, segment_bases
+from qmq.message import Message
+from qmq.types import Epoch
+
+SEGMENT_BYTES = 2048
+
+
+class Copy:
+    """One copy of a log and who writes it."""
+
+    def __init__(
+        self, disk: MemoryDisk | None = None, *, segment_bytes: int = SEGMENT_BYTES, tail_bytes: int = 1 << 20
+    ) -> None:
+        self.disk = disk if disk is not None else FaultyDisk()
+        self.segment_bytes, self.tail_bytes, self.epoch = segment_bytes, tail_bytes, Epoch(1, 1)
+        self.log = MessageLog(self.disk, segment_bytes=segment_bytes, tail_bytes=tail_bytes)
+
+    def reopen(self) -> MessageLog:
+        self.log = MessageLog(self.disk, segment_bytes=self.segment_bytes, tail_bytes=self.tail_bytes)
+        return self.log
+
+    def append(self, kind: FrameKind, subject: str, body: bytes, **fields) -> Frame:
+        plain = {"epoch": self.epoch, "high_watermark": 0, "timestamp_ms": 5}
+        return self.log.append(kind, subject, body, body_crc=crc32(body), **(plain | fields))
+
+    def office(self, epoch: Epoch | None = None) -> Frame:
+        self.epoch = epoch or self.epoch
+        return self.append(FrameKind.EPOCH, "", encode_office(broker="b", why="test"))
+
+    def messages(self, *ids: str, subject: str = "s", size: int = 20, **fields) -> Frame:
+        body = join_batch([message(subject, id, size) for id in ids])
+        first = self.log.state.next_sequence.get(subject, 0)
+        return self.append(FrameKind.MESSAGES, subject, body, count=len(ids), first_sequence=first, **fields)
+
+    def progress(self, kind: FrameKind, consumer: str, *entries, subject: str = "s", group: str = "g") -> Frame:
+        return self.append(kind, subject, encode_progress(group, consumer, list(entries)))
+
+    def flush(self) -> None:
+        while (commit := self.log.take_commit()) is not None:
+            self.log.perform(commit)
+            self.log.flushed(commit)
+
+    def fill(self, frames: int, *, name: str = "m", size: int = 100) -> None:
+        """Append messages, one commit each; rolls over as it goes."""
+        for i in range(frames):
+            self.messages(f"{name}{i}", size=size, subject=f"s{i % 3}")
+            self.flush()
+
+    def whole(self) -> bytes:
+        """The log's bytes from its start to its end, as the disk holds them."""
+        return read_raw(self.disk, segment_bases(self.disk), self.log.start, self.log.flushed_end)
+
+    def image(self) -> dict[str, bytes]:
+        """Every file below log/, without zeros at its end."""
+        names = [f"log/{name}" for name in self.disk.names("log")]
+        return {name: self.disk.read(name, 0, self.disk.size(name)).rstrip(b"\0") for name in names}
+
+
+def message(subject: str, id: str, size: int = 20) -> bytes:
+    return encode_message(Message(subject, {"x": "y" * size} if size else {}, id=id), 0)
+
+
+def fold_of(data: bytes, state: State | None = None) -> State:
+    """Fold frames afresh; `data` begins at the state's end."""
+    state = state or State()
+    for frame, body in decode_frames(data, state.end, state.chain):
+        apply(state, frame, body)
+    return state
+
+
+def a_history(copy: Copy, rng: Random, frames: int) -> list[Frame]:
+    """Append a random but legal history of every kind of frame, seen through the log's own state."""
+    made = [] if copy.log.state.epochs else [copy.office()]
+    while len(made) < frames:
+        made.append(a_frame(copy, rng))
+    return made
+
+
+def a_frame(copy: Copy, rng: Random) -> Frame:
+    state = copy.log.state
+    subject, consumer = rng.choice(["a", "b"]), rng.choice(["c1", "c2"])
+    group = state.groups.get((subject, "g"))
+    known = group.consumers.get(consumer) if group else None
+    kind = rng.choice(["messages", "messages", "messages", "pull", "pull", "ack", "leave", "epoch"])
+    if kind == "epoch" and rng.random() < 0.3:
+        return copy.office(Epoch(copy.epoch.term + rng.randrange(2), copy.epoch.boot + 1))
+    if group is None and kind != "messages":
+        return copy.progress(FrameKind.POSITION, "", (0, 0, 0), subject=subject)
+    if kind == "pull" and group is not None:
+        ranges = [*group.returned, [group.position, state.next_sequence.get(subject, 0) - group.position]]
+        sequence, there = rng.choice(ranges)
+        if there:
+            taken = rng.randint(1, there)
+            skipped = rng.randrange(there - taken + 1) if sequence < group.position else 0
+            entry = (state.next_pull(group, consumer), sequence + skipped, taken)
+            return copy.progress(FrameKind.PULL, consumer, entry, subject=subject)
+    if kind == "ack" and known is not None and known.unacked:
+        held = sum(entry[2] for entry in known.unacked)
+        begin, wanted = known.unacked[0][0], rng.randint(1, held)
+        end = begin
+        for first, _, messages in known.unacked:
+            taken = min(wanted, messages)
+            end, wanted = first + taken, wanted - taken
+            if not wanted:
+                break
+        return copy.progress(FrameKind.ACK, consumer, (begin, end, 0), subject=subject)
+    if kind == "leave" and known is not None:
+        return copy.progress(FrameKind.POSITION, consumer, subject=subject)
+    ids = [f"{copy.log.end}-{i}" for i in range(rng.randint(1, 3))]
+    return copy.messages(*ids, subject=subject, size=rng.randrange(60), producer=rng.randrange(3), batch=copy.log.end)
