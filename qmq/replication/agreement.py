@@ -52,6 +52,10 @@ class Hello:
             epochs = [EpochStart(Epoch(term, boot), offset, chain) for term, boot, offset, chain in f["epochs"]]
         except (ValueError, TypeError):
             raise InvalidRequest("field 'epochs' must be a list of [term, boot, offset, chain]") from None
+        numbers = [f["term"], f["boot"], f["start"], f["end"], f["chain"]]
+        numbers += [number for epoch, *rest in epochs for number in (*epoch, *rest)]
+        if not all(isinstance(number, int) and 0 <= number < 1 << 64 for number in numbers):
+            raise InvalidRequest("epochs, offsets and chains are numbers of 64 bits without sign")
         known = Epoch(f["term"], f["boot"])
         return cls(f["group"], f["incarnation"], known, epochs, f["start"], f["end"], f["chain"])
 
