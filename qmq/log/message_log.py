@@ -475,11 +475,12 @@ class MessageLog:
         self._disk.remove(log_name(base))
 
     def _quarantine(self, begin: int, data: bytes, why: str) -> str:
+        ids = list(_message_ids(data, begin))  # before the zeros go: some of them may end the last frame
         data = data.rstrip(b"\0")
         taken = len(self._disk.names(segments.QUARANTINE))
         name = f"{segments.QUARANTINE}/{begin:020d}-{begin + len(data):020d}-{taken}.bytes"
         self._disk.put(name, data)
-        report = {"begin": begin, "end": begin + len(data), "why": why, "message_ids": list(_message_ids(data, begin))}
+        report = {"begin": begin, "end": begin + len(data), "why": why, "message_ids": ids}
         self._disk.put(name.replace(".bytes", ".json"), json.dumps(report, indent=1).encode())
         return name
 
@@ -487,7 +488,7 @@ class MessageLog:
 def _message_ids(data: bytes, begin: int) -> Iterator[str]:
     """Name the messages in bytes that are cut off, as far as they can be read."""
     try:
-        for frame, body in decode_frames(data + bytes(8), begin, None):
+        for frame, body in decode_frames(data, begin, None):
             if frame.kind == FrameKind.MESSAGES:
                 for message in split_batch(body, frame.count):
                     yield decode_envelope(bytes(message)).id

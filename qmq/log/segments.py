@@ -67,7 +67,10 @@ def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: in
         except CorruptFrame:
             if at or len(data) >= stop - begin:
                 break
-            data = disk.read(log_name(base), begin - base, min(2 * len(data) + 65536, stop - begin))
+            more = disk.read(log_name(base), begin - base, min(2 * len(data) + 65536, stop - begin))
+            if len(more) == len(data):
+                break  # the file is shorter than it was
+            data = more
             continue
         if frame.end - begin > len(data):
             if at:

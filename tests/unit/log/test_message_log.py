@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from qmq.errors import CorruptFrame
 from tests.unit.log.logs import Copy
 
 
@@ -27,3 +28,26 @@ def test_log_is_cut_at_the_border_of_a_segment(which):
     copy.messages("after the cut")
     copy.flush()
     assert copy.reopen().state.chain == copy.log.chain and copy.log.end > base
+
+
+def test_what_is_cut_goes_to_quarantine_with_the_ids_of_its_messages():
+    copy = Copy()
+    copy.office()
+    kept = copy.messages("kept")
+    copy.messages("x", "y")
+    copy.messages("without properties: its bytes end with zeros", size=0)
+    copy.flush()
+    bytes_before = copy.whole()[kept.end :]
+    name = copy.log.cut(kept.end, "conflict")
+    assert report_of(copy, name)["message_ids"] == ["x", "y", "without properties: its bytes end with zeros"]
+    assert copy.disk.read(name, 0, copy.disk.size(name)) == bytes_before.rstrip(b"\0")
+
+
+def test_segment_that_lost_its_end_is_corrupt_not_endless():
+    copy = Copy(tail_bytes=0)
+    copy.office()
+    copy.fill(60)
+    base = copy.log.bases[1]
+    copy.disk.truncate(f"log/{base:020d}.log", 10)
+    with pytest.raises(CorruptFrame):
+        copy.log.read(base, copy.log.end, 1000)
