@@ -1,0 +1,303 @@
+"""Producers and consumers that speak the real packets and believe nothing but answers."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+from qmq.codec import Buffer, encode_message, join_batch, split_batch
+from qmq.errors import ErrorCode
+from qmq.message import Message
+from qmq.remoting import commands
+from qmq.remoting.commands import Ack, Command, Pull
+from qmq.remoting.packet import Packet
+from tests.simulation.network import End
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+class Client:
+    """One connection to whom the route names as the master."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self._events = world.events
+        self.link: End | None = None
+        self._is_connecting = False
+        self._events.between(0, 50, self._step)
+
+    def _step(self) -> None:
+        self._events.between(*self.world.swarm.think_ms, self._step)
+        self.act()
+
+    def act(self) -> None:
+        raise NotImplementedError
+
+    def connect(self) -> None:
+        target = self.world.metaserver.route()
+        if self._is_connecting or target is None:
+            return
+        self._is_connecting = True
+
+        def connected(link: End | None) -> None:
+            self._is_connecting = False
+            self.link = link
+            if link is not None:
+                self.connected(link)
+
+        self.world.network.connect(self, target, connected)
+
+    def connected(self, link: End) -> None: ...
+
+    def drop_link(self) -> None:
+        link, self.link = self.link, None
+        if link is not None:
+            link.owner = None
+            link.close("the client gives up")
+            self.disconnected()
+
+    def disconnected(self) -> None: ...
+
+    def packet_received(self, link: End, packet: Packet) -> None:
+        raise AssertionError("a broker asks clients nothing")
+
+    def link_lost(self, link: End) -> None:
+        if link is self.link:
+            self.link = None
+            self.disconnected()
+
+    def writable_again(self, link: End) -> None: ...
+
+
+@dataclass(slots=True)
+class Batch:
+    number: int
+    subject: str
+    ids: list[str]
+    parts: tuple[Buffer, Buffer]
+    attempts: int = 0
+    sent_ms: int | None = None
+    """When the last attempt was sent; None: not under way."""
+    not_before_ms: int = 0
+
+
+class Producer(Client):
+    """Repeats a batch, byte by byte, until somebody says what became of it."""
+
+    TIMEOUT_MS = 900
+
+    def __init__(self, world: World, name: str, identity: int) -> None:
+        super().__init__(world, name)
+        self._identity = identity
+        self._next = 1
+        self.is_producing = True
+        self.outstanding: dict[int, Batch] = {}
+
+    def act(self) -> None:
+        window = self.world.swarm.window
+        if self.is_producing and len(self.outstanding) < window and self._next - min(self.outstanding, default=self._next) < 60:
+            self._make()
+        if self.link is None:
+            if self.outstanding:
+                self.connect()
+            return
+        now_ms = self._events.now_ms
+        for batch in list(self.outstanding.values()):
+            if batch.sent_ms is not None and now_ms - batch.sent_ms > self.TIMEOUT_MS:
+                batch.sent_ms = None
+                if self._events.chance(0.5):
+                    return self.drop_link()
+            if batch.sent_ms is None and batch.not_before_ms <= now_ms:
+                self._send(batch)
+
+    def _make(self) -> None:
+        rng, number = self._events.rng, self._next
+        self._next += 1
+        subject = rng.choice(self.world.swarm.subjects)
+        ids, messages = [], []
+        for i in range(rng.randint(1, self.world.swarm.batch_messages)):
+            identity = f"{self.name}-{number}-{i}"
+            size = rng.choice((0, 10, 60, 200, 700))
+            ids.append(identity)
+            messages.append(encode_message(Message(subject, {"n": "x" * size}, id=identity), number))
+            self.world.oracle.sent[identity] = subject
+        if rng.random() < 0.02:
+            ids.append("nothing")
+            messages.append(b"garbage")
+        body = join_batch(messages)
+        header = commands.produce_header(self._identity, number, len(messages), crc32(body), subject)
+        self.outstanding[number] = Batch(number, subject, ids, (header, body))
+
+    def _send(self, batch: Batch) -> None:
+        assert self.link is not None
+        link = self.link
+        batch.attempts += 1
+        batch.sent_ms = self._events.now_ms
+        if batch.attempts > 1:
+            self._events.count("batch repeated")
+        link.request(Command.PRODUCE, *batch.parts, then=lambda packet: self._answered(link, batch, packet))
+
+    def _answered(self, link: End, batch: Batch, packet: Packet) -> None:
+        code = packet.code
+        self._events.note(f"{self.name} batch {batch.number} answered {code}")
+        if code == ErrorCode.SUCCESS:
+            produced = commands.decode_produced(packet.body)
+            if produced.stored:
+                key = (self._identity, batch.number)
+                self.world.oracle.acknowledged(key, batch.subject, batch.ids, produced)
+            self.outstanding.pop(batch.number, None)
+            self._events.count("batch acknowledged")
+            return
+        self._events.count(f"produce answered {code}")
+        if code == ErrorCode.OUTCOME_UNKNOWN:
+            self.outstanding.pop(batch.number, None)
+            return
+        batch.sent_ms = None
+        batch.not_before_ms = self._events.now_ms + self._events.rng.randint(5, 150)
+        if code in (ErrorCode.NOT_MASTER, ErrorCode.FENCED) and link is self.link:
+            self.drop_link()
+
+    def disconnected(self) -> None:
+        for batch in self.outstanding.values():
+            batch.sent_ms = None
+
+
+@dataclass(slots=True)
+class Session:
+    """What a consumer has with one connection."""
+
+    subscription: int | None = None
+    is_subscribing: bool = False
+    pull_sent_ms: int | None = None
+    acks_under_way: deque[tuple[int, int]] = field(default_factory=deque)
+    asked_ms: int = 0
+
+
+class Consumer(Client):
+    """Pulls, works, acks in order; may vanish with its memory or with its connection only."""
+
+    TIMEOUT_MS = 2500
+
+    def __init__(self, world: World, name: str, group: str, subject: str) -> None:
+        super().__init__(world, name)
+        self.group, self.subject = group, subject
+        self._session = Session()
+        self.held: deque[int] = deque()
+        """Pull sequences received and not acked, ascending."""
+        self._held_end = 0
+        self.sleeps_until_ms = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.held
+
+    def vanish(self, ms: float, *, forgets: bool) -> None:
+        self.sleeps_until_ms = self._events.now_ms + int(ms)
+        if self._events.chance(0.5):
+            self.drop_link()
+        if forgets:
+            self.held.clear()
+            self._held_end = 0
+            self.drop_link()
+
+    def connected(self, link: End) -> None:
+        self._session = Session()
+
+    def disconnected(self) -> None:
+        self._session = Session()
+
+    def act(self) -> None:
+        now_ms = self._events.now_ms
+        if now_ms < self.sleeps_until_ms:
+            return
+        link, session = self.link, self._session
+        if link is None:
+            self.connect()
+            return
+        oldest_ms = min([now_ms, *([session.asked_ms] if session.is_subscribing or session.acks_under_way else [])])
+        if session.pull_sent_ms is not None:
+            oldest_ms = min(oldest_ms, session.pull_sent_ms)
+        if now_ms - oldest_ms > self.TIMEOUT_MS:
+            return self.drop_link()
+        if session.subscription is None:
+            if not session.is_subscribing:
+                self._subscribe(link, session)
+            return
+        rng = self._events.rng
+        if session.pull_sent_ms is None and len(self.held) < 40:
+            self._pull(link, session)
+        if self.held and rng.random() < 0.6 and not session.acks_under_way:
+            self._ack(link, session)
+        if rng.random() < 0.05:
+            link.request(Command.HEARTBEAT, then=lambda packet: None)
+        if rng.random() < self.world.swarm.unsubscribe and not self.held:
+            self._events.count("unsubscribe")
+            body = commands.encode_json(subscription=session.subscription)
+            link.request(Command.UNSUBSCRIBE, body, then=lambda packet: self.drop_link() if link is self.link else None)
+
+    def _subscribe(self, link: End, session: Session) -> None:
+        session.is_subscribing, session.asked_ms = True, self._events.now_ms
+        body = commands.encode_json(
+            subject=self.subject, group=self.group, consumer=self.name, start="earliest", held_end=self._held_end
+        )
+        link.request(Command.SUBSCRIBE, body, then=lambda packet: self._subscribed(link, session, packet))
+
+    def _is_current(self, link: End, packet: Packet) -> bool:
+        """Whether this answer still counts; errors end the connection, or only this attempt."""
+        if link is not self.link:
+            return False
+        if packet.code in (ErrorCode.SUCCESS, ErrorCode.NO_MESSAGE):
+            return True
+        self._events.count(f"consumer answered {packet.code}")
+        if packet.code == ErrorCode.INVALID_ACK:
+            self.held.clear()
+        self.drop_link()
+        self.sleeps_until_ms = self._events.now_ms + self._events.rng.randint(5, 100)
+        return False
+
+    def _subscribed(self, link: End, session: Session, packet: Packet) -> None:
+        session.is_subscribing = False
+        if self._is_current(link, packet):
+            fields = commands.decode_json(packet.body, subscription=int, acked_end=int)
+            session.subscription = fields["subscription"]
+            while self.held and self.held[0] < fields["acked_end"]:
+                self.held.popleft()
+
+    def _pull(self, link: End, session: Session) -> None:
+        assert session.subscription is not None
+        rng = self._events.rng
+        session.pull_sent_ms = self._events.now_ms
+        pull = Pull(session.subscription, rng.randint(1, 12), rng.choice((1, 500, 100_000)), rng.choice((0, 100, 1000)))
+        link.request(Command.PULL, commands.encode_pull(pull), then=lambda packet: self._pulled(link, session, packet))
+
+    def _pulled(self, link: End, session: Session, packet: Packet) -> None:
+        session.pull_sent_ms = None
+        if not self._is_current(link, packet):
+            return
+        for piece in commands.decode_pulled(packet.body):
+            if piece.flags:
+                self._events.count("pulled from a master alone")
+            for i, message in enumerate(split_batch(piece.body, piece.count)):
+                self.world.oracle.received(self.group, self.subject, piece.sequence + i, bytes(message))
+                self.world.oracle.numbered(self, piece.pull_sequence + i, self._held_end)
+                self.held.append(piece.pull_sequence + i)
+                self._held_end = piece.pull_sequence + i + 1
+
+    def _ack(self, link: End, session: Session) -> None:
+        assert session.subscription is not None
+        count = self._events.rng.randint(1, len(self.held))
+        begin, end = self.held[0], self.held[count - 1] + 1
+        session.acks_under_way.append((begin, end))
+        session.asked_ms = self._events.now_ms
+        body = commands.encode_ack(Ack(session.subscription, begin, end))
+        link.request(Command.ACK, body, then=lambda packet: self._acked(link, session, packet))
+
+    def _acked(self, link: End, session: Session, packet: Packet) -> None:
+        if session.acks_under_way:
+            _, end = session.acks_under_way.popleft()
+            if self._is_current(link, packet):
+                while self.held and self.held[0] < end:
+                    self.held.popleft()

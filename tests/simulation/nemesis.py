@@ -1,0 +1,221 @@
+"""Everything that goes wrong, by name. A seed enables some of it and draws when and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from qmq.types import Role
+from tests.simulation.registry import META
+
+if TYPE_CHECKING:
+    from tests.simulation.machine import Machine
+    from tests.simulation.world import World
+
+
+class Nemesis:
+    """Made per seed; strikes until it is told to stop."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._events = world, world.events
+        self._rng = world.events.rng
+        self._is_active = True
+        names = list(FAULTS)
+        enabled = [name for name in names if self._rng.random() < 0.6] or names
+        self._choices = [(FAULTS[name], name) for name in enabled]
+        self._weights = [self._rng.random() * WEIGHTS.get(name, 1.0) + 0.02 for name in enabled]
+        self.victim = self._rng.choice(world.machines)
+        """The only machine whose disk loses what was fsynced: two lost disks are not covered."""
+        self._again()
+
+    def stop(self) -> None:
+        self._is_active = False
+
+    def _again(self) -> None:
+        low, high = self._world.swarm.strike_ms
+        self._events.between(low, high, self._strike)
+
+    def _strike(self) -> None:
+        if not self._is_active:
+            return
+        ((fault, name),) = self._rng.choices(self._choices, self._weights)
+        if fault(self):
+            self._events.count(name)
+            self._events.note(f"nemesis: {name}")
+        self._again()
+
+    def _machine(self) -> Machine:
+        return self._rng.choice(self._world.machines)
+
+    # Each returns whether it did anything.
+
+    def kill(self) -> bool:
+        machine = self._machine()
+        machine.die("killed")
+        return True
+
+    def power(self) -> bool:
+        machine = self._machine()
+        machine.die("power", power=True)
+        return True
+
+    def power_everywhere(self) -> bool:
+        for machine in self._world.machines:
+            machine.die("power everywhere", power=True)
+        return True
+
+    def refuse(self) -> bool:
+        disk = self._machine().disk
+        disk.fail_at = disk.calls + self._rng.randint(1, 25)
+        return True
+
+    def disk_full(self) -> bool:
+        process = self._machine().process
+        if process is None:
+            return False
+        process.guarded(lambda: process.node.set_disk_full(True))
+        self._events.between(50, 800, lambda: process.guarded(lambda: process.node.set_disk_full(False)))
+        return True
+
+    def cut(self) -> bool:
+        return self._cut_between("a", "b", both_ways=True)
+
+    def cut_one_way(self) -> bool:
+        return self._cut_between("a", "b", both_ways=False)
+
+    def cut_metaserver(self) -> bool:
+        return self._cut_between(self._machine().name, META, both_ways=True)
+
+    def cut_client(self) -> bool:
+        client = self._rng.choice(self._world.clients)
+        return self._cut_between(self._machine().name, client.name, both_ways=self._rng.random() < 0.5)
+
+    def _cut_between(self, one: str, other: str, *, both_ways: bool) -> bool:
+        if self._rng.random() < 0.5:
+            one, other = other, one
+        network = self._world.network
+        network.cut(one, other)
+        self._events.between(20, 2500, lambda: network.heal(one, other))
+        if both_ways:
+            network.cut(other, one)
+            self._events.between(20, 2500, lambda: network.heal(other, one))
+        return True
+
+    def slow_path(self) -> bool:
+        path = self._world.network.path("a", "b") if self._rng.random() < 0.5 else self._world.network.path("b", "a")
+        path.slow_ms = self._rng.uniform(5, 400)
+
+        def ends() -> None:
+            path.slow_ms = 0.0
+
+        self._events.between(100, 1500, ends)
+        return True
+
+    def reset(self) -> bool:
+        return self._reset(3.0)
+
+    def half_open(self) -> bool:
+        return self._reset(3000.0)
+
+    def _reset(self, late_ms: float) -> bool:
+        ends = self._world.network.connections()
+        between_brokers = [end for end in ends if {end.host, end.peer} == {"a", "b"}]
+        if between_brokers and self._rng.random() < 0.6:
+            ends = between_brokers
+        if ends:
+            self._world.network.reset(self._rng.choice(ends), late_ms=late_ms)
+        return bool(ends)
+
+    def clock(self) -> bool:
+        self._machine().wall_skew_ms += self._rng.randint(-86_400_000, 86_400_000)
+        return True
+
+    def metaserver_down(self) -> bool:
+        self._world.metaserver.go_down(self._rng.uniform(50, 3000))
+        return True
+
+    def swap(self) -> bool:
+        self._world.metaserver.swap()
+        return True
+
+    def replace(self) -> bool:
+        """Exchange roles as QMQ does, whoever runs."""
+        metaserver = self._world.metaserver
+        metaserver.replace(Role.MASTER)
+        self._events.between(0, 800, lambda: metaserver.replace(Role.SLAVE))
+        return True
+
+    def failover(self) -> bool:
+        """The master dies, and the slave is put in its place."""
+        group = self._world.metaserver.group
+        if group.master is None:
+            return False
+        self._world.machine(group.master.hostname).die("failover", power=self._rng.random() < 0.5)
+        return self.replace()
+
+    def mark(self) -> bool:
+        metaserver = self._world.metaserver
+        subject = self._rng.choice(["*", *self._world.swarm.subjects])
+        metaserver.marks |= {subject}
+
+        def unmark() -> None:
+            metaserver.marks -= {subject}
+
+        self._events.between(50, 1500, unmark)
+        return True
+
+    def flip(self) -> bool:
+        """One bit of one copy, whether a process uses it or not."""
+        disk = self.victim.disk
+        files = [name for name in disk.log_files() if disk.file_bytes(name)]
+        if not files:
+            return False
+        name = self._rng.choice(files)
+        size = disk.file_bytes(name)
+        if name.endswith(".log"):
+            base = int(name[4:24])
+            process = self.victim.process
+            size = min(size, max((process.log.flushed_end if process else base + size) - base, 0))
+            if size and self._rng.random() < 0.3:
+                low = max(size - 200, 0)
+                disk.flip(name, 8 * self._rng.randrange(low, size) + self._rng.randrange(8))
+                return True
+        if not size:
+            return False
+        disk.flip(name, self._rng.randrange(8 * size))
+        return True
+
+    def flip_while_down(self) -> bool:
+        self.victim.die("power, and its disk rots", power=True)
+        return self.flip()
+
+    def wipe(self) -> bool:
+        """The slave's disk is replaced by an empty one."""
+        group = self._world.metaserver.group
+        name = self.victim.name
+        if group.slave is None or group.slave.hostname != name or not self._world.is_held_by_other(name):
+            return False
+        self.victim.die("its disk is replaced", power=True)
+        self.victim.disk.wipe()
+        return True
+
+    def consumer_vanishes(self) -> bool:
+        consumer = self._rng.choice(self._world.consumers)
+        longest = 3 * self._world.swarm.limits.lease_ms
+        consumer.vanish(self._rng.uniform(10, longest), forgets=self._rng.random() < 0.5)
+        return True
+
+    def client_reconnects(self) -> bool:
+        self._rng.choice(self._world.clients).drop_link()
+        return True
+
+
+FAULTS: dict[str, Callable[[Nemesis], bool]] = {
+    name: getattr(Nemesis, name)
+    for name in (
+        "kill", "power", "power_everywhere", "refuse", "disk_full", "cut", "cut_one_way", "cut_metaserver", "cut_client",
+        "slow_path", "reset", "half_open", "clock", "metaserver_down", "swap", "replace", "failover", "mark", "flip",
+        "flip_while_down", "wipe", "consumer_vanishes", "client_reconnects",
+    )
+}  # fmt: skip
+WEIGHTS = {"power_everywhere": 0.5, "wipe": 0.3, "swap": 2.0, "replace": 1.5, "flip": 0.7, "clock": 0.3}

@@ -1,0 +1,238 @@
+"""Knows everything that was ever promised, and looks whether it is kept. Nothing of the product reads it.
+
+Invariants have the numbers of ARCHITECTURE.md. The committed log is the one prefix that ever was below a high
+watermark: once both disks had it, no history may lack it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qmq.codec import Buffer, decode_envelope, split_batch
+from qmq.log.frame import Frame, FrameKind
+from qmq.remoting.commands import Produced
+from qmq.types import NO_EPOCH, Epoch
+from tests.simulation.events import Events, Violation
+from tests.simulation.watched_log import WatchedLog
+
+if TYPE_CHECKING:
+    from tests.simulation.clients import Consumer
+    from tests.simulation.machine import Machine, Process
+
+
+@dataclass(slots=True)
+class Committed:
+    """Below `end` everything was fsynced on both disks."""
+
+    end: int = 0
+    chain: int = 0
+    epoch: Epoch = NO_EPOCH
+
+
+class Oracle:
+    """Made per seed. Raises Violation."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self.machines: list[Machine] = []
+        self.committed = Committed()
+        self._chains: dict[tuple[Epoch, int], int] = {}
+        self._committed_frames: dict[int, int] = {}
+        self._ackers: dict[Epoch, str] = {}
+        self.acked: dict[str, tuple[str, int]] = {}
+        """Message id -> (subject, sequence) of what producers were told is stored."""
+        self.sent: dict[str, str] = {}
+        """Message id -> subject it was sent to."""
+        self.delivered: dict[tuple[str, int], str] = {}
+        self.delivered_to: dict[str, set[tuple[str, int]]] = {}
+        """Consumer group -> (subject, sequence) its consumers received."""
+        self.first_answers: dict[tuple[int, int], int] = {}
+
+    # Told by the logs.
+
+    def taking(self, log: WatchedLog, frame: Frame, body: Buffer) -> None:
+        """A frame is about to be folded into a log."""
+        known = self._chains.setdefault((frame.epoch, frame.offset), frame.chain)
+        if known != frame.chain:
+            raise Violation(f"I3: two frames with epoch {frame.epoch} and offset {frame.offset}; one at {log.owner}")
+        if frame.kind == FrameKind.EPOCH:
+            self._office(log, frame)
+
+    def _office(self, log: WatchedLog, frame: Frame) -> None:
+        """Whoever takes office, or follows one who did, has everything that was committed."""
+        committed = self.committed
+        if frame.epoch <= committed.epoch or not log.start <= committed.end:
+            if frame.epoch <= committed.epoch and frame.offset >= committed.end:
+                raise Violation(f"I2: {log.owner} goes on in {frame.epoch} after {committed.epoch} had committed")
+            return
+        if log.end < committed.end or not self._has_committed(log):
+            raise Violation(
+                f"I1: {log.owner} takes epoch {frame.epoch} at {log.end} without what was committed "
+                f"up to {committed.end} in {committed.epoch}"
+            )
+
+    def _has_committed(self, log: WatchedLog) -> bool:
+        chain = log.chain_at(self.committed.end)
+        return chain == self.committed.chain or (chain is None and bool(log.simulated_disk.flipped))
+
+    def cutting(self, log: WatchedLog, to: int) -> None:
+        if to >= log.end or log.simulated_disk.flipped:
+            return
+        frame = log.frame_at(to)
+        if frame is not None and self._committed_frames.get(to) == frame.chain:
+            raise Violation(f"I5: {log.owner} cuts committed bytes from {to}")
+
+    # Told by the processes.
+
+    def look(self, process: Process) -> None:
+        """After every call into a broker's core."""
+        master = process.node.master
+        if master is None:
+            return
+        high = master.gate.high_watermark
+        if master is not process.seen_master:
+            process.seen_master, process.seen_high = master, high
+            return
+        if high == process.seen_high:
+            return
+        if high < process.seen_high:
+            raise Violation(f"I6: the high watermark of {process.name} went from {process.seen_high} to {high}")
+        process.seen_high = high
+        if high > self.committed.end:
+            self._commit(process, high, master.epoch)
+
+    def _commit(self, process: Process, high: int, epoch: Epoch) -> None:
+        log = process.log
+        chain = log.chain_at(high)
+        if chain is None:
+            raise Violation(f"I6: the high watermark {high} of {process.name} is the end of no frame")
+        if self.committed.end >= log.start and not self._has_committed(log):
+            raise Violation(f"I1: {process.name} commits in a history without {self.committed}")
+        self._check_disks(log, max(self.committed.end, log.start), high)
+        at = self.committed.end
+        while at < high and (data := log.frame_bytes.get(at)) is not None:
+            frame = log.frame_at(at)
+            assert frame is not None
+            self._committed_frames[at] = frame.chain
+            at += len(data)
+        self.committed = Committed(high, chain, epoch)
+
+    def _check_disks(self, log: WatchedLog, begin: int, end: int) -> None:
+        """I1: what gets acknowledged now would survive a power cut of both machines."""
+        images = []
+        for machine in self.machines:
+            bases = machine.bases()
+            first = max(begin, bases[0] if bases else end)
+            images.append((machine, bases, first, machine.disk.durable(bases, first, end)))
+        at = begin
+        while at < end:
+            data = log.frame_bytes.get(at)
+            if data is None:  # older than this process: both disks must at least agree
+                data = images[0][3][at - images[0][2] :] if images[0][2] <= at else None
+            for machine, bases, first, image in images:
+                if data is None or at < first:
+                    continue
+                if image[at - first : at - first + len(data)] != data and not machine.disk.is_flipped(bases, at, end):
+                    raise Violation(f"I1: frame at {at} is below the high watermark and not on the disk of {machine.name}")
+            if data is None or not data:
+                return
+            at += len(data)
+
+    def acks(self, process: Process, epoch: Epoch, produced: Produced) -> None:
+        """A master tells a producer that something is stored."""
+        acker = self._ackers.setdefault(epoch, process.name)
+        if acker != process.name:
+            raise Violation(f"I2: {acker} and {process.name} both acknowledge in epoch {epoch}")
+
+    # Told by the clients.
+
+    def acknowledged(self, batch: tuple[int, int], subject: str, ids: list[str], produced: Produced) -> None:
+        """A producer holds a receipt."""
+        refused = {position for position, _ in produced.refused}
+        stored = [identity for position, identity in enumerate(ids) if position not in refused]
+        if len(stored) != produced.stored:
+            raise Violation(f"I18: {produced.stored} messages stored of {len(stored)}")
+        if self.first_answers.setdefault(batch, produced.first_sequence) != produced.first_sequence:
+            raise Violation(f"I18: batch {batch} was stored twice")
+        for i, identity in enumerate(stored):
+            self.acked[identity] = (subject, produced.first_sequence + i)
+
+    def received(self, group: str, subject: str, sequence: int, message: bytes) -> None:
+        """A consumer got a message."""
+        envelope = decode_envelope(message)
+        if self.sent.get(envelope.id) != subject:
+            raise Violation(f"I10: {envelope.id} was never sent to {subject}")
+        if self.delivered.setdefault((subject, sequence), envelope.id) != envelope.id:
+            raise Violation(f"I7: sequence {sequence} of {subject} is two messages")
+        self.delivered_to.setdefault(group, set()).add((subject, sequence))
+
+    def numbered(self, consumer: Consumer, pull_sequence: int, held_end: int) -> None:
+        """A consumer is given a pull sequence; it said which it does not hold."""
+        if pull_sequence < held_end:
+            raise Violation(f"I10: {consumer.name} holds {held_end} and is given {pull_sequence} again")
+
+    # At the end.
+
+    def check_end(self, groups: list[str]) -> None:
+        """Both copies are whole, equal, and hold what was promised, once."""
+        first, second = self.machines
+        logs = [process.log for machine in self.machines if (process := machine.process) is not None]
+        if (logs[0].end, logs[0].chain) != (logs[1].end, logs[1].chain):
+            raise Violation("I3: the logs differ at the end")
+        begin, end = max(log.start for log in logs), logs[0].end
+        if first.disk.durable(first.bases(), begin, end) != second.disk.durable(second.bases(), begin, end):
+            raise Violation("I14: the disks differ at the end although both logs read well")
+        stored = self._walk(logs[0])
+        self._check_messages(stored, logs[0])
+        for group in groups:
+            self._check_group(group, stored, logs[0])
+
+    def _walk(self, log: WatchedLog) -> dict[tuple[str, int], str]:
+        stored: dict[tuple[str, int], str] = {}
+        batches: dict[tuple[int, int], int] = {}
+        at = log.start
+        while at < log.end:
+            chunk = log.read(at, log.end, 1 << 20)
+            for frame in chunk.frames:
+                if frame.kind != FrameKind.MESSAGES:
+                    continue
+                if frame.producer and batches.setdefault((frame.producer, frame.batch), frame.offset) != frame.offset:
+                    raise Violation(f"I18: batch {frame.producer}/{frame.batch} stands twice in the log")
+                begin = frame.offset - chunk.begin + frame.body_at
+                body = chunk.data[begin : begin + frame.body_bytes]
+                for i, message in enumerate(split_batch(body, frame.count)):
+                    stored[frame.subject, frame.first_sequence + i] = decode_envelope(bytes(message)).id
+            at = chunk.end
+        return stored
+
+    def _check_messages(self, stored: dict[tuple[str, int], str], log: WatchedLog) -> None:
+        kept = {subject: min(sequence for name, sequence in stored if name == subject) for subject, _ in stored}
+        seen: dict[str, tuple[str, int]] = {}
+        for place, identity in stored.items():
+            if seen.setdefault(identity, place) != place:
+                raise Violation(f"I18: {identity} stands at {seen[identity]} and at {place}")
+            if self.sent.get(identity) != place[0]:
+                raise Violation(f"I10: {identity} was never sent to {place[0]}")
+        for identity, (subject, sequence) in self.acked.items():
+            oldest = kept.get(subject, log.state.next_sequence.get(subject, 0))
+            if sequence >= oldest and stored.get((subject, sequence)) != identity:
+                raise Violation(f"I1: {identity}, acknowledged as {subject} {sequence}, is lost")
+        for (subject, sequence), identity in self.delivered.items():
+            oldest = kept.get(subject, log.state.next_sequence.get(subject, 0))
+            if sequence >= oldest and stored.get((subject, sequence)) != identity:
+                raise Violation(f"I6: {identity} was delivered as {subject} {sequence} and is not in the log")
+        if log.end < self.committed.end or (log.start <= self.committed.end and not self._has_committed(log)):
+            raise Violation(f"I1: the log ends at {log.end}, without {self.committed}")
+
+    def _check_group(self, name: str, stored: dict[tuple[str, int], str], log: WatchedLog) -> None:
+        got = self.delivered_to.get(name, set())
+        for (subject, group), state in log.state.groups.items():
+            if group != name:
+                continue
+            end = log.state.next_sequence.get(subject, 0)
+            missing = [sequence for sequence in range(end) if (subject, sequence) not in got]
+            if missing:
+                raise Violation(f"I9: {name} never got {len(missing)} messages of {subject}, from {missing[0]} on")
+            if state.position != end or state.returned or any(c.unacked for c in state.consumers.values()):
+                raise Violation(f"I9: {name} is not done with {subject}")

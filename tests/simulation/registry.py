@@ -1,0 +1,255 @@
+"""The metaserver: one row per group, changed by compare-and-set with the real rules of `metaserver.roles`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from broker.assignment import Address, Assignment
+from metaserver import roles
+from metaserver.model import Broker, BrokerKey, Directory, Group, ReplicaState
+from qmq.errors import OperatorError
+from qmq.types import Role
+from tests.simulation.events import Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.machine import Process
+    from tests.simulation.world import World
+
+GROUP = "g"
+META = "meta"
+
+
+class Metaserver:
+    """The row and who asks for it. Its own death is an outage: nobody is answered, swaps stop where they are."""
+
+    def __init__(self, world: World, master: str, slave: str) -> None:
+        self._world, self._events = world, world.events
+        self.is_up = True
+        self.life = 0
+        self.marks: frozenset[str] = frozenset()
+        self._masters: dict[int, str] = {1: master}
+        self.group = Group(GROUP, 1, _broker(master, Role.MASTER), _broker(slave, Role.SLAVE), 0)
+        self._group_before = self.group
+
+    # Brokers.
+
+    def poll(self, process: Process) -> None:
+        """A broker's stream to the metaserver: it says how it is and hears of the row, some time later, or never."""
+        network, events = self._world.network, self._events
+        if not self.is_up or not network.is_through(process.name, META):
+            return
+        state = _state(process)
+        incarnation = process.node.identity.value.incarnation
+
+        def heard() -> None:
+            if not self.is_up or not network.is_through(process.name, META) or not process.is_alive:
+                return
+            if not self._register(process.name, incarnation):
+                return
+            self._note(state)
+            self.push(process)
+
+        events.after(network.delay_ms(process.name, META), heard)
+
+    def push(self, process: Process) -> None:
+        """Tell a broker its part: late, perhaps twice, perhaps of a row that is old by then."""
+        network, events = self._world.network, self._events
+        assignment = self.assignment(process.name)
+        if assignment is None:
+            return
+
+        def arrive() -> None:
+            if process.is_alive and network.is_through(META, process.name):
+                process.assign(assignment)
+
+        events.after(network.delay_ms(META, process.name), arrive)
+        if events.chance(0.05):
+            events.count("stale assignment")
+            events.between(50, 4000, arrive)
+
+    def push_all(self) -> None:
+        for machine in self._world.machines:
+            process = machine.process
+            if process is not None and self._events.chance(0.8):
+                self.push(process)
+
+    def assignment(self, name: str) -> Assignment | None:
+        broker = Directory({GROUP: self.group}).find(_key(name))
+        if broker is None:
+            return None
+        group = self.group
+        return Assignment(
+            GROUP, group.term, broker.role, _address(group.master), _address(group.slave), tuple(sorted(self.marks))
+        )
+
+    def _register(self, name: str, incarnation: str) -> bool:
+        known = Directory({GROUP: self.group}).find(_key(name))
+        if known is None:
+            return False
+        try:
+            roles.check_registration(known, incarnation)
+        except OperatorError:
+            self._events.count("registration refused")
+            return False
+        if known.incarnation != incarnation:
+            same = replace(known, incarnation=incarnation, complete=False)
+            self._put_member(same)
+        return True
+
+    def _put_member(self, broker: Broker) -> None:
+        if broker.role == Role.MASTER:
+            self.group = replace(self.group, master=broker)
+        else:
+            self.group = replace(self.group, slave=broker)
+
+    def _note(self, state: ReplicaState) -> None:
+        complete, slave = roles.slave_complete(self.group, state), self.group.slave
+        if complete is not None and slave is not None and slave.incarnation:
+            self._put_member(replace(slave, complete=complete))
+
+    # Clients.
+
+    def route(self) -> str | None:
+        """Return who is the master, as a client with an old or a new route sees it."""
+        group = self.group if self._events.chance(0.9) else self._group_before
+        return group.master.hostname if group.master else None
+
+    # Changes.
+
+    def change(self, change: roles.RoleChange) -> bool:
+        """Compare and set."""
+        if not self.is_up or change.term != self.group.term:
+            return False
+        self._group_before = self.group
+        self.group = Group(GROUP, change.term + 1, change.master, change.slave, 0, change.half_swapped)
+        master = change.master.hostname if change.master else ""
+        if self._masters.setdefault(self.group.term, master) != master:
+            raise Violation(f"I13: two masters in term {self.group.term}")
+        self._events.note(f"row term={self.group.term} master={master} slave={change.slave and change.slave.hostname}")
+        self.push_all()
+        return True
+
+    def go_down(self, ms: float) -> None:
+        self.is_up = False
+        self.life += 1
+
+        def up() -> None:
+            self.is_up = True
+
+        self._events.after(ms, up)
+
+    def replace(self, role: Role) -> None:
+        """ReplaceBroker, by an operator who is sure that nobody runs: the other broker takes this role."""
+        group = self.group
+        if role == Role.MASTER:
+            broker = group.slave
+        else:
+            broker = group.master if not group.half_swapped else self._vacant()
+        if broker is None:
+            return
+        try:
+            wanted = replace(_broker(broker.hostname, role), incarnation=broker.incarnation)
+            change, _ = roles.replace_broker(Directory({GROUP: group}), wanted, lambda _: False)
+        except OperatorError as error:
+            self._events.count("role change refused")
+            self._events.note(f"refused: {error}")
+            return
+        if change is not None and self.change(change):
+            self._events.count("role change")
+
+    def _vacant(self) -> Broker | None:
+        holder = self.group.master.hostname if self.group.master else ""
+        return next((_broker(m.name, Role.SLAVE) for m in self._world.machines if m.name != holder), None)
+
+    def swap(self) -> None:
+        """SwapRoles, step by step; it may end after each of them."""
+        group, life = self.group, self.life
+        if not self.is_up or group.master is None or group.slave is None or group.half_swapped:
+            return
+        events, hold_ms = self._events, events_hold(self._events)
+        master, slave = group.master.hostname, group.slave.hostname
+        deadline_ms = events.now_ms + 2 * hold_ms
+        hold_ends_ms = events.now_ms + hold_ms
+        at_end: list[ReplicaState] = []
+
+        def goes_on() -> bool:
+            return self.is_up and self.life == life and not events.chance(0.05)
+
+        def reach(name: str) -> Process | None:
+            process = self._world.machine(name).process
+            return process if process is not None and self._world.network.is_through(META, name) else None
+
+        def prepare() -> None:
+            process = reach(master)
+            if process is None or not goes_on():
+                return
+            try:
+                process.guarded(lambda: process.node.prepare_swap(group.term, hold_ms))
+            except OperatorError:
+                return
+            events.count("swap prepared")
+            events.between(0, 20, drained)
+
+        def drained() -> None:
+            process = reach(master)
+            if process is None or not goes_on() or events.now_ms > deadline_ms:
+                return cancel()
+            if process.node.master is None or not process.node.master.is_drained:
+                return events.between(5, 20, drained)
+            at_end.append(_state(process))
+            events.between(0, 50, compare)
+
+        def compare() -> None:
+            process = reach(slave)
+            if process is None or not goes_on():
+                return cancel()
+            try:
+                roles.check_same_log(at_end[0], _state(process))
+            except OperatorError:
+                return cancel()
+            events.between(0, 50, exchange)
+
+        def exchange() -> None:
+            if not goes_on() or events.now_ms > hold_ends_ms:
+                return cancel()
+            try:
+                change = roles.swap_roles(self.group, term=group.term)
+            except OperatorError:
+                return cancel()
+            if self.change(change):
+                events.count("swapped")
+
+        def cancel() -> None:
+            process = reach(master)
+            if process is not None and events.chance(0.7):
+                process.guarded(process.node.cancel_swap)
+
+        events.between(0, 20, prepare)
+
+
+def events_hold(events: object) -> int:
+    rng = events.rng  # type: ignore[attr-defined]
+    return int(rng.choice((50, 300, 2000)))
+
+
+def _key(name: str) -> BrokerKey:
+    return BrokerKey(name, 1)
+
+
+def _broker(name: str, role: Role) -> Broker:
+    return Broker(GROUP, role, name, name, 1, 2)
+
+
+def _address(broker: Broker | None) -> Address | None:
+    return Address(broker.ip, broker.serve_port, broker.sync_port, 0) if broker else None
+
+
+def _state(process: Process) -> ReplicaState:
+    node = process.node
+    term = node.assignment.term if node.assignment else 0
+    role = node.assignment.role if node.assignment else Role.SLAVE
+    return ReplicaState(
+        role=role, term=term, log_end=process.log.end, flushed_end=process.log.flushed_end, chain=process.log.chain,
+        writable=node.writable, durability="fsync",
+    )  # fmt: skip

@@ -1,0 +1,70 @@
+"""`python -m tests.simulation --seeds 2000 --jobs 2`: many seeds, what they met, and the first that breaks a promise."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from multiprocessing import Pool
+
+from tests.simulation.nemesis import FAULTS
+from tests.simulation.world import Outcome, simulate
+
+MUST_OCCUR = (
+    *FAULTS,
+    "batch acknowledged", "batch repeated", "crash in recovery", "crash within a commit", "damage found in recovery",
+    "disk refused", "flow control", "half-open connection", "pulled from a master alone", "recovery compared",
+    "repaired", "role change", "segment dropped", "stale assignment", "start without metaserver", "swap prepared",
+    "swapped", "torn tail", "unsubscribe",
+)  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=2000, help="how many (default 2000)")
+    parser.add_argument("--first", type=int, default=1, help="the first one (default 1)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
+    parser.add_argument("--seed", type=int, help="run this one only, and print its last events")
+    options = parser.parse_args(arguments)
+    logging.disable(logging.CRITICAL)
+    if options.seed is not None:
+        outcome = simulate(options.seed)
+        print_outcome(outcome)
+        return bool(outcome.failure)
+    return run(range(options.first, options.first + options.seeds), options.jobs)
+
+
+def run(seeds: range, jobs: int) -> int:
+    began, counts, failed = time.monotonic(), Counter[str](), []
+    steps = acknowledged = delivered = 0
+    with Pool(jobs, initializer=logging.disable, initargs=(logging.CRITICAL,)) as pool:
+        for outcome in pool.imap_unordered(simulate, seeds, chunksize=4):
+            counts += outcome.counts
+            steps += outcome.steps
+            acknowledged += outcome.acknowledged
+            delivered += outcome.delivered
+            if outcome.failure:
+                failed.append(outcome)
+                print_outcome(outcome)
+    took_s = time.monotonic() - began
+    for name in sorted(counts):
+        print(f"{counts[name]:>10}  {name}")
+    missing = [name for name in MUST_OCCUR if not counts[name]]
+    print(
+        f"{len(seeds)} seeds in {took_s:.1f} s: {len(seeds) / took_s:.1f} seeds/s with {jobs} jobs, "
+        f"{steps / len(seeds):.0f} events and {acknowledged / len(seeds):.0f} acknowledged messages a seed, "
+        f"{delivered} messages delivered"
+    )
+    if missing:
+        print(f"never happened: {', '.join(missing)}", file=sys.stderr)
+    if failed:
+        print(f"FAILED seeds: {sorted(outcome.seed for outcome in failed)}", file=sys.stderr)
+    return bool(missing or failed)
+
+
+def print_outcome(outcome: Outcome) -> None:
+    print("\n".join(outcome.recent))
+    print(f"seed {outcome.seed}: {outcome.failure or 'well'} (trace {outcome.hash:08x}, {outcome.steps} events)", flush=True)

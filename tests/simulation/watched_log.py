@@ -1,0 +1,68 @@
+"""The real message log, with somebody looking over its shoulder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qmq.codec import Buffer
+from qmq.errors import CorruptFrame
+from qmq.log import MessageLog
+from qmq.log.frame import Frame, decode_header
+from qmq.log.index import segment_at
+from qmq.log.segments import log_name, read_chunk
+from tests.simulation.disk import SimulatedDisk
+
+if TYPE_CHECKING:
+    from tests.simulation.oracle import Oracle
+
+
+class WatchedLog(MessageLog):
+    """Tells the oracle of every frame taken and every cut. Made anew with each process."""
+
+    def __init__(self, disk: SimulatedDisk, *, owner: str, oracle: Oracle, segment_bytes: int, tail_bytes: int) -> None:
+        self.owner, self._oracle, self.simulated_disk = owner, oracle, disk
+        self.chains: dict[int, int] = {}
+        """End of a frame -> chain there, for frames of this process."""
+        self.frame_bytes: dict[int, bytes] = {}
+        """Offset -> bytes, for the same frames."""
+        super().__init__(disk, segment_bytes=segment_bytes, tail_bytes=tail_bytes)
+
+    def _reload(self) -> None:
+        super()._reload()
+        self.chains.clear()
+        self.frame_bytes.clear()
+        self.chains[self.end] = self.chain
+
+    def _take(self, frame: Frame, parts: tuple[Buffer, ...], body: Buffer) -> None:
+        self._oracle.taking(self, frame, body)
+        super()._take(frame, parts, body)
+        self.chains[frame.end] = frame.chain
+        self.frame_bytes[frame.offset] = b"".join(parts)
+
+    def cut(self, to: int, why: str) -> str | None:
+        if self.damage is None:
+            self._oracle.cutting(self, to)
+        return super().cut(to, why)
+
+    def chain_at(self, end: int) -> int | None:
+        """Return the chain right before `end`; None if no frame of this log ends there."""
+        if (chain := self.chains.get(end)) is not None:
+            return chain
+        try:
+            at = self.start
+            while at < end:
+                chunk = read_chunk(self._disk, self._bases, at, end)
+                at = chunk.end
+            return chunk.chain if at == end else None
+        except (CorruptFrame, UnboundLocalError):
+            return None
+
+    def frame_at(self, offset: int) -> Frame | None:
+        """Return the header of the frame at `offset`, from memory or disk."""
+        if (data := self.frame_bytes.get(offset)) is None:
+            base = segment_at(self._bases, offset)
+            data = self._disk.read(log_name(base), offset - base, 4096)
+        try:
+            return decode_header(data, 0, offset, None)
+        except CorruptFrame:
+            return None

@@ -1,0 +1,256 @@
+"""One seed: two machines, the metaserver's row, clients, faults; then peace, and every promise is looked at."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+
+from qmq.errors import CorruptFrame, QmqError
+from qmq.types import Role
+from tests.simulation.clients import Client, Consumer, Producer
+from tests.simulation.events import Events, Violation
+from tests.simulation.machine import Limits, Machine
+from tests.simulation.nemesis import Nemesis
+from tests.simulation.network import End, Network
+from tests.simulation.oracle import Oracle
+from tests.simulation.registry import Metaserver
+
+PEACE_S = 60
+"""Virtual seconds after the last fault within which everything is well again (I20)."""
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """Every number that may differ between deployments, drawn from the seed."""
+
+    limits: Limits
+    delay_ms: float
+    stall: float
+    keepalive_ms: float
+    think_ms: tuple[float, float]
+    window: int
+    batch_messages: int
+    subjects: tuple[str, ...]
+    producers: int
+    consumers: int
+    strike_ms: tuple[float, float]
+    down_ms: tuple[float, float]
+    war_ms: int
+    slow_sync: float
+    crash_in_recovery: float
+    lonely_start_ms: int
+    unsubscribe: float
+
+    @classmethod
+    def draw(cls, rng: Random) -> Swarm:
+        think = rng.choice((5.0, 15.0, 40.0))
+        strike = rng.choice((30.0, 120.0, 400.0))
+        return cls(
+            limits=Limits(
+                segment_bytes=rng.choice((4096, 4096, 8192, 65536)),
+                tail_bytes=rng.choice((0, 1024, 16384)),
+                window_bytes=rng.choice((1500, 20_000)),
+                message_bytes_max=rng.choice((500, 4096)),
+                lease_ms=rng.choice((500, 1500, 6000)),
+                slave_wait_ms=rng.choice((0, 100, 800, 3000)),
+                slave_lag_bytes_max=rng.choice((3000, 100_000)),
+                slave_lag_ms_max=rng.choice((30, 500, 5000)),
+                catch_up_bytes_per_s=rng.choice((30_000, 1 << 20)),
+                sync_ms=rng.choice((0.05, 0.5, 3.0)),
+                retention_ms=rng.choice((1500, 5000, 1 << 50)),
+            ),
+            delay_ms=rng.choice((0.1, 0.5, 4.0)),
+            stall=rng.choice((0.0, 0.0, 0.02)),
+            keepalive_ms=rng.choice((300.0, 1500.0, 5000.0)),
+            think_ms=(think / 2, 2 * think),
+            window=rng.choice((1, 2, 4)),
+            batch_messages=rng.choice((1, 3, 8)),
+            subjects=("s0", "s1")[: rng.randint(1, 2)],
+            producers=rng.randint(2, 4),
+            consumers=rng.randint(1, 2),
+            strike_ms=(strike / 3, 2 * strike),
+            down_ms=(5.0, rng.choice((100.0, 800.0, 3000.0))),
+            war_ms=rng.choice((2000, 4000, 7000)),
+            slow_sync=rng.choice((0.0, 0.01, 0.1)),
+            crash_in_recovery=rng.choice((0.0, 0.1, 0.3)),
+            lonely_start_ms=rng.choice((50, 700, 3000)),
+            unsubscribe=rng.choice((0.0, 0.01)),
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    seed: int
+    hash: int
+    steps: int
+    acknowledged: int
+    delivered: int
+    counts: Counter[str]
+    failure: str = ""
+    recent: tuple[str, ...] = ()
+
+
+class World:
+    """Everything that belongs to one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.events = Events(seed)
+        self.swarm = swarm = Swarm.draw(self.events.rng)
+        self.oracle = Oracle(self.events)
+        self.network = Network(
+            self.events, delay_ms=swarm.delay_ms, stall=swarm.stall, keepalive_ms=swarm.keepalive_ms
+        )
+        self.network.on_answer = self._on_answer
+        self.machines = [Machine(self, "a"), Machine(self, "b")]
+        self.oracle.machines = self.machines
+        for machine in self.machines:
+            self.network.listen(machine)
+        self.metaserver = Metaserver(self, "a", "b")
+        self.producers = [Producer(self, f"p{i}", i + 1) for i in range(swarm.producers)]
+        self.consumers = [
+            Consumer(self, f"{group}-{subject}-{i}", group, subject)
+            for group in ("g0", "g1")
+            for subject in swarm.subjects
+            for i in range(swarm.consumers)
+        ]
+        self.clients: list[Client] = [*self.producers, *self.consumers]
+
+    def machine(self, name: str) -> Machine:
+        return self.machines[0] if name == "a" else self.machines[1]
+
+    def is_held_by_other(self, name: str) -> bool:
+        """Whether the other machine has a whole log with everything that was committed."""
+        other = next(machine for machine in self.machines if machine.name != name)
+        process = other.process
+        if process is None or process.log.damage is not None or other.disk.flipped:
+            return False
+        return process.log.flushed_end >= self.oracle.committed.end
+
+    def _on_answer(self, end: End, request: object, code: int, parts: object) -> None:
+        process = self.machine(end.host).process
+        if process is not None and end.owner is process:
+            process.on_answer(request, code, parts)  # type: ignore[arg-type]
+
+    def run(self) -> None:
+        """War, then peace. Raises Violation."""
+        for machine in self.machines:
+            machine.start()
+        self.events.run_until(int(self.swarm.war_ms * 100))
+        nemesis = Nemesis(self)
+        self.events.run_until(int(self.swarm.war_ms * 1000))
+        nemesis.stop()
+        self._make_peace()
+        if not self.events.run_until(self.events.now_us + PEACE_S * 1_000_000, self._is_well):
+            raise Violation(f"I20: not well {PEACE_S} s after the last fault: {self.describe()}")
+        self.oracle.check_end(["g0", "g1"])
+
+    def _make_peace(self) -> None:
+        events = self.events
+        events.note("peace")
+        self.network.heal_all()
+        self.metaserver.is_up = True
+        self.metaserver.marks = frozenset()
+        for machine in self.machines:
+            machine.disk.heal()
+            if machine.process is not None:
+                process = machine.process
+                process.guarded(lambda process=process: process.node.set_disk_full(False))  # type: ignore[misc]
+            else:
+                events.between(10, 500, machine.start)
+        for producer in self.producers:
+            producer.is_producing = False
+        for consumer in self.consumers:
+            consumer.sleeps_until_ms = 0
+        object.__setattr__(self.swarm, "crash_in_recovery", 0.0)
+        object.__setattr__(self.swarm, "slow_sync", 0.0)
+        events.after(1000, self._look_after)
+
+    def _look_after(self) -> None:
+        """What operators and the nightly audit do: finish a half-done exchange of roles, read both logs through."""
+        self.events.after(1000, self._look_after)
+        self.network.heal_all()  # faults that were still under way
+        if self.metaserver.group.half_swapped:
+            self.metaserver.replace(Role.SLAVE)
+        for machine in self.machines:
+            machine.disk.heal()
+            process = machine.process
+            if process is not None and process.log.damage is None and machine.disk.flipped:
+                with contextlib.suppress(CorruptFrame):
+                    self._read_through(process.log)
+                    continue
+                self.events.count("damage found by the audit")
+
+    def _read_through(self, log: object) -> None:
+        from tests.simulation.watched_log import WatchedLog
+
+        assert isinstance(log, WatchedLog)
+        at = log.start
+        while at < log.flushed_end:
+            try:
+                at = log.read(at, log.flushed_end, 1 << 20).end
+            except CorruptFrame as problem:
+                log.damaged_at(problem.offset, problem.reason)
+                raise
+
+    def _is_well(self) -> bool:
+        processes = [machine.process for machine in self.machines]
+        if any(process is None or process.log.damage is not None or not process.log.is_idle for process in processes):
+            return False
+        logs = [process.log for process in processes if process is not None]
+        if (logs[0].end, logs[0].chain) != (logs[1].end, logs[1].chain):
+            return False
+        master = next((process for process in processes if process is not None and process.node.writable), None)
+        if master is None or any(producer.outstanding for producer in self.producers):
+            return False
+        if any(not consumer.is_idle for consumer in self.consumers) or not self._is_drained(master.log.state):
+            return False
+        return self._reads_well()
+
+    def _reads_well(self) -> bool:
+        for machine in self.machines:
+            if machine.process is not None and machine.disk.flipped:
+                try:
+                    self._read_through(machine.process.log)
+                except QmqError:
+                    return False
+        return True
+
+    def _is_drained(self, state: object) -> bool:
+        from qmq.log.fold import State
+
+        assert isinstance(state, State)
+        for (subject, _), group in state.groups.items():
+            if group.position != state.next_sequence.get(subject, 0) or group.returned:
+                return False
+            if any(consumer.unacked for consumer in group.consumers.values()):
+                return False
+        return len(state.groups) == 2 * len(self.swarm.subjects)
+
+    def describe(self) -> str:
+        parts = [
+            f"{machine.name}: {machine.process.describe() if machine.process else 'down'}" for machine in self.machines
+        ]
+        parts.append(f"row term={self.metaserver.group.term} half={self.metaserver.group.half_swapped}")
+        parts.append(f"outstanding={[len(producer.outstanding) for producer in self.producers]}")
+        parts.append(f"held={[len(consumer.held) for consumer in self.consumers]}")
+        return "; ".join(parts)
+
+
+def simulate(seed: int) -> Outcome:
+    """Run one seed to its end; a failure is in the outcome."""
+    world, failure = World(seed), ""
+    try:
+        world.run()
+    except Violation as error:
+        failure = str(error)
+    except Exception as error:  # the product must not raise anything it does not name
+        import traceback
+
+        failure = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}"
+    events = world.events
+    return Outcome(
+        seed, events.hash, events.steps, len(world.oracle.acked), len(world.oracle.delivered), events.counts, failure,
+        tuple(f"{at_us / 1000:10.2f}  {what}" for at_us, what in events.recent) if failure else (),
+    )  # fmt: skip
