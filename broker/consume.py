@@ -275,7 +275,7 @@ class Consumption:
                 self.skipped[key] = self.skipped.get(key, 0) + first - begin
                 pull_sequence, begin = pull_sequence + first - begin, first
             for ref in refs:
-                if begin >= end:
+                if begin >= end or cut.is_stopped:
                     break
                 last = begin + cut.allows(ref, min(end, ref.end) - begin)
                 if last == begin:
