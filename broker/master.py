@@ -533,6 +533,8 @@ class Master:
             return
         base, snapshot = commands.split_offset(packet.body)
         self._log.seed(base, snapshot, "taken-back")
+        confirmation = Confirmation(self.epoch, base, self._log.chain)
+        link.tell(Command.CONFIRM, commands.encode_confirmation(confirmation))
 
     def _diverged(self, link: Link, error: Diverged) -> None:
         self.readonly.change(Reason.DIVERGED, True)

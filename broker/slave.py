@@ -98,10 +98,11 @@ class Slave:
     def _give(self, link: Link, agreement: Agreement) -> None:
         begin, chain = agreement.offset, agreement.chain
         needs_snapshot = begin < self._log.start
+        if needs_snapshot:
+            begin, chain, _ = self._log.seed_start()
         self._giving = Shipper(
-            self._log, link, self._host.read, begin=self._log.start if needs_snapshot else begin, chain=chain,
-            bytes_per_s=self._bytes_per_s,
-        )  # fmt: skip
+            self._log, link, self._host.read, begin=begin, chain=chain, bytes_per_s=self._bytes_per_s
+        )
         if needs_snapshot:
             self._giving.seed()
         self._giving.ship()

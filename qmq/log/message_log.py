@@ -367,8 +367,13 @@ class MessageLog:
             self.flushed(commit)
 
     def seed(self, base: int, snapshot: Buffer, why: str) -> None:
-        """Set this whole copy aside and begin a new one at `base`, from the master's snapshot of the state there."""
+        """Set this whole copy aside and begin a new one at `base`, from the master's snapshot of the state there.
+
+        Raises:
+            CorruptFrame: that is no snapshot of the state at `base`. Nothing was changed.
+        """
         require(self._writing is None, "nothing is being written while the log is replaced")
+        _check_snapshot(snapshot, base)
         self._flush_now()
         aside = f"{segments.QUARANTINE}/{self.start:020d}-{self.end:020d}-{why}"
         for name in self._disk.names(segments.FOLDER):
@@ -419,12 +424,22 @@ class MessageLog:
         """Return the chain right before the oldest frame. Blocks; may run on a thread."""
         if not self._bases or self._bases[0] == 0:
             return NO_CHAIN
-        return decode_snapshot(self.snapshot_at_start()[1]).chain
+        return self._snapshot(self._bases[0])[1]
 
-    def snapshot_at_start(self) -> tuple[int, bytes]:
-        """Return base and snapshot of the oldest segment, for seeding."""
-        base = self._bases[0]
-        return base, self._disk.read(snapshot_name(base), 0, self._disk.size(snapshot_name(base)))
+    def seed_start(self) -> tuple[int, int, bytes]:
+        """Return base, chain and snapshot of the oldest segment whose snapshot is whole: a new copy begins there."""
+        for base in self._bases:
+            try:
+                snapshot, chain = self._snapshot(base)
+            except CorruptFrame:
+                continue
+            return base, chain, snapshot
+        raise CorruptFrame(self.start, "no snapshot of this log is whole")
+
+    def _snapshot(self, base: int) -> tuple[bytes, int]:
+        """Return the snapshot of the state at `base`, and the chain there."""
+        data = self._disk.read(snapshot_name(base), 0, self._disk.size(snapshot_name(base)))
+        return data, _check_snapshot(data, base)
 
     def damaged_at(self, begin: int, reason: str) -> None:
         """Take note that the frame at `begin`, folded long ago, cannot be read any more."""
@@ -483,6 +498,17 @@ class MessageLog:
         report = {"begin": begin, "end": begin + len(data), "why": why, "message_ids": ids}
         self._disk.put(name.replace(".bytes", ".json"), json.dumps(report, indent=1).encode())
         return name
+
+
+def _check_snapshot(data: Buffer, base: int) -> int:
+    """Return the chain at `base` if `data` is a whole snapshot of the state there; raises CorruptFrame."""
+    try:
+        state = decode_snapshot(data)
+    except ValueError as problem:
+        raise CorruptFrame(base, str(problem)) from None
+    if state.end != base:
+        raise CorruptFrame(base, f"this is a snapshot of the state at {state.end}")
+    return state.chain
 
 
 def _message_ids(data: bytes, begin: int) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from qmq.errors import CorruptFrame
 from qmq.log import segments
 from qmq.log.disk import Disk
-from qmq.log.fold import State, apply, decode_snapshot
+from qmq.log.fold import State, apply, decode_snapshot, encode_snapshot
 from qmq.log.frame import FrameKind, decode_frames, decode_header
 from qmq.log.index import SegmentIndex
 from qmq.log.segments import CHUNK_BYTES, index_name, log_name, next_frame, read_raw, segment_bases, snapshot_name
@@ -56,6 +56,8 @@ def recover(disk: Disk) -> Recovered:
         if state.end != base:
             damage = Damage(state.end, base, "the segment before ends too early")
             break
+        if position > first:  # or whoever is seeded from here, once the segments before are gone, gets nothing
+            disk.put(snapshot_name(base), encode_snapshot(state))
         index = SegmentIndex(base)
         problem = _replay(disk, base, state, index)
         is_last = position == len(bases) - 1

@@ -112,7 +112,8 @@ def agree(hello: Hello, log: MessageLog, epoch: Epoch, *, in_office: bool) -> Ag
     if hello.end > offset and log.end == offset and not in_office:
         return Agreement(epoch, Action.GIVE, offset, chain, log.end)
     if offset < log.start:
-        return Agreement(epoch, Action.SEED, log.start, log.start_chain(), log.end)
+        base, chain, _ = log.seed_start()
+        return Agreement(epoch, Action.SEED, base, chain, log.end)
     return Agreement(epoch, Action.FOLLOW, offset, chain, log.end)
 
 

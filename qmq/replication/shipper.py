@@ -52,7 +52,7 @@ class Shipper:
 
     def seed(self) -> None:
         """Send the oldest snapshot first: the receiver starts a new copy there."""
-        base, snapshot = self._log.snapshot_at_start()
+        base, _, snapshot = self._log.seed_start()
         self.link.tell(Command.SNAPSHOT, offset_header(base), snapshot)
 
     def ship(self) -> None:
