@@ -36,7 +36,7 @@ class Disk(Protocol):
         """Return up to `size` bytes from `offset`; fewer only at the end of the file."""
 
     def map(self, name: str) -> Buffer:
-        """Return the whole of a file that never changes again."""
+        """Return the whole of a file that never changes again; nothing if there is no such file."""
 
     def create(self, name: str, size: int) -> None:
         """Make a file of `size` zeros, durably."""
@@ -96,9 +96,9 @@ class RealDisk:
         return data
 
     def map(self, name: str) -> Buffer:
+        if not self.size(name):
+            return b""
         with _failing(name), open(self._root / name, "rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                return b""
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
     def create(self, name: str, size: int) -> None:

@@ -1,0 +1,55 @@
+"""Core. The consume log of closed segments: derived, small, made again when it is missing (design, section 2)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qmq.log import RealDisk
+from tests.unit.log.logs import Copy
+
+
+def places(copy: Copy) -> dict[str, list]:
+    return {subject: copy.log.frames(subject, 0, 1_000) for subject in ("s0", "s1", "s2", "nobody's")}
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "flipped", "another segment's"])
+@pytest.mark.parametrize("reopened", [False, True])
+def test_index_that_is_damaged_or_missing_is_made_again(tmp_path: Path, damage: str, reopened: bool):
+    disk = RealDisk(tmp_path)
+    copy = Copy(disk, tail_bytes=0)
+    copy.office()
+    copy.fill(60)
+    wanted, base, next_base = places(copy), copy.log.bases[1], copy.log.bases[2]
+    copy.reopen()
+    path = tmp_path / f"log/{base:020d}.idx"
+    whole = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "flipped":
+        path.write_bytes(whole[:50] + bytes([whole[50] ^ 4]) + whole[51:])
+    else:
+        path.write_bytes((tmp_path / f"log/{next_base:020d}.idx").read_bytes())
+    if reopened:
+        copy.reopen()
+    assert places(copy) == wanted
+    assert path.read_bytes() == whole
+    disk.close()
+
+
+def test_hundred_thousand_subjects_need_no_more_files_than_one():
+    files = []
+    for subjects in (1, 100_000):
+        copy = Copy(segment_bytes=4 << 20, tail_bytes=0)
+        copy.office()
+        for i in range(100_000):
+            copy.messages("m", subject=f"subject {i % subjects}", size=0)
+            if i % 10_000 == 0:
+                copy.flush()
+        copy.flush()
+        assert copy.log.frames(f"subject {subjects // 2 % subjects}", 0, 1)[0].begin == 0
+        files.append(len(copy.disk.names("log")) / len(copy.log.bases))
+    assert max(files) <= 3  # segment, index, snapshot
