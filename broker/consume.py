@@ -10,6 +10,7 @@ consumer says it does not hold; then what consumers that left have returned; the
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,6 +50,14 @@ class Subscription:
     """First pull sequence that this connection was not given."""
     waiting: deque[WaitingPull] = field(default_factory=deque)
     in_flight: int = 0
+    owed: deque[Callable[[], bool]] = field(default_factory=deque)
+    """Answers under way, oldest first; each sends itself once it can, and says whether it did."""
+
+    def answer_in_order(self) -> None:
+        """Send what can be sent. A consumer takes a later pull sequence as the end of the earlier ones: an answer that
+        overtook another, whose bytes are still being read, would make it drop those messages and ack them."""
+        while self.owed and self.owed[0]():
+            self.owed.popleft()
 
 
 class Part(NamedTuple):

@@ -81,10 +81,13 @@ class Master:
     ) -> None:  # fmt: skip
         self._group, self._log, self._host = group, message_log, host
         self._identity, self._settings = identity, settings
-        self.epoch = identity.next_boot(term, above=boot_above)
+        last = message_log.state.epoch  # our file may have forgotten what our log knows
+        self.epoch = identity.next_boot(term, above=max(boot_above, last.boot if last.term == term else 0))
         self.gate = AckGate(
-            self.epoch, high_watermark=message_log.state.high_watermark, flushed_end=message_log.flushed_end
-        )
+            self.epoch, flushed_end=message_log.flushed_end,
+            # Frames may tell of more than our own disk has: they came from a master that was ahead of us.
+            high_watermark=min(message_log.state.high_watermark, message_log.flushed_end),
+        )  # fmt: skip
         self.readonly = Readonly()
         self.readonly.change(Reason.SLAVE_DOWN, True)
         self.consumption = Consumption(message_log, lease_ms=settings.lease_ms, now_ms=host.monotonic_ms())
@@ -347,7 +350,7 @@ class Master:
 
     def _serve(self, subscriptions: list[Subscription]) -> None:
         """Answer pulls that wait, each subscription in its turn, as long as there is something for it."""
-        if not self.in_office or Reason.DRAINING in self.readonly:
+        if not self.in_office or Reason.DRAINING in self.readonly or Reason.FENCED in self.readonly:
             return
         limit = self.gate.high_watermark if self.gate.alone else self._log.end
         for subscription in subscriptions:
@@ -368,6 +371,7 @@ class Master:
         subscription.in_flight += 1
         self.counters.pulled_messages += sum(part.end - part.begin for part in hand_out.parts)
         answer = _PullAnswer(subscription, waiting.packet, hand_out, self.gate)
+        subscription.owed.append(answer.send)
         bodies = [self._log.tail_body(part.ref.offset) for part in hand_out.parts]
         answer.bodies = {found[0].offset: found for found in bodies if found is not None}
         # Only these are surely on disk: what the tail has may not be written yet.
@@ -412,6 +416,7 @@ class Master:
                 FrameKind.ACK, subscription.subject, subscription.group, subscription.consumer, entries
             )
             self.counters.acked_messages += ack.end - ack.begin
+            self._serve([subscription])  # it may have waited at its limit of un-acked messages
         answer = commands.encode_acked(ack.end)
         self.gate.progress(self._log.end, 0, _answering(link, packet, answer))
         self.gate.release_now()
@@ -577,29 +582,32 @@ def _answering(link: Link, packet: Packet, body: bytes) -> Answer:
 class _PullAnswer:
     """An answer to a pull that waits for two things: that it is safe, and that its bytes were read."""
 
-    __slots__ = ("subscription", "packet", "hand_out", "bodies", "is_read", "_gate", "_is_safe")
+    __slots__ = ("subscription", "packet", "hand_out", "bodies", "is_read", "_gate", "_is_safe", "_is_over")
 
     def __init__(self, subscription: Subscription, packet: Packet, hand_out: HandOut, gate: AckGate) -> None:
         self.subscription, self.packet, self.hand_out = subscription, packet, hand_out
         self.bodies: dict[int, tuple[Frame, Buffer]] = {}
         self.is_read = True
-        self._gate, self._is_safe = gate, False
+        self._gate, self._is_safe, self._is_over = gate, False, False
 
     def safe(self, error: QmqError | None) -> None:
         if error is not None:
             self.subscription.link.refuse(self.packet, error)
-            return
+            self._is_over = True
         self._is_safe = True
-        self._send()
+        self.subscription.answer_in_order()
 
     def read(self, bodies: list[tuple[Frame, Buffer]]) -> None:
         self.bodies.update((found[0].offset, found) for found in bodies)
         self.is_read = True
-        self._send()
+        self.subscription.answer_in_order()
 
-    def _send(self) -> None:
+    def send(self) -> bool:
+        """Send it if it is safe and read; return whether nothing is owed any more."""
+        if self._is_over:
+            return True
         if not self._is_safe or not self.is_read:
-            return
+            return False
         self.subscription.in_flight -= 1
         flags = FLAG_ALONE if self._gate.alone else 0
         buffers: list[Buffer] = []
@@ -612,4 +620,5 @@ class _PullAnswer:
             count = part.end - part.begin
             buffers += (commands.piece_header(part.pull_sequence, part.begin, count, len(body), crc, flags), body)
         self.subscription.link.answer(self.packet, *buffers)
+        return True
 

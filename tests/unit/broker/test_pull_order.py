@@ -1,0 +1,48 @@
+"""Core. Answers to the pulls of one subscription leave in the order of their pull sequences."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.broker.world import Client, Group
+
+
+def held_back_reads() -> tuple[Group, Client, list[int]]:
+    """Three pulls of one message each, whose bytes are on disk and still being read."""
+    group = Group.made(tail_bytes=0).start()
+    client = Client(group.a)
+    for number in range(3):
+        client.produce(f"m{number}")
+        group.settle()
+    client.produce("other", subject="other")
+    group.settle()
+    client.subscribe()
+    group.settle()
+    pulls = [client.pull(most=1, timeout_ms=1_000) for _ in range(3)]
+    read, group.a.host.do_read = group.a.host.do_read, lambda: False
+    group.settle()
+    group.a.host.do_read = read
+    assert len(group.a.host.reads) == 3, "all three are read from disk"
+    return group, client, pulls
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2], ids=["in order", "last first", "middle first"])
+def test_reads_that_overtake_each_other_do_not_reorder_answers(turns):
+    group, client, pulls = held_back_reads()
+    before = len(client.link.order)
+    group.a.host.reads.rotate(turns)
+    group.settle()
+    assert client.link.order[before:] == pulls
+    assert [client.pulled(pull)[0][2] for pull in pulls] == ["m0", "m1", "m2"]
+
+
+def test_answer_from_memory_waits_for_an_earlier_one_from_disk():
+    group, client, pulls = held_back_reads()
+    read, group.a.host.do_read = group.a.host.do_read, lambda: False
+    later = client.pull(most=1, timeout_ms=1_000)
+    client.produce("m3")
+    group.settle()
+    assert not client.answered(later), "its messages come after those that are still being read"
+    group.a.host.do_read = read
+    group.settle()
+    assert client.link.order[-4:] == [*pulls, later]
