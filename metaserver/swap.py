@@ -135,10 +135,9 @@ class Swaps:
                 f"the database failed while it stored the roles of {group.name} ({error}); they are exchanged or as "
                 "before. ListBrokers tells once it is back"
             ) from error
-        current = self._registry.directory.groups.get(group.name)
-        if current and current.term == group.term:
+        if not _is_exchanged(group, self._registry.directory.groups.get(group.name)):
             await self._cancel(group)
-            raise OperatorError(f"the database failed: {error}. The roles of {group.name} are as before") from error
+            raise OperatorError(f"the database failed: {error}. This swap changed nothing") from error
 
     async def _finish(self, name: str, term: int) -> bool:
         """Wait until the new master is at work, then a while until its group takes messages; return whether it does."""
@@ -175,3 +174,10 @@ class Swaps:
             await self._brokers.cancel_swap(group.master)
         except QmqError as error:
             log.warning("cancel of swap not answered broker_group=%s, the hold runs out: %s", group.name, error)
+
+
+def _is_exchanged(before: Group, now: Group | None) -> bool:
+    """Whether the next term began with the slave as the master."""
+    if now is None or now.term != before.term + 1 or now.master is None or before.slave is None:
+        return False
+    return now.master.key == before.slave.key

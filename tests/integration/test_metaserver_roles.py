@@ -59,6 +59,47 @@ async def test_swap_whose_new_master_does_not_report_has_an_unknown_outcome(worl
     assert (await world.group("g1"))["term"] == 3
 
 
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "not stored"])
+def test_swap_whose_commit_was_not_answered_finds_out(tmp_path, stored):
+    @in_world
+    async def find_out(world):
+        master, _ = await world.pair()
+        repository = world.server._registry._repository
+        change_roles = repository.change_roles
+
+        def lose_answer(change):
+            if stored:
+                change_roles(change)
+            raise OSError("connection lost")
+
+        repository.change_roles = lose_answer
+        answer = await world.post("SwapRoles", brokerGroup="g1")
+        assert answer["status"] == (0 if stored else -1), answer
+        assert (await world.group("g1"))["term"] == (3 if stored else 2)
+        assert master.calls == (["PrepareSwap"] if stored else ["PrepareSwap", "CancelSwap"])
+
+    find_out(tmp_path)
+
+
+@in_world
+async def test_swap_during_which_the_database_goes_away_has_an_unknown_outcome(world):
+    await world.pair()
+    repository = world.server._registry._repository
+    load = repository.load
+
+    def refuse(*_):
+        raise OSError("connection lost")
+
+    def lose(_):
+        repository.load = refuse
+        refuse()
+
+    repository.change_roles = lose
+    answer = await world.post("SwapRoles", brokerGroup="g1")
+    repository.load = load
+    assert answer["status"] == -2 and "ListBrokers" in answer["message"]
+
+
 @in_world
 async def test_of_two_swaps_at_once_exactly_one_wins(world):
     master, slave = await world.pair()

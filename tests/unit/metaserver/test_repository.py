@@ -87,6 +87,18 @@ def test_decision_on_an_older_term_changes_nothing(pair):
     assert pair.load() == after
 
 
+def test_decision_is_stale_also_when_the_roles_went_there_and_back(pair):
+    pair.change_roles(roles.swap_roles(pair.load().groups["g1"], term=2))
+    pair.change_roles(roles.swap_roles(pair.load().groups["g1"], term=3))
+    old = pair.load().groups["g1"]
+    for term in (4, 5):
+        pair.change_roles(roles.swap_roles(pair.load().groups["g1"], term=term))
+    assert pair.load().groups["g1"].brokers == old.brokers
+    with pytest.raises(StaleTerm):
+        pair.change_roles(roles.swap_roles(old, term=4))
+    assert pair.load().groups["g1"].term == 6
+
+
 def test_decision_on_brokers_that_registered_since_changes_nothing(pair):
     old = pair.load().groups["g1"]
     pair.store_registration(replace(SLAVE, incarnation="new disk"))
@@ -98,7 +110,7 @@ def test_decision_on_brokers_that_registered_since_changes_nothing(pair):
 
 def test_of_many_threads_with_connections_of_their_own_exactly_one_wins_each_term(pair, url):
     group, results = pair.load().groups["g1"], []
-    barrier = threading.Barrier(8)
+    barrier = threading.Barrier(8, timeout=20)
 
     def swap():
         engine = open_database(url)
