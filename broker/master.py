@@ -393,6 +393,8 @@ class Master:
 
     def found_damage(self, problem: CorruptFrame) -> None:
         """A frame that was whole once cannot be read any more: readonly until it is repaired (P6)."""
+        if problem.offset < self._log.start:
+            return  # it was not damaged: retention took it while it was being read
         self.readonly.change(Reason.CORRUPT, True)
         self._log.damaged_at(problem.offset, problem.reason)
         log.error("log damaged group=%s offset=%d reason=%s", self._group, problem.offset, problem.reason)
@@ -468,10 +470,11 @@ class Master:
             "slave says hello group=%s peer=%s end=%d: %s from %d",
             self._group, link.peer, hello.end, agreement.action.value, agreement.offset,
         )  # fmt: skip
-        if self._slave is not None and self._slave.link is not link:
+        if self._slave is not None:  # until it has matched again, it counts for nothing (W14)
             older, self._slave = self._slave.link, None
             self.gate.slave_gone()
-            older.close("a newer connection of the slave replaces this one")
+            if older is not link:
+                older.close("a newer connection of the slave replaces this one")
         self._giver = link if agreement.action == Action.GIVE else None
         link.answer(packet, agreement.encode())
         if agreement.action == Action.GIVE:
@@ -484,6 +487,7 @@ class Master:
             self._slave.seed()
         if not self.in_office:
             self._take_office("its slave matched")
+        self._check_lag(self._host.monotonic_ms())
         self._host.turn_soon()
 
     def _take_office(self, why: str) -> None:

@@ -75,6 +75,7 @@ class Slave:
         if agreement.action == Action.FOLLOW:
             self._cut_to(agreement)
         elif agreement.action == Action.SEED:
+            self._keep_acknowledged(agreement.offset)
             self._identity.completed(False)
         else:
             self._give(link, agreement)
@@ -86,14 +87,18 @@ class Slave:
         offset = agreement.offset
         if offset > self._log.end or not self._log.chain_is(offset, agreement.chain):
             raise Diverged(f"our chain at offset {offset} is not the master's {agreement.chain:016x}")
+        self._keep_acknowledged(offset)
+        if offset < self._log.end:
+            name = self._log.cut(offset, f"conflict with the master of epoch {agreement.epoch}")
+            log.warning("tail cut group=%s offset=%d quarantine=%s", self._group, offset, name)
+
+    def _keep_acknowledged(self, offset: int) -> None:
+        """Raise Diverged if what we would give up from `offset` on was acknowledged."""
         if offset < self._log.state.high_watermark:
             raise Diverged(
                 f"the master's log parts from ours at {offset}, below {self._log.state.high_watermark}, "
                 "up to where messages are acknowledged: its disk may have been replaced"
             )
-        if offset < self._log.end:
-            name = self._log.cut(offset, f"conflict with the master of epoch {agreement.epoch}")
-            log.warning("tail cut group=%s offset=%d quarantine=%s", self._group, offset, name)
 
     def _give(self, link: Link, agreement: Agreement) -> None:
         begin, chain = agreement.offset, agreement.chain

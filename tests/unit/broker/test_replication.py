@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qmq.errors import ErrorCode
 from qmq.types import Role
 from tests.unit.broker.world import Broker, Client, Group
 
@@ -110,3 +111,49 @@ def test_master_with_an_empty_disk_takes_back_a_bare_snapshot():
     group.connect()
     group.settle()
     assert group.a.node.writable and equal(group) and group.a.log.start == base
+
+
+def test_slave_gives_up_nothing_acknowledged_for_a_seed_of_another_history():
+    group = filled()
+    group.cut()
+    stranger = Group.made().start()
+    client = Client(stranger.a)
+    for i in range(40):
+        client.produce(f"x{i}", size=200)
+        stranger.settle()
+    while len(stranger.a.log.bases) > 1:
+        stranger.a.log.drop_oldest_segment()
+    assert stranger.a.log.start < group.b.log.state.high_watermark
+    stranger.cut()
+    end, group.a = group.b.log.end, stranger.a
+    group.connect()
+    group.settle()
+    assert (group.b.log.end, group.b.disk.names("quarantine")) == (end, [])
+    assert "diverged" in group.b.node.readonly_reasons
+
+
+def test_group_is_readonly_from_the_moment_another_slave_begins_to_join():
+    group, client = a_group()
+    assert group.a.node.writable
+    group.connect()
+    group.deliver_hello()
+    refused = client.produce("m")
+    assert client.code(refused) == ErrorCode.READ_ONLY
+    group.settle()
+    stored = client.produce("m")
+    group.settle()
+    assert client.receipt(stored).stored == 1
+
+
+def test_slave_that_says_hello_again_counts_for_nothing_before_it_matched():
+    group, client = a_group()
+    stored = client.produce("m")
+    group.a.host.settle()
+    group.to_slave()
+    group.b.host.settle()
+    group.at_slave.told.clear()
+    group.b.slave.connected(group.at_slave)
+    group.deliver_hello()
+    assert group.a.master.gate.alone and not client.answered(stored)
+    group.settle()
+    assert client.receipt(stored).stored == 1 and equal(group)
