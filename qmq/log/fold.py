@@ -24,7 +24,10 @@ PRODUCERS_MAX = 4096
 BATCHES_PER_PRODUCER = 64
 """A producer keeps fewer than this many numbers between its oldest unresolved batch and its newest."""
 REIGN_BITS = 32
-"""A pull sequence's upper bits count reigns and departures, so that a late ack never hits other messages (W2, W13)."""
+"""A pull sequence's upper bits name the reign, term and boot, so that a late ack never hits other messages (W2, W13).
+
+A count of reigns would not do: two histories that part may have as many, and a master alone hands out messages.
+"""
 
 
 class EpochStart(NamedTuple):
@@ -79,7 +82,8 @@ class Group:
     """A group's progress on one subject. `returned`: [first sequence, messages] that a consumer left behind."""
 
     position: int
-    departures: int = 0
+    floor: int = 0
+    """First pull sequence that was given to none of the consumers that left."""
     returned: deque[list[int]] = field(default_factory=deque)
     consumers: dict[str, Consumer] = field(default_factory=dict)
 
@@ -112,8 +116,9 @@ class State:
 
     def next_pull(self, group: Group, consumer: str) -> int:
         """Return the pull sequence that `consumer`'s next message gets: dense within a reign, never used before."""
-        known = group.consumers.get(consumer)
-        return max(known.next_pull if known else 0, (len(self.epochs) + group.departures) << REIGN_BITS)
+        known, epoch = group.consumers.get(consumer), self.epoch
+        reign = (epoch.term & 0xFFFF) << 16 | epoch.boot & 0xFFFF
+        return max(known.next_pull if known else group.floor, reign << REIGN_BITS)
 
     def repeated(self, producer: int, batch: int) -> StoredBatch | None:
         """Return what was stored for this batch before, if it was."""
@@ -207,14 +212,16 @@ def _position(state: State, frame: Frame, body: Buffer) -> None:
     progress = decode_progress(body)
     key = (frame.subject, progress.group)
     if not progress.consumer:
-        state.groups[key] = Group(position=progress.entries[0][0])
+        known = state.groups.get(key)  # a reset counts as a departure of everybody: late acks hit nothing
+        given = [consumer.next_pull for consumer in known.consumers.values()] + [known.floor] if known else [0]
+        state.groups[key] = Group(position=progress.entries[0][0], floor=max(given))
         return
     group = state.groups.get(key)
     if group is None:
         raise CorruptFrame(frame.offset, f"{progress.consumer} leaves {progress.group}, which has no position")
     consumer = group.consumers.pop(progress.consumer, Consumer())
     group.returned.extend([sequence, messages] for _, sequence, messages in consumer.unacked)
-    group.departures += 1
+    group.floor = max(group.floor, consumer.next_pull)
 
 
 def _epoch(state: State, frame: Frame, body: Buffer) -> None:
@@ -244,7 +251,7 @@ def encode_snapshot(state: State) -> bytes:
         "epochs": [[*e.epoch, e.offset, e.chain] for e in state.epochs],
         "next_sequence": state.next_sequence,
         "groups": [
-            [subject, name, g.position, g.departures, list(g.returned),
+            [subject, name, g.position, g.floor, list(g.returned),
              [[c, p.next_pull, p.acked_end, list(p.unacked)] for c, p in g.consumers.items()]]
             for (subject, name), g in state.groups.items()
         ],
@@ -265,9 +272,9 @@ def decode_snapshot(data: Buffer) -> State:
     state = State(plain["end"], plain["chain"], plain["high_watermark"], plain["timestamp_ms"])
     state.epochs = [EpochStart(Epoch(term, boot), offset, chain) for term, boot, offset, chain in plain["epochs"]]
     state.next_sequence = plain["next_sequence"]
-    for subject, name, position, departures, returned, consumers in plain["groups"]:
+    for subject, name, position, floor, returned, consumers in plain["groups"]:
         state.groups[subject, name] = Group(
-            position, departures, deque(returned), {c: Consumer(n, a, deque(u)) for c, n, a, u in consumers}
+            position, floor, deque(returned), {c: Consumer(n, a, deque(u)) for c, n, a, u in consumers}
         )
     state.producers = {p: {b: StoredBatch(*stored) for b, *stored in window} for p, window in plain["producers"]}
     return state
