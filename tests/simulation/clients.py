@@ -254,6 +254,7 @@ class Consumer(Client):
         self._events.count(f"consumer answered {packet.code}")
         if packet.code == ErrorCode.INVALID_ACK:
             self.held.clear()
+            self._held_end = 0
         self.drop_link()
         self.sleeps_until_ms = self._events.now_ms + self._events.rng.randint(5, 100)
         return False
@@ -282,7 +283,7 @@ class Consumer(Client):
                 self._events.count("pulled from a master alone")
             for i, message in enumerate(split_batch(piece.body, piece.count)):
                 self.world.oracle.received(self.group, self.subject, piece.sequence + i, bytes(message))
-                self.world.oracle.numbered(self, piece.pull_sequence + i, self._held_end)
+                self.world.oracle.numbered(self, piece.pull_sequence + i, piece.sequence + i)
                 self.held.append(piece.pull_sequence + i)
                 self._held_end = piece.pull_sequence + i + 1
 

@@ -197,6 +197,7 @@ class Nemesis:
             return False
         self.victim.die("its disk is replaced", power=True)
         self.victim.disk.wipe()
+        self._world.metaserver.forget_completeness()
         return True
 
     def consumer_vanishes(self) -> bool:

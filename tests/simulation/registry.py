@@ -108,6 +108,11 @@ class Metaserver:
         if complete is not None and slave is not None and slave.incarnation:
             self._put_member(replace(slave, complete=complete))
 
+    def forget_completeness(self) -> None:
+        """An operator who replaces the slave's disk starts the broker before he changes roles."""
+        if self.group.slave is not None:
+            self._put_member(replace(self.group.slave, complete=False))
+
     # Clients.
 
     def route(self) -> str | None:

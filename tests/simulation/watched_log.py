@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame
 from qmq.log import MessageLog
-from qmq.log.frame import Frame, decode_header
+from qmq.log.frame import Frame, FrameKind, decode_header
 from qmq.log.index import segment_at
 from qmq.log.segments import log_name, read_chunk
 from tests.simulation.disk import SimulatedDisk
@@ -38,6 +38,11 @@ class WatchedLog(MessageLog):
         super()._take(frame, parts, body)
         self.chains[frame.end] = frame.chain
         self.frame_bytes[frame.offset] = b"".join(parts)
+
+    def append(self, kind: FrameKind, subject: str, body: Buffer, **fields: Any) -> Frame:
+        if kind == FrameKind.EPOCH:
+            self._oracle.taking_office(self, fields["epoch"])
+        return super().append(kind, subject, body, **fields)
 
     def cut(self, to: int, why: str) -> str | None:
         if self.damage is None:

@@ -248,7 +248,7 @@ def simulate(seed: int) -> Outcome:
     except Exception as error:  # the product must not raise anything it does not name
         import traceback
 
-        failure = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}"
+        failure = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-14)}"
     events = world.events
     return Outcome(
         seed, events.hash, events.steps, len(world.oracle.acked), len(world.oracle.delivered), events.counts, failure,
