@@ -1,0 +1,70 @@
+"""Core. What a broker remembers about itself (design, section 4.2; I2, I16)."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.errors import BrokenInvariant, CorruptFrame
+from qmq.log.memory_disk import MemoryDisk
+from qmq.replication.identity import NAME, IdentityFile
+from qmq.types import Epoch
+
+
+def opened(disk: MemoryDisk, incarnation: str = "first") -> IdentityFile:
+    return IdentityFile(disk, new_incarnation=incarnation)
+
+
+def test_identity_is_durable_before_anything_relies_on_it():
+    disk = MemoryDisk()
+    identity = opened(disk)
+    identity.learn(Epoch(3, 2))
+    identity.completed(True)
+    identity.assigned("g1", {"term": 3})
+    disk.crash()
+    again = opened(disk, "second")
+    assert again.value == identity.value and again.value.incarnation == "first"
+
+
+def test_every_flipped_bit_of_the_identity_is_detected():
+    disk = MemoryDisk()
+    identity = opened(disk)
+    identity.learn(Epoch(3, 2))
+    for bit in range(8 * disk.size(NAME)):
+        image = disk.copy()
+        image.flip(NAME, bit)
+        try:
+            found = opened(image, "second").value
+        except CorruptFrame:
+            continue
+        assert found == identity.value, f"bit {bit} changed what is known"  # white space in JSON means nothing
+
+
+def test_every_cut_of_the_identity_is_detected():
+    disk = MemoryDisk()
+    opened(disk)
+    for size in range(1, disk.size(NAME)):
+        image = disk.copy()
+        image.truncate(NAME, size)
+        with pytest.raises(CorruptFrame):
+            opened(image, "second")
+
+
+def test_epochs_only_grow():
+    identity = opened(MemoryDisk())
+    identity.learn(Epoch(3, 2))
+    for older in (Epoch(2, 9), Epoch(3, 1)):
+        with pytest.raises(BrokenInvariant):
+            identity.learn(older)
+    identity.learn(Epoch(3, 2))
+    assert identity.value.epoch == Epoch(3, 2)
+
+
+def test_boot_is_raised_at_each_start_and_above_what_others_saw():
+    disk = MemoryDisk()
+    used = []
+    for above in (0, 0, 7, 0, 3):
+        used.append(opened(disk).next_boot(5, above=above))
+    used.append(opened(disk).next_boot(6))
+    assert used == [Epoch(5, 1), Epoch(5, 2), Epoch(5, 8), Epoch(5, 9), Epoch(5, 10), Epoch(6, 1)]
+    with pytest.raises(BrokenInvariant):
+        opened(disk).next_boot(5)

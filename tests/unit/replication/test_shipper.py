@@ -1,0 +1,136 @@
+"""Core. Frames from one copy to the other: what is sent, when, and what a confirmation proves."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.errors import CorruptFrame, Diverged
+from qmq.remoting.commands import Command, split_offset
+from qmq.replication import shipper as shipping
+from qmq.replication.shipper import Shipper
+from tests.unit.broker.world import FakeHost, FakeLink
+from tests.unit.log.logs import Copy
+
+
+def shipped_from(copy: Copy, *, begin: int = 0, chain: int = 0, bytes_per_s: int = 1 << 30):
+    link, host = FakeLink("slave"), FakeHost()
+    return Shipper(copy.log, link, host.read, begin=begin, chain=chain, bytes_per_s=bytes_per_s), link, host
+
+
+def received(link: FakeLink) -> bytes:
+    data = b""
+    for command, body in link.told:
+        offset, frames = split_offset(memoryview(body))
+        assert command == Command.FRAMES and offset == len(data)
+        data += frames
+    return data
+
+
+def a_copy(frames: int = 40, *, tail_bytes: int = 1 << 20) -> Copy:
+    copy = Copy(tail_bytes=tail_bytes)
+    copy.office()
+    copy.fill(frames)
+    return copy
+
+
+def test_what_is_new_leaves_before_our_own_fsync():
+    copy = Copy()
+    shipper, link, host = shipped_from(copy)
+    copy.office()
+    copy.messages("m")
+    shipper.ship()
+    assert shipper.position == copy.log.end > copy.log.flushed_end == 0 and not host.reads
+    copy.flush()
+    assert received(link) == copy.whole()
+
+
+def test_whoever_is_behind_is_read_from_disk_and_then_served_from_the_tail():
+    copy = a_copy(tail_bytes=500)
+    shipper, link, host = shipped_from(copy)
+    shipper.ship()
+    while host.do_read():
+        pass
+    assert shipper.position == copy.log.end and received(link) == copy.whole()
+    copy.messages("new")
+    shipper.ship()
+    assert not host.reads and shipper.position == copy.log.end
+
+
+def test_catching_up_keeps_to_its_rate():
+    copy = a_copy(tail_bytes=0)
+    shipper, link, host = shipped_from(copy, bytes_per_s=10_000)
+    shipping_bytes, seconds = [], 0
+    for _ in range(6):
+        shipper.ship()
+        while host.do_read():
+            pass
+        shipping_bytes.append(shipper.position)
+        seconds += 1
+        shipper.allow(100)
+    per_turn = max(later - earlier for earlier, later in zip([0, *shipping_bytes], shipping_bytes))
+    assert 0 < shipping_bytes[0] < copy.log.end
+    assert per_turn <= 1_000 + copy.segment_bytes, "a tenth of a second's bytes, and what was begun is finished"
+    assert shipping_bytes[-1] <= 10_000 * 0.6 + copy.segment_bytes
+    shipper.allow(3_600_000)
+    shipper.ship()
+    while host.do_read():
+        pass
+    assert shipper.position - shipping_bytes[-1] <= 1_000 + copy.segment_bytes, "an idle hour saves nothing up"
+
+
+def test_not_more_is_under_way_than_the_receiver_may_hold(monkeypatch):
+    monkeypatch.setattr(shipping, "WINDOW_BYTES", 3_000)
+    monkeypatch.setattr(shipping, "PACKET_BYTES", 500)
+    copy = a_copy(80)
+    shipper, link, _ = shipped_from(copy)
+    shipper.ship()
+    stopped = shipper.position
+    assert 3_000 < stopped < 3_000 + 2 * 500 < copy.log.end
+    shipper.ship()
+    assert shipper.position == stopped
+    end, chain = shipper._sent[1]
+    shipper.confirm(end, chain)
+    shipper.ship()
+    assert stopped < shipper.position <= end + 3_000 + 2 * 500
+
+
+def test_nothing_is_sent_while_the_link_is_full():
+    copy = a_copy()
+    shipper, link, _ = shipped_from(copy)
+    link.writable = False
+    shipper.ship()
+    assert not link.told
+    link.writable = True
+    shipper.ship()
+    assert received(link) == copy.whole()
+
+
+def test_confirmation_of_anything_that_was_not_sent_is_divergence():
+    copy = a_copy(10)
+    shipper, _, _ = shipped_from(copy)
+    shipper.ship()
+    end, chain = copy.log.end, copy.log.chain
+    for wrong in ((end, chain ^ 1), (end + 8, chain), (end - 8, chain), (1 << 63, chain), (end, 0)):
+        broken, _, _ = shipped_from(copy)
+        broken.ship()
+        with pytest.raises(Diverged):
+            broken.confirm(*wrong)
+        assert broken.confirmed_end == 0
+    shipper.confirm(0, 0)
+    shipper.confirm(end, chain)
+    shipper.confirm(end, chain)
+    assert shipper.confirmed_end == end
+    with pytest.raises(Diverged):
+        shipper.confirm(0, 0)
+
+
+def test_copy_that_cannot_be_read_closes_the_link():
+    copy = a_copy(tail_bytes=0)
+    shipper, link, host = shipped_from(copy)
+    copy.disk.flip(f"log/{0:020d}.log", 8 * 300)
+    shipper.ship()
+    while host.do_read():
+        pass
+    assert not link.is_open or shipper.position < copy.log.end
+    with pytest.raises(CorruptFrame):
+        copy.log.read(shipper.position, copy.log.end, 1 << 20)
