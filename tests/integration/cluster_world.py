@@ -1,0 +1,321 @@
+"""Shell. A real cluster for tests: its processes, its files, raw connections to it, and waiting within a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import socket
+import time
+import urllib.request
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from zlib import crc32
+
+import qmq
+from deploy.cluster import Cluster
+from deploy.control import broker_state
+from qmq.codec import batch_encoder, decode_envelope, join_batch, split_batch
+from qmq.log import RealDisk
+from qmq.log.fold import State, apply
+from qmq.log.frame import FrameKind, decode_frames
+from qmq.log.segments import log_name, segment_bases
+from qmq.remoting import commands
+from qmq.remoting.commands import Command
+from qmq.remoting.packet import packet_header, read_packet
+
+WAIT_S = 30.0
+SEGMENT_BYTES = 256 * 1024
+"""Each segment is preallocated."""
+SETTINGS = {"segment_bytes": SEGMENT_BYTES, "lease_ms": 1000, "slave_wait_ms": 1000, "disk_free_limit": 0}
+
+
+@contextmanager
+def running(run_dir, *, groups=("g1",), restart_s=0.1, **broker):
+    """Run a cluster with small segments and short leases, on ports that other clusters hardly use."""
+    first = random.SystemRandom().randrange(21_500, 32_000, 50)
+    settings = SETTINGS | broker
+    with Cluster(
+        run_dir, groups=groups, broker=settings, http_port=first, broker_port=first + 2, restart_s=restart_s
+    ) as cluster:
+        yield cluster
+
+
+def until(condition, what, timeout_s=WAIT_S):
+    """Poll until `condition()` is true; return what it returned."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+    return found
+
+
+# Processes.
+
+
+def end(cluster, *names):
+    """Kill processes with SIGKILL; nobody starts them again until `begin`."""
+    for name in names:
+        cluster.service(name).is_held = True
+    for name in names:
+        service = cluster.service(name)
+
+        def is_down(service=service):
+            if service.pid is not None:
+                service.signal(9)
+            return service.pid is None
+
+        until(is_down, f"{name} ends")
+
+
+def begin(cluster, *names):
+    for name in names:
+        service = cluster.service(name)
+        if service.pid is None:
+            service.start()
+        service.is_held = False
+
+
+def log_of(cluster, name):
+    return cluster.service(name).log.read_text()
+
+
+def state(cluster, plan):
+    """What a broker says of itself; None while it does not answer."""
+    return broker_state(f"127.0.0.1:{plan.control_port}", cluster.token)
+
+
+def reasons(cluster, plan):
+    said = state(cluster, plan)
+    return None if said is None else list(said.readonly_reasons)
+
+
+def ends(cluster, group="g1"):
+    """Log end and chain of master and slave."""
+    said = [state(cluster, cluster.broker(group, role)) for role in ("master", "slave")]
+    return [(one.log_end, one.chain) if one else None for one in said]
+
+
+def are_equal(cluster, group="g1"):
+    master, slave = ends(cluster, group)
+    return master is not None and master == slave
+
+
+def metrics(plan):
+    """Scrape a broker: {"name{labels}": value}."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://127.0.0.1:{plan.metrics_port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+# Files.
+
+
+def data_of(cluster, plan):
+    return cluster.run_dir / plan.hostname / "data"
+
+
+@dataclass
+class Copy:
+    """One copy of a log, read with the product's parser, and the state that follows from it."""
+
+    start: int
+    frames: list = field(default_factory=list)
+    messages: list = field(default_factory=list)
+    """(subject, sequence, message id), in the order of the log."""
+    state: State = field(default_factory=State)
+
+    @property
+    def end(self):
+        return self.frames[-1].end if self.frames else self.start
+
+    @property
+    def chain(self):
+        return self.frames[-1].chain if self.frames else 0
+
+
+def read_copy(data: Path) -> Copy:
+    """Read a whole copy of a stopped broker across its segments; raises at any byte that is neither frame nor tail."""
+    disk = RealDisk(data)
+    bases = segment_bases(disk)
+    copy = Copy(start=bases[0])
+    for base in bases:
+        assert base == copy.end, f"segment {base} does not begin where the one before ends, at {copy.end}"
+        raw = memoryview(disk.read(log_name(base), 0, disk.size(log_name(base))))
+        frames = decode_frames(raw, base, copy.chain if copy.frames or base == 0 else None)
+        while any(raw[copy.end - base : copy.end - base + 8]):
+            frame, body = next(frames)
+            apply(copy.state, frame, body)
+            copy.frames.append(frame)
+            if frame.kind == FrameKind.MESSAGES:
+                for at, message in enumerate(split_batch(body, frame.count)):
+                    sequence = frame.first_sequence + at
+                    copy.messages.append((frame.subject, sequence, decode_envelope(bytes(message)).id))
+        assert not any(raw[copy.end - base :]), f"bytes that are no frame at {copy.end} of {data}"
+    disk.close()
+    return copy
+
+
+def flip_bit(path: Path, at: int) -> None:
+    """Damage one bit of a file, as a disk does: below everything that runs."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+# Raw connections.
+
+
+class Wire:
+    """A TCP connection to a broker that sends what it likes."""
+
+    def __init__(self, port, *, token=None):
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self._opaque = 0
+        if token is not None:
+            answer = self.ask(Command.AUTHENTICATE, commands.encode_json(token=token, app="test"))
+            assert answer.code == 0, bytes(answer.body)
+            self.welcome = json.loads(bytes(answer.body))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.socket.close()
+
+    def send(self, data):
+        """Send bytes; what the broker does not want any more is no error here."""
+        try:
+            self.socket.sendall(data)
+        except OSError:
+            pass
+
+    def request(self, code, *parts, flag=0):
+        self._opaque += 1
+        body = b"".join(bytes(part) for part in parts)
+        self.send(packet_header(code, self._opaque, flag, code, len(body)) + body)
+        return self._opaque
+
+    def answer(self):
+        """The next packet; None if the broker closed the connection."""
+        head = self._read(4)
+        if head is None:
+            return None
+        rest = self._read(int.from_bytes(head, "big"))
+        return None if rest is None else read_packet(head + rest)
+
+    def ask(self, code, *parts):
+        opaque = self.request(code, *parts)
+        answer = self.answer()
+        assert answer is None or answer.opaque == opaque
+        return answer
+
+    def is_closed(self):
+        """Wait until the broker closes this connection; what it sends before is skipped."""
+        while self.answer() is not None:
+            pass
+        return True
+
+    def _read(self, size):
+        data = b""
+        while len(data) < size:
+            try:
+                more = self.socket.recv(size - len(data))
+            except ConnectionError:
+                return None
+            if not more:
+                return None
+            data += more
+        return data
+
+
+def produce_body(subject, *messages, producer=7, batch=1, crc=None):
+    """The body of a PRODUCE with `messages` (dicts of properties); `subject` may be bytes that are no legal name."""
+    encode = batch_encoder("any.subject", 0)
+    batch_body = join_batch([encode(qmq.Message("any.subject", one, id=f"id-{at}")) for at, one in enumerate(messages)])
+    name = subject if isinstance(subject, bytes) else subject.encode()
+    header = commands.produce_header(producer, batch, len(messages), crc32(batch_body) if crc is None else crc, "")
+    return header[:-2] + len(name).to_bytes(2, "little") + name + batch_body
+
+
+# Clients.
+
+
+def producer(cluster, **options):
+    return qmq.Producer(metaserver=cluster.metaserver, token=cluster.token, app="test", **options)
+
+
+def consumer(cluster, **options):
+    return qmq.Consumer(metaserver=cluster.metaserver, token=cluster.token, app="test", drain_s=5.0, **options)
+
+
+def send_all(cluster, subject, count, *, size=100, name="m"):
+    """Send messages with ids `name-0…`; all must be stored. Returns the receipts."""
+
+    async def send():
+        async with producer(cluster) as sender:
+            messages = [qmq.Message(subject, {"x": "x" * size}, id=f"{name}-{at}") for at in range(count)]
+            return list(await sender.send_many(messages))
+
+    receipts = asyncio.run(send())
+    assert all(receipt.is_stored for receipt in receipts), [r for r in receipts if not r.is_stored][:3]
+    return receipts
+
+
+def consume_all(cluster, subject, group, count, *, timeout_s=WAIT_S, **options):
+    """Pull and ack `count` messages, from the earliest on; returns (sequence, id) as they came."""
+
+    async def consume():
+        got = []
+        async with consumer(cluster, **options).pull(subject, group=group, start="earliest") as puller:
+            async with asyncio.timeout(timeout_s):
+                while len(got) < count:
+                    messages = await puller.pull(500, timeout=1.0)
+                    got += [(message.sequence, message.id) for message in messages]
+                    await puller.ack(messages)
+                await puller.flush()
+        return got
+
+    return asyncio.run(consume())
+
+
+class Probe:
+    """A client that sends all the time, on one connection: it must not notice what others do to the broker."""
+
+    def __init__(self, cluster):
+        self._cluster = cluster
+        self.receipts, self.slowest_s = [], 0.0
+
+    def __enter__(self):
+        self._is_over = False
+        self._thread = Thread(target=lambda: asyncio.run(self._send()))
+        self._thread.start()
+        until(lambda: self.receipts, "the probe's first message is stored")
+        return self
+
+    def __exit__(self, *_):
+        before = len(self.receipts)
+        until(lambda: len(self.receipts) > before, "the probe goes on")
+        self._is_over = True
+        self._thread.join()
+        assert all(receipt.is_stored for receipt in self.receipts)
+
+    async def _send(self):
+        async with producer(self._cluster) as sender:
+            while not self._is_over:
+                began = time.monotonic()
+                self.receipts.append(await sender.send(qmq.Message("probe", {"n": len(self.receipts)})))
+                self.slowest_s = max(self.slowest_s, time.monotonic() - began)
+                await asyncio.sleep(0.005)
+
+
+def count_lines(text, pattern):
+    return len(re.findall(pattern, text))
+
+
