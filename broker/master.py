@@ -355,7 +355,11 @@ class Master:
         limit = self.gate.high_watermark if self.gate.alone else self._log.end
         for subscription in subscriptions:
             while subscription.waiting and subscription.link.writable:
-                hand_out = self.consumption.hand_out(subscription, subscription.waiting[0].pull, limit)
+                try:
+                    hand_out = self.consumption.hand_out(subscription, subscription.waiting[0].pull, limit)
+                except CorruptFrame as problem:  # an index had to be made again, and its segment is damaged
+                    self.found_damage(problem)
+                    return
                 if hand_out is None:
                     break
                 self._hand_over(subscription, self.consumption.take_waiting(subscription), hand_out)

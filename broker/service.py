@@ -20,7 +20,16 @@ from typing import Any
 from broker import retention
 from broker.node import Node
 from broker.settings import BrokerSettings
-from qmq.errors import AccessError, BrokenInvariant, DiskFailed, InvalidRequest, LogError, NotServed, QmqError
+from qmq.errors import (
+    AccessError,
+    BrokenInvariant,
+    CorruptFrame,
+    DiskFailed,
+    InvalidRequest,
+    LogError,
+    NotServed,
+    QmqError,
+)
 from qmq.log import Commit, MessageLog
 from qmq.log.disk import Disk
 from qmq.remoting.commands import Command, decode_json, encode_json
@@ -204,7 +213,10 @@ class Service:
             free = self._disk.free_bytes()
             self.node.set_disk_full(free < self._settings.disk_free_limit)
             near = free < 2 * self._settings.disk_free_limit + (1 << 30)
-            self.guarded(self._drop_old_segments)
+            try:
+                self.guarded(self._drop_old_segments)
+            except CorruptFrame as problem:
+                self.guarded(partial(self.node.found_damage, problem))
             await asyncio.sleep(0.1 if near else 10.0)
 
     def _drop_old_segments(self) -> None:
