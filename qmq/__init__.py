@@ -44,7 +44,7 @@ _PUBLIC = {
     ),
     "errors",
 )
-"""Imported when first used: a broker or Spark worker that needs `qmq.log` must not load the client, and gRPC with it."""
+"""Imported when first used: a broker or Spark worker that wants `qmq.log` must not load the client and gRPC."""
 
 __all__ = [
     "AccessError",

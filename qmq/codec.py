@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
@@ -52,7 +52,7 @@ _LENGTHS = [n.to_bytes(2, "big") for n in range(VALUE_BYTES_MAX + 1)]
 _names: dict[str, bytes] = {}
 
 
-def _text(value: Value) -> str:
+def text_of(value: Value) -> str:
     """QMQ's spelling of a value."""
     if value.__class__ is bool:
         return "true" if value else "false"
@@ -87,7 +87,7 @@ def _properties(message: Message) -> bytes:
     for name, value in message.properties.items():
         key = names.get(name) or _name(name)
         if value.__class__ is not str:
-            value = _text(value)
+            value = text_of(value)
         try:
             data = value.encode()
             parts.append(key + _LENGTHS[len(data)] + data)
@@ -98,7 +98,8 @@ def _properties(message: Message) -> bytes:
     return b"".join(parts)
 
 
-def _tags(message: Message) -> bytes:
+def encode_tags(message: Message) -> bytes:
+    """Encode the tag section; raises InvalidMessage."""
     if len(message.tags) > TAGS_MAX:
         raise InvalidMessage(f"message {message.id} has {len(message.tags)} tags, more than {TAGS_MAX}")
     if not all(isinstance(tag, str) and tag for tag in message.tags):
@@ -114,12 +115,12 @@ def batch_encoder(subject: str, now_ms: int) -> _Encoder:
 class _Encoder:
     """What all messages of a batch share, packed once. Made per batch; profile: this halves a producer's time."""
 
-    __slots__ = ("_plain", "_tagged")
+    __slots__ = ("plain", "tagged")
 
     def __init__(self, subject: str, now_ms: int) -> None:
         data = subject.encode()
-        self._plain = _FIXED.pack(0, now_ms, now_ms, len(data)) + data
-        self._tagged = _FIXED.pack(FLAG_TAGS, now_ms, now_ms, len(data)) + data
+        self.plain = _FIXED.pack(0, now_ms, now_ms, len(data)) + data
+        self.tagged = _FIXED.pack(FLAG_TAGS, now_ms, now_ms, len(data)) + data
 
     def __call__(self, message: Message) -> bytes:
         """Encode one message; raises InvalidMessage, which concerns this message alone."""
@@ -134,9 +135,9 @@ class _Encoder:
             raise InvalidMessage(f"message id {message.id[:20]!r}… has {len(identity)} bytes, not 1 to 100")
         if message.tags:
             return b"".join(
-                (self._tagged, _LENGTHS[len(identity)], identity, _tags(message), _I32.pack(len(body)), body)
+                (self.tagged, _LENGTHS[len(identity)], identity, encode_tags(message), _I32.pack(len(body)), body)
             )
-        return b"".join((self._plain, _LENGTHS[len(identity)], identity, _I32.pack(len(body)), body))
+        return b"".join((self.plain, _LENGTHS[len(identity)], identity, _I32.pack(len(body)), body))
 
 
 def join_batch(messages: Sequence[bytes]) -> bytes:
@@ -199,16 +200,6 @@ def split_batch(body: Buffer, count: int) -> Iterator[memoryview]:
     return map(lambda begin, end: data[begin:end], ends, ends[1:])
 
 
-def _read_strings(data: bytes, at: int, end: int) -> Iterable[str]:
-    unpack = _U16.unpack_from
-    while at < end:
-        (length,) = unpack(data, at)
-        at += 2 + length
-        if at > end:
-            raise InvalidMessage("a string ends past its message")
-        yield data[at - length : at].decode()
-
-
 class Envelope(NamedTuple):
     """What stands in front of a message's properties."""
 
@@ -251,15 +242,43 @@ def decode_envelope(data: bytes) -> Envelope:
     return Envelope(flag, created_ms, subject, identity, tags, at + 4)
 
 
+def properties_begin(data: bytes) -> int:
+    """Return where the properties of an encoded message begin: what a reader of them needs of the envelope.
+
+    Raises:
+        InvalidMessage: the bytes are no message in QMQ's encoding.
+    """
+    try:
+        at = _FIXED.size + (data[17] << 8 | data[18])
+        at += 2 + (data[at] << 8 | data[at + 1])
+        if data[0] & FLAG_TAGS:
+            count = data[at]
+            at += 1
+            for _ in range(count):
+                at += 2 + (data[at] << 8 | data[at + 1])
+        (length,) = _I32.unpack_from(data, at)
+    except (struct.error, IndexError) as error:
+        raise InvalidMessage(f"not a message in QMQ's encoding: {error}") from None
+    if at + 4 + length != len(data):
+        raise InvalidMessage(f"a message of {len(data)} bytes says that it ends at {at + 4 + length}")
+    return at + 4
+
+
 def decode_properties(data: bytes, begin: int) -> dict[str, str]:
     """Read the properties of an encoded message, whose envelope ends at `begin`; raises InvalidMessage."""
+    properties = {}
+    at, end = begin, len(data)
     try:
-        strings = list(_read_strings(data, begin, len(data)))
-    except (struct.error, UnicodeDecodeError) as error:
+        while at < end:  # indexing is a third faster than unpacking, and this is most of what a consumer does
+            name_end = at + 2 + (data[at] << 8 | data[at + 1])
+            value_end = name_end + 2 + (data[name_end] << 8 | data[name_end + 1])
+            properties[data[at + 2 : name_end].decode()] = data[name_end + 2 : value_end].decode()
+            at = value_end
+    except (IndexError, UnicodeDecodeError) as error:
         raise InvalidMessage(f"not QMQ's encoding of properties: {error}") from None
-    if len(strings) % 2:
-        raise InvalidMessage("a property has a name but no value")
-    return dict(zip(strings[::2], strings[1::2], strict=True))
+    if at > end:
+        raise InvalidMessage("a string ends past its message")
+    return properties
 
 
 def encode_message(message: Message, now_ms: int) -> bytes:

@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, StrEnum
+from functools import reduce
 from typing import NamedTuple, overload
 from zlib import crc32
 
@@ -80,21 +81,25 @@ Done = Callable[[Receipt], None]
 
 
 class Batch:
-    """Messages of one subject that travel together. Made by a producer; ends when `result` is set."""
+    """Messages of one subject that travel together; `blocks`, back to back, are the body of the request.
+
+    Made by a producer; ends when `result` is set.
+    """
 
     __slots__ = (
-        "subject", "ids", "body", "body_bytes", "crc", "deadline_ms", "on_resolved",
+        "subject", "ids", "blocks", "body_bytes", "crc", "deadline_ms", "on_resolved",
         "order", "number", "doubtful", "result", "halves",
     )  # fmt: skip
 
     def __init__(
-        self, subject: str, ids: Sequence[str], body: bytes, deadline_ms: int, on_resolved: Callable[[Batch], None]
-    ) -> None:
+        self, subject: str, ids: Sequence[str], blocks: Sequence[bytes], deadline_ms: int,
+        on_resolved: Callable[[Batch], None],
+    ) -> None:  # fmt: skip
         self.subject = subject
         self.ids = ids
-        self.body = body
-        self.body_bytes = len(body)
-        self.crc = crc32(body)
+        self.blocks = blocks
+        self.body_bytes = sum(map(len, blocks))
+        self.crc = reduce(lambda crc, block: crc32(block, crc), blocks, 0)
         self.deadline_ms = deadline_ms
         self.on_resolved = on_resolved
         self.order = 0
@@ -108,20 +113,20 @@ class Batch:
 
     def resolve(self, result: Result) -> None:
         self.result = result
-        self.body = b""  # receipts live as long as the caller likes; the bytes need not
+        self.blocks = ()  # receipts live as long as the caller likes; the bytes need not
         self.on_resolved(self)
 
     def split(self) -> tuple[Batch, Batch]:
         """Cut a batch that was never sent into two; it is resolved when both are."""
-        middle = len(self.ids) // 2
+        middle, body = len(self.ids) // 2, b"".join(self.blocks)
 
         def half(begin: int, end: int) -> Batch:
-            body = slice_batch(self.body, len(self.ids), begin, end)
-            return Batch(self.subject, self.ids[begin:end], body, self.deadline_ms, self._half_resolved)
+            blocks = [slice_batch(body, len(self.ids), begin, end)]
+            return Batch(self.subject, self.ids[begin:end], blocks, self.deadline_ms, self._half_resolved)
 
         self.halves = half(0, middle), half(middle, len(self.ids))
         self.halves[0].order = self.halves[1].order = self.order
-        self.body = b""
+        self.blocks = ()
         return self.halves
 
     def _half_resolved(self, _: Batch) -> None:
@@ -337,7 +342,7 @@ class SubjectQueue:
                 one.done(batch.receipt(position))
 
         batch = Batch(
-            self.subject, [one.id for one in taken], join_batch([one.data for one in taken]),
+            self.subject, [one.id for one in taken], [join_batch([one.data for one in taken])],
             taken[0].deadline_ms, resolved,
         )  # fmt: skip
         self._batches_made += 1
@@ -358,15 +363,15 @@ class MessageIds:
     """Makes message ids: `prefix` is unique to a producer, a counter does the rest."""
 
     def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self._made = 0
+        self.prefix = prefix
+        self.made = 0
 
     def __iter__(self) -> MessageIds:
         return self
 
     def __next__(self) -> str:
-        self._made += 1
-        return f"{self._prefix}{self._made}"
+        self.made += 1
+        return f"{self.prefix}{self.made}"
 
 
 class Receipts(Sequence[Receipt]):

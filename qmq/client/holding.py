@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from qmq.codec import Envelope, decode_envelope, decode_properties
+from qmq.codec import decode_envelope, decode_properties, properties_begin
 from qmq.message import Message
 
 
@@ -93,15 +93,12 @@ class ReceivedMessage(Message):
     def __getattr__(self, name: str) -> object:
         """Decode what was not looked at yet; raises InvalidMessage if the producer sent something else."""
         if name == "properties":
-            self.properties = decode_properties(self._data, self._envelope().body_begin)
+            self.properties = decode_properties(self._data, properties_begin(self._data))
         elif name in ("id", "tags", "created_ms"):
-            _, self.created_ms, _, self.id, self.tags, _ = self._envelope()
+            _, self.created_ms, _, self.id, self.tags, _ = decode_envelope(self._data)
         else:
             raise AttributeError(f"a message has no attribute {name!r}")
         return object.__getattribute__(self, name)
-
-    def _envelope(self) -> Envelope:
-        return decode_envelope(self._data)
 
 
 class Holding:

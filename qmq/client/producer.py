@@ -26,6 +26,7 @@ from qmq.client.batching import (
     SubjectQueue,
     Waiting,
 )  # fmt: skip
+from qmq.client.encoding import encode_run
 from qmq.client.sender import Sender
 from qmq.codec import batch_encoder, join_batch
 from qmq.errors import ClientClosed, InvalidMessage, InvalidName, InvalidRequest, QueueFull
@@ -179,7 +180,7 @@ class Producer:
 class _Run:
     """One call of `send_many`."""
 
-    def __init__(self, sender: Sender, ids: Iterator[str], timeout_ms: int) -> None:
+    def __init__(self, sender: Sender, ids: MessageIds, timeout_ms: int) -> None:
         self.receipts = Receipts()
         self._sender, self._ids, self._timeout_ms = sender, ids, timeout_ms
         self._unresolved = 0
@@ -199,33 +200,16 @@ class _Run:
             await self._sender.wait()
 
     async def _send_uniform(self, queue: SubjectQueue, chunk: list[Message]) -> None:
-        """Send messages of one subject. This is the hot path: no object per message but its bytes and its id."""
-        encode = batch_encoder(queue.subject, _now_ms())
-        new_ids = self._ids
-        ids: list[str] = []
-        parts: list[bytes] = []
-        size = 0
-        for message in chunk:
-            if message.id is None:
-                message.id = next(new_ids)
-            try:
-                data = encode(message)
-            except InvalidMessage as error:
-                await self._flush(queue, ids, parts)
-                self.receipts.add([_refused(message, error)])
-                ids, parts, size = [], [], 0
-                continue
-            size += len(data)
-            if size > BATCH_BYTES_MAX and parts:
-                await self._flush(queue, ids, parts)
-                ids, parts, size = [], [], len(data)
-            ids.append(message.id)
-            parts.append(data)
-        await self._flush(queue, ids, parts)
-
-    async def _flush(self, queue: SubjectQueue, ids: list[str], parts: list[bytes]) -> None:
-        if parts:
-            self.receipts.add(await self._submit(queue, ids, parts))
+        """Send messages of one subject. This is the hot path: nothing here is done per message."""
+        begin, now_ms = 0, _now_ms()
+        while begin < len(chunk):
+            run = encode_run(queue.subject, chunk, begin, ids=self._ids, now_ms=now_ms)
+            begin = run.end
+            if run.ids:
+                self.receipts.add(await self._submit(queue, run.ids, run.blocks))
+            if run.error is not None:
+                self.receipts.add([_refused(chunk[begin], run.error)])
+                begin += 1
 
     async def _send_mixed(self, chunk: list[Message]) -> None:
         """Send messages of several subjects: a batch for each, receipts in the order given."""
@@ -245,17 +229,17 @@ class _Run:
         for subject, entries in by_subject.items():
             for piece in _pieces(entries):
                 ids, parts = [id for _, id, _ in piece], [data for _, _, data in piece]
-                batch = await self._submit(self._sender.queue(subject), ids, parts)
+                batch = await self._submit(self._sender.queue(subject), ids, [join_batch(parts)])
                 for at, (position, _, _) in enumerate(piece):
                     makers[position] = partial(batch.receipt, at)
         self.receipts.add(makers)
 
-    async def _submit(self, queue: SubjectQueue, ids: list[str], parts: list[bytes]) -> Batch:
+    async def _submit(self, queue: SubjectQueue, ids: list[str], blocks: list[bytes]) -> Batch:
         """Queue a whole batch, once there is room for it."""
         while len(queue.ready) >= READY_BATCHES_MAX:
             await self._sender.wait()
         deadline_ms = self._sender.now_ms() + self._timeout_ms
-        batch = Batch(queue.subject, ids, join_batch(parts), deadline_ms, self._resolved)
+        batch = Batch(queue.subject, ids, blocks, deadline_ms, self._resolved)
         self._unresolved += 1
         self._sender.add_batch(batch)
         await asyncio.sleep(0)  # let the loop write it and read answers: encoding itself never waits

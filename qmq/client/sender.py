@@ -191,7 +191,7 @@ class Sender:
         if group.batches.load == 1:
             group.progress_at = self._loop.time()
         header = commands.produce_header(self._producer_id, batch.number, len(batch), batch.crc, batch.subject)
-        future = connection.request(Command.PRODUCE, header, batch.body)
+        future = connection.request(Command.PRODUCE, header, *batch.blocks)
         future.add_done_callback(partial(self._answered, group, connection, batch))
 
     # Answers.

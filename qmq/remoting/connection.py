@@ -191,10 +191,15 @@ async def connect(
     def make() -> Connection:
         return Connection(handler, packet_bytes_max)
 
+    connection: Connection | None = None
     try:
         async with asyncio.timeout(timeout_s):
             _, connection = await loop.create_connection(make, endpoint.host, endpoint.port)
             body = await connection.request(Command.AUTHENTICATE, commands.encode_json(token=token, app=app))
-    except (OSError, TimeoutError, OutcomeUnknown) as error:
-        raise NotServed(f"{endpoint}: {error or 'no answer in time'}") from None
-    return connection, commands.decode_json(body)
+        return connection, commands.decode_json(body)
+    except BaseException as error:
+        if connection is not None:
+            connection.close("not authenticated")
+        if isinstance(error, OSError | TimeoutError | OutcomeUnknown):
+            raise NotServed(f"{endpoint}: {error or 'no answer in time'}") from None
+        raise
