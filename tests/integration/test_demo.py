@@ -1,0 +1,57 @@
+"""Shell. `make demo` on a small file: everything sent, killed, swapped, consumed and proven; and it says if not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from deploy.cluster import Cluster
+from deploy.processes import ROOT
+from deploy.proof import counting_sql, prove
+from deploy.rows import file_input
+
+ROWS = 4_000
+
+
+def run_demo(tmp_path, text):
+    (tmp_path / "rows.csv").write_text(text)
+    command = [sys.executable, "-m", "deploy.demo", "--input", tmp_path / "rows.csv", "--dir", tmp_path / "run"]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600)
+
+
+def test_the_main_job_is_done_and_proven(tmp_path):
+    lines = [f"{('Wien', 'Ulm', 'O’Hare', '')[n % 4]},{n}" for n in range(ROWS)]
+    demo = run_demo(tmp_path, "\n".join(["city o'name,n", *lines]))
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert "SIGKILL to g1-a" in demo.stdout and "proven: " in demo.stdout
+    result = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [result[name] for name in ("sent", "acknowledged", "consumed", "lost", "findings")] == [ROWS] * 3 + [0, 0]
+    assert result["counts_agree"] and result["complaints"] == []
+    assert {"swap of g1", "swap of g2", "g1 without a writable master"} <= set(result["times_s"])
+    assert len((tmp_path / "run" / "acknowledged.ndjson").read_text().splitlines()) == ROWS
+
+
+def test_the_proof_notices_what_is_not_in_the_logs(tmp_path):
+    """Nothing was sent, although the file has rows and the journal says that one of them was acknowledged."""
+    (tmp_path / "rows.csv").write_text("city\nUlm\nUlm\n")
+    source = file_input(tmp_path / "rows.csv")
+    run_dir = tmp_path / "run"
+    with Cluster(run_dir, groups=("g1",), http_port=25_080, broker_port=25_100) as cluster:
+        line = {"subject": "demo.row", "group": "g1", "sequence": 0, "id": "row-0000000"}
+        (run_dir / "acknowledged.ndjson").write_text(json.dumps(line) + "\n")
+        proof = prove(cluster, source, source.counts(), run_dir)
+    assert proof.findings > 0 and not proof.counts_agree
+    assert any("city Ulm: 0 messages logged, 2 rows in the file" in complaint for complaint in proof.complaints)
+
+
+@pytest.mark.parametrize("column", ["carrier", "it's", "back\\slash"])
+def test_a_column_is_quoted_in_the_query(tmp_path, column):
+    (tmp_path / "rows.csv").write_text(f"{column}\n1\n")
+    sql = counting_sql(file_input(tmp_path / "rows.csv"))
+    quoted = column.replace("\\", "\\\\").replace("'", "\\'")
+    assert f"properties['{quoted}']" in sql
+    assert file_input(tmp_path / "rows.csv").counts() == Counter({"1": 1})
