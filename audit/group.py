@@ -1,4 +1,4 @@
-"""Shell. The audit of one broker group: freeze how far both copies must agree, read both, apply the rules, name the bytes."""
+"""Shell. The audit of one broker group: freeze how far the copies must agree, read both, apply the rules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
@@ -26,6 +26,8 @@ FINDINGS_MAX = 1000
 """Findings of one kind that are named one by one; all are counted."""
 BYTES_NAMED_MAX = 100
 """Findings for which both copies are read again to name the first byte that differs."""
+
+READ = ("records", "messages", "bytes", "frames")
 
 Row = dict[str, Any]
 
@@ -47,6 +49,8 @@ class Result:
     epochs: list[str] = field(default_factory=list)
     journal: int | None = None
     unreadable: str | None = None
+    history: int | None = None
+    """Offset from which on frames differ in their chain, as they follow a difference."""
 
     @property
     def status(self) -> int:
@@ -68,7 +72,7 @@ def audit_group(
     spark: SparkSession, group: Group, *, journal: Path | None = None, piece_bytes: int = PIECE_BYTES,
     parquet: Path | None = None,
 ) -> Result:  # fmt: skip
-    """Compare the copies of one broker group. Never raises for what it finds; `unreadable` says why nothing is proven."""
+    """Compare the copies of one broker group. Raises for nothing it meets; `unreadable` says why nothing is proven."""
     result = Result(group.name, {copy: place.get("path") or place["broker"] for copy, place in group.places.items()})
     facts: DataFrame | None = None
     try:
@@ -83,7 +87,8 @@ def audit_group(
             _store(spark, facts, result, parquet)
     except CannotRead as error:
         result.unreadable = str(error)
-    except Exception as error:  # noqa: BLE001 - Spark wraps what a worker raised, in many classes; all mean "not read"
+    except Exception as error:
+        # Spark wraps what a worker raised, in many classes; all of them mean: not read.
         result.unreadable = _cause(error)
     finally:
         if facts is not None:
@@ -120,13 +125,15 @@ def _freeze(group: Group, result: Result) -> None:
     result.start = max(log.start for log in logs.values())
     for name, log in logs.items():
         if log.start < result.start:
-            result.notes.append(f"the {name} keeps [{log.start}, {result.start}) below the other's retention: not compared")
+            kept = f"[{log.start}, {result.start})"
+            result.notes.append(f"the {name} keeps {kept}, which the other's retention removed: not compared")
         if log.torn_bytes:
             result.notes.append(f"{log.torn_bytes} bytes behind the {name}'s end at {log.end} are no frame (torn tail)")
         if log.end > result.watermark:
-            result.notes.append(f"the {name} goes on to {log.end}, {log.end - result.watermark} bytes past the high watermark")
+            past = log.end - result.watermark
+            result.notes.append(f"the {name} goes on to {log.end}, {past} bytes past the high watermark")
     if result.watermark <= result.start:
-        raise CannotRead(f"nothing lies below the high watermark {result.watermark}: nothing was read, nothing is proven")
+        raise CannotRead(f"nothing lies below the high watermark {result.watermark}: nothing is proven")
 
 
 def _ranges(result: Result) -> str:
@@ -152,8 +159,8 @@ def _count(facts: DataFrame, result: Result) -> None:
         F.sum("records").alias("records"), F.sum("messages").alias("messages"), F.sum("bytes").alias("bytes"),
         F.sum("frames").alias("frames"),
     )  # fmt: skip
-    read = {row["copy"]: {key: row[key] or 0 for key in ("records", "messages", "bytes", "frames")} for row in sums.collect()}
-    result.read = {name: read.get(name, {"records": 0, "messages": 0, "bytes": 0, "frames": 0}) for name in COPIES}
+    read = {row["copy"]: {key: row[key] or 0 for key in READ} for row in sums.collect()}
+    result.read = {name: read.get(name, dict.fromkeys(READ, 0)) for name in COPIES}
     if not any(side["frames"] for side in result.read.values()):
         raise CannotRead("not one frame was read: nothing is proven")
     epochs = facts.where("kind = 'epoch'").groupBy("first", "last").agg(F.min("offset").alias("offset"))
@@ -163,16 +170,40 @@ def _count(facts: DataFrame, result: Result) -> None:
 
 
 def _judge(spark: SparkSession, group: Group, facts: DataFrame, result: Result, piece_bytes: int) -> None:
-    _take(rules.within_copies(facts), result)
+    damaged = _damaged(spark, rules.broken(facts), result)
+    _take(rules.within_copies(facts, damaged, result.start), result)
     differing = {row["piece"] for row in rules.unequal(facts).collect()}
     if not differing:
         return
     pieces = [(begin, until) for begin, until in _pieces(result, piece_bytes) if begin in differing]
     text = ",".join(f"{begin}-{until}" for begin, until in pieces)
-    sides = [
+    master, slave = (
         read_copy(spark, group.places[name], rows="frames", ranges=text, piece_bytes=piece_bytes) for name in COPIES
-    ]
-    _take_differences(rules.compare(*sides), result)
+    )
+    _take_differences(rules.compare(master, slave, damaged), result)
+    _explain(pieces, result)
+
+
+def _damaged(spark: SparkSession, broken: DataFrame, result: Result) -> DataFrame:
+    """Take the broken ranges as findings, and return them as a table that the other rules join.
+
+    It is made on the driver: without damage, which is every night but one, Spark then drops those joins.
+    """
+    ranges = [(row["copy"], row["offset"], row["end"]) for row in _take(broken, result) if row["what"] == "damaged"]
+    return spark.createDataFrame(ranges, "d_copy string, d_offset long, d_end long")
+
+
+def _explain(pieces: list[tuple[int, int]], result: Result) -> None:
+    """Make a finding of every piece whose hashes differ though nothing above says why: no difference is dropped."""
+    changed = result.history if result.history is not None else result.watermark
+    spans = [(row["offset"], row["end"] or row["offset"] + 1) for row in result.findings if row["offset"] is not None]
+    for begin, until in pieces:
+        if begin >= min(changed, result.watermark) or any(at < until and end > begin for at, end in spans):
+            continue
+        text = "the hashes of the records differ, the frames' headers do not"
+        row = dict.fromkeys(FINDINGS.fieldNames()) | {"what": "different", "copy": SLAVE, "text": text}
+        result.findings.append(row | {"offset": begin, "end": until})
+        result.found["different"] = result.found.get("different", 0) + 1
 
 
 def _pieces(result: Result, piece_bytes: int) -> list[tuple[int, int]]:
@@ -180,14 +211,18 @@ def _pieces(result: Result, piece_bytes: int) -> list[tuple[int, int]]:
     return [piece for begin, until in parts for piece in split_range(int(begin), int(until), piece_bytes)]
 
 
-def _take(found: DataFrame, result: Result) -> None:
-    """Count the findings per kind and keep the first ones of each."""
-    found = found.persist(StorageLevel.MEMORY_AND_DISK)
-    for row in found.groupBy("what").count().collect():
-        result.found[row["what"]] = result.found.get(row["what"], 0) + row["count"]
-        first = found.where(F.col("what") == row["what"]).orderBy("offset", "sequence").limit(FINDINGS_MAX)
-        result.findings += [finding.asDict() for finding in first.collect()]
-    found.unpersist()
+def _take(found: DataFrame, result: Result) -> list[Row]:
+    """Count the findings per kind, keep the first ones of each, and return these."""
+    order = Window.partitionBy("what").orderBy("offset", "sequence", "copy")
+    size = F.count("*").over(Window.partitionBy("what"))
+    first = found.select("*", F.row_number().over(order).alias("nth"), size.alias("of")).where(f"nth <= {FINDINGS_MAX}")
+    rows = [row.asDict() for row in first.collect()]
+    for row in rows:
+        if row.pop("nth") == 1:
+            result.found[row["what"]] = result.found.get(row["what"], 0) + row["of"]
+        del row["of"]
+    result.findings += rows
+    return rows
 
 
 def _take_differences(found: DataFrame, result: Result) -> None:
@@ -196,9 +231,10 @@ def _take_differences(found: DataFrame, result: Result) -> None:
     promised = F.col("offset") < result.watermark
     _take(found.where(promised & (F.col("what") != "history")), result)
     history = found.where(promised & (F.col("what") == "history"))
-    after, first = history.agg(F.count("*"), F.min("offset")).first() or (0, None)
+    ((after, first),) = history.agg(F.count("*"), F.min("offset")).collect()
     if after and not any(row["offset"] < first for row in result.findings):
-        _take(history.where(F.col("offset") == first), result)
+        _take(history.where(F.col("offset") == F.lit(first)), result)
+    result.history = first
     if after:
         result.notes.append(f"{after} frames from {first} on differ in their chain alone, as they follow a difference")
     later = found.where(~promised).count()
@@ -219,12 +255,12 @@ def _hold_against(spark: SparkSession, group: Group, facts: DataFrame, result: R
     if broken:
         raise CannotRead(f"journal {journal}: {broken} lines lack subject, sequence or id")
     messages = _both(spark, group, rows="messages", columns="subject,sequence,id")
-    _take(rules.lost(acked, messages, facts), result)
+    _take(rules.lost(acked, messages, facts, result.start), result)
     acked.unpersist()
 
 
 def _name_bytes(group: Group, result: Result) -> None:
-    """Add to findings, where both copies have something to show, the first byte that differs and the message it is in."""
+    """Add to findings, where both copies have bytes to show, the first that differs and the message it is in."""
     result.findings.sort(key=lambda row: (row["offset"] is None, row["offset"] or 0, row["what"], row["copy"]))
     named = [row for row in result.findings if row["offset"] is not None][:BYTES_NAMED_MAX]
     with closing(open_copy(group.places[MASTER])) as master, closing(open_copy(group.places[SLAVE])) as slave:

@@ -75,7 +75,7 @@ def _proven(result: Result) -> list[str]:
         lines = [f"{sum(result.found.values())} findings; due on both copies was {span}."]
     if result.journal is not None:
         lost = result.found.get("lost", 0)
-        lines.append(f"Acknowledged messages in the journal: {result.journal}; looked for in both copies, absent: {lost}.")
+        lines.append(f"Acknowledged messages in the journal: {result.journal}; absent from a copy: {lost}.")
     lines.append(f"Epochs seen: {', '.join(result.epochs) or 'none'}.")
     return lines
 
@@ -84,7 +84,8 @@ def _table_of_copies(result: Result) -> list[str]:
     rows = []
     for name in COPIES:
         log, read = result.logs[name], result.read.get(name, {})
-        rows.append([name, log.start, log.end, *(read.get(key, 0) for key in ("bytes", "frames", "messages", "records"))])
+        counts = (read.get(key, 0) for key in ("bytes", "frames", "messages", "records"))
+        rows.append([name, log.start, log.end, *counts])
     return _table(["copy", "start", "end", "bytes read", "frames", "messages", "records hashed"], rows)
 
 

@@ -1,8 +1,8 @@
 """Core. What a walk over one piece of a log becomes in Spark: Arrow batches of records, frames or messages.
 
-`records` is what the audit reads. Every byte of the piece is in exactly one row, so that Spark hashes all of it, record
-by record: a message is a row, and so is what stands between the messages of two frames (padding, header, subject,
-end offsets, or a whole frame of another kind). A window of the log is the data buffer of the Arrow array, uncopied.
+`records` is what the audit reads. Every byte of the piece is in exactly one row, so that Spark hashes all of it,
+record by record: a message is a row, and so are the head of each frame (header, subject, end offsets), its padding,
+and a whole frame of another kind. A window of the log is the data buffer of the Arrow array, uncopied.
 Behind them come rows with a `fact`: what the frames of the piece say, small enough to be shuffled, sorted and joined.
 
     fact       fields
@@ -168,6 +168,8 @@ def _records_of(window: Window, piece: int, facts: _Facts) -> pa.RecordBatch | N
             facts.lost()
             next_damage = next(damage, None)
         facts.frame(frame, window)
+        # Also cut in front of each frame: then the records are the same wherever a copy's windows and segments end.
+        _cut_at(frame.offset - window.offset, cuts, sequences)
         if frame.kind == FrameKind.MESSAGES and frame.offset not in window.damaged:
             _cut(window, frame, cuts, sequences, facts)
     if next_damage is not None:
@@ -175,9 +177,7 @@ def _records_of(window: Window, piece: int, facts: _Facts) -> pa.RecordBatch | N
     size = len(window.data)
     if not size:
         return None
-    if cuts[-1] < size:
-        cuts.append(size)
-        sequences.append(-1)
+    _cut_at(size, cuts, sequences)
     n = len(sequences)
     record = pa.Array.from_buffers(pa.binary(), n, [None, pa.py_buffer(cuts), pa.py_buffer(window.data)])
     sequence = pa.Array.from_buffers(pa.int64(), n, [None, pa.py_buffer(sequences)])
@@ -187,6 +187,13 @@ def _records_of(window: Window, piece: int, facts: _Facts) -> pa.RecordBatch | N
     position = pa.Array.from_buffers(pa.int64(), n, [None, pa.py_buffer(positions)])
     columns = [pa.repeat(pa.scalar(piece, pa.int64()), n), position, sequence, record, pa.nulls(n, pa.string())]
     return pa.RecordBatch.from_arrays(columns, schema=RECORDS)
+
+
+def _cut_at(at: int, cuts: array[int], sequences: array[int]) -> None:
+    """End a record that is no message at `at`, if there is any byte since the last cut."""
+    if cuts[-1] < at:
+        cuts.append(at)
+        sequences.append(-1)
 
 
 def _cut(window: Window, frame: Frame, cuts: array[int], sequences: array[int], facts: _Facts) -> None:
@@ -222,7 +229,9 @@ def frame_batches(walk: Walk) -> Iterator[pa.RecordBatch]:
             known = {frame.offset for frame in window.frames}
             found = [_frame_row(frame, "; ".join(reasons.get(frame.offset, [])) or None) for frame in window.frames]
             found += [
-                {"offset": p.offset, "end": p.end, "problem": p.reason} for p in window.problems if p.offset not in known
+                {"offset": p.offset, "end": p.end, "problem": p.reason}
+                for p in window.problems
+                if p.offset not in known
             ]
             yield from sorted(found, key=lambda row: row["offset"])
 

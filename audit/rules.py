@@ -15,7 +15,7 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from audit.progress import FINDING_ROWS, Judge
-from audit.schema import FACT, FINDINGS
+from audit.schema import COPIES, FACT, FINDINGS
 from qmq.errors import CorruptFrame
 from qmq.log.frame import decode_header
 
@@ -23,6 +23,9 @@ _COMPARED = (
     "end", "kind", "flags", "term", "boot", "subject", "first_sequence", "count", "high_watermark", "timestamp_ms",
     "producer", "batch", "body_crc", "body_bytes",
 )  # fmt: skip
+
+
+NO_FRAME = "no frame stands here"
 
 
 def measure(records: DataFrame) -> DataFrame:
@@ -57,10 +60,27 @@ def _finding(what: Column | str, text: Column | str, **columns: Column) -> list[
     ]
 
 
-def within_copies(facts: DataFrame) -> DataFrame:
-    """Return everything that is wrong with a copy by itself. in: facts; out: findings."""
-    rules = (damage, borders, sequences, epochs, counts, progress)
-    return reduce(DataFrame.unionByName, (rule(facts) for rule in rules))
+def within_copies(facts: DataFrame, damaged: DataFrame, start: int) -> DataFrame:
+    """Return everything else that is wrong with a copy by itself. in: facts, damaged ranges; out: findings.
+
+    `start` is where both logs were begun to be read; from 0 on, nothing before them excuses anything.
+    """
+    rules = (sequences(facts, damaged, start), epochs(facts), counts(facts), progress(facts, damaged, start))
+    return reduce(DataFrame.unionByName, rules)
+
+
+def broken(facts: DataFrame) -> DataFrame:
+    """Return what the readers could not make sense of, in pieces and between them. in: facts; out: findings.
+
+    Damage that crosses the border of two pieces was seen from both sides; it becomes one finding, up to the next frame.
+    """
+    seen = damage(facts).unionByName(borders(facts))
+    merged = seen.groupBy("what", "copy", "offset").agg(
+        F.max("end").alias("end"),
+        *(F.first(name, True).alias(name) for name in ("subject", "sequence", "id")),
+        F.max_by("text", F.col("text") != NO_FRAME).alias("text"),
+    )
+    return merged.select(*FINDINGS.fieldNames())
 
 
 def damage(facts: DataFrame) -> DataFrame:
@@ -73,13 +93,6 @@ def damage(facts: DataFrame) -> DataFrame:
     )
     columns = {name: F.col(name) for name in ("offset", "end", "subject")}
     return _of(facts, "problem").select(*_finding(what, F.col("text"), sequence=F.col("first"), **columns))
-
-
-def _damaged(facts: DataFrame) -> DataFrame:
-    """Return ranges whose frames are unknown. out: d_copy string, d_offset long, d_end long."""
-    inside = damage(facts).where("what = 'damaged'").select("copy", "offset", "end")
-    between = borders(facts).where("what = 'damaged'").select("copy", "offset", "end")
-    return inside.union(between).toDF("d_copy", "d_offset", "d_end")
 
 
 def _continuing(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -98,28 +111,29 @@ def _continues(row: dict[str, Any]) -> bool:
 
 
 def borders(facts: DataFrame) -> DataFrame:
-    """Return pieces that do not continue the piece before: bytes without a frame, another chain. in: facts; out: findings.
+    """Return pieces that do not continue the piece before: bytes without a frame, another chain.
 
-    Damage at the end of a piece was named by its reader and is not named again.
+    in: facts; out: findings.
     """
     order = Window.partitionBy("copy").orderBy("piece")
     pieces = _of(facts, "piece").select(
         "copy", "offset", "end", "header", F.lag("end").over(order).alias("before"),
         F.lag("chain").over(order).alias("chain_before"),
     ).where("before is not null")  # fmt: skip
-    named = _of(facts, "problem").select("copy", F.col("offset").alias("before")).distinct()
-    apart = pieces.where("offset != before").join(named, ["copy", "before"], "left_anti")
+    apart = pieces.where("offset != before")
     no_frame = apart.select(
-        *_finding("damaged", "no frame stands here", offset=F.col("before"), end=F.col("offset"))
+        *_finding("damaged", NO_FRAME, offset=F.col("before"), end=F.col("offset"))
     )
     joined = pieces.where("offset = before")
-    broken = joined.mapInArrow(_continuing, joined.schema)
+    apart_in_chain = joined.mapInArrow(_continuing, joined.schema)
     text = "it continues another history (wrong chain)"
-    return no_frame.union(broken.select(*_finding("chain", text, offset=F.col("offset"), end=F.col("end"))))
+    return no_frame.union(apart_in_chain.select(*_finding("chain", text, offset=F.col("offset"), end=F.col("end"))))
 
 
-def sequences(facts: DataFrame) -> DataFrame:
-    """Return gaps and repeats of a subject's sequences between runs. in: facts; out: findings.
+def sequences(facts: DataFrame, damaged: DataFrame, start: int) -> DataFrame:
+    """Return gaps and repeats of a subject's sequences between runs.
+
+    in: facts; damaged d_copy string, d_offset long, d_end long: ranges whose frames are unknown; out: findings.
 
     Runs are dense in themselves. A gap in front of which the log is damaged follows from that and is not named.
     """
@@ -128,12 +142,9 @@ def sequences(facts: DataFrame) -> DataFrame:
         "copy", "subject", "offset", "end", "first", "last", "judged",
         F.lag("last").over(order).alias("due"), F.lag("end").over(order).alias("known_until"),
     )  # fmt: skip
-    starts = _of(facts, "piece").groupBy("copy").agg(F.min("offset").alias("start"))
-    runs = runs.join(starts, "copy").withColumn(
-        "due", F.coalesce("due", F.when(F.col("start") == 0, F.lit(0)))
-    )
+    if start == 0:
+        runs = runs.withColumn("due", F.coalesce("due", F.lit(0)))
     jumps = runs.where("not judged and due is not null and first != due")
-    damaged = F.broadcast(_damaged(facts))
     between = (
         (F.col("d_copy") == F.col("copy"))
         & (F.col("d_offset") < F.col("offset"))
@@ -145,7 +156,7 @@ def sequences(facts: DataFrame) -> DataFrame:
         F.when(F.col("first") > F.col("due"), "gap: messages are missing").otherwise("repeated or reordered"),
     )  # fmt: skip
     columns = {name: F.col(name) for name in ("offset", "end", "subject")}
-    return jumps.join(damaged, between, "left_anti").select(
+    return jumps.join(F.broadcast(damaged), between, "left_anti").select(
         *_finding("sequence", text, sequence=F.col("first"), **columns)
     )
 
@@ -172,22 +183,23 @@ def counts(facts: DataFrame) -> DataFrame:
     """
     hurt = _of(facts, "problem").select("copy", "piece").distinct()
     promised = F.sum(F.when(F.col("kind") == "hour", F.col("total")))
-    both = facts.groupBy("copy", "piece").agg(F.sum("messages").alias("seen"), F.coalesce(promised, F.lit(0)).alias("due"))
+    due = F.coalesce(promised, F.lit(0)).alias("due")
+    both = facts.groupBy("copy", "piece").agg(F.sum("messages").alias("seen"), due)
     text = F.format_string("Spark saw %d messages, the frames' headers promise %d", "seen", "due")
     odd = both.where("seen != due").join(hurt, ["copy", "piece"], "left_anti")
     return odd.select(*_finding("count", text, offset=F.col("piece")))
 
 
-def progress(facts: DataFrame) -> DataFrame:
+def progress(facts: DataFrame, damaged: DataFrame, start: int) -> DataFrame:
     """Return pulls, acks and positions that do not follow from the log: the brokers' own fold decides.
 
-    in: facts; out: findings. Sorted by copy, subject and offset, the frames pass one by one; memory grows with the
-    consumers of a subject, not with the log. Behind damage nothing is judged: what is missing there may explain it.
+    in: facts, damaged ranges; out: findings. Sorted by copy, subject and offset, the frames pass one by one; memory
+    grows with the consumers of a subject, not with the log. Behind damage nothing is judged: it may explain all.
     """
     kinds = facts.where("kind in ('progress', 'run')")
-    starts = _of(facts, "piece").groupBy("copy").agg(F.min("offset").alias("start"))
-    hurt = _damaged(facts).groupBy(F.col("d_copy").alias("copy")).agg(F.min("d_offset").alias("hurt"))
-    rows = kinds.join(starts, "copy").join(hurt, "copy", "left").where("hurt is null or offset < hurt")
+    hurt = damaged.groupBy(F.col("d_copy").alias("copy")).agg(F.min("d_offset").alias("hurt"))
+    rows = kinds.join(F.broadcast(hurt), "copy", "left").where("hurt is null or offset < hurt")
+    rows = rows.withColumn("start", F.lit(start))
     columns = ("copy", "subject", "offset", "end", "kind", "last", "header", "body", "start")
     ordered = (
         rows.select(*columns).repartition("copy", "subject").sortWithinPartitions("copy", "subject", "offset")
@@ -207,25 +219,25 @@ def unequal(facts: DataFrame) -> DataFrame:
 
     in: facts; out: piece long.
     """
-    hashed = facts.where("kind is null and records > 0").select("copy", "piece", "records", "messages", "bytes", "digest")
+    hashed = facts.where("kind is null and records > 0")
+    hashed = hashed.select("copy", "piece", "records", "messages", "bytes", "digest")
     master, slave = (hashed.where(F.col("copy") == copy).drop("copy") for copy in ("master", "slave"))
     either = master.select("piece").union(slave.select("piece")).distinct()
     equal = master.join(slave, ["piece", "records", "messages", "bytes", "digest"]).select("piece")
     return either.join(equal, "piece", "left_anti")
 
 
-def compare(master: DataFrame, slave: DataFrame) -> DataFrame:
-    """Compare two copies frame by frame. in: two times `audit.rows.FRAMES`; out: findings.
+def compare(master: DataFrame, slave: DataFrame, damaged: DataFrame) -> DataFrame:
+    """Compare two copies frame by frame. in: two times `audit.rows.FRAMES`, damaged ranges; out: findings.
 
     A frame that a copy lacks where its bytes are damaged is not named again. A missing frame whose messages stand
     elsewhere in that copy is `reordered`.
     """
     sides = {"master": master, "slave": slave}
     frames = {copy: side.where("kind is not null") for copy, side in sides.items()}
-    ranges = {copy: side.where("kind is null").select(F.col("offset").alias("d_offset"), F.col("end").alias("d_end"))
-              for copy, side in sides.items()}  # fmt: skip
-    only = [_only(frames["master"], frames["slave"], ranges["slave"], "missing", "slave"),
-            _only(frames["slave"], frames["master"], ranges["master"], "extra", "slave")]  # fmt: skip
+    hurt = {copy: damaged.where(F.col("d_copy") == copy) for copy in sides}
+    only = [_only(frames["master"], frames["slave"], hurt["slave"], "missing", "slave"),
+            _only(frames["slave"], frames["master"], hurt["master"], "extra", "slave")]  # fmt: skip
     m, s = frames["master"].alias("m"), frames["slave"].alias("s")
     named = F.concat_ws(
         ", ", *(F.when(~F.col(f"m.{name}").eqNullSafe(F.col(f"s.{name}")), F.lit(name)) for name in _COMPARED)
@@ -235,7 +247,8 @@ def compare(master: DataFrame, slave: DataFrame) -> DataFrame:
     moved = frames["slave"].select("subject", "first_sequence", "count", F.lit(True).alias("moved")).where("count > 0")
     key = ["subject", "first_sequence", "count"]
     flat = pairs.select("m.offset", "m.end", *(f"m.{name}" for name in key), "differs",
-                        (F.col("m.first_sequence") != F.col("s.first_sequence")).alias("other"))  # fmt: skip
+                        (F.struct("m.subject", "m.first_sequence") != F.struct("s.subject", "s.first_sequence"))
+                        .alias("other"))  # fmt: skip
     flat = flat.join(moved.distinct(), key, "left")
     what = (
         F.when(F.col("differs") == "", "history")
@@ -259,12 +272,13 @@ def _only(has: DataFrame, lacks: DataFrame, damaged: DataFrame, what: str, copy:
     elsewhere = lacks.where("count > 0").select(*key, F.lit(True).alias("elsewhere")).distinct()
     alone = alone.join(elsewhere, key, "left")
     named = F.when(F.col("elsewhere"), "reordered").otherwise(what)
-    text = F.format_string(f"%d messages; {'the slave lacks' if what == 'missing' else 'the master lacks'} this frame", "count")
+    lacking = "slave" if what == "missing" else "master"
+    text = F.format_string(f"%d messages; the {lacking} lacks this frame", "count")
     columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit(copy)}
     return alone.select(*_finding(named, text, sequence=F.col("first_sequence"), **columns))
 
 
-def lost(journal: DataFrame, messages: DataFrame, facts: DataFrame) -> DataFrame:
+def lost(journal: DataFrame, messages: DataFrame, facts: DataFrame, start: int) -> DataFrame:
     """Return what was acknowledged to a producer and is not in a copy at its sequence.
 
     Two equal logs can both lack a message, so only the producers' side of the story shows this. What a copy's
@@ -273,17 +287,21 @@ def lost(journal: DataFrame, messages: DataFrame, facts: DataFrame) -> DataFrame
     in: journal subject string, sequence long, id string; messages copy string, subject string, sequence long,
     id string; facts; out: findings.
     """
-    starts = _of(facts, "piece").groupBy("copy").agg(F.min("offset").alias("start"))
-    kept = _of(facts, "run").groupBy("copy", "subject").agg(F.min("first").alias("kept"))
-    due = journal.crossJoin(F.broadcast(starts)).join(kept, ["copy", "subject"], "left")
-    due = due.where("start = 0 or sequence >= kept")
+    copies = journal.sparkSession.createDataFrame([(copy,) for copy in COPIES], "copy string")
+    due = journal.crossJoin(F.broadcast(copies))
+    if start > 0:
+        kept = _of(facts, "run").groupBy("copy", "subject").agg(F.min("first").alias("kept"))
+        due = due.join(kept, ["copy", "subject"]).where("sequence >= kept")
     absent = due.join(messages, ["copy", "subject", "sequence", "id"], "left_anti")
     columns = {name: F.col(name) for name in ("subject", "sequence", "id")}
     return absent.select(*_finding("lost", "acknowledged, and not in this copy", **columns))
 
 
 def hours(facts: DataFrame) -> DataFrame:
-    """Count per subject and hour. in: facts; out: copy string, subject string, hour timestamp, messages long, bytes long."""
+    """Count per subject and hour.
+
+    in: facts; out: copy string, subject string, hour timestamp, messages long, bytes long.
+    """
     return (
         _of(facts, "hour")
         .groupBy("copy", "subject", F.timestamp_seconds(F.col("value") * 3600).alias("hour"))

@@ -58,7 +58,7 @@ class LogSource(DataSource):
 
 @dataclass(frozen=True)
 class Piece(InputPartition):
-    """Frames that begin in `[begin, end)`. `chain` is the chain before `begin` where it is known, at the log's start."""
+    """Frames that begin in `[begin, end)`. `chain` is the chain before `begin`, known at the log's start."""
 
     begin: int
     end: int

@@ -1,4 +1,4 @@
-"""Shell. Start Spark so that the audit runs on it: locally, or on a cluster that has Python and pyarrow, not our code."""
+"""Shell. Start Spark so that the audit runs on it: locally, or on a cluster that has pyarrow and not our code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def start_spark(master: str, name: str, **config: str) -> SparkSession:
 
 
 def _ship(spark: SparkSession) -> None:
-    """Send our packages to every executor, as one archive that Python imports from. Spark copies it before it is gone."""
+    """Send our packages to every executor, as one archive that Python imports from."""
     folder = Path(tempfile.mkdtemp(prefix="qmq-audit-"))
     archive = folder / "qmq-audit.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:

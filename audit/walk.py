@@ -180,7 +180,7 @@ class Walk:
         return window
 
     def _search(self, offset: int, rest: Window | None = None) -> tuple[int, list[Problem]]:
-        """Return where the next frame at or behind `offset` begins, at most the end of the piece, and unreadable parts."""
+        """Return where the next frame at or behind `offset` begins, at most the piece's end, and unreadable parts."""
         problems: list[Problem] = []
         while offset < self._end:
             if rest is not None and rest.data:

@@ -46,7 +46,7 @@ def run_query(spark: SparkSession, sources: Sequence[str], sql: str, *, token: s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m audit.jobs.query", description=__doc__.splitlines()[0])
-    parser.add_argument("--source", action="append", required=True, help="data directory, or ip:control_port of a broker")
+    parser.add_argument("--source", action="append", required=True, help="data directory, or ip:control_port")
     parser.add_argument("--sql", required=True, help="query over the view `messages`")
     parser.add_argument("--token", default="", help="API token of the brokers")
     parser.add_argument("--spark-master", default="local[*]", help="local[*], spark://host:port, yarn, …")

@@ -82,6 +82,6 @@ class LogWriter:
         self._file.close()
 
     def close(self) -> Path:
-        """Finish the file as a running broker leaves it, with zeros behind the last frame; return the data directory."""
+        """Finish the file as a broker leaves it, with zeros behind the last frame; return the data directory."""
         self._close()
         return self.folder.parent

@@ -1,0 +1,147 @@
+"""Shell. How fast the audit reads: MB of log per second and core, both copies counted, and what memory it takes.
+
+    python -m benchmarks.audit
+
+Writes two equal logs (1 KiB messages in frames of 100), starts Spark, audits a small log so that workers are there and
+the JVM has compiled what it runs, then audits the large one: every byte of both copies, record by record, by the same
+code as the nightly job. A core is a core of this machine: the rate is bytes / seconds / cores.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+from zlib import crc32
+
+from pyspark.sql import SparkSession
+
+from audit.copies import place_options
+from audit.group import Group, Result, audit_group
+from audit.spark import start_spark
+from qmq.codec import encode_message, join_batch
+from qmq.log.frame import NO_CHAIN, FrameKind, encode_header, subject_field
+from qmq.message import Message
+from qmq.types import Epoch
+
+COPY_BYTES = 1 << 30
+WARM_UP_BYTES = 192 << 20
+SUBJECT = "order.changed"
+SAMPLE_S = 0.1
+
+
+class Figures(NamedTuple):
+    audit_mb_per_s_core: float
+    """MB (10^6 bytes) of log, both copies, per second of wall time and core."""
+    seconds: float
+    megabytes: float
+    messages: int
+    worker_peak_rss_mb: float
+    """Most memory that one Python worker had."""
+
+
+def write_log(data: Path, size: int) -> None:
+    """Write a log of `size` bytes as a broker does, in one segment."""
+    folder = data / "log"
+    folder.mkdir(parents=True)
+    text = "x" * 940
+    messages = [encode_message(Message(SUBJECT, {"text": text}, id=f"{n:032d}"), 1) for n in range(100)]
+    body, field = join_batch(messages), subject_field(SUBJECT)
+    crc, offset, chain, sequence = crc32(body), 0, NO_CHAIN, 0
+    with (folder / f"{0:020d}.log").open("wb") as file:
+        while offset < size:
+            head, frame = encode_header(
+                kind=FrameKind.MESSAGES, flags=0, subject=SUBJECT, field=field, count=100, body_bytes=len(body),
+                body_crc=crc, epoch=Epoch(1, 1), offset=offset, high_watermark=offset,
+                timestamp_ms=1_700_000_000_000 + sequence // 100, first_sequence=sequence, producer=1,
+                batch=sequence // 100, previous_chain=chain,
+            )  # fmt: skip
+            file.write(head + body)
+            offset, chain, sequence = frame.end, frame.chain, sequence + 100
+
+
+def _children(of: int) -> set[int]:
+    """Return the processes that `of` started, and theirs, by /proc."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                parents[int(name)] = int(Path(f"/proc/{name}/stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+    found, new = set(), {of}
+    while new:
+        found |= new
+        new = {pid for pid, parent in parents.items() if parent in found} - found
+    return found - {of}
+
+
+class _WorkerMemory(threading.Thread):
+    """Watches the resident memory of the Python workers, until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak = 0
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(SAMPLE_S):
+            for pid in _children(os.getpid()):
+                try:
+                    if "python" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]:
+                        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+                        self.peak = max(self.peak, pages * os.sysconf("SC_PAGE_SIZE"))
+                except (OSError, IndexError):
+                    continue
+
+    def stop(self) -> None:
+        self._done.set()
+        self.join()
+
+
+def measure(folder: Path, *, copy_bytes: int = COPY_BYTES) -> Figures:
+    """Write the logs into `folder`, audit them, return the figures. Raises RuntimeError if the audit is not clean."""
+    for name, size in (("warm", WARM_UP_BYTES), ("large", copy_bytes)):
+        write_log(folder / name / "master", size)
+        shutil.copytree(folder / name / "master", folder / name / "slave")
+    cores = os.cpu_count() or 1
+    spark = start_spark(f"local[{cores}]", "qmq audit benchmark")
+    try:
+        _audit(spark, folder / "warm")
+        memory = _WorkerMemory()
+        memory.start()
+        began = time.perf_counter()
+        result = _audit(spark, folder / "large")
+        seconds = time.perf_counter() - began
+        memory.stop()
+    finally:
+        spark.stop()
+    megabytes = sum(read["bytes"] for read in result.read.values()) / 1e6
+    messages = sum(read["messages"] for read in result.read.values())
+    return Figures(megabytes / seconds / cores, seconds, megabytes, messages, memory.peak / 1e6)
+
+
+def _audit(spark: SparkSession, folder: Path) -> Result:
+    places = {copy: place_options(str(folder / copy), "") for copy in ("master", "slave")}
+    result = audit_group(spark, Group(folder.name, places))
+    if result.status:
+        raise RuntimeError(f"the audit of equal logs says {result.unreadable or result.found}")
+    return result
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="qmq-audit-") as folder:
+        figures = measure(Path(folder))
+    print(f"{figures.messages} messages, {figures.megabytes:.0f} MB of both copies in {figures.seconds:.2f} s")
+    print(f"audit_mb_per_s_core {figures.audit_mb_per_s_core:.0f}")
+    print(f"peak memory of a Python worker {figures.worker_peak_rss_mb:.0f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,415 @@
+"""Shell. Audits the auditor: what is planted in copied logs must be named at its exact offset, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from pyspark.sql import SparkSession
+
+from audit.copies import PathCopy, place_options
+from audit.group import Group, Result, audit_group
+from audit.jobs import consistency, query
+from audit.report import as_json, as_markdown
+from audit.spark import read_copy, start_spark
+from qmq.log.frame import FrameKind
+from qmq.proto import qmq_pb2, qmq_pb2_grpc
+from qmq.types import Epoch
+from tests.unit.audit.logs import LogWriter
+from tests.unit.audit.test_walk import change, flip
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
+
+PIECE_BYTES = 65_536
+A, B = "order.changed", "user.created"
+PULL = 1 << 32
+
+
+@pytest.fixture(scope="module")
+def spark() -> Iterator[SparkSession]:
+    session = start_spark("local[2]", "audit tests", spark__sql__shuffle__partitions="2")
+    yield session
+    session.stop()
+
+
+def write(
+    data: Path, *, rounds: int = 40, segment_bytes: int = 40_000, at: int = 20,
+    plant: Callable[[LogWriter], object] | None = None,
+) -> LogWriter:  # fmt: skip
+    """Write a log as a broker would: two subjects, one consumer, two epochs; `plant` adds something in round `at`."""
+    log = LogWriter(data, segment_bytes=segment_bytes)
+    log.reign(Epoch(1, 1))
+    log.progress(FrameKind.POSITION, A, "g", "", (0, 0, 0))
+    for turn in range(rounds):
+        log.timestamp_ms += 300_000
+        if turn == at and plant:
+            plant(log)
+        log.batch(A, 10)
+        log.batch(B, 10, size=35)
+        pulled = PULL + 10 * turn
+        log.progress(FrameKind.PULL, A, "g", "c", (pulled, 10 * turn, 10))
+        log.progress(FrameKind.ACK, A, "g", "c", (pulled, pulled + 10, 0))
+        if turn == 30:
+            log.reign(Epoch(2, 1))
+    log.close()
+    return log
+
+
+def audit(spark: SparkSession, folder: Path, **options: Any) -> Result:
+    places = {copy: place_options(str(folder / copy), "") for copy in ("master", "slave")}
+    return audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES, **options)
+
+
+def named(result: Result) -> set[tuple[str, str, int | None]]:
+    return {(row["what"], row["copy"], row["offset"]) for row in result.findings}
+
+
+def both(folder: Path, **options: Any) -> tuple[LogWriter, LogWriter]:
+    return write(folder / "master", **options), write(folder / "slave", **options)
+
+
+def test_equal_copies_are_proven_equal_and_every_message_is_counted(spark: SparkSession, tmp_path: Path) -> None:
+    log = write(tmp_path / "master")
+    write(tmp_path / "slave", segment_bytes=23_000)
+    result = audit(spark, tmp_path, parquet=tmp_path / "out")
+    assert (result.status, result.findings, result.unreadable) == (0, [], None)
+    assert result.watermark == log.frames[-1].offset
+    assert result.read["master"] == result.read["slave"]
+    assert (result.read["master"]["messages"], result.read["master"]["bytes"]) == (800, log.end)
+    assert sum(row["messages"] for row in result.hours if row["copy"] == "slave") == 800
+    assert [text.split()[0] for text in result.epochs] == ["1.1", "2.1"]
+    assert spark.read.parquet(str(tmp_path / "out/g1/hours")).count() == len(result.hours)
+    assert "Every byte of [0, " in as_markdown([result], 1.0)
+
+
+def _flip_body(log: LogWriter, data: Path) -> tuple[str, str, int]:
+    frame = log.frames[50]
+    flip(data, frame.end - 30)
+    return "damaged", "slave", frame.offset
+
+
+def _flip_header(log: LogWriter, data: Path) -> tuple[str, str, int]:
+    frame = log.frames[51]
+    flip(data, frame.offset + 33)
+    return "damaged", "slave", frame.offset
+
+
+def _erase(log: LogWriter, data: Path) -> tuple[str, str, int]:
+    first, last = log.frames[70], log.frames[73]
+    change(data, first.offset, bytes(last.end - first.offset))
+    return "damaged", "slave", first.offset
+
+
+def _swap_bytes(log: LogWriter, data: Path) -> tuple[str, str, int]:
+    """Swap two whole frames of one size, as a misdirected write would."""
+    first, second = (frame for frame in log.frames[60:68] if frame.kind == FrameKind.PULL)
+    with_copy = PathCopy(data)
+    ours, theirs = (with_copy.window(f.offset, f.end - f.offset) for f in (first, second))
+    with_copy.close()
+    change(data, first.offset, theirs)
+    change(data, second.offset, ours)
+    return "damaged", "slave", first.offset
+
+
+def _cut_middle(log: LogWriter, data: Path) -> tuple[str, str, int]:
+    path = sorted((data / "log").glob("*.log"))[1]
+    frame = next(f for f in log.frames if f.offset > int(path.stem) + 9_000)
+    path.write_bytes(path.read_bytes()[: frame.offset - int(path.stem)])
+    return "damaged", "slave", frame.offset
+
+
+def _cut_end(log: LogWriter, data: Path) -> tuple[str, str, int]:
+    path = sorted((data / "log").glob("*.log"))[-1]
+    frame = next(f for f in log.frames if f.offset > int(path.stem) + 3_000)
+    path.write_bytes(path.read_bytes()[: frame.offset + 100 - int(path.stem)])
+    return "missing", "slave", frame.offset
+
+
+def test_every_damage_of_a_copy_is_named_and_nothing_else(spark: SparkSession, tmp_path: Path) -> None:
+    _, slave = both(tmp_path)
+    planted = {plant(slave, tmp_path / "slave") for plant in (_flip_body, _flip_header, _erase, _swap_bytes, _cut_middle)}
+    result = audit(spark, tmp_path)
+    assert result.status == 1
+    second = [frame for frame in slave.frames[60:68] if frame.kind == FrameKind.PULL][1]
+    assert named(result) == planted | {("damaged", "slave", second.offset)}
+
+
+def test_truncated_log_lacks_what_was_promised(spark: SparkSession, tmp_path: Path) -> None:
+    _, slave = both(tmp_path)
+    cut = _cut_end(slave, tmp_path / "slave")
+    result = audit(spark, tmp_path)
+    assert set(result.found) == {"missing"}
+    assert cut == min(named(result), key=lambda finding: finding[2] or 0)
+    assert result.found["missing"] == len([f for f in slave.frames if cut[2] <= f.offset < result.watermark])
+
+
+def test_flipped_bit_is_named_with_its_byte_and_message(spark: SparkSession, tmp_path: Path) -> None:
+    _, slave = both(tmp_path)
+    frame = next(frame for frame in slave.frames[50:] if frame.subject == A and frame.count)
+    flip(tmp_path / "slave", frame.end - 200)
+    (finding,) = audit(spark, tmp_path).findings
+    assert finding["byte"] == frame.end - 200
+    assert finding["subject"] == A
+    assert finding["id"] == f"{A}-{finding['sequence']}"
+    assert frame.first_sequence < finding["sequence"] < frame.first_sequence + 10
+
+
+def _other_epoch(log: LogWriter) -> None:
+    log.epoch = Epoch(1, 2)
+
+
+def test_other_epoch_with_valid_checksums_is_different(spark: SparkSession, tmp_path: Path) -> None:
+    write(tmp_path / "master")
+    slave = write(tmp_path / "slave", plant=_other_epoch)
+    first = next(frame for frame in slave.frames if frame.epoch == Epoch(1, 2))
+    result = audit(spark, tmp_path)
+    assert result.findings[0] | {"text": ""} == {
+        "what": "different", "copy": "slave", "offset": first.offset, "end": first.end, "subject": A,
+        "sequence": 200, "id": f"{A}-200", "text": "", "byte": first.offset + 20,
+    }  # fmt: skip
+    assert "boot" in result.findings[0]["text"]
+    assert set(result.found) == {"different"}
+    assert any("differ in their chain alone" in note for note in result.notes)
+
+
+def test_messages_in_another_order_are_reordered(spark: SparkSession, tmp_path: Path) -> None:
+    def write_reversed(data: Path, subjects: tuple[str, str]) -> LogWriter:
+        log = LogWriter(data)
+        log.batch("first", 3)
+        for subject in subjects:
+            log.batch(subject, 4)
+        log.batch("last", 3)
+        log.batch("last", 3)
+        log.close()
+        return log
+
+    write_reversed(tmp_path / "master", ("a", "b"))
+    slave = write_reversed(tmp_path / "slave", ("b", "a"))
+    result = audit(spark, tmp_path)
+    assert {row["offset"] for row in result.findings} == {frame.offset for frame in slave.frames[1:3]}
+    assert set(result.found) == {"reordered"}
+
+
+def _broken_chain(log: LogWriter) -> None:
+    log.chain ^= 1
+
+
+def _skipped(log: LogWriter) -> None:
+    log.sequences[A] += 5
+
+
+def _repeated(log: LogWriter) -> None:
+    log.sequences[A] -= 10
+
+
+def _older_epoch(log: LogWriter) -> None:
+    log.epoch = Epoch(0, 9)
+
+
+def _ack_too_far(log: LogWriter) -> None:
+    log.progress(FrameKind.ACK, A, "g", "c", (PULL + 200, PULL + 210, 0))
+
+
+def _pull_too_far(log: LogWriter) -> None:
+    log.progress(FrameKind.PULL, A, "g", "late", (PULL, 5_000, 1))
+
+
+def _ack_of_a_stranger(log: LogWriter) -> None:
+    log.progress(FrameKind.ACK, A, "unknown", "c", (PULL, PULL + 1, 0))
+
+
+def test_equal_copies_of_a_wrong_log_are_findings(spark: SparkSession, tmp_path: Path) -> None:
+    plants = {2: _pull_too_far, 4: _ack_of_a_stranger, 6: _skipped, 10: _repeated, 12: _older_epoch, 15: _broken_chain}
+    whats = ["progress", "progress", "sequence", "sequence", "epoch", "chain"]
+
+    def write_wrong(data: Path) -> list[int]:
+        offsets: list[int] = []
+        log = LogWriter(data)
+        log.reign(Epoch(1, 1))
+        log.progress(FrameKind.POSITION, A, "g", "", (0, 0, 0))
+        for turn in range(20):
+            log.epoch = Epoch(1, 1)
+            if turn in plants:
+                offsets.append(log.end)
+                plants[turn](log)
+            log.batch(A, 10)
+        log.close()
+        return offsets
+
+    offsets = write_wrong(tmp_path / "master")
+    assert write_wrong(tmp_path / "slave") == offsets
+    expected = {(what, copy, offset) for what, offset in zip(whats, offsets) for copy in ("master", "slave")}
+    assert named(audit(spark, tmp_path)) == expected
+
+
+def test_ack_beyond_what_was_pulled_is_named(spark: SparkSession, tmp_path: Path) -> None:
+    offsets: list[int] = []
+
+    def plant(log: LogWriter) -> None:
+        offsets.append(log.end)
+        _ack_too_far(log)
+
+    both(tmp_path, plant=plant)
+    result = audit(spark, tmp_path)
+    assert named(result) == {("progress", copy, offsets[0]) for copy in ("master", "slave")}
+    assert "ends past" in result.findings[0]["text"]
+
+
+def test_breaks_at_the_border_of_two_pieces_are_named(spark: SparkSession, tmp_path: Path) -> None:
+    """Frames of 1,024 bytes, so that one begins where a piece begins, and its reader knows nothing before it."""
+    border = 2 * PIECE_BYTES
+    for copy in ("master", "slave"):
+        log = LogWriter(tmp_path / copy)
+        while log.end < 4 * PIECE_BYTES:
+            if log.end == border:
+                log.chain ^= 1
+                log.sequences["s"] += 7
+                log.epoch = Epoch(0, 1)
+            log.messages("s", [bytes(1024 - 88 - 8 - 8)])
+        log.close()
+    result = audit(spark, tmp_path)
+    expected = {(what, copy, border) for what in ("chain", "sequence", "epoch") for copy in ("master", "slave")}
+    assert named(result) == expected
+
+
+def test_frame_that_only_the_slave_has_below_the_watermark_is_extra(spark: SparkSession, tmp_path: Path) -> None:
+    master, _ = write(tmp_path / "master", rounds=30), write(tmp_path / "slave", rounds=32)
+    result = audit(spark, tmp_path)
+    assert set(result.found) == {"extra"}
+    assert result.findings[0]["offset"] == master.end
+    assert result.findings[0]["id"] == f"{A}-300"
+
+
+def test_tail_past_the_watermark_is_a_note(spark: SparkSession, tmp_path: Path) -> None:
+    _, slave = both(tmp_path, rounds=5)
+    last = slave.frames[-1]
+    change(tmp_path / "slave", last.offset, bytes(last.end - last.offset))
+    result = audit(spark, tmp_path)
+    assert (result.status, result.findings) == (0, [])
+    assert any("1 frames past the high watermark" in note for note in result.notes)
+
+
+def test_acknowledged_message_that_both_copies_lack_is_lost(spark: SparkSession, tmp_path: Path) -> None:
+    both(tmp_path)
+    lines = [{"subject": A, "group": "g1", "sequence": s, "id": f"{A}-{s}"} for s in range(400)]
+    lines += [
+        {"subject": A, "group": "g1", "sequence": 399, "id": "never stored"},
+        {"subject": "never.seen", "group": "g1", "sequence": 0, "id": "x"},
+        {"subject": "elsewhere", "group": "g2", "sequence": 0, "id": "y"},
+    ]
+    journal = tmp_path / "acknowledged.ndjson"
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = audit(spark, tmp_path, journal=journal)
+    assert result.journal == 402
+    assert result.found == {"lost": 4}
+    assert {(row["copy"], row["subject"], row["id"]) for row in result.findings} == {
+        (copy, subject, identity) for copy in ("master", "slave")
+        for subject, identity in ((A, "never stored"), ("never.seen", "x"))
+    }  # fmt: skip
+
+
+def test_copies_with_other_retention_are_compared_from_the_later_start(spark: SparkSession, tmp_path: Path) -> None:
+    both(tmp_path)
+    first, second = sorted((tmp_path / "slave/log").glob("*.log"))[:2]
+    first.unlink()
+    result = audit(spark, tmp_path)
+    assert (result.status, result.findings, result.start) == (0, [], int(second.stem))
+    assert any(f"[0, {second.stem.lstrip('0')})" in note for note in result.notes)
+
+
+def test_empty_copy_lacks_everything(spark: SparkSession, tmp_path: Path) -> None:
+    write(tmp_path / "master", rounds=5)
+    LogWriter(tmp_path / "slave").close()
+    result = audit(spark, tmp_path)
+    assert (result.status, result.findings[0]["what"], result.findings[0]["offset"]) == (1, "missing", 0)
+    assert result.found["missing"] == 21, "all 22 frames but the last, which the high watermark does not cover"
+
+
+def test_audit_that_read_nothing_fails(spark: SparkSession, tmp_path: Path) -> None:
+    for copy in ("master", "slave"):
+        LogWriter(tmp_path / copy).close()
+    result = audit(spark, tmp_path)
+    assert result.status == 2
+    assert as_json([result], 0.0)["verdict"] == "could not read"
+    assert audit(spark, tmp_path / "nowhere").status == 2
+    assert as_json([], 0.0)["status"] == 2
+
+
+class Broker(qmq_pb2_grpc.BrokerServicer):  # type: ignore[misc]
+    """Serves a directory over DescribeLog and ReadLog, as a broker does."""
+
+    def __init__(self, log: LogWriter, data: Path) -> None:
+        self._log, self._copy = log, PathCopy(data)
+
+    def DescribeLog(self, request: Any, context: grpc.ServicerContext) -> Any:
+        if dict(context.invocation_metadata()).get("x-api-token") != "secret":
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid token")
+        return qmq_pb2.LogDescription(log_start=0, log_end=self._log.end, high_watermark=self._log.end, segments=[0])
+
+    def ReadLog(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        for frame in self._log.frames:
+            if request.begin <= frame.offset < request.end:
+                data = self._copy.window(frame.offset, frame.end - frame.offset)
+                yield qmq_pb2.LogChunk(offset=frame.offset, data=data)
+
+
+@contextmanager
+def serving(log: LogWriter, data: Path) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(8))
+    qmq_pb2_grpc.add_BrokerServicer_to_server(Broker(log, data), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+def test_running_brokers_are_audited_over_grpc(spark: SparkSession, tmp_path: Path) -> None:
+    master, slave = both(tmp_path)
+    broken = slave.frames[40]
+    flip(tmp_path / "slave", broken.offset + 40)
+    with serving(master, tmp_path / "master") as one, serving(slave, tmp_path / "slave") as two:
+        places = {"master": place_options(one, "secret"), "slave": place_options(two, "secret")}
+        result = audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES)
+        assert (result.watermark, result.read["master"]["messages"]) == (master.end, 800)
+        assert named(result) == {("damaged", "slave", broken.offset)}
+        places = {"master": place_options(one, "secret"), "slave": place_options(one, "secret")}
+        assert audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES).status == 0
+        places = {"master": place_options(one, "wrong"), "slave": place_options(two, "secret")}
+        assert "UNAUTHENTICATED" in (audit_group(spark, Group("g1", places)).unreadable or "")
+
+
+def test_query_counts_messages_by_property(spark: SparkSession, tmp_path: Path) -> None:
+    write(tmp_path)
+    sql = f"""SELECT properties['carrier'] AS carrier, count(*) AS n FROM messages WHERE subject = '{A}'
+              GROUP BY 1 ORDER BY 1"""
+    rows = query.run_query(spark, [str(tmp_path)], sql)
+    assert rows == [{"carrier": "AA", "n": 134}, {"carrier": "DL", "n": 133}, {"carrier": "UA", "n": 133}]
+    rows = query.run_query(
+        spark, [str(tmp_path)], "SELECT id, tags, year(created) AS year FROM messages WHERE sequence = 7 ORDER BY 1"
+    )
+    assert rows == [{"id": f"{subject}-7", "tags": ["odd"], "year": 2023} for subject in (A, B)]
+
+
+def test_frames_and_damaged_ranges_are_rows(spark: SparkSession, tmp_path: Path) -> None:
+    log = write(tmp_path, rounds=5)
+    broken = log.frames[6]
+    flip(tmp_path, broken.offset + 20)
+    place = place_options(str(tmp_path), "")
+    rows = read_copy(spark, place, rows="frames", piece_bytes=2_048).orderBy("offset").collect()
+    assert [row["offset"] for row in rows] == [frame.offset for frame in log.frames]
+    assert [row["problem"] for row in rows if row["problem"]] == ["wrong header CRC"]
+    last = rows[-1]
+    assert (last["end"], last["chain"]) == (log.end, f"{log.chain:016x}")
+
+
+def test_command_line_that_lacks_a_copy_could_not_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert consistency.main(["--group", "g1", "--master", "x"]) == 2
+    assert "--slave" in capsys.readouterr().err

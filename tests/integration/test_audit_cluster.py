@@ -1,0 +1,110 @@
+"""Shell. The audit on a real standalone cluster: one master and two workers of Spark, as processes on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pyspark
+import pytest
+
+from qmq.types import Epoch
+from tests.unit.audit.logs import LogWriter
+from tests.unit.audit.test_walk import flip
+
+ROOT = Path(__file__).resolve().parents[2]
+SPARK = Path(pyspark.__file__).parent
+START_S = 90.0
+JOB_S = 240.0
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def running(log: Path, *arguments: str) -> Iterator[None]:
+    """Run one of Spark's own processes; it is ended by its process group, as it starts executors."""
+    environment = os.environ | {
+        "SPARK_HOME": str(SPARK), "SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable,
+        "SPARK_WORKER_DIR": str(log.parent / "work"), "SPARK_DAEMON_MEMORY": "256m",
+    }  # fmt: skip
+    with log.open("wb") as output:
+        command = [str(SPARK / "bin" / "spark-class"), *arguments]
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=log.parent
+        )
+        try:
+            yield
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(30)
+
+
+def wait_for(log: Path, text: str, times: int = 1) -> None:
+    """Wait until a process has said so. It has no other way to tell that it is ready."""
+    deadline = time.monotonic() + START_S
+    while log.read_text(errors="replace").count(text) < times:
+        assert time.monotonic() < deadline, log.read_text(errors="replace")[-2000:]
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[str]:
+    port, master = free_port(), tmp_path / "master.out"
+    url = f"spark://127.0.0.1:{port}"
+    address = ("--host", "127.0.0.1", "--webui-port", "0")
+    with ExitStack() as stack:
+        master_class = "org.apache.spark.deploy.master.Master"
+        stack.enter_context(running(master, master_class, *address, "--port", str(port)))
+        wait_for(master, "I have been elected leader")
+        for number in range(2):
+            worker = ("org.apache.spark.deploy.worker.Worker", *address, "--cores", "1", "--memory", "600m", url)
+            stack.enter_context(running(tmp_path / f"worker{number}.out", *worker))
+        wait_for(master, "Registering worker 127.0.0.1", times=2)
+        yield url
+
+
+def write(data: Path) -> LogWriter:
+    log = LogWriter(data)
+    log.reign(Epoch(1, 1))
+    for _ in range(40):
+        log.batch("order.changed", 10)
+    log.close()
+    return log
+
+
+def test_job_on_a_standalone_cluster_names_what_differs(cluster: str, tmp_path: Path) -> None:
+    """The executors run elsewhere than this checkout, so that they import the code that the job ships to them."""
+    good, bad = write(tmp_path / "master"), write(tmp_path / "slave")
+    write(tmp_path / "copy")
+    flip(tmp_path / "slave", bad.frames[20].end - 50)
+    arguments = [sys.executable, "-m", "audit.jobs.consistency", "--spark-master", cluster, "--piece-bytes", "20000"]
+    for group, slave in (("g1", "copy"), ("g2", "slave")):
+        arguments += ["--group", group, "--master", str(tmp_path / "master"), "--slave", str(tmp_path / slave)]
+    result = tmp_path / "result.json"
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_HOME")}
+    environment["PYSPARK_SUBMIT_ARGS"] = "--conf spark.executor.memory=512m pyspark-shell"
+    job = subprocess.run(
+        [*arguments, "--result", str(result)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=JOB_S
+    )
+    assert job.returncode == 1, job.stdout + job.stderr
+    equal, different = json.loads(result.read_text())["groups"]
+    assert (equal["status"], equal["read"]["slave"]["messages"], equal["high_watermark"]) == (
+        0, 400, good.frames[-1].offset,
+    )  # fmt: skip
+    assert [(f["what"], f["copy"], f["offset"]) for f in different["findings"]] == [
+        ("damaged", "slave", bad.frames[20].offset)
+    ]
+    used = {path.parent.name for path in (tmp_path / "work").rglob("qmq-audit.zip")}
+    assert len(used) == 2, "both workers took part"
