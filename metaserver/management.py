@@ -164,14 +164,16 @@ class Management:
 
     async def _status_json(self, group: Group) -> dict[str, Any]:
         replicas = await asyncio.gather(*(self._replica_json(broker) for broker in group.brokers))
-        ends = [(replica["logEnd"], replica["chain"]) for replica in replicas if replica["reachable"]]
+        asked = [replica for replica in replicas if replica["reachable"]]
+        ends, chains = [replica["logEnd"] for replica in asked], {replica["chain"] for replica in asked}
+        both, comparable = len(asked) == 2, len(asked) == 2 and ends[0] == ends[1]
         return {
             "brokerGroup": group.name,
             "term": group.term,
             "writable": self._registry.is_writable(group),
             "readonlySubjects": self._registry.directory.readonly_subjects(group.name),
-            "equal": ends[0] == ends[1] if len(ends) == 2 else None,
-            "lagBytes": max(ends[0][0] - ends[1][0], 0) if len(ends) == 2 else None,
+            "equal": len(chains) == 1 if comparable else None,  # chains of different ends say nothing
+            "lagBytes": max(ends[0] - ends[1], 0) if both else None,
             "replicas": replicas,
         }
 

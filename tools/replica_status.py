@@ -7,7 +7,7 @@ from typing import Any
 from tools.command import Command, Option
 from tools.table import render_table
 
-_EQUAL = {True: "logs are equal", False: "logs differ at their ends", None: "not both could be asked"}
+_EQUAL = {True: "logs are equal", False: "LOGS DIFFER: stop producing, run the audit"}
 
 
 def render(groups: Any) -> str:
@@ -16,9 +16,12 @@ def render(groups: Any) -> str:
 
 def _render_group(group: Any) -> str:
     title = f"{group['brokerGroup']}  term {group['term']}  {'writable' if group['writable'] else 'readonly'}  "
-    title += _EQUAL[group["equal"]]
-    if group["lagBytes"]:
-        title += f", the slave lacks {group['lagBytes']} bytes"
+    if group["equal"] is not None:
+        title += _EQUAL[group["equal"]]
+    elif group["lagBytes"] is not None:
+        title += f"ends differ at this moment, the slave lacks {group['lagBytes']} bytes"
+    else:
+        title += "not both could be asked"
     head = ("ROLE", "BROKER", "UP", "EPOCH", "LOG END", "FLUSHED", "MATCHED", "HIGH WATERMARK", "CHAIN", "REASONS")
     rows = [
         (
@@ -28,7 +31,7 @@ def _render_group(group: Any) -> str:
             None if replica["term"] is None else f"{replica['term']}.{replica['boot']}",
             replica["logEnd"],
             replica["flushedEnd"],
-            replica["matchedEnd"],
+            replica["matchedEnd"] if replica["role"] == "MASTER" else None,  # only a master compares
             replica["highWatermark"],
             replica["chain"],
             replica["error"] or ",".join(replica["readonlyReasons"] or []),

@@ -115,6 +115,24 @@ async def test_status_of_brokers_that_are_down_says_so(world):
     assert "not both could be asked" in status.stdout and "did not answer" in status.stdout
 
 
+@pytest.mark.parametrize(
+    "end, chain, said",
+    [
+        pytest.param(4096, 78, "LOGS DIFFER", id="same end, another chain"),
+        pytest.param(4000, 70, "the slave lacks 96 bytes", id="slave is behind"),
+        pytest.param(4100, 70, "the slave lacks 0 bytes", id="slave was asked later"),
+    ],
+)
+def test_status_tells_a_lag_from_a_difference(tmp_path, end, chain, said):
+    @in_world
+    async def tell(world):
+        _, slave = await world.pair()
+        slave.log_end, slave.chain = end, chain
+        assert said in (await tool(world, "ReplicaStatus")).stdout
+
+    tell(tmp_path)
+
+
 @in_world
 async def test_swap_with_a_lost_report_ends_with_4(world):
     _, slave = await world.pair()
