@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
+from qmq.errors import CorruptFrame
 from qmq.log.fold import decode_snapshot
-from tests.unit.log.logs import Copy, fold_of
+from qmq.log.frame import FrameKind, decode_frames
+from qmq.log.memory_disk import MemoryDisk
+from qmq.log.recovery import Recovered, recover
+from qmq.types import Epoch
+from tests.unit.log.logs import Copy, a_history, fold_of
+
+SEGMENT = f"log/{0:020d}.log"
+SIZE = 16 * 1024
 
 
 def a_log(frames: int = 60) -> Copy:
@@ -31,3 +41,171 @@ def test_damaged_or_missing_snapshots_are_made_again_from_an_earlier_one(bad, mi
     made = {base: copy.disk.read(f"log/{base:020d}.snap", 0, 1 << 20) for base in bases}
     assert {b: decode_snapshot(data) for b, data in made.items()} == {b: decode_snapshot(d) for b, d in wanted.items()}
     assert decode_snapshot(made[bases[-1]]) == fold_of(copy.whole()[: bases[-1]])
+
+
+@pytest.fixture(scope="module")
+def segment() -> Copy:
+    """One segment of 16 KiB, full but for a clean tail of some zeros."""
+    copy = Copy(segment_bytes=SIZE, tail_bytes=0)
+    copy.office()
+    while copy.log.end < SIZE - 1200:
+        copy.messages("a", "b", size=500)
+    copy.flush()
+    return copy
+
+
+def borders(copy: Copy) -> list[int]:
+    chunk = copy.log.read(0, copy.log.end, 1 << 20)
+    return [0, *(frame.end for frame in chunk.frames)]
+
+
+def recovered_after(copy: Copy, change) -> tuple[Recovered, MemoryDisk]:
+    image = copy.disk.copy()
+    change(image)
+    return recover(image), image
+
+
+def check_flip(copy: Copy, bit: int, ends: list[int], data: bytes) -> None:
+    found, image = recovered_after(copy, lambda image: image.flip(SEGMENT, bit))
+    border = max(end for end in ends if end <= bit // 8) if bit // 8 < ends[-1] else ends[-1]
+    assert found.state.end == border and image.read(SEGMENT, 0, border) == data[:border], "the true prefix"
+    if border < ends[-2]:
+        assert found.damage is not None and found.damage[:2] == (border, ends[ends.index(border) + 1]), bit
+        assert image.size(SEGMENT) == SIZE and image.names("quarantine") == [], "damage is kept where it is (W4)"
+    else:
+        assert found.damage is None and found.torn_bytes > 0, "a torn tail is told, never silence"
+        assert len(image.names("quarantine")) == 2, "and kept aside"
+
+
+def test_every_flipped_bit_of_a_header_is_damage_or_a_torn_tail(segment):
+    ends = borders(segment)
+    data = segment.whole()
+    for begin in (ends[0], ends[1], ends[len(ends) // 2], ends[-2]):
+        for bit in range(8 * begin, 8 * (begin + 96)):
+            check_flip(segment, bit, ends, data)
+
+
+def test_flipped_bits_of_bodies_and_of_the_clean_tail_are_damage_or_a_torn_tail(segment):
+    ends, data = borders(segment), segment.whole()
+    for at in range(SIZE):
+        if at % 2 or at < 400 or at > ends[-2]:
+            check_flip(segment, 8 * at + at // 2 % 8, ends, data)
+
+
+@pytest.mark.parametrize("rest", ["missing", "zeros"])
+def test_cut_at_every_byte_leaves_the_true_prefix(segment, rest):
+    ends, data = borders(segment), segment.whole()
+    for size in range(0, ends[-1] + 1, 1 if rest == "missing" else 5):
+
+        def cut(image: MemoryDisk, size: int = size) -> None:
+            image.truncate(SEGMENT, size)
+            if rest == "zeros":
+                image.write(SEGMENT, size, [bytes(SIZE - size)])
+                image.sync(SEGMENT)
+
+        found, image = recovered_after(segment, cut)
+        border = max(end for end in ends if len(data[:size].rstrip(b"\0")) >= len(data[:end].rstrip(b"\0")))
+        border = border if rest == "zeros" else max(end for end in ends if end <= size)
+        assert (found.state.end, found.damage) == (border, None), size
+        assert image.read(SEGMENT, 0, border) == data[:border]
+        torn = len(data[border:size].rstrip(b"\0"))
+        assert found.torn_bytes == torn and bool(image.names("quarantine")) == bool(torn)
+
+
+@pytest.mark.parametrize("to_border", range(0, 12, 2))
+def test_state_and_index_are_a_function_of_the_prefix(to_border):
+    """W6, I17: truncated to any border, they are what a fresh fold of the rest gives."""
+    copy = Copy(segment_bytes=1500)
+    a_history(copy, Random(to_border), 150)
+    copy.flush()
+    data = copy.whole()
+    frames = [frame for frame, _ in decode_frames(data, 0, 0)]
+    step = len(frames) // 12
+    for frame in reversed(frames[to_border * step // 2 :: 7]):
+        copy.log.cut(frame.offset, "test")
+        left = data[: frame.offset]
+        assert copy.log.state == fold_of(left), f"cut at {frame.offset}"
+        for subject in ("a", "b"):
+            refs = [(ref.begin, ref.end, ref.offset) for ref in copy.log.frames(subject, 0, 1_000)]
+            assert refs == [
+                (f.first_sequence, f.first_sequence + f.count, f.offset)
+                for f in frames
+                if f.end <= len(left) and f.kind == FrameKind.MESSAGES and f.subject == subject
+            ]
+
+
+def test_one_bad_record_costs_none_of_those_behind_it():
+    """W4: damage in any segment is reported or met when read; every other frame stays and is served."""
+    copy = a_log()
+    for base in copy.log.bases:
+        image = Copy(copy.disk.copy(), tail_bytes=0)
+        image.disk.flip(f"log/{base:020d}.log", 8 * 150)
+        log = image.reopen()
+        sizes = {name: image.disk.size(name) for name in copy.image()}
+        assert sizes == {name: copy.disk.size(name) for name in copy.image()}, "nothing is deleted"
+        refs = [ref for subject in ("s0", "s1", "s2") for ref in copy.log.frames(subject, 0, 1_000)]
+        unreadable = 0
+        for ref in refs:
+            try:
+                assert log.read_bodies([ref]) == copy.log.read_bodies([ref])
+            except CorruptFrame as problem:
+                assert problem.offset == ref.offset and base <= ref.offset <= base + 150
+                unreadable += 1
+        assert unreadable <= 1
+        assert log.damage is not None or base != copy.log.bases[-1]
+
+
+def test_stale_bytes_behind_a_cut_never_come_back():
+    """W5: the same batches again, so that sizes line up with the old bytes behind them."""
+    copy = Copy(segment_bytes=1 << 16)
+    copy.office()
+    for i in range(20):
+        copy.messages(f"old {i}")
+    copy.flush()
+    stale = copy.whole()
+    border = [frame.end for frame, _ in decode_frames(stale, 0, 0)][5]
+    copy.log.cut(border, "conflict")
+    image = copy.disk
+    image.write(SEGMENT, border, [stale[border:]])  # a file system that gave old blocks back
+    image.sync(SEGMENT)
+    copy.epoch = Epoch(1, 2)
+    copy.messages("new")
+    copy.flush()
+    log = copy.reopen()
+    bodies = b"".join(bytes(body) for _, body in log.read_bodies(log.frames("s", 0, 100)))
+    assert b"new" in bodies and b"old 5" not in bodies
+    assert log.damage is not None or log.torn_bytes, "and they are not passed over in silence"
+
+
+def test_log_without_a_known_beginning_is_set_aside_whole():
+    copy = a_log()
+    while copy.log.bases[0] == 0:
+        copy.log.drop_oldest_segment()
+    for base in copy.log.bases:
+        copy.disk.flip(f"log/{base:020d}.snap", 99)
+    names = set(copy.disk.names("log"))
+    first = copy.log.bases[0]
+    log = copy.reopen()
+    assert (log.end, log.bases, log.is_empty) == (0, [], True)
+    assert set(copy.disk.names(f"quarantine/{first:020d}-no-beginning")) == names
+
+
+def test_recovering_twice_is_recovering_once_after_any_damage():
+    copy = a_log(45)
+    for seed in range(60):
+        rng = Random(seed)
+        image = Copy(copy.disk.copy(), tail_bytes=0)
+        for _ in range(rng.randint(1, 3)):
+            name = rng.choice(sorted(image.image()))
+            if size := image.disk.size(name):
+                if rng.random() < 0.7:
+                    image.disk.flip(name, rng.randrange(8 * size))
+                else:
+                    image.disk.truncate(name, rng.randrange(size))
+        first = image.reopen()
+        files = image.image()
+        again = image.reopen()
+        assert (again.state, again.damage, again.bases, image.image()) == (
+            first.state, first.damage, first.bases, files,
+        ), seed  # fmt: skip
+        assert again.torn_bytes == 0

@@ -30,7 +30,9 @@ def followed(end: int = 0) -> AckGate:
     return gate
 
 
-@pytest.mark.parametrize("ours, theirs, safe", [(8, 0, False), (0, 8, False), (7, 8, False), (8, 7, False), (8, 8, True)])
+@pytest.mark.parametrize(
+    "ours, theirs, safe", [(8, 0, False), (0, 8, False), (7, 8, False), (8, 7, False), (8, 8, True)]
+)
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_nothing_is_acknowledged_before_both_disks_have_it(ours, theirs, safe, ours_first):
     gate, stored, progress = followed(), Waiter(), Waiter()
