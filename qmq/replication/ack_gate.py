@@ -108,7 +108,10 @@ class AckGate:
         while progress and progress[0].end <= high:
             progress.popleft().answer(None)
         if self.alone and progress:
-            ready = [waiting for waiting in progress if waiting.end <= self.flushed_end and waiting.data_end <= high]
-            self._progress = deque(waiting for waiting in progress if waiting not in ready)
+            ready: list[_Progress] = []
+            self._progress = deque()
+            for waiting in progress:
+                is_ready = waiting.end <= self.flushed_end and waiting.data_end <= high
+                (ready if is_ready else self._progress).append(waiting)
             for waiting in ready:
                 waiting.answer(None)
