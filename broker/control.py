@@ -13,6 +13,7 @@ import grpc.aio
 from broker.meta_link import state_message
 from broker.service import Service
 from broker.settings import BrokerSettings
+from qmq.control_plane import SERVER_OPTIONS
 from qmq.errors import CorruptFrame, OperatorError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
@@ -31,7 +32,7 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
     async def serve(self) -> None:
         server = grpc.aio.server(
             interceptors=[_TokenCheck(self._settings.token)],
-            options=[("grpc.so_reuseport", 0), ("grpc.max_send_message_length", 80 << 20)],
+            options=SERVER_OPTIONS,
         )
         add_BrokerServicer_to_server(self, server)
         server.add_insecure_port(f"{self._settings.ip}:{self._settings.control_port}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator
 
 import grpc
@@ -14,6 +12,7 @@ import grpc.aio
 from broker.assignment import Address, Assignment
 from broker.service import Service
 from broker.settings import BrokerSettings
+from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
 from qmq.errors import NotServed, OperatorError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
@@ -65,7 +64,7 @@ class MetaLink:
         said = ""
         while True:
             try:
-                async with grpc.aio.insecure_channel(await self._find()) as channel:
+                async with grpc.aio.insecure_channel(await self._find(), options=CHANNEL_OPTIONS) as channel:
                     await self._live(MetaserverStub(channel))
             except (grpc.aio.AioRpcError, NotServed, OperatorError) as error:
                 text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
@@ -80,16 +79,10 @@ class MetaLink:
 
     async def _find(self) -> str:
         """Ask for the metaserver's gRPC address."""
-        url = f"{self._settings.metaserver}/meta/address"
-
-        def ask() -> str:
-            with urllib.request.urlopen(url, timeout=3) as answer:
-                return str(answer.read().decode().strip())
-
         try:
-            return await asyncio.to_thread(ask)
-        except (urllib.error.URLError, OSError) as error:
-            raise NotServed(f"{url}: {error}") from None
+            return await asyncio.to_thread(find_metaserver, self._settings.metaserver)
+        except (OSError, ValueError) as error:
+            raise NotServed(f"{self._settings.metaserver}: {error}") from None
 
     async def _live(self, stub: MetaserverStub) -> None:
         settings = self._settings

@@ -10,6 +10,7 @@ import grpc
 
 from metaserver.model import Broker, BrokerKey, ReplicaState
 from metaserver.rpc.convert import state_from_message
+from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import NotServed, OperatorError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
@@ -47,7 +48,7 @@ class Brokers:
     @asynccontextmanager
     async def _stub(self, broker: Broker) -> AsyncIterator[tuple[Any, dict[str, Any]]]:
         token = self._tokens.get(broker.key, self._default_token)
-        async with grpc.aio.insecure_channel(f"{broker.ip}:{broker.control_port}") as channel:
+        async with grpc.aio.insecure_channel(f"{broker.ip}:{broker.control_port}", options=CHANNEL_OPTIONS) as channel:
             yield BrokerStub(channel), {"metadata": [("x-api-token", token)]}
 
     async def _ask(self, broker: Broker, call: Any) -> ReplicaState:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import urllib.request
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ import grpc
 import grpc.aio
 
 from qmq.client.routing import GroupRoute, SubjectRoute
+from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
 from qmq.errors import AccessError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
@@ -28,7 +28,6 @@ HTTP_TIMEOUT_S = 3.0
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 3.0
 ANSWER_TIMEOUT_S = 5.0
 """A request for routes that is not answered by then went to a metaserver that is gone without a word."""
-_CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", 64 << 20)]
 
 
 class RouteWatch:
@@ -67,7 +66,7 @@ class RouteWatch:
         failures = 0
         while True:
             try:
-                async with grpc.aio.insecure_channel(await self._address(), options=_CHANNEL_OPTIONS) as channel:
+                async with grpc.aio.insecure_channel(await self._address(), options=CHANNEL_OPTIONS) as channel:
                     async for update in self._updates(channel):
                         failures, self.refused = 0, None
                         self._on_routes([_route(route) for route in update.routes])
@@ -122,15 +121,7 @@ class RouteWatch:
 
     async def _address(self) -> str:
         """Ask where the gRPC endpoint is; raises OSError or ValueError."""
-        address = await asyncio.to_thread(_get, f"{self._metaserver}/meta/address")
-        return str(Endpoint.parse(address))
-
-
-def _get(url: str) -> str:
-    """Brokers are neighbours: a proxy of the environment is for the world outside."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=HTTP_TIMEOUT_S) as response:
-        return str(response.read(1000), "utf-8").strip()
+        return await asyncio.to_thread(find_metaserver, self._metaserver, timeout_s=HTTP_TIMEOUT_S)
 
 
 def _route(route: Any) -> SubjectRoute:

@@ -1,0 +1,38 @@
+"""Shell. How processes and clients reach each other's control ports: gRPC channels, the metaserver's address."""
+
+from __future__ import annotations
+
+import urllib.request
+
+from qmq.types import Endpoint
+
+CHANNEL_OPTIONS = [
+    # Brokers are neighbours: a proxy of the environment is for the world outside.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", 80 << 20),
+    # A machine that hangs or is cut off sends nothing; without questions nobody would notice for many minutes.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+SERVER_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # a second process on the same port is an error, not a coin toss
+    ("grpc.max_send_message_length", 80 << 20),
+    # Accept the channel's questions above, instead of taking them for an attack.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def find_metaserver(url: str, *, timeout_s: float = 3.0) -> str:
+    """Ask the metaserver at the HTTP address `url` for its gRPC `host:port`. Blocks.
+
+    Raises:
+        OSError: nobody answers.
+        ValueError: what answers is no metaserver.
+    """
+    with _DIRECT.open(f"{url.rstrip('/')}/meta/address", timeout=timeout_s) as response:
+        return str(Endpoint.parse(str(response.read(1000), "utf-8").strip()))
