@@ -1,0 +1,301 @@
+"""Core. Consumption agrees with plain sets: each message is new, handed to one consumer, returned, or done."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qmq.errors import CorruptFrame, InvalidAck
+from qmq.log.fold import (
+    BATCHES_PER_PRODUCER,
+    PRODUCERS_MAX,
+    Consumer,
+    State,
+    StoredBatch,
+    apply,
+    decode_snapshot,
+    encode_snapshot,
+)
+from qmq.log.frame import FrameKind, decode_frames
+from qmq.log.progress import encode_progress
+from qmq.remoting.commands import Command, encode_json
+from qmq.types import Epoch
+from tests.unit.broker.world import Client, Group
+from tests.unit.log.logs import Copy, a_frame, fold_of
+
+CONSUMERS = ("c1", "c2", "c3")
+
+
+class Plain:
+    """The slow, obvious model of one group: sets of sequences, and a dictionary of pull sequences per consumer."""
+
+    def __init__(self) -> None:
+        self.new: set[int] = set()
+        self.returned: set[int] = set()
+        self.acked: set[int] = set()
+        self.held: dict[str, dict[int, int]] = defaultdict(dict)
+        self.given: set[tuple[str, int]] = set()
+        self.stored = 0
+
+    def check(self, state: State) -> None:
+        group = state.groups["s", "g"]
+        assert {s for first, count in group.returned for s in range(first, first + count)} == self.returned
+        assert set(range(group.position, self.stored)) == self.new
+        for name in CONSUMERS:
+            known = group.consumers.get(name, Consumer())
+            held = {p + i: s + i for p, s, count in known.unacked for i in range(count)}
+            assert held == self.held[name]
+            assert known.unacked_messages == len(held)
+        parts = [self.new, self.returned, self.acked, *(set(held.values()) for held in self.held.values())]
+        assert sum(map(len, parts)) == self.stored == len(set().union(*parts)), "each message is in one place"
+
+
+def step(copy: Copy, plain: Plain, rng: Random) -> None:
+    state, name = copy.log.state, rng.choice(CONSUMERS)
+    group, held = state.groups["s", "g"], plain.held[name]
+    match rng.choice(["produce", "pull", "pull", "ack", "leave", "reign"]):
+        case "produce":
+            count = rng.randint(1, 4)
+            copy.messages(*[f"m{plain.stored + i}" for i in range(count)], size=0)
+            plain.new |= set(range(plain.stored, plain.stored + count))
+            plain.stored += count
+        case "pull" if plain.new or plain.returned:
+            entries, pull = [], state.next_pull(group, name)
+            pool = sorted(plain.returned) if plain.returned and rng.random() < 0.7 else sorted(plain.new)
+            wanted = pool[: rng.randint(1, 5)] if pool and pool[0] not in plain.returned else pool[rng.randrange(2) :][:3]
+            ranges = [[entry[0], entry[0] + entry[1]] for entry in group.returned] + [[group.position, plain.stored]]
+            for begin, end in ranges:
+                run = [s for s in wanted if begin <= s < end]
+                if run:
+                    entries.append((pull, run[0], len(run)))
+                    for i, sequence in enumerate(run):
+                        assert (name, pull + i) not in plain.given, "a pull sequence is used once (W2, W13)"
+                        plain.given.add((name, pull + i))
+                        held[pull + i] = sequence
+                        plain.new.discard(sequence)
+                        plain.returned.discard(sequence)
+                    pull += len(run)
+            if entries:
+                copy.progress(FrameKind.PULL, name, *entries)
+        case "ack" if held:
+            pulls = sorted(held)
+            done = pulls[: rng.randint(1, len(pulls))]
+            begin = rng.choice([done[0], max(done[0] - 2, 0)])
+            assert group.consumers[name].check_ack(begin, done[-1] + 1)
+            copy.progress(FrameKind.ACK, name, (begin, done[-1] + 1, 0))
+            plain.acked |= {held.pop(pull) for pull in done}
+        case "leave" if name in group.consumers:
+            copy.progress(FrameKind.POSITION, name)
+            plain.returned |= set(held.values())
+            held.clear()
+        case "reign":
+            copy.office(Epoch(1, copy.epoch.boot + 1))
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=120)
+def test_ranges_agree_with_sets_and_no_pull_sequence_is_used_twice(seed):
+    rng, copy, plain = Random(seed), Copy(segment_bytes=1 << 20), Plain()
+    copy.office()
+    copy.progress(FrameKind.POSITION, "", (0, 0, 0))
+    positions, acked = 0, 0
+    for _ in range(60):
+        step(copy, plain, rng)
+        plain.check(copy.log.state)
+        position = copy.log.state.groups["s", "g"].position
+        assert position >= positions and len(plain.acked) >= acked, "progress never goes back (I8)"
+        positions, acked = position, len(plain.acked)
+    copy.flush()
+    assert fold_of(copy.whole()) == copy.log.state
+    assert decode_snapshot(encode_snapshot(copy.log.state)) == copy.log.state
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=40)
+def test_snapshot_at_any_frame_and_the_rest_give_the_same_state(seed):
+    copy, rng = Copy(segment_bytes=1 << 20), Random(seed)
+    copy.office()
+    ends = [a_frame(copy, rng).end for _ in range(40)]
+    copy.flush()
+    data, end = copy.whole(), rng.choice(ends)
+    snapshot = decode_snapshot(encode_snapshot(fold_of(data[:end])))
+    assert fold_of(data[end:], snapshot) == copy.log.state
+    assert encode_snapshot(snapshot) == encode_snapshot(copy.log.state), "and the same bytes"
+
+
+def test_late_ack_of_an_earlier_life_hits_nothing():
+    """W2, W13: after a departure, a reset or a new reign, old pull sequences mean nothing."""
+    for change in ("leave", "reign", "reset"):
+        copy = Copy(segment_bytes=1 << 20)
+        copy.office()
+        copy.progress(FrameKind.POSITION, "", (0, 0, 0))
+        copy.messages("a", "b", "c", "d", size=0)
+        state = copy.log.state
+        group = state.groups["s", "g"]
+        first = state.next_pull(group, "c1")
+        copy.progress(FrameKind.PULL, "c1", (first, 0, 3))
+        if change == "leave":
+            copy.progress(FrameKind.POSITION, "c1")
+        elif change == "reset":
+            copy.progress(FrameKind.POSITION, "", (0, 0, 0))
+        else:
+            copy.progress(FrameKind.ACK, "c1", (first, first + 3, 0))
+            copy.office(Epoch(2, 1))
+        group = state.groups["s", "g"]
+        second = state.next_pull(group, "c1")
+        assert second >= first + 3
+        copy.progress(FrameKind.PULL, "c1", (second, 0 if change != "reign" else 3, 1))
+        assert not group.consumers["c1"].check_ack(first, first + 3)
+        with pytest.raises(InvalidAck):
+            group.consumers["c1"].check_ack(second + 1, second + 2)
+
+
+@pytest.mark.parametrize(
+    "kind, consumer, entries, why",
+    [
+        (FrameKind.PULL, "c1", [(0, 0, 2)], "pull sequence that was handed out"),
+        (FrameKind.PULL, "c2", [(1 << 40, 1, 1)], "messages that another consumer has"),
+        (FrameKind.PULL, "c2", [(1 << 40, 4, 1), (1 << 41, 4, 1)], "messages twice"),
+        (FrameKind.ACK, "c1", [(1 << 50, (1 << 50) + 1, 0)], "ack of what was not handed out"),
+        (FrameKind.ACK, "c2", [(0, 1, 0)], "ack of somebody else's messages"),
+        (FrameKind.ACK, "c1", [(0, 0, 0)], "empty ack"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " in value else "",
+)
+def test_frame_that_does_not_follow_is_corrupt(kind, consumer, entries, why):
+    copy = Copy(segment_bytes=1 << 20)
+    copy.office()
+    copy.progress(FrameKind.POSITION, "", (0, 0, 0))
+    copy.messages(*"abcdef", size=0)
+    state = copy.log.state
+    copy.progress(FrameKind.PULL, "c1", (state.next_pull(state.groups["s", "g"], "c1"), 0, 4))
+    with pytest.raises(CorruptFrame):
+        copy.append(kind, "s", encode_progress("g", consumer, entries))
+
+
+def test_window_of_a_producer_is_exact():
+    """P2: 64 batches per producer, whatever their order, and 4,096 producers, the least recent forgotten first."""
+    rng = Random(1)
+    state, copy = State(), Copy(segment_bytes=1 << 24)
+    copy.office()
+    model: dict[int, StoredBatch] = {}
+    newest = 0
+    for _ in range(1_000):
+        batch = max(1, newest + rng.randint(-70, 6))
+        assert copy.log.state.repeated(7, batch) == model.get(batch)
+        forgotten = batch not in model and batch + BATCHES_PER_PRODUCER <= max(model, default=-1000)
+        assert copy.log.state.is_forgotten(7, batch) == forgotten
+        if batch in model or forgotten:
+            continue
+        frame = copy.messages("m", size=0, producer=7, batch=batch)
+        model[batch] = StoredBatch(frame.first_sequence, 1, frame.end)
+        newest = max(newest, batch)
+        model = {b: model[b] for b in sorted(model)[-BATCHES_PER_PRODUCER:]}
+    copy.flush()
+    for frame, body in decode_frames(copy.whole(), 0, 0):
+        apply(state, frame, body)
+    assert state.producers[7] == model
+
+
+def test_producers_heard_of_longest_ago_are_forgotten_first():
+    copy = Copy(segment_bytes=1 << 24)
+    copy.office()
+    for producer in range(1, PRODUCERS_MAX + 1):
+        copy.messages("m", size=0, producer=producer, batch=1)
+    copy.messages("m", size=0, producer=1, batch=2)
+    for producer in range(PRODUCERS_MAX + 1, PRODUCERS_MAX + 11):
+        copy.messages("m", size=0, producer=producer, batch=1)
+    producers = copy.log.state.producers
+    assert len(producers) == PRODUCERS_MAX
+    assert [p for p in range(1, 14) if p in producers] == [1, 12, 13]
+    again = decode_snapshot(encode_snapshot(copy.log.state))
+    assert list(again.producers) == list(producers), "in the same order, or two copies would forget different ones"
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=30)
+def test_every_message_reaches_the_group_once_unless_a_consumer_left(seed):
+    """W1: with consumers that pull, ack, reconnect, leave and fall silent, nothing is lost and nothing is skipped."""
+    rng = Random(seed)
+    group = Group.made(tail_bytes=rng.choice([0, 1 << 20]), lease_ms=30_000).start()
+    producer, clients, subscriptions = Client(group.a), {}, {}
+    holding: dict[str, dict[int, int]] = defaultdict(dict)
+    done: set[int] = set()
+    stored = departures = 0
+    duplicates: list[int] = []
+
+    def join(name: str) -> None:
+        clients[name] = Client(group.a, name)
+        opaque = clients[name].subscribe(name, held_end=max(holding[name], default=-1) + 1)
+        group.settle()
+        subscriptions[name] = clients[name].subscription(opaque)
+
+    def pull(name: str, most: int) -> int:
+        opaque = clients[name].pull(subscriptions[name], most, bytes_max=rng.choice([10, 300, 1 << 20]))
+        group.settle()
+        found = clients[name].pulled(opaque) if clients[name].link.answers[opaque][0] == 0 else []
+        for pull_sequence, sequence, id in found:
+            assert id == f"m{sequence}"
+            holders = [other for other in CONSUMERS if sequence in holding[other].values() and other != name]
+            assert not holders, "a message is with one consumer at a time"
+            if sequence in done:
+                duplicates.append(sequence)
+            holding[name][pull_sequence] = sequence
+        return len(found)
+
+    for name in CONSUMERS:
+        join(name)
+    for _ in range(60):
+        name = rng.choice(CONSUMERS)
+        held = holding[name]
+        match rng.choice(["produce", "produce", "pull", "pull", "ack", "ack", "reconnect", "leave", "expire"]):
+            case "produce":
+                count = rng.randint(1, 4)
+                producer.produce(*[f"m{stored + i}" for i in range(count)], size=rng.choice([0, 200]))
+                stored += count
+                if rng.random() < 0.7:
+                    group.settle()
+            case "pull":
+                pull(name, rng.randint(1, 6))
+            case "ack" if held:
+                pulls = sorted(held)
+                end = pulls[rng.randrange(len(pulls))] + 1
+                opaque = clients[name].ack(pulls[0], end, subscriptions[name])
+                group.settle()
+                assert clients[name].link.answers[opaque][0] == 0
+                done |= {held.pop(p) for p in pulls if p < end}
+            case "reconnect":
+                clients[name].lost()
+                join(name)
+            case "leave":
+                clients[name].send(Command.UNSUBSCRIBE, encode_json(subscription=subscriptions[name]))
+                group.settle()
+                held.clear()
+                departures += 1
+                join(name)
+            case "expire":
+                for other in CONSUMERS:
+                    if other != name:
+                        clients[other].send(Command.HEARTBEAT, b"")
+                clients[name].lost()
+                group.a.host.clock_ms += 20_000
+                for other in CONSUMERS:
+                    if other != name:
+                        clients[other].send(Command.HEARTBEAT, b"")
+                group.a.wait(20_000)
+                group.settle()
+                held.clear()
+                departures += 1
+                join(name)
+    idle = 0
+    while idle < 2:
+        found = sum(pull(name, 5) for name in CONSUMERS)
+        idle = 0 if found else idle + 1
+    everything = done | {s for held in holding.values() for s in held.values()}
+    assert everything == set(range(stored)), "each message was acked or is held by somebody"
+    assert not duplicates, "what was acked never comes again"
+    assert group.a.log.chain == group.b.log.chain
