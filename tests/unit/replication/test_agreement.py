@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement, product
+
 import pytest
 
-from qmq.errors import InvalidRequest
+from qmq.errors import Diverged, Fenced, InvalidRequest
+from qmq.log.frame import decode_frames
 from qmq.remoting.commands import encode_json
-from qmq.replication.agreement import Hello
+from qmq.replication.agreement import Action, Agreement, Hello, agree
 from qmq.types import Epoch
+from tests.unit.log.logs import Copy
 
 PLAIN = {"group": "g1", "incarnation": "b", "term": 1, "boot": 1, "epochs": [[1, 1, 0, 0]], "start": 0, "end": 40}
 
@@ -37,3 +41,85 @@ def test_hello_arrives_as_it_was_sent():
     hello = Hello.decode(encode_json(**PLAIN, chain=(1 << 64) - 1))
     assert (hello.known, hello.chain) == (Epoch(1, 1), (1 << 64) - 1)
     assert Hello.decode(hello.encode()) == hello
+
+
+def history(epochs: tuple[int, ...], *, size: int = 20, drop: int = 0) -> Copy:
+    """A log with one frame per entry, of that term; a frame's bytes follow from its term, its place and what is before."""
+    copy = Copy(segment_bytes=200)
+    for place, term in enumerate(epochs):
+        copy.epoch = Epoch(term, 1)
+        copy.messages(f"{place} in {term}", size=size)
+    copy.flush()
+    for _ in range(drop):
+        copy.log.drop_oldest_segment()
+    return copy
+
+
+def hello_of(copy: Copy, known: Epoch = Epoch(3, 1)) -> Hello:
+    state = copy.log.state
+    return Hello("g1", "b", known, state.epochs, copy.log.start, state.end, state.chain)
+
+
+def common_prefix(ours: bytes, theirs: bytes) -> int:
+    """Length of the longest common prefix of two logs, in whole frames."""
+    frames = [frame for frame, _ in decode_frames(ours, 0, 0)]
+    return max((f.end for f in frames if ours[: f.end] == theirs[: f.end] and f.end <= len(theirs)), default=0)
+
+
+HISTORIES = [epochs for n in range(5) for epochs in combinations_with_replacement((1, 2, 3), n)]
+LOGS = {epochs: history(epochs) for epochs in HISTORIES}
+
+
+@pytest.mark.parametrize("in_office", [False, True])
+def test_copies_agree_on_their_longest_common_prefix_whatever_their_histories(in_office):
+    for ours, theirs in product(HISTORIES, HISTORIES):
+        a, b = LOGS[ours], LOGS[theirs]
+        common = common_prefix(a.whole(), b.whole())
+        agreement = agree(hello_of(b), a.log, Epoch(9, 1), in_office=in_office)
+        assert agreement.offset == common, (ours, theirs)
+        assert a.log.chain_is(common, agreement.chain) and b.log.chain_is(common, agreement.chain)
+        gives = b.log.end > common == a.log.end and not in_office
+        assert agreement.action == (Action.GIVE if gives else Action.FOLLOW)
+        assert (agreement.epoch, agreement.master_end) == (Epoch(9, 1), a.log.end)
+
+
+def test_slave_behind_the_oldest_segment_is_seeded_and_one_within_it_follows():
+    whole, late = LOGS[1, 1, 2, 3], history((1, 1, 2, 3), drop=2)
+    base, chain, _ = late.log.seed_start()
+    assert 0 < late.log.start == base < late.log.end
+    for epochs in HISTORIES:
+        slave = LOGS[epochs]
+        common = common_prefix(whole.whole(), slave.whole())
+        agreement = agree(hello_of(slave), late.log, Epoch(9, 1), in_office=True)
+        if common < late.log.start:
+            assert (agreement.action, agreement.offset, agreement.chain) == (Action.SEED, base, chain)
+        else:
+            assert (agreement.action, agreement.offset) == (Action.FOLLOW, common)
+
+
+def test_empty_master_takes_all_back_even_if_the_slave_has_no_beginning():
+    late = history((1, 1, 2, 3), drop=2)
+    agreement = agree(hello_of(late), history(()).log, Epoch(9, 1), in_office=False)
+    assert (agreement.action, agreement.offset) == (Action.GIVE, 0)
+
+
+def test_slave_that_knows_a_newer_epoch_fences_the_master():
+    for known in (Epoch(9, 2), Epoch(10, 0)):
+        with pytest.raises(Fenced):
+            agree(hello_of(LOGS[1, 1], known), LOGS[1, 1].log, Epoch(9, 1), in_office=True)
+    agree(hello_of(LOGS[1, 1], Epoch(9, 1)), LOGS[1, 1].log, Epoch(9, 1), in_office=True)
+
+
+@pytest.mark.parametrize("ours, theirs", [((1, 1), (1, 1)), ((1, 1, 1), (1, 1)), ((1, 1, 2), (1, 1))])
+def test_equal_epochs_with_other_bytes_are_divergence_not_a_conflict(ours, theirs):
+    """W3: nobody cuts anything; a human has to look."""
+    with pytest.raises(Diverged):
+        agree(hello_of(history(theirs, size=21)), history(ours).log, Epoch(9, 1), in_office=True)
+
+
+def test_agreement_arrives_as_it_was_sent():
+    for action in Action:
+        agreement = Agreement(Epoch(4, 2), action, 816, (1 << 64) - 1, 4096)
+        assert Agreement.decode(agreement.encode()) == agreement
+    with pytest.raises(InvalidRequest):
+        Agreement.decode(Agreement(Epoch(4, 2), Action.SEED, 0, 0, 0).encode().replace(b"seed", b"need"))

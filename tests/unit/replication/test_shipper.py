@@ -14,7 +14,10 @@ from tests.unit.log.logs import Copy
 
 def shipped_from(copy: Copy, *, begin: int = 0, chain: int = 0, bytes_per_s: int = 1 << 30):
     link, host = FakeLink("slave"), FakeHost()
-    return Shipper(copy.log, link, host.read, begin=begin, chain=chain, bytes_per_s=bytes_per_s), link, host
+    shipper = Shipper(
+        copy.log, link, host.read, begin=begin, chain=chain, bytes_per_s=bytes_per_s, found_damage=lambda problem: None
+    )
+    return shipper, link, host
 
 
 def received(link: FakeLink) -> bytes:
