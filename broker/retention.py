@@ -34,7 +34,8 @@ def droppable(log: MessageLog, *, oldest_ms: int, now_ms: int, pinned: int, need
         pinned: offset from which a slave or a reader (an audit) still needs the log.
         needed: `needed_from(log)`. Age respects it up to `unconsumed_age_ms`; size does not: see `unconsumed`.
     """
-    if len(log.bases) < 2 or log.bases[1] > min(pinned, log.flushed_end):
+    # Above the high watermark the other copy may have another history, or nothing: both need what is here to tell.
+    if len(log.bases) < 2 or log.bases[1] > min(pinned, log.flushed_end, log.state.high_watermark):
         return False
     if log.end - log.bases[0] > limits.bytes:
         return True
