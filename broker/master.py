@@ -94,7 +94,7 @@ class Master:
         self.in_office = False
         self.fenced_by: Epoch | None = None
         self.counters = counters
-        self._must_match = message_log.is_empty or message_log.torn_bytes > 0 or not identity.value.complete
+        self._must_match = message_log.is_empty or message_log.is_tail_cut or not identity.value.complete
         self._began_ms = host.monotonic_ms()
         self._slave: Shipper | None = None
         self._giver: Link | None = None
@@ -466,6 +466,9 @@ class Master:
         except Fenced:
             self._fenced_by(hello)
             raise
+        except CorruptFrame as problem:
+            self.found_damage(problem)
+            raise
         except Diverged as error:
             self._diverged(link, error)
             link.refuse(packet, error)
@@ -485,7 +488,7 @@ class Master:
             return
         self._slave = Shipper(
             self._log, link, self._host.read, begin=agreement.offset, chain=agreement.chain,
-            bytes_per_s=self._settings.catch_up_bytes_per_s,
+            bytes_per_s=self._settings.catch_up_bytes_per_s, found_damage=self.found_damage,
         )  # fmt: skip
         if agreement.action == Action.SEED:
             self._slave.seed()
@@ -498,7 +501,7 @@ class Master:
         """Write the epoch frame: from here on this reign's bytes are its own."""
         self.in_office = True
         self._identity.completed(True)
-        self._log.torn_bytes = 0
+        self._log.tail_is_whole()
         body = encode_office(broker=self._identity.value.incarnation, why=why)
         self._log.append(
             FrameKind.EPOCH, "", body, body_crc=crc32(body), epoch=self.epoch,

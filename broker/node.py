@@ -228,10 +228,45 @@ class Node:
 
     def found_damage(self, problem: CorruptFrame) -> None:
         """A reader of the log met bytes that are no frame."""
-        if self.master is not None:
-            self.master.found_damage(problem)
+        if self.role is not None:
+            self.role.found_damage(problem)
+
+    def mend(self, theirs_start: int, theirs_end: int) -> bool:
+        """Do for the damaged log what needs no bytes of the other copy; return whether some are to be fetched.
+
+        Args:
+            theirs_start, theirs_end: what the other copy has on its disk.
+        """
+        damage = self.log.damage
+        if damage is None or not self.log.is_idle:
+            return False
+        if theirs_start > damage.begin:
+            self._mend_old(theirs_start)
+        elif theirs_end < damage.end:
+            # What only we had was never acknowledged: it goes to quarantine, and the other copy goes on from there.
+            if self.slave is None:
+                self._leave_role()
+                self.log.cut(damage.begin, f"damaged and unknown to the other copy: {damage.reason}")
+                self._begin_role()
         else:
-            self.log.damaged_at(problem.offset, problem.reason)
+            return True
+        return False
+
+    def _mend_old(self, theirs_start: int) -> None:
+        """The other copy's retention took the damaged segment; ours need not keep it either."""
+        if self.role is None:
+            self.log.set_aside("damaged-and-dropped-by-the-other-copy")
+            self._begin_role()
+            return
+        while self.log.damage is not None and len(self.log.bases) > 1 and self.log.bases[1] <= theirs_start:
+            self.log.drop_oldest_segment()
+        if self.log.damage is None:
+            self.repaired()
+
+    def _leave_role(self) -> None:
+        if self.role is not None:
+            self.role.resign()
+            self.role = None
 
     def repaired(self) -> None:
         """The damage was mended: go on, or begin."""

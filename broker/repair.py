@@ -48,16 +48,18 @@ async def _mend(service: Service, settings: BrokerSettings, damage: Damage) -> N
     async with grpc.aio.insecure_channel(f"{peer.ip}:{peer.control_port}", options=options) as channel:
         stub = BrokerStub(channel)
         theirs = await stub.DescribeLog(pb.Nothing(), metadata=metadata, timeout=5)
-        if theirs.log_end <= damage.begin and node.role is None:
-            # What only we had was never acknowledged: it goes to quarantine, and the other copy goes on from there.
-            service.guarded(lambda: _cut(service, damage))
-        else:
+        fetch = False
+
+        def mend() -> None:
+            nonlocal fetch
+            fetch = node.mend(theirs.log_start, theirs.log_end)
+
+        service.guarded(mend)
+        if fetch:
             request = pb.ReadLogRequest(begin=damage.begin, end=damage.end)
             data = b"".join([chunk.data async for chunk in stub.ReadLog(request, metadata=metadata, timeout=60)])
-            node.log.repair(data)
-    log.warning("log repaired group=%s begin=%d end=%d", node.group, damage.begin, damage.end)
-    service.guarded(node.repaired)
-
-
-def _cut(service: Service, damage: Damage) -> None:
-    service.node.log.cut(damage.begin, f"damaged and unknown to the other copy: {damage.reason}")
+            if node.log.damage is damage:
+                node.log.repair(data)
+                service.guarded(node.repaired)
+        if node.log.damage is None:
+            log.warning("log repaired group=%s begin=%d end=%d", node.group, damage.begin, damage.end)

@@ -106,8 +106,9 @@ class Slave:
         if needs_snapshot:
             begin, chain, _ = self._log.seed_start()
         self._giving = Shipper(
-            self._log, link, self._host.read, begin=begin, chain=chain, bytes_per_s=self._bytes_per_s
-        )
+            self._log, link, self._host.read, begin=begin, chain=chain, bytes_per_s=self._bytes_per_s,
+            found_damage=self.found_damage,
+        )  # fmt: skip
         if needs_snapshot:
             self._giving.seed()
         self._giving.ship()
@@ -166,8 +167,14 @@ class Slave:
         assert self._agreement is not None and self._link is not None
         if end >= self._agreement.master_end:
             self._identity.completed(True)
+            self._log.tail_is_whole()
         confirmation = Confirmation(self._agreement.epoch, end, chain)
         self._link.tell(Command.CONFIRM, commands.encode_confirmation(confirmation))
+
+    def found_damage(self, problem: CorruptFrame) -> None:
+        """A frame that was whole once cannot be read any more."""
+        if problem.offset >= self._log.start:
+            self._log.damaged_at(problem.offset, problem.reason)
 
     def tick(self, now_ms: int) -> None:
         elapsed_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms

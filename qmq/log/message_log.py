@@ -119,6 +119,16 @@ class MessageLog:
     def is_empty(self) -> bool:
         return not self.state.epochs
 
+    @property
+    def is_tail_cut(self) -> bool:
+        """Whether bytes at the end were cut that may have been acknowledged; known across restarts."""
+        return self._disk.size(segments.TAIL_CUT) > 0
+
+    def tail_is_whole(self) -> None:
+        """Take note that this log has all that the other copy has, so nothing is missing."""
+        if self.is_tail_cut:
+            self._disk.remove(segments.TAIL_CUT)
+
     # Appending.
 
     def append(
@@ -322,18 +332,23 @@ class MessageLog:
         return ClosedIndex(data, base)
 
     def chain_is(self, offset: int, chain: int) -> bool:
-        """Return whether this log's chain right before `offset` is `chain`: the frame there was linked to it."""
+        """Return whether this log's chain right before `offset` is `chain`: the frame there was linked to it.
+
+        Raises:
+            CorruptFrame: the frame there cannot be read, so nobody knows.
+        """
         if offset == self.state.end:
             return chain == self.state.chain
         if offset == self.start == 0:
             return chain == 0
         entry = self._tail.get(offset)
+        if entry is not None:
+            data = bytes(entry.parts[0])[: entry.frame.body_at]
+        else:
+            base = segment_at(self._bases, offset)
+            data = self._disk.read(log_name(base), offset - base, 4096)
+        decode_header(data, 0, offset, None)
         try:
-            if entry is not None:
-                data: Buffer = b"".join((bytes(entry.parts[0])[: entry.frame.body_at],))
-            else:
-                base = segment_at(self._bases, offset)
-                data = self._disk.read(log_name(base), offset - base, 4096)
             decode_header(data, 0, offset, chain)
         except CorruptFrame:
             return False
@@ -351,6 +366,8 @@ class MessageLog:
         if self.damage is None and to >= self.state.end:
             return None
         self._flush_now()
+        if self.damage is not None:
+            self._disk.put(segments.TAIL_CUT, b"damage")
         name = self._quarantine(to, read_raw(self._disk, self._bases, to, 1 << 63), why)
         kept = [base for base in self._bases if base < to] or self._bases[:1]
         for base in reversed(self._bases[len(kept) :]):
@@ -366,6 +383,18 @@ class MessageLog:
             self.perform(commit)
             self.flushed(commit)
 
+    def set_aside(self, why: str) -> None:
+        """Move this whole copy into quarantine and begin with nothing: the other copy fills it."""
+        require(self._writing is None, "nothing is being written while the log is set aside")
+        self._flush_now()
+        self._move_aside(why)
+        self._reload()
+
+    def _move_aside(self, why: str) -> None:
+        aside = f"{segments.QUARANTINE}/{self.start:020d}-{self.end:020d}-{why}"
+        for name in self._disk.names(segments.FOLDER):
+            self._disk.move(f"{segments.FOLDER}/{name}", f"{aside}/{name}")
+
     def seed(self, base: int, snapshot: Buffer, why: str) -> None:
         """Set this whole copy aside and begin a new one at `base`, from the master's snapshot of the state there.
 
@@ -375,9 +404,7 @@ class MessageLog:
         require(self._writing is None, "nothing is being written while the log is replaced")
         _check_snapshot(snapshot, base)
         self._flush_now()
-        aside = f"{segments.QUARANTINE}/{self.start:020d}-{self.end:020d}-{why}"
-        for name in self._disk.names(segments.FOLDER):
-            self._disk.move(f"{segments.FOLDER}/{name}", f"{aside}/{name}")
+        self._move_aside(why)
         self._disk.put(snapshot_name(base), snapshot)
         self._disk.create(log_name(base), self._segment_bytes)
         self._reload()
@@ -481,6 +508,8 @@ class MessageLog:
         require(len(self._bases) > 1, "the newest segment stays")
         self._remove_segment(self._bases.pop(0))
         self._chapters.clear()
+        if self.damage is not None and self.damage.begin < self.start:
+            self.damage = None  # it went with its segment
 
     def _remove_segment(self, base: int) -> None:
         # The index and snapshot go first: a segment without them is whole, they without it are rubbish.

@@ -127,6 +127,7 @@ def _cut_torn_tail(disk: Disk, bases: list[int], end: int) -> int:
     """Remove what a crash left behind `end`; return how many bytes that was, without zeros at its end."""
     torn = read_raw(disk, bases, end, 1 << 63).rstrip(b"\0")
     if torn:
+        disk.put(segments.TAIL_CUT, b"torn tail")
         taken = len(disk.names(segments.QUARANTINE))
         name = f"{segments.QUARANTINE}/{end:020d}-{end + len(torn):020d}-{taken}"
         disk.put(f"{name}.bytes", torn)

@@ -17,6 +17,8 @@ from qmq.log.index import segment_at
 
 FOLDER = "log"
 QUARANTINE = "quarantine"
+TAIL_CUT = f"{FOLDER}/tail-cut"
+"""Exists while bytes at the log's end were cut off that may have been acknowledged, and no other copy was asked yet."""
 CHUNK_BYTES = 4 << 20
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from qmq.codec import Buffer
-from qmq.errors import Diverged, LogError
+from qmq.errors import CorruptFrame, Diverged, LogError
 from qmq.log import MessageLog
 from qmq.log.segments import Chunk
 from qmq.remoting.commands import Command, offset_header
@@ -40,14 +40,16 @@ class Shipper:
     """Frames from `begin` to the log's end and on, to one link. Made after a handshake; ends with the link."""
 
     def __init__(
-        self, log: MessageLog, link: ShipLink, read: Read, *, begin: int, chain: int, bytes_per_s: int
-    ) -> None:
+        self, log: MessageLog, link: ShipLink, read: Read, *, begin: int, chain: int, bytes_per_s: int,
+        found_damage: Callable[[CorruptFrame], None],
+    ) -> None:  # fmt: skip
         self._log, self.link, self._read = log, link, read
         self.position = begin
         self.confirmed_end = begin
         self._sent: deque[tuple[int, int]] = deque([(begin, chain)])
         self._reading = False
         self._bytes_per_s = bytes_per_s
+        self._found_damage = found_damage
         self._allowance = bytes_per_s // 10
 
     def seed(self) -> None:
@@ -90,6 +92,8 @@ class Shipper:
 
     def _was_read(self, chunk: Chunk | LogError) -> None:
         self._reading = False
+        if isinstance(chunk, CorruptFrame):
+            self._found_damage(chunk)
         if isinstance(chunk, LogError):
             self.link.close(str(chunk))
             return
