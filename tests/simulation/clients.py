@@ -97,8 +97,8 @@ class Producer(Client):
         self.outstanding: dict[int, Batch] = {}
 
     def act(self) -> None:
-        window = self.world.swarm.window
-        if self.is_producing and len(self.outstanding) < window and self._next - min(self.outstanding, default=self._next) < 60:
+        oldest = min(self.outstanding, default=self._next)
+        if self.is_producing and len(self.outstanding) < self.world.swarm.window and self._next - oldest < 60:
             self._make()
         if self.link is None:
             if self.outstanding:

@@ -308,7 +308,8 @@ class Process:
                 f"master {master.epoch} office={master.in_office} end={self.log.end} high={master.gate.high_watermark} "
                 f"alone={master.gate.alone} readonly={master.readonly.reasons}"
             )
-        return f"{type(node.role).__name__} end={self.log.end} knows={node.identity.value.epoch} damage={self.log.damage}"
+        known = node.identity.value.epoch
+        return f"{type(node.role).__name__} end={self.log.end} knows={known} damage={self.log.damage}"
 
     # The slave's connection.
 
@@ -393,10 +394,12 @@ class Process:
         other = self.world.machine(assignment.peer.ip).process
         if other is None or not self.world.network.is_through(self.name, other.name):
             return
-        if other.log.flushed_end <= damage.begin and self.node.role is None:
-            self._events.count("damage cut")
-            self.guarded(lambda: self.log.cut(damage.begin, f"damaged and unknown to the other copy: {damage.reason}"))
-            self.guarded(self.node.repaired)
+        fetch: list[bool] = []
+        self.guarded(lambda: fetch.append(self.node.mend(other.log.start, other.log.flushed_end)))
+        if fetch != [True]:
+            if self.is_alive and self.log.damage is None:
+                self._events.count("mended without the other copy's bytes")
+                self._events.note(f"{self.name} mended {damage}")
             return
         data = b""
         try:
@@ -431,7 +434,12 @@ class Process:
                 oldest_ms = self.log.timestamp_at(self.log.bases[1])
             except LogError:
                 return
-            needed = retention.needed_from(self.log)
+            try:
+                needed = retention.needed_from(self.log)
+            except CorruptFrame as problem:
+                self._events.count("damage found by retention")
+                self.guarded(partial(self.node.found_damage, problem))
+                return
             if not retention.droppable(
                 self.log, oldest_ms=oldest_ms, now_ms=self.now_ms(), pinned=min(pins), needed=needed, limits=limits
             ):

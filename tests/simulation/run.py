@@ -1,4 +1,4 @@
-"""`python -m tests.simulation --seeds 2000 --jobs 2`: many seeds, what they met, and the first that breaks a promise."""
+"""`python -m tests.simulation --seeds 2000 --jobs 2`: many seeds, what they met, and those that break a promise."""
 
 from __future__ import annotations
 
@@ -67,4 +67,5 @@ def run(seeds: range, jobs: int) -> int:
 
 def print_outcome(outcome: Outcome) -> None:
     print("\n".join(outcome.recent))
-    print(f"seed {outcome.seed}: {outcome.failure or 'well'} (trace {outcome.hash:08x}, {outcome.steps} events)", flush=True)
+    said = outcome.failure or "well"
+    print(f"seed {outcome.seed}: {said} (trace {outcome.hash:08x}, {outcome.steps} events)", flush=True)
