@@ -1,0 +1,122 @@
+"""Core. Damage is found, reported and mended from the other copy; nothing else is touched (P6)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from qmq.errors import BrokenInvariant, CorruptFrame, Diverged
+from qmq.log.memory_disk import MemoryDisk
+from tests.unit.log.logs import Copy
+
+
+def a_copy(frames: int = 60, *, size: int = 100) -> Copy:
+    copy = Copy(MemoryDisk(), tail_bytes=0)
+    copy.office()
+    copy.fill(frames, size=size)
+    return copy
+
+
+def frame_offsets(copy: Copy, base: int) -> list[int]:
+    refs = [ref for subject in ("s0", "s1", "s2") for ref in copy.log.frames(subject, 0, 1_000)]
+    return sorted(ref.offset for ref in refs if ref.offset >= base)
+
+
+def damage(copy: Copy, offset: int) -> None:
+    base = max(base for base in copy.log.bases if base <= offset)
+    copy.disk.flip(f"log/{base:020d}.log", 8 * (offset - base + 120))
+
+
+def others(copy: Copy, begin: int, end: int) -> bytes:
+    return copy.log.read(begin, copy.log.end, end - begin).data
+
+
+@pytest.mark.parametrize("which", [0, 1, -2])
+@pytest.mark.parametrize("more", [0, 300], ids=["exactly", "with frames behind"])
+def test_damage_met_by_a_restart_is_mended_and_the_rest_is_replayed(which, more):
+    copy, other = a_copy(), a_copy()
+    offset = frame_offsets(copy, copy.log.bases[-1])[which]
+    state = copy.log.state
+    damage(copy, offset)
+    log = copy.reopen()
+    assert log.damage is not None and (log.damage.begin, log.end) == (offset, offset)
+    with pytest.raises(BrokenInvariant):
+        copy.messages("nothing is written behind damage")
+    log.repair(others(other, offset, log.damage.end + more))
+    assert log.damage is None and log.state == state and copy.image() == other.image()
+    assert copy.reopen().state == state
+
+
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.8])
+def test_damage_met_by_a_reader_is_mended_while_the_log_goes_on(place):
+    copy, other = a_copy(), a_copy()
+    offset = frame_offsets(copy, 0)[int(60 * place)]
+    damage(copy, offset)
+    with pytest.raises(CorruptFrame) as found:
+        copy.log.read_bodies([ref for s in ("s0", "s1", "s2") for ref in copy.log.frames(s, 0, 1_000)])
+    assert found.value.offset == offset
+    copy.log.damaged_at(found.value.offset, found.value.reason)
+    copy.messages("meanwhile")
+    copy.flush()
+    other.messages("meanwhile")
+    other.flush()
+    end = copy.log.damage.end
+    assert copy.log.damage.begin == offset < end
+    copy.log.repair(others(other, offset, end))
+    assert copy.log.damage is None and copy.image() == other.image()
+    assert copy.reopen().state == other.log.state
+
+
+@pytest.mark.parametrize("at_run_time", [False, True])
+def test_frames_that_do_not_join_are_refused_and_nothing_changes(at_run_time):
+    copy, stranger = a_copy(), a_copy(size=99)
+    offset = frame_offsets(copy, copy.log.bases[-1])[1]
+    damage(copy, offset)
+    if at_run_time:
+        copy.log.damaged_at(offset, "test")
+    else:
+        copy.reopen()
+    image, found = copy.image(), copy.log.damage
+    there = min(o for o in frame_offsets(stranger, 0) if o >= offset)
+    for wrong in (others(stranger, there, there + 500), b"", bytes(400), b"rubbish" * 100):
+        with pytest.raises((Diverged, CorruptFrame)):
+            copy.log.repair(wrong)
+    assert copy.image() == image and copy.log.damage == found
+
+
+def test_last_frame_is_mended_too_when_a_reader_meets_its_damage():
+    copy, other = a_copy(), a_copy()
+    offset = frame_offsets(copy, 0)[-1]
+    damage(copy, offset)
+    copy.log.damaged_at(offset, "test")
+    assert copy.log.damage[:2] == (offset, copy.log.end)
+    copy.log.repair(others(other, offset, copy.log.end))
+    assert copy.image() == other.image()
+
+
+def test_damaged_bytes_are_kept_with_a_report():
+    copy, other = a_copy(), a_copy()
+    offset = frame_offsets(copy, 0)[20]
+    damage(copy, offset)
+    copy.log.damaged_at(offset, "test")
+    end = copy.log.damage.end
+    copy.log.repair(others(other, offset, end))
+    (data, report) = sorted(copy.disk.names("quarantine"))
+    kept = copy.disk.read(f"quarantine/{data}", 0, 1 << 20)
+    told = json.loads(copy.disk.read(f"quarantine/{report}", 0, 1 << 20))
+    good = others(other, offset, end)
+    assert sum((a ^ b).bit_count() for a, b in zip(kept, good)) == 1
+    assert (told["begin"], told["why"]) == (offset, "damaged")
+
+
+@pytest.mark.parametrize("subject", ["x" * 300, "a/b", "a\nb", ""])
+def test_subject_that_no_index_could_take_is_still_no_danger_to_the_log(subject):
+    """W7: names are checked before this point; a log that holds such a frame anyway indexes, rolls and recovers."""
+    copy = Copy(tail_bytes=0)
+    copy.office()
+    copy.messages("m", subject=subject)
+    copy.fill(60)
+    (ref,) = copy.reopen().frames(subject, 0, 10)
+    assert copy.log.read_bodies([ref])[0][0].subject == subject
+    assert all("/" not in name and len(name) < 40 for name in copy.disk.names("log"))
