@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+from broker.readonly import Reason
 from qmq.errors import ErrorCode
-from tests.unit.broker.world import Client, Group
+from qmq.remoting.commands import Command
+from qmq.types import Durability, Role
+from tests.unit.broker.world import Client, Group, message
 
 
 def a_group(**settings) -> tuple[Group, Client]:
@@ -18,3 +23,203 @@ def test_largest_batch_of_nothing_but_refused_messages_is_answered():
     assert receipt.stored == 0 and len(receipt.refused) == 65_535
     assert client.code(more) == ErrorCode.INVALID_REQUEST
     assert group.a.log.end == group.b.log.end
+
+
+def test_no_answer_before_our_fsync_and_the_slaves_confirmation():
+    """P1, W11: whichever comes last releases it, and one of them alone never does."""
+    for ours_last in (True, False):
+        group, client = a_group()
+        stored = client.produce("m")
+        host, slave_host = group.a.host, group.b.host
+        host.turn()
+        assert host.commits and not client.answered(stored)
+        if not ours_last:
+            host.fsync()
+            assert not client.answered(stored), "one disk is not two"
+        group.to_slave()
+        slave_host.turn()
+        assert not client.answered(stored), "the slave has it in memory only"
+        slave_host.fsync()
+        assert not client.answered(stored), "the confirmation is under way"
+        group.to_master()
+        if ours_last:
+            assert not client.answered(stored), "the slave alone is not two either"
+            host.fsync()
+        assert client.receipt(stored) == (0, 1, Durability.FSYNC, [])
+
+
+def test_messages_leave_for_the_slave_before_our_own_fsync_begins():
+    group, client = a_group()
+    client.produce("m")
+    assert not group.at_master.told
+    group.a.host.turn()
+    assert group.at_master.told and group.a.host.commits, "and the fsync is only asked for"
+
+
+def test_one_fsync_covers_everything_that_arrived_during_the_last_one():
+    group, client = a_group()
+    client.produce("first")
+    group.a.host.turn()
+    later = [client.produce(f"m{i}") for i in range(50)]
+    group.a.host.turn()
+    before = group.a.host.performed
+    group.settle()
+    assert group.a.host.performed == before + 2
+    assert [client.receipt(opaque).first_sequence for opaque in later] == list(range(1, 51))
+
+
+def test_repeated_batch_is_stored_once_and_gets_the_same_receipt():
+    """P2: at once, after the answer, while the first is under way, and over another connection."""
+    group, client = a_group()
+    first = client.produce("a", "b", batch=5)
+    under_way = client.produce("a", "b", batch=5)
+    group.settle()
+    another = Client(group.a, "after a reconnect")
+    later = another.produce("a", "b", batch=5)
+    assert client.receipt(first) == client.receipt(under_way) == another.receipt(later)
+    assert client.receipt(first).first_sequence == 0
+    assert group.a.log.state.next_sequence == {"s": 2}
+
+
+@pytest.mark.parametrize("change", ["swap", "restart"])
+def test_repeated_batch_is_stored_once_after_the_roles_changed(change):
+    """P2: the window is part of the log, so the other broker has it too."""
+    group, client = a_group()
+    client.produce("zero", batch=4)
+    first = client.produce("a", "b", batch=5)
+    group.settle()
+    receipt = client.receipt(first)
+    if change == "swap":
+        group.swap(2)
+    else:
+        group.cut()
+        group.a.crash()
+        group.start()
+    again = Client(group.a)
+    repeated, new = again.produce("a", "b", batch=5), again.produce("c", batch=6)
+    group.settle()
+    assert again.receipt(repeated) == receipt
+    assert again.receipt(new).first_sequence == 3
+
+
+def test_batch_that_was_stored_but_not_acknowledged_is_acknowledged_when_it_is_repeated_to_the_next_master():
+    group, client = a_group()
+    lost = client.produce("m", batch=9)
+    group.a.host.settle()
+    group.to_slave()
+    group.b.host.settle()
+    group.swap(2)
+    assert client.code(lost) == ErrorCode.OUTCOME_UNKNOWN
+    again = Client(group.a)
+    repeated = again.produce("m", batch=9)
+    group.settle()
+    assert again.receipt(repeated)[:2] == (0, 1) and group.a.log.state.next_sequence == {"s": 1}
+
+
+def test_batch_too_old_for_the_window_is_unknown_not_stored_again():
+    group, client = a_group()
+    for batch in range(100, 170):
+        client.produce("m", batch=batch)
+    group.settle()
+    end = group.a.log.end
+    assert client.code(client.produce("m", batch=101)) == ErrorCode.OUTCOME_UNKNOWN
+    assert group.a.log.end == end
+
+
+def test_message_that_cannot_be_stored_is_refused_alone():
+    """W22: its mates are stored, without gaps, and the receipt names it by its position."""
+    group, client = a_group()
+    good = [message("s", f"m{i}") for i in range(3)]
+    stored = client.produce_raw([b"", good[0], b"x" * 5_000, good[1], b"short", good[2]])
+    group.settle()
+    receipt = client.receipt(stored)
+    assert (receipt.first_sequence, receipt.stored) == (0, 3)
+    assert [position for position, _ in receipt.refused] == [0, 2, 4] and all(why for _, why in receipt.refused)
+    client.subscribe()
+    group.settle()
+    pull = client.pull()
+    group.settle()
+    assert [id for _, _, id in client.pulled(pull)] == ["m0", "m1", "m2"]
+
+
+def test_batch_with_a_wrong_crc_is_refused_and_changes_nothing():
+    """W4: checked before it is stored, so that no restart finds it."""
+    group, client = a_group()
+    end = group.a.log.end
+    refused = client.produce_raw([message("s", "m")], crc=12345)
+    assert client.code(refused) == ErrorCode.INVALID_REQUEST and "CRC" in client.text(refused)
+    assert group.a.log.end == end and not group.a.host.turn_is_due
+    stored = client.produce("next")
+    group.settle()
+    assert client.receipt(stored).first_sequence == 0
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff" * 11, bytes(26), b"\xff" * 64], ids=len)
+def test_garbage_is_refused_and_changes_nothing(body):
+    group, client = a_group()
+    end = group.a.log.end
+    for command in (Command.PRODUCE, Command.SUBSCRIBE, Command.PULL, Command.ACK, Command.UNSUBSCRIBE, Command.HELLO):
+        assert client.link.answers[client.send(command, body)][0] != 0, command
+    assert group.a.log.end == end and group.a.node.writable
+    assert client.code(client.send(999, body)) == ErrorCode.UNKNOWN_COMMAND
+
+
+@pytest.mark.parametrize("subject", ["x" * 300, "a/b", "a\rb", "a\nb", "", " a", "x" * 101, "é" * 51])
+def test_illegal_subject_never_reaches_the_log(subject):
+    """W7"""
+    group, client = a_group()
+    end = group.a.log.end
+    assert client.code(client.produce("m", subject=subject)) == ErrorCode.INVALID_NAME
+    assert client.code(client.subscribe(subject=subject)) == ErrorCode.INVALID_NAME
+    assert client.code(client.subscribe(group=subject)) == ErrorCode.INVALID_NAME
+    assert client.code(client.subscribe(subject)) == ErrorCode.INVALID_NAME
+    assert group.a.log.end == end
+
+
+@pytest.mark.parametrize("reason", [reason for reason in Reason if reason not in (Reason.FENCED,)])
+def test_readonly_group_refuses_produces_with_the_way_out_and_serves_pulls(reason):
+    """P3"""
+    group, client = a_group()
+    client.produce("m")
+    client.subscribe()
+    group.settle()
+    group.a.master.readonly.change(reason, True)
+    refused = client.produce("n")
+    assert client.code(refused) == ErrorCode.READ_ONLY and str(reason) in client.text(refused)
+    if reason != Reason.DRAINING:
+        pull = client.pull()
+        group.settle()
+        assert [id for _, _, id in client.pulled(pull)] == ["m"]
+    group.a.master.readonly.change(reason, False)
+    stored = client.produce("n")
+    group.settle()
+    assert client.receipt(stored).stored == 1
+
+
+def test_operator_may_mark_one_subject():
+    group, client = a_group()
+    group.a.assign(Role.MASTER, 1, readonly_subjects=("s",))
+    assert client.code(client.produce("m", subject="s")) == ErrorCode.READ_ONLY
+    other = client.produce("m", subject="other")
+    group.a.assign(Role.MASTER, 1, readonly_subjects=("*",))
+    assert client.code(client.produce("m", subject="other")) == ErrorCode.READ_ONLY
+    group.a.assign(Role.MASTER, 1)
+    again = client.produce("m", subject="s")
+    group.settle()
+    assert client.receipt(other).stored == client.receipt(again).stored == 1
+
+
+def test_connection_may_have_so_many_bytes_unacknowledged_and_no_more():
+    group, client = a_group(window_bytes=1 << 20, message_bytes_max=1 << 20)
+    first = client.produce("big", size=30_000)
+    codes = []
+    for i in range(60):
+        opaque = client.produce(f"m{i}", size=30_000)
+        codes.append(client.link.answers.get(opaque, (0, b""))[0])
+    assert codes[0] == 0 and codes[-1] == ErrorCode.OVERLOADED
+    assert Client(group.a, "another").produce("m") and group.a.log.end > 0
+    group.settle()
+    assert client.receipt(first).stored == 1
+    after = client.produce("after", size=30_000)
+    group.settle()
+    assert client.receipt(after).stored == 1
