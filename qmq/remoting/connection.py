@@ -12,7 +12,7 @@ from qmq.codec import Buffer
 from qmq.errors import ErrorCode, InvalidRequest, NotServed, OutcomeUnknown, QmqError, from_code
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
-from qmq.remoting.packet import ONE_WAY, RESPONSE, Packet, PacketReader, packet_header
+from qmq.remoting.packet import ONE_WAY, RESPONSE, Packet, PacketReader, PacketTooLarge, packet_header
 from qmq.types import Endpoint
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,8 @@ class Connection(asyncio.BufferedProtocol):
                     self._handler.packet_received(self, packet)
         except InvalidRequest as error:
             log.warning("connection closed peer=%s reason=%s", self.peer, error)
+            if isinstance(error, PacketTooLarge) and not error.request.is_response:
+                self.answer(error.request, str(error).encode(), code=error.code)
             self.close(str(error))
 
     def eof_received(self) -> bool:
@@ -93,6 +95,10 @@ class Connection(asyncio.BufferedProtocol):
         self._handler.writable_again(self)
 
     # Used by the owner.
+
+    def allow_packets(self, packet_bytes_max: int) -> None:
+        """Take larger packets from now on."""
+        self._reader.packet_bytes_max = packet_bytes_max
 
     @property
     def is_open(self) -> bool:

@@ -23,7 +23,7 @@ import struct
 from typing import NamedTuple
 
 from qmq.codec import Buffer
-from qmq.errors import InvalidRequest
+from qmq.errors import ErrorCode, InvalidRequest
 
 MAGIC = 0xDEC10ADE
 PACKET_HEADER_BYTES = 24
@@ -51,6 +51,19 @@ def packet_header(code: int, opaque: int, flag: int, request_code: int, body_byt
     return _HEADER.pack(20 + body_bytes, 18, MAGIC, code, VERSION, opaque, flag, request_code)
 
 
+class PacketTooLarge(InvalidRequest):
+    """A packet is over the limit of its connection. `request` is its header, for an answer; its body is not read."""
+
+    code = ErrorCode.MESSAGE_TOO_LARGE
+
+    def __init__(self, request: Packet, packet_bytes: int, limit: int) -> None:
+        super().__init__(
+            f"a packet of {packet_bytes} bytes is over the limit of {limit}; send less at once, or raise "
+            "packet_bytes_max on the brokers (before AUTHENTICATE the limit is lower)"
+        )
+        self.request = request
+
+
 class PacketReader:
     """Cuts received bytes into packets without copying large ones twice.
 
@@ -62,7 +75,8 @@ class PacketReader:
     STAGING_BYTES = 256 * 1024
 
     def __init__(self, packet_bytes_max: int) -> None:
-        self._packet_bytes_max = packet_bytes_max
+        self.packet_bytes_max = packet_bytes_max
+        """May be raised, for instance once the other end has said who it is."""
         self._staging = memoryview(bytearray(self.STAGING_BYTES))
         self._filled = 0
         self._large: memoryview | None = None
@@ -78,7 +92,8 @@ class PacketReader:
         """Take note that `count` bytes were written into `buffer()`; return the packets complete now.
 
         Raises:
-            InvalidRequest: the stream is not QMQ's protocol or a packet is over the limit; close the connection.
+            InvalidRequest: the stream is not QMQ's protocol or (PacketTooLarge) a packet is over the limit; close the
+                connection.
         """
         if self._large is not None:
             self._large_filled += count
@@ -108,8 +123,11 @@ class PacketReader:
         length, header_bytes, magic = struct.unpack_from(">ihI", self._staging, at)
         if magic != MAGIC or header_bytes != 18:
             raise InvalidRequest("not QMQ's protocol: wrong magic number or header length")
-        if not 20 <= length <= self._packet_bytes_max:
-            raise InvalidRequest(f"a packet of {length} bytes is over the limit of {self._packet_bytes_max}")
+        if length < 20:
+            raise InvalidRequest(f"a packet of {length} bytes is shorter than its header, or over the limit of 2 GiB")
+        if length > self.packet_bytes_max:
+            header = self._parse(memoryview(bytes(self._staging[at : at + PACKET_HEADER_BYTES])))
+            raise PacketTooLarge(header, length, self.packet_bytes_max)
         return int(length) + 4
 
     def _receive_large(self, at: int, size: int) -> None:
