@@ -14,7 +14,7 @@ from broker.meta_link import state_message
 from broker.service import Service
 from broker.settings import BrokerSettings
 from qmq.control_plane import SERVER_OPTIONS
-from qmq.errors import CorruptFrame, OperatorError
+from qmq.errors import CorruptFrame, NotServed, OperatorError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
 
@@ -35,7 +35,11 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
             options=SERVER_OPTIONS,
         )
         add_BrokerServicer_to_server(self, server)
-        server.add_insecure_port(f"{self._settings.ip}:{self._settings.control_port}")
+        address = f"{self._settings.ip}:{self._settings.control_port}"
+        try:
+            server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise NotServed(f"cannot listen on {address}: {error}; stop what uses it, or set another port") from None
         await server.start()
         try:
             await server.wait_for_termination()

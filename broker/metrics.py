@@ -18,6 +18,7 @@ from broker.master import PRODUCE_MS_BUCKETS
 from broker.readonly import Reason
 from broker.service import Service
 from broker.settings import BrokerSettings
+from qmq.errors import NotServed
 
 
 class BrokerCollector(Collector):
@@ -130,4 +131,8 @@ def serve_metrics(service: Service, settings: BrokerSettings) -> tuple[WSGIServe
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     registry.register(BrokerCollector(service, asyncio.get_running_loop()))
-    return start_http_server(settings.metrics_port, addr=settings.ip, registry=registry)
+    try:
+        return start_http_server(settings.metrics_port, addr=settings.ip, registry=registry)
+    except OSError as error:
+        address = f"{settings.ip}:{settings.metrics_port}"
+        raise NotServed(f"cannot listen on {address}: {error}; stop what uses it, or set another port") from None

@@ -25,6 +25,8 @@ from qmq.errors import (
     BrokenInvariant,
     CorruptFrame,
     DiskFailed,
+    InvalidMessage,
+    InvalidName,
     InvalidRequest,
     LogError,
     NotServed,
@@ -44,6 +46,11 @@ TICK_S = 0.1
 INLINE_COMMIT_BYTES = 64 * 1024
 """A larger commit always goes to the thread: writing it would hold up the loop, whatever its fsync costs."""
 LOGIN_S = 5.0
+LOGIN_PACKET_BYTES_MAX = 64 * 1024
+"""A stranger makes the broker reserve no more than this."""
+SYNC_PACKET_BYTES_MAX = 64 << 20
+TOLD_MAX = 1000
+"""Mistakes of clients that are remembered, so that each is logged once."""
 RECONNECT_S = 0.2
 
 CLIENT_COMMANDS = frozenset(
@@ -73,17 +80,25 @@ class Service:
         self._read_threads = ThreadPoolExecutor(2, "read")
         self._master_link: Connection | None = None
         self._last_reported: object = None
+        self._told: set[str] = set()
 
     async def run(self) -> None:
         """Listen and serve."""
         self._loop = asyncio.get_running_loop()
-        ip, settings = self._settings.ip, self._settings
-        serve = await self._loop.create_server(lambda: self._accept(CLIENT_COMMANDS), ip, settings.serve_port)
-        sync = await self._loop.create_server(lambda: self._accept(SYNC_COMMANDS), ip, settings.sync_port)
+        settings = self._settings
+        serve = await self._listen(CLIENT_COMMANDS, settings.serve_port)
+        sync = await self._listen(SYNC_COMMANDS, settings.sync_port)
         async with serve, sync, asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tick())
             tasks.create_task(self._follow_master())
             tasks.create_task(self._keep_house())
+
+    async def _listen(self, allowed: frozenset[Command], port: int) -> asyncio.Server:
+        ip = self._settings.ip
+        try:
+            return await self._loop.create_server(lambda: self._accept(allowed), ip, port)
+        except OSError as error:
+            raise NotServed(f"cannot listen on {ip}:{port}: {error}; stop what uses it, or set another port") from None
 
     def _accept(self, allowed: frozenset[Command]) -> Connection:
         door = _Door(self, allowed, self._settings)
@@ -94,6 +109,15 @@ class Service:
         log.critical("broker ends as fenced: %s: %s", type(error).__name__, error)
         logging.shutdown()
         os._exit(70)
+
+    def tell_once(self, peer: str, error: QmqError) -> None:
+        """Log what a client does wrong, once: it may do so a thousand times a second."""
+        text = str(error)
+        if text not in self._told:
+            if len(self._told) >= TOLD_MAX:
+                self._told.clear()
+            self._told.add(text)
+            log.warning("request refused peer=%s: %s", peer, text)
 
     def guarded(self, call: Callable[[], None]) -> None:
         """Run a call into the core; what must end the process ends it."""
@@ -190,7 +214,7 @@ class Service:
             try:
                 self._master_link, _ = await connect(
                     Endpoint(peer.ip, peer.sync_port), handler=door, token=self._settings.token,
-                    app=self._settings.hostname, packet_bytes_max=64 << 20, timeout_s=3.0,
+                    app=self._settings.hostname, packet_bytes_max=SYNC_PACKET_BYTES_MAX, timeout_s=3.0,
                 )  # fmt: skip
                 if self.node.slave is not None:
                     self.guarded(partial(self.node.slave.connected, self._master_link))
@@ -242,18 +266,34 @@ class Service:
                 log.error("messages gone unconsumed subject=%s consumer_group=%s messages=%d", subject, group, messages)
 
 
+class _Guest(Connection):
+    """An accepted connection: what it asks wrongly is told to the operator."""
+
+    def __init__(self, door: _Door, packet_bytes_max: int) -> None:
+        super().__init__(door, packet_bytes_max)
+        self._door = door
+
+    def refuse(self, request: Packet, error: QmqError) -> None:
+        if isinstance(error, InvalidName | InvalidMessage | InvalidRequest):
+            self._door.tell_once(self, error)
+        super().refuse(request, error)
+
+
 class _Door:
     """One accepted connection: nobody is answered before it has said who it is."""
 
     def __init__(self, service: Service, allowed: frozenset[Command], settings: BrokerSettings) -> None:
         self._service, self._allowed, self._settings = service, allowed, settings
         self._app: str | None = None
-        self.connection = Connection(self, settings.packet_bytes_max if Command.PRODUCE in allowed else 64 << 20)
+        self.connection = _Guest(self, LOGIN_PACKET_BYTES_MAX)
         service.connections += 1
         loop = asyncio.get_running_loop()
         if service.connections > settings.connections_max:
             loop.call_soon(self.connection.close, f"more than {settings.connections_max} connections")
         loop.call_later(LOGIN_S, self._check_login)
+
+    def tell_once(self, connection: Connection, error: QmqError) -> None:
+        self._service.tell_once(connection.peer, error)
 
     def packet_received(self, connection: Connection, packet: Packet) -> None:
         if packet.code in self._allowed and self._app is not None:
@@ -276,6 +316,8 @@ class _Door:
             self._turn_away(connection, packet, f"the token of {fields['app'][:100]!r} is not valid here")
             return
         self._app = fields["app"]
+        is_client = Command.PRODUCE in self._allowed
+        connection.allow_packets(self._settings.packet_bytes_max if is_client else SYNC_PACKET_BYTES_MAX)
         connection.answer(
             packet,
             encode_json(
