@@ -9,7 +9,7 @@ import re
 import socket
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -51,6 +51,11 @@ def until(condition, what, timeout_s=WAIT_S):
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         time.sleep(0.02)
     return found
+
+
+def free_ports(count):
+    with ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
 # Processes.
