@@ -102,7 +102,7 @@ class Batch:
         self.crc = reduce(lambda crc, block: crc32(block, crc), blocks, 0)
         self.deadline_ms = deadline_ms
         self.on_resolved = on_resolved
-        self.order = 0
+        self.order: tuple[int, ...] = ()
         self.number = 0
         self.doubtful = False
         self.result: Result | None = None
@@ -125,7 +125,7 @@ class Batch:
             return Batch(self.subject, self.ids[begin:end], blocks, self.deadline_ms, self._half_resolved)
 
         self.halves = half(0, middle), half(middle, len(self.ids))
-        self.halves[0].order = self.halves[1].order = self.order
+        self.halves[0].order, self.halves[1].order = (*self.order, 0), (*self.order, 1)
         self.blocks = ()
         return self.halves
 
@@ -311,7 +311,7 @@ class SubjectQueue:
 
     def add_batch(self, batch: Batch) -> None:
         self._batches_made += 1
-        batch.order = self._batches_made
+        batch.order = (self._batches_made,)
         self.ready.append(batch)
 
     def put_back(self, *batches: Batch) -> None:
@@ -346,7 +346,7 @@ class SubjectQueue:
             taken[0].deadline_ms, resolved,
         )  # fmt: skip
         self._batches_made += 1
-        batch.order = self._batches_made
+        batch.order = (self._batches_made,)
         return batch
 
     def expire(self, now_ms: int, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Shell. A metaserver and brokers in memory that speak the real protocols over real sockets, and misbehave on demand."""
+"""Shell. A metaserver and brokers in memory that speak the real protocols on real sockets, and misbehave on demand."""
 
 from __future__ import annotations
 
@@ -224,7 +224,9 @@ class FakeBroker:
         again = [at for at in sorted(subscriber.pulled) if at >= subscriber.handed_end][: pull.messages_max]
         if again:
             subscriber.handed_end = again[-1] + 1
-            return [part for at in again for part in self._piece(at, [log[subscriber.pulled[at]]], subscriber.pulled[at])]
+            sequences = [subscriber.pulled[at] for at in again]
+            pieces = [self._piece(at, [log[sequence]], sequence) for at, sequence in zip(again, sequences)]
+            return [part for piece in pieces for part in piece]
         returned = self.returned[key[:2]]
         if returned:
             sequences = [returned.pop(0)]

@@ -84,7 +84,10 @@ def test_a_lost_connection_puts_all_in_flight_in_doubt_and_repeats_them_in_order
     assert group.room_bytes() > 0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["send", "answer", "fail", "lose", "repeat"]), st.integers(0, 63)), max_size=400))
+STEPS = st.tuples(st.sampled_from(["send", "answer", "fail", "lose", "repeat"]), st.integers(0, 63))
+
+
+@given(st.lists(STEPS, max_size=400))
 def test_numbers_never_span_more_than_a_group_remembers(steps):
     group = GroupBatches(in_flight_max=64)
     group.limits = Limits(packet_bytes_max=10_000, window_bytes=3_000)
