@@ -101,7 +101,7 @@ def _flip_header(log: LogWriter, data: Path) -> tuple[str, str, int]:
 
 
 def _erase(log: LogWriter, data: Path) -> tuple[str, str, int]:
-    first, last = log.frames[70], log.frames[73]
+    first, last = log.frames[124], log.frames[127]
     change(data, first.offset, bytes(last.end - first.offset))
     return "damaged", "slave", first.offset
 
@@ -133,7 +133,8 @@ def _cut_end(log: LogWriter, data: Path) -> tuple[str, str, int]:
 
 def test_every_damage_of_a_copy_is_named_and_nothing_else(spark: SparkSession, tmp_path: Path) -> None:
     _, slave = both(tmp_path)
-    planted = {plant(slave, tmp_path / "slave") for plant in (_flip_body, _flip_header, _erase, _swap_bytes, _cut_middle)}
+    plants = (_flip_body, _flip_header, _erase, _swap_bytes, _cut_middle)
+    planted = {plant(slave, tmp_path / "slave") for plant in plants}
     result = audit(spark, tmp_path)
     assert result.status == 1
     second = [frame for frame in slave.frames[60:68] if frame.kind == FrameKind.PULL][1]
