@@ -156,6 +156,8 @@ class Node:
             raise
         except QmqError as error:
             self._link_failed(link, error)
+            if self.log.damage is not None and self.log.damage.begin == self.log.end:
+                self._leave_role()  # until the log is mended
 
     def _link_failed(self, link: Link, error: QmqError) -> None:
         if isinstance(error, Diverged) and not self._is_diverged:

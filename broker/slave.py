@@ -91,6 +91,8 @@ class Slave:
         if offset < self._log.end:
             name = self._log.cut(offset, f"conflict with the master of epoch {agreement.epoch}")
             log.warning("tail cut group=%s offset=%d quarantine=%s", self._group, offset, name)
+            if self._log.end != offset:
+                raise CorruptFrame(self._log.end, "read back after a cut, this copy is damaged before it")
 
     def _keep_acknowledged(self, offset: int) -> None:
         """Raise Diverged if what we would give up from `offset` on was acknowledged."""
