@@ -26,13 +26,40 @@ def needed_from(log: MessageLog) -> int:
     return needed
 
 
+class Consumed:
+    """What every group has acked, as both copies know it: an ack that only this copy has may still be undone.
+
+    Made by main; asked every few seconds.
+    """
+
+    def __init__(self) -> None:
+        self._needed = 0
+        self._next = (0, 0, 0)
+        """(needed, log end, chain) of an earlier look; valid once both copies hold all of it."""
+
+    def needed_from(self, log: MessageLog) -> int:
+        """Return an offset below which nobody needs anything any more.
+
+        Raises:
+            CorruptFrame: this copy is damaged.
+        """
+        needed, end, chain = self._next
+        if end <= log.state.high_watermark:
+            if log.start <= end and log.chain_is(end, chain):
+                self._needed = needed
+            self._next = (needed_from(log), log.end, log.chain)
+        elif end > log.end:  # that history was cut
+            self._next = (needed_from(log), log.end, log.chain)
+        return self._needed
+
+
 def droppable(log: MessageLog, *, oldest_ms: int, now_ms: int, pinned: int, needed: int, limits: Limits) -> bool:
     """Return whether the oldest segment may go now.
 
     Args:
         oldest_ms: timestamp of the frame behind the segment, so everything in it is older.
         pinned: offset from which a slave or a reader (an audit) still needs the log.
-        needed: `needed_from(log)`. Age respects it up to `unconsumed_age_ms`; size does not: see `unconsumed`.
+        needed: `Consumed.needed_from(log)`. Age respects it up to `unconsumed_age_ms`; size does not: see `unconsumed`.
     """
     # Above the high watermark the other copy may have another history, or nothing: both need what is here to tell.
     if len(log.bases) < 2 or log.bases[1] > min(pinned, log.flushed_end, log.state.high_watermark):

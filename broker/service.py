@@ -80,6 +80,7 @@ class Service:
         self._read_threads = ThreadPoolExecutor(2, "read")
         self._master_link: Connection | None = None
         self._last_reported: object = None
+        self._consumed = retention.Consumed()
         self._told: set[str] = set()
 
     async def run(self) -> None:
@@ -255,7 +256,7 @@ class Service:
             if node.master is not None and node.master.shipped_end is not None:
                 pins.append(node.master.shipped_end)
             oldest_ms = node.log.timestamp_at(node.log.bases[1])
-            needed = retention.needed_from(node.log)
+            needed = self._consumed.needed_from(node.log)
             if not retention.droppable(
                 node.log, oldest_ms=oldest_ms, now_ms=self.now_ms(), pinned=min(pins), needed=needed, limits=limits
             ):
