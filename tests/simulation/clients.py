@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from zlib import crc32
 
+from qmq.client.holding import HeldPiece, Holding
 from qmq.codec import Buffer, encode_message, join_batch, split_batch
 from qmq.errors import ErrorCode
 from qmq.message import Message
@@ -172,12 +172,12 @@ class Session:
     subscription: int | None = None
     is_subscribing: bool = False
     pull_sent_ms: int | None = None
-    acks_under_way: deque[tuple[int, int]] = field(default_factory=deque)
+    ack_under_way: int | None = None
     asked_ms: int = 0
 
 
 class Consumer(Client):
-    """Pulls, works, acks in order; may vanish with its memory or with its connection only."""
+    """Pulls, works in any order, acks what `qmq.client.holding` says; may vanish, with or without its memory."""
 
     TIMEOUT_MS = 2500
 
@@ -185,23 +185,26 @@ class Consumer(Client):
         super().__init__(world, name)
         self.group, self.subject = group, subject
         self._session = Session()
-        self.held: deque[int] = deque()
-        """Pull sequences received and not acked, ascending."""
-        self._held_end = 0
+        self._forget()
         self.sleeps_until_ms = 0
+
+    def _forget(self) -> None:
+        self._holding = Holding()
+        self._undone: list[tuple[HeldPiece, int]] = []
+
+    def done(self, piece: HeldPiece) -> None:
+        """Nothing: this consumer sends acks when it comes to it."""
 
     @property
     def is_idle(self) -> bool:
-        return not self.held
+        return not self._holding.held and self._holding.is_settled
 
     def vanish(self, ms: float, *, forgets: bool) -> None:
         self.sleeps_until_ms = self._events.now_ms + int(ms)
-        if self._events.chance(0.5):
+        if forgets or self._events.chance(0.5):
             self.drop_link()
         if forgets:
-            self.held.clear()
-            self._held_end = 0
-            self.drop_link()
+            self._forget()
 
     def connected(self, link: End) -> None:
         self._session = Session()
@@ -210,51 +213,60 @@ class Consumer(Client):
         self._session = Session()
 
     def act(self) -> None:
-        now_ms = self._events.now_ms
+        now_ms, rng = self._events.now_ms, self._events.rng
         if now_ms < self.sleeps_until_ms:
             return
         link, session = self.link, self._session
         if link is None:
-            self.connect()
-            return
-        oldest_ms = min([now_ms, *([session.asked_ms] if session.is_subscribing or session.acks_under_way else [])])
-        if session.pull_sent_ms is not None:
-            oldest_ms = min(oldest_ms, session.pull_sent_ms)
-        if now_ms - oldest_ms > self.TIMEOUT_MS:
+            return self.connect()
+        if self._waits_since(session) < now_ms - self.TIMEOUT_MS:
             return self.drop_link()
         if session.subscription is None:
             if not session.is_subscribing:
                 self._subscribe(link, session)
             return
-        rng = self._events.rng
-        if session.pull_sent_ms is None and len(self.held) < 40:
+        if session.pull_sent_ms is None and self._holding.held < 40:
             self._pull(link, session)
-        if self.held and rng.random() < 0.6 and not session.acks_under_way:
+        self._work()
+        if session.ack_under_way is None and rng.random() < 0.7:
             self._ack(link, session)
         if rng.random() < 0.05:
             link.request(Command.HEARTBEAT, then=lambda packet: None)
-        if rng.random() < self.world.swarm.unsubscribe and not self.held:
+        if rng.random() < self.world.swarm.unsubscribe and self.is_idle:
             self._events.count("unsubscribe")
             body = commands.encode_json(subscription=session.subscription)
             link.request(Command.UNSUBSCRIBE, body, then=lambda packet: self.drop_link() if link is self.link else None)
 
+    def _waits_since(self, session: Session) -> int:
+        since_ms = self._events.now_ms
+        if session.is_subscribing or session.ack_under_way is not None:
+            since_ms = session.asked_ms
+        return since_ms if session.pull_sent_ms is None else min(since_ms, session.pull_sent_ms)
+
+    def _work(self) -> None:
+        """Finish some messages; now and then a later one before an earlier one."""
+        rng = self._events.rng
+        for _ in range(rng.randint(0, len(self._undone))):
+            piece, at = self._undone.pop(0 if rng.random() < 0.8 else rng.randrange(len(self._undone)))
+            piece.mark(at)
+
     def _subscribe(self, link: End, session: Session) -> None:
         session.is_subscribing, session.asked_ms = True, self._events.now_ms
         body = commands.encode_json(
-            subject=self.subject, group=self.group, consumer=self.name, start="earliest", held_end=self._held_end
-        )
+            subject=self.subject, group=self.group, consumer=self.name, start="earliest",
+            held_end=self._holding.held_end,
+        )  # fmt: skip
         link.request(Command.SUBSCRIBE, body, then=lambda packet: self._subscribed(link, session, packet))
 
     def _is_current(self, link: End, packet: Packet) -> bool:
-        """Whether this answer still counts; errors end the connection, or only this attempt."""
+        """Whether this answer still counts; an error ends the connection."""
         if link is not self.link:
             return False
         if packet.code in (ErrorCode.SUCCESS, ErrorCode.NO_MESSAGE):
             return True
         self._events.count(f"consumer answered {packet.code}")
         if packet.code == ErrorCode.INVALID_ACK:
-            self.held.clear()
-            self._held_end = 0
+            self._forget()
         self.drop_link()
         self.sleeps_until_ms = self._events.now_ms + self._events.rng.randint(5, 100)
         return False
@@ -264,8 +276,7 @@ class Consumer(Client):
         if self._is_current(link, packet):
             fields = commands.decode_json(packet.body, subscription=int, acked_end=int)
             session.subscription = fields["subscription"]
-            while self.held and self.held[0] < fields["acked_end"]:
-                self.held.popleft()
+            self._holding.subscribed(fields["acked_end"])
 
     def _pull(self, link: End, session: Session) -> None:
         assert session.subscription is not None
@@ -284,21 +295,20 @@ class Consumer(Client):
             for i, message in enumerate(split_batch(piece.body, piece.count)):
                 self.world.oracle.received(self.group, self.subject, piece.sequence + i, bytes(message))
                 self.world.oracle.numbered(self, piece.pull_sequence + i, piece.sequence + i)
-                self.held.append(piece.pull_sequence + i)
-                self._held_end = piece.pull_sequence + i + 1
+            held = self._holding.received(piece.pull_sequence, piece.count, self, "g")
+            if held is not None:
+                self._undone += [(held[0], at) for at in range(piece.count - held[1])]
 
     def _ack(self, link: End, session: Session) -> None:
         assert session.subscription is not None
-        count = self._events.rng.randint(1, len(self.held))
-        begin, end = self.held[0], self.held[count - 1] + 1
-        session.acks_under_way.append((begin, end))
-        session.asked_ms = self._events.now_ms
-        body = commands.encode_ack(Ack(session.subscription, begin, end))
+        found = self._holding.next_ack()
+        if found is None:
+            return
+        session.ack_under_way, session.asked_ms = found[1], self._events.now_ms
+        body = commands.encode_ack(Ack(session.subscription, *found))
         link.request(Command.ACK, body, then=lambda packet: self._acked(link, session, packet))
 
     def _acked(self, link: End, session: Session, packet: Packet) -> None:
-        if session.acks_under_way:
-            _, end = session.acks_under_way.popleft()
-            if self._is_current(link, packet):
-                while self.held and self.held[0] < end:
-                    self.held.popleft()
+        end, session.ack_under_way = session.ack_under_way, None
+        if end is not None and self._is_current(link, packet):
+            self._holding.acked(end)

@@ -191,6 +191,7 @@ class Process:
         self._turn_is_due = False
         self._master_link: End | None = None
         self._connecting = 0
+        self._consumed = retention.Consumed()
         identity = IdentityFile(machine.disk, new_incarnation=f"{machine.name}{machine.lives}")
         self.log = WatchedLog(
             machine.disk, owner=machine.name, oracle=self.world.oracle, segment_bytes=limits.segment_bytes,
@@ -435,7 +436,7 @@ class Process:
             except LogError:
                 return
             try:
-                needed = retention.needed_from(self.log)
+                needed = self._consumed.needed_from(self.log)
             except CorruptFrame as problem:
                 self._events.count("damage found by retention")
                 self.guarded(partial(self.node.found_damage, problem))

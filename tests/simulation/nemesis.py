@@ -215,8 +215,10 @@ FAULTS: dict[str, Callable[[Nemesis], bool]] = {
     name: getattr(Nemesis, name)
     for name in (
         "kill", "power", "power_everywhere", "refuse", "disk_full", "cut", "cut_one_way", "cut_metaserver",
-        "cut_client", "slow_path", "reset", "half_open", "clock", "metaserver_down", "swap", "replace", "failover", "mark", "flip",
-        "flip_while_down", "wipe", "consumer_vanishes", "client_reconnects",
+        "cut_client", "slow_path", "reset", "half_open", "clock", "metaserver_down", "swap", "replace", "failover",
+        "mark", "flip", "flip_while_down", "wipe", "consumer_vanishes", "client_reconnects",
     )
 }  # fmt: skip
-WEIGHTS = {"power_everywhere": 0.5, "wipe": 0.3, "swap": 3.0, "replace": 1.5, "flip": 0.3, "flip_while_down": 0.3, "clock": 0.3}
+WEIGHTS = {
+    "power_everywhere": 0.5, "wipe": 0.3, "swap": 4.0, "replace": 1.5, "flip": 0.3, "flip_while_down": 0.3, "clock": 0.3,
+}  # fmt: skip

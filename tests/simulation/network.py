@@ -226,9 +226,8 @@ class Network:
         if self.path(end.host, end.peer).is_cut:
             if end.stalled_since_us is None:
                 end.stalled_since_us = self._events.now_us
-                self._events.between(
-                    self._keepalive_ms / 3, self._keepalive_ms, lambda: self._time_out(end, end.stalled_since_us)
-                )
+                since_us = end.stalled_since_us
+                self._events.between(self._keepalive_ms / 3, self._keepalive_ms, lambda: self._time_out(end, since_us))
             return
         data = end.under_way.popleft()
         if data is None:
@@ -238,14 +237,14 @@ class Network:
 
     def _time_out(self, end: End, since_us: int | None) -> None:
         """Nothing was acknowledged by the other host for too long."""
-        if end.is_open and since_us is not None and end.stalled_since_us == since_us:
-            self._events.count("half-open connection")
+        if end.stalled_since_us == since_us:
+            if end.is_open and end.other.is_open:
+                self._events.count("half-open connection")
             end.is_dead = end.other.is_dead = True
             self._gone(end)
             self._events.between(self._keepalive_ms / 3, self._keepalive_ms, lambda: self._gone(end.other))
 
     def _gone(self, end: End) -> None:
-        self.path(end.host, end.peer).ends.pop(end, None)
         end.is_dead = end.other.is_dead = True
         if end.is_open or end.owner is not None:
             end.lost()
@@ -272,6 +271,9 @@ class Network:
         path = self.path(source, target)
         path.is_cut, path.slow_ms = False, 0.0
         for end in list(path.ends):
+            if end.is_dead and not end.other.is_open:
+                del path.ends[end]
+                continue
             end.stalled_since_us = None
             for _ in range(len(end.under_way) - end.waiting_events):
                 self._schedule_arrival(end)
@@ -301,10 +303,11 @@ class Network:
         """A process ended: the kernel says goodbye for it, unless the power went too."""
         for path in [path for (source, _), path in self.paths.items() if source == host]:
             for end in list(path.ends):
+                if end.is_dead and not end.is_open:
+                    continue
                 end.owner = None
                 end.is_open = False
                 end.is_dead = end.other.is_dead = True
-                path.ends.pop(end)
                 if power or self._events.chance(0.5):
                     keep = self._events.rng.randrange(len(end.under_way) + 1)
                     while len(end.under_way) > keep:

@@ -136,7 +136,7 @@ class Oracle:
                 if data is None or at < first:
                     continue
                 if image[at - first : at - first + len(data)] != data and not machine.disk.is_flipped(bases, at, end):
-                    raise Violation(f"I1: frame at {at}, below the high watermark, is not on the disk of {machine.name}")
+                    raise Violation(f"I1: frame at {at}, below the high watermark, is not on {machine.name}'s disk")
             if data is None or not data:
                 return
             at += len(data)

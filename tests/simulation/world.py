@@ -234,7 +234,7 @@ class World:
         ]
         parts.append(f"row term={self.metaserver.group.term} half={self.metaserver.group.half_swapped}")
         parts.append(f"outstanding={[len(producer.outstanding) for producer in self.producers]}")
-        parts.append(f"held={[len(consumer.held) for consumer in self.consumers]}")
+        parts.append(f"idle={[consumer.is_idle for consumer in self.consumers]}")
         return "; ".join(parts)
 
 
