@@ -96,6 +96,8 @@ class Link:
                 log.warning("broker not reachable group=%s endpoint=%s error=%s", self.broker_group, endpoint, error)
             self._owner.link_failed(self, error)
             return False
+        if self._routing.master(self.broker_group) != endpoint:  # the route changed while this was connecting
+            connection.close("the group has another master")
         if not connection.is_open:
             return False
         self.connection, self.welcome, self.endpoint = connection, welcome, endpoint

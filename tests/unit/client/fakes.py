@@ -76,6 +76,7 @@ class FakeBroker:
         self.lease_ms = 10_000
         self.reign = 1
         self._subscriptions: dict[tuple[Connection, int], tuple[str, str, str]] = {}
+        self._subscribed = 0
         self._server: asyncio.Server | None = None
         self._grown = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -181,7 +182,9 @@ class FakeBroker:
         subscriber = self.subscribers.setdefault(key, Subscriber(next_pull=self.reign << 32))
         subscriber.connection = connection
         subscriber.handed_end = fields["held_end"]
-        number = len(self._subscriptions) + 1
+        self._subscriptions = {place: other for place, other in self._subscriptions.items() if other != key}
+        self._subscribed += 1
+        number = self._subscribed
         self._subscriptions[connection, number] = key
         connection.answer(
             packet,
@@ -192,12 +195,11 @@ class FakeBroker:
 
     def _subscriber(self, connection: Connection, number: int) -> tuple[tuple[str, str, str], Subscriber]:
         key = self._subscriptions.get((connection, number))
+        if key is None and 0 < number <= self._subscribed:
+            raise SubscriptionReplaced("another connection uses this consumer id")
         if key is None:
             raise UnknownSubscription("subscribe first")
-        subscriber = self.subscribers[key]
-        if subscriber.connection is not connection:
-            raise SubscriptionReplaced("another connection uses this consumer id")
-        return key, subscriber
+        return key, self.subscribers[key]
 
     async def _pull(self, connection: Connection, packet: Packet) -> None:
         pull = commands.decode_pull(packet.body)

@@ -1,0 +1,367 @@
+"""Shell. Listeners and pullers against brokers that cut, move and refuse, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+import qmq
+from qmq.codec import batch_encoder
+from qmq.errors import InvalidAck, NotMaster, SubscriptionReplaced
+from qmq.message import Message
+from tests.unit.client.fakes import TOKEN, FakeBroker, FakeMetaserver, cluster
+from tests.unit.client.test_producer import run, until
+
+
+def consumer_of(metaserver: FakeMetaserver, **options: Any) -> qmq.Consumer:
+    return qmq.Consumer(metaserver=metaserver.url, app="test", token=TOKEN, **options)
+
+
+def fill(broker: FakeBroker, numbers: Iterable[int], subject: str = "a") -> None:
+    encode = batch_encoder(subject, 1)
+    for number in numbers:
+        broker.subjects[subject].append(encode(Message(subject, {"n": number}, id=f"{broker.name}-{number}")))
+    broker._grown.set()
+    broker._grown = asyncio.Event()
+
+
+async def pull_all(puller: qmq.Puller, count: int) -> list[qmq.ReceivedMessage]:
+    messages: list[qmq.ReceivedMessage] = []
+    while len(messages) < count:
+        messages += await puller.pull(count - len(messages), timeout=10)
+    return messages
+
+
+def ns(messages: Iterable[Message]) -> list[int]:
+    return [int(message["n"]) for message in messages]
+
+
+async def cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+def test_a_puller_gets_every_message_of_every_group_once_also_of_readonly_ones():
+    async def test() -> None:
+        async with cluster("g1", "g2") as (metaserver, [first, second]):
+            fill(first, range(1000))
+            fill(second, range(1000, 1500))
+            metaserver.set_group(second, writable=False)
+            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+                messages = await pull_all(puller, 1500)
+                assert sorted(ns(messages)) == list(range(1500))
+                of_first = [message for message in messages if message.broker_group == "g1"]
+                assert ns(of_first) == list(range(1000)), "of one group, in order"
+                assert [message.sequence for message in of_first] == list(range(1000))
+                assert await puller.pull(1, timeout=0.05) == []
+
+    run(test())
+
+
+def test_a_new_group_begins_at_the_latest_message_unless_told_otherwise():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(5))
+            async with consumer_of(metaserver).pull("a", group="g") as puller:
+                await until(lambda: broker.pulls)
+                fill(broker, [5])
+                assert ns(await puller.pull(10, timeout=10)) == [5]
+
+    run(test())
+
+
+def test_acks_go_to_the_broker_as_the_done_prefix():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(10))
+            consumer = consumer_of(metaserver, consumer_id="c1")
+            async with consumer.pull("a", group="g", start="earliest") as puller:
+                messages = await pull_all(puller, 10)
+                progress = broker.subscribers["a", "g", "c1"]
+                await puller.ack(messages[5:])
+                await messages[1].ack()
+                await puller.flush()
+                assert len(progress.pulled) == 10, "the first is not done"
+                await messages[0].ack()
+                await puller.flush()
+                assert sorted(progress.pulled.values()) == list(range(2, 10))
+                await puller.ack(messages[2:5])
+                await puller.flush()
+                assert not progress.pulled
+                begins = [begin for begin, _ in broker.acks]
+                assert begins == [0, *(end for _, end in broker.acks[:-1])], "each ack begins where the last one ended"
+
+    run(test())
+
+
+def test_leaving_keeps_acks_and_gives_the_rest_back_at_once():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(10))
+            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+                await puller.ack((await pull_all(puller, 10))[:4])
+            async with consumer_of(metaserver).pull("a", group="g") as puller:
+                assert ns(await pull_all(puller, 6)) == list(range(4, 10))
+
+    run(test())
+
+
+def test_after_a_lost_connection_nothing_held_comes_twice_and_acks_are_not_lost():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(100))
+            consumer = consumer_of(metaserver, consumer_id="c1")
+            async with consumer.pull("a", group="g", start="earliest") as puller:
+                messages = await pull_all(puller, 100)
+                await puller.ack(messages[:30])
+                broker.cut()
+                await until(lambda: len(broker.subscribes) == 2)
+                assert broker.subscribes[1]["held_end"] == messages[-1].pull_sequence + 1
+                fill(broker, range(100, 120))
+                assert ns(await pull_all(puller, 20)) == list(range(100, 120))
+                await puller.ack(messages)
+                await puller.flush()
+                assert len(broker.subscribers["a", "g", "c1"].pulled) == 20
+
+    run(test())
+
+
+def test_a_process_that_comes_back_with_its_id_gets_what_it_had_not_acked():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(10))
+            first = consumer_of(metaserver, consumer_id="c1", drain_s=0.1)
+            puller = await first.pull("a", group="g", start="earliest").__aenter__()
+            await puller.ack((await pull_all(puller, 10))[:3])
+            await puller.flush()
+            assert first._session is not None
+            await first._session.close()  # as a crash: no unsubscribe
+            second = consumer_of(metaserver, consumer_id="c1")
+            async with second.pull("a", group="g") as again:
+                assert broker.subscribes[0]["held_end"] == 0
+                assert ns(await pull_all(again, 7)) == list(range(3, 10))
+
+    run(test())
+
+
+def test_a_consumer_follows_its_group_to_the_new_master():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [old]):
+            fill(old, range(50))
+            async with consumer_of(metaserver, consumer_id="c1").pull("a", group="g", start="earliest") as puller:
+                messages = await pull_all(puller, 50)
+                await puller.ack(messages[:10])
+                await puller.flush()
+                new = FakeBroker("g1")
+                await new.start()
+                old.move_to(new)
+                old.cut()
+                metaserver.set_group(new, term=2)
+                fill(new, range(50, 60))
+                more = await pull_all(puller, 10)
+                assert ns(more) == list(range(50, 60))
+                assert more[0].pull_sequence >= 2 << 32, "the new reign began after a gap"
+                await puller.ack([*messages[10:], *more])
+                await puller.flush()
+                assert not new.subscribers["a", "g", "c1"].pulled
+            await new.stop()
+
+    run(test())
+
+
+def test_a_broker_that_is_not_master_is_asked_again_later():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(5))
+            broker.refuse_with = NotMaster("not yet")
+            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+                await until(lambda: len(metaserver.requests) >= 2)  # it asked for routes again
+                broker.refuse_with = None
+                assert ns(await pull_all(puller, 5)) == list(range(5))
+
+    run(test())
+
+
+def test_messages_whose_ack_was_refused_come_again():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(5))
+            async with consumer_of(metaserver, consumer_id="c1").pull("a", group="g", start="earliest") as puller:
+                messages = await pull_all(puller, 5)
+                broker.ack_error = InvalidAck("not yours")
+                await puller.ack(messages[:2])
+                again = await pull_all(puller, 5)
+                assert ns(again) == list(range(5))
+                await puller.ack(messages)  # the old ones: nothing happens
+                await puller.ack(again)
+                await puller.flush()
+                assert not broker.subscribers["a", "g", "c1"].pulled
+
+    run(test())
+
+
+def test_a_second_consumer_with_the_same_id_ends_the_first_with_an_error():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            first, second = (consumer_of(metaserver, consumer_id="same", drain_s=0.2) for _ in range(2))
+            async with first.pull("a", group="g") as puller:
+                await until(lambda: broker.pulls)
+                async with second.pull("a", group="g"):
+                    with pytest.raises(SubscriptionReplaced):
+                        await puller.pull(1, timeout=10)
+
+    run(test())
+
+
+def test_a_handler_that_raises_gets_its_message_again_and_nothing_else_waits_for_it():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(20))
+            consumer, handled, failures = consumer_of(metaserver, consumer_id="c1"), [], []
+
+            @consumer.listen("a", group="g", start="earliest")
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                number = int(message["n"])
+                if number == 5 and message.attempts < 2:
+                    failures.append(message.attempts)
+                    raise ValueError("not now")
+                handled.append(number)
+
+            task = asyncio.create_task(consumer.run())
+            await until(lambda: len(handled) == 20)
+            progress = broker.subscribers["a", "g", "c1"]
+            await until(lambda: progress.acked_end and not progress.pulled)
+            assert failures == [0, 1]
+            assert handled == [*range(5), *range(6, 20), 5]
+            await cancelled(task)
+
+    run(test())
+
+
+def test_as_many_handlers_run_at_the_same_time_as_asked():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(30))
+            consumer, running, most, gate = consumer_of(metaserver), 0, 0, asyncio.Event()
+
+            @consumer.listen("a", group="g", start="earliest", concurrency=8)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                nonlocal running, most
+                running += 1
+                most = max(most, running)
+                if running == 8:
+                    gate.set()
+                await gate.wait()
+                running -= 1
+
+            task = asyncio.create_task(consumer.run())
+            await gate.wait()
+            await cancelled(task)
+            assert most == 8
+
+    run(test())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "SIGTERM"])
+def test_the_end_lets_handlers_finish_acks_them_and_gives_the_rest_back(how):
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(50))
+            consumer, started, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
+
+            @consumer.listen("a", group="g", start="earliest", concurrency=2)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                started.append(int(message["n"]))
+                await gate.wait()
+
+            task = asyncio.create_task(consumer.run())
+            await until(lambda: len(started) == 2)
+            if how == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                task.cancel()
+            await asyncio.sleep(0.01)
+            assert not task.done(), "handlers still run"
+            gate.set()
+            if how == "SIGTERM":
+                await task
+            else:
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert started == [0, 1]
+            assert sorted(broker.returned["a", "g"]) == list(range(2, 50)), "given back at once"
+            assert broker.acks[-1][0] == 0
+
+    run(test())
+
+
+def test_a_handler_that_never_ends_is_cancelled_and_its_message_given_back():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(1))
+            consumer, started = consumer_of(metaserver, drain_s=0.1), asyncio.Event()
+
+            @consumer.listen("a", group="g", start="earliest")
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                started.set()
+                await asyncio.Event().wait()
+
+            task = asyncio.create_task(consumer.run())
+            await started.wait()
+            await cancelled(task)
+            assert broker.returned["a", "g"] == [0]
+
+    run(test())
+
+
+def test_prefetch_bounds_what_is_on_its_way_and_unacked_max_what_is_held():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(1000))
+            consumer = consumer_of(metaserver, consumer_id="c1")
+            async with consumer.pull("a", group="g", start="earliest", prefetch_messages=40, unacked_max=100) as puller:
+                await until(lambda: broker.subscribers.get(("a", "g", "c1")) and len(broker.pulls) >= 4)
+                progress = broker.subscribers["a", "g", "c1"]
+                for _ in range(50):
+                    await asyncio.sleep(0.001)
+                assert len(progress.pulled) <= 40
+                assert {pull.messages_max for pull in broker.pulls} == {10}
+                messages = []
+                while more := await puller.pull(1000, timeout=0.1):
+                    messages += more
+                assert 100 <= len(messages) <= 140
+                await puller.ack(messages)
+                assert len(await puller.pull(10, timeout=10)) == 10, "acks make room"
+
+    run(test())
+
+
+def test_heartbeats_keep_the_lease():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.lease_ms = 60
+            async with consumer_of(metaserver).pull("a", group="g"):
+                await until(lambda: broker.heartbeats >= 5)
+
+    run(test())
+
+
+def test_wrong_arguments_are_told_before_anything_begins():
+    consumer = qmq.Consumer(metaserver="http://127.0.0.1:1", app="test", token=TOKEN)
+    with pytest.raises(qmq.InvalidName):
+        consumer.pull("a/b", group="g")
+    with pytest.raises(qmq.InvalidRequest, match="earliest"):
+        consumer.pull("a", group="g", start="yesterday")
+    with pytest.raises(qmq.InvalidRequest, match="async def"):
+        consumer.listen("a", group="g")(lambda message: None)  # type: ignore[type-var]
+    with pytest.raises(qmq.InvalidName):
+        qmq.Consumer(metaserver="http://127.0.0.1:1", app="test", token=TOKEN, consumer_id="a\nb")
+    with pytest.raises(qmq.InvalidRequest, match="listen"):
+        asyncio.run(consumer.run())
