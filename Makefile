@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test lint types format bench simulate proto lock clean
+.PHONY: help venv run stop demo test lint types format bench simulate chaos proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -42,6 +42,9 @@ bench: $(STAMP) ## speed: a table and .run/bench.json; ONLY=produce_1k,… QUICK
 
 simulate: $(STAMP) ## crashes, partitions and disk faults for SEEDS seeds (default 2000)
 	@$(PY) -m tests.simulation --seeds "$(or $(SEEDS),2000)"
+
+chaos: $(STAMP) ## real processes killed, stopped and swapped for MINUTES minutes (default 10)
+	@$(PY) -m tests.chaos --minutes "$(or $(MINUTES),10)"
 
 proto: $(STAMP) ## regenerate qmq/proto from qmq.proto
 	@$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. qmq/proto/qmq.proto
