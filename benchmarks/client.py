@@ -108,7 +108,7 @@ class Client:
         return {"seconds": seconds, "messages": messages}
 
     async def drain(self, subject: str, group: str, messages: int) -> dict[str, Any]:
-        """Pull a backlog and ack it; the last ack is kept by the broker when this ends. Content is looked at."""
+        """Pull a backlog and ack it; the broker keeps the last ack when this ends. Messages are not decoded."""
         began, taken = time.perf_counter(), 0
         async with self._consumer().pull(subject, group=group, start="earliest") as puller:
             while taken < messages:

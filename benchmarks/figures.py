@@ -65,11 +65,19 @@ class Figure:
     def worst(self) -> float:
         return min(self.values) if self.more_is_better else max(self.values)
 
+    @property
+    def cpu_bound(self) -> float | None:
+        """Messages per second for each core that the processes together have, if nobody else takes any of it."""
+        total_us = sum(self.cpu_us.values())
+        return 1e6 / total_us if total_us else None
+
     def as_json(self) -> dict[str, Any]:
+        bound = self.cpu_bound
         return {
             "median": rounded(self.value), "best": rounded(self.best), "worst": rounded(self.worst),
             "repetitions": len(self.values), "elsewhere_cores": [round(cores, 2) for cores in self.elsewhere],
-            "cpu_us_per_message": {name: round(us, 3) for name, us in self.cpu_us.items()}, "note": self.note,
+            "cpu_us_per_message": {name: round(us, 3) for name, us in self.cpu_us.items()},
+            "cpu_bound_per_s_core": bound and rounded(bound), "note": self.note,
         }  # fmt: skip
 
 
@@ -98,6 +106,8 @@ def table(figures: Mapping[str, Figure]) -> str:
     for figure in figures.values():
         others = f"{max(figure.elsewhere):.1f}" if figure.elsewhere else ""
         cpu = "  ".join(f"{name} {us:.2f}" for name, us in figure.cpu_us.items())
+        if (bound := figure.cpu_bound) is not None:
+            cpu += f"  = {bound:,.0f}/s per core"
         lines.append(
             f"{figure.name:<28}{_number(figure.value):>11}{_number(figure.best):>11}{_number(figure.worst):>11}"
             f"{others:>8}  {_goal(figure):<18}{cpu}".rstrip()
