@@ -86,6 +86,7 @@ class Slave:
     def _cut_to(self, agreement: Agreement) -> None:
         offset = agreement.offset
         if offset > self._log.end or not self._log.chain_is(offset, agreement.chain):
+            self._check_readable(offset)
             raise Diverged(f"our chain at offset {offset} is not the master's {agreement.chain:016x}")
         self._keep_acknowledged(offset)
         if offset < self._log.end:
@@ -101,6 +102,13 @@ class Slave:
                 f"the master's log parts from ours at {offset}, below {self._log.state.high_watermark}, "
                 "up to where messages are acknowledged: its disk may have been replaced"
             )
+
+    def _check_readable(self, offset: int) -> None:
+        try:
+            self._log.check_readable(offset)
+        except CorruptFrame as problem:
+            self.found_damage(problem)
+            raise
 
     def _give(self, link: Link, agreement: Agreement) -> None:
         begin, chain = agreement.offset, agreement.chain

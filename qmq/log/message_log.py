@@ -332,11 +332,7 @@ class MessageLog:
         return ClosedIndex(data, base)
 
     def chain_is(self, offset: int, chain: int) -> bool:
-        """Return whether this log's chain right before `offset` is `chain`: the frame there was linked to it.
-
-        Raises:
-            CorruptFrame: the frame there cannot be read, so nobody knows.
-        """
+        """Return whether this log's chain right before `offset` is `chain`: the frame there was linked to it."""
         if offset == self.state.end:
             return chain == self.state.chain
         if offset == self.start == 0:
@@ -347,12 +343,21 @@ class MessageLog:
         else:
             base = segment_at(self._bases, offset)
             data = self._disk.read(log_name(base), offset - base, 4096)
-        decode_header(data, 0, offset, None)
         try:
             decode_header(data, 0, offset, chain)
         except CorruptFrame:
             return False
         return True
+
+    def check_readable(self, offset: int) -> None:
+        """Read the segment up to and with the frame at `offset`, before another copy is accused of being different.
+
+        Raises:
+            CorruptFrame: this copy is damaged there.
+        """
+        at = segment_at(self._bases, offset) if self._bases else offset
+        while at <= offset and at < self.flushed_end:
+            at = read_chunk(self._disk, self._bases, at, self.flushed_end).end
 
     # Cutting, seeding, repair, retention: rare, so they block.
 

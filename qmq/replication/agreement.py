@@ -102,12 +102,14 @@ def agree(hello: Hello, log: MessageLog, epoch: Epoch, *, in_office: bool) -> Ag
 
     Raises:
         Fenced: the slave knows a newer epoch. Nothing may be acknowledged in ours any more.
+        CorruptFrame: our own copy is damaged where it is to be compared.
         Diverged: equal epochs with different bytes. A human has to look; nothing was changed.
     """
     if hello.known > epoch:
         raise Fenced(f"the slave knows epoch {hello.known}, newer than our {epoch}")
     offset, chain, ours_known = _last_common(hello, log)
     if not ours_known and log.start <= offset and not log.chain_is(offset, chain):
+        log.check_readable(offset)
         raise Diverged(f"the slave's chain at offset {offset} is {chain:016x}; ours is another")
     if hello.end > offset and log.end == offset and not in_office:
         return Agreement(epoch, Action.GIVE, offset, chain, log.end)
