@@ -62,8 +62,10 @@ def droppable(log: MessageLog, *, oldest_ms: int, now_ms: int, pinned: int, need
         needed: `Consumed.needed_from(log)`. Age respects it up to `unconsumed_age_ms`; size does not: see `unconsumed`.
     """
     # Above the high watermark the other copy may have another history, or nothing: both need what is here to tell.
-    if len(log.bases) < 2 or log.bases[1] > min(pinned, log.flushed_end, log.state.high_watermark):
+    if len(log.bases) < 2 or log.bases[1] > min(pinned, log.state.high_watermark):
         return False
+    if log.bases[1] >= log.flushed_end:
+        return False  # the next segment may not be on disk yet: its files are made by the commit that begins it
     if log.end - log.bases[0] > limits.bytes:
         return True
     age_ms = now_ms - oldest_ms
