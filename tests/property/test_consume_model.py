@@ -66,7 +66,8 @@ def step(copy: Copy, plain: Plain, rng: Random) -> None:
         case "pull" if plain.new or plain.returned:
             entries, pull = [], state.next_pull(group, name)
             pool = sorted(plain.returned) if plain.returned and rng.random() < 0.7 else sorted(plain.new)
-            wanted = pool[: rng.randint(1, 5)] if pool and pool[0] not in plain.returned else pool[rng.randrange(2) :][:3]
+            skipped = rng.randrange(2) if pool and pool[0] in plain.returned else 0  # new ones come in their order
+            wanted = pool[skipped:][: rng.randint(1, 5)]
             ranges = [[entry[0], entry[0] + entry[1]] for entry in group.returned] + [[group.position, plain.stored]]
             for begin, end in ranges:
                 run = [s for s in wanted if begin <= s < end]

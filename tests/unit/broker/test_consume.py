@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from broker import consume
 from qmq.errors import ErrorCode
+from qmq.log.frame import FrameKind, decode_frames
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from tests.unit.broker.world import Client, Group
@@ -65,3 +69,253 @@ def test_pull_that_waits_learns_that_another_connection_took_its_consumer_id():
     Client(group.a, "another").subscribe()
     later = client.pull()
     assert client.code(waiting) == client.code(later) == ErrorCode.SUBSCRIPTION_REPLACED
+
+
+def pulled_by(group: Group, client: Client, subscription: int = 0, **pull) -> list[str]:
+    opaque = client.pull(subscription, **pull)
+    group.settle()
+    return ids(client, opaque) if client.link.answers[opaque][0] == 0 else []
+
+
+def subscribed(group: Group, consumer: str, **subscribe) -> Client:
+    """Return a connection that consumes as `consumer`."""
+    client = Client(group.a, consumer)
+    opaque = client.subscribe(consumer, **subscribe)
+    group.settle()
+    assert client.subscription(opaque)
+    return client
+
+
+def test_nothing_above_the_high_watermark_is_handed_out():
+    """I6: not while the slave lacks it, nor the pull frame that says who has it."""
+    group, client = a_group()
+    client.subscribe()
+    group.settle()
+    client.produce("m")
+    pull = client.pull(timeout_ms=5_000)
+    group.a.host.settle()
+    assert not client.answered(pull)
+    while group.to_slave():
+        pass
+    assert not client.answered(pull)
+    group.b.host.settle()
+    assert not client.answered(pull)
+    group.settle()
+    assert ids(client, pull) == ["m"]
+    assert group.a.master.gate.high_watermark == group.a.log.end
+
+
+def test_pull_that_waits_wakes_in_the_turn_of_the_message_and_one_commit_covers_both():
+    group, client = a_group()
+    client.subscribe()
+    group.settle()
+    pull = client.pull(timeout_ms=60_000)
+    group.settle()
+    assert not client.answered(pull)
+    before = group.a.host.performed, group.b.host.performed
+    stored = client.produce("m")
+    group.a.host.turn()
+    frames = group.a.log.tail_frames(group.a.host.commits[0].steps[0].offset, 1 << 20)
+    kinds = [frame.kind for frame, _ in decode_frames(b"".join(frames[0]), frames[1] - len(b"".join(frames[0])), None)]
+    assert kinds == [FrameKind.MESSAGES, FrameKind.PULL]
+    group.settle()
+    assert ids(client, pull) == ["m"] and client.answered(stored)
+    assert (group.a.host.performed, group.b.host.performed) == (before[0] + 1, before[1] + 1)
+
+
+def test_pull_that_finds_nothing_is_answered_at_its_deadline():
+    group, client = a_group()
+    client.subscribe()
+    group.settle()
+    now, later = client.pull(timeout_ms=0), client.pull(timeout_ms=300)
+    assert client.code(now) == ErrorCode.NO_MESSAGE and not client.answered(later)
+    group.a.wait(299)
+    assert not client.answered(later)
+    group.a.wait(1)
+    assert client.code(later) == ErrorCode.NO_MESSAGE
+
+
+def test_one_pull_that_waits_blocks_no_other():
+    group, client = a_group()
+    client.subscribe(subject="quiet")
+    client.subscribe(subject="s", group="slow")
+    client.subscribe(subject="s", group="other")
+    group.settle()
+    quiet, one = client.pull(1, timeout_ms=60_000), client.pull(2, timeout_ms=60_000)
+    client.produce("m")
+    group.settle()
+    assert ids(client, one) == ["m"] and not client.answered(quiet)
+    assert pulled_by(group, client, 3) == ["m"]
+
+
+def test_position_of_a_new_group_survives_a_restart_of_both():
+    """W8: messages between the subscription and the first pull are not lost, those before it do not come."""
+    group, client = a_group()
+    client.produce("before")
+    group.settle()
+    client.subscribe(start="latest")
+    group.settle()
+    group.cut()
+    group.a.crash()
+    group.b.crash()
+    group.start()
+    client = Client(group.a)
+    client.produce("between")
+    group.settle()
+    client.subscribe(start="latest")
+    group.settle()
+    assert pulled_by(group, client) == ["between"]
+
+
+def test_messages_of_a_consumer_that_went_away_reach_the_others():
+    """W1: by its lease, or at once when it unsubscribes; what it acked does not come again."""
+    for way in ("lease", "unsubscribe"):
+        group, producer = a_group(lease_ms=1_000)
+        producer.produce(*[f"m{i}" for i in range(6)])
+        gone, stays = subscribed(group, "gone"), subscribed(group, "stays")
+        assert pulled_by(group, gone, most=4) == ["m0", "m1", "m2", "m3"]
+        first = gone.pulled(gone.opaque)[0][0]
+        gone.ack(first, first + 1)
+        group.settle()
+        if way == "lease":
+            gone.lost()
+            group.a.host.clock_ms += 900
+            waiting = stays.pull(most=2, timeout_ms=60_000)
+            group.settle()
+            assert ids(stays, waiting) == ["m4", "m5"]
+            waiting = stays.pull(timeout_ms=60_000)
+            group.a.wait(101)
+        else:
+            waiting = stays.pull(most=2, timeout_ms=60_000)
+            group.settle()
+            waiting = stays.pull(timeout_ms=60_000)
+            gone.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=gone.last_subscription))
+        group.settle()
+        assert ids(stays, waiting) == ["m1", "m2", "m3"]
+
+
+def test_consumer_that_shows_itself_keeps_its_messages():
+    group, producer = a_group(lease_ms=1_000)
+    producer.produce("m")
+    busy = subscribed(group, "busy")
+    pulled_by(group, busy)
+    for _ in range(10):
+        group.a.wait(900)
+        busy.send(Command.HEARTBEAT, b"")
+        group.settle()
+    held = group.a.log.state.groups["s", "g"].consumers["busy"]
+    assert held.unacked_messages == 1
+
+
+@pytest.mark.parametrize("change", ["departure", "swap", "restart"])
+def test_late_ack_never_hits_other_messages(change):
+    """W2, W13: an ack sent in another life names pull sequences that nothing has now."""
+    group, producer = a_group(lease_ms=1_000)
+    producer.produce("m0", "m1")
+    client = subscribed(group, "c")
+    assert pulled_by(group, client, most=1) == ["m0"]
+    old = client.pulled(client.opaque)[0][0]
+    if change == "departure":
+        client.lost()
+        group.a.wait(1_001)
+    elif change == "swap":
+        group.swap(2)
+    else:
+        group.cut()
+        group.a.crash()
+        group.start()
+    group.settle()
+    client = subscribed(group, "c", held_end=0 if change == "departure" else old + 1)
+    assert pulled_by(group, client, most=1) == ["m0" if change == "departure" else "m1"]
+    new = client.pulled(client.opaque)[0][0]
+    assert new > old
+    late = client.ack(old, old + 1)
+    group.settle()
+    held = group.a.log.state.groups["s", "g"].consumers["c"].unacked
+    assert [entry[0] for entry in held] == [new], "the late ack took what it meant, or nothing"
+    assert client.link.answers[late][0] in (0, ErrorCode.INVALID_ACK)
+    for begin, end in ((new + 1, new + 2), (new, new), (new, new + 9)):
+        assert client.code(client.ack(begin, end)) == ErrorCode.INVALID_ACK
+    client.ack(new, new + 1)
+    group.settle()
+    assert not group.a.log.state.groups["s", "g"].consumers["c"].unacked
+
+
+def test_consumer_that_comes_back_gets_what_it_holds_not_again_and_what_it_lost_first():
+    group, producer = a_group()
+    producer.produce(*[f"m{i}" for i in range(6)])
+    client = subscribed(group, "c")
+    assert pulled_by(group, client, most=4) == ["m0", "m1", "m2", "m3"]
+    first = client.pulled(client.opaque)[0][0]
+    client.lost()
+    again = subscribed(group, "c", held_end=first + 2)
+    assert pulled_by(group, again, most=10) == ["m2", "m3"]
+    assert pulled_by(group, again, most=10) == ["m4", "m5"]
+    fresh = subscribed(group, "c", held_end=0)
+    assert pulled_by(group, fresh, most=10) == [f"m{i}" for i in range(6)]
+
+
+def test_alone_consumption_below_the_high_watermark_goes_on_and_says_so():
+    """P3: progress is on one disk, and each answer is marked; what only the master has is not handed out."""
+    group, client = a_group()
+    client.produce("safe 0", "safe 1")
+    client.subscribe()
+    group.settle()
+    client.produce("on one disk")
+    group.a.host.settle()
+    group.cut()
+    first = client.pull(most=1)
+    group.a.host.settle()
+    assert ids(client, first) == ["safe 0"] and client.flags(first) == {1}
+    begin = client.pulled(first)[0][0]
+    acked = client.ack(begin, begin + 1)
+    group.a.host.settle()
+    assert client.link.answers[acked][0] == 0
+    rest, nothing = client.pull(), client.pull()
+    group.a.host.settle()
+    assert ids(client, rest) == ["safe 1"] and client.code(nothing) == ErrorCode.NO_MESSAGE
+    waiting = client.pull(timeout_ms=60_000)
+    group.connect()
+    group.settle()
+    assert ids(client, waiting) == ["on one disk"] and client.flags(waiting) == {0}
+
+
+def test_pulls_of_one_subscription_are_bounded():
+    group, client = a_group()
+    client.subscribe()
+    group.settle()
+    pulls = [client.pull(timeout_ms=60_000) for _ in range(66)]
+    refused = [pull for pull in pulls if client.answered(pull)]
+    assert refused == pulls[64:] and {client.code(pull) for pull in refused} == {ErrorCode.OVERLOADED}
+
+
+def test_consumer_at_its_limit_of_unacked_messages_goes_on_when_it_acks(monkeypatch):
+    monkeypatch.setattr(consume, "UNACKED_MESSAGES_MAX", 2)
+    group, client = a_group()
+    client.produce("m0", "m1", "m2")
+    client.subscribe()
+    group.settle()
+    assert pulled_by(group, client, most=2) == ["m0", "m1"]
+    first = client.pulled(client.opaque)[0][0]
+    waiting = client.pull(timeout_ms=60_000)
+    group.settle()
+    assert not client.answered(waiting)
+    client.ack(first, first + 1)
+    group.settle()
+    assert ids(client, waiting) == ["m2"]
+
+
+def test_who_waits_longest_on_a_subject_is_served_first():
+    group, producer = a_group()
+    first, second = subscribed(group, "first"), subscribed(group, "second")
+    turns = []
+    pulls = [(name, client, client.pull(most=1, timeout_ms=60_000)) for name, client in (("1", first), ("2", second))]
+    for i in range(4):
+        producer.produce(f"m{i}")
+        group.settle()
+        for name, client, pull in list(pulls):
+            if client.answered(pull):
+                turns.append(name)
+                pulls.remove((name, client, pull))
+                pulls.append((name, client, client.pull(most=1, timeout_ms=60_000)))
+    assert turns == ["1", "2", "1", "2"]

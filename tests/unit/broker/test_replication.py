@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from qmq.errors import ErrorCode
-from qmq.types import Role
-from tests.unit.broker.world import Broker, Client, Group
+import json
+
+import pytest
+
+from qmq.errors import ErrorCode, OperatorError
+from qmq.remoting import commands
+from qmq.remoting.commands import Command, Confirmation
+from qmq.remoting.packet import Packet
+from qmq.replication.agreement import Hello
+from qmq.types import Epoch, Role
+from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
 
 
 def a_group(**settings) -> tuple[Group, Client]:
@@ -157,3 +165,251 @@ def test_slave_that_says_hello_again_counts_for_nothing_before_it_matched():
     assert group.a.master.gate.alone and not client.answered(stored)
     group.settle()
     assert client.receipt(stored).stored == 1 and equal(group)
+
+
+@pytest.mark.parametrize("size", [0, 10])
+def test_equal_epochs_with_other_bytes_are_reported_as_divergence_and_nothing_is_cut(size):
+    """W3: found at the handshake, wherever the other copy's frames end."""
+    group, other = Group.made(tail_bytes=0).start(), Group.made().start()
+    for one, count, bytes_each in ((group, 10, 200), (other, 2, size)):
+        for i in range(count):
+            Client(one.a).produce(f"m{i}", size=bytes_each)
+            one.settle()
+    group.cut()
+    group.b, end, theirs = other.b, group.a.log.end, other.b.log.end
+    group.connect()
+    group.settle()
+    assert "diverged" in group.a.node.readonly_reasons and "corrupt" not in group.a.node.readonly_reasons
+    assert (group.a.log.end, group.b.log.end, group.a.log.damage) == (end, theirs, None)
+    assert not group.a.node.writable
+
+
+def test_confirmation_of_an_older_epoch_or_another_link_proves_nothing():
+    """W3, W15"""
+    for epoch, through in ((Epoch(1, 0), "slave"), (Epoch(0, 9), "slave"), (Epoch(1, 1), "anybody")):
+        group, client = a_group()
+        stored = client.produce("m")
+        group.a.host.settle()
+        confirmation = commands.encode_confirmation(Confirmation(epoch, group.a.log.end, group.a.log.chain))
+        link = group.at_master if through == "slave" else FakeLink("anybody")
+        group.a.node.packet_received(link, Packet(Command.CONFIRM, 0, 2, Command.CONFIRM, memoryview(confirmation)))
+        assert not client.answered(stored) and not link.is_open
+        assert group.a.master.gate.high_watermark < group.a.log.end
+
+
+def test_confirmation_with_another_chain_makes_the_group_readonly():
+    group, client = a_group()
+    stored = client.produce("m")
+    group.a.host.settle()
+    wrong = commands.encode_confirmation(Confirmation(Epoch(1, 1), group.a.log.end, group.a.log.chain ^ 1))
+    group.a.node.packet_received(group.at_master, Packet(Command.CONFIRM, 0, 2, Command.CONFIRM, memoryview(wrong)))
+    assert not client.answered(stored) and not group.at_master.is_open
+    assert "diverged" in group.a.node.readonly_reasons
+
+
+def test_slave_that_catches_up_counts_for_nothing_before_it_has_what_is_acknowledged():
+    """W14: it restarts in the middle of its first copy, too, and counts for nothing then either."""
+    group = filled(tail_bytes=0)
+    replace_slave(group)
+    group.deliver_hello()
+    client = Client(group.a)
+    client.subscribe()
+    high = group.a.master.gate.high_watermark
+    for restarts in range(2):
+        for _ in range(200):
+            group.a.host.settle()
+            group.to_slave()
+            group.b.host.settle()
+            group.to_master()
+            if high // 4 < group.b.log.end < high // 2:
+                break
+            assert group.a.master.gate.alone or group.b.log.flushed_end >= high
+        assert group.a.master.gate.alone and not group.a.node.writable
+        assert client.code(client.produce("n")) == ErrorCode.READ_ONLY
+        if not restarts:
+            group.cut()
+            group.b.crash()
+            group.b.assign(Role.SLAVE, 1)
+            group.connect()
+            group.deliver_hello()
+            assert not group.b.node.identity.value.complete
+    settle_slowly(group)
+    assert group.a.node.writable and equal(group)
+
+
+def test_slave_never_cuts_below_what_it_knows_to_be_acknowledged():
+    """W3: the master's disk was replaced by an older one; a human has to look."""
+    group, client = a_group()
+    client.produce("first")
+    group.settle()
+    older = group.a.disk.copy()
+    for i in range(5):
+        client.produce(f"acknowledged {i}")
+        group.settle()
+    group.cut()
+    end = group.b.log.end
+    group.a.disk._files = older._files
+    group.a.start()
+    group.a.alone()
+    group.connect()
+    group.settle()
+    assert group.b.log.end == end and group.b.disk.names("quarantine") == []
+    assert "diverged" in group.b.node.readonly_reasons or "fenced" in group.a.node.readonly_reasons
+
+
+def test_unacknowledged_tail_of_an_old_master_is_cut_and_kept_aside():
+    group, client = a_group()
+    client.produce("kept")
+    group.settle()
+    client.produce("never acknowledged")
+    group.a.host.settle()
+    group.cut()
+    group.b.assign(Role.MASTER, 2)
+    group.b.wait(SETTINGS.slave_wait_ms)
+    group.b.host.settle()
+    group.a, group.b = group.b, group.a
+    group.b.assign(Role.SLAVE, 2)
+    group.connect()
+    group.settle()
+    assert equal(group) and group.a.node.writable
+    (_, report) = sorted(group.b.disk.names("quarantine"))
+    told = json.loads(group.b.disk.read(f"quarantine/{report}", 0, 1 << 20))
+    assert told["message_ids"] == ["never acknowledged"]
+
+
+def test_unacknowledged_tail_that_nothing_contradicts_is_taken_back_by_the_next_master():
+    group, client = a_group()
+    client.produce("never acknowledged", batch=3)
+    group.a.host.settle()
+    group.swap(2)
+    assert equal(group) and group.a.node.writable and group.a.log.state.next_sequence == {"s": 1}
+
+
+def test_restarted_master_takes_back_what_only_its_slave_has():
+    group, client = a_group()
+    lost = client.produce("m")
+    group.a.host.turn()
+    group.to_slave()
+    group.b.host.settle()
+    end = group.b.log.end
+    group.cut()
+    group.a.crash()
+    assert group.a.log.end < end and not client.answered(lost)
+    group.start()
+    assert group.a.node.writable and equal(group) and group.a.log.end > end
+    assert group.a.log.state.next_sequence == {"s": 1}
+
+
+def test_restarted_master_goes_on_without_its_slave_only_with_a_whole_log_and_after_a_while():
+    group, _ = a_group()
+    group.cut()
+    group.a.crash()
+    group.a.assign(Role.MASTER, 1)
+    group.a.wait(4_999)
+    assert not group.a.master.in_office
+    group.a.wait(1)
+    assert group.a.master.in_office and not group.a.node.writable
+    fresh = Broker("fresh")
+    fresh.assign(Role.MASTER, 1)
+    fresh.wait(1_000_000)
+    assert not fresh.master.in_office, "a copy that never was complete waits for ever (I16)"
+
+
+def test_newer_epoch_fences_the_master_at_once():
+    group, client = a_group()
+    client.subscribe()
+    client.produce("m")
+    group.settle()
+    hello = Hello("g1", "x", Epoch(2, 0), [], 0, 0, 0)
+    refused = client.send(Command.HELLO, hello.encode())
+    assert client.code(refused) == ErrorCode.FENCED and not group.a.node.writable
+    assert client.code(client.produce("n")) == ErrorCode.NOT_MASTER
+    assert client.code(client.pull()) == ErrorCode.NOT_MASTER
+    assert client.code(client.ack(0, 1)) == ErrorCode.NOT_MASTER
+
+
+def test_slave_follows_no_older_master_and_remembers_newer_epochs():
+    group, _ = a_group()
+    group.b.node.identity.learn(Epoch(3, 1))
+    group.cut()
+    group.connect()
+    end = group.b.log.end
+    group.settle()
+    assert group.b.log.end == end and not group.b.slave.is_following
+    assert "fenced" in group.a.node.readonly_reasons
+
+
+def test_slave_sends_everybody_else_to_the_master():
+    group, _ = a_group()
+    client = Client(group.b)
+    assert client.code(client.produce("m")) == ErrorCode.NOT_MASTER
+    assert client.code(client.subscribe()) == ErrorCode.NOT_MASTER
+
+
+def test_whoever_waits_when_the_roles_change_is_answered():
+    group, client = a_group()
+    client.subscribe()
+    group.settle()
+    idle = client.pull(timeout_ms=60_000)
+    group.cut()
+    stored = client.produce("m")
+    under_way = client.ack(0, 1)
+    group.b.assign(Role.MASTER, 2)
+    group.a.assign(Role.SLAVE, 2)
+    assert client.code(idle) == ErrorCode.NOT_MASTER
+    assert client.code(stored) in (ErrorCode.OUTCOME_UNKNOWN, ErrorCode.READ_ONLY)
+    assert client.answered(under_way)
+
+
+def test_older_row_changes_nothing_and_two_rows_of_one_term_are_refused():
+    group, _ = a_group()
+    role = group.a.node.role
+    group.a.assign(Role.SLAVE, 0)
+    assert group.a.node.role is role
+    with pytest.raises(OperatorError):
+        group.a.assign(Role.SLAVE, 1)
+    assert group.a.node.role is role and group.a.node.writable
+
+
+def test_draining_takes_nothing_new_until_both_copies_are_equal_and_ends_by_itself():
+    group, client = a_group()
+    client.subscribe()
+    group.settle()
+    stored = client.produce("under way")
+    group.a.node.prepare_swap(1, hold_ms=1_000)
+    assert not group.a.master.is_drained
+    assert client.code(client.produce("m")) == ErrorCode.READ_ONLY
+    assert client.code(client.pull()) == client.code(client.ack(0, 1)) == ErrorCode.NOT_SERVED
+    group.settle()
+    assert client.receipt(stored).stored == 1 and group.a.master.is_drained
+    assert (group.a.log.end, group.a.log.chain) == (group.b.log.end, group.b.log.chain)
+    group.a.wait(1_001)
+    assert group.a.node.writable
+    group.cut()
+    with pytest.raises(OperatorError):
+        group.a.node.prepare_swap(1, hold_ms=1_000)
+    with pytest.raises(OperatorError):
+        group.b.node.prepare_swap(1, hold_ms=1_000)
+
+
+def test_swap_answers_pulls_that_wait_and_serves_them_if_it_is_called_off():
+    group, client = a_group()
+    client.subscribe()
+    group.settle()
+    pull = client.pull(timeout_ms=60_000)
+    client.produce("m")
+    group.a.node.prepare_swap(1, hold_ms=1_000)
+    group.settle()
+    assert not client.answered(pull)
+    group.a.node.cancel_swap()
+    group.settle()
+    assert [id for _, _, id in client.pulled(pull)] == ["m"]
+
+
+def test_boot_is_above_every_boot_in_the_log_even_if_the_identity_was_lost():
+    group, _ = a_group()
+    group.cut()
+    group.a.disk.remove("broker.json")
+    group.a.start()
+    group.a.assign(Role.MASTER, 1)
+    assert group.a.master.epoch == Epoch(1, 2)

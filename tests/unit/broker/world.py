@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from zlib import crc32
 
@@ -31,6 +32,10 @@ SETTINGS = BrokerSettings(
     hostname="b", data=Path("unused"), token="secret", segment_bytes=4096, tail_bytes=1 << 20, lease_ms=30_000,
     slave_wait_ms=5_000, message_bytes_max=1024, packet_bytes_max=1 << 20, window_bytes=1 << 20,
 )  # fmt: skip
+
+
+_batches = count(1_000)
+"""Numbers of batches for which a test names none."""
 
 
 class FakeLink:
@@ -180,6 +185,7 @@ class Client:
 
     def __init__(self, broker: Broker, name: str = "client") -> None:
         self.broker, self.link, self.opaque = broker, FakeLink(name), 0
+        self.last_subscription = 1  # of a broker's first connection; those of others are read from the answer
 
     def send(self, command: Command, body: bytes) -> int:
         self.opaque += 1
@@ -217,7 +223,7 @@ class Client:
     ) -> int:
         body = join_batch(messages)
         head = commands.produce_header(
-            producer, batch or 1_000 + self.opaque, len(messages), crc32(body) if crc is None else crc, subject
+            producer, batch or next(_batches), len(messages), crc32(body) if crc is None else crc, subject
         )
         return self.send(Command.PRODUCE, head + body)
 
@@ -235,10 +241,12 @@ class Client:
         )
 
     def subscription(self, opaque: int) -> int:
-        return commands.decode_json(self.body(opaque))["subscription"]
+        self.last_subscription = commands.decode_json(self.body(opaque))["subscription"]
+        return self.last_subscription
 
-    def pull(self, subscription: int = 1, most: int = 100, bytes_max: int = 1 << 20, timeout_ms: int = 0) -> int:
-        return self.send(Command.PULL, commands.encode_pull(Pull(subscription, most, bytes_max, timeout_ms)))
+    def pull(self, subscription: int = 0, most: int = 100, bytes_max: int = 1 << 20, timeout_ms: int = 0) -> int:
+        pull = Pull(subscription or self.last_subscription, most, bytes_max, timeout_ms)
+        return self.send(Command.PULL, commands.encode_pull(pull))
 
     def pulled(self, opaque: int) -> list[tuple[int, int, str]]:
         """Return (pull sequence, sequence, message id) of what a pull brought."""
@@ -251,8 +259,8 @@ class Client:
     def flags(self, opaque: int) -> set[int]:
         return {piece.flags for piece in commands.decode_pulled(memoryview(self.body(opaque)))}
 
-    def ack(self, begin: int, end: int, subscription: int = 1) -> int:
-        return self.send(Command.ACK, commands.encode_ack(Ack(subscription, begin, end)))
+    def ack(self, begin: int, end: int, subscription: int = 0) -> int:
+        return self.send(Command.ACK, commands.encode_ack(Ack(subscription or self.last_subscription, begin, end)))
 
 
 def message(subject: str, id: str, size: int = 0) -> bytes:

@@ -51,3 +51,26 @@ def test_segment_that_lost_its_end_is_corrupt_not_endless():
     copy.disk.truncate(f"log/{base:020d}.log", 10)
     with pytest.raises(CorruptFrame):
         copy.log.read(base, copy.log.end, 1000)
+
+
+@pytest.mark.parametrize("tail_bytes", [0, 1 << 20])
+def test_offset_within_a_frame_is_no_border_and_no_damage(tail_bytes):
+    copy = Copy(tail_bytes=tail_bytes)
+    copy.office()
+    copy.fill(60)
+    copy.messages("not flushed")
+    for offset in range(8, copy.log.end, 8):
+        assert not copy.log.chain_is(offset, 1), offset
+    assert not copy.log.chain_is(copy.log.end + 8, 1)
+
+
+def test_damage_is_found_before_another_copy_is_accused_of_being_different():
+    copy = Copy(tail_bytes=0)
+    copy.office()
+    copy.fill(60)
+    ref = copy.log.frames("s1", 7, 1)[0]
+    base = max(base for base in copy.log.bases if base <= ref.offset)
+    copy.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + 50))
+    with pytest.raises(CorruptFrame) as found:
+        copy.log.check_readable(ref.offset)
+    assert found.value.offset == ref.offset

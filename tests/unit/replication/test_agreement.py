@@ -44,7 +44,7 @@ def test_hello_arrives_as_it_was_sent():
 
 
 def history(epochs: tuple[int, ...], *, size: int = 20, drop: int = 0) -> Copy:
-    """A log with one frame per entry, of that term; a frame's bytes follow from its term, its place and what is before."""
+    """A log with one frame per entry, of that term; its bytes follow from term, place and what is before."""
     copy = Copy(segment_bytes=200)
     for place, term in enumerate(epochs):
         copy.epoch = Epoch(term, 1)
@@ -55,9 +55,9 @@ def history(epochs: tuple[int, ...], *, size: int = 20, drop: int = 0) -> Copy:
     return copy
 
 
-def hello_of(copy: Copy, known: Epoch = Epoch(3, 1)) -> Hello:
+def hello_of(copy: Copy, known: Epoch | None = None) -> Hello:
     state = copy.log.state
-    return Hello("g1", "b", known, state.epochs, copy.log.start, state.end, state.chain)
+    return Hello("g1", "b", known or Epoch(3, 1), state.epochs, copy.log.start, state.end, state.chain)
 
 
 def common_prefix(ours: bytes, theirs: bytes) -> int:
