@@ -17,6 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -118,7 +119,8 @@ class Cluster:
         stop_all([service for name, service in self._services.items() if name == "metaserver"])
         if self._lock is not None:
             if self._written:
-                self._write()
+                with suppress(OSError):  # a full disk: the processes are gone all the same
+                    self._write()
             self._lock.close()
             self._lock = None
 
@@ -252,17 +254,25 @@ class Cluster:
             pass
 
     def _keep(self) -> None:
-        """The keeper's thread: start again what died, and keep `cluster.json` true."""
-        refresh_at = 0.0
+        """The keeper's thread: start again what died, and keep `cluster.json` true. A full disk must not end it."""
+        self._refresh_at, complaint = 0.0, ""
         while not self._stopping.wait(TICK_S):
-            now = time.monotonic()
-            for service in self._services.values():
-                if told := service.keep_alive(now, self._restart_s):
-                    self._say(told)
-            if now >= refresh_at:
-                self._refresh_roles()
-                refresh_at = now + REFRESH_S
-            self._write()
+            try:
+                self._keep_once(time.monotonic())
+                complaint = ""
+            except (OSError, QmqError) as error:
+                if str(error) != complaint:
+                    self._say(f"{error}; trying again")
+                complaint = str(error)
+
+    def _keep_once(self, now: float) -> None:
+        for service in self._services.values():
+            if told := service.keep_alive(now, self._restart_s):
+                self._say(told)
+        if now >= self._refresh_at:
+            self._refresh_roles()
+            self._refresh_at = now + REFRESH_S
+        self._write()
 
     def _write(self) -> None:
         text = json.dumps(self.describe(), indent=2) + "\n"

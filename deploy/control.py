@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -42,7 +43,7 @@ def manage(url: str, token: str, action: str, **parameters: object) -> Any:
             text = answer.read().decode()
     except urllib.error.HTTPError as error:
         raise OperatorError(f"{action}: {error.code} {error.read().decode('utf-8', 'replace')}") from None
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise NotServed(f"{action}: no answer from the metaserver at {url}: {error}") from None
     try:
         result = json.loads(text)

@@ -58,6 +58,13 @@ def test_a_cluster_comes_up_stays_up_and_goes_on_with_its_data(tmp_path):
         with pytest.raises(AlreadyRunning, match="make stop"):
             local(tmp_path).start()
 
+        # A file that cannot be written, as on a full disk, must not keep it from starting what dies.
+        (tmp_path / "cluster.json.new").mkdir()
+        starts = cluster.starts
+        cluster.kill("g2", "slave")
+        wait_for(lambda: cluster.starts > starts, "what died is not started again")
+        (tmp_path / "cluster.json.new").rmdir()
+
         killed = first["groups"]["g1"]["master"]["pid"]
         cluster.kill("g1", "master")
         wait_for(lambda: is_gone(killed), "the master lives on")
