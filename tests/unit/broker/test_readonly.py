@@ -1,0 +1,68 @@
+"""Core. Reasons for readonly: each checker has its own (I12)."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from broker.readonly import Readonly, Reason
+from qmq.errors import BrokerReadOnly
+from tests.unit.broker.world import Client, Group
+
+
+def test_checker_clears_only_its_own_reason():
+    for first, second in combinations(Reason, 2):
+        readonly = Readonly()
+        assert readonly.change(first, True) and not readonly.change(first, True)
+        assert not readonly.change(second, False) and readonly.reasons == [first]
+        readonly.change(second, True)
+        readonly.change(second, False)
+        assert readonly.reasons == [first] and not readonly.writable
+
+
+def test_refusal_names_every_reason_and_its_way_out():
+    readonly = Readonly()
+    for reason in Reason:
+        readonly.change(reason, True)
+    with pytest.raises(BrokerReadOnly) as refusal:
+        readonly.check("g1", "s")
+    assert all(str(reason) in str(refusal.value) for reason in Reason)
+    assert "UnMarkReadonly" in str(refusal.value)
+
+
+def test_unmarking_subjects_leaves_what_checkers_found():
+    readonly = Readonly()
+    readonly.change(Reason.DISK, True)
+    readonly.mark_subjects(frozenset({"*", "s"}))
+    readonly.mark_subjects(frozenset())
+    assert readonly.reasons == [Reason.DISK]
+
+
+def test_operators_mark_survives_a_slave_that_goes_and_comes_and_a_new_reign():
+    group = Group.made().start()
+    group.a.assign(group.a.node.assignment.role, 1, readonly_subjects=("*",))
+    group.cut()
+    group.connect()
+    group.settle()
+    assert group.a.node.readonly_reasons == [Reason.OPERATOR]
+    group.a.node.set_disk_full(True)
+    group.a.node.set_disk_full(False)
+    assert group.a.node.readonly_reasons == [Reason.OPERATOR]
+
+
+def test_slave_that_lags_in_bytes_or_time_makes_readonly_until_it_caught_up():
+    for settings in ({"slave_lag_bytes_max": 100}, {"slave_lag_ms_max": 50}):
+        group = Group.made(**settings).start()
+        client = Client(group.a)
+        client.produce("m")
+        group.a.host.settle()
+        group.a.wait(60)
+        group.a.wait(60)
+        assert Reason.SLAVE_LAG in group.a.node.readonly_reasons or not group.at_master.is_open
+        group.settle()
+        if group.at_master is None:
+            group.connect()
+        group.settle()
+        group.a.wait(1)
+        assert group.a.node.writable
