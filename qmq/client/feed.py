@@ -13,7 +13,7 @@ from typing import Protocol
 from qmq.client.holding import HeldPiece, Holding, ReceivedMessage
 from qmq.client.link import Link
 from qmq.codec import batch_ends
-from qmq.errors import AccessError, CallError, InvalidAck, InvalidRequest, QmqError, UnknownSubscription
+from qmq.errors import AccessError, CallError, InvalidAck, QmqError, UnknownSubscription
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Piece, Pull
 
@@ -129,24 +129,23 @@ class Feed:
     def _request(self, command: Command, body: bytes, then: Callable[[memoryview], None]) -> None:
         connection = self._link.connection
         assert connection is not None
-        connection.request(command, body).add_done_callback(partial(self._answered, self._turn, command, then))
+        connection.ask(partial(self._answered, self._turn, command, then), command, body)
 
     def _answered(
-        self, turn: int, command: Command, then: Callable[[memoryview], None], future: asyncio.Future[memoryview]
+        self, turn: int, command: Command, then: Callable[[memoryview], None], answer: memoryview | QmqError
     ) -> None:
-        error = future.exception()
         if turn != self._turn:
             return
         try:
-            if error is not None:
-                raise error
-            then(future.result())
+            if isinstance(answer, QmqError):
+                raise answer
+            then(answer)
         except UnknownSubscription:
             self._retry()
         except InvalidAck as refusal:
             self._reset(refusal)
         except (CallError, AccessError) as fatal:
-            if isinstance(fatal, InvalidRequest) and error is None:
+            if fatal is not answer:
                 self._link.drop(f"unreadable answer to {command.name}: {fatal}")
             else:
                 self._owner.failed(fatal)
@@ -196,7 +195,7 @@ class Feed:
         terms, feeds = self._owner.terms, self._owner.feeds_count
         messages = max(1, terms.prefetch_messages // (feeds * PULLS_IN_FLIGHT))
         size = max(1, terms.prefetch_bytes // (feeds * PULLS_IN_FLIGHT))
-        while self._pulls < PULLS_IN_FLIGHT:
+        while self._subscription is not None and self._pulls < PULLS_IN_FLIGHT:
             if self._pulls and (
                 self.buffered + (self._pulls + 1) * messages > PULLS_IN_FLIGHT * messages
                 or self.buffered_bytes + (self._pulls + 1) * size > PULLS_IN_FLIGHT * size
@@ -259,9 +258,7 @@ class Feed:
 
     def _send_acks(self) -> None:
         self._ack_scheduled = False
-        if self._subscription is None:
-            return
-        while self._acks < ACKS_IN_FLIGHT and (ack := self.holding.next_ack()):
+        while self._subscription is not None and self._acks < ACKS_IN_FLIGHT and (ack := self.holding.next_ack()):
             self._acks += 1
             self._request(Command.ACK, commands.encode_ack(Ack(self._subscription, *ack)), partial(self._acked, ack[1]))
         if self._is_full:

@@ -191,34 +191,28 @@ class Sender:
         if group.batches.load == 1:
             group.progress_at = self._loop.time()
         header = commands.produce_header(self._producer_id, batch.number, len(batch), batch.crc, batch.subject)
-        future = connection.request(Command.PRODUCE, header, *batch.blocks)
-        future.add_done_callback(partial(self._answered, group, connection, batch))
+        connection.ask(partial(self._answered, group, connection, batch), Command.PRODUCE, header, *batch.blocks)
 
     # Answers.
 
     def _answered(
-        self, group: _Group, connection: Connection, batch: Batch, future: asyncio.Future[memoryview]
+        self, group: _Group, connection: Connection, batch: Batch, answer: memoryview | QmqError
     ) -> None:
         if batch.result is not None:
             return  # its deadline passed before
         group.progress_at = self._loop.time()
-        error = future.exception()
-        try:
-            if error is None:
-                result = stored(group.link.broker_group, commands.decode_produced(future.result()))
-                group.batches.release(batch)
-                self._routing.worked(group.link.broker_group)
-                batch.resolve(result)
-                self._pump()
+        if isinstance(answer, QmqError):
+            self._failed(group, batch, answer)
+        else:
+            try:
+                result = stored(group.link.broker_group, commands.decode_produced(answer))
+            except (QmqError, ValueError) as unreadable:
+                connection.close(f"unreadable answer to a produce: {unreadable}")  # which puts the batch in doubt
                 return
-        except (QmqError, ValueError) as unreadable:
-            connection.close(f"unreadable answer to a produce: {unreadable}")
-            return
-        if connection is group.link.connection:  # otherwise `link_lost` has counted it as doubtful already
-            if not isinstance(error, QmqError):
-                raise error
-            self._failed(group, batch, error)
-            self._pump()
+            group.batches.release(batch)
+            self._routing.worked(group.link.broker_group)
+            batch.resolve(result)
+        self._pump()
 
     def _failed(self, group: _Group, batch: Batch, error: QmqError) -> None:
         name = group.link.broker_group
