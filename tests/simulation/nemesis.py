@@ -220,5 +220,6 @@ FAULTS: dict[str, Callable[[Nemesis], bool]] = {
     )
 }  # fmt: skip
 WEIGHTS = {
-    "power_everywhere": 0.5, "wipe": 0.3, "swap": 4.0, "replace": 1.5, "flip": 0.3, "flip_while_down": 0.3, "clock": 0.3,
+    "power_everywhere": 0.5, "wipe": 0.3, "swap": 4.0, "replace": 1.5, "flip": 0.3, "flip_while_down": 0.3,
+    "clock": 0.3,
 }  # fmt: skip

@@ -130,6 +130,8 @@ class Oracle:
         at = begin
         while at < end:
             data = log.frame_bytes.get(at)
+            if data is None and any(m.disk.is_flipped(bases, at, end) for m, bases, _, _ in images):
+                return
             if data is None:  # older than this process: both disks must at least agree
                 data = images[0][3][at - images[0][2] :] if images[0][2] <= at else None
             for machine, bases, first, image in images:

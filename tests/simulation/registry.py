@@ -27,6 +27,8 @@ class Metaserver:
         self._world, self._events = world, world.events
         self.is_up = True
         self.life = 0
+        self.master_is_refused = False
+        """Its disk was replaced just when it became the master: an operator has to give the part to the other."""
         self.marks: frozenset[str] = frozenset()
         self._masters: dict[int, str] = {1: master}
         self.group = Group(GROUP, 1, _broker(master, Role.MASTER), _broker(slave, Role.SLAVE), 0)
@@ -91,6 +93,7 @@ class Metaserver:
             roles.check_registration(known, incarnation)
         except OperatorError:
             self._events.count("registration refused")
+            self.master_is_refused = True
             return False
         if known.incarnation != incarnation:
             same = replace(known, incarnation=incarnation, complete=False)
@@ -127,6 +130,7 @@ class Metaserver:
         if not self.is_up or change.term != self.group.term:
             return False
         self._group_before = self.group
+        self.master_is_refused = False
         self.group = Group(GROUP, change.term + 1, change.master, change.slave, 0, change.half_swapped)
         master = change.master.hostname if change.master else ""
         if self._masters.setdefault(self.group.term, master) != master:
@@ -172,7 +176,7 @@ class Metaserver:
         group, life = self.group, self.life
         if not self.is_up or group.master is None or group.slave is None or group.half_swapped:
             return
-        events, hold_ms = self._events, events_hold(self._events)
+        events, hold_ms = self._events, self._events.rng.choice((50, 300, 2000))
         master, slave = group.master.hostname, group.slave.hostname
         deadline_ms = events.now_ms + 2 * hold_ms
         hold_ends_ms = events.now_ms + hold_ms
@@ -231,11 +235,6 @@ class Metaserver:
                 process.guarded(process.node.cancel_swap)
 
         events.between(0, 20, prepare)
-
-
-def events_hold(events: object) -> int:
-    rng = events.rng  # type: ignore[attr-defined]
-    return int(rng.choice((50, 300, 2000)))
 
 
 def _key(name: str) -> BrokerKey:

@@ -171,6 +171,8 @@ class World:
         """What operators and the nightly audit do: finish a half-done exchange of roles, read both logs through."""
         self.events.after(1000, self._look_after)
         self.network.heal_all()  # faults that were still under way
+        if self.metaserver.master_is_refused:
+            self.metaserver.replace(Role.MASTER)
         if self.metaserver.group.half_swapped:
             self.metaserver.replace(Role.SLAVE)
         for machine in self.machines:

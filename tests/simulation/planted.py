@@ -1,0 +1,286 @@
+"""Known bugs, each planted into the real code for a while. A simulator that does not find them proves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from broker.master import Master
+from broker.node import Node
+from broker.slave import Slave
+from qmq.codec import Buffer
+from qmq.errors import CorruptFrame
+from qmq.log import Commit, MessageLog, message_log, recovery, segments
+from qmq.log import frame as frames
+from qmq.log.frame import Frame
+from qmq.remoting import commands
+from qmq.remoting.commands import Command, Confirmation
+from qmq.replication import agreement
+from qmq.replication.ack_gate import AckGate
+from qmq.replication.agreement import Action, Agreement, Hello
+from qmq.replication.identity import IdentityFile
+from qmq.replication.shipper import Shipper
+from qmq.types import Epoch
+from tests.simulation.machine import Process
+from tests.simulation.world import Outcome, simulate
+
+Patch = contextlib.AbstractContextManager[Any]
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    patches: Callable[[], list[Patch]]
+
+
+@contextlib.contextmanager
+def planted(bug: Bug) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for patch in bug.patches():
+            stack.enter_context(patch)
+        yield
+
+
+def search(bug: Bug, seeds: range) -> Outcome | None:
+    """Return the first seed that shows the bug."""
+    with planted(bug):
+        for seed in seeds:
+            outcome = simulate(seed)
+            if outcome.failure:
+                return outcome
+    return None
+
+
+def _ack_before_fsync() -> list[Patch]:
+    """The master counts what it has handed to the disk as fsynced."""
+    real = Process.commit
+
+    def commit(self: Process, commit: Commit) -> None:
+        if self.node.master is not None:
+            self.node.master.gate.flushed(commit.end)
+        real(self, commit)
+
+    return [mock.patch.object(Process, "commit", commit)]
+
+
+def _confirm_before_fsync() -> list[Patch]:
+    """The slave confirms what it has received."""
+    real = Slave.packet_received
+
+    def packet_received(self: Slave, link: Any, packet: Any) -> None:
+        real(self, link, packet)
+        if packet.code == Command.FRAMES and link is self._link and self.is_following:
+            self._confirm(self._log.end, self._log.chain)
+
+    return [mock.patch.object(Slave, "packet_received", packet_received)]
+
+
+def _ack_by_slaves_length() -> list[Patch]:
+    """The end that the slave says in its hello counts as confirmed, whatever is in its log."""
+    real = Master._hello
+
+    def hello(self: Master, link: Any, packet: Any) -> None:
+        real(self, link, packet)
+        if self._slave is not None and self._slave.link is link and self.in_office:
+            self.gate.slave_matched(min(Hello.decode(packet.body).end, self._log.end))
+
+    return [mock.patch.object(Master, "_hello", hello)]
+
+
+def _no_fence() -> list[Patch]:
+    """Nobody refuses an older epoch."""
+    real_agree, real_learn = agreement.agree, IdentityFile.learn
+
+    def agree(hello: Hello, log: MessageLog, epoch: Epoch, *, in_office: bool) -> Agreement:
+        import dataclasses
+
+        return real_agree(dataclasses.replace(hello, known=min(hello.known, epoch)), log, epoch, in_office=in_office)
+
+    def agreed(self: Slave, link: Any, body: memoryview) -> None:
+        self._identity.value = _with_epoch(self._identity.value, Epoch(0, 0))
+        _AGREED(self, link, body)
+
+    def learn(self: IdentityFile, epoch: Epoch) -> None:
+        if epoch > self.value.epoch:
+            real_learn(self, epoch)
+
+    def assign(self: Node, assignment: Any) -> None:
+        _ASSIGN(self, assignment)
+
+    return [
+        mock.patch("broker.master.agree", agree),
+        mock.patch.object(Slave, "agreed", agreed),
+        mock.patch.object(IdentityFile, "learn", learn),
+        mock.patch.object(Node, "assign", assign),
+    ]
+
+
+_AGREED, _ASSIGN = Slave.agreed, Node.assign
+
+
+def _with_epoch(identity: Any, epoch: Epoch) -> Any:
+    from dataclasses import replace
+
+    return replace(identity, term=epoch.term, boot=epoch.boot)
+
+
+def _truncate_by_length() -> list[Patch]:
+    """The copies are taken to agree up to the shorter one's end."""
+
+    def agree(hello: Hello, log: MessageLog, epoch: Epoch, *, in_office: bool) -> Agreement:
+        end = min(hello.end, log.end)
+        return Agreement(epoch, Action.FOLLOW, end, 0, log.end)
+
+    def cut_to(self: Slave, agreed: Agreement) -> None:
+        if agreed.offset < self._log.end:
+            self._log.cut(agreed.offset, "longer than the master's")
+
+    def confirm(self: Shipper, end: int, chain: int) -> None:
+        self.confirmed_end = end
+
+    def append_frames(self: MessageLog, offset: int, data: memoryview) -> None:
+        at = 0
+        while at < len(data):
+            frame = frames.decode_header(data, at, offset + at, None)
+            end = frame.end - offset
+            body = data[at + frame.body_at : end]
+            self._take(frame, (data[at:end],), body)
+            at = end
+
+    return [
+        mock.patch("broker.master.agree", agree),
+        mock.patch.object(Slave, "_cut_to", cut_to),
+        mock.patch.object(Shipper, "confirm", confirm),
+        mock.patch.object(MessageLog, "append_frames", append_frames),
+    ]
+
+
+def _epoch_not_persisted() -> list[Patch]:
+    """A broker knows its epoch until it dies."""
+    real = IdentityFile._change
+
+    def change(self: IdentityFile, **fields: Any) -> None:
+        if "boot" in fields:
+            self.value = _with_epoch(self.value, Epoch(fields["term"], fields["boot"]))
+            return
+        known = self.value.epoch
+        self.value = _with_epoch(self.value, Epoch(self.value.term, 0))
+        real(self, **fields)
+        self.value = _with_epoch(self.value, known)
+
+    return [mock.patch.object(IdentityFile, "_change", change)]
+
+
+def _crc_over_body_only() -> list[Patch]:
+    """Nothing vouches for a header: a flipped bit in it is read as it is."""
+
+    def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None) -> Frame:
+        if len(data) - at < frames.HEADER_BYTES:
+            raise CorruptFrame(offset, "the bytes end within a header")
+        (
+            magic, kind, flags, subject_bytes, count, body_bytes, term, boot, own_offset, high_watermark, timestamp_ms,
+            first_sequence, producer, batch, chain, body_crc, _,
+        ) = frames._HEADER.unpack_from(data, at)  # fmt: skip
+        body_at = frames.HEADER_BYTES + subject_bytes + (-subject_bytes % 8)
+        if magic != frames.MAGIC or body_bytes > frames.FRAME_BYTES_MAX or len(data) - at < body_at:
+            raise CorruptFrame(offset, "no magic number")
+        if own_offset != offset or not 1 <= kind <= 5 or body_bytes % 8:
+            raise CorruptFrame(offset, f"this frame belongs to offset {own_offset}")
+        subject = bytes(memoryview(data)[at + frames.HEADER_BYTES :][:subject_bytes]).decode("utf-8", "replace")
+        return Frame(
+            kind, flags, subject, count, body_bytes, Epoch(term, boot), own_offset, high_watermark, timestamp_ms,
+            first_sequence, producer, batch, chain, body_crc, body_at,
+        )  # fmt: skip
+
+    return [
+        mock.patch.object(module, "decode_header", decode_header)
+        for module in (frames, message_log, recovery, segments)
+    ]
+
+
+def _office_after_a_cut_tail() -> list[Patch]:
+    """A master whose tail was cut in recovery goes on without asking the slave for what it lost."""
+    return [mock.patch.object(MessageLog, "is_tail_cut", property(lambda self: False))]
+
+
+def _cut_tail_forgotten_by_a_restart() -> list[Patch]:
+    """The master waits for its slave after a cut tail, but a second restart knows nothing of it."""
+    return [mock.patch.object(MessageLog, "is_tail_cut", property(lambda self: self.torn_bytes > 0))]
+
+
+def _pulls_before_the_high_watermark() -> list[Patch]:
+    """Messages are handed out as soon as they are written."""
+
+    def progress(self: AckGate, end: int, data_end: int, answer: Any) -> None:
+        answer(None)
+
+    return [mock.patch.object(AckGate, "progress", progress)]
+
+
+def _no_boot() -> list[Patch]:
+    """A master that restarts in its term goes on in the same epoch."""
+
+    def next_boot(self: IdentityFile, term: int, *, above: int = 0) -> Epoch:
+        epoch = Epoch(term, max(1, above))
+        if epoch > self.value.epoch:
+            self.learn(epoch)
+        return epoch
+
+    return [mock.patch.object(IdentityFile, "next_boot", next_boot)]
+
+
+def _one_copy_acknowledges() -> list[Patch]:
+    """While the slave is missing, the master's own disk is enough."""
+    real = AckGate._release
+
+    def release(self: AckGate) -> None:
+        if self.alone:
+            self.matched_end = self.flushed_end
+        real(self)
+
+    return [mock.patch.object(AckGate, "_release", release), mock.patch("broker.readonly.Readonly.check", _no_check)]
+
+
+def _no_check(self: object, group: str, subject: str) -> None: ...
+
+
+def _repeated_batch_is_stored_again() -> list[Patch]:
+    """Nobody remembers batches."""
+    return [mock.patch("qmq.log.fold.State.repeated", lambda self, producer, batch: None)]
+
+
+def _acks_lost_with_a_departure() -> list[Patch]:
+    """What a consumer that left has not acked is given to nobody."""
+    from qmq.log import fold
+
+    real = fold._position
+
+    def position(state: Any, frame: Frame, body: Buffer) -> None:
+        real(state, frame, body)
+        for group in state.groups.values():
+            group.returned.clear()
+
+    return [mock.patch.dict(fold._KINDS, {frames.FrameKind.POSITION: position})]
+
+
+BUGS = [
+    Bug("ack before fsync", _ack_before_fsync),
+    Bug("confirm before fsync", _confirm_before_fsync),
+    Bug("ack by the slave's own length", _ack_by_slaves_length),
+    Bug("no fence", _no_fence),
+    Bug("truncate by length", _truncate_by_length),
+    Bug("epoch not persisted", _epoch_not_persisted),
+    Bug("CRC over the body only", _crc_over_body_only),
+    Bug("office after a cut tail", _office_after_a_cut_tail),
+    Bug("cut tail forgotten by a restart", _cut_tail_forgotten_by_a_restart),
+    Bug("pulls before the high watermark", _pulls_before_the_high_watermark),
+    Bug("no boot", _no_boot),
+    Bug("one copy acknowledges", _one_copy_acknowledges),
+    Bug("repeated batch is stored again", _repeated_batch_is_stored_again),
+    Bug("messages of a consumer that left are lost", _acks_lost_with_a_departure),
+]
+
+_ = commands, Confirmation  # names that patched code uses
