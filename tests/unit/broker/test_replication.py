@@ -10,7 +10,7 @@ from qmq.errors import ErrorCode, OperatorError
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
-from qmq.replication.agreement import Hello
+from qmq.replication.agreement import Action, Agreement, Hello
 from qmq.types import Epoch, Role
 from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
 
@@ -413,3 +413,15 @@ def test_boot_is_above_every_boot_in_the_log_even_if_the_identity_was_lost():
     group.a.start()
     group.a.assign(Role.MASTER, 1)
     assert group.a.master.epoch == Epoch(1, 2)
+
+
+def test_slave_takes_no_answer_of_an_older_master():
+    """W16: a late answer of a reign that is over; nothing is cut, nothing confirmed."""
+    group = filled()
+    group.b.node.identity.learn(Epoch(2, 1))
+    group.connect()
+    end = group.b.log.end
+    late = Agreement(Epoch(1, 1), Action.FOLLOW, 0, 0, 0)
+    group.b.node.agreed(group.at_slave, memoryview(late.encode()))
+    assert not group.at_slave.is_open and not group.at_slave.told
+    assert group.b.log.end == end and group.b.node.identity.value.epoch == Epoch(2, 1)
