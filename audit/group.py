@@ -27,6 +27,7 @@ FINDINGS_MAX = 1000
 BYTES_NAMED_MAX = 100
 """Findings for which both copies are read again to name the first byte that differs."""
 
+_NO_RANGE = "SELECT '' AS d_copy, 0L AS d_offset, 0L AS d_end WHERE false"
 READ = ("records", "messages", "bytes", "frames")
 
 Row = dict[str, Any]
@@ -190,7 +191,8 @@ def _damaged(spark: SparkSession, broken: DataFrame, result: Result) -> DataFram
     It is made on the driver: without damage, which is every night but one, Spark then drops those joins.
     """
     ranges = [(row["copy"], row["offset"], row["end"]) for row in _take(broken, result) if row["what"] == "damaged"]
-    return spark.createDataFrame(ranges, "d_copy string, d_offset long, d_end long")
+    schema = "d_copy string, d_offset long, d_end long"
+    return spark.createDataFrame(ranges, schema) if ranges else spark.sql(_NO_RANGE)
 
 
 def _explain(pieces: list[tuple[int, int]], result: Result) -> None:

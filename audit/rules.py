@@ -219,12 +219,10 @@ def unequal(facts: DataFrame) -> DataFrame:
 
     in: facts; out: piece long.
     """
-    hashed = facts.where("kind is null and records > 0")
-    hashed = hashed.select("copy", "piece", "records", "messages", "bytes", "digest")
-    master, slave = (hashed.where(F.col("copy") == copy).drop("copy") for copy in ("master", "slave"))
-    either = master.select("piece").union(slave.select("piece")).distinct()
-    equal = master.join(slave, ["piece", "records", "messages", "bytes", "digest"]).select("piece")
-    return either.join(equal, "piece", "left_anti")
+    said = F.struct("records", "messages", "bytes", "digest")
+    pieces = facts.where("kind is null and records > 0").groupBy("piece")
+    both = pieces.agg(F.count("*").alias("copies"), F.min(said).alias("one"), F.max(said).alias("other"))
+    return both.where("copies != 2 or one != other").select("piece")
 
 
 def compare(master: DataFrame, slave: DataFrame, damaged: DataFrame) -> DataFrame:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
 import tempfile
 import zipfile
@@ -53,6 +55,8 @@ def start_spark(master: str, name: str, **config: str) -> SparkSession:
 def _ship(spark: SparkSession) -> None:
     """Send our packages to every executor, as one archive that Python imports from."""
     folder = Path(tempfile.mkdtemp(prefix="qmq-audit-"))
+    # The executors fetch it from there as they start, so it stays until this process ends.
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     archive = folder / "qmq-audit.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         for package in PACKAGES:

@@ -9,6 +9,8 @@ code as the nightly job. A core is a core of this machine: the rate is bytes / s
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import shutil
 import sys
@@ -43,6 +45,8 @@ class Figures(NamedTuple):
     messages: int
     worker_peak_rss_mb: float
     """Most memory that one Python worker had."""
+    mb_per_cpu_s: float
+    """MB of log per second of CPU time of driver, JVM and workers together: what a busy machine does not change."""
 
 
 def write_log(data: Path, size: int) -> None:
@@ -81,6 +85,18 @@ def _children(of: int) -> set[int]:
     return found - {of}
 
 
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process, the JVM and the workers, ended ones included."""
+    ticks = 0
+    for pid in _children(os.getpid()) | {os.getpid()}:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        ticks += sum(int(field) for field in fields[11:15])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 class _WorkerMemory(threading.Thread):
     """Watches the resident memory of the Python workers, until it is stopped."""
 
@@ -115,15 +131,15 @@ def measure(folder: Path, *, copy_bytes: int = COPY_BYTES) -> Figures:
         _audit(spark, folder / "warm")
         memory = _WorkerMemory()
         memory.start()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), _cpu_seconds()
         result = _audit(spark, folder / "large")
-        seconds = time.perf_counter() - began
+        seconds, cpu = time.perf_counter() - began, _cpu_seconds() - cpu
         memory.stop()
     finally:
         spark.stop()
     megabytes = sum(read["bytes"] for read in result.read.values()) / 1e6
     messages = sum(read["messages"] for read in result.read.values())
-    return Figures(megabytes / seconds / cores, seconds, megabytes, messages, memory.peak / 1e6)
+    return Figures(megabytes / seconds / cores, seconds, megabytes, messages, memory.peak / 1e6, megabytes / cpu)
 
 
 def _audit(spark: SparkSession, folder: Path) -> Result:
@@ -135,10 +151,18 @@ def _audit(spark: SparkSession, folder: Path) -> Result:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.audit", description="Measure the audit.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    wants_json = parser.parse_args().json
     with tempfile.TemporaryDirectory(prefix="qmq-audit-") as folder:
         figures = measure(Path(folder))
+    if wants_json:
+        note = f"{figures.mb_per_cpu_s:.0f} MB per CPU second, worker peak {figures.worker_peak_rss_mb:.0f} MB"
+        print(json.dumps(figures._asdict() | {"note": note}))
+        return 0
     print(f"{figures.messages} messages, {figures.megabytes:.0f} MB of both copies in {figures.seconds:.2f} s")
     print(f"audit_mb_per_s_core {figures.audit_mb_per_s_core:.0f}")
+    print(f"MB per second of CPU time {figures.mb_per_cpu_s:.0f}")
     print(f"peak memory of a Python worker {figures.worker_peak_rss_mb:.0f} MB")
     return 0
 
