@@ -189,6 +189,21 @@ class Nemesis:
         self.victim.die("power, and its disk rots", power=True)
         return self.flip()
 
+    def rotten_tail(self) -> bool:
+        """The newest frames of one copy rot; then it restarts, and restarts again before it meets the other."""
+        process = self.victim.process
+        if process is None or not process.log.flushed_end:
+            return False
+        log = process.log
+        base = log.bases[-1]
+        size = log.flushed_end - base
+        self.victim.die("power, and the end of its log rots", power=True)
+        if size > 0:
+            self.victim.disk.flip(f"log/{base:020d}.log", 8 * self._rng.randrange(max(size - 300, 0), size))
+        self.cut()
+        self._events.between(50, 1500, lambda: self.victim.die("killed again"))
+        return True
+
     def wipe(self) -> bool:
         """The slave's disk is replaced by an empty one."""
         group = self._world.metaserver.group
@@ -197,7 +212,7 @@ class Nemesis:
             return False
         self.victim.die("its disk is replaced", power=True)
         self.victim.disk.wipe()
-        self._world.metaserver.forget_completeness()
+        self._world.metaserver.disk_replaced(name)
         return True
 
     def consumer_vanishes(self) -> bool:
@@ -216,10 +231,10 @@ FAULTS: dict[str, Callable[[Nemesis], bool]] = {
     for name in (
         "kill", "power", "power_everywhere", "refuse", "disk_full", "cut", "cut_one_way", "cut_metaserver",
         "cut_client", "slow_path", "reset", "half_open", "clock", "metaserver_down", "swap", "replace", "failover",
-        "mark", "flip", "flip_while_down", "wipe", "consumer_vanishes", "client_reconnects",
+        "mark", "flip", "flip_while_down", "rotten_tail", "wipe", "consumer_vanishes", "client_reconnects",
     )
 }  # fmt: skip
 WEIGHTS = {
     "power_everywhere": 0.5, "wipe": 0.3, "swap": 4.0, "replace": 1.5, "flip": 0.3, "flip_while_down": 0.3,
-    "clock": 0.3,
+    "clock": 0.3, "rotten_tail": 0.3,
 }  # fmt: skip

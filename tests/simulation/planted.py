@@ -108,6 +108,10 @@ def _no_fence() -> list[Patch]:
             real_learn(self, epoch)
 
     def assign(self: Node, assignment: Any) -> None:
+        known = self.identity.value
+        if assignment.term < known.term:
+            self.identity.value = _with_epoch(known, Epoch(assignment.term, known.boot + 10))
+            self.assignment = None
         _ASSIGN(self, assignment)
 
     return [

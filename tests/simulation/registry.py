@@ -27,6 +27,7 @@ class Metaserver:
         self._world, self._events = world, world.events
         self.is_up = True
         self.life = 0
+        self._unseen_disks: set[str] = set()
         self.master_is_refused = False
         """Its disk was replaced just when it became the master: an operator has to give the part to the other."""
         self.marks: frozenset[str] = frozenset()
@@ -95,6 +96,7 @@ class Metaserver:
             self._events.count("registration refused")
             self.master_is_refused = True
             return False
+        self._unseen_disks.discard(name)
         if known.incarnation != incarnation:
             same = replace(known, incarnation=incarnation, complete=False)
             self._put_member(same)
@@ -108,11 +110,14 @@ class Metaserver:
 
     def _note(self, state: ReplicaState) -> None:
         complete, slave = roles.slave_complete(self.group, state), self.group.slave
-        if complete is not None and slave is not None and slave.incarnation:
+        if slave is None or slave.hostname in self._unseen_disks:
+            return
+        if complete is not None and slave.incarnation:
             self._put_member(replace(slave, complete=complete))
 
-    def forget_completeness(self) -> None:
-        """An operator who replaces the slave's disk starts the broker before he changes roles."""
+    def disk_replaced(self, name: str) -> None:
+        """An operator who replaces a slave's disk starts the broker before he changes roles."""
+        self._unseen_disks.add(name)
         if self.group.slave is not None:
             self._put_member(replace(self.group.slave, complete=False))
 
