@@ -10,6 +10,7 @@ after a failed write or fsync nobody knows what the file holds (I15).
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,9 @@ class Disk(Protocol):
 
     def size(self, name: str) -> int:
         """Return the bytes of the file, 0 if there is none."""
+
+    def used(self, name: str) -> int:
+        """Return the size without what was only reserved at the end; all zeros behind it, maybe some before it."""
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return up to `size` bytes from `offset`; fewer only at the end of the file."""
@@ -85,6 +89,21 @@ class RealDisk:
             return (self._root / name).stat().st_size
         except FileNotFoundError:
             return 0
+
+    def used(self, name: str) -> int:
+        # A restart read 1 GiB of zeros behind 28 MB of log: 3.0 of its 3.1 s. The file system knows where data ends.
+        if not (size := self.size(name)):
+            return 0
+        with _failing(name):
+            descriptor, used = self._descriptor(name), 0
+            while used < size:
+                try:
+                    used = os.lseek(descriptor, os.lseek(descriptor, used, os.SEEK_DATA), os.SEEK_HOLE)
+                except OSError as error:
+                    if error.errno == errno.ENXIO:  # nothing but a hole up to the end
+                        return used
+                    raise
+        return used
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         if not self.size(name):

@@ -37,6 +37,9 @@ class MemoryDisk:
         file = self._files.get(name)
         return len(file.data) if file else 0
 
+    def used(self, name: str) -> int:
+        return self.size(name)
+
     def read(self, name: str, offset: int, size: int) -> bytes:
         file = self._files.get(name)
         return bytes(file.data[offset : offset + size]) if file else b""

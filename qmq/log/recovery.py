@@ -91,11 +91,11 @@ def _newest_snapshot(disk: Disk, bases: list[int]) -> tuple[State | None, int]:
 
 def _replay(disk: Disk, base: int, state: State, index: SegmentIndex) -> CorruptFrame | None:
     """Fold the segment's frames into `state`; return what stopped it before the file's end, if anything did."""
-    size = disk.size(log_name(base))
+    size = disk.used(log_name(base))
     want = CHUNK_BYTES
     while state.end - base < size:
         begin = state.end
-        data = disk.read(log_name(base), begin - base, want)
+        data = disk.read(log_name(base), begin - base, min(want, size - (begin - base)))
         want = CHUNK_BYTES
         try:
             for frame, body in decode_frames(data, begin, state.chain):

@@ -92,7 +92,7 @@ def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: in
 def next_frame(disk: Disk, bases: list[int], begin: int) -> int | None:
     """Return the offset of the first valid header at or after `begin`, over all segments; None if nothing follows."""
     for base in [segment_at(bases, begin), *(base for base in bases if base > begin)]:
-        at, size = max(begin, base), disk.size(log_name(base))
+        at, size = max(begin, base), disk.used(log_name(base))
         while at < base + size:
             data = disk.read(log_name(base), at - base, CHUNK_BYTES + 65536)
             if (found := find_frame(data, at)) is not None:
@@ -104,10 +104,10 @@ def next_frame(disk: Disk, bases: list[int], begin: int) -> int | None:
 
 
 def read_raw(disk: Disk, bases: list[int], begin: int, end: int) -> bytes:
-    """Return the bytes `[begin, end)` as they are, whatever they are; shorter where files are."""
+    """Return the bytes `[begin, end)` as they are, whatever they are; shorter where the used part of a file is."""
     parts = []
     for base in bases:
-        size = disk.size(log_name(base))
+        size = disk.used(log_name(base))
         first, last = max(begin, base), min(end, base + size)
         if first < last:
             parts.append(disk.read(log_name(base), first - base, last - first))
