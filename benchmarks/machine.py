@@ -101,8 +101,9 @@ class FullMemory:
 
     def __enter__(self) -> FullMemory:
         block = os.urandom(64 * MIB)
+        most = min(self._disk_bytes_max, _free_memory_bytes())
         with self._path.open("wb", buffering=0) as file:
-            while _free_memory_bytes() > SPARE_BYTES and self.bytes + len(block) <= self._disk_bytes_max:
+            while _free_memory_bytes() > SPARE_BYTES and self.bytes + len(block) <= most:
                 file.write(block)
                 os.fdatasync(file.fileno())
                 self.bytes += len(block)
