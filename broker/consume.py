@@ -53,6 +53,11 @@ class Subscription:
     owed: deque[Callable[[], bool]] = field(default_factory=deque)
     """Answers under way, oldest first; each sends itself once it can, and says whether it did."""
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """(subject, consumer group, consumer)"""
+        return self.subject, self.group, self.consumer
+
     def answer_in_order(self) -> None:
         """Send what can be sent. A consumer takes a later pull sequence as the end of the earlier ones: an answer that
         overtook another, whose bytes are still being read, would make it drop those messages and ack them."""
@@ -123,7 +128,7 @@ class Consumption:
         subscription = self._by_link.get(link, {}).get(id)
         if subscription is None:
             raise UnknownSubscription(f"this connection has no subscription {id}; subscribe again")
-        key = (subscription.subject, subscription.group, subscription.consumer)
+        key = subscription.key
         if self._by_consumer.get(key) is not subscription:
             raise SubscriptionReplaced(f"another connection consumes {subscription.subject} as {subscription.consumer}")
         self._seen[key] = now_ms
@@ -131,14 +136,13 @@ class Consumption:
 
     def heartbeat(self, link: Link, now_ms: int) -> None:
         for subscription in self._by_link.get(link, {}).values():
-            self._seen[subscription.subject, subscription.group, subscription.consumer] = now_ms
+            self._seen[subscription.key] = now_ms
 
     def forget(self, subscription: Subscription) -> None:
         """Serve this subscription no more; its consumer's lease goes on."""
         self._by_link.get(subscription.link, {}).pop(subscription.id, None)
-        key = (subscription.subject, subscription.group, subscription.consumer)
-        if self._by_consumer.get(key) is subscription:
-            del self._by_consumer[key]
+        if self._by_consumer.get(subscription.key) is subscription:
+            del self._by_consumer[subscription.key]
         self._stop_waiting(subscription)
 
     def link_lost(self, link: Link) -> None:

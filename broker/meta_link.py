@@ -38,7 +38,7 @@ def state_message(service: Service, settings: BrokerSettings) -> pb.BrokerState:
         log_start=message_log.start,
         log_end=message_log.end,
         flushed_end=message_log.flushed_end,
-        matched_end=master.matched_end if master else 0,
+        matched_end=master.gate.matched_end if master else 0,
         high_watermark=master.gate.high_watermark if master else message_log.state.high_watermark,
         chain=message_log.chain,
         readonly_reasons=node.readonly_reasons,

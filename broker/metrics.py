@@ -14,8 +14,8 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from broker.master import PRODUCE_MS_BUCKETS
 from broker.readonly import Reason
+from broker.reign import PRODUCE_MS_BUCKETS
 from broker.service import Service
 from broker.settings import BrokerSettings
 from qmq.errors import NotServed
@@ -63,7 +63,7 @@ class BrokerCollector(Collector):
                 "qmq_broker_skipped_messages", "Messages that retention took before a consumer group had them",
                 labels=["broker_group", "subject", "consumer_group"],
             )  # fmt: skip
-            for (subject, consumer_group), messages in master.consumption.skipped.items():
+            for (subject, consumer_group), messages in master.skipped.items():
                 skipped.add_metric([group, subject, consumer_group], messages)
             yield skipped
 
@@ -80,12 +80,12 @@ class BrokerCollector(Collector):
         yield "connections", "Open connections of clients and slave", service.connections
         yield "sync_cost_seconds", "Recent mean time of a small fsync", service.sync_us / 1e6
         if master is not None:
-            lag = message_log.end - master.matched_end if not master.gate.alone else message_log.end
+            lag = message_log.end - master.gate.matched_end if not master.gate.alone else message_log.end
             yield "high_watermark_bytes", "Offset below which both disks have everything", master.gate.high_watermark
             yield "sync_lag_bytes", "Bytes that the slave has not confirmed; all of them while it is missing", lag
             yield "slave_connected", "1 while a slave follows and has matched", float(not master.gate.alone)
             yield "waiting_answers", "Answers that wait for both disks", master.gate.waiting
-            yield "subscriptions", "Consumers that are connected", master.consumption.subscriptions
+            yield "subscriptions", "Consumers that are connected", master.subscriptions
 
     def _counts(self) -> Iterator[tuple[str, str, float]]:
         counters, service = self._service.node.counters, self._service

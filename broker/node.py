@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 
 from broker.assignment import Assignment
-from broker.master import Counters, Master
+from broker.master import Master
 from broker.ports import Host, Link
 from broker.readonly import Reason
+from broker.reign import Counters
 from broker.settings import BrokerSettings
 from broker.slave import Slave
 from qmq.errors import (

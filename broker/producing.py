@@ -1,0 +1,114 @@
+"""Core. A master's part towards producers: check a batch, append it, acknowledge it when both disks have it.
+
+Work is per batch. The CRC of what a producer sent is checked before anything is stored (W4); what cannot be stored is
+refused on its own (W7, W22); a repeated batch is answered with the receipt of the first time (P2).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from zlib import crc32
+
+from broker.ports import Link
+from broker.reign import PRODUCE_MS_BUCKETS, Reign, answering
+from qmq.codec import Buffer, check_batch, join_batch, split_batch
+from qmq.errors import OutcomeUnknown, Overloaded, QmqError
+from qmq.log.fold import StoredBatch
+from qmq.log.frame import Frame, FrameKind
+from qmq.remoting import commands
+from qmq.remoting.commands import Produce, Produced
+from qmq.remoting.packet import Packet
+from qmq.subjects import check_name
+from qmq.types import Durability
+
+
+class Producing:
+    """Made by the master; ends with the reign. `wake(subject)` is called when a subject got messages."""
+
+    def __init__(self, reign: Reign, wake: Callable[[str], None]) -> None:
+        self._reign, self._wake = reign, wake
+        self._held_bytes: dict[Link, int] = {}
+
+    def produce(self, link: Link, packet: Packet) -> None:
+        reign = self._reign
+        reign.check_in_office()
+        produce = commands.decode_produce(packet.body)
+        state = reign.log.state
+        if (stored := state.repeated(produce.producer, produce.batch)) is not None:
+            self._answer_repeated(link, packet, produce, stored)
+            return
+        if produce.producer and state.is_forgotten(produce.producer, produce.batch):
+            raise OutcomeUnknown(f"batch {produce.batch} is too old to tell whether it was stored")
+        if produce.subject not in state.next_sequence:
+            check_name("subject", produce.subject)
+        reign.readonly.check(reign.group, produce.subject)
+        self._check_window(link, len(packet.body))
+        body, count, crc, refused = self._storable(produce)
+        if not count:
+            reign.counters.refused_messages += len(refused)
+            link.answer(packet, commands.encode_produced(Produced(0, 0, Durability.FSYNC, refused)))
+            return
+        frame = self._append(produce, body, count, crc)
+        produced = Produced(frame.first_sequence, count, Durability.FSYNC, refused)
+        self._hold(link, packet, frame.end, commands.encode_produced(produced))
+
+    def _storable(self, produce: Produce) -> tuple[Buffer, int, int, list[tuple[int, str]]]:
+        """Return (body, messages, CRC, refused): what is left when each message that cannot be stored is taken out."""
+        check = check_batch(produce.body, produce.count, self._reign.settings.message_bytes_max)
+        if not check.refused:
+            return produce.body, produce.count, produce.crc, []
+        bad = {position for position, _ in check.refused}
+        split = enumerate(split_batch(produce.body, produce.count))
+        messages = [bytes(message) for position, message in split if position not in bad]
+        body = join_batch(messages) if messages else b""
+        return body, len(messages), crc32(body), check.refused
+
+    def _append(self, produce: Produce, body: Buffer, count: int, crc: int) -> Frame:
+        reign, subject = self._reign, produce.subject
+        frame = reign.log.append(
+            FrameKind.MESSAGES, subject, body, body_crc=crc, epoch=reign.epoch, count=count,
+            high_watermark=reign.gate.high_watermark, timestamp_ms=reign.host.now_ms(),
+            first_sequence=reign.log.state.next_sequence.get(subject, 0), producer=produce.producer,
+            batch=produce.batch,
+        )  # fmt: skip
+        self._wake(subject)
+        reign.counters.produced_messages += count
+        reign.counters.produced_bytes += len(body)
+        reign.host.turn_soon()
+        return frame
+
+    def _answer_repeated(self, link: Link, packet: Packet, produce: Produce, stored: StoredBatch) -> None:
+        reign = self._reign
+        reign.counters.repeated_batches += 1
+        refused = check_batch(produce.body, produce.count, reign.settings.message_bytes_max).refused
+        produced = Produced(stored.first_sequence, stored.stored, Durability.FSYNC, refused)
+        reign.gate.stored(stored.end, answering(link, packet, commands.encode_produced(produced)))
+        reign.gate.release_now()
+
+    def _hold(self, link: Link, packet: Packet, end: int, body: bytes) -> None:
+        """Answer when both disks have everything before `end`."""
+        size, held, reign = len(packet.body), self._held_bytes, self._reign
+        held[link] = held.get(link, 0) + size
+        began_ms = reign.host.monotonic_ms()
+
+        def answer(error: QmqError | None) -> None:
+            if link in held:
+                held[link] -= size
+            if error is not None:
+                link.refuse(packet, error)
+                return
+            link.answer(packet, body)
+            took_ms = reign.host.monotonic_ms() - began_ms
+            reign.counters.produce_ms_counts[bisect_left(PRODUCE_MS_BUCKETS, took_ms)] += 1
+            reign.counters.produce_ms_sum += took_ms
+
+        reign.gate.stored(end, answer)
+
+    def _check_window(self, link: Link, size: int) -> None:
+        held = self._held_bytes.get(link, 0)
+        if held and held + size > self._reign.settings.window_bytes:
+            raise Overloaded(f"this connection has {held} un-acknowledged bytes; wait for answers")
+
+    def link_lost(self, link: Link) -> None:
+        self._held_bytes.pop(link, None)

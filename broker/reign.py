@@ -1,0 +1,107 @@
+"""Core. What all parts of a master share during one reign: the log, the epoch, who waits, and what forbids writing."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from broker.ports import Host, Link
+from broker.readonly import Readonly, Reason
+from broker.settings import BrokerSettings
+from qmq.errors import CorruptFrame, NotMaster, NotServed, QmqError
+from qmq.log import MessageLog
+from qmq.log.frame import FLAG_ALONE, Frame, FrameKind
+from qmq.log.progress import Entry, encode_progress
+from qmq.remoting.packet import Packet
+from qmq.replication.ack_gate import AckGate, Answer
+from qmq.types import Epoch
+
+log = logging.getLogger(__name__)
+
+PRODUCE_MS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a broker did as master, for metrics; goes on from one reign to the next."""
+
+    produce_ms_counts: list[int] = field(default_factory=lambda: [0] * (len(PRODUCE_MS_BUCKETS) + 1))
+    """Batches acknowledged, by time from arrival; the last place is for those slower than every bucket."""
+    produce_ms_sum: int = 0
+    produced_messages: int = 0
+    produced_bytes: int = 0
+    repeated_batches: int = 0
+    refused_messages: int = 0
+    pulled_messages: int = 0
+    acked_messages: int = 0
+    returned_consumers: int = 0
+
+
+@dataclass(slots=True)
+class Reign:
+    """Made by the master that it belongs to."""
+
+    group: str
+    epoch: Epoch
+    log: MessageLog
+    host: Host
+    settings: BrokerSettings
+    gate: AckGate
+    counters: Counters
+    readonly: Readonly = field(default_factory=Readonly)
+    in_office: bool = False
+    """Whether the epoch frame is written: before that, this master stores nothing."""
+
+    def check_in_office(self) -> None:
+        if Reason.FENCED in self.readonly:
+            raise NotMaster(f"{self.group} has a newer master: fetch the route again")
+        if not self.in_office:
+            raise NotServed(f"the master of {self.group} waits for its slave before it goes on")
+
+    def check_may_progress(self) -> None:
+        self.check_in_office()
+        if Reason.DRAINING in self.readonly:
+            raise NotServed(f"the roles of {self.group} are being swapped; ask again in a moment")
+
+    @property
+    def may_progress(self) -> bool:
+        return self.in_office and Reason.DRAINING not in self.readonly and Reason.FENCED not in self.readonly
+
+    def append(self, kind: FrameKind, subject: str, body: bytes) -> Frame:
+        """Write a frame that carries no messages."""
+        self.host.turn_soon()
+        return self.log.append(
+            kind, subject, body, body_crc=crc32(body), epoch=self.epoch, high_watermark=self.gate.high_watermark,
+            timestamp_ms=self.host.now_ms(), flags=FLAG_ALONE if self.gate.alone else 0,
+        )  # fmt: skip
+
+    def append_progress(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
+        """Write down progress of (subject, consumer group, consumer)."""
+        subject, group, consumer = key
+        self.append(kind, subject, encode_progress(group, consumer, entries))
+
+    def answer_when_safe(self, link: Link, packet: Packet, body: bytes) -> None:
+        """Answer a request about progress once everything written by now is safe."""
+        self.gate.progress(self.log.end, 0, answering(link, packet, body))
+        self.gate.release_now()
+
+    def found_damage(self, problem: CorruptFrame) -> None:
+        """A frame that was whole once cannot be read any more: readonly until it is repaired (P6)."""
+        if problem.offset < self.log.start:
+            return  # it was not damaged: retention took it while it was being read
+        self.readonly.change(Reason.CORRUPT, True)
+        self.log.damaged_at(problem.offset, problem.reason)
+        log.error("log damaged group=%s offset=%d reason=%s", self.group, problem.offset, problem.reason)
+
+
+def answering(link: Link, packet: Packet, body: bytes) -> Answer:
+    """Return what answers `packet` with `body`, or with the error that came instead."""
+
+    def answer(error: QmqError | None) -> None:
+        if error is None:
+            link.answer(packet, body)
+        else:
+            link.refuse(packet, error)
+
+    return answer
