@@ -1,0 +1,78 @@
+"""Two brokers, the metaserver's row and their clients, with everything going wrong that may, a thousand times over.
+
+`make simulate` runs more seeds and prints what they met.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.planted import BUGS, Bug, search
+from tests.simulation.run import MUST_OCCUR
+from tests.simulation.world import Outcome, simulate
+
+SEEDS = range(10_001, 10_161)
+FOUND_WITHIN = 500
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    logging.disable(logging.CRITICAL)
+    found = [simulate(seed) for seed in SEEDS]
+    logging.disable(logging.NOTSET)
+    return found
+
+
+def test_every_promise_is_kept_whatever_fails(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        events = "\n".join(outcome.recent)
+        assert not outcome.failure, f"{events}\nseed {outcome.seed}: {outcome.failure}"
+
+
+def test_every_kind_of_fault_occurs(outcomes: list[Outcome]) -> None:
+    counts: Counter[str] = sum((outcome.counts for outcome in outcomes), Counter())
+    assert [name for name in MUST_OCCUR if not counts[name]] == []
+
+
+def test_the_seeds_do_enough_work_to_mean_something(outcomes: list[Outcome]) -> None:
+    assert sum(outcome.acknowledged for outcome in outcomes) > 10_000
+    assert sum(outcome.delivered for outcome in outcomes) > 10_000
+    assert sum(outcome.counts["swapped"] + outcome.counts["role change"] for outcome in outcomes) > 50
+
+
+@pytest.mark.parametrize("seed", [3, 7, 11])
+def test_a_seed_gives_the_same_trace_twice(seed: int) -> None:
+    assert simulate(seed) == simulate(seed)
+
+
+def test_a_seed_gives_the_same_trace_in_another_process_with_other_hashes() -> None:
+    said = set()
+    for hash_seed in ("1", "2"):
+        run = subprocess.run(
+            [sys.executable, "-m", "tests.simulation", "--seed", "5"], cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        said.add(run.stdout)
+    assert len(said) == 1, said
+
+
+@pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in BUGS])
+def test_a_planted_bug_is_found(bug: Bug) -> None:
+    outcome = search(bug, range(bug.first, bug.first + FOUND_WITHIN))
+    assert outcome is not None, f"nobody notices: {bug.name}"
+    print(f"{bug.name}: seed {outcome.seed}: {outcome.failure.splitlines()[0]}")
