@@ -67,17 +67,30 @@ class Disk(Protocol):
         """Return how many bytes are still to be had."""
 
 
+class _Descriptor:
+    """An open file. It is closed when the last reader lets go of it, not while one still reads: its number would soon
+    stand for another file."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self.fd = -1
+        self.fd = os.open(path, flags | os.O_RDWR, 0o644)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
 class RealDisk:
     """Files below one directory. Reads and writes may run on different threads; one writer at a time per file."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._descriptors: dict[str, int] = {}
+        self._descriptors: dict[str, _Descriptor] = {}
         root.mkdir(parents=True, exist_ok=True)
 
     def close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
         self._descriptors.clear()
 
     def names(self, folder: str) -> list[str]:
@@ -95,10 +108,10 @@ class RealDisk:
         if not (size := self.size(name)):
             return 0
         with _failing(name):
-            descriptor, used = self._descriptor(name), 0
+            file, used = self._open(name), 0
             while used < size:
                 try:
-                    used = os.lseek(descriptor, os.lseek(descriptor, used, os.SEEK_DATA), os.SEEK_HOLE)
+                    used = os.lseek(file.fd, os.lseek(file.fd, used, os.SEEK_DATA), os.SEEK_HOLE)
                 except OSError as error:
                     if error.errno == errno.ENXIO:  # nothing but a hole up to the end
                         return used
@@ -106,11 +119,13 @@ class RealDisk:
         return used
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        if not self.size(name):
-            return b""
         with _failing(name):
-            data = os.pread(self._descriptor(name), size, offset)
-            while len(data) < size and (more := os.pread(self._descriptor(name), size - len(data), offset + len(data))):
+            try:
+                file = self._open(name)
+            except FileNotFoundError:
+                return b""
+            data = os.pread(file.fd, size, offset)
+            while len(data) < size and (more := os.pread(file.fd, size - len(data), offset + len(data))):
                 data += more
         return data
 
@@ -125,33 +140,32 @@ class RealDisk:
             self._forget(name)
             path = self._root / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-            self._descriptors[name] = descriptor
+            file = self._descriptors[name] = _Descriptor(path, os.O_CREAT | os.O_TRUNC)
             if size:
-                os.posix_fallocate(descriptor, 0, size)
-            os.fsync(descriptor)
+                os.posix_fallocate(file.fd, 0, size)
+            os.fsync(file.fd)
             self._sync_folders(path)
 
     def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
         with _failing(name):
-            descriptor = self._descriptor(name)
+            file = self._open(name)
             for begin in range(0, len(buffers), _IOV_MAX):
                 some = buffers[begin : begin + _IOV_MAX]
                 total = sum(map(len, some))
-                written = os.pwritev(descriptor, some, offset)
+                written = os.pwritev(file.fd, some, offset)
                 while written < total:  # a signal or a nearly full disk cut it short: the rest, or its error
-                    written += os.pwrite(descriptor, b"".join(some)[written:], offset + written)
+                    written += os.pwrite(file.fd, b"".join(some)[written:], offset + written)
                 offset += total
 
     def sync(self, name: str) -> None:
         with _failing(name):
-            os.fdatasync(self._descriptor(name))
+            os.fdatasync(self._open(name).fd)
 
     def truncate(self, name: str, size: int) -> None:
         with _failing(name):
-            descriptor = self._descriptor(name)
-            os.ftruncate(descriptor, size)
-            os.fsync(descriptor)
+            file = self._open(name)
+            os.ftruncate(file.fd, size)
+            os.fsync(file.fd)
 
     def put(self, name: str, data: Buffer) -> None:
         with _failing(name):
@@ -185,15 +199,14 @@ class RealDisk:
         status = os.statvfs(self._root)
         return status.f_bavail * status.f_frsize
 
-    def _descriptor(self, name: str) -> int:
-        descriptor = self._descriptors.get(name)
-        if descriptor is None:
-            descriptor = self._descriptors.setdefault(name, os.open(self._root / name, os.O_RDWR))
-        return descriptor
+    def _open(self, name: str) -> _Descriptor:
+        file = self._descriptors.get(name)
+        if file is None:
+            file = self._descriptors.setdefault(name, _Descriptor(self._root / name, 0))
+        return file
 
     def _forget(self, name: str) -> None:
-        if (descriptor := self._descriptors.pop(name, None)) is not None:
-            os.close(descriptor)
+        self._descriptors.pop(name, None)
 
     def _sync_folders(self, path: Path) -> None:
         """Make a name durable: fsync its folder and those above it, up to the data directory."""

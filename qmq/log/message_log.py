@@ -7,14 +7,13 @@ time; `flushed` takes note. Reading from the tail needs no disk.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from qmq.codec import Buffer, decode_envelope, split_batch
-from qmq.errors import CorruptFrame, Diverged, InvalidMessage, require
-from qmq.log import segments
+from qmq.codec import Buffer
+from qmq.errors import CorruptFrame, Diverged, require
+from qmq.log import quarantine, segments
+from qmq.log.consume_log import ConsumeLog
 from qmq.log.disk import Disk
 from qmq.log.fold import State, apply, decode_snapshot, encode_snapshot
 from qmq.log.frame import (
@@ -27,7 +26,7 @@ from qmq.log.frame import (
     encode_header,
     subject_field,
 )
-from qmq.log.index import Chapters, ClosedIndex, FrameRef, SegmentIndex, segment_at
+from qmq.log.index import FrameRef, segment_at
 from qmq.log.recovery import Damage, recover
 from qmq.log.segments import Chunk, index_name, log_name, read_chunk, read_raw, snapshot_name
 from qmq.types import Epoch
@@ -86,9 +85,7 @@ class MessageLog:
         self.state, self.damage = recovered.state, recovered.damage
         self.torn_bytes += recovered.torn_bytes
         self._bases = recovered.bases
-        self._index = recovered.newest
-        self._closed: dict[int, ClosedIndex] = {}
-        self._chapters: dict[str, Chapters] = {}
+        self._consume_log = ConsumeLog(self._disk, self._bases, recovered.newest)
         self._tail: dict[int, _TailEntry] = {}
         self._tail_bytes = 0
         self._pending = Commit(end=self.state.end)
@@ -177,7 +174,7 @@ class MessageLog:
             self._roll()
         apply(self.state, frame, body)
         if frame.kind == FrameKind.MESSAGES:
-            self._index.add(frame)
+            self._consume_log.newest.add(frame)
         self._tail[frame.offset] = _TailEntry(frame, parts)
         self._tail_bytes += size
         pending = self._pending
@@ -191,19 +188,15 @@ class MessageLog:
     def _open_first(self, base: int) -> None:
         """Make the first segment at once: happens once in a copy's life."""
         self._bases.append(base)
-        self._index = SegmentIndex(base)
+        self._consume_log.open(base)
         self._disk.create(log_name(base), self._segment_bytes)
         self._disk.put(snapshot_name(base), encode_snapshot(self.state))
 
     def _roll(self) -> None:
         base, end = self._bases[-1], self.state.end
-        index_file = self._index.encode(end)
+        index_file = self._consume_log.roll(base, end)
         self._pending.steps.append(_Roll(base, end, index_file, encode_snapshot(self.state)))
         self._bases.append(end)
-        self._index = SegmentIndex(end)
-        self._chapters.clear()
-        # Until `perform` wrote the file, the closed index is served from these bytes.
-        self._closed[base] = ClosedIndex(index_file, base)
 
     # Making it durable.
 
@@ -246,7 +239,7 @@ class MessageLog:
         self.flushed_end = commit.end
         for step in commit.steps:
             if isinstance(step, _Roll):
-                self._closed.pop(step.base, None)
+                self._consume_log.rolled(step.base)
         self._shrink_tail()
 
     def _shrink_tail(self) -> None:
@@ -288,48 +281,7 @@ class MessageLog:
 
     def frames(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
         """Return up to `most` frames of `subject` from the one that holds `sequence`; retention may have taken some."""
-        newest = self._index.first_sequence(subject)
-        if newest is not None and newest <= sequence:
-            return self._index.frames(subject, sequence, most)
-        refs: list[FrameRef] = []
-        for base in self._chapters_of(subject).from_sequence(sequence):
-            refs += self._closed_index(base).frames(subject, sequence, most - len(refs))
-            if len(refs) >= most:
-                return refs
-        return refs + self._index.frames(subject, sequence, most - len(refs))
-
-    def _chapters_of(self, subject: str) -> Chapters:
-        chapters = self._chapters.get(subject)
-        if chapters is None:
-            if len(self._chapters) >= 1024:
-                self._chapters.clear()
-            found = [(self._closed_index(base).first_sequence(subject), base) for base in self._bases[:-1]]
-            known = [(first, base) for first, base in found if first is not None]
-            chapters = self._chapters[subject] = Chapters([first for first, _ in known], [base for _, base in known])
-        return chapters
-
-    def _closed_index(self, base: int) -> ClosedIndex:
-        index = self._closed.get(base)
-        if index is None:
-            try:
-                index = ClosedIndex(self._disk.map(index_name(base)), base)
-            except ValueError:
-                index = self._rebuild_index(base)
-            self._closed[base] = index
-        return index
-
-    def _rebuild_index(self, base: int) -> ClosedIndex:
-        end = self._bases[self._bases.index(base) + 1]
-        made, at = SegmentIndex(base), base
-        while at < end:
-            chunk = read_chunk(self._disk, self._bases, at, end)
-            for frame in chunk.frames:
-                if frame.kind == FrameKind.MESSAGES:
-                    made.add(frame)
-            at = chunk.end
-        data = made.encode(end)
-        self._disk.put(index_name(base), data)
-        return ClosedIndex(data, base)
+        return self._consume_log.frames(subject, sequence, most)
 
     def chain_is(self, offset: int, chain: int) -> bool:
         """Return whether this log's chain right before `offset` is `chain`: the frame there was linked to it."""
@@ -373,7 +325,7 @@ class MessageLog:
         self._flush_now()
         if self.damage is not None:
             self._disk.put(segments.TAIL_CUT, b"damage")
-        name = self._quarantine(to, read_raw(self._disk, self._bases, to, 1 << 63), why)
+        name = quarantine.keep_bytes(self._disk, to, read_raw(self._disk, self._bases, to, 1 << 63), why)
         kept = [base for base in self._bases if base < to] or self._bases[:1]
         for base in reversed(self._bases[len(kept) :]):
             self._remove_segment(base)
@@ -396,9 +348,7 @@ class MessageLog:
         self._reload()
 
     def _move_aside(self, why: str) -> None:
-        aside = f"{segments.QUARANTINE}/{self.start:020d}-{self.end:020d}-{why}"
-        for name in self._disk.names(segments.FOLDER):
-            self._disk.move(f"{segments.FOLDER}/{name}", f"{aside}/{name}")
+        quarantine.keep_files(self._disk, segments.FOLDER, self.start, self.end, why)
 
     def seed(self, base: int, snapshot: Buffer, why: str) -> None:
         """Set this whole copy aside and begin a new one at `base`, from the master's snapshot of the state there.
@@ -495,7 +445,8 @@ class MessageLog:
                 break
         if end < damage.end or chain is None or not (in_recovery or self.chain_is(end, chain)):
             raise Diverged(f"the other copy's frames from {damage.begin} to {end} do not join this log at {damage.end}")
-        self._quarantine(damage.begin, read_raw(self._disk, self._bases, damage.begin, end), "damaged")
+        damaged = read_raw(self._disk, self._bases, damage.begin, end)
+        quarantine.keep_bytes(self._disk, damage.begin, damaged, "damaged")
         at = damage.begin
         while at < end:
             base = segment_at(self._bases, at)
@@ -512,27 +463,15 @@ class MessageLog:
         """Retention: forget the oldest segment; never the one that is being written."""
         require(len(self._bases) > 1, "the newest segment stays")
         self._remove_segment(self._bases.pop(0))
-        self._chapters.clear()
         if self.damage is not None and self.damage.begin < self.start:
             self.damage = None  # it went with its segment
 
     def _remove_segment(self, base: int) -> None:
         # The index and snapshot go first: a segment without them is whole, they without it are rubbish.
-        self._closed.pop(base, None)
+        self._consume_log.drop(base)
         self._disk.remove(index_name(base))
         self._disk.remove(snapshot_name(base))
         self._disk.remove(log_name(base))
-
-    def _quarantine(self, begin: int, data: bytes, why: str) -> str:
-        ids = list(_message_ids(data, begin))  # before the zeros go: some of them may end the last frame
-        data = data.rstrip(b"\0")
-        taken = len(self._disk.names(segments.QUARANTINE))
-        name = f"{segments.QUARANTINE}/{begin:020d}-{begin + len(data):020d}-{taken}.bytes"
-        self._disk.put(name, data)
-        report = {"begin": begin, "end": begin + len(data), "why": why, "message_ids": ids}
-        self._disk.put(name.replace(".bytes", ".json"), json.dumps(report, indent=1).encode())
-        return name
-
 
 def _check_snapshot(data: Buffer, base: int) -> int:
     """Return the chain at `base` if `data` is a whole snapshot of the state there; raises CorruptFrame."""
@@ -544,13 +483,3 @@ def _check_snapshot(data: Buffer, base: int) -> int:
         raise CorruptFrame(base, f"this is a snapshot of the state at {state.end}")
     return state.chain
 
-
-def _message_ids(data: bytes, begin: int) -> Iterator[str]:
-    """Name the messages in bytes that are cut off, as far as they can be read."""
-    try:
-        for frame, body in decode_frames(data, begin, None):
-            if frame.kind == FrameKind.MESSAGES:
-                for message in split_batch(body, frame.count):
-                    yield decode_envelope(bytes(message)).id
-    except (CorruptFrame, InvalidMessage):
-        return

@@ -11,11 +11,10 @@ Recovering twice gives the same as recovering once.
 
 from __future__ import annotations
 
-import json
 from typing import NamedTuple
 
 from qmq.errors import CorruptFrame
-from qmq.log import segments
+from qmq.log import quarantine, segments
 from qmq.log.disk import Disk
 from qmq.log.fold import State, apply, decode_snapshot, encode_snapshot
 from qmq.log.frame import FrameKind, decode_frames, decode_header
@@ -48,7 +47,7 @@ def recover(disk: Disk) -> Recovered:
     bases = segment_bases(disk)
     state, first = _newest_snapshot(disk, bases)
     if state is None:
-        _set_aside(disk, bases)
+        quarantine.keep_files(disk, segments.FOLDER, bases[0], bases[-1], "no-beginning")
         return Recovered(State(), [], SegmentIndex(0), None, 0)
     index, damage, torn = SegmentIndex(0), None, 0
     for position in range(first, len(bases)):
@@ -128,10 +127,7 @@ def _cut_torn_tail(disk: Disk, bases: list[int], end: int) -> int:
     torn = read_raw(disk, bases, end, 1 << 63).rstrip(b"\0")
     if torn:
         disk.put(segments.TAIL_CUT, b"torn tail")
-        taken = len(disk.names(segments.QUARANTINE))
-        name = f"{segments.QUARANTINE}/{end:020d}-{end + len(torn):020d}-{taken}"
-        disk.put(f"{name}.bytes", torn)
-        disk.put(f"{name}.json", json.dumps({"begin": end, "end": end + len(torn), "why": "torn tail"}).encode())
+        quarantine.keep_bytes(disk, end, torn, "torn tail")
     for base in reversed([base for base in bases if base > end]):
         for stale in (index_name(base), snapshot_name(base), log_name(base)):
             disk.remove(stale)
@@ -139,8 +135,3 @@ def _cut_torn_tail(disk: Disk, bases: list[int], end: int) -> int:
         base = [base for base in bases if base <= end][-1]
         disk.truncate(log_name(base), end - base)
     return len(torn)
-
-
-def _set_aside(disk: Disk, bases: list[int]) -> None:
-    for name in disk.names(segments.FOLDER):
-        disk.move(f"{segments.FOLDER}/{name}", f"{segments.QUARANTINE}/{bases[0]:020d}-no-beginning/{name}")

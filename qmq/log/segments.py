@@ -3,11 +3,11 @@
     log/<base>.log    frames; preallocated, so zeros follow the last frame of the newest one
     log/<base>.idx    index of a closed segment (qmq.log.index); made again if it is missing or damaged
     log/<base>.snap   state at the segment's base (qmq.log.fold); replay starts at the newest one that is whole
-    quarantine/       what was cut off, with a report; never deleted by us
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 from qmq.errors import CorruptFrame
@@ -16,7 +16,6 @@ from qmq.log.frame import FRAME_BYTES_MAX, Frame, check_body, decode_header, fin
 from qmq.log.index import segment_at
 
 FOLDER = "log"
-QUARANTINE = "quarantine"
 TAIL_CUT = f"{FOLDER}/tail-cut"
 """Exists while bytes at the log's end were cut off that may have been acknowledged, and no other copy was asked yet."""
 CHUNK_BYTES = 4 << 20
@@ -106,11 +105,10 @@ def next_frame(disk: Disk, bases: list[int], begin: int) -> int | None:
 def read_raw(disk: Disk, bases: list[int], begin: int, end: int) -> bytes:
     """Return the bytes `[begin, end)` as they are, whatever they are; shorter where the used part of a file is."""
     parts = []
-    for base in bases:
-        size = disk.used(log_name(base))
-        first, last = max(begin, base), min(end, base + size)
-        if first < last:
-            parts.append(disk.read(log_name(base), first - base, last - first))
+    for base in bases[bisect_right(bases, begin) - 1 if bases and begin >= bases[0] else 0 :]:
+        if base < end:
+            first, last = max(begin, base), min(end, base + disk.used(log_name(base)))
+            parts.append(disk.read(log_name(base), first - base, max(last - first, 0)))
     return b"".join(parts)
 
 

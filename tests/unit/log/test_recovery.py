@@ -184,10 +184,10 @@ def test_log_without_a_known_beginning_is_set_aside_whole():
     for base in copy.log.bases:
         copy.disk.flip(f"log/{base:020d}.snap", 99)
     names = set(copy.disk.names("log"))
-    first = copy.log.bases[0]
+    first, last = copy.log.bases[0], copy.log.bases[-1]
     log = copy.reopen()
     assert (log.end, log.bases, log.is_empty) == (0, [], True)
-    assert set(copy.disk.names(f"quarantine/{first:020d}-no-beginning")) == names
+    assert set(copy.disk.names(f"quarantine/{first:020d}-{last:020d}-no-beginning-0")) == names
 
 
 def test_recovering_twice_is_recovering_once_after_any_damage():
