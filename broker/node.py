@@ -25,6 +25,7 @@ from qmq.errors import (
     QmqError,
 )  # fmt: skip
 from qmq.log import Commit, MessageLog
+from qmq.log.frame import decode_frames
 from qmq.remoting.packet import Packet
 from qmq.replication.identity import IdentityFile
 from qmq.types import Role
@@ -248,12 +249,41 @@ class Node:
         elif theirs_end < damage.end:
             # What only we had was never acknowledged: it goes to quarantine, and the other copy goes on from there.
             if self.slave is None:
-                self._leave_role()
-                self.log.cut(damage.begin, f"damaged and unknown to the other copy: {damage.reason}")
-                self._begin_role()
+                self._cut_damage(f"damaged and unknown to the other copy: {damage.reason}")
         else:
             return True
         return False
+
+    def repair(self, begin: int, data: bytes) -> None:
+        """Mend the damage with the other copy's frames, the first of which stands at `begin`.
+
+        If they are whole and do not join, the histories parted before; then ours is cut where replay stopped, and the
+        two copies find out at the next handshake how much of it is common.
+
+        Raises:
+            CorruptFrame, Diverged: these bytes mend nothing.
+        """
+        damage = self.log.damage
+        if damage is None:
+            return
+        try:
+            if begin != damage.begin:
+                raise Diverged(f"the other copy has no frame at {damage.begin}")
+            self.log.repair(data)
+        except (CorruptFrame, Diverged):
+            if self.role is not None or not self.log.is_idle or not data:
+                raise
+            for _ in decode_frames(data, begin, None):
+                pass
+            self._cut_damage("damaged, and the other copy has another history there")
+            return
+        self.repaired()
+
+    def _cut_damage(self, why: str) -> None:
+        assert self.log.damage is not None
+        self._leave_role()
+        self.log.cut(self.log.damage.begin, why)
+        self._begin_role()
 
     def _mend_old(self, theirs_start: int) -> None:
         """The other copy's retention took the damaged segment; ours need not keep it either."""

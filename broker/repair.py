@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -57,9 +58,9 @@ async def _mend(service: Service, settings: BrokerSettings, damage: Damage) -> N
         service.guarded(mend)
         if fetch:
             request = pb.ReadLogRequest(begin=damage.begin, end=damage.end)
-            data = b"".join([chunk.data async for chunk in stub.ReadLog(request, metadata=metadata, timeout=60)])
-            if node.log.damage is damage:
-                node.log.repair(data)
-                service.guarded(node.repaired)
+            chunks = [chunk async for chunk in stub.ReadLog(request, metadata=metadata, timeout=60)]
+            data = b"".join(chunk.data for chunk in chunks)
+            if node.log.damage is damage and chunks:
+                service.guarded(partial(node.repair, chunks[0].offset, data))
         if node.log.damage is None:
             log.warning("log repaired group=%s begin=%d end=%d", node.group, damage.begin, damage.end)
