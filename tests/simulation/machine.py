@@ -402,27 +402,27 @@ class Process:
                 self._events.count("mended without the other copy's bytes")
                 self._events.note(f"{self.name} mended {damage}")
             return
-        data = b""
+        data, end = b"", min(damage.end, other.log.flushed_end)
         try:
-            while damage.begin + len(data) < damage.end:
-                data += other.log.read(damage.begin + len(data), other.log.flushed_end, 1 << 20).data
+            begin = other.log.next_frame(max(damage.begin, other.log.start))
+            while begin is not None and begin + len(data) < end:
+                data += other.log.read(begin + len(data), other.log.flushed_end, 1 << 20).data
         except CorruptFrame:
             return
-        self._after(self.world.network.delay_ms(self.name, other.name), lambda: self._repair(damage, data))
+        if begin is not None and data:
+            self._after(self.world.network.delay_ms(self.name, other.name), lambda: self._repair(damage, begin, data))
 
-    def _repair(self, damage: object, data: bytes) -> None:
+    def _repair(self, damage: object, begin: int, data: bytes) -> None:
         if self.log.damage is not damage:
             return
         try:
-            self.guarded(lambda: self.log.repair(data))
+            self.guarded(lambda: self.node.repair(begin, data))
         except LogError as error:
             self._events.note(f"{self.name} cannot repair: {error}")
             self._events.count("repair refused")
-            return
-        if self.is_alive:
+        else:
             self._events.note(f"{self.name} repaired {damage}")
             self._events.count("repaired")
-            self.guarded(self.node.repaired)
 
     def _drop_old_segments(self) -> None:
         """What broker.service does for retention."""
