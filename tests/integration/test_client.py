@@ -42,7 +42,8 @@ def send_while(cluster, harm, *, chunk=200):
     async def send():
         receipts = []
         async with producer(cluster) as sender:
-            receipts += await sender.send_many(numbered(0, chunk))
+            while len({receipt.broker_group for receipt in receipts}) < 2:  # connected to both groups
+                receipts += await sender.send_many(numbered(len(receipts), chunk))
             harming = asyncio.create_task(asyncio.to_thread(harm))
             after = 5
             while not harming.done() or after:

@@ -121,6 +121,20 @@ def test_numbers_never_span_more_than_a_group_remembers(steps):
         assert group.unresolved() == [open_batches[number] for number in sorted(open_batches)]
 
 
+def test_an_unresolved_batch_stops_new_numbers_before_the_group_forgets_it():
+    group = GroupBatches(in_flight_max=16)
+    stuck = batch_of()
+    group.admit(stuck)
+    for _ in range(NUMBERS_SPAN_MAX - 1):
+        assert group.room_bytes() > 0
+        batch = batch_of()
+        group.admit(batch)
+        group.release(batch)
+    assert group.room_bytes() == 0, "number 65 would make the group forget number 1"
+    group.release(stuck)
+    assert group.room_bytes() > 0
+
+
 def test_a_message_that_is_alone_larger_than_the_room_is_taken_alone():
     queue = SubjectQueue("a")
     for size in (500, 10, 10):
@@ -206,6 +220,7 @@ MESSAGES = st.builds(
 @given(st.lists(MESSAGES, max_size=12))
 def test_a_run_is_encoded_to_the_bytes_of_the_codec(messages):
     ids, begin, encode = MessageIds("prefix-"), 0, batch_encoder("s.ü", 77)
+    given_ids = [message.id for message in messages]
     while begin < len(messages):
         run = encode_run("s.ü", messages, begin, ids=ids, now_ms=77)
         taken = messages[begin : run.end]
@@ -218,6 +233,8 @@ def test_a_run_is_encoded_to_the_bytes_of_the_codec(messages):
                 encode(messages[begin])
             assert str(run.error) == str(simple.value)
             begin += 1
+    assert all(message.id == id for message, id in zip(messages, given_ids) if id is not None)
+    assert all(message.id for message, id in zip(messages, given_ids) if id is None)
 
 
 def test_runs_end_before_they_grow_too_large_and_lose_nothing():

@@ -207,6 +207,22 @@ def test_messages_whose_ack_was_refused_come_again():
     run(test())
 
 
+def test_messages_that_wait_here_when_an_ack_is_refused_come_once():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(20))
+            async with consumer_of(metaserver, consumer_id="c1").pull("a", group="g", start="earliest") as puller:
+                taken = await pull_all(puller, 5)
+                assert len(broker.subscribers["a", "g", "c1"].pulled) == 20, "15 wait here"
+                broker.ack_error = InvalidAck("not yours")
+                await puller.ack(taken[:1])
+                await until(lambda: len(broker.subscribes) == 2)
+                assert ns(await pull_all(puller, 20)) == list(range(20))
+                assert await puller.pull(1, timeout=0.05) == []
+
+    run(test())
+
+
 def test_a_second_consumer_with_the_same_id_ends_the_first_with_an_error():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):

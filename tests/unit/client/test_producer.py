@@ -83,6 +83,16 @@ def test_what_waits_behind_a_request_travels_as_one_batch():
     run(test())
 
 
+def test_what_is_sent_in_the_same_turn_of_the_loop_travels_as_one_batch():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            await producer.send(Message("a", {"n": "connected"}))
+            await asyncio.gather(*(producer.send(message) for message in numbered(50)))
+            assert [attempt.count for attempt in broker.attempts] == [1, 50]
+
+    run(test())
+
+
 @pytest.mark.parametrize("is_stored", [True, False], ids=["stored before the loss", "lost before it was stored"])
 def test_a_lost_answer_repeats_the_same_batch_to_the_same_group(is_stored):
     async def test() -> None:
@@ -240,6 +250,20 @@ def test_refused_messages_do_not_touch_their_batch_mates():
             assert properties(broker) == [str(at) for at in kept]
             assert [receipts[at].sequence for at in kept] == list(range(16))
             assert receipts.count_of(qmq.Outcome.STORED) == 16 and not receipts.all_stored
+
+    run(test())
+
+
+def test_a_fault_in_a_run_of_one_subject_touches_nothing_before_or_behind_it():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            messages = numbered(2500)
+            for at in (0, 700, 701, 2499):
+                messages[at] = Message("a", {"n": "x" * 40_000}, id=f"bad-{at}")
+            receipts = await producer.send_many(messages)
+            refused = [receipt.message_id for receipt in receipts if not receipt.is_stored]
+            assert refused == ["bad-0", "bad-700", "bad-701", "bad-2499"]
+            assert properties(broker) == [str(at) for at in range(2500) if at not in (0, 700, 701, 2499)]
 
     run(test())
 
