@@ -168,17 +168,19 @@ class MetaserverRpc(MetaserverServicer):  # type: ignore[misc]
         self._metrics.watches.inc()
         with self._registry.changes.watch() as wake:
             self._take(first, subjects)
-            reader = asyncio.create_task(self._read_requests(requests, subjects, wake))
+            asked = asyncio.Event()  # every request is answered, if only by "nothing changed"
+            asked.set()
+            reader = asyncio.create_task(self._read_requests(requests, subjects, asked, wake))
             try:
-                answered = False
                 while True:
                     if len(subjects) > self._watch_subjects_max:
                         text = f"one watch takes {self._watch_subjects_max} subjects at most; open another one"
                         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
                     wake.clear()
+                    owes_answer = asked.is_set()
+                    asked.clear()
                     routes, again = await self._changed_routes(list(subjects), sent)
-                    if routes or not answered:
-                        answered = True
+                    if routes or owes_answer:
                         self._version += 1
                         self._metrics.route_updates.inc(len(routes))
                         yield pb.RouteUpdate(version=self._version, routes=routes)
@@ -188,10 +190,12 @@ class MetaserverRpc(MetaserverServicer):  # type: ignore[misc]
                 self._metrics.watches.dec()
 
     async def _read_requests(
-        self, requests: AsyncIterator[pb.RouteRequest], subjects: dict[str, None], wake: asyncio.Event
-    ) -> None:
+        self, requests: AsyncIterator[pb.RouteRequest], subjects: dict[str, None], asked: asyncio.Event,
+        wake: asyncio.Event,
+    ) -> None:  # fmt: skip
         async for request in requests:
             self._take(request, subjects)
+            asked.set()
             wake.set()
 
     def _take(self, request: pb.RouteRequest, subjects: dict[str, None]) -> None:
