@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
+from qmq.codec import Buffer
 from qmq.errors import CorruptFrame, QmqError
+from qmq.log.fold import State
+from qmq.remoting.packet import Packet
 from qmq.types import Role
 from tests.simulation.clients import Client, Consumer, Producer
 from tests.simulation.events import Events, Violation
@@ -16,6 +20,7 @@ from tests.simulation.nemesis import Nemesis
 from tests.simulation.network import End, Network
 from tests.simulation.oracle import Oracle
 from tests.simulation.registry import Metaserver
+from tests.simulation.watched_log import WatchedLog
 
 PEACE_S = 60
 """Virtual seconds after the last fault within which everything is well again (I20)."""
@@ -128,10 +133,10 @@ class World:
             return False
         return process.log.flushed_end >= self.oracle.committed.end
 
-    def _on_answer(self, end: End, request: object, code: int, parts: object) -> None:
+    def _on_answer(self, end: End, request: Packet, code: int, parts: tuple[Buffer, ...]) -> None:
         process = self.machine(end.host).process
         if process is not None and end.owner is process:
-            process.on_answer(request, code, parts)  # type: ignore[arg-type]
+            process.on_answer(request, code, parts)
 
     def run(self) -> None:
         """War, then peace. Raises Violation."""
@@ -163,8 +168,7 @@ class World:
             producer.is_producing = False
         for consumer in self.consumers:
             consumer.sleeps_until_ms = 0
-        object.__setattr__(self.swarm, "crash_in_recovery", 0.0)
-        object.__setattr__(self.swarm, "slow_sync", 0.0)
+        self.swarm = replace(self.swarm, crash_in_recovery=0.0, slow_sync=0.0)
         events.after(1000, self._look_after)
 
     def _look_after(self) -> None:
@@ -184,10 +188,7 @@ class World:
                     continue
                 self.events.count("damage found by the audit")
 
-    def _read_through(self, log: object) -> None:
-        from tests.simulation.watched_log import WatchedLog
-
-        assert isinstance(log, WatchedLog)
+    def _read_through(self, log: WatchedLog) -> None:
         at = log.start
         while at < log.flushed_end:
             try:
@@ -219,10 +220,7 @@ class World:
                     return False
         return True
 
-    def _is_drained(self, state: object) -> bool:
-        from qmq.log.fold import State
-
-        assert isinstance(state, State)
+    def _is_drained(self, state: State) -> bool:
         for (subject, _), group in state.groups.items():
             if group.position != state.next_sequence.get(subject, 0) or group.returned:
                 return False
@@ -248,8 +246,6 @@ def simulate(seed: int) -> Outcome:
     except Violation as error:
         failure = str(error)
     except Exception as error:  # the product must not raise anything it does not name
-        import traceback
-
         failure = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-14)}"
     events = world.events
     return Outcome(
