@@ -16,7 +16,7 @@ Sequence = NewType("Sequence", int)
 """Count of a subject's messages; the first message of a subject has sequence 0."""
 
 PullSequence = NewType("PullSequence", int)
-"""Count of the messages handed to one consumer; its upper 32 bits count the reigns of masters (design, section 3)."""
+"""Count of the messages handed to one consumer; its upper 32 bits name the reign of the master (design, section 3)."""
 
 
 class Epoch(NamedTuple):
