@@ -69,3 +69,7 @@ def print_outcome(outcome: Outcome) -> None:
     print("\n".join(outcome.recent))
     said = outcome.failure or "well"
     print(f"seed {outcome.seed}: {said} (trace {outcome.hash:08x}, {outcome.steps} events)", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
