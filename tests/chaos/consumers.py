@@ -41,6 +41,11 @@ class Consumers:
             self._made += 1
             self.start(f"c{self._made}")
 
+    def kill(self, name: str) -> None:
+        self._processes[name].kill()
+        self._processes[name].wait()
+        del self._processes[name]
+
     def strike(self, rng: random.Random, stop: threading.Event) -> None:
         """Until `stop`: kill a consumer and bring it back or let another come, or hold one still past its lease."""
         while not stop.wait(rng.uniform(0.5, 3.0)):

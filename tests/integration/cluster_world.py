@@ -24,7 +24,7 @@ from qmq.log.fold import State, apply
 from qmq.log.frame import FrameKind, decode_frames
 from qmq.log.segments import log_name, segment_bases
 from qmq.remoting import commands
-from qmq.remoting.commands import Command
+from qmq.remoting.commands import Command, Pull
 from qmq.remoting.packet import packet_header, read_packet
 
 WAIT_S = 30.0
@@ -249,6 +249,18 @@ def produce_body(subject, *messages, producer=7, batch=1, crc=None):
     return header[:-2] + len(name).to_bytes(2, "little") + name + batch_body
 
 
+def subscribe(wire, subject, group="g", consumer="c1", start="earliest"):
+    fields = {"subject": subject, "group": group, "consumer": consumer, "start": start, "held_end": 0}
+    answer = wire.ask(Command.SUBSCRIBE, commands.encode_json(**fields))
+    assert answer.code == 0, bytes(answer.body)
+    return commands.decode_json(answer.body)["subscription"]
+
+
+def pull(wire, subscription, timeout_ms=0):
+    answer = wire.ask(Command.PULL, commands.encode_pull(Pull(subscription, 100, 1 << 20, timeout_ms)))
+    return list(commands.decode_pulled(answer.body)) if answer.code == 0 else []
+
+
 # Clients.
 
 
@@ -273,12 +285,13 @@ def send_all(cluster, subject, count, *, size=100, name="m"):
     return receipts
 
 
-def consume_all(cluster, subject, group, count, *, timeout_s=WAIT_S, **options):
+def consume_all(cluster, subject, group, count, *, timeout_s=WAIT_S, consumer_id=None, **options):
     """Pull and ack `count` messages, from the earliest on; returns (sequence, id) as they came."""
 
     async def consume():
         got = []
-        async with consumer(cluster, **options).pull(subject, group=group, start="earliest") as puller:
+        client = consumer(cluster, consumer_id=consumer_id)
+        async with client.pull(subject, group=group, start="earliest", **options) as puller:
             async with asyncio.timeout(timeout_s):
                 while len(got) < count:
                     messages = await puller.pull(500, timeout=1.0)

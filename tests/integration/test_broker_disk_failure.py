@@ -1,0 +1,108 @@
+"""Shell. fsync fails: the process ends as fenced, nothing that is not on both disks was acknowledged (design 4.6)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import qmq
+from tests.chaos.history import REFUSED
+from tests.integration.broker_on_a_failing_disk import TRIGGER
+from tests.integration.cluster_world import (
+    are_equal,
+    begin,
+    consume_all,
+    data_of,
+    end,
+    log_of,
+    producer,
+    read_copy,
+    reasons,
+    running,
+    send_all,
+    until,
+)
+
+FENCED = 70
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A cluster whose brokers can be told that their disk fails."""
+    with running(tmp_path) as cluster:
+        names = [broker.hostname for broker in cluster.plan.brokers]
+        end(cluster, *names)
+        for name in names:
+            cluster.service(name).module = "tests.integration.broker_on_a_failing_disk"
+        begin(cluster, *names)
+        cluster.wait_writable()
+        yield cluster
+
+
+def fail_disk(cluster, broker):
+    """From now on; whoever starts it again must take the file away first."""
+    cluster.service(broker.hostname).is_held = True
+    cluster.service(broker.hostname).config.with_name(TRIGGER).touch()
+
+
+def mend_disk(cluster, broker):
+    cluster.service(broker.hostname).config.with_name(TRIGGER).unlink()
+    begin(cluster, broker.hostname)
+
+
+async def send_while_the_disk_fails(cluster, broker):
+    """Send single messages at the same time; the disk fails among them. Returns the receipts."""
+    receipts = []
+
+    async def send_some(sender, name):
+        for n in range(200):
+            receipts.append(await sender.send(qmq.Message("s", {"n": n}, id=f"{name}-{n}")))
+            if not receipts[-1].is_stored:
+                return
+
+    async with producer(cluster, timeout_s=4.0, answer_timeout_s=1.0) as sender:
+        async with asyncio.TaskGroup() as tasks:
+            for name in range(4):
+                tasks.create_task(send_some(sender, name))
+            await asyncio.sleep(0.1)
+            fail_disk(cluster, broker)
+    return receipts
+
+
+@pytest.mark.parametrize("role", ["master", "slave"])
+def test_failed_fsync_ends_the_broker_and_acknowledges_nothing(cluster, role):
+    broker = cluster.broker("g1", role)
+    before = send_all(cluster, "s", 50)
+    sent = asyncio.run(send_while_the_disk_fails(cluster, broker))
+    service = cluster.service(broker.hostname)
+    assert until(lambda: service.exit_status, "the broker ends") == FENCED
+    assert "broker ends as fenced: DiskFailed" in log_of(cluster, broker.hostname)
+    assert not all(receipt.is_stored for receipt in sent), "the disk failed too late"
+    if role == "slave":
+        assert reasons(cluster, cluster.broker("g1", "master")) == ["slave_down"]
+    mend_disk(cluster, broker)
+    cluster.wait_writable()
+    after = send_all(cluster, "s", 10, name="after")
+    until(lambda: are_equal(cluster), "equal copies")
+    there = consume_all(cluster, "s", "g", len([one for one in [*before, *sent, *after] if one.is_stored]))
+    stored = {(one.sequence, one.message_id) for one in [*before, *sent, *after] if one.is_stored}
+    folders = [data_of(cluster, cluster.broker("g1", one)) for one in ("master", "slave")]
+    cluster.stop()
+    mine, other = map(read_copy, folders)
+    assert mine.frames == other.frames and len(there) >= len(stored)
+    log = [(sequence, id) for _, sequence, id in mine.messages]
+    assert stored <= set(log) and len(log) == len({id for _, id in log})
+    assert not {id for _, id in log} & {one.message_id for one in sent if one.outcome == REFUSED}
+
+
+def test_broker_whose_disk_fails_at_start_does_not_serve(cluster):
+    slave = cluster.broker("g1", "slave")
+    end(cluster, slave.hostname)
+    fail_disk(cluster, slave)
+    cluster.service(slave.hostname).start()
+    assert until(lambda: cluster.service(slave.hostname).exit_status, "it ends") in (1, FENCED)
+    assert "Input/output error" in log_of(cluster, slave.hostname)
+    assert reasons(cluster, cluster.broker("g1", "master")) == ["slave_down"]
+    mend_disk(cluster, slave)
+    cluster.wait_writable()

@@ -1,0 +1,313 @@
+"""Shell. A group that misses its slave: readonly at once, consumption goes on, no promise on one copy.
+
+And what happens around it: marks of operators, a slave with an empty disk, a metaserver that is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+
+import pytest
+
+import qmq
+from deploy.plan import HOST
+from qmq.errors import ErrorCode, OperatorError
+from qmq.log.frame import FLAG_ALONE, FrameKind
+from qmq.remoting import commands
+from qmq.remoting.commands import Ack, Command
+from tests.integration.cluster_world import (
+    Wire,
+    are_equal,
+    begin,
+    consume_all,
+    data_of,
+    end,
+    ends,
+    log_of,
+    metrics,
+    produce_body,
+    producer,
+    pull,
+    read_copy,
+    reasons,
+    running,
+    send_all,
+    state,
+    subscribe,
+    until,
+)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    with running(tmp_path, slave_lag_ms_max=1000, lease_ms=20_000) as cluster:
+        yield cluster
+
+
+def place(cluster, action, broker, role):
+    cluster.manage(
+        action, brokerGroup=broker.group, role=role, hostname=broker.hostname, ip=HOST, servePort=broker.serve_port,
+        syncPort=broker.sync_port,
+    )  # fmt: skip
+
+
+def test_without_its_slave_a_group_is_readonly_within_a_second_and_producers_go_elsewhere(tmp_path):
+    """W11."""
+    with running(tmp_path, groups=("g1", "g2")) as cluster:
+        master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
+
+        async def send_through_the_loss():
+            async with producer(cluster) as sender:
+                first = [await sender.send(qmq.Message("s", {"n": n})) for n in range(20)]
+                assert {receipt.broker_group for receipt in first} == {"g1", "g2"}
+                await asyncio.to_thread(end, cluster, slave.hostname)
+                gone = time.monotonic()
+                while reasons(cluster, master) != ["slave_down"]:
+                    assert time.monotonic() < gone + 1.0, "the group is not readonly within a second"
+                    await asyncio.sleep(0.01)
+                after = [await sender.send(qmq.Message("s", {"n": n})) for n in range(20)]
+                assert time.monotonic() < gone + 5.0
+                return after
+
+        after = asyncio.run(send_through_the_loss())
+        assert all(receipt.is_stored and receipt.broker_group == "g2" for receipt in after), after
+        with Wire(master.serve_port, token=cluster.token) as wire:
+            answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": 1}))
+            assert answer.code == ErrorCode.READ_ONLY
+            assert b"slave_down, its slave is missing: start it" in bytes(answer.body)
+        row = next(row for row in cluster.manage("ListBrokerGroups") if row["groupName"] == "g1")
+        assert (row["writable"], row["readonlyReasons"]) == (False, ["slave_down"])
+        assert metrics(master)['qmq_broker_readonly{broker_group="g1",reason="slave_down"}'] == 1
+
+        begin(cluster, slave.hostname)
+        cluster.wait_writable("g1")
+        assert send_all(cluster, "s", 50)
+
+
+def test_consumption_goes_on_without_the_slave_and_is_marked_alone(cluster):
+    master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
+    send_all(cluster, "s", 10)
+    end(cluster, slave.hostname)
+    until(lambda: reasons(cluster, master) == ["slave_down"], "readonly")
+    with Wire(master.serve_port, token=cluster.token) as wire:
+        subscription = subscribe(wire, "s")
+        pieces = pull(wire, subscription)
+        assert sum(piece.count for piece in pieces) == 10 and all(piece.flags == FLAG_ALONE for piece in pieces)
+        first = pieces[0].pull_sequence
+        assert wire.ask(Command.ACK, commands.encode_ack(Ack(subscription, first, first + 4))).code == 0
+    begin(cluster, slave.hostname)
+    cluster.wait_writable()
+    cluster.swap_roles("g1")
+    cluster.wait_writable()
+    assert [sequence for sequence, _ in consume_all(cluster, "s", "g", 6, consumer_id="c1")] == [4, 5, 6, 7, 8, 9]
+    until(lambda: are_equal(cluster), "equal copies")
+    folders = [data_of(cluster, broker) for broker in (master, slave)]
+    cluster.stop()
+    for copy in map(read_copy, folders):
+        alone = [FrameKind(frame.kind) for frame in copy.frames if frame.flags & FLAG_ALONE]
+        assert alone == [FrameKind.POSITION, FrameKind.PULL, FrameKind.ACK]
+
+
+def test_what_only_the_master_has_is_neither_acknowledged_nor_handed_out(cluster):
+    """W3, W13."""
+    master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
+    send_all(cluster, "s", 3)
+    with Wire(master.serve_port, token=cluster.token) as sender, Wire(master.serve_port, token=cluster.token) as wire:
+        subscription = subscribe(wire, "s")
+        cluster.service(slave.hostname).signal(19)
+        sender.request(Command.PRODUCE, produce_body("s", {"n": 1}))
+        until(lambda: state(cluster, master).log_end > state(cluster, master).matched_end, "it is written")
+        end(cluster, slave.hostname)
+        until(lambda: "slave_down" in reasons(cluster, master), "readonly")
+        assert [(piece.sequence, piece.count) for piece in pull(wire, subscription)] == [(0, 3)]
+        assert pull(wire, subscription, timeout_ms=300) == []
+        begin(cluster, slave.hostname)
+        assert commands.decode_produced(sender.answer().body).first_sequence == 3
+        assert [(piece.sequence, piece.count) for piece in pull(wire, subscription, timeout_ms=5000)] == [(3, 1)]
+
+
+def test_slave_that_stands_still_makes_the_group_readonly_until_it_goes_on(cluster):
+    """W11, W21: lag is noticed by time, and does not freeze with the slave."""
+    master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
+    with Wire(master.serve_port, token=cluster.token) as wire:
+        cluster.service(slave.hostname).signal(19)
+        try:
+            wire.request(Command.PRODUCE, produce_body("s", {"n": 1}))
+            until(lambda: reasons(cluster, master) == ["slave_lag"], "readonly for the slave's lag", timeout_s=5)
+            assert metrics(master)['qmq_broker_sync_lag_bytes{broker_group="g1"}'] > 0
+        finally:
+            cluster.service(slave.hostname).signal(18)
+        assert wire.answer().code == 0
+    cluster.wait_writable()
+
+
+def test_mark_of_an_operator_outlives_the_slaves_return_and_a_restart(cluster):
+    master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
+    send_all(cluster, "s", 5)
+    cluster.manage("MarkReadonlyBrokerGroup", brokerGroup="g1")
+    until(lambda: reasons(cluster, master) == ["operator"], "marked")
+    end(cluster, slave.hostname)
+    until(lambda: reasons(cluster, master) == ["operator", "slave_down"], "both reasons")
+    begin(cluster, slave.hostname)
+    until(lambda: reasons(cluster, master) == ["operator"], "only the mark is left")
+    end(cluster, master.hostname)
+    begin(cluster, master.hostname)
+    until(lambda: reasons(cluster, master) == ["operator"], "the mark is still there")
+    with Wire(master.serve_port, token=cluster.token) as wire:
+        answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": 1}))
+        assert answer.code == ErrorCode.READ_ONLY and b"UnMarkReadonly ends it" in bytes(answer.body)
+    assert len(consume_all(cluster, "s", "g", 5)) == 5
+    cluster.manage("UnMarkReadonlyBrokerGroup", brokerGroup="g1")
+    cluster.wait_writable()
+
+
+def test_slave_with_an_empty_disk_counts_for_nothing_until_it_matched(tmp_path):
+    """W14: it is seeded while the master goes on, also when it is killed in the middle of that."""
+    with running(tmp_path, catch_up_bytes_per_s=512 * 1024, tail_bytes=0) as cluster:
+        master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
+        send_all(cluster, "s", 3000, size=1500)
+        end(cluster, slave.hostname)
+        shutil.rmtree(data_of(cluster, slave))
+        begin(cluster, slave.hostname)
+        for _ in range(2):
+
+            def is_half_seeded():
+                said = state(cluster, slave)
+                return said is not None and 0 < said.log_end < state(cluster, master).log_end
+
+            until(is_half_seeded, "seeding began")
+            assert reasons(cluster, master) == ["slave_lag"] and not state(cluster, master).writable
+            end(cluster, slave.hostname)
+            begin(cluster, slave.hostname)
+        until(is_half_seeded, "seeding goes on")
+        assert [sequence for sequence, _ in consume_all(cluster, "s", "g", 3000)] == list(range(3000))
+        assert is_half_seeded(), "consumption waited for the slave"
+        cluster.wait_writable()
+        until(lambda: are_equal(cluster), "equal copies")
+        cluster.swap_roles("g1")
+        cluster.wait_writable()
+        assert [sequence for sequence, _ in consume_all(cluster, "s", "g2", 3000)] == list(range(3000))
+
+
+def test_broker_with_an_empty_disk_does_not_become_the_master_of_a_group_with_messages(cluster):
+    """W3, W16: an operator who stops both and puts the emptied slave in the master's place is told, nothing is lost."""
+    master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
+    receipts = send_all(cluster, "s", 20)
+    end(cluster, master.hostname, slave.hostname)
+    data_of(cluster, slave).rename(cluster.run_dir / "aside")
+    place(cluster, "ReplaceBroker", slave, 0)  # the metaserver cannot know yet
+    place(cluster, "ReplaceBroker", master, 1)
+    begin(cluster, slave.hostname, master.hostname)
+    until(lambda: "another data directory" in log_of(cluster, slave.hostname), "it is told why it is refused")
+    assert "Give it that one back" in log_of(cluster, slave.hostname)
+    assert not cluster.writable("g1") and ends(cluster)[0] == (0, 0)
+    end(cluster, slave.hostname)
+    shutil.rmtree(data_of(cluster, slave))
+    (cluster.run_dir / "aside").rename(data_of(cluster, slave))
+    begin(cluster, slave.hostname)
+    cluster.wait_writable()
+    assert cluster.broker("g1", "master") == slave
+    assert [id for _, id in consume_all(cluster, "s", "g", 20)] == [receipt.message_id for receipt in receipts]
+
+
+def test_broker_with_the_data_of_another_group_takes_no_part(tmp_path):
+    with running(tmp_path, groups=("g1", "g2")) as cluster:
+        mine, other = cluster.broker("g1", "slave"), cluster.broker("g2", "slave")
+        end(cluster, mine.hostname, other.hostname)
+        before = [ends(cluster, group)[0] for group in ("g1", "g2")]
+        one, two = data_of(cluster, mine), data_of(cluster, other)
+        one.rename(tmp_path / "aside")
+        shutil.copytree(two, one)
+        begin(cluster, mine.hostname)
+        until(lambda: "belongs to" in log_of(cluster, mine.hostname), "it is told what is wrong")
+        assert [ends(cluster, group)[0] for group in ("g1", "g2")] == before
+        assert reasons(cluster, cluster.broker("g1", "master")) == ["slave_down"]
+        end(cluster, mine.hostname)
+        shutil.rmtree(one)
+        (tmp_path / "aside").rename(one)
+        begin(cluster, mine.hostname, other.hostname)
+        cluster.wait_writable()
+
+
+# The metaserver is away.
+
+
+def test_brokers_restart_without_the_metaserver_in_the_parts_they_had(cluster):
+    master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
+    send_all(cluster, "s", 10)
+    cluster.swap_roles("g1")
+    cluster.wait_writable()
+    end(cluster, "metaserver", master.hostname, slave.hostname)
+    begin(cluster, master.hostname, slave.hostname)
+    until(lambda: (said := state(cluster, slave)) and said.writable, "the last master takes messages again")
+    with Wire(slave.serve_port, token=cluster.token) as wire:
+        produced = commands.decode_produced(wire.ask(Command.PRODUCE, produce_body("s", {"n": 1})).body)
+        assert produced.first_sequence == 10
+        assert sum(piece.count for piece in pull(wire, subscribe(wire, "s"), timeout_ms=5000)) == 11
+    with Wire(master.serve_port, token=cluster.token) as wire:
+        assert wire.ask(Command.PRODUCE, produce_body("s", {"n": 1}, batch=2)).code == ErrorCode.NOT_MASTER
+    begin(cluster, "metaserver")
+    cluster.wait_writable()
+    assert cluster.broker("g1", "master") == slave
+
+
+def test_clients_go_on_while_the_metaserver_is_away(cluster):
+    async def send_and_consume():
+        async with producer(cluster) as sender:
+            assert (await sender.send(qmq.Message("s", {"n": 1}))).is_stored
+            await asyncio.to_thread(end, cluster, "metaserver")
+            for n in range(50):
+                assert (await sender.send(qmq.Message("s", {"n": n}))).is_stored
+            await asyncio.to_thread(begin, cluster, "metaserver")
+            for n in range(50):
+                assert (await sender.send(qmq.Message("s", {"n": n}))).is_stored
+
+    asyncio.run(send_and_consume())
+    until(lambda: cluster.broker("g1", "master") and _answers(cluster), "the metaserver is back")
+    assert len(consume_all(cluster, "s", "g", 101)) == 101
+
+
+def _answers(cluster):
+    try:
+        return cluster.manage("ListBrokers")
+    except qmq.QmqError:
+        return None
+
+
+def test_metaserver_that_is_killed_forgets_nothing(tmp_path):
+    with running(tmp_path, groups=("g1", "g2")) as cluster:
+        send_all(cluster, "s", 20)
+        cluster.swap_roles("g2")
+        cluster.manage("MarkReadonlyBrokerGroup", brokerGroup="g1")
+        cluster.wait_writable("g2")
+
+        def told():
+            rows = cluster.manage("ListBrokerGroups")
+            brokers = [
+                {name: value for name, value in row.items() if name != "up"} for row in cluster.manage("ListBrokers")
+            ]
+            return [(row["groupName"], row["term"], row["master"], row["readonlySubjects"]) for row in rows], brokers
+
+        before = told()
+        end(cluster, "metaserver")
+        begin(cluster, "metaserver")
+        until(lambda: _answers(cluster), "the metaserver is back")
+        assert told() == before
+        cluster.wait_writable("g2")
+        assert reasons(cluster, cluster.broker("g1", "master")) == ["operator"]
+        with pytest.raises(OperatorError, match="already|SwapRoles"):
+            place(cluster, "AddBroker", cluster.broker("g2", "slave"), 0)
+
+
+def test_swap_back_and_forth_keeps_every_message_and_its_order(cluster):
+    """P4; W2, W13: an ack of before the swap hits the same messages after it."""
+    with_ids = []
+    for turn in range(4):
+        with_ids += send_all(cluster, "s", 25, name=f"turn{turn}")
+        cluster.swap_roles("g1")
+        cluster.wait_writable()
+        got = consume_all(cluster, "s", "g", 25, consumer_id="c1")
+        assert got == [(25 * turn + n, f"turn{turn}-{n}") for n in range(25)]
+    assert [receipt.sequence for receipt in with_ids] == list(range(100))
