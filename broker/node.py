@@ -242,14 +242,12 @@ class Node:
             theirs_start, theirs_end: what the other copy has on its disk.
         """
         damage = self.log.damage
-        if damage is None or not self.log.is_idle:
+        if damage is None:
             return False
         if theirs_start > damage.begin:
             self._mend_old(theirs_start)
         elif theirs_end < damage.end:
-            # What only we had was never acknowledged: it goes to quarantine, and the other copy goes on from there.
-            if self.slave is None:
-                self._cut_damage(f"damaged and unknown to the other copy: {damage.reason}")
+            self._cut_damage(f"damaged and unknown to the other copy: {damage.reason}")
         else:
             return True
         return False
@@ -280,17 +278,24 @@ class Node:
         self.repaired()
 
     def _cut_damage(self, why: str) -> None:
+        """What only we had was never acknowledged: it goes to quarantine, and the other copy goes on from there."""
         assert self.log.damage is not None
+        if self.log.may_be_acknowledged(self.log.damage):
+            log.critical("damage cannot be mended: both copies had it once, and the other lost it group=%s", self.group)
+            return
         self._leave_role()
-        self.log.cut(self.log.damage.begin, why)
-        self._begin_role()
+        if self.log.is_idle:  # else at the next attempt
+            self.log.cut(self.log.damage.begin, why)
+            self._begin_role()
 
     def _mend_old(self, theirs_start: int) -> None:
         """The other copy's retention took the damaged segment; ours need not keep it either."""
-        if self.role is None:
+        if self.role is None and self.log.is_idle:
             self.log.set_aside("damaged-and-dropped-by-the-other-copy")
             self._begin_role()
             return
+        if self.role is None:
+            return  # what was appended before is still being written: at the next attempt
         while self.log.damage is not None and len(self.log.bases) > 1 and self.log.bases[1] <= theirs_start:
             self.log.drop_oldest_segment()
         if self.log.damage is None:

@@ -7,6 +7,7 @@ time; `flushed` takes note. Reading from the tail needs no disk.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -394,6 +395,15 @@ class MessageLog:
         """Return the bytes from `begin`, where no frame is, up to the next frame. Blocks; may run on a thread."""
         end = self.next_frame(begin + 8)
         return read_raw(self._disk, list(self._bases), begin, self.flushed_end if end is None else end)
+
+    def may_be_acknowledged(self, damage: Damage) -> bool:
+        """Return whether the damage lies below a high watermark that this log knows, so that both copies had it."""
+        high = self.state.high_watermark
+        base = segment_at(self._bases, damage.end)
+        data = self._disk.read(log_name(base), damage.end - base, 4096)
+        with contextlib.suppress(CorruptFrame):
+            high = max(high, decode_header(data, 0, damage.end, None).high_watermark)
+        return damage.begin < high
 
     def timestamp_at(self, offset: int) -> int:
         """Return the timestamp of the frame at `offset`, in ms since 1970."""
