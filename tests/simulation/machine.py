@@ -426,27 +426,26 @@ class Process:
 
     def _drop_old_segments(self) -> None:
         """What broker.service does for retention."""
+        try:
+            self.guarded(self._drop)
+        except CorruptFrame as problem:
+            self._events.count("damage found by retention")
+            self.guarded(partial(self.node.found_damage, problem))
+
+    def _drop(self) -> None:
         limits = retention.Limits(self.world.swarm.limits.retention_ms, 1 << 60, 1 << 40)
         while self.is_alive and len(self.log.bases) > 1 and self.log.damage is None:
             pins = [self.log.flushed_end]
             if self.node.master is not None and self.node.master.shipped_end is not None:
                 pins.append(self.node.master.shipped_end)
-            try:
-                oldest_ms = self.log.timestamp_at(self.log.bases[1])
-            except LogError:
-                return
-            try:
-                needed = self._consumed.needed_from(self.log)
-            except CorruptFrame as problem:
-                self._events.count("damage found by retention")
-                self.guarded(partial(self.node.found_damage, problem))
-                return
+            oldest_ms = self.log.timestamp_at(self.log.bases[1])
+            needed = self._consumed.needed_from(self.log)
             if not retention.droppable(
                 self.log, oldest_ms=oldest_ms, now_ms=self.now_ms(), pinned=min(pins), needed=needed, limits=limits
             ):
                 return
             self._events.count("segment dropped")
-            self.guarded(self.log.drop_oldest_segment)
+            self.log.drop_oldest_segment()
 
 
 _QUIET = frozenset({Command.CONFIRM, Command.PULL, Command.HEARTBEAT})
