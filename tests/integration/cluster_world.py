@@ -240,13 +240,13 @@ class Wire:
         return data
 
 
-def produce_body(subject, *messages, producer=7, batch=1, crc=None):
-    """The body of a PRODUCE with `messages` (dicts of properties); `subject` may be bytes that are no legal name."""
+def produce_body(subject, *messages, crc=None):
+    """The body of a PRODUCE with `messages` (dicts of properties), of a producer that is new with each call."""
     encode = batch_encoder("any.subject", 0)
     batch_body = join_batch([encode(qmq.Message("any.subject", one, id=f"id-{at}")) for at, one in enumerate(messages)])
-    name = subject if isinstance(subject, bytes) else subject.encode()
-    header = commands.produce_header(producer, batch, len(messages), crc32(batch_body) if crc is None else crc, "")
-    return header[:-2] + len(name).to_bytes(2, "little") + name + batch_body
+    producer = random.SystemRandom().getrandbits(63)
+    crc = crc32(batch_body) if crc is None else crc
+    return commands.produce_header(producer, 1, len(messages), crc, subject) + batch_body
 
 
 def subscribe(wire, subject, group="g", consumer="c1", start="earliest"):

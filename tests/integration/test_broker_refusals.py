@@ -179,7 +179,7 @@ def test_restart_after_refused_input_loses_nothing(cluster, master):
     send_all(cluster, "around", 10, name="before")
     with Wire(master.serve_port, token=cluster.token) as wire:
         wire.ask(Command.PRODUCE, produce_body("s" * 300, {"a": 1}))
-        wire.ask(Command.PRODUCE, produce_body("around", {"a": 1}, crc=1, batch=2))
+        wire.ask(Command.PRODUCE, produce_body("around", {"a": 1}, crc=1))
     send_all(cluster, "around", 10, name="after")
     pid = cluster.service(master.hostname).pid
     cluster.kill("g1", "master")
@@ -265,7 +265,7 @@ def test_confirmation_of_a_stranger_releases_no_producer(cluster, master):
     cluster.service(slave.hostname).signal(19)
     try:
         with Wire(master.serve_port, token=cluster.token) as wire, Wire(master.sync_port, token=cluster.token) as liar:
-            wire.request(Command.PRODUCE, produce_body("unconfirmed", {"a": 1}, batch=99))
+            wire.request(Command.PRODUCE, produce_body("unconfirmed", {"a": 1}))
             until(lambda: state(cluster, master).log_end > state(cluster, master).matched_end, "it is written")
             now = state(cluster, master)
             confirmation = Confirmation(Epoch(now.term, now.boot), now.log_end, now.chain)

@@ -40,10 +40,24 @@ from tests.integration.cluster_world import (
 )
 
 
-@pytest.fixture
-def cluster(tmp_path):
-    with running(tmp_path, slave_lag_ms_max=1000, lease_ms=20_000) as cluster:
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("cluster"), slave_lag_ms_max=1000, lease_ms=20_000) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def cluster(shared):
+    """One cluster for most tests, well again for each; a test's messages have a subject of their own."""
+    begin(shared, "metaserver", *(broker.hostname for broker in shared.plan.brokers))
+    until(lambda: _answers(shared), "the metaserver answers")
+    shared.wait_writable()
+    return shared
+
+
+@pytest.fixture
+def subject(request):
+    return f"s{sum(request.node.name.encode())}"
 
 
 def place(cluster, action, broker, role):
@@ -86,13 +100,13 @@ def test_without_its_slave_a_group_is_readonly_within_a_second_and_producers_go_
         assert send_all(cluster, "s", 50)
 
 
-def test_consumption_goes_on_without_the_slave_and_is_marked_alone(cluster):
+def test_consumption_goes_on_without_the_slave_and_is_marked_alone(cluster, subject):
     master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
-    send_all(cluster, "s", 10)
+    send_all(cluster, subject, 10)
     end(cluster, slave.hostname)
     until(lambda: reasons(cluster, master) == ["slave_down"], "readonly")
     with Wire(master.serve_port, token=cluster.token) as wire:
-        subscription = subscribe(wire, "s")
+        subscription = subscribe(wire, subject)
         pieces = pull(wire, subscription)
         assert sum(piece.count for piece in pieces) == 10 and all(piece.flags == FLAG_ALONE for piece in pieces)
         first = pieces[0].pull_sequence
@@ -101,23 +115,21 @@ def test_consumption_goes_on_without_the_slave_and_is_marked_alone(cluster):
     cluster.wait_writable()
     cluster.swap_roles("g1")
     cluster.wait_writable()
-    assert [sequence for sequence, _ in consume_all(cluster, "s", "g", 6, consumer_id="c1")] == [4, 5, 6, 7, 8, 9]
+    assert [sequence for sequence, _ in consume_all(cluster, subject, "g", 6, consumer_id="c1")] == [4, 5, 6, 7, 8, 9]
     until(lambda: are_equal(cluster), "equal copies")
-    folders = [data_of(cluster, broker) for broker in (master, slave)]
-    cluster.stop()
-    for copy in map(read_copy, folders):
-        alone = [FrameKind(frame.kind) for frame in copy.frames if frame.flags & FLAG_ALONE]
+    for copy in (read_copy(data_of(cluster, broker)) for broker in (master, slave)):
+        alone = [FrameKind(one.kind) for one in copy.frames if one.flags & FLAG_ALONE and one.subject == subject]
         assert alone == [FrameKind.POSITION, FrameKind.PULL, FrameKind.ACK]
 
 
-def test_what_only_the_master_has_is_neither_acknowledged_nor_handed_out(cluster):
+def test_what_only_the_master_has_is_neither_acknowledged_nor_handed_out(cluster, subject):
     """W3, W13."""
     master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
-    send_all(cluster, "s", 3)
+    send_all(cluster, subject, 3)
     with Wire(master.serve_port, token=cluster.token) as sender, Wire(master.serve_port, token=cluster.token) as wire:
-        subscription = subscribe(wire, "s")
+        subscription = subscribe(wire, subject)
         cluster.service(slave.hostname).signal(19)
-        sender.request(Command.PRODUCE, produce_body("s", {"n": 1}))
+        sender.request(Command.PRODUCE, produce_body(subject, {"n": 1}))
         until(lambda: state(cluster, master).log_end > state(cluster, master).matched_end, "it is written")
         end(cluster, slave.hostname)
         until(lambda: "slave_down" in reasons(cluster, master), "readonly")
@@ -128,13 +140,13 @@ def test_what_only_the_master_has_is_neither_acknowledged_nor_handed_out(cluster
         assert [(piece.sequence, piece.count) for piece in pull(wire, subscription, timeout_ms=5000)] == [(3, 1)]
 
 
-def test_slave_that_stands_still_makes_the_group_readonly_until_it_goes_on(cluster):
+def test_slave_that_stands_still_makes_the_group_readonly_until_it_goes_on(cluster, subject):
     """W11, W21: lag is noticed by time, and does not freeze with the slave."""
     master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
     with Wire(master.serve_port, token=cluster.token) as wire:
         cluster.service(slave.hostname).signal(19)
         try:
-            wire.request(Command.PRODUCE, produce_body("s", {"n": 1}))
+            wire.request(Command.PRODUCE, produce_body(subject, {"n": 1}))
             until(lambda: reasons(cluster, master) == ["slave_lag"], "readonly for the slave's lag", timeout_s=5)
             assert metrics(master)['qmq_broker_sync_lag_bytes{broker_group="g1"}'] > 0
         finally:
@@ -143,9 +155,9 @@ def test_slave_that_stands_still_makes_the_group_readonly_until_it_goes_on(clust
     cluster.wait_writable()
 
 
-def test_mark_of_an_operator_outlives_the_slaves_return_and_a_restart(cluster):
+def test_mark_of_an_operator_outlives_the_slaves_return_and_a_restart(cluster, subject):
     master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
-    send_all(cluster, "s", 5)
+    send_all(cluster, subject, 5)
     cluster.manage("MarkReadonlyBrokerGroup", brokerGroup="g1")
     until(lambda: reasons(cluster, master) == ["operator"], "marked")
     end(cluster, slave.hostname)
@@ -156,9 +168,9 @@ def test_mark_of_an_operator_outlives_the_slaves_return_and_a_restart(cluster):
     begin(cluster, master.hostname)
     until(lambda: reasons(cluster, master) == ["operator"], "the mark is still there")
     with Wire(master.serve_port, token=cluster.token) as wire:
-        answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": 1}))
+        answer = wire.ask(Command.PRODUCE, produce_body(subject, {"n": 1}))
         assert answer.code == ErrorCode.READ_ONLY and b"UnMarkReadonly ends it" in bytes(answer.body)
-    assert len(consume_all(cluster, "s", "g", 5)) == 5
+    assert len(consume_all(cluster, subject, "g", 5)) == 5
     cluster.manage("UnMarkReadonlyBrokerGroup", brokerGroup="g1")
     cluster.wait_writable()
 
@@ -191,10 +203,10 @@ def test_slave_with_an_empty_disk_counts_for_nothing_until_it_matched(tmp_path):
         assert [sequence for sequence, _ in consume_all(cluster, "s", "g2", 3000)] == list(range(3000))
 
 
-def test_broker_with_an_empty_disk_does_not_become_the_master_of_a_group_with_messages(cluster):
+def test_broker_with_an_empty_disk_does_not_become_the_master_of_a_group_with_messages(cluster, subject):
     """W3, W16: an operator who stops both and puts the emptied slave in the master's place is told, nothing is lost."""
     master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
-    receipts = send_all(cluster, "s", 20)
+    receipts = send_all(cluster, subject, 20)
     end(cluster, master.hostname, slave.hostname)
     data_of(cluster, slave).rename(cluster.run_dir / "aside")
     place(cluster, "ReplaceBroker", slave, 0)  # the metaserver cannot know yet
@@ -209,7 +221,7 @@ def test_broker_with_an_empty_disk_does_not_become_the_master_of_a_group_with_me
     begin(cluster, slave.hostname)
     cluster.wait_writable()
     assert cluster.broker("g1", "master") == slave
-    assert [id for _, id in consume_all(cluster, "s", "g", 20)] == [receipt.message_id for receipt in receipts]
+    assert [id for _, id in consume_all(cluster, subject, "g", 20)] == [receipt.message_id for receipt in receipts]
 
 
 def test_broker_with_the_data_of_another_group_takes_no_part(tmp_path):
@@ -234,39 +246,39 @@ def test_broker_with_the_data_of_another_group_takes_no_part(tmp_path):
 # The metaserver is away.
 
 
-def test_brokers_restart_without_the_metaserver_in_the_parts_they_had(cluster):
+def test_brokers_restart_without_the_metaserver_in_the_parts_they_had(cluster, subject):
     master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
-    send_all(cluster, "s", 10)
+    send_all(cluster, subject, 10)
     cluster.swap_roles("g1")
     cluster.wait_writable()
     end(cluster, "metaserver", master.hostname, slave.hostname)
     begin(cluster, master.hostname, slave.hostname)
     until(lambda: (said := state(cluster, slave)) and said.writable, "the last master takes messages again")
     with Wire(slave.serve_port, token=cluster.token) as wire:
-        produced = commands.decode_produced(wire.ask(Command.PRODUCE, produce_body("s", {"n": 1})).body)
+        produced = commands.decode_produced(wire.ask(Command.PRODUCE, produce_body(subject, {"n": 1})).body)
         assert produced.first_sequence == 10
-        assert sum(piece.count for piece in pull(wire, subscribe(wire, "s"), timeout_ms=5000)) == 11
+        assert sum(piece.count for piece in pull(wire, subscribe(wire, subject), timeout_ms=5000)) == 11
     with Wire(master.serve_port, token=cluster.token) as wire:
-        assert wire.ask(Command.PRODUCE, produce_body("s", {"n": 1}, batch=2)).code == ErrorCode.NOT_MASTER
+        assert wire.ask(Command.PRODUCE, produce_body(subject, {"n": 1})).code == ErrorCode.NOT_MASTER
     begin(cluster, "metaserver")
     cluster.wait_writable()
     assert cluster.broker("g1", "master") == slave
 
 
-def test_clients_go_on_while_the_metaserver_is_away(cluster):
+def test_clients_go_on_while_the_metaserver_is_away(cluster, subject):
     async def send_and_consume():
         async with producer(cluster) as sender:
-            assert (await sender.send(qmq.Message("s", {"n": 1}))).is_stored
+            assert (await sender.send(qmq.Message(subject, {"n": 1}))).is_stored
             await asyncio.to_thread(end, cluster, "metaserver")
             for n in range(50):
-                assert (await sender.send(qmq.Message("s", {"n": n}))).is_stored
+                assert (await sender.send(qmq.Message(subject, {"n": n}))).is_stored
             await asyncio.to_thread(begin, cluster, "metaserver")
             for n in range(50):
-                assert (await sender.send(qmq.Message("s", {"n": n}))).is_stored
+                assert (await sender.send(qmq.Message(subject, {"n": n}))).is_stored
 
     asyncio.run(send_and_consume())
     until(lambda: cluster.broker("g1", "master") and _answers(cluster), "the metaserver is back")
-    assert len(consume_all(cluster, "s", "g", 101)) == 101
+    assert len(consume_all(cluster, subject, "g", 101)) == 101
 
 
 def _answers(cluster):
@@ -301,13 +313,13 @@ def test_metaserver_that_is_killed_forgets_nothing(tmp_path):
             place(cluster, "AddBroker", cluster.broker("g2", "slave"), 0)
 
 
-def test_swap_back_and_forth_keeps_every_message_and_its_order(cluster):
+def test_swap_back_and_forth_keeps_every_message_and_its_order(cluster, subject):
     """P4; W2, W13: an ack of before the swap hits the same messages after it."""
     with_ids = []
     for turn in range(4):
-        with_ids += send_all(cluster, "s", 25, name=f"turn{turn}")
+        with_ids += send_all(cluster, subject, 25, name=f"turn{turn}")
         cluster.swap_roles("g1")
         cluster.wait_writable()
-        got = consume_all(cluster, "s", "g", 25, consumer_id="c1")
+        got = consume_all(cluster, subject, "g", 25, consumer_id="c1")
         assert got == [(25 * turn + n, f"turn{turn}-{n}") for n in range(25)]
     assert [receipt.sequence for receipt in with_ids] == list(range(100))

@@ -1,0 +1,185 @@
+"""Shell. A bit flips on one disk: it is never served, the group says so, the other copy mends it. P6."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from qmq.errors import CorruptFrame
+from qmq.log import RealDisk
+from qmq.log.frame import FrameKind
+from qmq.log.segments import log_name, segment_bases
+from tests.integration.cluster_world import (
+    are_equal,
+    begin,
+    consume_all,
+    data_of,
+    end,
+    flip_bit,
+    log_of,
+    metrics,
+    read_copy,
+    reasons,
+    running,
+    send_all,
+    until,
+)
+
+COUNT = 400
+FRAMES = 10
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("cluster"), segment_bytes=64 * 1024, tail_bytes=0) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def ids(cluster, request):
+    """Messages of a subject of this test's own, in several frames and segments, on both copies."""
+    begin(cluster, *(broker.hostname for broker in cluster.plan.brokers))  # a test before this one may have failed
+    cluster.wait_writable()
+    ids = []
+    for turn in range(FRAMES):
+        receipts = send_all(cluster, subject_of(request), COUNT // FRAMES, size=200, name=f"t{turn}")
+        ids += [receipt.message_id for receipt in receipts]
+    until(lambda: are_equal(cluster), "equal copies")
+    return ids
+
+
+@pytest.fixture
+def subject(request):
+    return subject_of(request)
+
+
+def subject_of(request):
+    return f"s{sum(request.node.name.encode())}"
+
+
+def damage(data, subject, *, newest=False, where="body"):
+    """Flip one bit of a messages frame, with frames behind it in its segment; return the frame's offset."""
+    newest_base = segment_bases(RealDisk(data))[-1]
+    frames = [f for f in read_copy(data).frames if f.kind == FrameKind.MESSAGES and f.subject == subject]
+    bases = segment_bases(RealDisk(data))
+    frame = next(
+        f for f, after in zip(frames, frames[1:], strict=False)
+        if f.offset not in bases and after.offset not in bases and (f.offset > newest_base) == newest
+    )  # fmt: skip
+    at = {"header": 12, "subject": frame.body_at - 8, "body": frame.body_at + frame.body_bytes // 2}[where]
+    base = max(base for base in bases if base <= frame.offset)
+    flip_bit(data / log_name(base), frame.offset - base + at)
+    return frame.offset
+
+
+def is_whole(data):
+    try:
+        return bool(read_copy(data))
+    except CorruptFrame:
+        return False
+
+
+def both_copies(cluster):
+    until(lambda: are_equal(cluster), "equal copies")
+    return [read_copy(data_of(cluster, cluster.broker("g1", role))) for role in ("master", "slave")]
+
+
+@pytest.mark.parametrize("where", ["header", "subject", "body"])
+def test_damage_in_a_closed_segment_is_found_when_read_and_mended_while_consumers_go_on(cluster, subject, ids, where):
+    master = cluster.broker("g1", "master")
+    data = data_of(cluster, master)
+    quarantined = set(data.glob("quarantine/*.json"))
+    offset = damage(data, subject, where=where)
+    pid = cluster.service(master.hostname).pid
+    got = consume_all(cluster, subject, "g", COUNT, prefetch_messages=20)
+    assert [id for _, id in sorted(set(got))] == ids, "each is consumed, none as it was damaged"
+    assert cluster.service(master.hostname).pid == pid, "the broker goes on"
+    said = log_of(cluster, master.hostname)
+    assert re.search(f"log damaged.* offset={offset} ", said) and "log repaired" in said, said[-2000:]
+    cluster.wait_writable()
+    [report] = set(data.glob("quarantine/*.json")) - quarantined
+    assert json.loads(report.read_text())["begin"] == offset and report.with_suffix(".bytes").stat().st_size > 0
+    send_all(cluster, subject, 10, name="after")
+    mine, other = both_copies(cluster)
+    assert mine.frames == other.frames
+    assert [id for name, _, id in mine.messages if name == subject][:COUNT] == ids
+
+
+def test_damage_makes_the_group_readonly_until_it_is_mended(cluster, subject, ids):
+    """While the other copy is away nothing can be mended: readonly, with the reason, and what is whole is served."""
+    master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
+    damage(data_of(cluster, master), subject)
+    end(cluster, slave.hostname)
+    with pytest.raises(TimeoutError):
+        consume_all(cluster, subject, "g", COUNT, prefetch_messages=20, timeout_s=3)
+    assert "corrupt" in reasons(cluster, master)
+    assert metrics(master)['qmq_broker_readonly{broker_group="g1",reason="corrupt"}'] == 1
+    begin(cluster, slave.hostname)
+    cluster.wait_writable()
+    assert [id for _, id in consume_all(cluster, subject, "all of it", COUNT)] == ids
+    assert "corrupt" not in reasons(cluster, master)
+
+
+def test_damage_on_the_slave_is_mended_once_it_is_the_master(cluster, subject, ids):
+    slave = cluster.broker("g1", "slave")
+    offset = damage(data_of(cluster, slave), subject)
+    cluster.swap_roles("g1")
+    cluster.wait_writable()
+    got = consume_all(cluster, subject, "g", COUNT, prefetch_messages=20)
+    assert [id for _, id in sorted(set(got))] == ids
+    assert re.search(f"log repaired.* begin={offset} ", log_of(cluster, slave.hostname))
+    cluster.wait_writable()
+    mine, other = both_copies(cluster)
+    assert mine.frames == other.frames
+
+
+@pytest.mark.parametrize("role", ["master", "slave"])
+@pytest.mark.parametrize("where", ["header", "body"])
+def test_damage_found_at_start_is_mended_before_the_broker_takes_its_part(cluster, subject, ids, role, where):
+    """A frame in the newest segment, with frames behind it: damage, no torn tail, so nothing is cut (W4)."""
+    broker = cluster.broker("g1", role)
+    for _ in range(5):
+        send_all(cluster, f"{subject}.newest", 1)
+    end(cluster, broker.hostname)
+    offset = damage(data_of(cluster, broker), f"{subject}.newest", newest=True, where=where)
+    started = len(log_of(cluster, broker.hostname))
+    begin(cluster, broker.hostname)
+    cluster.wait_writable()
+    said = log_of(cluster, broker.hostname)[started:]
+    assert f" end={offset} " in said, "recovery went as far as the log was whole"
+    assert f"begin={offset} " in said and said.index("log damaged") < said.index(f"role {role}"), said
+    mine, other = both_copies(cluster)
+    assert mine.frames == other.frames
+    assert [id for _, id in consume_all(cluster, subject, "g", COUNT)] == ids
+
+
+@pytest.mark.parametrize("role", ["master", "slave"])
+def test_damage_at_the_head_of_a_segment_does_not_keep_a_broker_from_running(cluster, subject, ids, role):
+    """Retention looks at the first frame of a segment every few seconds."""
+    broker = cluster.broker("g1", role)
+    data = data_of(cluster, broker)
+    end(cluster, broker.hostname)
+    flip_bit(data / log_name(segment_bases(RealDisk(data))[1]), 41)
+    begin(cluster, broker.hostname)
+    starts = cluster.service(broker.hostname).starts
+    cluster.wait_writable()
+    got = consume_all(cluster, subject, "g", COUNT, prefetch_messages=20)
+    assert [id for _, id in sorted(set(got))] == ids
+    until(lambda: is_whole(data), "it is mended, although nobody reads it")
+    mine, other = both_copies(cluster)
+    assert mine.frames == other.frames
+    assert cluster.service(broker.hostname).starts == starts, "it did not end"
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".snap"])
+def test_damaged_index_or_snapshot_is_made_again(cluster, subject, ids, suffix):
+    """W17."""
+    broker = cluster.broker("g1", "master")
+    end(cluster, broker.hostname)
+    for file in (data_of(cluster, broker) / "log").glob(f"*{suffix}"):
+        flip_bit(file, file.stat().st_size // 2)
+    begin(cluster, broker.hostname)
+    cluster.wait_writable()
+    assert [id for _, id in consume_all(cluster, subject, "g", COUNT)] == ids
