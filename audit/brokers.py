@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import urllib.error
 import urllib.request
 from typing import Any
 
 from audit.copies import CannotRead
 from audit.group import Group
 from audit.schema import COPIES
+from qmq.control_plane import DIRECT
 
 CALL_TIMEOUT_S = 10.0
 
@@ -38,10 +38,10 @@ def _list_brokers(metaserver: str, token: str) -> list[dict[str, Any]]:
         f"{url.rstrip('/')}/management?action=ListBrokers", data=b"", headers={"X-Api-Token": token}
     )
     try:
-        with urllib.request.urlopen(request, timeout=CALL_TIMEOUT_S) as answer:
-            brokers = json.load(answer)
-    except (urllib.error.URLError, OSError, ValueError) as error:
+        with DIRECT.open(request, timeout=CALL_TIMEOUT_S) as answer:
+            result = json.load(answer)
+    except (OSError, ValueError) as error:
         raise CannotRead(f"ListBrokers at {url}: {error}") from None
-    if not isinstance(brokers, list):
-        raise CannotRead(f"ListBrokers at {url}: {brokers}")
-    return brokers
+    if not isinstance(result, dict) or result.get("status") != 0:
+        raise CannotRead(f"ListBrokers at {url}: {result}")
+    return list(result["data"])

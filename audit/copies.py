@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 
 from audit.walk import Storage, tail_of
+from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import QmqError
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 
@@ -150,8 +151,7 @@ class BrokerCopy:
 
     def __init__(self, address: str, token: str, limit: int = OFFSET_MAX) -> None:
         self._address, self._limit = address, limit
-        options = [("grpc.max_receive_message_length", -1)]
-        self._channel = grpc.insecure_channel(address, options=options)
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = qmq_pb2_grpc.BrokerStub(self._channel)
         self._metadata = (("x-api-token", token),)
         self._stream: Iterator[Any] | None = None

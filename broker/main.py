@@ -24,6 +24,7 @@ from broker.service import Service
 from broker.settings import BrokerSettings
 from qmq.errors import QmqError
 from qmq.log import MessageLog, RealDisk
+from qmq.logs import configure
 from qmq.replication.identity import IdentityFile
 from qmq.settings import InvalidSettings, load
 
@@ -35,7 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m broker", description="One broker: master or slave of its group.")
     parser.add_argument("--config", type=Path, help="TOML file; QMQ_BROKER_… variables override it")
     arguments = parser.parse_args()
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO)
+    configure()
     try:
         settings = load(BrokerSettings, prefix="QMQ_BROKER", path=arguments.config, environ=os.environ)
     except InvalidSettings as error:

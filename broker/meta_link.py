@@ -61,16 +61,13 @@ class MetaLink:
         """Register, beat; again after every failure."""
         loop = asyncio.get_running_loop()
         loop.call_later(ALONE_AFTER_S, self._start_alone)
-        said = ""
         while True:
             try:
                 async with grpc.aio.insecure_channel(await self._find(), options=CHANNEL_OPTIONS) as channel:
                     await self._live(MetaserverStub(channel))
             except (grpc.aio.AioRpcError, NotServed, OperatorError) as error:
                 text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                if text != said:
-                    said = text or ""
-                    log.warning("metaserver does not serve us at=%s: %s", self._settings.metaserver, text)
+                log.warning("metaserver does not serve us at=%s: %s", self._settings.metaserver, text)
             await asyncio.sleep(RETRY_S)
 
     def _start_alone(self) -> None:

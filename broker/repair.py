@@ -11,6 +11,7 @@ import grpc.aio
 
 from broker.service import Service
 from broker.settings import BrokerSettings
+from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import LogError
 from qmq.log.recovery import Damage
 from qmq.proto import qmq_pb2 as pb
@@ -23,18 +24,14 @@ RETRY_S = 1.0
 
 async def keep_whole(service: Service, settings: BrokerSettings) -> None:
     """While the log is damaged, try to mend it."""
-    said = ""
     while True:
         damage = service.node.log.damage
         if damage is not None:
             try:
                 await _mend(service, settings, damage)
-                said = ""
             except (grpc.aio.AioRpcError, LogError) as error:
                 text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                if text != said:
-                    said = text or ""
-                    log.error("repair waits group=%s begin=%d: %s", service.node.group, damage.begin, text)
+                log.error("repair waits group=%s begin=%d: %s", service.node.group, damage.begin, text)
         await asyncio.sleep(RETRY_S)
 
 
@@ -45,8 +42,7 @@ async def _mend(service: Service, settings: BrokerSettings, damage: Damage) -> N
         return
     metadata = (("x-api-token", settings.token),)
     log.error("log damaged group=%s begin=%d end=%d reason=%s", node.group, damage.begin, damage.end, damage.reason)
-    options = [("grpc.max_receive_message_length", 80 << 20)]
-    async with grpc.aio.insecure_channel(f"{peer.ip}:{peer.control_port}", options=options) as channel:
+    async with grpc.aio.insecure_channel(f"{peer.ip}:{peer.control_port}", options=CHANNEL_OPTIONS) as channel:
         stub = BrokerStub(channel)
         theirs = await stub.DescribeLog(pb.Nothing(), metadata=metadata, timeout=5)
         fetch = False

@@ -11,19 +11,18 @@ from typing import Any
 
 import grpc
 
+from qmq.control_plane import CHANNEL_OPTIONS, DIRECT
 from qmq.errors import NotServed, OperatorError
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 
 ACTION_S = 60.0
 """An action such as SwapRoles waits for brokers; it has its own, shorter bounds."""
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""What listens on this machine is asked without a proxy, whatever the environment says."""
 
 
 def metaserver_answers(url: str) -> bool:
     """Whether the metaserver tells its address already."""
     try:
-        with _DIRECT.open(f"{url}/meta/address", timeout=1.0) as answer:
+        with DIRECT.open(f"{url}/meta/address", timeout=1.0) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
@@ -39,7 +38,7 @@ def manage(url: str, token: str, action: str, **parameters: object) -> Any:
     form = urllib.parse.urlencode({"action": action, **parameters}).encode()
     request = urllib.request.Request(f"{url}/management", data=form, headers={"X-Api-Token": token})
     try:
-        with _DIRECT.open(request, timeout=ACTION_S) as answer:
+        with DIRECT.open(request, timeout=ACTION_S) as answer:
             text = answer.read().decode()
     except urllib.error.HTTPError as error:
         raise OperatorError(f"{action}: {error.code} {error.read().decode('utf-8', 'replace')}") from None
@@ -56,7 +55,7 @@ def manage(url: str, token: str, action: str, **parameters: object) -> Any:
 
 def broker_state(control_address: str, token: str) -> qmq_pb2.BrokerState | None:
     """What a broker says of itself, or None while it does not answer."""
-    with grpc.insecure_channel(control_address) as channel:
+    with grpc.insecure_channel(control_address, options=CHANNEL_OPTIONS) as channel:
         try:
             stub = qmq_pb2_grpc.BrokerStub(channel)
             state: qmq_pb2.BrokerState = stub.ReplicaStatus(

@@ -24,7 +24,8 @@ SERVER_OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens HTTP addresses of our own processes."""
 
 
 def find_metaserver(url: str, *, timeout_s: float = 3.0) -> str:
@@ -34,5 +35,5 @@ def find_metaserver(url: str, *, timeout_s: float = 3.0) -> str:
         OSError: nobody answers.
         ValueError: what answers is no metaserver.
     """
-    with _DIRECT.open(f"{url.rstrip('/')}/meta/address", timeout=timeout_s) as response:
+    with DIRECT.open(f"{url.rstrip('/')}/meta/address", timeout=timeout_s) as response:
         return str(Endpoint.parse(str(response.read(1000), "utf-8").strip()))
