@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -154,6 +155,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=run_dir, help="data while it runs, and logs; default: .run/bench")
     parser.add_argument("--out", type=Path, default=Path(".run/bench.json"), help="default: .run/bench.json")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end what was started, as Ctrl-C does
     try:
         names = chosen(options.only)
         options.dir.mkdir(parents=True, exist_ok=True)
