@@ -43,6 +43,7 @@ class Nemesis:
             "swap roles": self._swap_roles,
             "kill during a swap": self._kill_during_swap,
             "replace broker": self._replace_broker,
+            "lose the master's disk": self._lose_master_disk,
             "wipe slave": self._wipe_slave,
             "mark readonly": self._mark_readonly,
         }
@@ -145,12 +146,17 @@ class Nemesis:
         """QMQ's way: stop both, put the slave in the master's place, then the master in the slave's, start both."""
         master, slave = (self._cluster.broker(group, role) for role in ("master", "slave"))
         end(self._cluster, master.hostname, slave.hostname)
+        self._exchange(master, slave)
+        begin(self._cluster, slave.hostname, master.hostname)
+
+    def _exchange(self, master: BrokerPlan, slave: BrokerPlan) -> bool:
         try:
             self._place("ReplaceBroker", slave, 0)
-            self._place("ReplaceBroker", master, 1)
         except OperatorError as error:
             self.refused.append(str(error))
-        begin(self._cluster, slave.hostname, master.hostname)
+            return False
+        self._place("ReplaceBroker", master, 1)
+        return True
 
     def _place(self, action: str, broker: BrokerPlan, role: int) -> None:
         self._cluster.manage(
@@ -173,3 +179,13 @@ class Nemesis:
         shutil.rmtree(data_of(self._cluster, slave))
         self._pause(0.5)
         begin(self._cluster, slave.hostname)
+
+    def _lose_master_disk(self, group: str) -> None:
+        """The slave, which stood still until then, is all that is left: it must hold what was acknowledged."""
+        master, slave = (self._cluster.broker(group, role) for role in ("master", "slave"))
+        self._cluster.service(slave.hostname).signal(signal.SIGSTOP)
+        time.sleep(self._rng.uniform(0.3, 1.5))
+        end(self._cluster, master.hostname, slave.hostname)
+        if self._exchange(master, slave):
+            shutil.rmtree(data_of(self._cluster, master))
+        begin(self._cluster, slave.hostname, master.hostname)
