@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks import peer
 from benchmarks.backlog import Backlog
 from benchmarks.figures import Figure, result, rounded, table
-from benchmarks.machine import MIB, FullMemory, describe, free_disk_bytes
+from benchmarks.machine import describe
 from benchmarks.speed import GROUP, QUICK, Sizes, Speed
 from deploy.local import Cluster
 from deploy.plan import write_atomically
@@ -28,8 +28,6 @@ NAMES = [*SPEED, "backlog", "restart", "audit"]
 HTTP_PORT, BROKER_PORT = 27_080, 27_100
 """Where the search for free ports begins: not where `make run` has its own."""
 AUDIT_S = 1_800.0
-DISK_SPARE_BYTES = 34 << 30
-"""Disk that stays free when memory is filled: for two logs of 11 GiB, and for everybody else."""
 
 
 class Bench:
@@ -42,13 +40,7 @@ class Bench:
         self.skipped: dict[str, str] = {}
 
     def run(self, names: list[str], with_peer: bool) -> None:
-        """Measure what is named. Memory is full of cached pages while it runs, except for the quick one."""
-        spare = free_disk_bytes(self._dir) - DISK_SPARE_BYTES
-        with FullMemory(self._dir, 0 if self._sizes is QUICK else spare) as filled:
-            self._say(f"filled {filled.bytes // MIB:,} MB of free memory with cached pages")
-            self._run(names, with_peer)
-
-    def _run(self, names: list[str], with_peer: bool) -> None:
+        """Measure what is named."""
         if speed := [name for name in SPEED if name in names]:
             with self._cluster("speed") as cluster:
                 measures = Speed(cluster, self._sizes, self._say)

@@ -10,12 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 MIB = 1 << 20
-SPARE_BYTES = 512 * MIB
-"""Memory that stays free when it is filled; the kernel keeps about as much free itself."""
 PROBE_BYTES = 128 * MIB
 
 
@@ -85,40 +82,6 @@ def sync_us(directory: Path) -> float:
             times.append((time.perf_counter() - began) * 1e6)
     path.unlink()
     return median(times)
-
-
-class FullMemory:
-    """Fills free memory with the cached pages of a scratch file: the state in which a log broker spends its life.
-
-    A virtual machine may hand free memory back to its host, which gives it again page by page when it is written
-    (measured: 1.7 µs per KiB instead of 0.1, on each copy). A broker that has written for a while has no free memory
-    left: new pages of its log take the place of old ones, and cost what they cost everywhere.
-    """
-
-    def __init__(self, directory: Path, disk_bytes_max: int) -> None:
-        self._path, self._disk_bytes_max = directory / "filled-memory", disk_bytes_max
-        self.bytes = 0
-
-    def __enter__(self) -> FullMemory:
-        block = os.urandom(64 * MIB)
-        most = min(self._disk_bytes_max, _free_memory_bytes())
-        with self._path.open("wb", buffering=0) as file:
-            while _free_memory_bytes() > SPARE_BYTES and self.bytes + len(block) <= most:
-                file.write(block)
-                os.fdatasync(file.fileno())
-                self.bytes += len(block)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._path.unlink()
-
-
-def _free_memory_bytes() -> int:
-    """Memory that holds nothing, not even a cached file."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemFree:"))
 
 
 def page_cache_us(directory: Path) -> tuple[float, float]:

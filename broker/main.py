@@ -72,7 +72,7 @@ def _one_process(data: Path) -> Iterator[None]:
 
 
 async def _serve(settings: BrokerSettings) -> None:
-    disk = RealDisk(settings.data)
+    disk = RealDisk(settings.data, cached_bytes=settings.cached_bytes)
     began = time.monotonic()
     message_log = MessageLog(disk, segment_bytes=settings.segment_bytes, tail_bytes=settings.tail_bytes)
     log.info(

@@ -25,6 +25,7 @@ class BrokerSettings:
 
     segment_bytes: int = setting(1 << 30, unit="bytes", least=4096, why="size of a log segment; what a restart replays")
     tail_bytes: int = setting(32 * MIB, unit="bytes", least=0, why="newest frames kept in memory")
+    cached_bytes: int = setting(256 * MIB, unit="bytes", least=0, why="newest bytes of the log in the page cache")
     retention_hours: float = setting(72.0, unit="h", least=0.01, why="age at which a segment goes; QMQ's default")
     unconsumed_hours: float = setting(
         168.0, unit="h", least=0.01, why="age up to which a segment stays because a group has not acked something in it"
@@ -43,5 +44,5 @@ class BrokerSettings:
     catch_up_bytes_per_s: int = setting(256 * MIB, unit="bytes/s", least=1024, why="rate at which a slave is seeded")
     disk_free_limit: int = setting(1 << 30, unit="bytes", least=0, why="free space below which the group is readonly")
     inline_sync_us_max: float = setting(
-        200.0, unit="us", least=0, why="fsyncs known to be faster than this run on the loop: no thread hop"
+        500.0, unit="us", least=0, why="fsyncs known to be faster than this run on the loop: no thread hop"
     )

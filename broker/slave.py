@@ -33,6 +33,8 @@ class Slave:
         self._agreement: Agreement | None = None
         self._giving: Shipper | None = None
         self._hello_waits = False
+        self._is_complete = False
+        """Since this handshake, our log reached the end that the master's had then."""
         self.is_diverged = False
         self._ticked_ms = host.monotonic_ms()
 
@@ -45,7 +47,7 @@ class Slave:
     def connected(self, link: Link) -> None:
         """Begin the handshake, once nothing is being written."""
         self._link, self._agreement, self._giving = link, None, None
-        self._hello_waits = True
+        self._hello_waits, self._is_complete = True, False
         self._say_hello()
 
     def _say_hello(self) -> None:
@@ -175,7 +177,8 @@ class Slave:
     def _confirm(self, end: int, chain: int) -> None:
         """Tell the master up to where both logs match on our disk."""
         assert self._agreement is not None and self._link is not None
-        if end >= self._agreement.master_end:
+        if not self._is_complete and end >= self._agreement.master_end:
+            self._is_complete = True
             self._identity.completed(True)
             self._log.tail_is_whole()
         confirmation = Confirmation(self._agreement.epoch, end, chain)

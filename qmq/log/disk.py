@@ -19,7 +19,10 @@ from typing import Protocol
 
 from qmq.codec import Buffer
 from qmq.errors import DiskFailed
+from qmq.log.page_cache import PageCache
 
+COLD_READ_BYTES = 64 * 1024
+"""Smaller reads are headers and snapshots; whether they stay in the cache does not matter."""
 _IOV_MAX = 1024
 """Linux takes at most this many buffers in one pwritev."""
 
@@ -85,8 +88,11 @@ class _Descriptor:
 class RealDisk:
     """Files below one directory. Reads and writes may run on different threads; one writer at a time per file."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, cached_bytes: int = 256 << 20) -> None:
+        """`cached_bytes`: the newest bytes written that stay in the system's memory (qmq.log.page_cache)."""
         self._root = root
+        self._cache = PageCache(cached_bytes)
+        self._written: dict[str, tuple[int, int]] = {}
         self._descriptors: dict[str, _Descriptor] = {}
         root.mkdir(parents=True, exist_ok=True)
 
@@ -127,6 +133,8 @@ class RealDisk:
             data = os.pread(file.fd, size, offset)
             while len(data) < size and (more := os.pread(file.fd, size - len(data), offset + len(data))):
                 data += more
+        if size >= COLD_READ_BYTES:
+            self._cache.was_read(file, offset, offset + len(data))
         return data
 
     def map(self, name: str) -> Buffer:
@@ -149,6 +157,7 @@ class RealDisk:
     def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
         with _failing(name):
             file = self._open(name)
+            self._written[name] = (self._written.get(name, (offset, 0))[0], offset + sum(map(len, buffers)))
             for begin in range(0, len(buffers), _IOV_MAX):
                 some = buffers[begin : begin + _IOV_MAX]
                 total = sum(map(len, some))
@@ -159,7 +168,10 @@ class RealDisk:
 
     def sync(self, name: str) -> None:
         with _failing(name):
-            os.fdatasync(self._open(name).fd)
+            file = self._open(name)
+            os.fdatasync(file.fd)
+            if (written := self._written.pop(name, None)) is not None:
+                self._cache.synced(file, *written)
 
     def truncate(self, name: str, size: int) -> None:
         with _failing(name):
