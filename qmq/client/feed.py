@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 PULLS_IN_FLIGHT = 4
 """A feed's share of the prefetch is asked for in so many pulls: one is worked on, one waits, two are on their way."""
+ACK_WAIT_S = 0.004
+"""An ack is an fsync on both copies, which messages wait behind: one per message would double them."""
 ACKS_IN_FLIGHT = 4
 PULL_TIMEOUT_MS = 10_000
 """How long a broker holds a pull while there is nothing. Only a bound: it answers as soon as there is."""
@@ -251,10 +253,10 @@ class Feed:
     # Acking.
 
     def done(self, piece: HeldPiece) -> None:
-        """Something was marked; what is marked in this turn of the loop goes in one ack."""
+        """Something was marked; what is marked within the next moments goes in one ack."""
         if not self._ack_scheduled:
             self._ack_scheduled = True
-            asyncio.get_running_loop().call_soon(self._send_acks)
+            asyncio.get_running_loop().call_later(ACK_WAIT_S, self._send_acks)
 
     def _send_acks(self) -> None:
         self._ack_scheduled = False
