@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,8 @@ from qmq.control_plane import SERVER_OPTIONS
 from qmq.errors import CorruptFrame, NotServed, OperatorError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2 << 20
 POLL_S = 0.005
@@ -106,6 +109,7 @@ class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._token = token
 
         async def refuse(request: Any, context: Any) -> None:
+            log.warning("control call refused, its token is not valid here peer=%s", context.peer().rpartition(":")[0])
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "metadata x-api-token is missing or not valid here")
 
         self._unary = grpc.unary_unary_rpc_method_handler(refuse)

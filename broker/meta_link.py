@@ -20,6 +20,12 @@ from qmq.types import Role
 
 log = logging.getLogger(__name__)
 
+_REFUSALS = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+)
 BEAT_S = 1.0
 RETRY_S = 1.0
 ALONE_AFTER_S = 3.0
@@ -56,21 +62,30 @@ class MetaLink:
     def __init__(self, service: Service, settings: BrokerSettings) -> None:
         self._service, self._settings = service, settings
         self._metadata = (("x-api-token", settings.token),)
+        self._is_refused = False
 
     async def run(self) -> None:
         """Register, beat; again after every failure."""
         loop = asyncio.get_running_loop()
-        loop.call_later(ALONE_AFTER_S, self._start_alone)
+        loop.call_later(ALONE_AFTER_S, self.start_alone)
         while True:
             try:
                 async with grpc.aio.insecure_channel(await self._find(), options=CHANNEL_OPTIONS) as channel:
                     await self._live(MetaserverStub(channel))
             except (grpc.aio.AioRpcError, NotServed, OperatorError) as error:
-                text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                log.warning("metaserver does not serve us at=%s: %s", self._settings.metaserver, text)
+                self.failed(error)
             await asyncio.sleep(RETRY_S)
 
-    def _start_alone(self) -> None:
+    def failed(self, error: Exception) -> None:
+        """Take note of why the metaserver does not serve us."""
+        self._is_refused = isinstance(error, grpc.aio.AioRpcError) and error.code() in _REFUSALS
+        text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        log.warning("metaserver does not serve us at=%s: %s", self._settings.metaserver, text)
+
+    def start_alone(self) -> None:
+        """Take up the part we had, unless the metaserver was reached and refused it: ours may be a copied directory."""
+        if self._is_refused:
+            return
         if self._service.node.start_without_metaserver():
             log.warning("metaserver not reached: the broker takes up the part it had")
 
