@@ -186,7 +186,7 @@ class Slave:
 
     def found_damage(self, problem: CorruptFrame) -> None:
         """A frame that was whole once cannot be read any more."""
-        if problem.offset >= self._log.start:
+        if problem.offset >= self._log.start and not self._log.is_readable(problem.offset):
             self._log.damaged_at(problem.offset, problem.reason)
 
     def tick(self, now_ms: int) -> None:

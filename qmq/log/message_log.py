@@ -433,6 +433,14 @@ class MessageLog:
         data = self._disk.read(snapshot_name(base), 0, self._disk.size(snapshot_name(base)))
         return data, _check_snapshot(data, base)
 
+    def is_readable(self, offset: int) -> bool:
+        """Return whether the frame at `offset` can be read now; whoever could not may have read before a repair."""
+        try:
+            self.read(offset, self.flushed_end, 1)
+        except CorruptFrame:
+            return False
+        return True
+
     def damaged_at(self, begin: int, reason: str) -> None:
         """Take note that the frame at `begin`, folded long ago, cannot be read any more."""
         end = segments.next_frame(self._disk, self._bases, begin + 8)
