@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from broker.ports import Link
-from qmq.errors import InvalidRequest, Overloaded, SubscriptionReplaced, UnknownSubscription
+from qmq.errors import Overloaded, SubscriptionReplaced, UnknownSubscription, require
 from qmq.log import MessageLog
 from qmq.log.fold import Consumer, Group
 from qmq.log.index import FrameRef
@@ -118,6 +118,8 @@ class Consumption:
             for waiting in older.waiting:
                 older.link.refuse(waiting.packet, SubscriptionReplaced(f"another connection consumes as {consumer}"))
             self._stop_waiting(older)
+            if older.link is link:
+                del self._by_link[link][older.id]
         self._by_consumer[key] = subscription
         self._by_link.setdefault(link, {})[subscription.id] = subscription
         self._seen[key] = now_ms
@@ -136,7 +138,8 @@ class Consumption:
 
     def heartbeat(self, link: Link, now_ms: int) -> None:
         for subscription in self._by_link.get(link, {}).values():
-            self._seen[subscription.key] = now_ms
+            if self._by_consumer.get(subscription.key) is subscription:  # not for the one that took its place
+                self._seen[subscription.key] = now_ms
 
     def forget(self, subscription: Subscription) -> None:
         """Serve this subscription no more; its consumer's lease goes on."""
@@ -229,8 +232,7 @@ class Consumption:
         group = self._log.state.groups[subscription.subject, subscription.group]
         messages_max = min(pull.messages_max, PULL_MESSAGES_MAX)
         bytes_max = min(pull.bytes_max, PULL_BYTES_MAX)
-        if messages_max <= 0:
-            raise InvalidRequest("a pull asks for at least one message")
+        require(messages_max > 0, "a pull that asks for nothing is refused before it waits")
         cut = _Budget(messages_max, bytes_max, data_limit)
         consumer = group.consumers.get(subscription.consumer)
         if consumer is not None and subscription.resend < consumer.next_pull:

@@ -90,6 +90,8 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
             while at is not None and at < end:
                 positions[me] = at
                 data = await asyncio.to_thread(self._chunk, at)
+                if not data:
+                    break  # it was cut meanwhile
                 yield pb.LogChunk(offset=at, data=data)
                 at += len(data)
         finally:

@@ -57,6 +57,8 @@ class Delivery:
         reign = self._reign
         reign.check_may_progress()
         pull = commands.decode_pull(packet.body)
+        if not pull.messages_max:
+            raise InvalidRequest("a pull asks for at least one message")
         now_ms = reign.host.monotonic_ms()
         subscription = self.consumption.find(link, pull.subscription, now_ms)
         waiting = WaitingPull(link, packet, pull, now_ms + pull.timeout_ms)
@@ -196,7 +198,10 @@ class _PullAnswer:
 
     def safe(self, error: QmqError | None) -> None:
         if error is not None:
-            self.subscription.link.refuse(self.packet, error)
+            subscription = self.subscription
+            subscription.link.refuse(self.packet, error)
+            subscription.in_flight -= 1
+            subscription.resend = min(subscription.resend, self.hand_out.parts[0].pull_sequence)
             self._is_over = True
         self._is_safe = True
         self.subscription.answer_in_order()

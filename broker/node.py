@@ -98,8 +98,8 @@ class Node:
             log.info("role master group=%s epoch=%s end=%d", assignment.group, master.epoch, self.log.end)
         else:
             self.role = Slave(
-                group=assignment.group, message_log=self.log, host=self._host, identity=self.identity,
-                bytes_per_s=self._settings.catch_up_bytes_per_s,
+                group=assignment.group, term=assignment.term, message_log=self.log, host=self._host,
+                identity=self.identity, bytes_per_s=self._settings.catch_up_bytes_per_s,
             )  # fmt: skip
             log.info("role slave group=%s term=%d end=%d", assignment.group, assignment.term, self.log.end)
         self._swap_until_ms = 0

@@ -22,6 +22,8 @@ from qmq.remoting.packet import Packet
 from qmq.subjects import check_name
 from qmq.types import Durability
 
+_EMPTY = memoryview(b"")
+
 
 class Producing:
     """Made by the master; ends with the reign. `wake(subject)` is called when a subject got messages."""
@@ -80,16 +82,20 @@ class Producing:
 
     def _answer_repeated(self, link: Link, packet: Packet, produce: Produce, stored: StoredBatch) -> None:
         reign = self._reign
+        if reign.gate.alone and stored.end > reign.gate.high_watermark:
+            # Nobody knows for how long; repeats that wait here would fill the memory of the only copy that is up.
+            raise OutcomeUnknown(f"stored on one copy; the other is missing. Repeat the same batch to {reign.group}")
         reign.counters.repeated_batches += 1
         refused = check_batch(produce.body, produce.count, reign.settings.message_bytes_max).refused
         produced = Produced(stored.first_sequence, stored.stored, Durability.FSYNC, refused)
-        reign.gate.stored(stored.end, answering(link, packet, commands.encode_produced(produced)))
+        reign.gate.stored(stored.end, answering(link, _without_body(packet), commands.encode_produced(produced)))
         reign.gate.release_now()
 
     def _hold(self, link: Link, packet: Packet, end: int, body: bytes) -> None:
         """Answer when both disks have everything before `end`."""
         size, held, reign = len(packet.body), self._held_bytes, self._reign
         held[link] = held.get(link, 0) + size
+        packet = _without_body(packet)
         began_ms = reign.host.monotonic_ms()
 
         def answer(error: QmqError | None) -> None:
@@ -112,3 +118,8 @@ class Producing:
 
     def link_lost(self, link: Link) -> None:
         self._held_bytes.pop(link, None)
+
+
+def _without_body(packet: Packet) -> Packet:
+    """What waits for its answer needs no batch any more; the log has it."""
+    return packet._replace(body=_EMPTY)

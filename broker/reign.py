@@ -88,8 +88,8 @@ class Reign:
 
     def found_damage(self, problem: CorruptFrame) -> None:
         """A frame that was whole once cannot be read any more: readonly until it is repaired (P6)."""
-        if problem.offset < self.log.start or self.log.is_readable(problem.offset):
-            return  # retention took it while it was being read, or it was repaired meanwhile
+        if not self.log.is_damaged(problem.offset):
+            return
         self.readonly.change(Reason.CORRUPT, True)
         self.log.damaged_at(problem.offset, problem.reason)
         log.error("log damaged group=%s offset=%d reason=%s", self.group, problem.offset, problem.reason)

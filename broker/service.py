@@ -121,11 +121,22 @@ class Service:
             log.warning("request refused peer=%s: %s", peer, text)
 
     def guarded(self, call: Callable[[], None]) -> None:
-        """Run a call into the core; what must end the process ends it."""
+        """Run a call into the core. An error that comes out of it is one that nobody expected: better none than one
+        that has stopped doing half of its work."""
         try:
             call()
+        except Exception as error:
+            self.fail(error)
+
+    def packet_received(self, connection: Connection, packet: Packet) -> None:
+        """Hand a packet to the core. What breaks there without harm to the log costs the sender its connection only."""
+        try:
+            self.node.packet_received(connection, packet)
         except (DiskFailed, BrokenInvariant) as error:
             self.fail(error)
+        except Exception:
+            log.exception("packet not understood peer=%s code=%d", connection.peer, packet.code)
+            connection.close("the broker failed on this packet")
 
     # The core's Host.
 
@@ -179,6 +190,8 @@ class Service:
                 result = job()
             except LogError as error:
                 result = error
+            except BaseException as error:
+                self.fail(error)
             self._loop.call_soon_threadsafe(self.guarded, lambda: done(result))
 
         self._read_threads.submit(on_thread)
@@ -255,6 +268,8 @@ class Service:
             pins = [*self.reader_positions.values(), node.log.flushed_end]
             if node.master is not None and node.master.shipped_end is not None:
                 pins.append(node.master.shipped_end)
+            if node.log.bases[1] >= node.log.flushed_end:
+                return  # the segment behind it is not on disk yet
             oldest_ms = node.log.timestamp_at(node.log.bases[1])
             needed = self._consumed.needed_from(node.log)
             if not retention.droppable(
@@ -298,7 +313,7 @@ class _Door:
 
     def packet_received(self, connection: Connection, packet: Packet) -> None:
         if packet.code in self._allowed and self._app is not None:
-            self._service.guarded(lambda: self._service.node.packet_received(connection, packet))
+            self._service.packet_received(connection, packet)
         elif packet.code == Command.AUTHENTICATE:
             self._authenticate(connection, packet)
         elif self._app is None:

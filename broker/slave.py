@@ -25,10 +25,10 @@ class Slave:
     """One slave's part. Made by the node when it is assigned; its links are made by the host, one at a time."""
 
     def __init__(
-        self, *, group: str, message_log: MessageLog, host: Host, identity: IdentityFile, bytes_per_s: int
+        self, *, group: str, term: int, message_log: MessageLog, host: Host, identity: IdentityFile, bytes_per_s: int
     ) -> None:
         self._group, self._log, self._host, self._identity = group, message_log, host, identity
-        self._bytes_per_s = bytes_per_s
+        self._term, self._bytes_per_s = term, bytes_per_s
         self._link: Link | None = None
         self._agreement: Agreement | None = None
         self._giving: Shipper | None = None
@@ -56,8 +56,9 @@ class Slave:
         self._hello_waits = False
         state, known = self._log.state, self._identity.value
         hello = Hello(
-            self._group, known.incarnation, known.epoch, state.epochs, self._log.start, self._log.end, self._log.chain
-        )
+            self._group, known.incarnation, known.epoch, state.epochs, self._log.start, self._log.end, self._log.chain,
+            self._term,
+        )  # fmt: skip
         self._host.hello(hello.encode())
 
     def agreed(self, link: Link, body: memoryview) -> None:
@@ -186,7 +187,7 @@ class Slave:
 
     def found_damage(self, problem: CorruptFrame) -> None:
         """A frame that was whole once cannot be read any more."""
-        if problem.offset >= self._log.start and not self._log.is_readable(problem.offset):
+        if self._log.is_damaged(problem.offset):
             self._log.damaged_at(problem.offset, problem.reason)
 
     def tick(self, now_ms: int) -> None:

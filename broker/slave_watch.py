@@ -12,7 +12,7 @@ from collections.abc import Callable
 from broker.ports import Link
 from broker.readonly import Reason
 from broker.reign import Reign
-from qmq.errors import CorruptFrame, Diverged, Fenced, InvalidRequest
+from qmq.errors import CorruptFrame, Diverged, Fenced, InvalidRequest, NotServed
 from qmq.log.frame import FrameKind
 from qmq.log.progress import encode_office
 from qmq.remoting import commands
@@ -58,6 +58,13 @@ class SlaveWatch:
         hello = Hello.decode(packet.body)
         if hello.group != reign.group or hello.incarnation == self._identity.value.incarnation:
             raise InvalidRequest(f"this is the master of {reign.group}; you are of {hello.group!r}, or myself")
+        if hello.assigned_term != reign.epoch.term and hello.known <= reign.epoch:
+            # It follows an older row, or a newer one: another broker may be the slave by now, and this one's copy must
+            # not be what an acknowledgement rests on.
+            raise InvalidRequest(
+                f"you are the slave of term {hello.assigned_term}, this is the master of term {reign.epoch.term}: "
+                "ask the metaserver again"
+            )
         try:
             agreement = agree(hello, reign.log, reign.epoch, in_office=reign.in_office)
         except Fenced:
@@ -85,9 +92,15 @@ class SlaveWatch:
         if self._slave is None:
             return
         older, self._slave = self._slave.link, None
-        self._reign.gate.slave_gone()
+        self._without_slave()
         if older is not replaced_by:
             older.close("a newer connection of the slave replaces this one")
+
+    def _without_slave(self) -> None:
+        """Consumers go on below the high watermark; pulls that were given more ask again."""
+        gate = self._reign.gate
+        gate.slave_gone()
+        gate.refuse_unsafe(NotServed(f"the slave of {self._reign.group} is missing: only what it has is handed out"))
 
     def _ship_to(self, link: Link, agreement: Agreement) -> None:
         reign = self._reign
@@ -162,7 +175,7 @@ class SlaveWatch:
             self._giver = None
         if self.is_slave(link):
             self._slave = None
-            self._reign.gate.slave_gone()
+            self._without_slave()
             self._reign.readonly.change(Reason.SLAVE_DOWN, True)
             log.warning("slave lost group=%s peer=%s: the group is readonly", self._reign.group, link.peer)
 

@@ -58,6 +58,8 @@ class Connection(asyncio.BufferedProtocol):
         _notice_a_dead_peer(transport.get_extra_info("socket"))
         name = transport.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if name else "?"
+        if self.lost_reason:  # its owner closed it before it was made
+            transport.close()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.buffer()

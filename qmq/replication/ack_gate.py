@@ -83,6 +83,14 @@ class AckGate:
         """End of the oldest batch that is not acknowledged yet."""
         return self._stored[0][0] if self._stored else None
 
+    def refuse_unsafe(self, error: QmqError) -> None:
+        """Answer with `error` who waits for messages above the high watermark; behind it, nobody is held up by them."""
+        unsafe = [waiting for waiting in self._progress if waiting.data_end > self.high_watermark]
+        self._progress = deque(waiting for waiting in self._progress if waiting.data_end <= self.high_watermark)
+        for waiting in unsafe:
+            waiting.answer(error)
+        self._release()
+
     def abandon(self, *, stored: QmqError, progress: QmqError) -> None:
         """The reign ends: nobody waits in vain."""
         stored_answers, self._stored = self._stored, deque()

@@ -34,30 +34,35 @@ class Hello:
     start: int
     end: int
     chain: int
+    assigned_term: int = 0
+    """Term of the metaserver's row that made it a slave; the master counts only the slave of its own row."""
 
     def encode(self) -> bytes:
         table = [[*entry.epoch, entry.offset, entry.chain] for entry in self.epochs]
         return encode_json(
             group=self.group, incarnation=self.incarnation, term=self.known.term, boot=self.known.boot, epochs=table,
-            start=self.start, end=self.end, chain=self.chain,
+            start=self.start, end=self.end, chain=self.chain, assigned_term=self.assigned_term,
         )  # fmt: skip
 
     @classmethod
     def decode(cls, body: Buffer) -> Hello:
         """Raises InvalidRequest."""
         f = decode_json(
-            body, group=str, incarnation=str, term=int, boot=int, epochs=list, start=int, end=int, chain=int
-        )
+            body, group=str, incarnation=str, term=int, boot=int, epochs=list, start=int, end=int, chain=int,
+            assigned_term=int,
+        )  # fmt: skip
         try:
             epochs = [EpochStart(Epoch(term, boot), offset, chain) for term, boot, offset, chain in f["epochs"]]
         except (ValueError, TypeError):
             raise InvalidRequest("field 'epochs' must be a list of [term, boot, offset, chain]") from None
-        numbers = [f["term"], f["boot"], f["start"], f["end"], f["chain"]]
+        numbers = [f["term"], f["boot"], f["assigned_term"], f["start"], f["end"], f["chain"]]
         numbers += [number for epoch, *rest in epochs for number in (*epoch, *rest)]
         if not all(isinstance(number, int) and 0 <= number < 1 << 64 for number in numbers):
             raise InvalidRequest("epochs, offsets and chains are numbers of 64 bits without sign")
         known = Epoch(f["term"], f["boot"])
-        return cls(f["group"], f["incarnation"], known, epochs, f["start"], f["end"], f["chain"])
+        return cls(
+            f["group"], f["incarnation"], known, epochs, f["start"], f["end"], f["chain"], f["assigned_term"]
+        )
 
 
 class Action(Enum):

@@ -13,7 +13,10 @@ from qmq.replication.agreement import Action, Agreement, Hello, agree
 from qmq.types import Epoch
 from tests.unit.log.logs import Copy
 
-PLAIN = {"group": "g1", "incarnation": "b", "term": 1, "boot": 1, "epochs": [[1, 1, 0, 0]], "start": 0, "end": 40}
+PLAIN = {
+    "group": "g1", "incarnation": "b", "term": 1, "boot": 1, "epochs": [[1, 1, 0, 0]], "start": 0, "end": 40,
+    "assigned_term": 1,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

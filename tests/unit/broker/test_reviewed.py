@@ -1,0 +1,109 @@
+"""Core. Sequences that somebody thought of while reading the code; each of them once did harm."""
+
+from __future__ import annotations
+
+from qmq.errors import CorruptFrame, ErrorCode
+from qmq.remoting.commands import Command
+from qmq.types import Role
+from tests.unit.broker.world import Client, Group
+
+
+def a_group(**settings) -> tuple[Group, Client]:
+    group = Group.made(**settings).start()
+    return group, Client(group.a)
+
+
+def test_slave_of_an_older_row_does_not_count():
+    group, client = a_group()
+    client.produce("m0")
+    group.settle()
+    group.a.assign(Role.MASTER, 2)  # another broker is the slave now, and this one has not heard of it
+    group.cut()
+    group.connect()
+    group.settle()
+    assert group.a.master.gate.alone and not group.a.master.in_office
+    late = client.produce("m1")
+    group.settle()
+    assert not client.answered(late) or client.code(late) == ErrorCode.NOT_SERVED
+    group.b.assign(Role.SLAVE, 2)
+    group.connect()
+    group.settle()
+    assert not group.a.master.gate.alone and group.a.master.in_office
+
+
+def test_pull_that_asks_for_nothing_is_refused_and_waits_nowhere():
+    group, client = a_group()
+    subscribed = client.subscribe()
+    group.settle()
+    nothing = client.pull(client.subscription(subscribed), most=0, timeout_ms=60_000)
+    assert client.code(nothing) == ErrorCode.INVALID_REQUEST
+    stored = client.produce("m0")
+    group.settle()
+    assert client.code(stored) == ErrorCode.SUCCESS, "commits go on"
+
+
+def test_repeats_do_not_pile_up_while_the_slave_is_missing():
+    group, client = a_group()
+    group.settle()
+    group.cut()
+    waiting = group.a.master.gate.waiting
+    group.connect()
+    group.settle()
+    client.produce("m0", batch=9)
+    group.a.host.turn()
+    group.cut()
+    held = group.a.master.gate.waiting
+    for _ in range(20):
+        again = Client(group.a, "again")
+        repeated = again.produce("m0", batch=9)
+        assert again.code(repeated) == ErrorCode.OUTCOME_UNKNOWN
+        again.lost()
+    assert group.a.master.gate.waiting == held == waiting + 1
+
+
+def test_pull_in_flight_when_the_slave_dies_is_given_back_and_those_behind_it_are_served():
+    group, client = a_group()
+    safe = client.produce("safe")
+    subscribed = client.subscribe(start="earliest")
+    group.settle()
+    assert client.code(safe) == ErrorCode.SUCCESS
+    client.produce("unsafe")
+    mixed = client.pull(client.subscription(subscribed), timeout_ms=60_000)
+    group.a.host.turn()
+    group.cut()
+    group.a.host.settle()
+    assert client.code(mixed) == ErrorCode.NOT_SERVED, (client.pulled(mixed), group.a.master.gate)
+    again = client.pull(client.subscription(subscribed), timeout_ms=60_000)
+    group.a.host.settle()
+    assert [id for _, _, id in client.pulled(again)] == ["safe"], "what both copies have goes on"
+
+
+def test_heartbeat_of_a_replaced_connection_keeps_nobody_alive():
+    group, client = a_group()
+    client.produce("m0")
+    client.subscribe(consumer="c", start="earliest")
+    second = Client(group.a, "second")
+    subscribed = second.subscribe(consumer="c", start="earliest")
+    group.settle()
+    second.pull(second.subscription(subscribed))
+    group.settle()
+    second.lost()
+    for _ in range(40):
+        client.send(Command.HEARTBEAT, b"")
+        group.a.wait(1_000)
+        group.settle()
+    other = Client(group.a, "other")
+    mine = other.subscribe(consumer="d", start="earliest")
+    group.settle()
+    got = other.pull(other.subscription(mine))
+    group.settle()
+    assert [id for _, _, id in other.pulled(got)] == ["m0"], "its lease ended, its message went back"
+
+
+def test_what_a_reader_could_not_read_because_it_was_cut_or_not_written_yet_is_no_damage():
+    group, client = a_group()
+    client.produce("m0")
+    group.settle()
+    for offset in (group.a.log.end, group.a.log.end + 4096, 0):
+        group.a.node.found_damage(CorruptFrame(offset, "read at a bad moment"))
+    assert group.a.log.damage is None and group.a.master.readonly.reasons == []
