@@ -302,10 +302,26 @@ class MessageLog:
             base = segment_at(self._bases, offset)
             data = self._disk.read(log_name(base), offset - base, 4096)
         try:
+            decode_header(data, 0, offset, None)
+        except CorruptFrame:
+            return self._chain_before(offset) == chain
+        try:
             decode_header(data, 0, offset, chain)
         except CorruptFrame:
             return False
         return True
+
+    def _chain_before(self, offset: int) -> int | None:
+        """Return the chain right before `offset`, where no frame can be read, from the frames before it."""
+        at = segment_at(self._bases, offset)
+        try:
+            chain = self._snapshot(at)[1] if at else NO_CHAIN
+            while at < offset:
+                chunk = read_chunk(self._disk, self._bases, at, offset)
+                at, chain = chunk.end, chunk.chain
+        except CorruptFrame:
+            return None
+        return chain
 
     def check_readable(self, offset: int) -> None:
         """Read the segment up to and with the frame at `offset`, before another copy is accused of being different.

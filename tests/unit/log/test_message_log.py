@@ -74,3 +74,18 @@ def test_damage_is_found_before_another_copy_is_accused_of_being_different():
     with pytest.raises(CorruptFrame) as found:
         copy.log.check_readable(ref.offset)
     assert found.value.offset == ref.offset
+
+
+def test_chain_before_a_damaged_frame_is_still_known():
+    """Or a tail that another history replaced, and that rotted before it was cut, could never be cut (seed 1724)."""
+    copy = Copy(tail_bytes=0)
+    copy.office()
+    copy.fill(60)
+    for ref in copy.log.frames("s1", 7, 3):
+        base = max(base for base in copy.log.bases if base <= ref.offset)
+        chain = copy.log.read(base, ref.offset, 1 << 20).chain if base < ref.offset else None
+        copy.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + 20))
+        if chain is not None:
+            assert copy.log.chain_is(ref.offset, chain)
+        assert not copy.log.chain_is(ref.offset, 1)
+        copy.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + 20))
