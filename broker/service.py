@@ -121,10 +121,14 @@ class Service:
             log.warning("request refused peer=%s: %s", peer, text)
 
     def guarded(self, call: Callable[[], None]) -> None:
-        """Run a call into the core. An error that comes out of it is one that nobody expected: better none than one
-        that has stopped doing half of its work."""
+        """Run a call into the core. What must end the process ends it, and so does what nobody expected: better no broker
+        than one that has stopped doing half of its work. Other errors of ours pass to whoever can do something."""
         try:
             call()
+        except (DiskFailed, BrokenInvariant) as error:
+            self.fail(error)
+        except QmqError:
+            raise
         except Exception as error:
             self.fail(error)
 
@@ -153,7 +157,10 @@ class Service:
 
     def _turn(self) -> None:
         self._turn_is_due = False
-        self.guarded(self.node.end_of_turn)
+        try:
+            self.node.end_of_turn()
+        except Exception as error:  # a turn that breaks off would leave its commit behind, and every one after it
+            self.fail(error)
 
     def commit(self, commit: Commit) -> None:
         if commit.bytes <= INLINE_COMMIT_BYTES and 0 < self.sync_us < self._settings.inline_sync_us_max:
@@ -251,11 +258,14 @@ class Service:
             free = self._disk.free_bytes()
             self.node.set_disk_full(free < self._settings.disk_free_limit)
             near = free < 2 * self._settings.disk_free_limit + (1 << 30)
-            try:
-                self.guarded(self._drop_old_segments)
-            except CorruptFrame as problem:
-                self.guarded(partial(self.node.found_damage, problem))
+            self.guarded(self._drop_unless_damaged)
             await asyncio.sleep(0.1 if near else 10.0)
+
+    def _drop_unless_damaged(self) -> None:
+        try:
+            self._drop_old_segments()
+        except CorruptFrame as problem:
+            self.node.found_damage(problem)
 
     def _drop_old_segments(self) -> None:
         node, settings = self.node, self._settings

@@ -292,6 +292,7 @@ def test_client_commands_are_not_served_on_the_sync_port_nor_the_other_way_round
 
 def test_hello_of_another_group_is_refused(cluster, master, unchanged):
     hello = {"group": "g9", "incarnation": "x", "term": 0, "boot": 0, "epochs": [], "start": 0, "end": 0, "chain": 0}
+    hello["assigned_term"] = 2
     with Wire(master.sync_port, token=cluster.token) as wire:
         answer = wire.ask(Command.HELLO, commands.encode_json(**hello))
         assert answer.code == ErrorCode.INVALID_REQUEST and b"master of g1" in bytes(answer.body)
