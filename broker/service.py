@@ -121,8 +121,8 @@ class Service:
             log.warning("request refused peer=%s: %s", peer, text)
 
     def guarded(self, call: Callable[[], None]) -> None:
-        """Run a call into the core. What must end the process ends it, and so does what nobody expected: better none than
-        one that has stopped doing half of its work. Other errors of ours pass to whoever can do something."""
+        """Run a call into the core. What must end the process ends it, and so does what nobody expected: better none
+        than one that has stopped doing half of its work. Other errors of ours pass to whoever can do something."""
         try:
             call()
         except (DiskFailed, BrokenInvariant) as error:
