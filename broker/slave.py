@@ -35,7 +35,6 @@ class Slave:
         self._hello_waits = False
         self._is_complete = False
         """Since this handshake, our log reached the end that the master's had then."""
-        self.is_diverged = False
         self._ticked_ms = host.monotonic_ms()
 
     @property

@@ -78,11 +78,6 @@ class AckGate:
     def waiting(self) -> int:
         return len(self._stored) + len(self._progress)
 
-    @property
-    def oldest_stored(self) -> int | None:
-        """End of the oldest batch that is not acknowledged yet."""
-        return self._stored[0][0] if self._stored else None
-
     def refuse_unsafe(self, error: QmqError) -> None:
         """Answer with `error` who waits for messages above the high watermark; behind it, nobody is held up by them."""
         unsafe = [waiting for waiting in self._progress if waiting.data_end > self.high_watermark]
