@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from broker.ports import Link
-from qmq.errors import Overloaded, SubscriptionReplaced, UnknownSubscription, require
+from qmq.errors import InvalidAck, Overloaded, SubscriptionReplaced, UnknownSubscription, require
 from qmq.log import MessageLog
 from qmq.log.fold import Consumer, Group
 from qmq.log.index import FrameRef
@@ -74,8 +74,19 @@ class Part(NamedTuple):
     ref: FrameRef
 
 
+class Gap(NamedTuple):
+    """Messages that retention took before the group had them: numbered like a part, so that each is skipped once."""
+
+    pull_sequence: int
+    begin: int
+    end: int
+
+
 class HandOut(NamedTuple):
-    """What a pull is answered with. `entries` go into a pull frame; none if all of it was pulled before."""
+    """What a pull is answered with. `entries` go into a pull frame; none if all of it was pulled before.
+
+    Without parts there is nothing to answer with: all that the entries name is gone.
+    """
 
     parts: list[Part]
     entries: list[Entry]
@@ -108,10 +119,16 @@ class Consumption:
     def subscribe(
         self, link: Link, *, subject: str, group: str, consumer: str, held_end: int, now_ms: int
     ) -> Subscription:
-        """Begin to serve `consumer` on this connection; an older connection of it is served no more."""
+        """Begin to serve `consumer` on this connection; an older connection of it is served no more.
+
+        Raises:
+            InvalidAck: what the consumer holds was not handed out in this history. It must forget it, or what this
+                history handed out in its place would never reach it.
+        """
         for what, name in (("subject", subject), ("consumer group", group), ("consumer id", consumer)):
             check_name(what, name)
         key = (subject, group, consumer)
+        self._check_held(*key, held_end)
         subscription = Subscription(self._next_id, link, subject, group, consumer, held_end)
         self._next_id += 1
         if (older := self._by_consumer.get(key)) is not None:
@@ -124,6 +141,18 @@ class Consumption:
         self._by_link.setdefault(link, {})[subscription.id] = subscription
         self._seen[key] = now_ms
         return subscription
+
+    def _check_held(self, subject: str, name: str, consumer: str, held_end: int) -> None:
+        """A master that is deposed and does not know it hands out what is safe, as the next one does with other
+        numbers. Within a reign they are dense: so what is held up to `held_end` ends inside what this history handed
+        out, or before all that is un-acked in it.
+        """
+        group = self._log.state.groups.get((subject, name), Group(position=0))
+        known = group.consumers.get(consumer, Consumer())
+        below = [entry for entry in known.unacked if entry[0] < held_end]
+        in_doubt = bool(below) and below[-1][0] + below[-1][2] < held_end
+        if in_doubt or held_end > self._log.state.next_pull(group, consumer):
+            raise InvalidAck(f"{consumer} holds messages up to {held_end} of a master that was deposed; begin anew")
 
     def find(self, link: Link, id: int, now_ms: int) -> Subscription:
         """Return the connection's subscription and renew its lease."""
@@ -236,9 +265,9 @@ class Consumption:
         cut = _Budget(messages_max, bytes_max, data_limit)
         consumer = group.consumers.get(subscription.consumer)
         if consumer is not None and subscription.resend < consumer.next_pull:
-            parts = self._unacked(subscription, consumer, cut)
-            if parts:
-                return HandOut(parts, [])
+            found = [part for part in self._unacked(subscription, consumer, cut) if isinstance(part, Part)]
+            if found:
+                return HandOut(found, [])
             if cut.is_stopped:
                 return None
             subscription.resend = consumer.next_pull
@@ -246,8 +275,8 @@ class Consumption:
             return None
         return self._fresh(subscription, group, cut)
 
-    def _unacked(self, subscription: Subscription, consumer: Consumer, cut: _Budget) -> list[Part]:
-        parts: list[Part] = []
+    def _unacked(self, subscription: Subscription, consumer: Consumer, cut: _Budget) -> list[Part | Gap]:
+        parts: list[Part | Gap] = []
         for pull_sequence, sequence, messages in consumer.unacked:
             skip = max(subscription.resend - pull_sequence, 0)
             if skip >= messages:
@@ -260,7 +289,7 @@ class Consumption:
     def _fresh(self, subscription: Subscription, group: Group, cut: _Budget) -> HandOut | None:
         state = self._log.state
         pull_sequence = state.next_pull(group, subscription.consumer)
-        parts: list[Part] = []
+        parts: list[Part | Gap] = []
         end = state.next_sequence.get(subscription.subject, 0)
         for sequence, messages in [*group.returned, (group.position, end - group.position)]:
             found = self._parts(subscription, sequence, sequence + messages, pull_sequence, cut)
@@ -277,17 +306,20 @@ class Consumption:
                 entries[-1] = (entries[-1][0], entries[-1][1], entries[-1][2] + part.end - part.begin)
             else:
                 entries.append((part.pull_sequence, part.begin, part.end - part.begin))
-        return HandOut(parts, entries)
+        return HandOut([part for part in parts if isinstance(part, Part)], entries)
 
-    def _parts(self, subscription: Subscription, begin: int, end: int, pull_sequence: int, cut: _Budget) -> list[Part]:
+    def _parts(
+        self, subscription: Subscription, begin: int, end: int, pull_sequence: int, cut: _Budget
+    ) -> list[Part | Gap]:
         """Cut sequences `[begin, end)` into parts of frames, as far as the budget and the limit allow."""
-        parts: list[Part] = []
+        parts: list[Part | Gap] = []
         while begin < end and not cut.is_stopped:
             refs = self._log.frames(subscription.subject, begin, min(cut.messages, 256) or 1)
             first = min(refs[0].begin if refs else end, end)
             if first > begin:  # retention took what this group had not acked: say so, and go on behind it
                 key = (subscription.subject, subscription.group)
                 self.skipped[key] = self.skipped.get(key, 0) + first - begin
+                parts.append(Gap(pull_sequence, begin, first))
                 pull_sequence, begin = pull_sequence + first - begin, first
             for ref in refs:
                 if begin >= end or cut.is_stopped:

@@ -45,7 +45,9 @@ class Delivery:
         state = reign.log.state
         if (subject, group) not in state.groups:
             # The position of a new group is written down at once, or a restart would move it (W8).
-            position = state.next_sequence.get(subject, 0) if f["start"] == "latest" else 0
+            latest = state.next_sequence.get(subject, 0)
+            refs = reign.log.frames(subject, 0, 1) if f["start"] == "earliest" else []
+            position = refs[0].begin if refs else latest
             reign.append_progress(FrameKind.POSITION, (subject, group, ""), [(position, 0, 0)])
         known = state.groups[subject, group].consumers.get(consumer)
         answer = commands.encode_json(
@@ -143,7 +145,21 @@ class Delivery:
                     return
                 if hand_out is None:
                     break
+                if not hand_out.parts:
+                    self._skip(subscription, hand_out)
+                    continue
                 self._hand_over(subscription, self.consumption.take_waiting(subscription), hand_out)
+
+    def _skip(self, subscription: Subscription, hand_out: HandOut) -> None:
+        """Write down that all of this is gone, or it would be looked for and counted again by every pull."""
+        reign = self._reign
+        reign.append_progress(FrameKind.PULL, subscription.key, hand_out.entries)
+        begin, _, _ = hand_out.entries[0]
+        last, _, messages = hand_out.entries[-1]
+        subscription.resend = last + messages
+        group = reign.log.state.groups[subscription.subject, subscription.group]
+        if group.consumers[subscription.consumer].unacked[0][0] == begin:  # else its next ack reaches over them
+            reign.append_progress(FrameKind.ACK, subscription.key, [(begin, last + messages, 0)])
 
     def _hand_over(self, subscription: Subscription, waiting: WaitingPull, hand_out: HandOut) -> None:
         """Write down who gets what, and send it when that is safe and the bytes are at hand, whichever is later."""

@@ -50,7 +50,7 @@ class Consumed:
             self._next = (needed_from(log), log.end, log.chain)
         elif end > log.end:  # that history was cut
             self._next = (needed_from(log), log.end, log.chain)
-        return self._needed
+        return min(self._needed, needed_from(log))  # a group may have come since that begins earlier
 
 
 def droppable(log: MessageLog, *, oldest_ms: int, now_ms: int, pinned: int, needed: int, limits: Limits) -> bool:

@@ -91,12 +91,17 @@ def add_broker(directory: Directory, broker: Broker) -> RoleChange:
     return _with_holder(_unchanged(group), broker)
 
 
-def replace_broker(directory: Directory, broker: Broker, may_be_up: MayBeUp) -> tuple[RoleChange | None, Broker]:
+def replace_broker(
+    directory: Directory, broker: Broker, may_be_up: MayBeUp, *, accept_loss: bool = False
+) -> tuple[RoleChange | None, Broker]:
     """Put `broker` in the place of who holds its role.
 
     The swap of two stopped brokers is two calls, as QMQ documents it: the slave into the master's place, which
     leaves the slave's place vacant, then the old master into the slave's. For anything else, the new master would
     have to hold every acknowledged message, which only the slave can.
+
+    Args:
+        accept_loss: the operator knows that what the other copy had is gone: an incomplete slave may become the master.
 
     Returns:
         The change (None: only addresses are to be stored) and the holder of the role before.
@@ -116,7 +121,7 @@ def replace_broker(directory: Directory, broker: Broker, may_be_up: MayBeUp) -> 
     if group.holder(broker.role) and before.key == broker.key:
         return None, before
     if broker.role == Role.MASTER:
-        return _promote(directory, group, broker), before
+        return _promote(directory, group, broker, accept_loss), before
     if group.master and group.master.key == broker.key:
         raise OperatorError(
             f"{broker.key} is the master of {group.name}; for a swap, first put {before.key} in its place with "
@@ -169,14 +174,15 @@ def slave_complete(group: Group, state: ReplicaState) -> bool | None:
     return state.durability != "master"
 
 
-def _promote(directory: Directory, group: Group, broker: Broker) -> RoleChange:
+def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bool) -> RoleChange:
     slave, master = group.slave, group.master
     unused = not any(member.incarnation for member in group.brokers)
     if slave and slave.key == broker.key:
-        if master and master.incarnation and not slave.complete:
+        if master and master.incarnation and not slave.complete and not accept_loss:
             raise OperatorError(
                 f"{slave.key} was never seen to hold all that {group.name} acknowledged, and would lose the rest as "
-                f"its master. Start both brokers, wait until the group takes messages again, then repeat"
+                f"its master. Start both brokers, wait until the group takes messages again, then repeat. If the "
+                f"master's disk is lost for good, --acceptLoss=true makes the best of what {slave.key} has"
             )
         promoted = replace(broker, control_port=slave.control_port, metrics_port=slave.metrics_port)
         promoted = replace(promoted, incarnation=slave.incarnation)

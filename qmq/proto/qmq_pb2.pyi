@@ -6,6 +6,44 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class TokenQuestion(_message.Message):
+    __slots__ = ("token",)
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    def __init__(self, token: _Optional[str] = ...) -> None: ...
+
+class TokenAnswer(_message.Message):
+    __slots__ = ("name", "role", "subjects", "groups", "valid_ms")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    SUBJECTS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    VALID_MS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    subjects: _containers.RepeatedScalarFieldContainer[str]
+    groups: _containers.RepeatedScalarFieldContainer[str]
+    valid_ms: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., subjects: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[str]] = ..., valid_ms: _Optional[int] = ...) -> None: ...
+
+class OldRoutesQuestion(_message.Message):
+    __slots__ = ("broker_group", "subject")
+    BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    broker_group: str
+    subject: str
+    def __init__(self, broker_group: _Optional[str] = ..., subject: _Optional[str] = ...) -> None: ...
+
+class OldRoutesAnswer(_message.Message):
+    __slots__ = ("producers", "consumers", "watchers")
+    PRODUCERS_FIELD_NUMBER: _ClassVar[int]
+    CONSUMERS_FIELD_NUMBER: _ClassVar[int]
+    WATCHERS_FIELD_NUMBER: _ClassVar[int]
+    producers: int
+    consumers: int
+    watchers: int
+    def __init__(self, producers: _Optional[int] = ..., consumers: _Optional[int] = ..., watchers: _Optional[int] = ...) -> None: ...
+
 class BrokerIdentity(_message.Message):
     __slots__ = ("broker_group", "hostname", "ip", "serve_port", "sync_port", "control_port", "metrics_port", "incarnation", "version")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -43,20 +81,32 @@ class BrokerAddress(_message.Message):
     def __init__(self, ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("broker_group", "term", "role", "master", "slave", "readonly_subjects")
+    __slots__ = ("broker_group", "term", "role", "master", "slave", "readonly_subjects", "offline")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MASTER_FIELD_NUMBER: _ClassVar[int]
     SLAVE_FIELD_NUMBER: _ClassVar[int]
     READONLY_SUBJECTS_FIELD_NUMBER: _ClassVar[int]
+    OFFLINE_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     term: int
     role: int
     master: BrokerAddress
     slave: BrokerAddress
     readonly_subjects: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slave: _Optional[_Union[BrokerAddress, _Mapping]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ...) -> None: ...
+    offline: _containers.RepeatedCompositeFieldContainer[Offline]
+    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slave: _Optional[_Union[BrokerAddress, _Mapping]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ..., offline: _Optional[_Iterable[_Union[Offline, _Mapping]]] = ...) -> None: ...
+
+class Offline(_message.Message):
+    __slots__ = ("subject", "group", "consumer")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    CONSUMER_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    group: str
+    consumer: str
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., consumer: _Optional[str] = ...) -> None: ...
 
 class BrokerState(_message.Message):
     __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation")
@@ -95,16 +145,25 @@ class BrokerState(_message.Message):
     def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
-    __slots__ = ("subjects", "app", "client_id", "produces")
+    __slots__ = ("subjects", "app", "client_id", "produces", "held")
+    class HeldEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     SUBJECTS_FIELD_NUMBER: _ClassVar[int]
     APP_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     PRODUCES_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     subjects: _containers.RepeatedScalarFieldContainer[str]
     app: str
     client_id: str
     produces: bool
-    def __init__(self, subjects: _Optional[_Iterable[str]] = ..., app: _Optional[str] = ..., client_id: _Optional[str] = ..., produces: _Optional[bool] = ...) -> None: ...
+    held: _containers.ScalarMap[str, int]
+    def __init__(self, subjects: _Optional[_Iterable[str]] = ..., app: _Optional[str] = ..., client_id: _Optional[str] = ..., produces: _Optional[bool] = ..., held: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class BrokerGroupRoute(_message.Message):
     __slots__ = ("broker_group", "master", "writable", "term")
@@ -119,14 +178,16 @@ class BrokerGroupRoute(_message.Message):
     def __init__(self, broker_group: _Optional[str] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., writable: _Optional[bool] = ..., term: _Optional[int] = ...) -> None: ...
 
 class SubjectRoute(_message.Message):
-    __slots__ = ("subject", "groups", "refused")
+    __slots__ = ("subject", "groups", "refused", "version")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     subject: str
     groups: _containers.RepeatedCompositeFieldContainer[BrokerGroupRoute]
     refused: str
-    def __init__(self, subject: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[BrokerGroupRoute, _Mapping]]] = ..., refused: _Optional[str] = ...) -> None: ...
+    version: int
+    def __init__(self, subject: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[BrokerGroupRoute, _Mapping]]] = ..., refused: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class RouteUpdate(_message.Message):
     __slots__ = ("version", "routes")
@@ -135,6 +196,80 @@ class RouteUpdate(_message.Message):
     version: int
     routes: _containers.RepeatedCompositeFieldContainer[SubjectRoute]
     def __init__(self, version: _Optional[int] = ..., routes: _Optional[_Iterable[_Union[SubjectRoute, _Mapping]]] = ...) -> None: ...
+
+class ConsumersRequest(_message.Message):
+    __slots__ = ("subject", "group")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    group: str
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
+
+class ConsumerProgress(_message.Message):
+    __slots__ = ("consumer", "connected", "unacked", "peer")
+    CONSUMER_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    UNACKED_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    consumer: str
+    connected: bool
+    unacked: int
+    peer: str
+    def __init__(self, consumer: _Optional[str] = ..., connected: _Optional[bool] = ..., unacked: _Optional[int] = ..., peer: _Optional[str] = ...) -> None: ...
+
+class GroupProgress(_message.Message):
+    __slots__ = ("subject", "group", "first_sequence", "next_sequence", "position", "returned", "lag", "oldest_ms", "consumers")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
+    LAG_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_MS_FIELD_NUMBER: _ClassVar[int]
+    CONSUMERS_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    group: str
+    first_sequence: int
+    next_sequence: int
+    position: int
+    returned: int
+    lag: int
+    oldest_ms: int
+    consumers: _containers.RepeatedCompositeFieldContainer[ConsumerProgress]
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., first_sequence: _Optional[int] = ..., next_sequence: _Optional[int] = ..., position: _Optional[int] = ..., returned: _Optional[int] = ..., lag: _Optional[int] = ..., oldest_ms: _Optional[int] = ..., consumers: _Optional[_Iterable[_Union[ConsumerProgress, _Mapping]]] = ...) -> None: ...
+
+class ConsumersAnswer(_message.Message):
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupProgress]
+    def __init__(self, groups: _Optional[_Iterable[_Union[GroupProgress, _Mapping]]] = ...) -> None: ...
+
+class ResetOffsetRequest(_message.Message):
+    __slots__ = ("subject", "group", "to", "value", "dry_run")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    group: str
+    to: str
+    value: int
+    dry_run: bool
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., to: _Optional[str] = ..., value: _Optional[int] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+
+class ResetOffsetAnswer(_message.Message):
+    __slots__ = ("before", "after", "skipped", "repeated")
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    REPEATED_FIELD_NUMBER: _ClassVar[int]
+    before: int
+    after: int
+    skipped: int
+    repeated: int
+    def __init__(self, before: _Optional[int] = ..., after: _Optional[int] = ..., skipped: _Optional[int] = ..., repeated: _Optional[int] = ...) -> None: ...
 
 class Nothing(_message.Message):
     __slots__ = ()

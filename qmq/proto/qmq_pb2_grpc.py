@@ -51,6 +51,16 @@ class MetaserverStub:
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.RouteRequest.SerializeToString,
                 response_deserializer=qmq_dot_proto_dot_qmq__pb2.RouteUpdate.FromString,
                 _registered_method=True)
+        self.CheckToken = channel.unary_unary(
+                '/qmq.Metaserver/CheckToken',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.TokenQuestion.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.TokenAnswer.FromString,
+                _registered_method=True)
+        self.CountOldRoutes = channel.unary_unary(
+                '/qmq.Metaserver/CountOldRoutes',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.OldRoutesQuestion.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.OldRoutesAnswer.FromString,
+                _registered_method=True)
 
 
 class MetaserverServicer:
@@ -80,6 +90,20 @@ class MetaserverServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckToken(self, request, context):
+        """A broker asks what a token that somebody showed it may do. NOT_FOUND: it is not valid.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CountOldRoutes(self, request, context):
+        """One metaserver asks another: how many of its clients still hold an older route than this one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MetaserverServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -97,6 +121,16 @@ def add_MetaserverServicer_to_server(servicer, server):
                     servicer.WatchRoutes,
                     request_deserializer=qmq_dot_proto_dot_qmq__pb2.RouteRequest.FromString,
                     response_serializer=qmq_dot_proto_dot_qmq__pb2.RouteUpdate.SerializeToString,
+            ),
+            'CheckToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckToken,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.TokenQuestion.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.TokenAnswer.SerializeToString,
+            ),
+            'CountOldRoutes': grpc.unary_unary_rpc_method_handler(
+                    servicer.CountOldRoutes,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.OldRoutesQuestion.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.OldRoutesAnswer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -192,6 +226,60 @@ class Metaserver:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def CheckToken(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Metaserver/CheckToken',
+            qmq_dot_proto_dot_qmq__pb2.TokenQuestion.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.TokenAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CountOldRoutes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Metaserver/CountOldRoutes',
+            qmq_dot_proto_dot_qmq__pb2.OldRoutesQuestion.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.OldRoutesAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class BrokerStub:
     """Missing associated documentation comment in .proto file."""
@@ -226,6 +314,16 @@ class BrokerStub:
                 '/qmq.Broker/ReadLog',
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.ReadLogRequest.SerializeToString,
                 response_deserializer=qmq_dot_proto_dot_qmq__pb2.LogChunk.FromString,
+                _registered_method=True)
+        self.Consumers = channel.unary_unary(
+                '/qmq.Broker/Consumers',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.ConsumersRequest.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.ConsumersAnswer.FromString,
+                _registered_method=True)
+        self.ResetOffset = channel.unary_unary(
+                '/qmq.Broker/ResetOffset',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.ResetOffsetRequest.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.ResetOffsetAnswer.FromString,
                 _registered_method=True)
 
 
@@ -266,6 +364,20 @@ class BrokerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Consumers(self, request, context):
+        """How far each consumer group is. FAILED_PRECONDITION: not the master.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetOffset(self, request, context):
+        """Set a group's position; written down as a frame, so that the slave and a restart know it. FAILED_PRECONDITION: why not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BrokerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -293,6 +405,16 @@ def add_BrokerServicer_to_server(servicer, server):
                     servicer.ReadLog,
                     request_deserializer=qmq_dot_proto_dot_qmq__pb2.ReadLogRequest.FromString,
                     response_serializer=qmq_dot_proto_dot_qmq__pb2.LogChunk.SerializeToString,
+            ),
+            'Consumers': grpc.unary_unary_rpc_method_handler(
+                    servicer.Consumers,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.ConsumersRequest.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.ConsumersAnswer.SerializeToString,
+            ),
+            'ResetOffset': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetOffset,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.ResetOffsetRequest.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.ResetOffsetAnswer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -430,6 +552,60 @@ class Broker:
             '/qmq.Broker/ReadLog',
             qmq_dot_proto_dot_qmq__pb2.ReadLogRequest.SerializeToString,
             qmq_dot_proto_dot_qmq__pb2.LogChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Consumers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Broker/Consumers',
+            qmq_dot_proto_dot_qmq__pb2.ConsumersRequest.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.ConsumersAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetOffset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Broker/ResetOffset',
+            qmq_dot_proto_dot_qmq__pb2.ResetOffsetRequest.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.ResetOffsetAnswer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -195,8 +195,8 @@ def test_slave_with_an_empty_disk_counts_for_nothing_until_it_matched(tmp_path):
                 said = state(cluster, slave)
                 return said is not None and 0 < said.log_end < state(cluster, master).log_end
 
-            until(is_half_seeded, "seeding began")
-            assert reasons(cluster, master) == ["slave_lag"] and not state(cluster, master).writable
+            until(lambda: is_half_seeded() and reasons(cluster, master) == ["slave_lag"], "seeding began")
+            assert not state(cluster, master).writable
             end(cluster, slave.hostname)
             begin(cluster, slave.hostname)
         until(is_half_seeded, "seeding goes on")

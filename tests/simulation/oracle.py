@@ -47,6 +47,8 @@ class Oracle:
         self.delivered: dict[tuple[str, int], str] = {}
         self.delivered_to: dict[str, set[tuple[str, int]]] = {}
         """Consumer group -> (subject, sequence) its consumers received."""
+        self._begins: dict[tuple[str, str], int] = {}
+        """(subject, consumer group) -> the sequence it began with, by its last master."""
         self._numbers: dict[tuple[str, int], int] = {}
         """(consumer, pull sequence) -> sequence."""
         self.first_answers: dict[tuple[int, int], int] = {}
@@ -69,6 +71,14 @@ class Oracle:
                 f"I1: {log.owner} takes office in {epoch} at {log.end} without what was committed "
                 f"up to {committed.end} in {committed.epoch}"
             )
+
+    def group_begins(self, log: WatchedLog, subject: str, group: str, position: int) -> None:
+        """A new group's position is about to be written down. All of them ask for the earliest message."""
+        oldest = log.frames(subject, 0, 1)
+        expected = oldest[0].begin if oldest else log.state.next_sequence.get(subject, 0)
+        if position != expected:
+            raise Violation(f"I9: {group} begins {subject} at {position}, not at {expected}")
+        self._begins[subject, group] = position
 
     def _has_committed(self, log: WatchedLog) -> bool:
         if self.committed.end <= log.start:
@@ -235,7 +245,8 @@ class Oracle:
             if group != name:
                 continue
             end = log.state.next_sequence.get(subject, 0)
-            missing = [sequence for sequence in range(end) if (subject, sequence) not in got]
+            begin = self._begins[subject, group]
+            missing = [sequence for sequence in range(begin, end) if (subject, sequence) not in got]
             if missing:
                 raise Violation(f"I9: {name} never got {len(missing)} messages of {subject}, from {missing[0]} on")
             if state.position != end or state.returned or any(c.unacked for c in state.consumers.values()):

@@ -153,7 +153,7 @@ class Metaserver:
 
         self._events.after(ms, up)
 
-    def replace(self, role: Role) -> None:
+    def replace(self, role: Role, *, accept_loss: bool = False) -> None:
         """ReplaceBroker, by an operator who is sure that nobody runs: the other broker takes this role."""
         group = self.group
         if role == Role.MASTER:
@@ -164,7 +164,7 @@ class Metaserver:
             return
         try:
             wanted = replace(_broker(broker.hostname, role), incarnation=broker.incarnation)
-            change, _ = roles.replace_broker(Directory({GROUP: group}), wanted, lambda _: False)
+            change, _ = roles.replace_broker(Directory({GROUP: group}), wanted, lambda _: False, accept_loss=accept_loss)
         except OperatorError as error:
             self._events.count("role change refused")
             self._events.note(f"refused: {error}")

@@ -9,6 +9,7 @@ from qmq.errors import CorruptFrame
 from qmq.log import MessageLog
 from qmq.log.frame import Frame, FrameKind, decode_header
 from qmq.log.index import segment_at
+from qmq.log.progress import decode_progress
 from qmq.log.segments import log_name, read_chunk
 from tests.simulation.disk import SimulatedDisk
 
@@ -42,6 +43,8 @@ class WatchedLog(MessageLog):
     def append(self, kind: FrameKind, subject: str, body: Buffer, **fields: Any) -> Frame:
         if kind == FrameKind.EPOCH:
             self._oracle.taking_office(self, fields["epoch"])
+        if kind == FrameKind.POSITION and not (progress := decode_progress(body)).consumer:
+            self._oracle.group_begins(self, subject, progress.group, progress.entries[0][0])
         return super().append(kind, subject, body, **fields)
 
     def cut(self, to: int, why: str) -> str | None:

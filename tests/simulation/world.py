@@ -177,6 +177,8 @@ class World:
         self.network.heal_all()  # faults that were still under way
         if self.metaserver.master_is_refused:
             self.metaserver.replace(Role.MASTER)
+        if self.metaserver.master_is_refused:  # still: its disk is lost, and the other copy was never seen in step
+            self.metaserver.replace(Role.MASTER, accept_loss=True)
         if self.metaserver.group.half_swapped:
             self.metaserver.replace(Role.SLAVE)
         for machine in self.machines:
