@@ -1,0 +1,131 @@
+"""Core. What an operator's action is: its name, whom it is for, its parameters, how it is answered.
+
+Every action has one name for people, scripts, the HTTP API and the tools. Those that change something are planned
+first; `dryRun=true` answers the plan and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any
+
+from qmq.rights import TokenRole
+
+DRY_RUN = "dryRun"
+DETAILS = "details"
+
+
+class Kind(StrEnum):
+    """What the text of a parameter has to be."""
+
+    TEXT = "text"
+    NAME = "name"
+    """A name by the rules of `qmq.subjects`."""
+    PATTERN = "pattern"
+    """A name, or `*` for all."""
+    NAMES = "names"
+    """Names, separated by commas."""
+    NUMBER = "number"
+    PORT = "port"
+    FLAG = "flag"
+    """`true` or `false`."""
+    CHOICE = "choice"
+    """One of `choices`."""
+    JSON = "json"
+
+
+class Style(StrEnum):
+    """How QMQ words the answer of an action on /management."""
+
+    STANDARD = "standard"
+    """`{"status", "message", "data"}`."""
+    MAP = "map"
+    """`{"data"}` or `{"error"}`, the latter maybe with details."""
+    RAW = "raw"
+    """The bare result; a list that fails answers as STANDARD does, a change that is refused as MAP does."""
+
+
+class Status(IntEnum):
+    """What became of an action; the field `status` of an answer. The first two are QMQ's."""
+
+    DONE = 0
+    REFUSED = -1
+    UNKNOWN = -2
+    """The change is made or not, and looking again did not tell."""
+    WAIT = -3
+    """Nothing was changed; something that is needed does not answer now. Repeat later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of an action. Values travel as text."""
+
+    name: str
+    description: str
+    required: bool = False
+    kind: Kind = Kind.TEXT
+    default: str = ""
+    secret: bool = False
+    """Never written down: not logged, not recorded, not answered."""
+    choices: tuple[str, ...] = ()
+    least: int = 0
+    most: int = 2**63 - 1
+    chars_max: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One operator's action."""
+
+    name: str
+    summary: str
+    role: TokenRole
+    """Which role's rights a caller needs."""
+    parameters: tuple[Parameter, ...] = ()
+    changes: bool = False
+    style: Style = Style.STANDARD
+    needs_token: bool = True
+    """False: QMQ answers it to everybody; so do we, if the setting `open_lists` says so."""
+    result_fields: tuple[str, ...] = ()
+    """Fields of QMQ's result objects, in its order; /management shows no others unless `details=true`."""
+    wait_ms: int = 15_000
+    """A caller should wait so long for the answer, and longer by what a `waitMs` parameter says."""
+
+    @property
+    def all_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters, and those that every action of this sort has."""
+        if self.changes:
+            return (*self.parameters, _DRY_RUN)
+        return (*self.parameters, _DETAILS) if self.result_fields else self.parameters
+
+    def parameter(self, name: str) -> Parameter | None:
+        return next((parameter for parameter in self.all_parameters if parameter.name == name), None)
+
+
+_DRY_RUN = Parameter(DRY_RUN, "say what would change and for whom, and change nothing", kind=Kind.FLAG, default="false")
+_DETAILS = Parameter(DETAILS, "all that is known, not only QMQ's fields", kind=Kind.FLAG, default="false")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an action answers."""
+
+    status: Status
+    message: str = ""
+    data: Any = None
+    """JSON values."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What a MAP answer shows beside `error`."""
+    code: str = ""
+    """Class of the error, for programs."""
+
+    @property
+    def done(self) -> bool:
+        return self.status == Status.DONE
+
+
+def by_name(actions: Iterable[Action]) -> dict[str, Action]:
+    table = {action.name: action for action in actions}
+    return table

@@ -1,0 +1,350 @@
+"""Core. All actions: QMQ's thirteen with QMQ's parameters, its unregistered QuerySubjectRoute, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from metaserver.actions.action import Action, Kind, Parameter, Style, by_name
+from qmq.rights import TokenRole
+
+VIEWER, OPERATOR, ADMIN = TokenRole.VIEWER, TokenRole.OPERATOR, TokenRole.ADMIN
+
+BROKER_FIELDS = ("group", "role", "hostname", "ip", "servePort", "syncPort")
+GROUP_FIELDS = ("groupName", "master", "slaves", "updateTime", "brokerState", "tag", "kind", "ext")
+ROUTE_FIELDS = ("subject", "brokerGroups", "version", "updateTime")
+SUBJECT_FIELDS = ("name", "tag", "updateTime")
+
+_GROUP = Parameter("brokerGroup", "name of the broker group", required=True, kind=Kind.NAME)
+_ANY_GROUP = Parameter("brokerGroup", "only this broker group", kind=Kind.NAME)
+_SUBJECT = Parameter("subject", "name of the subject", required=True, kind=Kind.NAME)
+_ANY_SUBJECT = Parameter("subject", "only this subject", kind=Kind.NAME)
+_SUBJECTS = Parameter("subject", "one subject, or * for all", kind=Kind.PATTERN, default="*")
+_EVERY_SUBJECT = Parameter("subject", "one subject, or * for all", required=True, kind=Kind.PATTERN)
+_CONSUMER_GROUP = Parameter("group", "name of the consumer group", required=True, kind=Kind.NAME)
+_ANY_CONSUMER_GROUP = Parameter("group", "only this consumer group", kind=Kind.NAME)
+_FORCE = Parameter("force", "do it in spite of the reasons against it", kind=Kind.FLAG, default="false")
+_WAIT = Parameter(
+    "waitMs", "wait so long, at most, until no client holds the old route", kind=Kind.NUMBER, default="0", most=600_000
+)
+_BROKER = (
+    _GROUP,
+    Parameter("role", "0 for the master, 1 for the slave", required=True),
+    Parameter("hostname", "the broker's setting hostname", required=True, kind=Kind.NAME),
+    Parameter("ip", "IPv4 address at which the broker is reached", required=True),
+    Parameter("servePort", "port for producers and consumers", required=True, kind=Kind.PORT),
+    Parameter("syncPort", "port for the slave", required=True, kind=Kind.PORT),
+)
+_PAGE = (
+    Parameter("limit", "so many rows at most", kind=Kind.NUMBER, default="100", least=1, most=1000),
+    Parameter("before", "only rows with a smaller id: the next page", kind=Kind.NUMBER),
+)
+
+_BROKERS = (
+    Action(
+        "AddBroker",
+        "give a broker a vacant place in a group, before its first start",
+        ADMIN,
+        _BROKER,
+        changes=True,
+        result_fields=BROKER_FIELDS,
+    ),
+    Action(
+        "ReplaceBroker",
+        "put a broker in the place of a stopped one; to swap two stopped brokers: with swap=true at once, or twice, "
+        "role 0 with the slave's addresses, then role 1 with the master's",
+        ADMIN,
+        (
+            *_BROKER,
+            Parameter("swap", "exchange master and slave, both stopped, in one step", kind=Kind.FLAG, default="false"),
+            Parameter(
+                "acceptLoss",
+                "the other copy is lost for good: make the best of what this one has",
+                kind=Kind.FLAG,
+                default="false",
+            ),
+        ),
+        changes=True,
+        result_fields=BROKER_FIELDS,
+    ),
+    Action(
+        "RemoveBroker",
+        "take a stopped broker out of its group; the last one takes the group with it",
+        ADMIN,
+        (
+            Parameter("hostname", "the broker's setting hostname", required=True, kind=Kind.NAME),
+            Parameter("servePort", "port for producers and consumers", required=True, kind=Kind.PORT),
+            _FORCE,
+        ),
+        changes=True,
+    ),
+    Action(
+        "SwapRoles",
+        "exchange master and slave of a group while both go on running",
+        ADMIN,
+        (_GROUP,),
+        changes=True,
+        wait_ms=60_000,
+    ),
+    Action(
+        "ListBrokers",
+        "list brokers: their parts and addresses, and whether they are up",
+        VIEWER,
+        (_ANY_GROUP,),
+        needs_token=False,
+        result_fields=BROKER_FIELDS,
+    ),
+    Action(
+        "ListBrokerGroups",
+        "list broker groups: term, master and slave, whether they take messages and why not",
+        VIEWER,
+        style=Style.RAW,
+        needs_token=False,
+        result_fields=GROUP_FIELDS,
+    ),
+    Action("ReplicaStatus", "ask master and slave where their logs end, and compare them", VIEWER, (_ANY_GROUP,)),
+)
+
+_ROUTES = (
+    Action(
+        "AddNewSubject",
+        "make a subject known with its tag, before its first message",
+        OPERATOR,
+        (_SUBJECT, Parameter("tag", "broker groups with this tag are preferred", required=True, kind=Kind.NAME)),
+        changes=True,
+        style=Style.MAP,
+        result_fields=SUBJECT_FIELDS,
+    ),
+    Action(
+        "ListSubjectRoutes",
+        "list which broker groups serve which subjects",
+        VIEWER,
+        (
+            Parameter("prefix", "only subjects that begin so", kind=Kind.NAME),
+            _ANY_GROUP,
+            Parameter("after", "only subjects behind this one: the next page", kind=Kind.NAME),
+            Parameter("limit", "so many routes at most; 0: all", kind=Kind.NUMBER, default="0"),
+        ),
+        style=Style.RAW,
+        needs_token=False,
+        result_fields=ROUTE_FIELDS,
+    ),
+    Action(
+        "QuerySubjectRoute",
+        "show the route of one subject, as stored and as clients get it",
+        VIEWER,
+        (_SUBJECT,),
+        result_fields=ROUTE_FIELDS,
+    ),
+    Action(
+        "AddSubjectBrokerGroup",
+        "let one more broker group serve a subject",
+        OPERATOR,
+        (_SUBJECT, _GROUP),
+        changes=True,
+        style=Style.RAW,
+        result_fields=ROUTE_FIELDS,
+    ),
+    Action(
+        "RemoveSubjectBrokerGroup",
+        "take a broker group out of the route of a subject, or of all; refused while messages wait there",
+        OPERATOR,
+        (_EVERY_SUBJECT, _GROUP, _FORCE),
+        changes=True,
+    ),
+    Action(
+        "ExtendSubjectRoute",
+        "let a new broker group serve what another one serves",
+        OPERATOR,
+        (
+            Parameter("relatedSubject", "one subject, or * for all", required=True, kind=Kind.PATTERN),
+            Parameter("relatedBrokerGroup", "the group that serves them now", required=True, kind=Kind.NAME),
+            Parameter("newBrokerGroup", "the group to add", required=True, kind=Kind.NAME),
+        ),
+        changes=True,
+    ),
+)
+
+_GROUPS = (
+    Action(
+        "MarkReadonlyBrokerGroup",
+        "keep producers away from a broker group; consumers go on",
+        OPERATOR,
+        (_SUBJECTS, _GROUP, _WAIT),
+        changes=True,
+    ),
+    Action(
+        "UnMarkReadonlyBrokerGroup",
+        "let producers use a broker group again",
+        OPERATOR,
+        (_SUBJECTS, _GROUP, _WAIT),
+        changes=True,
+    ),
+    Action(
+        "ListReadonly", "list readonly marks, and how many clients still hold an older route", VIEWER, (_ANY_GROUP,)
+    ),
+    Action(
+        "DrainGroup",
+        "give a group no new subjects and no producers, and say what is left in it",
+        OPERATOR,
+        (_GROUP, _WAIT),
+        changes=True,
+    ),
+    Action("UndrainGroup", "let a drained group take subjects and producers again", OPERATOR, (_GROUP,), changes=True),
+    Action(
+        "SetGroupTag",
+        "set the tag of a broker group: subjects with the same tag prefer it",
+        OPERATOR,
+        (_GROUP, Parameter("tag", "empty: the default tag", kind=Kind.NAME)),
+        changes=True,
+    ),
+)
+
+_CONSUMERS = (
+    Action(
+        "ResetOffset",
+        "set where a consumer group goes on, on all brokers of the subject",
+        OPERATOR,
+        (
+            _SUBJECT,
+            _CONSUMER_GROUP,
+            Parameter("code", "QMQ's: 1 latest, 2 earliest", kind=Kind.CHOICE, choices=("1", "2")),
+            Parameter("to", "where", kind=Kind.CHOICE, choices=("earliest", "latest", "sequence", "time")),
+            Parameter("value", "the sequence, or milliseconds since 1970", kind=Kind.NUMBER),
+            Parameter("brokerGroup", "only on this broker group; needed for a sequence", kind=Kind.NAME),
+        ),
+        changes=True,
+        wait_ms=30_000,
+    ),
+    Action(
+        "Consumers",
+        "list consumer groups: their consumers, how far they are, what is un-acked",
+        VIEWER,
+        (_ANY_SUBJECT, _ANY_CONSUMER_GROUP),
+    ),
+    Action(
+        "Lag",
+        "how many messages wait for each consumer group, and how old the oldest is",
+        VIEWER,
+        (_ANY_SUBJECT, _ANY_CONSUMER_GROUP),
+    ),
+    Action(
+        "OnOffline",
+        "switch consumers off and on",
+        OPERATOR,
+        (
+            Parameter("state", "what they should be", required=True, kind=Kind.CHOICE, choices=("online", "offline")),
+            _EVERY_SUBJECT,
+            Parameter("consumerGroup", "one consumer group, or * for all", kind=Kind.PATTERN, default="*"),
+            Parameter("clientId", "one consumer, or * for all", kind=Kind.PATTERN, default="*"),
+        ),
+        changes=True,
+    ),
+    Action("ListOffline", "list which consumers are switched off", VIEWER, (_ANY_SUBJECT,)),
+    Action(
+        "Clients",
+        "list clients that are connected to a metaserver now",
+        VIEWER,
+        (
+            _ANY_SUBJECT,
+            Parameter("app", "only clients of this application"),
+            Parameter("limit", "so many at most", kind=Kind.NUMBER, default="1000", least=1, most=100_000),
+        ),
+    ),
+)
+
+_DATABASES = (
+    Action(
+        "AddDb",
+        "register a database of a business for the watchdog",
+        ADMIN,
+        (
+            Parameter("type", "kind of the database", default="mmm", kind=Kind.NAME),
+            Parameter("host", "where it is", required=True, kind=Kind.NAME),
+            Parameter("port", "its port", required=True, kind=Kind.PORT),
+            Parameter("username", "its user", required=True, kind=Kind.NAME),
+            Parameter("password", "the user's password; stored encrypted", required=True, secret=True, chars_max=1000),
+            Parameter("room", "namespace of the watchdog that scans it", default="default", kind=Kind.NAME),
+        ),
+        changes=True,
+    ),
+    Action(
+        "RemoveDb",
+        "forget a database",
+        ADMIN,
+        (
+            Parameter("type", "kind of the database", default="mmm", kind=Kind.NAME),
+            Parameter("host", "where it is", required=True, kind=Kind.NAME),
+            Parameter("port", "its port", required=True, kind=Kind.PORT),
+        ),
+        changes=True,
+    ),
+    Action("ListDbs", "list registered databases, without passwords", VIEWER),
+)
+
+_TOKENS = (
+    Action(
+        "AddToken",
+        "make an API token; its text is shown once",
+        ADMIN,
+        (
+            Parameter("name", "whose token it is; two of one name may be valid", required=True, kind=Kind.NAME),
+            Parameter(
+                "role",
+                "what it is for",
+                required=True,
+                kind=Kind.CHOICE,
+                choices=("viewer", "operator", "admin", "client", "broker"),
+            ),
+            Parameter(
+                "subjects", "only these subjects (prefix*, produce:…, consume:…), separated by commas", chars_max=4000
+            ),
+            Parameter("groups", "only these broker groups (prefix*), separated by commas", chars_max=4000),
+            Parameter("days", "valid so many days; 0: for ever", kind=Kind.NUMBER, default="0", most=36_500),
+        ),
+        changes=True,
+    ),
+    Action(
+        "RevokeToken",
+        "end a token at once",
+        ADMIN,
+        (Parameter("id", "its id, as ListTokens shows it", required=True, kind=Kind.NAME),),
+        changes=True,
+    ),
+    Action("ListTokens", "list tokens: name, role, scope, expiry; never their texts", ADMIN),
+)
+
+_UPKEEP = (
+    Action(
+        "AuditTrail",
+        "list who changed what, newest first",
+        VIEWER,
+        (
+            Parameter("who", "only of this token name"),
+            Parameter("name", "only this action"),
+            _ANY_GROUP,
+            _ANY_SUBJECT,
+            Parameter("since", "only from then on, milliseconds since 1970", kind=Kind.NUMBER),
+            *_PAGE,
+        ),
+    ),
+    Action("Backup", "give all metadata as one JSON document, secrets as they are stored", ADMIN, wait_ms=60_000),
+    Action(
+        "Restore",
+        "put the metadata of a backup in place of what there is; only into an empty metaserver, or with force",
+        ADMIN,
+        (
+            Parameter("backup", "the document that Backup gave", required=True, kind=Kind.JSON, chars_max=2**30),
+            _FORCE,
+        ),
+        changes=True,
+        wait_ms=120_000,
+    ),
+    Action("ListMetaservers", "list metaservers of this installation, and whether they are up", VIEWER),
+    Action("Doctor", "what this metaserver knows of its own health and that of its brokers", VIEWER, wait_ms=30_000),
+)
+
+ACTIONS: Mapping[str, Action] = MappingProxyType(
+    by_name((*_BROKERS, *_ROUTES, *_GROUPS, *_CONSUMERS, *_DATABASES, *_TOKENS, *_UPKEEP))
+)
+"""Action by name, in the order in which people look for them."""
