@@ -1,12 +1,17 @@
-"""Core. Which names are legal: subjects, consumer groups, consumer ids, broker groups.
+"""Core. Which names are legal: subjects, consumer groups, consumer ids, broker groups; retry and dead-letter subjects.
 
 QMQ lets any name through to the broker, where one of 256 bytes stops all indexing for ever (weakness W7). Here a
 name is checked before it is stored, at both ends.
+
+Messages that a consumer group did not get done go to subjects of its own, whose names are made of the real subject's
+and the group's: `%RETRY%subject%group`, and at last `%DEAD_RETRY%subject%group`. They lie in the broker groups of the
+real subject. A retry of a retry keeps the real subject: names are never nested.
 """
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from qmq.errors import InvalidName
 
@@ -36,4 +41,63 @@ def check_name(what: str, name: str) -> str:
         name.encode()
     except UnicodeEncodeError:
         raise InvalidName(f"{what} {name!r} is not valid Unicode") from None
+    return name
+
+
+RETRY, DEAD_LETTER = "%RETRY", "%DEAD_RETRY"
+"""How the two kinds of names begin."""
+
+
+class Derived(NamedTuple):
+    """The parts of a retry or dead-letter subject's name."""
+
+    kind: str
+    """RETRY or DEAD_LETTER."""
+    real: str
+    group: str
+
+
+def retry_subject(subject: str, group: str) -> str:
+    """Name the subject of the messages that `group` is to try again."""
+    return f"{RETRY}%{real_subject(subject)}%{group}"
+
+
+def dead_letter_subject(subject: str, group: str) -> str:
+    """Name the subject of the messages that `group` tried too often."""
+    return f"{DEAD_LETTER}%{real_subject(subject)}%{group}"
+
+
+def parse_derived(name: str) -> Derived | None:
+    """Take the name of a retry or dead-letter subject apart; None if it is a real subject.
+
+    As QMQ does it: cut at each %, drop empty parts, trim the others; just three make such a name. With a % in its
+    subject or group nobody can tell what the parts were, and the whole name is a subject like any other.
+    """
+    if not name.startswith((RETRY, DEAD_LETTER)):
+        return None
+    parts = [part.strip() for part in name.split("%") if part.strip()]
+    if len(parts) != 3 or f"%{parts[0]}" not in (RETRY, DEAD_LETTER):
+        return None
+    return Derived(f"%{parts[0]}", parts[1], parts[2])
+
+
+def real_subject(name: str) -> str:
+    """Return the subject whose broker groups hold the messages of `name`: itself, unless it is a derived one."""
+    derived = parse_derived(name)
+    return derived.real if derived else name
+
+
+def check_subject(name: str) -> str:
+    """Return the name of a real or derived subject if it is legal; in a derived one, both parts may have 100 bytes.
+
+    Raises:
+        InvalidName: says which rule is broken.
+    """
+    derived = parse_derived(name)
+    if derived is None:
+        return check_name("subject", name)
+    check_name("subject", derived.real)
+    check_name("consumer group", derived.group)
+    if name != f"{derived.kind}%{derived.real}%{derived.group}":
+        raise InvalidName(f"subject {name!r} is not of the form {derived.kind}%subject%group")
     return name
