@@ -25,7 +25,8 @@ from qmq.errors import (
     QmqError,
 )  # fmt: skip
 from qmq.log import Commit, MessageLog
-from qmq.log.frame import decode_frames
+from qmq.log.frame import FRAME_BYTES_MAX, decode_frames
+from qmq.log.recovery import Damage
 from qmq.remoting.packet import Packet
 from qmq.replication.identity import IdentityFile
 from qmq.types import Role
@@ -45,6 +46,8 @@ class Node:
         self.counters = Counters()
         self._swap_until_ms = 0
         self._is_diverged = False
+        self._looks_before: Damage | None = None
+        """Damage at whose begin the other copy has no frame: what it has in that place begins before it."""
 
     @property
     def group(self) -> str:
@@ -235,22 +238,27 @@ class Node:
         if self.role is not None:
             self.role.found_damage(problem)
 
-    def mend(self, theirs_start: int, theirs_end: int) -> bool:
-        """Do for the damaged log what needs no bytes of the other copy; return whether some are to be fetched.
+    def mend(self, theirs_start: int, theirs_end: int) -> tuple[int, int] | None:
+        """Do for the damaged log what needs no bytes of the other copy.
 
         Args:
             theirs_start, theirs_end: what the other copy has on its disk.
+
+        Returns:
+            The range whose frames are to be fetched from it for `repair`; None if nothing is.
         """
         damage = self.log.damage
         if damage is None:
-            return False
+            return None
         if theirs_start > damage.begin:
             self._mend_old(theirs_start)
         elif theirs_end < damage.end:
             self._cut_damage(f"damaged and unknown to the other copy: {damage.reason}")
+        elif self._looks_before is damage:
+            return max(damage.begin - FRAME_BYTES_MAX, theirs_start), damage.begin + 1
         else:
-            return True
-        return False
+            return damage.begin, damage.end
+        return None
 
     def repair(self, begin: int, data: bytes) -> None:
         """Mend the damage with the other copy's frames, the first of which stands at `begin`.
@@ -266,13 +274,12 @@ class Node:
             return
         try:
             if begin != damage.begin:
+                self._looks_before = damage  # it may be damaged there as well, or have one frame over that place
                 raise Diverged(f"the other copy has no frame at {damage.begin}")
             self.log.repair(data)
         except (CorruptFrame, Diverged):
-            if self.role is not None or not self.log.is_idle or not data:
+            if self.role is not None or not self.log.is_idle or not _is_other_history(begin, data, damage):
                 raise
-            for _ in decode_frames(data, begin, None):
-                pass
             self._cut_damage("damaged, and the other copy has another history there")
             return
         self.repaired()
@@ -316,3 +323,15 @@ class Node:
     def set_disk_full(self, is_full: bool) -> None:
         if self.master is not None and self.master.readonly.change(Reason.DISK, is_full) and is_full:
             log.error("disk nearly full group=%s: the group is readonly", self.group)
+
+
+def _is_other_history(begin: int, data: bytes, damage: Damage) -> bool:
+    """Return whether frames of the other copy, which do not join ours, prove that the histories parted before.
+
+    Raises:
+        CorruptFrame: the other copy is damaged as well, so nobody knows.
+    """
+    end = begin
+    for frame, _ in decode_frames(data, begin, None):
+        end = frame.end
+    return end > damage.begin if begin < damage.begin else begin == damage.begin and end >= damage.end

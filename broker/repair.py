@@ -45,18 +45,18 @@ async def _mend(service: Service, settings: BrokerSettings, damage: Damage) -> N
     async with grpc.aio.insecure_channel(f"{peer.ip}:{peer.control_port}", options=CHANNEL_OPTIONS) as channel:
         stub = BrokerStub(channel)
         theirs = await stub.DescribeLog(pb.Nothing(), metadata=metadata, timeout=5)
-        fetch = False
+        wanted: tuple[int, int] | None = None
 
         def mend() -> None:
-            nonlocal fetch
-            fetch = node.mend(theirs.log_start, theirs.log_end)
+            nonlocal wanted
+            wanted = node.mend(theirs.log_start, theirs.log_end)
 
         service.guarded(mend)
-        if fetch:
-            request = pb.ReadLogRequest(begin=damage.begin, end=damage.end)
+        if wanted is not None:
+            request = pb.ReadLogRequest(begin=wanted[0], end=wanted[1])
             chunks = [chunk async for chunk in stub.ReadLog(request, metadata=metadata, timeout=60)]
             data = b"".join(chunk.data for chunk in chunks)
-            if node.log.damage is damage and chunks:
-                service.guarded(partial(node.repair, chunks[0].offset, data))
+            if node.log.damage is damage:
+                service.guarded(partial(node.repair, chunks[0].offset if chunks else wanted[1], data))
         if node.log.damage is None:
             log.warning("log repaired group=%s begin=%d end=%d", node.group, damage.begin, damage.end)

@@ -395,22 +395,24 @@ class Process:
         other = self.world.machine(assignment.peer.ip).process
         if other is None or not self.world.network.is_through(self.name, other.name):
             return
-        fetch: list[bool] = []
-        self.guarded(lambda: fetch.append(self.node.mend(other.log.start, other.log.flushed_end)))
-        if fetch != [True]:
+        wanted: list[tuple[int, int] | None] = []
+        self.guarded(lambda: wanted.append(self.node.mend(other.log.start, other.log.flushed_end)))
+        if not wanted or wanted[0] is None:
             if self.is_alive and self.log.damage is None:
                 self._events.count("mended without the other copy's bytes")
                 self._events.note(f"{self.name} mended {damage}")
             return
-        data, end = b"", min(damage.end, other.log.flushed_end)
+        begin, end = wanted[0]
+        found = other.log.next_frame(max(begin, other.log.start))
+        at, data = found, b""
         try:
-            begin = other.log.next_frame(max(damage.begin, other.log.start))
-            while begin is not None and begin + len(data) < end:
-                data += other.log.read(begin + len(data), other.log.flushed_end, 1 << 20).data
+            while at is not None and at < min(end, other.log.flushed_end):
+                data += other.log.read(at, other.log.flushed_end, 1 << 20).data
+                at = (found or 0) + len(data)
         except CorruptFrame:
             return
-        if begin is not None and data:
-            self._after(self.world.network.delay_ms(self.name, other.name), lambda: self._repair(damage, begin, data))
+        first = end if found is None or not data else found
+        self._after(self.world.network.delay_ms(self.name, other.name), lambda: self._repair(damage, first, data))
 
     def _repair(self, damage: object, begin: int, data: bytes) -> None:
         if self.log.damage is not damage:
@@ -421,8 +423,9 @@ class Process:
             self._events.note(f"{self.name} cannot repair: {error}")
             self._events.count("repair refused")
         else:
-            self._events.note(f"{self.name} repaired {damage}")
-            self._events.count("repaired")
+            if self.is_alive and self.log.damage is not damage:
+                self._events.note(f"{self.name} repaired {damage}")
+                self._events.count("repaired")
 
     def _drop_old_segments(self) -> None:
         """What broker.service does for retention."""

@@ -164,7 +164,8 @@ class Metaserver:
             return
         try:
             wanted = replace(_broker(broker.hostname, role), incarnation=broker.incarnation)
-            change, _ = roles.replace_broker(Directory({GROUP: group}), wanted, lambda _: False, accept_loss=accept_loss)
+            row = Directory({GROUP: group})
+            change, _ = roles.replace_broker(row, wanted, lambda _: False, accept_loss=accept_loss)
         except OperatorError as error:
             self._events.count("role change refused")
             self._events.note(f"refused: {error}")

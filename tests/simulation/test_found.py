@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import pytest
+
 from broker import retention
+from qmq.errors import CorruptFrame, Diverged
 from qmq.log.fold import EpochStart, Group, State
 from qmq.log.frame import FrameKind
 from qmq.log.segments import log_name
@@ -112,3 +117,64 @@ def test_our_own_damage_is_not_called_divergence() -> None:
     group.settle()
     assert group.a.log.damage is not None
     assert "diverged" not in group.a.node.readonly_reasons
+
+
+def a_group_whose_histories_part_before_damage() -> BrokerGroup:
+    """The slave has one long frame where the master, which lost it, wrote short ones; one of those rotted."""
+    group = BrokerGroup.made().start()
+    Client(group.a).produce("only the slave keeps it", size=900)
+    group.a.host.turn()
+    group.to_slave()
+    group.b.host.settle()
+    group.cut()
+    group.a.crash()
+    group.a.assign(Role.MASTER)
+    group.a.wait(5_000)
+    client = Client(group.a)
+    ends = []
+    for name in ("g0", "g1", "g2"):
+        client.subscribe(group=name)
+        group.a.host.settle()
+        ends.append(group.a.log.end)
+    assert ends[1] < group.b.log.end
+    group.a.disk.flip(log_name(0), 8 * (ends[1] - 1))
+    group.a.crash()
+    group.a.assign(Role.MASTER)
+    damage = group.a.log.damage
+    assert damage is not None and (damage.begin, damage.end) == (ends[0], ends[1])
+    return group
+
+
+def mend_once(group: BrokerGroup) -> None:
+    """What broker.repair does in a round, by the other copy's frames."""
+    node, other = group.a.node, group.b.log
+    wanted = node.mend(other.start, other.flushed_end)
+    if wanted is not None:
+        begin, data = other.next_frame(wanted[0]), b""
+        while begin is not None and begin + len(data) < min(wanted[1], other.flushed_end):
+            try:
+                data += other.read(begin + len(data), other.flushed_end, 1).data
+            except CorruptFrame as problem:
+                data += other.read_damaged(problem.offset)
+        with contextlib.suppress(CorruptFrame, Diverged):
+            node.repair(begin if begin is not None and data else wanted[1], data)
+
+
+def test_damage_where_the_other_copy_has_one_frame_of_another_history_is_cut() -> None:
+    """No frame of the other copy begins within the damage, so nothing was ever fetched."""
+    group = a_group_whose_histories_part_before_damage()
+    mend_once(group)
+    mend_once(group)
+    assert group.a.log.damage is None
+    group.connect()
+    group.settle()
+    assert (group.a.log.end, group.a.log.chain) == (group.b.log.end, group.b.log.chain) and group.a.node.writable
+
+
+@pytest.mark.parametrize("before_end", [8, 1040], ids=["body", "header"])
+def test_damage_is_not_cut_while_the_other_copy_is_damaged_there_as_well(before_end: int) -> None:
+    group = a_group_whose_histories_part_before_damage()
+    group.b.disk.flip(log_name(0), 8 * (group.b.log.end - before_end))
+    for _ in range(3):
+        mend_once(group)
+    assert group.a.log.damage is not None
