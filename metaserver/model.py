@@ -1,4 +1,4 @@
-"""Core. What the metaserver knows: brokers, their groups, routes of subjects, operators' marks.
+"""Core. What the metaserver knows: brokers, groups, routes of subjects, marks, and what else its tables hold.
 
 A `Directory` is one consistent reading of the database. It is never changed in place: who changes the database reads
 a new one. What brokers report about themselves is not in it but in `metaserver.liveness`.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qmq.types import Role
 
 ALL_SUBJECTS = "*"
 """As the subject of a readonly mark: the whole broker group."""
 
-NORMAL = 1
-"""QMQ's number for the kind of a group that serves messages at once; 2 is a group of delay servers."""
+NORMAL, DELAY = 1, 2
+"""QMQ's numbers for the kinds of groups: one serves messages at once, the other is made of delay servers."""
 
 
 class BrokerKey(NamedTuple):
@@ -65,6 +65,13 @@ class Group:
     update_time_ms: int
     half_swapped: bool = False
     """The first of ReplaceBroker's two calls put the slave into the master's place; the slave's place is vacant."""
+    kind: int = NORMAL
+    tag: str = ""
+    """Subjects of the same tag prefer this group."""
+    draining: bool = False
+    """Producers keep away and no route takes it in: it is being emptied."""
+    full: bool = False
+    """New subjects keep away; those that use it go on."""
 
     @property
     def brokers(self) -> tuple[Broker, ...]:
@@ -80,7 +87,11 @@ class Route:
 
     subject: str
     groups: tuple[str, ...]
+    """Empty: an operator removed the route; whoever holds it drops it."""
     version: int
+    changed: int = 0
+    """The version of all routes that this one was written with."""
+    update_time_ms: int = 0
 
 
 class ReadonlyMark(NamedTuple):
@@ -90,12 +101,33 @@ class ReadonlyMark(NamedTuple):
     group: str
 
 
+class Offline(NamedTuple):
+    """Consumers that an operator switched off; `*` in any place stands for all."""
+
+    subject: str
+    group: str
+    consumer: str
+
+
+@dataclass(frozen=True, slots=True)
+class SubjectInfo:
+    """A subject that an operator announced, with the tag of the groups it prefers. Others need no announcement."""
+
+    name: str
+    tag: str
+    update_time_ms: int = 0
+
+
 @dataclass(frozen=True)
 class Directory:
-    """Groups, brokers and marks as of one transaction. Created by the repository."""
+    """All but routes, as of one transaction. Created by the repository."""
 
     groups: Mapping[str, Group] = field(default_factory=dict)
     marks: frozenset[ReadonlyMark] = frozenset()
+    offline: frozenset[Offline] = frozenset()
+    subjects: Mapping[str, SubjectInfo] = field(default_factory=dict)
+    version: int = 0
+    """Raised by each change of what is in here."""
 
     def brokers(self) -> list[Broker]:
         return [broker for group in self.groups.values() for broker in group.brokers]
@@ -130,3 +162,104 @@ class ReplicaState:
     def reigns(self, term: int) -> bool:
         """Whether this broker is at work as the master of that term."""
         return self.role == Role.MASTER and self.term == term
+
+
+@dataclass(frozen=True, slots=True)
+class SightingRow:
+    """What all metaservers know about one broker's heartbeats. Written when it changes, not with each heartbeat."""
+
+    key: BrokerKey
+    session: str
+    """Names the heartbeat stream, at random: the end of an older one changes nothing."""
+    metaserver: str
+    """Where the stream ends."""
+    incarnation: str
+    up: bool
+    state: ReplicaState | None = None
+    """Role, term, writable, reasons and durability; its offsets are not stored and read as 0."""
+    begins: bool = False
+    """As an order to store: this session replaces whatever is there. Else it only goes on if it still is the newest."""
+    changed: int = 0
+    """The version of all sightings that this one was written with."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetaserverRow:
+    """A metaserver process that uses this database."""
+
+    id: str
+    """Random, made at its start."""
+    http_address: str
+    grpc_address: str
+    beat: int
+    """Raised about once a second. Readers time it with their own clocks."""
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """An API token; what is secret about it is stored only as a salted hash."""
+
+    id: str
+    name: str
+    role: str
+    salt: str
+    hash: str
+    subjects: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    created_ms: int = 0
+    expires_ms: int = 0
+    """0: never."""
+    revoked_ms: int = 0
+    """0: it is valid."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRow:
+    """One operator's action, as it is written down with what it changed. `id` and `time_ms` are given when stored."""
+
+    who: str
+    peer: str
+    action: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Without secrets."""
+    before: Any = None
+    after: Any = None
+    result: str = ""
+    id: int = 0
+    time_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """A client's database that the watchdog looks after. `url` (type://host:port) names it."""
+
+    url: str
+    user_name: str
+    password: str
+    room: str = "default"
+    status: int = 0
+    """QMQ's numbers: 0 online, -1 offline."""
+    update_time_ms: int = 0
+
+
+class ClientKey(NamedTuple):
+    """Names what one client does with one subject: no two rows share it."""
+
+    subject: str
+    client_type: int
+    """QMQ's numbers: 1 producer, 2 consumer."""
+    group: str
+    """Consumer group; empty for producers."""
+    client_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRow:
+    """A client that was seen with a subject."""
+
+    key: ClientKey
+    app: str = ""
+    room: str = ""
+    first_ms: int = 0
+    seen_ms: int = 0

@@ -1,0 +1,160 @@
+"""Core. What operators change, one small value per kind of change.
+
+`Repository.change` applies any number of them in one transaction: all or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from metaserver.model import Broker, DataSource, Offline, ReadonlyMark, TokenRow
+from metaserver.roles import RoleChange
+
+
+@dataclass(frozen=True, slots=True)
+class SetRoles:
+    """Compare the term, raise it, set both roles at once. Raises StaleTerm."""
+
+    change: RoleChange
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddresses:
+    """Where a broker listens, as an operator says; its part stays. Raises NotThere."""
+
+    broker: Broker
+
+
+@dataclass(frozen=True, slots=True)
+class SetMark:
+    """One that is there already stays. Raises UnknownGroup."""
+
+    mark: ReadonlyMark
+
+
+@dataclass(frozen=True, slots=True)
+class UnsetMark:
+    """None is fine too."""
+
+    mark: ReadonlyMark
+
+
+@dataclass(frozen=True, slots=True)
+class SetRoute:
+    """Compare the version, set the groups. Raises StaleVersion; UnknownGroup for one that is added."""
+
+    subject: str
+    groups: tuple[str, ...]
+    version: int
+    """Compared; 0: there must be no route yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveRoute:
+    """Compare the version, remove the route. Raises StaleVersion."""
+
+    subject: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class AddSubject:
+    """Announce a subject with its tag. Raises AlreadyThere."""
+
+    name: str
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetGroupState:
+    """Set what is not None. Raises UnknownGroup."""
+
+    group: str
+    draining: bool | None = None
+    full: bool | None = None
+    tag: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveGroup:
+    """Remove a group and its marks. Raises StaleTerm; GroupInUse while it has brokers or a route names it.
+
+    Its term is remembered: should it come again, it goes on from there, so that no term ever has two masters.
+    """
+
+    group: str
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetOffline:
+    """One that is there already stays."""
+
+    offline: Offline
+
+
+@dataclass(frozen=True, slots=True)
+class UnsetOffline:
+    """None is fine too."""
+
+    offline: Offline
+
+
+@dataclass(frozen=True, slots=True)
+class AddDataSource:
+    """One of the same url is overwritten."""
+
+    source: DataSource
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveDataSource:
+    """Raises NotThere."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddToken:
+    """Raises AlreadyThere for one of the same id."""
+
+    token: TokenRow
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeToken:
+    """One that is revoked already stays as it is. Raises NotThere."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreAll:
+    """Put what `Repository.dump` gave in the place of everything. Raises ValueRefused for what is no such thing.
+
+    Terms never go back: a group's term becomes one more than the larger of the two.
+    """
+
+    dump: Mapping[str, Any]
+
+
+Change = (
+    SetRoles
+    | StoreAddresses
+    | SetMark
+    | UnsetMark
+    | SetRoute
+    | RemoveRoute
+    | AddSubject
+    | SetGroupState
+    | RemoveGroup
+    | SetOffline
+    | UnsetOffline
+    | AddDataSource
+    | RemoveDataSource
+    | AddToken
+    | RevokeToken
+    | RestoreAll
+)
