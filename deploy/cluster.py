@@ -220,7 +220,7 @@ class Cluster:
     def _start_metaserver(self) -> None:
         settings = {
             "host": HOST, "http_port": self.plan.http_port, "grpc_port": self.plan.grpc_port, "advertised_ip": HOST,
-            "database": f"sqlite:///{self.run_dir / 'metaserver' / 'metaserver.db'}", "tokens": [self.token],
+            "database": f"sqlite:///{self.run_dir / 'metaserver' / 'metaserver.db'}", "cluster_token": self.token,
         }  # fmt: skip
         self._service("metaserver", "metaserver", settings | self._metaserver_settings).start()
         self._wait(lambda: metaserver_answers(self.metaserver), "the metaserver does not answer", START_S)

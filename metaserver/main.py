@@ -19,17 +19,17 @@ from fastapi import FastAPI
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from metaserver.access import Tokens
+from metaserver.access import Access
 from metaserver.db.engine import open_database
 from metaserver.db.repository import Repository
 from metaserver.http.app import build_app
 from metaserver.liveness import Liveness
 from metaserver.management import Management
 from metaserver.metrics import Metrics
-from metaserver.model import BrokerKey
 from metaserver.registry import Registry, now_ms
 from metaserver.rpc.broker_client import Brokers
 from metaserver.rpc.servicer import MetaserverRpc
+from metaserver.rpc.tokens import make_door
 from metaserver.settings import MetaserverSettings
 from metaserver.swap import Swaps
 from qmq.proto.qmq_pb2_grpc import add_MetaserverServicer_to_server
@@ -56,18 +56,17 @@ class Metaserver:
     def __init__(self, settings: MetaserverSettings, engine: Engine) -> None:
         self._settings = settings
         self._engine = engine
-        broker_tokens: dict[BrokerKey, str] = {}
-        self._tokens = Tokens(settings.tokens)
+        self._access = Access((settings.cluster_token, settings.cluster_token_before))
         self._metrics = Metrics()
         liveness = Liveness(timeout_ms=settings.heartbeat_timeout_ms, started_ms=now_ms())
         self._registry = Registry(
             Repository(engine), liveness, self._metrics, groups_min=settings.groups_per_subject_min
         )
-        brokers = Brokers(broker_tokens, default_token=settings.tokens[0], timeout_ms=settings.broker_timeout_ms)
+        brokers = Brokers(settings.cluster_token, timeout_ms=settings.broker_timeout_ms)
         swaps = Swaps(self._registry, brokers, settings)
         self._management = Management(self._registry, swaps, brokers, self._metrics)
         self._rpc = MetaserverRpc(
-            self._registry, self._tokens, self._metrics, broker_tokens, watch_subjects_max=settings.watch_subjects_max
+            self._registry, self._access, self._metrics, watch_subjects_max=settings.watch_subjects_max
         )
         self.grpc_port = 0
         self.http_port = 0
@@ -79,7 +78,7 @@ class Metaserver:
             OSError, RuntimeError: a port is taken. SQLAlchemyError: the database failed.
         """
         await self._registry.load()
-        rpc_server = grpc.aio.server(options=GRPC_OPTIONS)
+        rpc_server = grpc.aio.server(interceptors=[make_door(self._access, self._metrics)], options=GRPC_OPTIONS)
         add_MetaserverServicer_to_server(self._rpc, rpc_server)
         self.grpc_port = rpc_server.add_insecure_port(f"{self._settings.host}:{self._settings.grpc_port}")
         listener = socket.create_server((self._settings.host, self._settings.http_port), backlog=128)
@@ -110,7 +109,7 @@ class Metaserver:
         address = f"{self._settings.advertised}:{self.grpc_port}"
         limit = self._settings.request_bytes_max
         return build_app(
-            self._registry, self._management, self._tokens, self._metrics, address=address, request_bytes_max=limit
+            self._registry, self._management, self._access, self._metrics, address=address, request_bytes_max=limit
         )
 
 

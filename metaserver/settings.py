@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from qmq.settings import InvalidSettings, setting
 
+CLUSTER_TOKEN_CHARS_MIN = 8
+
 
 @dataclass(frozen=True)
 class MetaserverSettings:
@@ -16,7 +18,8 @@ class MetaserverSettings:
     grpc_port: int = setting(8081, least=0, most=65535, why="brokers and clients; 0: a free port")
     advertised_ip: str = setting("", why="address that /meta/address tells to brokers and clients; default: host")
     database: str = setting("sqlite:///metaserver.db", why="SQLAlchemy URL; tables are made and migrated at start")
-    tokens: tuple[str, ...] = setting(why="valid API tokens, at least one; brokers, clients and tools send one of them")
+    cluster_token: str = setting(why="key of the installation: all its metaservers and brokers have it; may everything")
+    cluster_token_before: str = setting("", why="the key before a rotation: accepted as well, until it is taken out")
     log_level: str = setting("INFO", one_of=("DEBUG", "INFO", "WARNING", "ERROR"), why="which log lines are written")
 
     groups_per_subject_min: int = setting(2, least=1, most=100, why="QMQ's min.group.num: one group may be readonly")
@@ -42,8 +45,9 @@ class MetaserverSettings:
 
     def __post_init__(self) -> None:
         complaints = []
-        if not self.tokens:
-            complaints.append("tokens: empty; without a token nobody could use this metaserver")
+        for name, token in (("cluster_token", self.cluster_token), ("cluster_token_before", self.cluster_token_before)):
+            if token and (len(token) < CLUSTER_TOKEN_CHARS_MIN or not token.isascii() or not token.isprintable()):
+                complaints.append(f"{name}: fewer than {CLUSTER_TOKEN_CHARS_MIN} characters, or others than ASCII's")
         if not self.advertised_ip and self.host in ("0.0.0.0", "::"):
             complaints.append(f"advertised_ip: missing; with host {self.host} it must say which address others use")
         if self.swap_hold_ms <= self.swap_catch_up_ms + self.broker_timeout_ms:

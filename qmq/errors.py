@@ -11,6 +11,7 @@
     │   ├── SubscriptionReplaced  another connection uses this consumer id
     │   └── ClientClosed          the producer or consumer is not open: open a new one
     ├── AccessError           get a valid token, then reconnect
+    │   └── MissingRight          the token is valid, but not for this: get one that is
     ├── AskAnotherBroker      nothing was stored; another broker group may take it
     │   ├── BrokerReadOnly        with its reasons
     │   ├── NotMaster             the route is old: fetch it again
@@ -49,6 +50,7 @@ class ErrorCode(IntEnum):
     UNKNOWN_SUBSCRIPTION = 305
     SUBSCRIPTION_REPLACED = 306
     UNAUTHORIZED = 310
+    MISSING_RIGHT = 311
     READ_ONLY = 320
     OVERLOADED = 321
     OUTCOME_UNKNOWN = 330
@@ -123,6 +125,12 @@ class AccessError(QmqError):
     """The token is missing or not valid. Get a valid one, then reconnect."""
 
     code = ErrorCode.UNAUTHORIZED
+
+
+class MissingRight(AccessError):
+    """The token is valid, but its role or scope does not allow this. Get a token that has the right it names."""
+
+    code = ErrorCode.MISSING_RIGHT
 
 
 class AskAnotherBroker(QmqError):

@@ -10,10 +10,11 @@ from urllib.parse import parse_qsl
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from metaserver.access import Tokens
+from metaserver.access import Access
 from metaserver.management import Management
 from metaserver.metrics import Metrics
 from metaserver.registry import Registry
+from metaserver.rpc.tokens import wall_ms
 from qmq.errors import AccessError, InvalidRequest
 
 log = logging.getLogger("qmq.metaserver")
@@ -22,7 +23,7 @@ TOKEN_HEADER = "X-Api-Token"
 
 
 def build_app(
-    registry: Registry, management: Management, tokens: Tokens, metrics: Metrics, *, address: str,
+    registry: Registry, management: Management, access: Access, metrics: Metrics, *, address: str,
     request_bytes_max: int,
 ) -> FastAPI:  # fmt: skip
     """Make the application. `address` is `ip:port` of the gRPC server, as others reach it."""
@@ -47,7 +48,7 @@ def build_app(
         token = request.headers.get(TOKEN_HEADER, "")
         if token or management.actions[name].needs_token:
             try:
-                tokens.check(token)
+                access.check(token, now_ms=wall_ms())
             except AccessError as error:
                 metrics.refused_tokens.inc()
                 log.warning("token refused action=%s peer=%s", name, request.client.host if request.client else "")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 
-from metaserver.model import Broker, BrokerKey, ReplicaState
+from metaserver.model import Broker, ReplicaState
 from metaserver.rpc.convert import state_from_message
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import NotServed, OperatorError
@@ -17,15 +17,14 @@ from qmq.proto.qmq_pb2_grpc import BrokerStub
 
 
 class Brokers:
-    """Calls brokers with the token that each of them presented itself. Created by main; a connection lasts one call.
+    """Calls brokers with the cluster's token. Created by main; a connection lasts one call.
 
     Every method raises OperatorError when the broker refuses (nothing changed there) and NotServed when it did not
     answer in time.
     """
 
-    def __init__(self, tokens: Mapping[BrokerKey, str], *, default_token: str, timeout_ms: int) -> None:
-        self._tokens = tokens
-        self._default_token = default_token
+    def __init__(self, token: str, *, timeout_ms: int) -> None:
+        self._metadata = [("x-api-token", token)]
         self._timeout_ms = timeout_ms
 
     async def replica_status(self, broker: Broker) -> ReplicaState:
@@ -47,9 +46,8 @@ class Brokers:
 
     @asynccontextmanager
     async def _stub(self, broker: Broker) -> AsyncIterator[tuple[Any, dict[str, Any]]]:
-        token = self._tokens.get(broker.key, self._default_token)
         async with grpc.aio.insecure_channel(f"{broker.ip}:{broker.control_port}", options=CHANNEL_OPTIONS) as channel:
-            yield BrokerStub(channel), {"metadata": [("x-api-token", token)]}
+            yield BrokerStub(channel), {"metadata": self._metadata}
 
     async def _ask(self, broker: Broker, call: Any) -> ReplicaState:
         try:

@@ -5,26 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import grpc
 from sqlalchemy.exc import SQLAlchemyError
 
-from metaserver.access import Tokens
+from metaserver.access import Access
 from metaserver.liveness import PlaceTaken
 from metaserver.metrics import Metrics
 from metaserver.model import Broker, BrokerKey
 from metaserver.registry import Registry, now_ms
 from metaserver.rpc import convert
-from qmq.errors import AccessError, CallError, OperatorError, QmqError
+from metaserver.rpc.tokens import TokenRpc
+from qmq.errors import CallError, MissingRight, OperatorError, QmqError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer
+from qmq.rights import CONSUME, PRODUCE
+from qmq.rpc_access import caller
 from qmq.subjects import check_name
 
 log = logging.getLogger("qmq.metaserver")
 
-TOKEN_KEY = "x-api-token"
 REPEAT_S = 1.0
 """A route that could not be stored is tried again so often, while its watch lasts."""
 REMEMBERED_MAX = 10_000
@@ -33,17 +36,16 @@ Context = Any
 """grpc.aio.ServicerContext; grpcio comes without types."""
 
 
-class MetaserverRpc(MetaserverServicer):  # type: ignore[misc]
+class MetaserverRpc(TokenRpc, MetaserverServicer):  # type: ignore[misc]
     """Created by main, once. Each stream is a task of the gRPC server and ends with its connection."""
 
     def __init__(
-        self, registry: Registry, tokens: Tokens, metrics: Metrics, broker_tokens: dict[BrokerKey, str], *,
+        self, registry: Registry, access: Access, metrics: Metrics, *,
         watch_subjects_max: int,
     ) -> None:  # fmt: skip
         self._registry = registry
-        self._tokens = tokens
+        self._access = access
         self._metrics = metrics
-        self._broker_tokens = broker_tokens
         self._watch_subjects_max = watch_subjects_max
         self._logged: set[str] = set()
         self._version = time.time_ns() // 1_000_000
@@ -51,9 +53,9 @@ class MetaserverRpc(MetaserverServicer):  # type: ignore[misc]
     # -- brokers --------------------------------------------------------------------------------------------------
 
     async def Register(self, request: pb.BrokerIdentity, context: Context) -> pb.Assignment:
-        token = await self._authorize(context)
         key = BrokerKey(request.hostname, request.serve_port)
         try:
+            caller().require_group(_known_group(self._registry, key))
             broker = await self._registry.register(convert.broker_from_identity(request))
             if request.broker_group not in ("", broker.group):
                 raise OperatorError(f"{key} belongs to {broker.group}, not to {request.broker_group}")
@@ -67,7 +69,6 @@ class MetaserverRpc(MetaserverServicer):  # type: ignore[misc]
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the metaserver's database does not answer; repeat soon")
             raise
         self._metrics.registrations.labels(broker.group, "accepted").inc()
-        self._broker_tokens[key] = token
         log.info("broker registered broker=%s broker_group=%s role=%s", key, broker.group, broker.role.name)
         assignment = convert.assignment_for(self._registry.directory, key)
         if assignment is None:
@@ -79,12 +80,10 @@ class MetaserverRpc(MetaserverServicer):  # type: ignore[misc]
     async def Heartbeat(
         self, requests: AsyncIterator[pb.BrokerState], context: Context
     ) -> AsyncIterator[pb.Assignment]:
-        token = await self._authorize(context)
         first = await anext(aiter(requests), None)
         if first is None:
             return
         broker, session = await self._join(first, context)
-        self._broker_tokens[broker.key] = token
         with self._registry.changes.watch() as wake:
             reader = asyncio.create_task(self._read_beats(broker.key, session, first, requests, wake))
             try:
@@ -159,12 +158,12 @@ class MetaserverRpc(MetaserverServicer):  # type: ignore[misc]
     async def WatchRoutes(
         self, requests: AsyncIterator[pb.RouteRequest], context: Context
     ) -> AsyncIterator[pb.RouteUpdate]:
-        await self._authorize(context)
         subjects: dict[str, None] = {}
         sent: dict[str, pb.SubjectRoute] = {}
         first = await anext(aiter(requests), None)
         if first is None:
             return
+        may = partial(caller().require_subject, PRODUCE if first.produces else CONSUME)
         self._metrics.watches.inc()
         with self._registry.changes.watch() as wake:
             self._take(first, subjects)
@@ -179,7 +178,7 @@ class MetaserverRpc(MetaserverServicer):  # type: ignore[misc]
                     wake.clear()
                     owes_answer = asked.is_set()
                     asked.clear()
-                    routes, again = await self._changed_routes(list(subjects), sent)
+                    routes, again = await self._changed_routes(list(subjects), sent, may)
                     if routes or owes_answer:
                         self._version += 1
                         self._metrics.route_updates.inc(len(routes))
@@ -203,13 +202,13 @@ class MetaserverRpc(MetaserverServicer):  # type: ignore[misc]
         subjects.update(dict.fromkeys(request.subjects))
 
     async def _changed_routes(
-        self, subjects: list[str], sent: dict[str, pb.SubjectRoute]
+        self, subjects: list[str], sent: dict[str, pb.SubjectRoute], may: Callable[[str], None]
     ) -> tuple[list[pb.SubjectRoute], bool]:
         """Return the routes that differ from what was sent, and whether one failed and should be tried again."""
         changed, again = [], False
         for subject in subjects:
             try:
-                route = await self._route(subject)
+                route = await self._route(subject, may)
             except Exception as error:  # the database is away: known routes go on, a new one is tried again
                 self._log_once(f"route not stored subject={subject!r} reason={error}")
                 route, again = pb.SubjectRoute(subject=subject, refused="the route cannot be stored now"), True
@@ -218,10 +217,11 @@ class MetaserverRpc(MetaserverServicer):  # type: ignore[misc]
                 changed.append(route)
         return changed, again
 
-    async def _route(self, subject: str) -> pb.SubjectRoute:
+    async def _route(self, subject: str, may: Callable[[str], None]) -> pb.SubjectRoute:
         try:
             check_name("subject", subject)
-        except CallError as error:
+            may(subject)
+        except (CallError, MissingRight) as error:
             self._log_once(f"subject refused subject={subject[:200]!r} reason={error}")
             return pb.SubjectRoute(subject=subject, refused=str(error))
         groups = await self._registry.route(subject)
@@ -230,16 +230,6 @@ class MetaserverRpc(MetaserverServicer):  # type: ignore[misc]
         return convert.route_message(subject, groups)
 
     # -- both -----------------------------------------------------------------------------------------------------
-
-    async def _authorize(self, context: Context) -> str:
-        token = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
-        try:
-            self._tokens.check(token)
-        except AccessError as error:
-            self._metrics.refused_tokens.inc()
-            self._log_once(f"token refused peer={context.peer().rpartition(':')[0]}")
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{error} (metadata {TOKEN_KEY})")
-        return str(token)
 
     def _log_once(self, line: str) -> None:
         if line not in self._logged:
@@ -250,6 +240,8 @@ class MetaserverRpc(MetaserverServicer):  # type: ignore[misc]
 
 
 def _status(error: QmqError) -> grpc.StatusCode:
+    if isinstance(error, MissingRight):
+        return grpc.StatusCode.PERMISSION_DENIED
     if isinstance(error, PlaceTaken):
         return grpc.StatusCode.ALREADY_EXISTS
     if isinstance(error, OperatorError):

@@ -13,18 +13,20 @@ class TokenQuestion(_message.Message):
     def __init__(self, token: _Optional[str] = ...) -> None: ...
 
 class TokenAnswer(_message.Message):
-    __slots__ = ("name", "role", "subjects", "groups", "valid_ms")
+    __slots__ = ("name", "role", "subjects", "groups", "valid_ms", "expires_in_ms")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     SUBJECTS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     VALID_MS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_MS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     subjects: _containers.RepeatedScalarFieldContainer[str]
     groups: _containers.RepeatedScalarFieldContainer[str]
     valid_ms: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., subjects: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[str]] = ..., valid_ms: _Optional[int] = ...) -> None: ...
+    expires_in_ms: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., subjects: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[str]] = ..., valid_ms: _Optional[int] = ..., expires_in_ms: _Optional[int] = ...) -> None: ...
 
 class OldRoutesQuestion(_message.Message):
     __slots__ = ("broker_group", "subject")

@@ -25,7 +25,7 @@ class World:
 
     def __init__(self, database, **settings):
         self.settings = MetaserverSettings(
-            tokens=(TOKEN, "another"), database=f"sqlite:///{database}", http_port=0, grpc_port=0, **settings
+            cluster_token=TOKEN, cluster_token_before="another token", database=f"sqlite:///{database}", http_port=0, grpc_port=0, **settings
         )
         self._brokers = []
 

@@ -17,12 +17,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 20
+TOKEN = "the key of it all"
 
 
 @contextmanager
 def metaserver(folder, **settings):
     """Run a metaserver in `folder`; gives the process with `url`, kills it at the end if it still runs."""
-    given = {"TOKENS": "t1", "HTTP_PORT": "0", "GRPC_PORT": "0", "DATABASE": f"sqlite:///{folder / 'm.db'}"} | settings
+    given = {"CLUSTER_TOKEN": TOKEN, "HTTP_PORT": "0", "GRPC_PORT": "0", "DATABASE": f"sqlite:///{folder / 'm.db'}"} | settings
     environ = os.environ | {f"QMQ_METASERVER_{name}": str(value) for name, value in given.items()}
     environ["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-m", "metaserver"]
@@ -41,7 +42,7 @@ def metaserver(folder, **settings):
             process.stderr.read()
 
 
-def post(process, action, token="t1", **words):
+def post(process, action, token=TOKEN, **words):
     body = {"action": action, **words}
     return httpx.post(f"{process.url}/management", data=body, headers={"X-Api-Token": token}, trust_env=False)
 
@@ -70,7 +71,7 @@ def test_terms_survive_kill_9(tmp_path):
 
 
 def test_wrong_settings_end_with_2_and_all_complaints(tmp_path):
-    with metaserver(tmp_path, HTTP_PORT="x", TOKENS="t1", GRPC_PORT="-1") as process:
+    with metaserver(tmp_path, HTTP_PORT="x", CLUSTER_TOKEN="short", GRPC_PORT="-1") as process:
         assert process.wait(WAIT_S) == 2
         assert "http_port: " in "".join(process.heard) and "grpc_port: " in "".join(process.heard)
 
@@ -104,7 +105,7 @@ def test_http_side_answers_as_qmq_does(tmp_path):
         assert client.get("/management").status_code == 405
         assert client.post("/management").text == "need provide action param"
         assert "unsupported action: 'Explode'" in client.post("/management?action=Explode").text
-        answer = client.post("/management?action=AddBroker&brokerGroup=g1", headers={"X-Api-Token": "t1"}).json()
+        answer = client.post("/management?action=AddBroker&brokerGroup=g1", headers={"X-Api-Token": TOKEN}).json()
         assert set(answer) == {"status", "message", "data"} and answer["status"] == -1
         assert client.post("/management", content=b"x" * 100_000).status_code == 413
         assert "qmq_metaserver_management_actions_total" in client.get("/metrics").text
@@ -114,7 +115,7 @@ def test_query_string_and_form_body_are_the_same(tmp_path):
     with metaserver(tmp_path) as process:
         words = "brokerGroup=g1&role=0&hostname=a&ip=127.0.0.1&servePort=1&syncPort=2"
         request = urllib.request.Request(f"{process.url}/management?action=AddBroker", words.encode(), method="POST")
-        request.add_header("X-Api-Token", "t1")
+        request.add_header("X-Api-Token", TOKEN)
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=WAIT_S) as response:
             assert b'"status":0' in response.read()
         assert httpx.post(f"{process.url}/management?action=ListBrokers", trust_env=False).json()["data"] == [

@@ -1,0 +1,58 @@
+"""Shell. The gRPC method by which brokers ask what a token may do, and the metaserver's own door."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import grpc
+
+from metaserver.access import RPC_ROLES, Access
+from metaserver.metrics import Metrics
+from qmq.errors import AccessError
+from qmq.proto import qmq_pb2 as pb
+from qmq.rights import Caller
+from qmq.rpc_access import RpcDoor
+
+log = logging.getLogger("qmq.metaserver")
+
+ANSWER_VALID_MS = 20_000
+"""How long a broker uses an answer without asking again: what is revoked ends there within a minute."""
+
+
+def make_door(access: Access, metrics: Metrics) -> RpcDoor:
+    """The interceptor that every call passes."""
+
+    async def check(token: str) -> Caller:
+        return access.check(token, now_ms=wall_ms())
+
+    def refused(method: str, peer: str, reason: str) -> None:
+        metrics.refused_tokens.inc()
+        log.warning("call refused method=%s peer=%s: %s", method[:50], peer, reason)
+
+    return RpcDoor(RPC_ROLES, check, refused)
+
+
+class TokenRpc:
+    """Part of the metaserver's service."""
+
+    _access: Access
+
+    async def CheckToken(self, request: pb.TokenQuestion, context: Any) -> pb.TokenAnswer:
+        now_ms = wall_ms()
+        try:
+            who, expires_ms = self._access.look_up(request.token, now_ms=now_ms)
+        except AccessError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+            raise  # abort has raised already
+        left_ms = expires_ms - now_ms if expires_ms else 0
+        return pb.TokenAnswer(
+            name=who.name, role=who.role, subjects=who.scope.subjects, groups=who.scope.groups,
+            valid_ms=min(ANSWER_VALID_MS, left_ms) if expires_ms else ANSWER_VALID_MS, expires_in_ms=left_ms,
+        )  # fmt: skip
+
+
+def wall_ms() -> int:
+    """Milliseconds since 1970: tokens' times are told to people."""
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,69 @@
+"""Shell. Where a token comes from: an argument, a file, standard input or the environment; never a process list."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from qmq.errors import AccessError
+
+TOKEN_VARIABLE = "QMQ_TOKEN"
+FILE_VARIABLE = "QMQ_TOKEN_FILE"
+TOKEN_CHARS_MAX = 4096
+STANDARD_INPUT = "-"
+
+
+def find_token(
+    given: str | None = None, *, token_file: str | Path | None = None, environ: Mapping[str, str] | None = None,
+    stdin: TextIO | None = None,
+) -> str:  # fmt: skip
+    """Return the token to show: `given`, else the file's, else QMQ_TOKEN, else the file that QMQ_TOKEN_FILE names.
+
+    Args:
+        given: the token itself; `-` reads one line of standard input instead.
+        token_file: a file that only its owner may read; `-` is standard input, too.
+
+    Returns:
+        The token; empty if there is none.
+
+    Raises:
+        AccessError: both were given, the file cannot be read, others may read it, or it holds no token.
+    """
+    environ = os.environ if environ is None else environ
+    if given is not None and token_file is not None:
+        raise AccessError("give the token or the file that holds it, not both")
+    if STANDARD_INPUT in (given, str(token_file)):
+        return _one_line((sys.stdin if stdin is None else stdin).readline(TOKEN_CHARS_MAX + 2), "standard input")
+    if given is not None:
+        return given
+    if token_file is None and (token := environ.get(TOKEN_VARIABLE, "")):
+        return token
+    path = token_file if token_file is not None else environ.get(FILE_VARIABLE) or None
+    return "" if path is None else read_token_file(Path(path))
+
+
+def read_token_file(path: Path) -> str:
+    """Read the token in `path`: one line, in a file that nobody but its owner may read or write.
+
+    Raises:
+        AccessError: says what is wrong with the file.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & 0o077:
+                raise AccessError(f"{path} may be read by others (mode {mode:03o}); run: chmod 600 {path}")
+            return _one_line(file.read(TOKEN_CHARS_MAX + 2), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise AccessError(f"the token file {path} cannot be read: {error}") from None
+
+
+def _one_line(text: str, where: str) -> str:
+    token = text.strip()
+    if not token or len(token) > TOKEN_CHARS_MAX or len(token.split()) != 1:
+        raise AccessError(f"{where} does not hold one token on one line")
+    return token

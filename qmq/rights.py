@@ -1,0 +1,148 @@
+"""Core. What a token allows: its role, and the subjects and broker groups it is limited to.
+
+    viewer      lists and states
+    operator    what a viewer may, and marks, drains, switches, offsets, routes
+    admin       what an operator may, and brokers, roles, tokens, databases, backup and restore
+    client      routes of its subjects; to produce to them and to consume from them
+    broker      to register and beat as a broker of its groups; to ask what a token may do
+    cluster     everything: the key of the installation, which metaservers and brokers share as a setting
+
+A pattern of a subject is an exact name, or a prefix that ends with `*`. It stands for producing and consuming; with
+`produce:` or `consume:` before it, for one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from qmq.errors import InvalidName, MissingRight
+from qmq.subjects import check_name
+
+
+class TokenRole(StrEnum):
+    VIEWER = "viewer"
+    OPERATOR = "operator"
+    ADMIN = "admin"
+    CLIENT = "client"
+    BROKER = "broker"
+    CLUSTER = "cluster"
+
+
+_INCLUDES = {
+    TokenRole.OPERATOR: {TokenRole.VIEWER},
+    TokenRole.ADMIN: {TokenRole.VIEWER, TokenRole.OPERATOR},
+    TokenRole.CLUSTER: set(TokenRole),
+}
+
+PRODUCE, CONSUME = "produce", "consume"
+_RIGHTS = (PRODUCE, CONSUME)
+
+
+def includes(role: TokenRole, needed: TokenRole) -> bool:
+    """Whether a token of `role` may do what `needed` may."""
+    return role == needed or needed in _INCLUDES.get(role, ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Patterns:
+    exact: frozenset[str]
+    prefixes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, patterns: Iterable[str]) -> _Patterns:
+        texts = list(patterns)
+        return cls(
+            frozenset(text for text in texts if not text.endswith("*")),
+            tuple(text[:-1] for text in texts if text.endswith("*")),
+        )
+
+    def match(self, name: str) -> bool:
+        return name in self.exact or name.startswith(self.prefixes)
+
+
+def _patterns_for(right: str, patterns: Iterable[str]) -> Iterable[str]:
+    for pattern in patterns:
+        named, colon, rest = pattern.partition(":")
+        if not colon or named not in _RIGHTS:
+            yield pattern
+        elif named == right:
+            yield rest
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Limits of a token; an empty list limits nothing."""
+
+    subjects: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    _by_right: dict[str, _Patterns] = field(init=False, repr=False, compare=False)
+    _groups: _Patterns = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_right = {right: _Patterns.of(_patterns_for(right, self.subjects)) for right in _RIGHTS}
+        object.__setattr__(self, "_by_right", by_right)
+        object.__setattr__(self, "_groups", _Patterns.of(self.groups))
+
+    @property
+    def all_subjects(self) -> bool:
+        return not self.subjects
+
+    def may(self, right: str, subject: str) -> bool:
+        """Whether one may PRODUCE to or CONSUME from `subject`."""
+        return not self.subjects or self._by_right[right].match(subject)
+
+    def has_group(self, group: str) -> bool:
+        return not self.groups or self._groups.match(group)
+
+
+EVERYTHING = Scope()
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: the token's name and rights, and from where."""
+
+    name: str
+    role: TokenRole
+    scope: Scope = EVERYTHING
+    peer: str = ""
+
+    def may(self, needed: TokenRole) -> bool:
+        return includes(self.role, needed)
+
+    def require_role(self, *needed: TokenRole) -> None:
+        """Raise MissingRight unless the token has one of these roles."""
+        if not any(self.may(role) for role in needed):
+            names = " or ".join(needed) or "a role that nobody has"
+            raise MissingRight(f"token {self.name!r} has the role {self.role}; this needs {names}")
+
+    def require_subject(self, right: str, subject: str) -> None:
+        """Raise MissingRight unless the token may `right` (PRODUCE, CONSUME) the subject."""
+        if not self.scope.may(right, subject):
+            to = "to" if right == PRODUCE else "from"
+            raise MissingRight(f"token {self.name!r} may not {right} {to} {subject!r}: it is limited to other subjects")
+
+    def require_group(self, group: str) -> None:
+        """Raise MissingRight unless the broker group is in the token's scope."""
+        if not self.scope.has_group(group):
+            raise MissingRight(f"token {self.name!r} may not use broker group {group!r}: it is limited to other groups")
+
+
+def check_patterns(what: str, patterns: Iterable[str], *, rights: bool) -> tuple[str, ...]:
+    """Return the patterns if each is legal; `rights`: they may begin with `produce:` or `consume:`.
+
+    Raises:
+        InvalidName: names the pattern and the rule it breaks.
+    """
+    found = tuple(patterns)
+    for pattern in found:
+        right, colon, rest = pattern.partition(":")
+        name = rest if rights and colon and right in _RIGHTS else pattern
+        prefix = name.removesuffix("*")
+        if "*" in prefix:
+            raise InvalidName(f"{what} {pattern[:100]!r}: a * stands at the end only")
+        if prefix or not name:
+            check_name(what, prefix)
+    return found

@@ -1,0 +1,75 @@
+"""Shell. The door of a gRPC server: no call gets in without a token whose role the method names.
+
+Every server of ours has one. A method that the table lacks is refused, whoever calls it: what is forgotten is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from qmq.errors import AccessError, MissingRight, NotServed
+from qmq.rights import Caller, TokenRole
+
+TOKEN_KEY = "x-api-token"
+
+Needed = Mapping[str, frozenset[TokenRole]]
+"""Name of a method -> roles of which a caller needs one."""
+
+_caller: ContextVar[Caller] = ContextVar("caller")
+
+
+def caller() -> Caller:
+    """Who makes the call that is being answered. Within a method that the door let in; its task only."""
+    return _caller.get()
+
+
+class RpcDoor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio comes without types
+    """Made by main, for one server.
+
+    Args:
+        needed: what each method needs.
+        check: says whose token it is; raises AccessError.
+        refused: told of each refusal: the method, the peer and the reason.
+    """
+
+    def __init__(
+        self, needed: Needed, check: Callable[[str], Awaitable[Caller]], refused: Callable[[str, str, str], None]
+    ) -> None:
+        self._needed, self._check, self._refused = needed, check, refused
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        name = str(details.method).rpartition("/")[2]
+        handler = await continuation(details)
+        try:
+            token = next((value for key, value in details.invocation_metadata if key == TOKEN_KEY), "")
+            who = await self._check(token if isinstance(token, str) else "")
+            who.require_role(*self._needed.get(name, ()))
+        except (AccessError, NotServed) as error:
+            return self._refusal(name, error, handler)
+        _caller.set(who)
+        return handler
+
+    def _refusal(self, name: str, error: AccessError | NotServed, handler: Any) -> Any:
+        async def refuse(request: Any, context: Any) -> None:
+            self._refused(name, str(context.peer()), str(error))
+            await context.abort(status_of(error), f"{error} (metadata {TOKEN_KEY})")
+
+        async def refuse_stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            await refuse(request, context)
+            yield  # never reached; makes it a stream
+
+        asks, answers = (handler.request_streaming, handler.response_streaming) if handler else (False, False)
+        behaviour = refuse_stream if answers else refuse
+        kind = f"{'stream' if asks else 'unary'}_{'stream' if answers else 'unary'}_rpc_method_handler"
+        return getattr(grpc, kind)(behaviour)
+
+
+def status_of(error: AccessError | NotServed) -> grpc.StatusCode:
+    if isinstance(error, MissingRight):
+        return grpc.StatusCode.PERMISSION_DENIED
+    return grpc.StatusCode.UNAUTHENTICATED if isinstance(error, AccessError) else grpc.StatusCode.UNAVAILABLE
