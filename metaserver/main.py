@@ -60,7 +60,8 @@ class Metaserver:
         self._metrics = Metrics()
         liveness = Liveness(timeout_ms=settings.heartbeat_timeout_ms, started_ms=now_ms())
         self._registry = Registry(
-            Repository(engine), liveness, self._metrics, groups_min=settings.groups_per_subject_min
+            Repository(engine), liveness, self._metrics, groups_min=settings.groups_per_subject_min,
+            groups_new=settings.groups_per_subject_new,
         )
         brokers = Brokers(settings.cluster_token, timeout_ms=settings.broker_timeout_ms)
         swaps = Swaps(self._registry, brokers, settings)

@@ -32,12 +32,15 @@ def now_ms() -> int:
 class Registry:
     """Created by main, ends with the process. All methods are called from the loop."""
 
-    def __init__(self, repository: Repository, liveness: Liveness, metrics: Metrics, *, groups_min: int) -> None:
+    def __init__(
+        self, repository: Repository, liveness: Liveness, metrics: Metrics, *, groups_min: int, groups_new: int
+    ) -> None:
         self._repository = repository
         self._metrics = metrics
-        self._groups_min = groups_min
+        self._groups_min, self._groups_new = groups_min, groups_new
         self._writing = asyncio.Lock()
-        self._routes: dict[str, Route] = {}
+        self.routes: dict[str, Route] = {}
+        self._loads = routing.Loads()
         self._seen: object = None
         self.liveness = liveness
         self.directory = Directory()
@@ -46,7 +49,8 @@ class Registry:
 
     async def load(self) -> None:
         """Read everything from the database, at start."""
-        self._routes = {route.subject: route for route in await asyncio.to_thread(self._repository.load_routes)}
+        for route in await asyncio.to_thread(self._repository.load_routes):
+            self._keep(route)
         await self.reload()
 
     async def reload(self) -> None:
@@ -150,21 +154,29 @@ class Registry:
             await self.reload()
         log.info("readonly mark broker_group=%s subject=%s set=%s", mark.group, mark.subject, readonly)
 
+    async def routes_for(self, subjects: Iterable[str]) -> None:
+        """Make or extend the routes of legal, real subjects where that is needed; `routes` has them afterwards."""
+        placement = routing.Placement(
+            self.directory, self.is_writable, self._loads, groups_min=self._groups_min, groups_new=self._groups_new
+        )
+        for subject in subjects:
+            route = self.routes.get(subject)
+            groups = placement.choose(subject, route.groups if route else ())
+            if groups and (route is None or set(groups) != set(route.groups)):
+                version = route.version if route else 0
+                self._keep(await asyncio.to_thread(self._repository.store_route, subject, groups, version=version))
+                self._metrics.routes_created.inc()
+
     async def route(self, subject: str) -> list[routing.GroupRoute]:
         """Return the route of a legal subject, created or extended where it must be; empty: no broker group exists."""
-        route = self._routes.get(subject)
-        current: Iterable[str] = route.groups if route else ()
-        groups = routing.choose_groups(
-            subject, current, self.directory, self.liveness, groups_min=self._groups_min, now_ms=now_ms()
-        )
-        if not groups:
-            return []
-        if route is None or set(groups) != set(route.groups):
-            version = route.version if route else 0
-            route = await asyncio.to_thread(self._repository.store_route, subject, groups, version=version)
-            self._routes[subject] = route
-            self._metrics.routes_created.inc()
-        return routing.route_for_clients(subject, route.groups, self.directory, self.liveness, now_ms=now_ms())
+        await self.routes_for([subject])
+        groups = self.routes[subject].groups if subject in self.routes else ()
+        return routing.route_for_clients(subject, groups, self.directory, self.is_writable)
+
+    def _keep(self, route: Route) -> None:
+        before = self.routes.get(route.subject)
+        self._loads.moved(before.groups if before else (), route.groups)
+        self.routes[route.subject] = route
 
     def is_writable(self, group: Group) -> bool:
         """Whether the group takes messages of subjects that nobody marked readonly."""

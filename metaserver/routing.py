@@ -1,17 +1,24 @@
 """Core. Which broker groups serve a subject, and which of them take messages now.
 
-A new subject gets every group that takes messages; should that be fewer than `groups_min`, other groups are added,
-so that a subject which was born during an outage is not tied to one group for ever. Consumers keep every group of
-the route whatever its state: only `writable` says where to produce.
+A new subject gets the `groups_new` least loaded groups that take messages. Should that be fewer than `groups_min`
+(QMQ's min.group.num), other groups are added, so that a subject which was born during an outage is not tied to one
+group for ever. A route that lists too few groups is extended in the same way. Groups of another kind, groups that are
+not there and groups that operators keep producers away from do not count: what is left must be enough.
+
+Consumers keep every group of the route whatever its state: only `writable` says where to produce.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
-from metaserver.liveness import Liveness
-from metaserver.model import Directory, Group
+from metaserver.model import ALL_SUBJECTS, NORMAL, Directory, Group
+
+IsWritable = Callable[[Group], bool]
+"""Whether a group's master takes messages, marks of single subjects aside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,43 +29,160 @@ class GroupRoute:
     writable: bool
 
 
-def choose_groups(
-    subject: str, current: Iterable[str], directory: Directory, liveness: Liveness, *, groups_min: int, now_ms: int
-) -> tuple[str, ...]:
-    """Return the groups that the route of `subject` should list, sorted: `current`, and more where they are too few.
-
-    Args:
-        current: groups the route lists now, empty for a new subject. They always stay: they may hold messages.
-        groups_min: a route with at least so many existing groups is left alone.
-
-    Returns:
-        Names of groups; empty when there is no broker group at all.
-    """
-    kept = set(current)
-    known = {name for name in kept if name in directory.groups}
-    if known and len(known) >= groups_min:
-        return tuple(sorted(kept))
-    candidates = {name: group for name, group in directory.groups.items() if group.master and name not in known}
-    taking = {
-        name
-        for name, group in candidates.items()
-        if liveness.is_writable(group, now_ms=now_ms) and not directory.is_marked(name, subject)
-    }
-    missing = groups_min - len(known) - len(taking)
-    others = sorted(candidates.keys() - taking, key=lambda name: (directory.is_marked(name, subject), name))
-    return tuple(sorted(kept | taking | set(others[: max(missing, 0)])))
+def serves(group: Group | None) -> bool:
+    """Whether a group can be part of a route at all: it is there, has a master, and is not one of delay servers."""
+    return group is not None and group.kind == NORMAL and group.master is not None
 
 
 def route_for_clients(
-    subject: str, groups: Iterable[str], directory: Directory, liveness: Liveness, *, now_ms: int
+    subject: str, groups: Iterable[str], directory: Directory, is_writable: IsWritable
 ) -> list[GroupRoute]:
-    """Return the route as clients get it: every group that exists and has a master, with whether it takes messages."""
-    known = (directory.groups[name] for name in groups if name in directory.groups)
-    return [
-        GroupRoute(
-            group,
-            liveness.is_writable(group, now_ms=now_ms) and not directory.is_marked(group.name, subject),
-        )
-        for group in known
-        if group.master is not None
-    ]
+    """Return the route as clients get it: every group that serves, with whether it takes messages of the subject."""
+    known = [directory.groups[name] for name in groups if serves(directory.groups.get(name))]
+    return [GroupRoute(group, takes_messages(group, subject, directory, is_writable)) for group in known]
+
+
+def takes_messages(group: Group, subject: str, directory: Directory, is_writable: IsWritable) -> bool:
+    """Whether producers of `subject` may use the group now."""
+    return not group.draining and not directory.is_marked(group.name, subject) and is_writable(group)
+
+
+def is_short(subject: str, groups: Iterable[str], directory: Directory, *, groups_min: int) -> bool:
+    """Whether a route lists too few groups that serve, or too few that operators leave open to its producers."""
+    listed = [name for name in groups if serves(directory.groups.get(name))]
+    if len(listed) < groups_min:
+        return True
+    kept_open = [name for name in listed if _kept_open(directory.groups[name], subject, directory)]
+    return len(kept_open) < groups_min
+
+
+def _kept_open(group: Group, subject: str, directory: Directory) -> bool:
+    return not group.draining and not directory.is_marked(group.name, subject)
+
+
+class Loads:
+    """How many subjects each group serves. Told of every route that comes, changes or goes."""
+
+    def __init__(self) -> None:
+        self._subjects: Counter[str] = Counter()
+
+    def moved(self, before: Iterable[str], after: Iterable[str]) -> None:
+        """Note that a route listed the groups `before` and lists `after` now; either may be empty."""
+        self._subjects.subtract(before)
+        self._subjects.update(after)
+
+    def subjects(self, group: str) -> int:
+        return self._subjects[group]
+
+
+_Entry = tuple[int, float, str]
+"""A group in a heap: its reserve (see `_reserve`), its load, its name. The first to be chosen is on top."""
+
+
+class Placement:
+    """Chooses groups for new and for short routes as of one moment. Made for a batch of subjects, then dropped.
+
+    A group's load is its share of all subjects plus, where its bytes are known, its share of them: a subject that
+    is new counts at once, what it brings counts when it came.
+
+    Args:
+        loads: subjects of each group, as of the beginning of the batch.
+        stored_bytes: bytes that a group's log holds, of groups for which that is known.
+        groups_min: a route with so many groups is left alone.
+        groups_new: a new subject gets so many groups, if so many take messages.
+    """
+
+    def __init__(
+        self, directory: Directory, is_writable: IsWritable, loads: Loads, *, groups_min: int, groups_new: int,
+        stored_bytes: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        self._directory = directory
+        self._groups_min, self._groups_new = groups_min, max(groups_new, groups_min)
+        candidates = [group for group in directory.groups.values() if serves(group) and not group.draining]
+        names = [group.name for group in candidates]
+        self._step = 1.0 / _mean(max(loads.subjects(name), 0) for name in names)
+        self._open: dict[str, list[_Entry]] = {}
+        self._spare: list[_Entry] = []
+        shares = _shares(names, stored_bytes or {})
+        for group in candidates:
+            load = loads.subjects(group.name) * self._step + shares[group.name]
+            reserve = _reserve(group, directory, is_writable)
+            heap = self._spare if reserve else self._open.setdefault(group.tag, [])
+            heap.append((reserve, load, group.name))
+        for heap in (*self._open.values(), self._spare):
+            heapify(heap)
+
+    def choose(self, subject: str, current: Iterable[str] = ()) -> tuple[str, ...]:
+        """Return the groups that the route of `subject` should list, sorted: `current`, and more if they are too few.
+
+        Args:
+            current: groups the route lists now, empty for a new subject. They always stay: they may hold messages.
+
+        Returns:
+            Names of groups; empty when no group can take the subject.
+        """
+        chosen = set(current)
+        if chosen and not is_short(subject, chosen, self._directory, groups_min=self._groups_min):
+            return tuple(sorted(chosen))
+        listed = [group for name in chosen if (group := self._directory.groups.get(name)) and serves(group)]
+        usable = sum(1 for group in listed if _kept_open(group, subject, self._directory))
+        wanted = self._groups_min if listed else self._groups_new
+        count = len(listed)
+        for tier in self._tiers(subject):
+            found = self._take(tier, wanted - usable, subject, chosen)
+            usable, count = usable + len(found), count + len(found)
+            if usable:  # groups of another tag only as far as they are needed
+                wanted = self._groups_min
+        count += len(self._take([self._spare], self._groups_min - count, subject, chosen))
+        self._take(list(self._open.values()), self._groups_min - count, ALL_SUBJECTS, chosen)  # also marked ones
+        return tuple(sorted(chosen))
+
+    def _tiers(self, subject: str) -> list[list[list[_Entry]]]:
+        """Groups of the subject's tag first, then those without one, then the others."""
+        info = self._directory.subjects.get(subject)
+        tag = info.tag if info else ""
+        own = [self._open[tag]] if tag and tag in self._open else []
+        untagged = [self._open[""]] if "" in self._open else []
+        others = [heap for name, heap in self._open.items() if name not in ("", tag)]
+        return [own, untagged, others]
+
+    def _take(self, heaps: list[list[_Entry]], count: int, subject: str, chosen: set[str]) -> list[str]:
+        """Add the `count` least loaded groups that are not chosen yet and not marked for `subject` to `chosen`; return
+        them. From now on they count as more loaded."""
+        found: list[str] = []
+        popped: list[tuple[list[_Entry], _Entry]] = []
+        while len(found) < count and (heap := _least(heaps)) is not None:
+            reserve, load, name = heappop(heap)
+            if name not in chosen and (reserve or not self._directory.is_marked(name, subject)):
+                found.append(name)
+                chosen.add(name)
+                load += self._step
+            popped.append((heap, (reserve, load, name)))
+        for heap, entry in popped:
+            heappush(heap, entry)
+        return found
+
+
+def _least(heaps: list[list[_Entry]]) -> list[_Entry] | None:
+    return min((heap for heap in heaps if heap), key=lambda heap: heap[0], default=None)
+
+
+def _reserve(group: Group, directory: Directory, is_writable: IsWritable) -> int:
+    """0: takes new subjects; else the higher, the later it is used where there are too few others."""
+    if directory.is_marked(group.name, ALL_SUBJECTS):
+        return 3
+    if group.full:
+        return 2
+    return 0 if is_writable(group) else 1
+
+
+def _shares(names: list[str], stored_bytes: Mapping[str, int]) -> dict[str, float]:
+    """Bytes of each group relative to their mean; groups whose bytes are not known count as average."""
+    known = {name: stored_bytes[name] for name in names if name in stored_bytes}
+    mean = _mean(known.values())
+    return {name: known[name] / mean if name in known else min(len(known), 1) for name in names}
+
+
+def _mean(values: Iterable[int]) -> float:
+    found = list(values)
+    return max(sum(found) / len(found), 1.0) if found else 1.0

@@ -23,6 +23,9 @@ class MetaserverSettings:
     log_level: str = setting("INFO", one_of=("DEBUG", "INFO", "WARNING", "ERROR"), why="which log lines are written")
 
     groups_per_subject_min: int = setting(2, least=1, most=100, why="QMQ's min.group.num: one group may be readonly")
+    groups_per_subject_new: int = setting(
+        4, least=1, most=100, why="a new subject's share of the groups; more make routes large, ExtendSubjectRoute adds"
+    )
     heartbeat_timeout_ms: int = setting(
         5000, unit="ms", least=200, most=300_000, why="five beats; a broken connection is noticed at once anyway"
     )
@@ -50,6 +53,8 @@ class MetaserverSettings:
                 complaints.append(f"{name}: fewer than {CLUSTER_TOKEN_CHARS_MIN} characters, or others than ASCII's")
         if not self.advertised_ip and self.host in ("0.0.0.0", "::"):
             complaints.append(f"advertised_ip: missing; with host {self.host} it must say which address others use")
+        if self.groups_per_subject_new < self.groups_per_subject_min:
+            complaints.append("groups_per_subject_new: less than groups_per_subject_min, so that it would not matter")
         if self.swap_hold_ms <= self.swap_catch_up_ms + self.broker_timeout_ms:
             complaints.append("swap_hold_ms: must be longer than swap_catch_up_ms and broker_timeout_ms together")
         if complaints:

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from random import Random
+
 import pytest
 
-from metaserver.liveness import Liveness
-from metaserver.model import Broker, BrokerKey, Directory, Group, ReadonlyMark, ReplicaState
-from metaserver.routing import choose_groups, route_for_clients
+from metaserver.model import DELAY, NORMAL, Broker, Directory, Group, ReadonlyMark, SubjectInfo
+from metaserver.routing import Loads, Placement, is_short, route_for_clients
 from qmq.types import Role
 
-NOW = 50_000
 
-
-def world(writable="", readonly="", masterless="", marks=()):
-    """Groups named by single letters, in the given states."""
-    liveness = Liveness(timeout_ms=1000, started_ms=0)
+def world(writable="", readonly="", masterless="", delay="", draining="", full="", marks=(), tags=(), subjects=()):
+    """Groups named by single letters, in the given states; `tags`: (group, tag), `subjects`: (subject, tag)."""
     groups = {}
-    for name in writable + readonly + masterless:
+    for name in sorted({*writable, *readonly, *masterless, *delay, *draining, *full}):
         master = Broker(name, Role.MASTER, name, "10.0.0.1", 1, 2)
-        groups[name] = Group(name, 3, None if name in masterless else master, None, 0)
-        session = liveness.join(BrokerKey(name, 1), "x", now_ms=NOW)
-        state = ReplicaState(role=0, term=3, writable=name in writable)
-        liveness.beat(BrokerKey(name, 1), session, state, now_ms=NOW)
-    return Directory(groups, frozenset(ReadonlyMark(*mark) for mark in marks)), liveness
+        groups[name] = Group(
+            name, 3, None if name in masterless else master, None, 0,
+            kind=DELAY if name in delay else NORMAL, tag=dict(tags).get(name, ""),
+            draining=name in draining, full=name in full,
+        )  # fmt: skip
+    infos = {subject: SubjectInfo(subject, tag) for subject, tag in subjects}
+    directory = Directory(groups, frozenset(ReadonlyMark(*mark) for mark in marks), subjects=infos)
+    return directory, lambda group: group.name in {*writable, *delay, *draining, *full} - {*readonly}
+
+
+def placement(directory, is_writable, *, loads=None, groups_min=2, groups_new=4, **more):
+    return Placement(directory, is_writable, loads or Loads(), groups_min=groups_min, groups_new=groups_new, **more)
 
 
 @pytest.mark.parametrize(
     "current, groups, chosen",
     [
-        pytest.param("", {"writable": "abc"}, "abc", id="new subject: all that take messages"),
+        pytest.param("", {"writable": "abc"}, "abc", id="new subject: all that take messages, if they are few"),
+        pytest.param("", {"writable": "abcdefgh"}, "abcd", id="new subject: a bounded number"),
         pytest.param("", {"writable": "ab", "readonly": "c"}, "ab", id="new subject: not the readonly one"),
         pytest.param("", {"writable": "a", "readonly": "bc"}, "ab", id="filled up to two"),
         pytest.param("", {"readonly": "abc"}, "ab", id="nothing takes messages: two all the same"),
@@ -39,25 +46,126 @@ def world(writable="", readonly="", masterless="", marks=()):
         pytest.param("", {"writable": "abc", "marks": [("*", "a")]}, "bc", id="marked for all"),
         pytest.param("", {"writable": "abc", "marks": [("t", "a")]}, "abc", id="marked for another subject"),
         pytest.param("", {"writable": "ab", "readonly": "c", "marks": [("*", "a")]}, "bc", id="marked come last"),
+        pytest.param("", {"writable": "ab", "marks": [("s", "a")]}, "ab", id="marked, as there is no other"),
+        pytest.param("", {"writable": "abc", "full": "d"}, "abc", id="full groups keep away"),
+        pytest.param("", {"writable": "a", "full": "b", "readonly": "c"}, "ac", id="a down one before a full one"),
+        pytest.param("", {"writable": "a", "full": "b"}, "ab", id="a full one before none"),
+        pytest.param("", {"writable": "a", "draining": "b"}, "a", id="draining groups get nothing new"),
+        pytest.param("", {"writable": "a", "delay": "bc"}, "a", id="delay groups are apart"),
         pytest.param("ab", {"writable": "abc"}, "ab", id="enough: left alone"),
         pytest.param("ab", {"writable": "c", "readonly": "ab"}, "ab", id="readonly groups stay"),
-        pytest.param("a", {"writable": "abc"}, "abc", id="too few: extended"),
+        pytest.param("a", {"writable": "abc"}, "ab", id="too few: extended to enough"),
         pytest.param("a", {"readonly": "ab"}, "ab", id="too few: extended by what there is"),
         pytest.param("ax", {"writable": "ab"}, "abx", id="unknown names stay but do not count"),
+        pytest.param("ad", {"writable": "ab", "delay": "d"}, "abd", id="delay groups do not count"),
+        pytest.param("ad", {"writable": "ab", "draining": "d"}, "abd", id="draining groups do not count"),
+        pytest.param("ab", {"writable": "abc", "marks": [("s", "a")]}, "abc", id="marked ones do not count"),
+        pytest.param("ab", {"writable": "ab", "readonly": "c", "marks": [("s", "a")]}, "ab", id="no gain: left alone"),
     ],
 )
 def test_groups_of_a_subject(current, groups, chosen):
-    directory, liveness = world(**groups)
-    assert "".join(choose_groups("s", current, directory, liveness, groups_min=2, now_ms=NOW)) == chosen
+    assert "".join(placement(*world(**groups)).choose("s", current)) == chosen
 
 
-def test_choosing_again_changes_nothing():
-    directory, liveness = world(writable="a", readonly="bcd")
-    once = choose_groups("s", "", directory, liveness, groups_min=3, now_ms=NOW)
-    assert choose_groups("s", once, directory, liveness, groups_min=3, now_ms=NOW) == once
+def test_names_without_a_usable_group_never_hide_that_a_route_is_short():
+    """Weakness 9: groups that do not exist, and delay groups, count towards QMQ's min.group.num for ever."""
+    directory, is_writable = world(writable="ab", delay="d")
+    assert is_short("s", ("a", "d", "x"), directory, groups_min=2)
+    assert placement(directory, is_writable).choose("s", ("a", "d", "x")) == ("a", "b", "d", "x")
+    assert [one.group.name for one in route_for_clients("s", "adx", directory, is_writable)] == ["a"]
+
+
+def test_new_subjects_avoid_what_is_readonly_and_go_where_least_is():
+    """Weakness 21: QMQ's new routes ignore marks, states, load and disk, and are thrown by dice."""
+    directory, is_writable = world(writable="abcdef", readonly="g", marks=[("*", "a")], full="h")
+    loads = Loads()
+    loads.moved((), "bbbbcc")
+    chosen = placement(directory, is_writable, loads=loads, groups_new=2).choose("s")
+    assert chosen == ("d", "e")
+
+
+def test_many_new_subjects_are_spread_evenly():
+    directory, is_writable = world(writable="abcdefghij")
+    one = placement(directory, is_writable, groups_new=3)
+    count = Counter(name for number in range(1000) for name in one.choose(f"s{number}"))
+    assert max(count.values()) - min(count.values()) <= 1
+
+
+def test_subjects_born_in_an_outage_are_spread_as_well():
+    directory, is_writable = world(readonly="abcdefghij")
+    one = placement(directory, is_writable)
+    count = Counter(name for number in range(1000) for name in one.choose(f"s{number}"))
+    assert set(count.values()) == {200}
+
+
+def test_a_group_that_comes_later_gets_the_next_subjects():
+    directory, is_writable = world(writable="abc")
+    loads = Loads()
+    for _ in range(100):
+        loads.moved((), "ab")
+    chosen = [placement(directory, is_writable, loads=loads, groups_new=2).choose(f"s{number}") for number in range(5)]
+    assert all("c" in groups for groups in chosen)
+
+
+def test_bytes_count_where_they_are_known():
+    directory, is_writable = world(writable="abc")
+    stored_bytes = {"a": 900 << 30, "b": 1 << 30}
+    one = placement(directory, is_writable, groups_min=1, groups_new=1, stored_bytes=stored_bytes)
+    assert one.choose("s") == ("b",), "c is not known to be empty"
+
+
+def test_loads_follow_routes_that_change_and_go():
+    loads = Loads()
+    loads.moved((), ("a", "b"))
+    loads.moved(("a", "b"), ("a", "c"))
+    assert [loads.subjects(name) for name in "abc"] == [1, 0, 1]
+    loads.moved(("a", "c"), ())
+    assert loads.subjects("a") == 0
+
+
+@pytest.mark.parametrize(
+    "groups, chosen",
+    [
+        pytest.param({"writable": "abcd", "tags": [("c", "t"), ("d", "t")]}, "cd", id="those of its tag"),
+        pytest.param({"writable": "abcd", "tags": [("d", "t")]}, "ad", id="too few of its tag: one without"),
+        pytest.param({"writable": "abcd", "tags": [("d", "u")]}, "abc", id="none of its tag: those without one"),
+        pytest.param({"writable": "ab", "readonly": "c", "tags": [("c", "t")]}, "ab", id="those of its tag are down"),
+        pytest.param({"writable": "d", "tags": [("d", "u")]}, "d", id="only groups of another tag"),
+    ],
+)
+def test_a_tagged_subject_prefers_groups_of_its_tag(groups, chosen):
+    one = placement(*world(**groups, subjects=[("s", "t")]))
+    assert "".join(one.choose("s")) == chosen
+
+
+def test_a_subject_without_a_tag_keeps_away_from_tagged_groups():
+    one = placement(*world(writable="abcd", tags=[("a", "t"), ("b", "t")]))
+    assert one.choose("s") == ("c", "d")
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_choice_is_stable_bounded_and_the_same_everywhere(seed):
+    rng = Random(seed)
+    letters = "abcdefgh"
+
+    def some(chance):
+        return "".join(name for name in letters if rng.random() < chance)
+
+    flaws = ("readonly", "masterless", "delay", "draining", "full")
+    states = {"writable": letters} | {name: some(0.2) for name in flaws}
+    marks = [(rng.choice(["*", "s"]), name) for name in some(0.2)]
+    directory, is_writable = world(**states, marks=marks)
+    current = [*some(0.2), *rng.choice(["", "x"])]
+    once = placement(directory, is_writable).choose("s", current)
+    assert placement(directory, is_writable).choose("s", current) == once
+    assert placement(directory, is_writable).choose("s", once) == once, "choosing again changes nothing"
+    added = [directory.groups[name] for name in set(once) - set(current)]
+    assert set(current) <= set(once) and len(added) <= 4
+    assert all(group.kind == NORMAL and group.master and not group.draining for group in added)
 
 
 def test_clients_see_every_group_and_which_take_messages():
-    directory, liveness = world(writable="ab", readonly="c", masterless="d", marks=[("s", "b")])
-    routes = route_for_clients("s", "abcdx", directory, liveness, now_ms=NOW)
-    assert [(route.group.name, route.writable) for route in routes] == [("a", True), ("b", False), ("c", False)]
+    directory, is_writable = world(writable="abe", readonly="c", masterless="d", draining="e", marks=[("s", "b")])
+    routes = route_for_clients("s", "abcdex", directory, is_writable)
+    seen = [(route.group.name, route.writable) for route in routes]
+    assert seen == [("a", True), ("b", False), ("c", False), ("e", False)]
