@@ -113,11 +113,8 @@ def replace_broker(
             f"no broker with group {broker.group} and role {broker.role.name}; AddBroker adds one to a vacant place"
         )
     for member in group.brokers:
-        if may_be_up(member) and member.key in (before.key, broker.key) and not _stays_master(group, member, broker):
-            raise OperatorError(
-                f"{member.key} ({member.role.name} of {group.name}) is running: stop it first, or exchange the roles "
-                "of two running brokers with SwapRoles"
-            )
+        if member.key in (before.key, broker.key) and not _stays_master(group, member, broker):
+            _require_stopped(group, member, may_be_up)
     if group.holder(broker.role) and before.key == broker.key:
         return None, before
     if broker.role == Role.MASTER:
@@ -129,6 +126,55 @@ def replace_broker(
         )
     _require_free(directory, broker.key)
     return _with_holder(_unchanged(group), broker), before
+
+
+def swap_stopped(
+    directory: Directory, broker: Broker, may_be_up: MayBeUp, *, accept_loss: bool = False
+) -> tuple[RoleChange | None, Broker]:
+    """Exchange master and slave of a group, both stopped, in one step: what QMQ's two ReplaceBroker calls do.
+
+    Args:
+        broker: the slave, named as the master to be; or the master, named as the slave to be.
+        accept_loss: as in `replace_broker`.
+
+    Returns:
+        The change (None: the broker has that role already, only its addresses are to be stored) and who held the role.
+    """
+    group = directory.groups.get(broker.group)
+    if group is None:
+        raise OperatorError(f"there is no broker group {broker.group}; ListBrokerGroups names them")
+    if group.half_swapped:
+        raise OperatorError(f"{group.name} is half swapped already; finish that with ReplaceBroker --role=1")
+    holder = group.holder(broker.role)
+    if holder and holder.key == broker.key:
+        return None, holder
+    other = group.holder(Role.SLAVE if broker.role == Role.MASTER else Role.MASTER)
+    if holder is None or other is None or other.key != broker.key:
+        raise OperatorError(
+            f"a swap exchanges the two brokers of {group.name}, and {broker.key} is none of them; without swap=true, "
+            "ReplaceBroker puts a new broker in a place"
+        )
+    for member in (holder, other):
+        _require_stopped(group, member, may_be_up)
+    new_master, new_slave = (broker, holder) if broker.role == Role.MASTER else (holder, broker)
+    promoted = _promote(directory, group, replace(new_master, role=Role.MASTER), accept_loss).master
+    # What the old master has and the new one lacks is cut when they meet, so it does not count as complete yet.
+    demoted = replace(_addressed(group, new_slave), role=Role.SLAVE, complete=False)
+    return replace(_unchanged(group), master=promoted, slave=demoted), holder
+
+
+def remove_broker(directory: Directory, broker: Broker, may_be_up: MayBeUp) -> RoleChange:
+    """Take a stopped broker out of its group. The master goes last."""
+    group = directory.groups[broker.group]
+    _require_stopped(group, broker, may_be_up)
+    if broker.role == Role.SLAVE:
+        return replace(_unchanged(group), slave=None)
+    if group.slave:
+        raise OperatorError(
+            f"{broker.key} is the master of {group.name}, and {group.slave.key} its slave. Swap them first (SwapRoles; "
+            "ReplaceBroker with swap=true if both are stopped), then remove it as the slave"
+        )
+    return replace(_unchanged(group), master=None)
 
 
 def swap_roles(group: Group, *, term: int) -> RoleChange:
@@ -184,9 +230,7 @@ def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bo
                 f"its master. Start both brokers, wait until the group takes messages again, then repeat. If the "
                 f"master's disk is lost for good, --acceptLoss=true makes the best of what {slave.key} has"
             )
-        promoted = replace(broker, control_port=slave.control_port, metrics_port=slave.metrics_port)
-        promoted = replace(promoted, incarnation=slave.incarnation)
-        return replace(_unchanged(group), master=promoted, slave=None, half_swapped=True)
+        return replace(_unchanged(group), master=_addressed(group, broker), slave=None, half_swapped=True)
     _require_free(directory, broker.key)
     if not unused:
         raise OperatorError(
@@ -207,6 +251,21 @@ def _holder_before(group: Group | None, role: Role) -> Broker | None:
 def _stays_master(group: Group, member: Broker, broker: Broker) -> bool:
     """The second call of a swap may come after the new master was started: it only fills the vacant place."""
     return broker.role == Role.SLAVE and member.role == Role.MASTER and member.key != broker.key
+
+
+def _require_stopped(group: Group, member: Broker, may_be_up: MayBeUp) -> None:
+    if may_be_up(member):
+        raise OperatorError(
+            f"{member.key} ({member.role.name} of {group.name}) is running: stop it first, or exchange the roles of "
+            "two running brokers with SwapRoles"
+        )
+
+
+def _addressed(group: Group, broker: Broker) -> Broker:
+    """The broker where the operator says, with what it told about itself and its disk when it registered."""
+    known = next((member for member in group.brokers if member.key == broker.key), broker)
+    told = replace(broker, control_port=known.control_port, metrics_port=known.metrics_port)
+    return replace(told, incarnation=known.incarnation)
 
 
 def _require_free(directory: Directory, key: BrokerKey) -> None:

@@ -44,14 +44,28 @@ class Brokers:
             call = stub.CancelSwap(pb.Nothing(), **metadata, timeout=self._timeout_ms / 1000)
             return await self._ask(broker, call)
 
+    async def consumers(self, broker: Broker, *, subject: str = "", group: str = "") -> pb.ConsumersAnswer:
+        """Ask a master how far its consumer groups are; empty: all."""
+        request = pb.ConsumersRequest(subject=subject, group=group)
+        async with self._stub(broker) as (stub, metadata):
+            return await self._call(broker, stub.Consumers(request, **metadata, timeout=self._timeout_ms / 1000))
+
+    async def reset_offset(self, broker: Broker, request: pb.ResetOffsetRequest) -> pb.ResetOffsetAnswer:
+        """Let a master set where a consumer group goes on; it answers when slave and disk know it."""
+        async with self._stub(broker) as (stub, metadata):
+            return await self._call(broker, stub.ResetOffset(request, **metadata, timeout=self._timeout_ms / 1000))
+
     @asynccontextmanager
     async def _stub(self, broker: Broker) -> AsyncIterator[tuple[Any, dict[str, Any]]]:
         async with grpc.aio.insecure_channel(f"{broker.ip}:{broker.control_port}", options=CHANNEL_OPTIONS) as channel:
             yield BrokerStub(channel), {"metadata": self._metadata}
 
     async def _ask(self, broker: Broker, call: Any) -> ReplicaState:
+        return state_from_message(await self._call(broker, call))
+
+    async def _call(self, broker: Broker, call: Any) -> Any:
         try:
-            return state_from_message(await call)
+            return await call
         except grpc.aio.AioRpcError as error:
             text = f"{broker.key} ({broker.role.name} of {broker.group})"
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):

@@ -1,0 +1,99 @@
+"""Core. Changes of who is what in a broker group, as plans. What may be done is decided in `metaserver.roles`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from metaserver import roles
+from metaserver.actions.plan import Plan, refused
+from metaserver.actions.route_plans import NAMED_MAX, Routes, take_out_of_routes
+from metaserver.actions.shapes import broker_json, parts_json
+from metaserver.db.changes import Change, RemoveGroup, SetRoles, StoreAddresses
+from metaserver.model import Broker, BrokerKey, Directory, Group
+from metaserver.roles import MayBeUp, RoleChange
+from qmq.errors import OperatorError
+
+
+def add_broker(directory: Directory, broker: Broker) -> Plan:
+    try:
+        change = roles.add_broker(directory, broker)
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    return _role_plan(change, data=broker_json(broker))
+
+
+def replace_broker(
+    directory: Directory, broker: Broker, may_be_up: MayBeUp, *, swap: bool = False, accept_loss: bool = False
+) -> Plan:
+    """ReplaceBroker: one call of QMQ's two, or both as one step. It answers with the row before."""
+    decide = roles.swap_stopped if swap else roles.replace_broker
+    try:
+        change, before = decide(directory, broker, may_be_up, accept_loss=accept_loss)
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    data = broker_json(before)
+    if change:
+        return _role_plan(change, data=data)
+    moved = replace(before, ip=broker.ip, sync_port=broker.sync_port)
+    return Plan(
+        (StoreAddresses(broker),) if moved != before else (),
+        groups=frozenset({broker.group}),
+        before=data,
+        after=broker_json(moved),
+        data=data,
+    )
+
+
+def remove_broker(directory: Directory, routes: Routes, key: BrokerKey, may_be_up: MayBeUp, *, forced: bool) -> Plan:
+    """Take a stopped broker out of its group; with the last one, the group goes, too."""
+    broker = directory.find(key)
+    if broker is None:
+        return refused(f"{key} is no broker; ListBrokers names them")
+    try:
+        change = roles.remove_broker(directory, broker, may_be_up)
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    data = broker_json(broker)
+    if change.master or change.slave:
+        return _role_plan(change, data=data)
+    return _remove_last(directory, routes, change, data, forced=forced)
+
+
+def _remove_last(
+    directory: Directory, routes: Routes, change: RoleChange, data: object, *, forced: bool
+) -> Plan:
+    moves, subjects = take_out_of_routes(directory, routes, change.group)
+    objections = []
+    if subjects:
+        named = ", ".join(subjects[:NAMED_MAX]) + (", …" if len(subjects) > NAMED_MAX else "")
+        objections.append(
+            f"{len(subjects):,} subject{'s use' if len(subjects) > 1 else ' uses'} {change.group} ({named}), and what "
+            "is not consumed there cannot be consumed any more; DrainGroup and RemoveSubjectBrokerGroup first"
+        )
+    changes: tuple[Change, ...] = (*moves, SetRoles(change), RemoveGroup(change.group, change.term + 1))
+    return Plan(
+        changes,
+        objections=tuple(objections),
+        subjects=frozenset(subjects),
+        groups=frozenset({change.group}),
+        before={"broker": data, "routes": subjects},
+        after=None,
+        data=data,
+        forced=forced,
+    )
+
+
+def swap_roles(group: Group, *, term: int) -> Plan:
+    """SwapRoles, once both logs are proven equal."""
+    return _role_plan(roles.swap_roles(group, term=term), data=None)
+
+
+def _role_plan(change: RoleChange, *, data: object) -> Plan:
+    before = change.before
+    return Plan(
+        (SetRoles(change),),
+        groups=frozenset({change.group}),
+        before=parts_json(before.master, before.slave, before.term) if before else None,
+        after=parts_json(change.master, change.slave, change.term + 1),
+        data=data,
+    )

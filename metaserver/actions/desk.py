@@ -1,0 +1,148 @@
+"""Shell. What the actions have at hand: the registry, the brokers, the other metaservers, the clients."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from metaserver.actions.plan import Blast, Plan
+from metaserver.actions.route_plans import Contents, Leftover
+from metaserver.actions.vault import Vault
+from metaserver.db.changes import Change
+from metaserver.db.repository import Repository
+from metaserver.model import ALL_SUBJECTS, AuditRow, Broker, Directory, Group, MetaserverRow, ReplicaState, Route
+from metaserver.rpc.broker_client import Brokers
+from metaserver.swap import Swaps
+from qmq.errors import NotServed, OperatorError, QmqError
+from qmq.proto import qmq_pb2 as pb
+from qmq.subjects import real_subject
+
+
+class RegistryPort(Protocol):
+    """What the actions use of the registry."""
+
+    @property
+    def directory(self) -> Directory: ...
+
+    @property
+    def routes(self) -> Mapping[str, Route]: ...
+
+    async def reload(self) -> None: ...
+
+    async def change(self, changes: Iterable[Change], audit: AuditRow) -> None: ...
+
+    def is_writable(self, group: Group) -> bool: ...
+
+    def is_up(self, broker: Broker) -> bool: ...
+
+    def may_be_up(self, broker: Broker) -> bool: ...
+
+    def state(self, broker: Broker) -> ReplicaState | None: ...
+
+    def peers(self) -> list[MetaserverRow]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OldRoutes:
+    """Clients that still use an older route than the one a change made."""
+
+    producers: int = 0
+    consumers: int = 0
+    watchers: int = 0
+    """Clients that watch a route with the group at all."""
+    unasked: tuple[str, ...] = ()
+    """Metaservers that did not answer."""
+
+
+class ClientsPort(Protocol):
+    """Clients of all metaservers of the installation."""
+
+    async def old_routes(self, group: str, subject: str) -> OldRoutes: ...
+
+    async def list(self, *, subject: str, app: str, limit: int) -> tuple[list[dict[str, object]], tuple[str, ...]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """Created by main, once. All methods are called from the loop."""
+
+    registry: RegistryPort
+    repository: Repository
+    brokers: Brokers
+    swaps: Swaps
+    clients: ClientsPort
+    vault: Vault
+    version: str = ""
+
+    def find_group(self, name: str) -> Group:
+        group = self.registry.directory.groups.get(name)
+        if group is None:
+            raise OperatorError(f"there is no broker group {name}; ListBrokerGroups names them")
+        return group
+
+    def takes_messages(self, name: str) -> bool:
+        group = self.registry.directory.groups.get(name)
+        return group is not None and self.registry.is_writable(group)
+
+    async def blast(self, plan: Plan) -> Blast:
+        """Count whom a plan reaches."""
+        subject = next(iter(plan.subjects)) if len(plan.subjects) == 1 else ALL_SUBJECTS
+        counts = [await self.clients.old_routes(group, subject) for group in sorted(plan.groups)]
+        return Blast(
+            subjects=tuple(sorted(plan.subjects)),
+            groups=tuple(sorted(plan.groups)),
+            clients=max((count.watchers for count in counts), default=0),
+            unasked=tuple(sorted({name for count in counts for name in count.unasked})),
+        )
+
+    async def contents(self, name: str, subject: str) -> Contents:
+        """Ask what a broker group still holds for the consumer groups of a subject, or of all."""
+        group = self.registry.directory.groups.get(name)
+        if group is None or not any(broker.incarnation for broker in group.brokers):
+            return Contents()  # nobody ever served there
+        try:
+            answer = await self.ask_consumers(group)
+        except QmqError as error:
+            return Contents(unknown=str(error))
+        left = [
+            Leftover(row.subject, row.group, row.lag, row.oldest_ms)
+            for row in answer.groups
+            if row.lag and subject in (ALL_SUBJECTS, real_subject(row.subject))
+        ]
+        return Contents(tuple(left))
+
+    async def ask_consumers(self, group: Group, subject: str = "", consumer_group: str = "") -> pb.ConsumersAnswer:
+        """Ask the master of a group how far its consumer groups are."""
+        return await self.brokers.consumers(self.master_of(group), subject=subject, group=consumer_group)
+
+    def master_of(self, group: Group) -> Broker:
+        if group.master is None:
+            raise NotServed(f"{group.name} has no master; AddBroker or ReplaceBroker gives it one")
+        if not group.master.control_port:
+            raise NotServed(f"the master of {group.name}, {group.master.key}, never registered; start it")
+        return group.master
+
+    async def ask_all(
+        self, groups: Iterable[Group], subject: str = "", consumer_group: str = ""
+    ) -> tuple[dict[str, pb.ConsumersAnswer], dict[str, str]]:
+        """Ask the masters of many groups at once; return the answers, and who did not answer why."""
+        asked = sorted(groups, key=lambda group: group.name)
+        questions = [self.ask_consumers(group, subject, consumer_group) for group in asked]
+        results = await asyncio.gather(*questions, return_exceptions=True)
+        answers, failed = {}, {}
+        for group, result in zip(asked, results, strict=True):
+            if isinstance(result, QmqError):
+                failed[group.name] = str(result)
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                answers[group.name] = result
+        return answers, failed
+
+
+def wall_ms() -> int:
+    """Milliseconds since 1970, for what people read."""
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,131 @@
+"""Core. Changes of what a broker group is used for, and of which consumers are switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from metaserver.actions.plan import Plan, refused
+from metaserver.db.changes import Change, SetGroupState, SetMark, SetOffline, UnsetMark, UnsetOffline
+from metaserver.model import ALL_SUBJECTS, Directory, Offline, ReadonlyMark, Route
+
+Routes = Mapping[str, Route]
+
+
+def mark_readonly(directory: Directory, routes: Routes, subject: str, group: str, *, readonly: bool) -> Plan:
+    """Keep producers of a subject, or all, away from a group; or let them use it again."""
+    if group not in directory.groups:
+        return refused(_no_group(group))
+    if subject != ALL_SUBJECTS and subject not in routes and subject not in directory.subjects:
+        return refused(f"no subject {subject} is known; ListSubjectRoutes names them")
+    mark = ReadonlyMark(subject, group)
+    is_set = mark in directory.marks
+    change = SetMark(mark) if readonly else UnsetMark(mark)
+    marked = directory.readonly_subjects(group)
+    after = sorted({*marked, subject} if readonly else {*marked} - {subject})
+    subjects = served(routes, group, subject)
+    return Plan(
+        (change,) if is_set != readonly else (),
+        subjects=subjects,
+        groups=frozenset({group}),
+        before={"readonlySubjects": marked},
+        after={"readonlySubjects": after},
+        data={"result": "success", "subject": subject, "brokerGroup": group, "readonlySubjects": after},
+    )
+
+
+def stranded(directory: Directory, routes: Routes, group: str, subjects: Iterable[str]) -> list[str]:
+    """Subjects whose producers have nowhere to go while they keep away from `group`."""
+
+    def is_open(name: str, subject: str) -> bool:
+        other = directory.groups.get(name)
+        return other is not None and name != group and not other.draining and not directory.is_marked(name, subject)
+
+    return sorted(
+        subject
+        for subject in subjects
+        if subject in routes and not any(is_open(name, subject) for name in routes[subject].groups)
+    )
+
+
+def set_draining(directory: Directory, routes: Routes, group: str, *, draining: bool) -> Plan:
+    """Give a group no new subjects and no producers; or take that back."""
+    known = directory.groups.get(group)
+    if known is None:
+        return refused(_no_group(group))
+    objections = []
+    others = [name for name, other in directory.groups.items() if name != group and other.master and not other.draining]
+    if draining and not others:
+        objections.append(f"no other group would be left to take messages: {group} is the only one that is not drained")
+    return Plan(
+        (SetGroupState(group, draining=draining),) if known.draining != draining else (),
+        refusals=tuple(objections),
+        subjects=served(routes, group, ALL_SUBJECTS),
+        groups=frozenset({group}),
+        before={"draining": known.draining},
+        after={"draining": draining},
+        data={"brokerGroup": group, "draining": draining},
+    )
+
+
+def set_tag(directory: Directory, group: str, tag: str) -> Plan:
+    """Set a group's tag. Routes that exist stay; the tag counts when a subject gets its route."""
+    known = directory.groups.get(group)
+    if known is None:
+        return refused(_no_group(group))
+    return Plan(
+        (SetGroupState(group, tag=tag),) if known.tag != tag else (),
+        groups=frozenset({group}),
+        before={"tag": known.tag},
+        after={"tag": tag},
+        data={"brokerGroup": group, "tag": tag},
+    )
+
+
+def switch_consumers(directory: Directory, rule: Offline, *, offline: bool) -> Plan:
+    """Switch consumers off or on.
+
+    Switching all consumers of a subject and group on ends the rules for single ones too, as QMQ does it.
+    """
+    ended = [] if offline else sorted(other for other in directory.offline if _covers(rule, other))
+    changes: list[Change] = [UnsetOffline(other) for other in ended]
+    if offline and rule not in directory.offline:
+        changes.append(SetOffline(rule))
+    after = sorted(directory.offline - set(ended) | ({rule} if offline else set()))
+    still = [] if offline else [other for other in after if _includes(other, rule)]
+    return Plan(
+        tuple(changes),
+        refusals=tuple(f"they stay off by the rule {_rule(other)}; end that one" for other in still),
+        subjects=frozenset({rule.subject}) - {ALL_SUBJECTS},
+        before=[offline_json(other) for other in sorted(directory.offline) if other.subject == rule.subject],
+        after=[offline_json(other) for other in after if other.subject == rule.subject],
+        data={**offline_json(rule), "state": "offline" if offline else "online", "rules": len(changes)},
+    )
+
+
+def offline_json(rule: Offline) -> dict[str, str]:
+    return {"subject": rule.subject, "consumerGroup": rule.group, "clientId": rule.consumer}
+
+
+def served(routes: Routes, group: str, subject: str) -> frozenset[str]:
+    """Subjects that a group serves: one of them, or all."""
+    if subject != ALL_SUBJECTS:
+        return frozenset({subject})
+    return frozenset(route.subject for route in routes.values() if group in route.groups)
+
+
+def _covers(wide: Offline, narrow: Offline) -> bool:
+    """Whether a rule is about the same subject and group as another, and at least the same consumers."""
+    return wide[:2] == narrow[:2] and wide.consumer in (ALL_SUBJECTS, narrow.consumer)
+
+
+def _includes(wide: Offline, narrow: Offline) -> bool:
+    """Whether all that one rule switches off is switched off by the other, too."""
+    return all(part in (ALL_SUBJECTS, other) for part, other in zip(wide, narrow, strict=True))
+
+
+def _rule(rule: Offline) -> str:
+    return f"subject={rule.subject} consumerGroup={rule.group} clientId={rule.consumer}"
+
+
+def _no_group(group: str) -> str:
+    return f"there is no broker group {group}; ListBrokerGroups names them"

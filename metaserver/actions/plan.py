@@ -1,0 +1,86 @@
+"""Core. What a change would do: decided on one reading of the directory, shown by `dryRun=true`, stored as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from metaserver.db.changes import Change
+
+LISTED_MAX = 100
+"""A preview names so many subjects at most; it always counts all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One operator's change, not made yet.
+
+    A plan is pure: it follows from the directory and the routes it was decided on. What it compares (terms, versions)
+    is compared again when it is stored; if another change came first, a new plan is made.
+    """
+
+    changes: tuple[Change, ...] = ()
+    """Stored in one transaction. Empty: all is so already, or it is refused."""
+    refusals: tuple[str, ...] = ()
+    """Why it is not done. `force` does not help against these."""
+    objections: tuple[str, ...] = ()
+    """Why it should not be done; `force=true` does it all the same."""
+    subjects: frozenset[str] = frozenset()
+    groups: frozenset[str] = frozenset()
+    before: Any = None
+    after: Any = None
+    data: Any = None
+    """What is answered once it is done."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What a MAP answer shows beside `error`."""
+    forced: bool = False
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it is refused; empty: it may be carried out."""
+        return self.refusals if self.forced else self.refusals + self.objections
+
+
+@dataclass(frozen=True, slots=True)
+class Blast:
+    """Whom a change reaches."""
+
+    subjects: tuple[str, ...]
+    groups: tuple[str, ...]
+    clients: int
+    unasked: tuple[str, ...] = ()
+    """Metaservers that did not say how many of their clients it reaches."""
+
+    def __str__(self) -> str:
+        text = f"{_count(self.subjects, 'subject')}, {_count(self.groups, 'group')}, {_count(self.clients, 'client')}"
+        return text + (f" and those of {', '.join(self.unasked)}, which did not answer" if self.unasked else "")
+
+
+def preview(plan: Plan, blast: Blast) -> dict[str, Any]:
+    """The answer to `dryRun=true`."""
+    return {
+        "dryRun": True,
+        "wouldChange": bool(plan.changes) and not plan.reasons,
+        "reasons": list(plan.reasons),
+        "objections": list(plan.objections),
+        "blastRadius": str(blast),
+        "subjects": {"count": len(blast.subjects), "names": list(blast.subjects[:LISTED_MAX])},
+        "groups": {"count": len(blast.groups), "names": list(blast.groups[:LISTED_MAX])},
+        "clients": blast.clients,
+        "before": plan.before,
+        "after": plan.after,
+    }
+
+
+def refused(*reasons: str, details: dict[str, Any] | None = None) -> Plan:
+    return Plan(refusals=reasons, details=details or {})
+
+
+def one_text(reasons: Iterable[str]) -> str:
+    return "; ".join(reasons)
+
+
+def _count(things: tuple[str, ...] | int, noun: str) -> str:
+    count = things if isinstance(things, int) else len(things)
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")

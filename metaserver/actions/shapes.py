@@ -1,0 +1,141 @@
+"""Core. Values of the model as JSON: QMQ's fields first, in its order and with its names, then ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from metaserver.actions.action import Action
+from metaserver.model import DELAY, AuditRow, Broker, DataSource, Group, MetaserverRow, ReplicaState, Route, SubjectInfo
+
+
+def broker_json(broker: Broker, *, up: bool | None = None) -> dict[str, Any]:
+    """QMQ's broker; `up` None: not known, not shown."""
+    shown = {
+        "group": broker.group,
+        "role": broker.role.name,
+        "hostname": broker.hostname,
+        "ip": broker.ip,
+        "servePort": broker.serve_port,
+        "syncPort": broker.sync_port,
+        "controlPort": broker.control_port,
+        "metricsPort": broker.metrics_port,
+    }
+    return shown if up is None else shown | {"up": up}
+
+
+def group_json(
+    group: Group, *, state: ReplicaState | None, writable: bool, readonly_subjects: list[str]
+) -> dict[str, Any]:
+    """QMQ's broker group. `state` is what its master says, None while it is down."""
+    return {
+        "groupName": group.name,
+        "master": _address(group.master),
+        "slaves": [_address(group.slave)] if group.slave else [],
+        "updateTime": group.update_time_ms,
+        "brokerState": "RW" if writable else "R" if state else "NRW",
+        "tag": group.tag,
+        "kind": "DELAY" if group.kind == DELAY else "NORMAL",
+        "ext": None,
+        "term": group.term,
+        "writable": writable,
+        "readonlySubjects": readonly_subjects,
+        "readonlyReasons": list(state.readonly_reasons) if state else [],
+        "halfSwapped": group.half_swapped,
+        "draining": group.draining,
+        "full": group.full,
+    }
+
+
+def route_json(route: Route) -> dict[str, Any]:
+    return {
+        "subject": route.subject,
+        "brokerGroups": list(route.groups),
+        "version": route.version,
+        "updateTime": route.update_time_ms,
+    }
+
+
+def subject_json(info: SubjectInfo) -> dict[str, Any]:
+    return {"name": info.name, "tag": info.tag, "updateTime": info.update_time_ms}
+
+
+def parts_json(master: Broker | None, slave: Broker | None, term: int) -> dict[str, Any]:
+    """Who is what in a group, for before and after."""
+    return {
+        "term": term,
+        "master": broker_json(master) if master else None,
+        "slave": broker_json(slave) if slave else None,
+    }
+
+
+def state_json(state: ReplicaState | None) -> dict[str, Any]:
+    return {
+        "term": state and state.term,
+        "boot": state and state.boot,
+        "logStart": state and state.log_start,
+        "logEnd": state and state.log_end,
+        "flushedEnd": state and state.flushed_end,
+        "matchedEnd": state and state.matched_end,
+        "highWatermark": state and state.high_watermark,
+        "chain": state and f"{state.chain:016x}",  # text: JSON readers cut numbers of 64 bits
+        "writable": state and state.writable,
+        "readonlyReasons": state and list(state.readonly_reasons),
+        "durability": state and state.durability,
+    }
+
+
+def audit_json(row: AuditRow) -> dict[str, Any]:
+    return {
+        "id": row.id,
+        "time": row.time_ms,
+        "who": row.who,
+        "peer": row.peer,
+        "action": row.action,
+        "parameters": dict(row.parameters),
+        "before": row.before,
+        "after": row.after,
+        "result": row.result,
+    }
+
+
+def source_json(source: DataSource) -> dict[str, Any]:
+    """A database; its password never leaves the metaserver."""
+    return {
+        "url": source.url,
+        "username": source.user_name,
+        "room": source.room,
+        "status": "online" if source.status == 0 else "offline",
+        "updateTime": source.update_time_ms,
+    }
+
+
+def metaserver_json(row: MetaserverRow, *, up: bool | None, own: bool) -> dict[str, Any]:
+    return {
+        "id": row.id,
+        "http": row.http_address,
+        "grpc": row.grpc_address,
+        "version": row.version,
+        "up": up,
+        "answersThis": own,
+    }
+
+
+def as_qmq(action: Action, data: Any) -> Any:
+    """Cut a result down to QMQ's fields, in its order."""
+    if not action.result_fields:
+        return data
+    if isinstance(data, list):
+        return [as_qmq(action, part) for part in data]
+    if not isinstance(data, dict) or action.result_fields[0] not in data:
+        return data  # a preview
+    shown = {name: data[name] for name in action.result_fields}
+    return shown | {"slaves": None} if "slaves" in shown else shown  # QMQ has the field and never fills it
+
+
+def names(things: Iterable[str]) -> str:
+    return ", ".join(sorted(things))
+
+
+def _address(broker: Broker | None) -> str:
+    return f"{broker.ip}:{broker.serve_port}" if broker else ""
