@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,13 @@ import grpc.aio
 from broker.meta_link import state_message
 from broker.service import Service
 from broker.settings import BrokerSettings
+from broker.tokens import CONTROL_ROLES
 from qmq.control_plane import SERVER_OPTIONS
 from qmq.errors import CorruptFrame, NotServed, OperatorError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
+from qmq.rights import Caller
+from qmq.rpc_access import RpcDoor
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
 
     async def serve(self) -> None:
         server = grpc.aio.server(
-            interceptors=[_TokenCheck(self._settings.token)],
+            interceptors=[RpcDoor(CONTROL_ROLES, self._check, _refused)],
             options=SERVER_OPTIONS,
         )
         add_BrokerServicer_to_server(self, server)
@@ -48,6 +51,11 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
             await server.wait_for_termination()
         finally:
             await server.stop(0)
+
+    async def _check(self, token: str) -> Caller:
+        caller = await self._service.access.check(token)
+        caller.require_group(self._service.node.group)
+        return caller
 
     async def ReplicaStatus(self, request: pb.Nothing, context: Any) -> pb.BrokerState:
         return state_message(self._service, self._settings)
@@ -106,19 +114,5 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
             return message_log.read_damaged(at)
 
 
-class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-        async def refuse(request: Any, context: Any) -> None:
-            log.warning("control call refused, its token is not valid here peer=%s", context.peer().rpartition(":")[0])
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "metadata x-api-token is missing or not valid here")
-
-        self._unary = grpc.unary_unary_rpc_method_handler(refuse)
-        self._stream = grpc.unary_stream_rpc_method_handler(refuse)
-
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
-        handler = await continuation(details)
-        if ("x-api-token", self._token) in details.invocation_metadata:
-            return handler
-        return self._stream if handler is not None and handler.response_streaming else self._unary
+def _refused(method: str, peer: str, reason: str) -> None:
+    log.warning("control call refused method=%s peer=%s: %s", method[:50], peer.rpartition(":")[0], reason)

@@ -8,7 +8,6 @@ run on one thread: while it waits for the disk, the loop gathers the next commit
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import os
 import time
@@ -18,6 +17,8 @@ from functools import partial
 from typing import Any
 
 from broker import retention
+from broker.access import Access
+from broker.door import SYNC_PACKET_BYTES_MAX, Door
 from broker.node import Node
 from broker.settings import BrokerSettings
 from qmq.errors import (
@@ -25,16 +26,13 @@ from qmq.errors import (
     BrokenInvariant,
     CorruptFrame,
     DiskFailed,
-    InvalidMessage,
-    InvalidName,
-    InvalidRequest,
     LogError,
     NotServed,
     QmqError,
 )
 from qmq.log import Commit, MessageLog
 from qmq.log.disk import Disk
-from qmq.remoting.commands import Command, decode_json, encode_json
+from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection, connect
 from qmq.remoting.packet import Packet
 from qmq.replication.identity import IdentityFile
@@ -45,10 +43,6 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 INLINE_COMMIT_BYTES = 64 * 1024
 """A larger commit always goes to the thread: writing it would hold up the loop, whatever its fsync costs."""
-LOGIN_S = 5.0
-LOGIN_PACKET_BYTES_MAX = 64 * 1024
-"""A stranger makes the broker reserve no more than this."""
-SYNC_PACKET_BYTES_MAX = 64 << 20
 TOLD_MAX = 1000
 """Mistakes of clients that are remembered, so that each is logged once."""
 RECONNECT_S = 0.2
@@ -66,6 +60,7 @@ class Service:
         self, *, message_log: MessageLog, disk: Disk, identity: IdentityFile, settings: BrokerSettings
     ) -> None:
         self._settings, self._disk = settings, disk
+        self.access = Access(settings)
         self.node = Node(message_log=message_log, host=self, identity=identity, settings=settings)
         self.state_changed = asyncio.Event()
         self.reader_positions: dict[object, int] = {}
@@ -90,6 +85,7 @@ class Service:
         serve = await self._listen(CLIENT_COMMANDS, settings.serve_port)
         sync = await self._listen(SYNC_COMMANDS, settings.sync_port)
         async with serve, sync, asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.access.run())
             tasks.create_task(self._tick())
             tasks.create_task(self._follow_master())
             tasks.create_task(self._keep_house())
@@ -102,7 +98,7 @@ class Service:
             raise NotServed(f"cannot listen on {ip}:{port}: {error}; stop what uses it, or set another port") from None
 
     def _accept(self, allowed: frozenset[Command]) -> Connection:
-        door = _Door(self, allowed, self._settings)
+        door = Door(self, allowed, self._settings, self.access)
         return door.connection
 
     def fail(self, error: BaseException) -> None:
@@ -290,83 +286,6 @@ class Service:
             node.log.drop_oldest_segment()
             for (subject, group), messages in retention.unconsumed(node.log).items():
                 log.error("messages gone unconsumed subject=%s consumer_group=%s messages=%d", subject, group, messages)
-
-
-class _Guest(Connection):
-    """An accepted connection: what it asks wrongly is told to the operator."""
-
-    def __init__(self, door: _Door, packet_bytes_max: int) -> None:
-        super().__init__(door, packet_bytes_max)
-        self._door = door
-
-    def refuse(self, request: Packet, error: QmqError) -> None:
-        if isinstance(error, InvalidName | InvalidMessage | InvalidRequest):
-            self._door.tell_once(self, error)
-        super().refuse(request, error)
-
-
-class _Door:
-    """One accepted connection: nobody is answered before it has said who it is."""
-
-    def __init__(self, service: Service, allowed: frozenset[Command], settings: BrokerSettings) -> None:
-        self._service, self._allowed, self._settings = service, allowed, settings
-        self._app: str | None = None
-        self.connection = _Guest(self, LOGIN_PACKET_BYTES_MAX)
-        service.connections += 1
-        loop = asyncio.get_running_loop()
-        if service.connections > settings.connections_max:
-            loop.call_soon(self.connection.close, f"more than {settings.connections_max} connections")
-        loop.call_later(LOGIN_S, self._check_login)
-
-    def tell_once(self, connection: Connection, error: QmqError) -> None:
-        self._service.tell_once(connection.peer, error)
-
-    def packet_received(self, connection: Connection, packet: Packet) -> None:
-        if packet.code in self._allowed and self._app is not None:
-            self._service.packet_received(connection, packet)
-        elif packet.code == Command.AUTHENTICATE:
-            self._authenticate(connection, packet)
-        elif self._app is None:
-            self._turn_away(connection, packet, "say who you are first: AUTHENTICATE with an API token")
-        else:
-            connection.refuse(packet, InvalidRequest(f"command {packet.code} is not served on this port"))
-
-    def _authenticate(self, connection: Connection, packet: Packet) -> None:
-        try:
-            fields = decode_json(packet.body, token=str, app=str)
-        except QmqError as error:
-            connection.refuse(packet, error)
-            connection.close(str(error))
-            return
-        if not hmac.compare_digest(fields["token"].encode(), self._settings.token.encode()):
-            self._turn_away(connection, packet, f"the token of {fields['app'][:100]!r} is not valid here")
-            return
-        self._app = fields["app"]
-        is_client = Command.PRODUCE in self._allowed
-        connection.allow_packets(self._settings.packet_bytes_max if is_client else SYNC_PACKET_BYTES_MAX)
-        connection.answer(
-            packet,
-            encode_json(
-                broker_group=self._service.node.group, packet_bytes_max=self._settings.packet_bytes_max,
-                message_bytes_max=self._settings.message_bytes_max, window_bytes=self._settings.window_bytes,
-            ),
-        )  # fmt: skip
-
-    def _turn_away(self, connection: Connection, packet: Packet, why: str) -> None:
-        log.warning("connection refused peer=%s: %s", connection.peer, why)
-        connection.refuse(packet, AccessError(why))
-        connection.close(why)
-
-    def _check_login(self) -> None:
-        if self._app is None:
-            self.connection.close("it did not say who it is in time")
-
-    def connection_lost(self, connection: Connection, reason: str) -> None:
-        self._service.connections -= 1
-        self._service.guarded(lambda: self._service.node.link_lost(connection))
-
-    def writable_again(self, connection: Connection) -> None:
-        self._service.guarded(lambda: self._service.node.writable_again(connection))
 
 
 class _MasterLink:

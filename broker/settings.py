@@ -20,7 +20,7 @@ class BrokerSettings:
     metrics_port: int = setting(20884, least=1, most=65535, why="HTTP port of /metrics")
     data: Path = setting(why="directory of the message log; one broker, one directory")
     metaserver: str = setting("http://127.0.0.1:8080", why="HTTP address of the metaserver, or of nginx before several")
-    token: str = setting(why="API token: shown to the metaserver and asked of everybody who connects")
+    token: str = setting(why="key of the installation, the metaservers' cluster_token; others' are checked there")
     durability: str = setting("fsync", one_of=("fsync",), why="what an acknowledgement stands for")
 
     segment_bytes: int = setting(1 << 30, unit="bytes", least=4096, why="size of a log segment; what a restart replays")
@@ -35,6 +35,9 @@ class BrokerSettings:
     packet_bytes_max: int = setting(16 * MIB, unit="bytes", least=64 * 1024, most=48 * MIB, why="largest packet taken")
     message_bytes_max: int = setting(4 * MIB, unit="bytes", least=1024, most=32 * MIB, why="largest message stored")
     connections_max: int = setting(10_000, least=1, why="open connections; more are closed at once")
+    new_subjects_per_minute: int = setting(
+        1000, least=1, most=1_000_000, why="subjects that the clients of one token may begin; more wait"
+    )
     window_bytes: int = setting(32 * MIB, unit="bytes", least=MIB, why="un-acknowledged bytes a connection may have")
 
     lease_ms: int = setting(30_000, unit="ms", least=500, why="silence after which a consumer's messages go back")

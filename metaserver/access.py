@@ -141,21 +141,3 @@ class Access:
         token = self._tokens.get(identity)
         computed = hash_of(secret, token.salt if token else "")
         return token if hmac.compare_digest(computed, token.hash if token else "") else None
-
-
-class NewSubjects:
-    """Bounds how many subjects each token's clients bring into being within a minute (a bucket per token's name)."""
-
-    def __init__(self, per_minute: int) -> None:
-        self._per_minute = per_minute
-        self._left: dict[str, tuple[float, int]] = {}
-
-    def allow(self, caller: Caller, wanted: int, *, now_ms: int) -> int:
-        """Return how many of `wanted` new subjects may be made now; the others later. `now_ms` never goes back."""
-        if caller.role == TokenRole.CLUSTER:
-            return wanted
-        left, since_ms = self._left.get(caller.name, (float(self._per_minute), now_ms))
-        left = min(self._per_minute, left + (now_ms - since_ms) * self._per_minute / 60_000)
-        allowed = min(wanted, int(left))
-        self._left[caller.name] = (left - allowed, now_ms)
-        return allowed

@@ -8,7 +8,8 @@
     cluster     everything: the key of the installation, which metaservers and brokers share as a setting
 
 A pattern of a subject is an exact name, or a prefix that ends with `*`. It stands for producing and consuming; with
-`produce:` or `consume:` before it, for one of them.
+`produce:` or `consume:` before it, for one of them. Retry and dead-letter subjects belong to the consumers of the real
+subject: who may consume from that one may produce to them and consume from them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from qmq.errors import InvalidName, MissingRight
-from qmq.subjects import check_name
+from qmq.subjects import check_name, parse_derived
 
 
 class TokenRole(StrEnum):
@@ -91,7 +92,10 @@ class Scope:
 
     def may(self, right: str, subject: str) -> bool:
         """Whether one may PRODUCE to or CONSUME from `subject`."""
-        return not self.subjects or self._by_right[right].match(subject)
+        if not self.subjects or self._by_right[right].match(subject):
+            return True
+        derived = parse_derived(subject)
+        return derived is not None and self._by_right[CONSUME].match(derived.real)
 
     def has_group(self, group: str) -> bool:
         return not self.groups or self._groups.match(group)

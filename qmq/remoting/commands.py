@@ -104,6 +104,15 @@ def decode_produce(body: memoryview) -> Produce:
     return Produce(producer, batch, count, crc, subject, data)
 
 
+def produced_subject(body: memoryview) -> bytes:
+    """Return the name of the subject in a PRODUCE, as it was sent, without looking at anything else."""
+    try:
+        length = _PRODUCE.unpack_from(body)[4]
+    except struct.error as error:
+        raise InvalidRequest(f"not a PRODUCE: {error}") from None
+    return bytes(body[_PRODUCE.size : _PRODUCE.size + length])
+
+
 # Produced: 0 u64 sequence of the first stored message, 8 u32 stored, 12 u8 durability, 13 u16 refused r,
 #           then r x (u32 position in the batch, u16 n, reason n). Stored messages keep their order, without gaps.
 _PRODUCED = struct.Struct("<QIBH")

@@ -44,6 +44,9 @@ def test_a_call_that_names_no_role_is_refused_to_everybody():
         pytest.param(("consume:o*",), CONSUME, "order", True, id="consume only, consumed"),
         pytest.param(("consume:o*",), PRODUCE, "order", False, id="consume only, produced"),
         pytest.param(("produce:a", "consume:b"), CONSUME, "a", False, id="one of each"),
+        pytest.param(("consume:order",), PRODUCE, "%RETRY%order%g", True, id="consumers produce to retry subjects"),
+        pytest.param(("order",), CONSUME, "%DEAD_RETRY%order%g", True, id="dead letters are their consumers'"),
+        pytest.param(("produce:order",), PRODUCE, "%RETRY%order%g", False, id="producers have no retry subjects"),
         pytest.param(("x:order",), PRODUCE, "x:order", True, id="a colon in a name"),
     ],
 )

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from metaserver import access
-from metaserver.access import RPC_ROLES, Access, NewSubjects, first_admin, new_token
+from metaserver.access import RPC_ROLES, Access, first_admin, new_token
 from qmq.errors import AccessError, InvalidName, MissingRight, OperatorError
 from qmq.proto import qmq_pb2 as pb
-from qmq.rights import Caller, TokenRole
+from qmq.rights import TokenRole
 
 NOW = 1_700_000_000_000
 CLUSTER = "the key of the installation"
@@ -151,18 +151,6 @@ def test_every_method_of_the_service_names_the_role_it_needs():
     """Weakness 27: the port took anybody's word."""
     methods = {method.name for method in pb.DESCRIPTOR.services_by_name["Metaserver"].methods}
     assert methods == set(RPC_ROLES) and all(RPC_ROLES.values())
-
-
-def test_new_subjects_are_rationed_per_token():
-    """Weakness 31: anyone could fill the tables."""
-    shop, other = Caller("shop", TokenRole.CLIENT), Caller("other", TokenRole.CLIENT)
-    ration = NewSubjects(60)
-    assert ration.allow(shop, 50, now_ms=0) == 50 and ration.allow(shop, 50, now_ms=0) == 10
-    assert ration.allow(shop, 1, now_ms=999) == 0
-    assert ration.allow(other, 50, now_ms=999) == 50
-    assert ration.allow(shop, 5, now_ms=3000) == 3
-    assert ration.allow(shop, 500, now_ms=600_000) == 60
-    assert ration.allow(Caller("cluster", TokenRole.CLUSTER), 10_000, now_ms=0) == 10_000
 
 
 def test_a_missing_role_is_named():

@@ -1,0 +1,146 @@
+"""Shell. An accepted connection: nobody is answered before it has said who it is, nor what its token does not allow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from broker.access import Access
+from broker.settings import BrokerSettings
+from broker.tokens import Limits, check_broker, check_client
+from qmq.errors import AccessError, InvalidMessage, InvalidName, InvalidRequest, MissingRight, NotServed, QmqError
+from qmq.remoting.commands import Command, decode_json, encode_json
+from qmq.remoting.connection import Connection
+from qmq.remoting.packet import Packet
+from qmq.rights import Caller, TokenRole
+
+if TYPE_CHECKING:
+    from broker.service import Service
+
+log = logging.getLogger(__name__)
+
+LOGIN_S = 5.0
+LOGIN_PACKET_BYTES_MAX = 64 * 1024
+"""A stranger makes the broker reserve no more than this."""
+SYNC_PACKET_BYTES_MAX = 64 << 20
+
+
+class _Guest(Connection):
+    """An accepted connection: what it asks wrongly is told to the operator."""
+
+    def __init__(self, door: Door, packet_bytes_max: int) -> None:
+        super().__init__(door, packet_bytes_max)
+        self._door = door
+
+    def refuse(self, request: Packet, error: QmqError) -> None:
+        if isinstance(error, InvalidName | InvalidMessage | InvalidRequest | MissingRight):
+            self._door.tell_once(self, error)
+        super().refuse(request, error)
+
+
+class Door:
+    """One accepted connection. Made by the service; ends with the connection."""
+
+    def __init__(self, service: Service, allowed: frozenset[Command], settings: BrokerSettings, access: Access) -> None:
+        self._service, self._allowed, self._settings, self._access = service, allowed, settings, access
+        self._is_client = Command.PRODUCE in allowed
+        self._is_in = False
+        self._token = ""
+        self._limits: Limits | None = None
+        self._login: asyncio.Task[None] | None = None
+        self.connection = _Guest(self, LOGIN_PACKET_BYTES_MAX)
+        service.connections += 1
+        loop = asyncio.get_running_loop()
+        if service.connections > settings.connections_max:
+            loop.call_soon(self.connection.close, f"more than {settings.connections_max} connections")
+        loop.call_later(LOGIN_S, self._check_login)
+
+    def tell_once(self, connection: Connection, error: QmqError) -> None:
+        self._service.tell_once(connection.peer, error)
+
+    def packet_received(self, connection: Connection, packet: Packet) -> None:
+        if packet.code in self._allowed and self._is_in:
+            if self._limits is None or self._is_within_limits(self._limits, connection, packet):
+                self._service.packet_received(connection, packet)
+        elif packet.code == Command.AUTHENTICATE and self._login is None:
+            self._authenticate(connection, packet)
+        elif not self._is_in:
+            self._turn_away(connection, packet, AccessError("say who you are first: AUTHENTICATE with an API token"))
+        else:
+            connection.refuse(packet, InvalidRequest(f"command {packet.code} is not served on this port"))
+
+    def _is_within_limits(self, limits: Limits, connection: Connection, packet: Packet) -> bool:
+        service = self._service
+        try:
+            limits.check(packet, service.node.log.state.next_sequence, now_ms=service.monotonic_ms())
+        except QmqError as error:
+            connection.refuse(packet, error)
+            return False
+        return True
+
+    def _authenticate(self, connection: Connection, packet: Packet) -> None:
+        try:
+            fields = decode_json(packet.body, token=str, app=str)
+        except QmqError as error:
+            connection.refuse(packet, error)
+            connection.close(str(error))
+            return
+        token, app = fields["token"], fields["app"][:100]
+        if (caller := self._access.own(token)) is not None:
+            self._let_in(connection, packet, token, caller)
+        else:
+            self._login = asyncio.ensure_future(self._look_up(connection, packet, token, app))
+
+    async def _look_up(self, connection: Connection, packet: Packet, token: str, app: str) -> None:
+        try:
+            caller = await self._access.check(token)
+            if connection.is_open:
+                self._let_in(connection, packet, token, caller)
+        except MissingRight as error:
+            self._turn_away(connection, packet, error)
+        except AccessError as error:
+            self._turn_away(connection, packet, AccessError(f"the token of {app!r} is not valid here: {error}"))
+        except NotServed as error:
+            self._turn_away(connection, packet, error)
+        finally:
+            self._login = None
+
+    def _let_in(self, connection: Connection, packet: Packet, token: str, caller: Caller) -> None:
+        """Open the connection for what this caller may do; raises MissingRight."""
+        group, settings = self._service.node.group, self._settings
+        (check_client if self._is_client else check_broker)(caller, group)
+        if self._is_client and caller.role != TokenRole.CLUSTER:
+            self._limits = Limits(caller, self._access.new_subjects)
+        self._is_in, self._token = True, token
+        self._access.entered(token, self)
+        connection.allow_packets(settings.packet_bytes_max if self._is_client else SYNC_PACKET_BYTES_MAX)
+        connection.answer(
+            packet,
+            encode_json(
+                broker_group=group, packet_bytes_max=settings.packet_bytes_max,
+                message_bytes_max=settings.message_bytes_max, window_bytes=settings.window_bytes,
+            ),
+        )  # fmt: skip
+
+    def _turn_away(self, connection: Connection, packet: Packet, error: QmqError) -> None:
+        log.warning("connection refused peer=%s: %s", connection.peer, error)
+        connection.refuse(packet, error)
+        connection.close(str(error))
+
+    def turn_out(self, reason: str) -> None:
+        """The token that opened this connection is not valid any more."""
+        log.warning("connection ended peer=%s: %s", self.connection.peer, reason)
+        self.connection.close(reason)
+
+    def _check_login(self) -> None:
+        if not self._is_in:
+            self.connection.close("it did not say who it is in time")
+
+    def connection_lost(self, connection: Connection, reason: str) -> None:
+        self._service.connections -= 1
+        self._access.left(self._token, self)
+        self._service.guarded(lambda: self._service.node.link_lost(connection))
+
+    def writable_again(self, connection: Connection) -> None:
+        self._service.guarded(lambda: self._service.node.writable_again(connection))
