@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from qmq.types import Role
@@ -133,10 +134,21 @@ class Directory:
         return [broker for group in self.groups.values() for broker in group.brokers]
 
     def find(self, key: BrokerKey) -> Broker | None:
-        return next((broker for broker in self.brokers() if broker.key == key), None)
+        return self._by_key.get(key)
 
     def readonly_subjects(self, group: str) -> list[str]:
-        return sorted(mark.subject for mark in self.marks if mark.group == group)
+        return self._marks_by_group.get(group, [])
+
+    @cached_property
+    def _by_key(self) -> dict[BrokerKey, Broker]:
+        return {broker.key: broker for broker in self.brokers()}
+
+    @cached_property
+    def _marks_by_group(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for mark in sorted(self.marks):
+            found.setdefault(mark.group, []).append(mark.subject)
+        return found
 
     def is_marked(self, group: str, subject: str) -> bool:
         return not self.marks.isdisjoint({ReadonlyMark(subject, group), ReadonlyMark(ALL_SUBJECTS, group)})
@@ -158,6 +170,9 @@ class ReplicaState:
     readonly_reasons: tuple[str, ...] = ()
     writable: bool = False
     durability: str = ""
+    incarnation: str = ""
+    slave_incarnation: str = ""
+    """A master's words: whose copy is in step with its own; empty: nobody's."""
 
     def reigns(self, term: int) -> bool:
         """Whether this broker is at work as the master of that term."""
