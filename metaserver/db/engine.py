@@ -1,44 +1,135 @@
-"""Shell. Opens the metaserver's database and brings its tables up to date.
+"""Shell. Opens the metaserver's database: SQLite, MariaDB or PostgreSQL.
 
-All SQL is portable but for the two listeners below, which make SQLite keep what other databases keep by themselves.
+What differs between the three stands here and in `metaserver.db.migrate`; all other SQL is the same for each.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from alembic import command
-from alembic.config import Config
-from sqlalchemy import Engine, create_engine, event
+from sqlalchemy import URL, Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
-BUSY_TIMEOUT_S = 5
-"""How long SQLite waits for another process's transaction before it gives up."""
+from metaserver.db.errors import DatabaseUnusable
+from metaserver.db.migrate import migrate
+
+CONNECT_S = 5
+"""A database that is there answers at once; waiting longer would only hide that it is away."""
+
+LOCK_S = 10
+"""How long a transaction waits for another one; each of ours takes milliseconds, a restore a few seconds."""
+
+ANSWER_S = 30
+"""How long one statement may take; loading 100,000 routes takes a second."""
+
+POOL_CONNECTIONS = 8
+"""Changes wait for each other anyway; the rest is short reading."""
+
+READING = "qmq_reading"
+"""Execution option of transactions that only read."""
+
+_DRIVERS = {
+    "sqlite": "sqlite",
+    "postgresql": "postgresql+psycopg",
+    "mysql": "mysql+pymysql",
+    "mariadb": "mariadb+pymysql",
+}
+_EXTRAS = {"postgresql": "postgresql", "mysql": "mariadb", "mariadb": "mariadb"}
 
 
 def open_database(url: str) -> Engine:
-    """Connect to `url` and migrate it to the newest schema; the database may be empty.
+    """Connect to `url` and migrate it to the newest version; the database may be empty.
 
     Raises:
-        SQLAlchemyError, alembic's CommandError: the database cannot be used.
+        DatabaseUnusable: this database must not be used; the text says why and what to do.
+        SQLAlchemyError: it does not answer, or failed.
     """
-    if url.startswith("sqlite"):
-        engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S})
-        event.listen(engine, "connect", _prepare_sqlite)
-        event.listen(engine, "begin", _begin_sqlite)
-    else:
-        engine = create_engine(url, pool_pre_ping=True, isolation_level="REPEATABLE READ")
-    migrate(engine)
+    engine = connect(url)
+    try:
+        _check_encoding(engine)
+        migrate(engine)
+    except BaseException:
+        engine.dispose()
+        raise
     return engine
 
 
-def migrate(engine: Engine) -> None:
-    """Run the migrations that the database lacks."""
-    config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
-    with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+def connect(url: str) -> Engine:
+    """Make the engine of `url` without asking anything of the database yet. Raises DatabaseUnusable."""
+    parsed = _parse(url)
+    backend = parsed.get_backend_name()
+    try:
+        if backend == "sqlite":
+            engine = create_engine(parsed, connect_args={"timeout": LOCK_S})
+            event.listen(engine, "connect", _prepare_sqlite)
+            event.listen(engine, "begin", _begin_sqlite)
+            return engine
+        return create_engine(
+            parsed,
+            connect_args=_postgresql_arguments() if backend == "postgresql" else _mariadb_arguments(),
+            isolation_level="READ COMMITTED",  # a change that waited for another one sees what that one stored
+            pool_pre_ping=True,  # a connection may have died with a restart of the database
+            pool_size=POOL_CONNECTIONS,
+            max_overflow=0,
+            pool_timeout=CONNECT_S,
+            pool_recycle=600,
+        )
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS[backend]
+        raise DatabaseUnusable(f"{error}; for this database install qmq with its driver: qmq[server,{extra}]") from None
+
+
+def for_reading(engine: Engine) -> Engine:
+    """The same database, for transactions that read several tables as of one moment."""
+    if engine.dialect.name == "sqlite":
+        return engine.execution_options(**{READING: True})
+    return engine.execution_options(**{READING: True, "isolation_level": "REPEATABLE READ"})
+
+
+def _parse(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+        backend = parsed.get_backend_name()
+    except (ArgumentError, NoSuchModuleError) as error:
+        raise DatabaseUnusable(f"the setting `database` is no SQLAlchemy URL: {error}") from None
+    if backend not in _DRIVERS:
+        known = "sqlite:///FILE, mariadb://USER:PASSWORD@HOST/NAME or postgresql://USER:PASSWORD@HOST/NAME"
+        raise DatabaseUnusable(f"the setting `database` names {backend}; qmq uses {known}")
+    return parsed if "+" in parsed.drivername else parsed.set(drivername=_DRIVERS[backend])
+
+
+def _mariadb_arguments() -> dict[str, Any]:
+    return {
+        "connect_timeout": CONNECT_S,
+        "read_timeout": ANSWER_S,
+        "write_timeout": ANSWER_S,
+        "charset": "utf8mb4",
+        # Without strict mode it would cut what is too long, and answer that all went well.
+        "init_command": f"SET SESSION sql_mode = 'STRICT_ALL_TABLES', innodb_lock_wait_timeout = {LOCK_S}",
+    }
+
+
+def _postgresql_arguments() -> dict[str, Any]:
+    milliseconds = {"lock_timeout": LOCK_S, "statement_timeout": ANSWER_S, "idle_in_transaction_session_timeout": 60}
+    return {
+        "connect_timeout": CONNECT_S,
+        "options": " ".join(f"-c {name}={seconds * 1000}" for name, seconds in milliseconds.items()),
+        # A machine that is gone without a word is noticed after some 15 s.
+        "tcp_user_timeout": 15_000,
+        "keepalives_idle": 5,
+        "keepalives_interval": 5,
+        "keepalives_count": 2,
+    }
+
+
+def _check_encoding(engine: Engine) -> None:
+    if engine.dialect.name == "postgresql":
+        with engine.connect() as connection:
+            encoding = connection.execute(text("SHOW server_encoding")).scalar_one()
+        if encoding != "UTF8":
+            raise DatabaseUnusable(
+                f"the database has the encoding {encoding}, and could not store every name; create one with UTF8"
+            )
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
@@ -50,4 +141,5 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
 
 def _begin_sqlite(connection: Any) -> None:
     # A transaction that reads first and writes later would fail when another one wrote in between: take the lock now.
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
+    reading = connection.get_execution_options().get(READING)
+    connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")

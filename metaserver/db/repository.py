@@ -5,214 +5,244 @@ The methods block; the loop calls them on a thread. No rule of routing or roles 
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from sqlalchemy import Engine, delete, insert, select, text, update
-from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session
+from sqlalchemy import Connection, Engine, text
 
-from metaserver.db.tables import BrokerRow, GroupRow, ReadonlyRow, RouteRow
-from metaserver.model import NORMAL, Broker, BrokerKey, Directory, Group, ReadonlyMark, Route
+from metaserver.db import backup, clients, groups, operators, routes, sightings, tokens
+from metaserver.db.apply import apply_all
+from metaserver.db.bad_rows import BadRows
+from metaserver.db.changes import Change, SetMark, SetRoles, StoreAddresses, UnsetMark
+from metaserver.db.errors import StaleTerm as StaleTerm
+from metaserver.db.routes import RouteOrder
+from metaserver.db.transactions import (
+    CLIENTS,
+    DIRECTORY,
+    ROUTES,
+    SIGHTINGS,
+    Transactions,
+    raise_versions,
+    read_versions,
+)
+from metaserver.model import (
+    AuditRow,
+    Broker,
+    ClientRow,
+    DataSource,
+    Directory,
+    MetaserverRow,
+    ReadonlyMark,
+    Route,
+    SightingRow,
+    TokenRow,
+)
 from metaserver.roles import RoleChange
-from qmq.errors import OperatorError
-from qmq.types import Role
-
-
-class StaleTerm(OperatorError):
-    """Somebody else changed the group since it was read. Nothing was changed now; look, then decide again."""
-
-    def __init__(self, group: str) -> None:
-        super().__init__(f"somebody else changed {group} at this moment; look at its brokers, then repeat")
 
 
 class Repository:
-    """The metaserver's tables. Created by main with an engine whose schema is up to date."""
+    """The metaserver's tables. Created by main with an engine of `open_database`; any thread may call it.
+
+    Whatever its methods raise, nothing was changed, but for CommitUnknown: then read before acting.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._transactions = Transactions(engine)
+        self.bad_rows = BadRows()
+
+    # -- what all metaservers know ----------------------------------------------------------------------------------
 
     def ping(self) -> None:
         """Raise when the database does not answer."""
-        with Session(self._engine) as session:
-            session.execute(text("SELECT 1"))
+        self._transactions.read(lambda connection: connection.execute(text("SELECT 1")))
+
+    def versions(self) -> dict[str, int]:
+        """Return the versions of `directory`, `routes` and `sightings`, each raised by every change of them."""
+        return self._transactions.read(read_versions)
 
     def load(self) -> Directory:
-        """Read groups, brokers and marks as of one moment."""
-        with Session(self._engine) as session:
-            groups = {row.group_name: _group(session, row) for row in session.scalars(select(GroupRow))}
-            marks = {ReadonlyMark(row.subject, row.broker_group) for row in session.scalars(select(ReadonlyRow))}
-        return Directory(groups, frozenset(marks))
+        """Read groups, brokers, marks, subjects and consumers that are off as of one moment; routes are not in it."""
+        return self._transactions.read(self._load)
 
-    def load_routes(self) -> list[Route]:
-        with Session(self._engine) as session:
-            return [_route(row) for row in session.scalars(select(RouteRow))]
+    def _load(self, connection: Connection) -> Directory:
+        return Directory(
+            groups=groups.load_groups(connection, self.bad_rows),
+            marks=operators.load_marks(connection),
+            offline=operators.load_offline(connection),
+            subjects=operators.load_subjects(connection),
+            version=read_versions(connection)[DIRECTORY],
+        )
 
-    def change_roles(self, change: RoleChange) -> None:
-        """Compare the term, raise it, set both roles at once.
+    def load_routes(self, after: int = 0) -> tuple[int, list[Route]]:
+        """Return the version of all routes and those that changed after `after`; with 0, all.
+
+        One without groups was removed. Who could not read for a day reads all: removed ones are forgotten by then.
+        """
+        return self._transactions.read(
+            lambda connection: (
+                read_versions(connection)[ROUTES],
+                routes.load_routes(connection, after, self.bad_rows),
+            )
+        )
+
+    def store_routes(self, orders: Sequence[RouteOrder]) -> list[Route]:
+        """Create or change routes, each by compare-and-set on its version (0: none yet), in one transaction.
+
+        Returns:
+            What is stored afterwards, whoever stored it, in the order asked for. No groups: none of them exists.
+        """
+        if not orders:
+            return []
+        return self._transactions.write(
+            lambda connection: routes.store_routes(
+                connection, orders, raise_versions(connection, ROUTES)[0], self.bad_rows
+            )
+        )
+
+    # -- brokers ----------------------------------------------------------------------------------------------------
+
+    def store_registration(self, broker: Broker, before: Broker | None = None) -> None:
+        """Store what a broker said when it registered; with `before`, only if its row still is that.
 
         Raises:
-            StaleTerm: the group is not what the decision was made on.
+            StaleTerm: it is not. NotThere: the broker was removed.
         """
-        now = _now_ms()
-        try:
-            with Session(self._engine) as session, session.begin():
-                self._raise_term(session, change, now)
-                session.execute(delete(BrokerRow).where(BrokerRow.group_name == change.group))
-                holders = [broker for broker in (change.master, change.slave) if broker]
-                session.execute(insert(BrokerRow), [_broker_values(broker, now) for broker in holders])
-        except IntegrityError:  # the same broker was added elsewhere, or the same group created, at this moment
-            raise StaleTerm(change.group) from None
 
-    def _raise_term(self, session: Session, change: RoleChange, now: int) -> None:
-        if change.before is None:
-            session.add(
-                GroupRow(
-                    group_name=change.group, kind=NORMAL, term=1, half_swapped=False, create_time=now, update_time=now
-                )
-            )
-            session.flush()
-            return
-        raised = session.execute(
-            update(GroupRow)
-            .where(GroupRow.group_name == change.group, GroupRow.term == change.term)
-            .values(term=change.term + 1, half_swapped=change.half_swapped, update_time=now)
-        )
-        brokers = _brokers(session, change.group)
-        # Registrations change brokers without a new term; overwriting one would forget whose disk it is.
-        if raised.rowcount != 1 or brokers != set(change.before.brokers):  # type: ignore[attr-defined]
-            raise StaleTerm(change.group)
+        def work(connection: Connection) -> None:
+            raise_versions(connection, DIRECTORY)
+            groups.store_registration(connection, broker, before)
 
-    def store_addresses(self, broker: Broker) -> None:
-        """Store where a broker listens, as an operator says; its part stays."""
-        self._update_broker(broker.key, ip=broker.ip, sync_port=broker.sync_port)
-
-    def store_registration(self, broker: Broker) -> None:
-        """Store what a broker said when it registered."""
-        self._update_broker(
-            broker.key,
-            ip=broker.ip,
-            sync_port=broker.sync_port,
-            control_port=broker.control_port,
-            metrics_port=broker.metrics_port,
-            incarnation=broker.incarnation,
-            complete=broker.complete,
-        )
+        self._transactions.write(work)
 
     def store_complete(self, broker: Broker, *, term: int, complete: bool) -> None:
         """Store whether a slave holds all that was acknowledged, unless its part or its disk changed meanwhile."""
-        with Session(self._engine) as session, session.begin():
-            terms = select(GroupRow.term).where(GroupRow.group_name == broker.group)
-            if session.scalars(terms).one_or_none() == term:
-                session.execute(
-                    update(BrokerRow)
-                    .where(
-                        BrokerRow.hostname == broker.hostname,
-                        BrokerRow.serve_port == broker.serve_port,
-                        BrokerRow.role == Role.SLAVE,
-                        BrokerRow.incarnation == broker.incarnation,
-                    )
-                    .values(complete=complete, update_time=_now_ms())
-                )
 
-    def _update_broker(self, key: BrokerKey, **values: object) -> None:
-        with Session(self._engine) as session, session.begin():
-            session.execute(
-                update(BrokerRow)
-                .where(BrokerRow.hostname == key.hostname, BrokerRow.serve_port == key.serve_port)
-                .values(**values, update_time=_now_ms())
+        def work(connection: Connection) -> None:
+            raise_versions(connection, DIRECTORY)
+            groups.store_complete(connection, broker, term=term, complete=complete)
+
+        self._transactions.write(work)
+
+    def load_sightings(self, after: int = 0) -> tuple[int, list[SightingRow]]:
+        """Return the version of all sightings and those that changed after `after`; with 0, all."""
+        return self._transactions.read(
+            lambda connection: (
+                read_versions(connection)[SIGHTINGS],
+                sightings.load_sightings(connection, after, self.bad_rows),
             )
+        )
+
+    def store_sightings(self, rows: Sequence[SightingRow]) -> None:
+        """Store each row that begins a session, and each whose session is the one that is stored; leave out others."""
+
+        def work(connection: Connection) -> None:
+            sightings.store_sightings(connection, rows, raise_versions(connection, SIGHTINGS)[0])
+
+        if rows:
+            self._transactions.write(work)
+
+    # -- metaservers ------------------------------------------------------------------------------------------------
+
+    def beat(self, row: MetaserverRow) -> None:
+        """Write this metaserver's row."""
+        self._transactions.write(lambda connection: sightings.beat(connection, row))
+
+    def load_metaservers(self) -> list[MetaserverRow]:
+        return self._transactions.read(sightings.load_metaservers)
+
+    def remove_metaserver(self, id: str) -> None:
+        """Remove the row of one that stopped in order, or has been silent for long."""
+        self._transactions.write(lambda connection: sightings.remove_metaserver(connection, id))
+
+    # -- operators --------------------------------------------------------------------------------------------------
+
+    def change(self, changes: Iterable[Change], audit: AuditRow | None = None) -> None:
+        """Apply all changes and write down who made them, in one transaction.
+
+        Raises:
+            OperatorError, InvalidName: one of them is refused, so all are. CommitUnknown: read, then decide.
+        """
+        listed = list(changes)
+
+        def work(connection: Connection) -> None:
+            apply_all(connection, listed)
+            if audit is not None:
+                tokens.add_audit(connection, audit)
+
+        self._transactions.write(work)
+
+    def load_tokens(self) -> list[TokenRow]:
+        """Read all tokens; they belong to the version `directory`."""
+        return self._transactions.read(lambda connection: tokens.load_tokens(connection, self.bad_rows))
+
+    def audit_trail(
+        self,
+        before: int | None = None,
+        limit: int = 100,
+        *,
+        who: str = "",
+        action: str = "",
+        since_ms: int = 0,
+        about: str = "",
+    ) -> list[AuditRow]:
+        """Read the newest rows first, those with an id below `before`; `about` is a text among the parameters."""
+        return self._transactions.read(
+            lambda connection: tokens.load_audit(
+                connection, before=before, limit=limit, who=who, action=action, since_ms=since_ms, about=about
+            )
+        )
+
+    def data_sources(self) -> list[DataSource]:
+        return self._transactions.read(operators.load_data_sources)
+
+    def dump(self) -> dict[str, Any]:
+        """Read everything, as a value that JSON can hold and `RestoreAll` takes."""
+        return self._transactions.read(backup.dump)
+
+    # -- clients ----------------------------------------------------------------------------------------------------
+
+    def note_clients(self, rows: Sequence[ClientRow]) -> None:
+        """Write down that these clients are here now; their times are given here."""
+
+        def work(connection: Connection) -> None:
+            raise_versions(connection, CLIENTS)
+            clients.note_clients(connection, rows)
+
+        if rows:
+            self._transactions.write(work)
+
+    def list_clients(
+        self, subject: str = "", group: str = "", *, since_ms: int = 0, limit: int = 10_000
+    ) -> list[ClientRow]:
+        """Read clients that were ever seen, the last seen first; an empty word stands for all."""
+        return self._transactions.read(
+            lambda connection: clients.list_clients(
+                connection, subject=subject, group=group, since_ms=since_ms, limit=limit
+            )
+        )
+
+    def forget_clients(self, before_ms: int) -> int:
+        """Delete clients that were not seen since that time; return how many."""
+
+        def work(connection: Connection) -> int:
+            raise_versions(connection, CLIENTS)
+            return clients.forget_clients(connection, before_ms)
+
+        return self._transactions.write(work)
+
+    # -- single changes ---------------------------------------------------------------------------------------------
+
+    def change_roles(self, change: RoleChange) -> None:
+        self.change([SetRoles(change)])
+
+    def store_addresses(self, broker: Broker) -> None:
+        self.change([StoreAddresses(broker)])
 
     def store_route(self, subject: str, groups: Iterable[str], *, version: int) -> Route:
-        """Create (version 0) or change a route if its version still is `version`; return what is stored afterwards."""
-        now, names = _now_ms(), json.dumps(list(groups))
-        try:
-            with Session(self._engine) as session, session.begin():
-                if version == 0:
-                    session.add(
-                        RouteRow(
-                            subject_info=subject, broker_group_json=names, version=1, create_time=now, update_time=now
-                        )
-                    )
-                else:
-                    session.execute(
-                        update(RouteRow)
-                        .where(RouteRow.subject_info == subject, RouteRow.version == version)
-                        .values(broker_group_json=names, version=version + 1, update_time=now)
-                    )
-        except IntegrityError:
-            pass  # another metaserver was first: its route counts
-        with Session(self._engine) as session:
-            return _route(session.scalars(select(RouteRow).where(RouteRow.subject_info == subject)).one())
+        return self.store_routes([(subject, tuple(groups), version)])[0]
 
     def mark_readonly(self, mark: ReadonlyMark) -> None:
-        """Store a mark; one that is there already stays."""
-        try:
-            with Session(self._engine) as session, session.begin():
-                session.add(ReadonlyRow(subject=mark.subject, broker_group=mark.group, create_time=_now_ms()))
-        except IntegrityError:
-            pass
+        self.change([SetMark(mark)])
 
     def unmark_readonly(self, mark: ReadonlyMark) -> None:
-        """Remove a mark; none is fine too."""
-        with Session(self._engine) as session, session.begin():
-            session.execute(
-                delete(ReadonlyRow).where(ReadonlyRow.subject == mark.subject, ReadonlyRow.broker_group == mark.group)
-            )
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
-def _brokers(session: Session, group: str) -> set[Broker]:
-    return {_broker(row) for row in session.scalars(select(BrokerRow).where(BrokerRow.group_name == group))}
-
-
-def _group(session: Session, row: GroupRow) -> Group:
-    holders = {broker.role: broker for broker in _brokers(session, row.group_name)}
-    return Group(
-        name=row.group_name,
-        term=row.term,
-        master=holders.get(Role.MASTER),
-        slave=holders.get(Role.SLAVE),
-        update_time_ms=row.update_time,
-        half_swapped=row.half_swapped,
-    )
-
-
-def _broker(row: BrokerRow) -> Broker:
-    return Broker(
-        group=row.group_name,
-        role=Role(row.role),
-        hostname=row.hostname,
-        ip=row.ip,
-        serve_port=row.serve_port,
-        sync_port=row.sync_port,
-        control_port=row.control_port,
-        metrics_port=row.metrics_port,
-        incarnation=row.incarnation,
-        complete=row.complete,
-    )
-
-
-def _broker_values(broker: Broker, now: int) -> dict[str, object]:
-    return {
-        "group_name": broker.group,
-        "role": int(broker.role),
-        "hostname": broker.hostname,
-        "ip": broker.ip,
-        "serve_port": broker.serve_port,
-        "sync_port": broker.sync_port,
-        "control_port": broker.control_port,
-        "metrics_port": broker.metrics_port,
-        "incarnation": broker.incarnation,
-        "complete": broker.complete,
-        "create_time": now,
-        "update_time": now,
-    }
-
-
-def _route(row: RouteRow) -> Route:
-    return Route(row.subject_info, tuple(json.loads(row.broker_group_json)), row.version)
+        self.change([UnsetMark(mark)])

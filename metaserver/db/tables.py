@@ -1,81 +1,242 @@
 """Shell. The tables. Names and meaning follow QMQ's; times are milliseconds since 1970.
 
-A later column or table is a new file in `migrations/versions`, never an edit of an old one.
+Names are compared byte by byte on every database, as the program compares them. A later column or table is a new file
+in `migrations/versions`, never an edit of an old one.
 """
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Integer, String, Text, UniqueConstraint
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    false,
+)
+from sqlalchemy.dialects import mysql
+from sqlalchemy.types import TypeEngine
 
 NAME_CHARS_MAX = 100
 """`qmq.subjects` allows 100 bytes, so no name is ever cut."""
 
+LONG_NAME_CHARS_MAX = 250
+"""A retry subject is made of two names and a prefix."""
 
-class Base(DeclarativeBase):
-    """All tables of the metaserver."""
-
-
-class BrokerRow(Base):
-    """Who may be a broker, with which role."""
-
-    __tablename__ = "broker"
-    __table_args__ = (
-        UniqueConstraint("hostname", "serve_port", name="uniq_broker"),
-        UniqueConstraint("group_name", "role", name="uniq_group_role"),
-    )
-
-    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
-    group_name: Mapped[str] = mapped_column(String(NAME_CHARS_MAX))
-    role: Mapped[int] = mapped_column(Integer)
-    hostname: Mapped[str] = mapped_column(String(NAME_CHARS_MAX))
-    ip: Mapped[str] = mapped_column(String(45))
-    serve_port: Mapped[int] = mapped_column(Integer)
-    sync_port: Mapped[int] = mapped_column(Integer)
-    control_port: Mapped[int] = mapped_column(Integer, default=0)
-    metrics_port: Mapped[int] = mapped_column(Integer, default=0)
-    incarnation: Mapped[str] = mapped_column(String(NAME_CHARS_MAX), default="")
-    complete: Mapped[bool] = mapped_column(Boolean, default=False)
-    create_time: Mapped[int] = mapped_column(BigInteger)
-    update_time: Mapped[int] = mapped_column(BigInteger)
+metadata = MetaData()
 
 
-class GroupRow(Base):
-    """Broker groups. With the rows of `broker` that name it: (group, term, master, slave)."""
-
-    __tablename__ = "broker_group"
-    __table_args__ = (UniqueConstraint("group_name", name="uniq_group_name"),)
-
-    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
-    group_name: Mapped[str] = mapped_column(String(NAME_CHARS_MAX))
-    kind: Mapped[int] = mapped_column(Integer)
-    term: Mapped[int] = mapped_column(BigInteger)
-    half_swapped: Mapped[bool] = mapped_column(Boolean, default=False)
-    create_time: Mapped[int] = mapped_column(BigInteger)
-    update_time: Mapped[int] = mapped_column(BigInteger)
+def name(chars: int = NAME_CHARS_MAX) -> TypeEngine[str]:
+    """Text that is compared byte by byte: MariaDB would else take `Foo` for `foo`."""
+    exact = mysql.VARCHAR(chars, charset="utf8mb4", collation="utf8mb4_bin")
+    return String(chars).with_variant(exact, "mysql", "mariadb")
 
 
-class RouteRow(Base):
-    """Broker groups of a subject, as a JSON array of names. `version` is compared and raised by each change."""
-
-    __tablename__ = "subject_route"
-    __table_args__ = (UniqueConstraint("subject_info", name="uniq_subject"),)
-
-    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
-    subject_info: Mapped[str] = mapped_column(String(NAME_CHARS_MAX))
-    broker_group_json: Mapped[str] = mapped_column(Text)
-    version: Mapped[int] = mapped_column(Integer)
-    create_time: Mapped[int] = mapped_column(BigInteger)
-    update_time: Mapped[int] = mapped_column(BigInteger)
+def long_text() -> TypeEngine[str]:
+    """JSON of any length: MariaDB's TEXT would end at 64 KiB."""
+    exact = mysql.LONGTEXT(charset="utf8mb4", collation="utf8mb4_bin")
+    return Text().with_variant(exact, "mysql", "mariadb")
 
 
-class ReadonlyRow(Base):
-    """Operators' marks: producers of `subject`, or of all with `*`, keep away from the group."""
+def serial() -> TypeEngine[int]:
+    """Type of an id that the database counts up; SQLite counts only INTEGER up."""
+    return BigInteger().with_variant(Integer, "sqlite")
 
-    __tablename__ = "readonly_broker_group_setting"
-    __table_args__ = (UniqueConstraint("subject", "broker_group", name="uniq_subject_group"),)
 
-    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
-    subject: Mapped[str] = mapped_column(String(NAME_CHARS_MAX))
-    broker_group: Mapped[str] = mapped_column(String(NAME_CHARS_MAX))
-    create_time: Mapped[int] = mapped_column(BigInteger)
+_MYSQL = {"engine": "InnoDB", "charset": "utf8mb4", "collate": "utf8mb4_bin"}
+OPTIONS: dict[str, Any] = {f"{server}_{key}": value for server in ("mysql", "mariadb") for key, value in _MYSQL.items()}
+
+meta_version = Table(
+    "meta_version",  # one row per reading; raised inside every changing transaction, whose order its lock decides
+    metadata,
+    Column("name", name(20), primary_key=True),
+    Column("version", BigInteger, nullable=False),
+    **OPTIONS,
+)
+
+broker_group = Table(
+    "broker_group",  # with the rows of `broker` that name it: (group, term, master, slave)
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("group_name", name(), nullable=False),
+    Column("kind", Integer, nullable=False),  # QMQ's numbers, and 0: removed, kept for its term
+    Column("term", BigInteger, nullable=False),
+    Column("half_swapped", Boolean, nullable=False),
+    Column("tag", name(), nullable=False, server_default=""),
+    Column("draining", Boolean, nullable=False, server_default=false()),
+    Column("is_full", Boolean, nullable=False, server_default=false()),
+    Column("create_time", BigInteger, nullable=False),
+    Column("update_time", BigInteger, nullable=False),
+    UniqueConstraint("group_name", name="uniq_group_name"),
+    **OPTIONS,
+)
+
+broker = Table(
+    "broker",  # who may be a broker, with which role
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("group_name", name(), ForeignKey("broker_group.group_name", name="broker_of_group"), nullable=False),
+    Column("role", Integer, nullable=False),
+    Column("hostname", name(), nullable=False),
+    Column("ip", name(45), nullable=False),
+    Column("serve_port", Integer, nullable=False),
+    Column("sync_port", Integer, nullable=False),
+    Column("control_port", Integer, nullable=False),
+    Column("metrics_port", Integer, nullable=False),
+    Column("incarnation", name(), nullable=False),
+    Column("complete", Boolean, nullable=False),
+    Column("create_time", BigInteger, nullable=False),
+    Column("update_time", BigInteger, nullable=False),
+    UniqueConstraint("hostname", "serve_port", name="uniq_broker"),
+    UniqueConstraint("group_name", "role", name="uniq_group_role"),
+    **OPTIONS,
+)
+
+broker_sighting = Table(
+    "broker_sighting",  # which metaserver hears a broker, and what it says about its part
+    metadata,
+    Column("hostname", name(), primary_key=True),
+    Column("serve_port", Integer, primary_key=True, autoincrement=False),
+    Column("session", name(), nullable=False),
+    Column("metaserver", name(), nullable=False),
+    Column("incarnation", name(), nullable=False),
+    Column("up", Boolean, nullable=False),
+    Column("state_json", long_text(), nullable=False),
+    Column("changed", BigInteger, nullable=False),
+    Index("sighting_changed", "changed"),
+    **OPTIONS,
+)
+
+metaserver = Table(
+    "metaserver",  # processes that use this database; `beat` goes up while one lives
+    metadata,
+    Column("id", name(), primary_key=True),
+    Column("http_address", name(), nullable=False),
+    Column("grpc_address", name(), nullable=False),
+    Column("beat", BigInteger, nullable=False),
+    Column("version", name(), nullable=False),
+    Column("update_time", BigInteger, nullable=False),
+    **OPTIONS,
+)
+
+subject_info = Table(
+    "subject_info",  # subjects that an operator announced, with their tag
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("name", name(), nullable=False),
+    Column("tag", name(), nullable=False),
+    Column("create_time", BigInteger, nullable=False),
+    Column("update_time", BigInteger, nullable=False),
+    UniqueConstraint("name", name="uniq_name"),
+    **OPTIONS,
+)
+
+subject_route = Table(
+    "subject_route",  # broker groups of a subject as a JSON array of names; an empty one: removed
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("subject_info", name(), nullable=False),
+    Column("broker_group_json", long_text(), nullable=False),
+    Column("version", Integer, nullable=False),  # compared and raised by each change
+    Column("changed", BigInteger, nullable=False, server_default="0"),
+    Column("create_time", BigInteger, nullable=False),
+    Column("update_time", BigInteger, nullable=False),
+    UniqueConstraint("subject_info", name="uniq_subject"),
+    Index("route_changed", "changed"),
+    **OPTIONS,
+)
+
+readonly_broker_group_setting = Table(
+    "readonly_broker_group_setting",  # producers of `subject`, or of all with `*`, keep away from the group
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("subject", name(), nullable=False),
+    Column("broker_group", name(), ForeignKey("broker_group.group_name", name="mark_of_group"), nullable=False),
+    Column("create_time", BigInteger, nullable=False),
+    UniqueConstraint("subject", "broker_group", name="uniq_subject_group"),
+    **OPTIONS,
+)
+
+client_offline_state = Table(
+    "client_offline_state",  # consumers that operators switched off; `*` stands for all
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("client_id", name(), nullable=False),
+    Column("subject_info", name(), nullable=False),
+    Column("consumer_group", name(), nullable=False),
+    Column("state", Integer, nullable=False),  # 1: offline; online is the absence of a row
+    UniqueConstraint("client_id", "subject_info", "consumer_group", name="uniq_offline"),
+    **OPTIONS,
+)
+
+client_meta_info = Table(
+    "client_meta_info",  # clients that were seen with a subject, and when last
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("subject_info", name(LONG_NAME_CHARS_MAX), nullable=False),
+    Column("client_type", Integer, nullable=False),
+    Column("consumer_group", name(), nullable=False),
+    Column("client_id", name(), nullable=False),
+    Column("app_code", name(), nullable=False),
+    Column("room", name(), nullable=False),
+    Column("create_time", BigInteger, nullable=False),
+    Column("update_time", BigInteger, nullable=False),
+    UniqueConstraint("subject_info", "client_type", "consumer_group", "client_id", name="uniq_client"),
+    Index("client_update_time", "update_time"),
+    **OPTIONS,
+)
+
+datasource_config = Table(
+    "datasource_config",  # client databases that the watchdog scans
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("url", name(LONG_NAME_CHARS_MAX), nullable=False),
+    Column("user_name", name(), nullable=False),
+    Column("password", name(LONG_NAME_CHARS_MAX), nullable=False),
+    Column("status", Integer, nullable=False),
+    Column("room", name(), nullable=False),
+    Column("create_time", BigInteger, nullable=False),
+    Column("update_time", BigInteger, nullable=False),
+    UniqueConstraint("url", name="uniq_idx_name"),
+    **OPTIONS,
+)
+
+api_token = Table(
+    "api_token",  # who may do what; no secret is in here
+    metadata,
+    Column("id", name(), primary_key=True),
+    Column("name", name(), nullable=False),
+    Column("role", name(20), nullable=False),
+    Column("salt", name(), nullable=False),
+    Column("hash", name(LONG_NAME_CHARS_MAX), nullable=False),
+    Column("subjects_json", long_text(), nullable=False),
+    Column("groups_json", long_text(), nullable=False),
+    Column("create_time", BigInteger, nullable=False),
+    Column("expire_time", BigInteger, nullable=False),  # 0: never
+    Column("revoke_time", BigInteger, nullable=False),  # 0: valid
+    **OPTIONS,
+)
+
+audit_trail = Table(
+    "audit_trail",  # every operator's action with what it changed; rows are only added
+    metadata,
+    Column("id", serial(), primary_key=True, autoincrement=True),
+    Column("time", BigInteger, nullable=False),
+    Column("who", name(LONG_NAME_CHARS_MAX), nullable=False),
+    Column("peer", name(LONG_NAME_CHARS_MAX), nullable=False),
+    Column("action", name(), nullable=False),
+    Column("parameters_json", long_text(), nullable=False),
+    Column("before_json", long_text(), nullable=False),
+    Column("after_json", long_text(), nullable=False),
+    Column("result", long_text(), nullable=False),
+    Index("audit_time", "time"),
+    **OPTIONS,
+)

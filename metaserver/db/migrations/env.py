@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from alembic import context
 
-from metaserver.db.tables import Base
+from metaserver.db.tables import metadata
 
-context.configure(connection=context.config.attributes["connection"], target_metadata=Base.metadata)
+context.configure(connection=context.config.attributes["connection"], target_metadata=metadata)
 with context.begin_transaction():
     context.run_migrations()

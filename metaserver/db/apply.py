@@ -1,0 +1,77 @@
+"""Shell. Carries out operators' changes, one after the other, on a connection whose transaction the caller ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from sqlalchemy import Connection
+
+from metaserver.db import backup, groups, operators, routes, tokens
+from metaserver.db import changes as c
+from metaserver.db.transactions import DIRECTORY, ROUTES, SIGHTINGS, raise_versions
+
+
+def apply_all(connection: Connection, changes: Sequence[c.Change]) -> None:
+    """Apply all changes; whatever one of them raises ends the transaction, and nothing was changed."""
+    touched = sorted({name for change in changes for name in _touches(change)})
+    versions = dict(zip(touched, raise_versions(connection, *touched), strict=True)) if touched else {}
+    for change in changes:
+        _apply(connection, change, versions.get(ROUTES, 0))
+
+
+def _touches(change: c.Change) -> tuple[str, ...]:
+    match change:
+        case c.SetRoute() | c.RemoveRoute():
+            return (ROUTES,)
+        case c.RemoveGroup():
+            return (DIRECTORY, ROUTES)  # no route may take the group in at this moment
+        case c.SetRoles():
+            return (DIRECTORY, SIGHTINGS)
+        case c.RestoreAll():
+            return (DIRECTORY, ROUTES)
+        case _:
+            return (DIRECTORY,)
+
+
+def _apply(connection: Connection, change: c.Change, routes_version: int) -> None:
+    match change:
+        case c.SetRoles():
+            groups.set_roles(connection, change.change)
+        case c.StoreAddresses():
+            groups.store_addresses(connection, change.broker)
+        case c.SetMark():
+            operators.set_mark(connection, change.mark)
+        case c.UnsetMark():
+            operators.unset_mark(connection, change.mark)
+        case c.SetRoute():
+            routes.set_route(connection, change.subject, change.groups, change.version, routes_version)
+        case c.RemoveRoute():
+            routes.remove_route(connection, change.subject, change.version, routes_version)
+        case c.AddSubject():
+            operators.add_subject(connection, change.name, change.tag)
+        case c.SetGroupState():
+            _set_group_state(connection, change)
+        case c.RemoveGroup():
+            groups.remove_group(connection, change.group, change.term)
+        case c.SetOffline():
+            operators.set_offline(connection, change.offline)
+        case c.UnsetOffline():
+            operators.unset_offline(connection, change.offline)
+        case c.AddDataSource():
+            operators.add_data_source(connection, change.source)
+        case c.RemoveDataSource():
+            operators.remove_data_source(connection, change.url)
+        case c.AddToken():
+            tokens.add_token(connection, change.token)
+        case c.RevokeToken():
+            tokens.revoke_token(connection, change.id)
+        case c.RestoreAll():
+            backup.restore(connection, change.dump, routes_version)
+        case _:
+            assert_never(change)
+
+
+def _set_group_state(connection: Connection, change: c.SetGroupState) -> None:
+    given = {"draining": change.draining, "is_full": change.full, "tag": change.tag}
+    groups.set_state(connection, change.group, **{name: value for name, value in given.items() if value is not None})

@@ -1,0 +1,146 @@
+"""Shell. All that operators and clients made the metaserver know, as one JSON value, and back.
+
+Layout, version 1: {"format": "qmq metadata", "version": 1, "schema": newest migration, "time": ms,
+"tables": {table: [{column: value}, …]}}, without the ids that a database counts up. What metaservers only tell each
+other (heartbeats, versions) is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Boolean, Connection, Table, delete, insert, select, text
+from sqlalchemy.exc import IntegrityError
+
+from metaserver.db import tables
+from metaserver.db.bad_rows import BadRows
+from metaserver.db.errors import ValueRefused
+from metaserver.db.groups import REMOVED, load_groups
+from metaserver.db.limits import checked
+from metaserver.db.routes import load_routes
+from metaserver.db.rows import now_ms
+from metaserver.db.tokens import load_tokens
+
+FORMAT, VERSION = "qmq metadata", 1
+
+PARENTS_FIRST = (
+    tables.broker_group,
+    tables.broker,
+    tables.readonly_broker_group_setting,
+    tables.subject_info,
+    tables.subject_route,
+    tables.client_offline_state,
+    tables.datasource_config,
+    tables.api_token,
+    tables.client_meta_info,
+    tables.audit_trail,
+)
+
+Rows = list[dict[str, Any]]
+
+
+def dump(connection: Connection) -> dict[str, Any]:
+    """Read everything as of one moment."""
+    schema = connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one()
+    content = {table.name: _rows(connection, table) for table in PARENTS_FIRST}
+    return {"format": FORMAT, "version": VERSION, "schema": schema, "time": now_ms(), "tables": content}
+
+
+def restore(connection: Connection, dumped: Mapping[str, Any], changed: int) -> None:
+    """Put a dump in the place of everything.
+
+    What must never go back does not: terms and versions of routes grow, a revoked token stays revoked, tokens that
+    are not in the dump stay, a slave counts as complete only after it was seen again, and the audit trail is only
+    taken over by an empty one.
+
+    Raises:
+        ValueRefused: this is no dump, or a row of it makes no sense.
+    """
+    content = _check(connection, dumped)
+    _continue_terms(connection, content["broker_group"])
+    _continue_routes(connection, content["subject_route"], changed)
+    content["broker"] = [{**row, "complete": False} for row in content["broker"]]
+    content["api_token"] = _merge_tokens(connection, content["api_token"])
+    if connection.execute(select(tables.audit_trail.c.id).limit(1)).first() is not None:
+        del content["audit_trail"]
+    try:
+        for table in reversed(PARENTS_FIRST):
+            if table.name in content:
+                connection.execute(delete(table))
+        for table in PARENTS_FIRST:
+            if rows := content.get(table.name):
+                connection.execute(insert(table), rows)
+    except IntegrityError as error:
+        raise ValueRefused(f"rows of the dump contradict each other: {error.orig}") from None
+    _check_readable(connection)
+
+
+def _rows(connection: Connection, table: Table) -> Rows:
+    query = select(*_columns(table)).order_by(*table.primary_key.columns)
+    return [dict(row._mapping) for row in connection.execute(query)]
+
+
+def _columns(table: Table) -> list[Any]:
+    return [column for column in table.columns if not (column.name == "id" and column.autoincrement is True)]
+
+
+def _check(connection: Connection, dumped: Mapping[str, Any]) -> dict[str, Rows]:
+    if dumped.get("format") != FORMAT or dumped.get("version") != VERSION:
+        raise ValueRefused(f"this is no dump of version {VERSION} of a metaserver's tables; Backup makes one")
+    schema = connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one()
+    if dumped.get("schema") != schema:
+        raise ValueRefused(f"the dump was made with tables of version {dumped.get('schema')}, these have {schema}")
+    content = dumped.get("tables")
+    if not isinstance(content, Mapping) or content.keys() != {table.name for table in PARENTS_FIRST}:
+        raise ValueRefused("the dump lacks tables, or has others")
+    return {table.name: _check_rows(table, content[table.name]) for table in PARENTS_FIRST}
+
+
+def _check_rows(table: Table, rows: Any) -> Rows:
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        raise ValueRefused(f"the dump's table {table.name} is no list")
+    columns = {column.name: column for column in _columns(table)}
+    for row in rows:
+        if not isinstance(row, Mapping) or row.keys() != columns.keys():
+            raise ValueRefused(f"a row of the dump's table {table.name} has other columns than {', '.join(columns)}")
+        for name, column in columns.items():
+            if isinstance(column.type, Boolean) and not isinstance(row[name], bool):
+                raise ValueRefused(f"{table.name}.{name}: {row[name]!r} is neither true nor false")
+    return [checked(table, row) for row in rows]
+
+
+def _continue_terms(connection: Connection, rows: Rows) -> None:
+    """Raise each group's term above both what is stored and what the dump says; keep terms of groups that go."""
+    stored = {row["group_name"]: row for row in _rows(connection, tables.broker_group)}
+    for row in rows:
+        before = stored.pop(row["group_name"], None)
+        row["term"] = max(row["term"], before["term"] if before else 0) + 1
+    rows.extend({**row, "kind": REMOVED} for row in stored.values())
+
+
+def _continue_routes(connection: Connection, rows: Rows, changed: int) -> None:
+    """The same for versions of routes; one that the dump lacks becomes a removed one."""
+    stored = {row["subject_info"]: row for row in _rows(connection, tables.subject_route)}
+    for row in rows:
+        before = stored.pop(row["subject_info"], None)
+        row |= {"version": max(row["version"], before["version"] if before else 0) + 1, "changed": changed}
+    gone = {"broker_group_json": "[]", "changed": changed, "update_time": now_ms()}
+    rows.extend({**row, **gone, "version": row["version"] + 1} for row in stored.values())
+
+
+def _merge_tokens(connection: Connection, rows: Rows) -> Rows:
+    merged = {row["id"]: row for row in rows}
+    for before in _rows(connection, tables.api_token):
+        row = merged.setdefault(before["id"], before)
+        row["revoke_time"] = row["revoke_time"] or before["revoke_time"]
+    return list(merged.values())
+
+
+def _check_readable(connection: Connection) -> None:
+    bad = BadRows()
+    load_groups(connection, bad)
+    load_routes(connection, 0, bad)
+    load_tokens(connection, bad)
+    if len(bad):
+        raise ValueRefused("rows of the dump make no sense; the log names them. Nothing was restored")

@@ -1,0 +1,140 @@
+"""Shell. Which metaserver hears which broker, and the metaservers themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, bindparam, delete, insert, select, update
+
+from metaserver.db.bad_rows import BadRows
+from metaserver.db.limits import checked
+from metaserver.db.rows import chunks, now_ms, to_json
+from metaserver.db.tables import broker_sighting, metaserver
+from metaserver.model import BrokerKey, MetaserverRow, ReplicaState, SightingRow
+
+_columns = broker_sighting.c
+
+
+def load_sightings(connection: Connection, after: int, bad: BadRows) -> list[SightingRow]:
+    """Read what changed after that version; with 0, all."""
+    sightings = []
+    for row in connection.execute(select(broker_sighting).where(_columns.changed > after)):
+        try:
+            sightings.append(_sighting(row))
+        except (ValueError, TypeError, KeyError) as error:
+            bad.note("broker_sighting", f"{row.hostname}:{row.serve_port}", error)
+    return sightings
+
+
+def store_sightings(connection: Connection, rows: Sequence[SightingRow], changed: int) -> None:
+    """Store each row that begins a session, and each that goes on with the session that is stored."""
+    stored = _sessions(connection, [row.key for row in rows])
+    new: dict[BrokerKey, dict[str, Any]] = {}
+    old: dict[BrokerKey, dict[str, Any]] = {}
+    for row in rows:
+        if row.begins or stored.get(row.key) == row.session:
+            (new if row.key in new or row.key not in stored else old)[row.key] = _values(row, changed)
+            stored[row.key] = row.session
+    if new:
+        connection.execute(insert(broker_sighting), list(new.values()))
+    if old:
+        parameters = [{f"new_{key}": value for key, value in values.items()} for values in old.values()]
+        connection.execute(_update_each, parameters)
+
+
+def beat(connection: Connection, row: MetaserverRow) -> None:
+    """Write a metaserver's row, which shows that it lives."""
+    values = checked(
+        metaserver,
+        {
+            "id": row.id,
+            "http_address": row.http_address,
+            "grpc_address": row.grpc_address,
+            "beat": row.beat,
+            "version": row.version,
+            "update_time": now_ms(),
+        },
+    )
+    if connection.execute(update(metaserver).where(metaserver.c.id == row.id).values(**values)).rowcount == 0:
+        connection.execute(insert(metaserver).values(**values))
+
+
+def load_metaservers(connection: Connection) -> list[MetaserverRow]:
+    rows = connection.execute(select(metaserver).order_by(metaserver.c.id))
+    return [MetaserverRow(row.id, row.http_address, row.grpc_address, row.beat, row.version) for row in rows]
+
+
+def remove_metaserver(connection: Connection, id: str) -> None:
+    connection.execute(delete(metaserver).where(metaserver.c.id == id))
+
+
+def _sessions(connection: Connection, keys: Sequence[BrokerKey]) -> dict[BrokerKey, str]:
+    stored = {}
+    for chunk in chunks(sorted({key.hostname for key in keys})):
+        asked = select(_columns.hostname, _columns.serve_port, _columns.session).where(_columns.hostname.in_(chunk))
+        stored.update({BrokerKey(row.hostname, row.serve_port): row.session for row in connection.execute(asked)})
+    return stored
+
+
+def _sighting(row: Row[Any]) -> SightingRow:
+    return SightingRow(
+        key=BrokerKey(row.hostname, row.serve_port),
+        session=row.session,
+        metaserver=row.metaserver,
+        incarnation=row.incarnation,
+        up=bool(row.up),
+        state=_parse_state(row.state_json),
+        changed=row.changed,
+    )
+
+
+def _parse_state(text: str) -> ReplicaState | None:
+    """Read what `_values` wrote; raises ValueError, TypeError or KeyError for anything else."""
+    words = json.loads(text)
+    if words is None:
+        return None
+    return ReplicaState(
+        role=int(words["role"]),
+        term=int(words["term"]),
+        boot=int(words["boot"]),
+        readonly_reasons=tuple(str(reason) for reason in words["readonlyReasons"]),
+        writable=words["writable"] is True,
+        durability=str(words["durability"]),
+    )
+
+
+def _values(row: SightingRow, changed: int) -> dict[str, Any]:
+    state = row.state
+    words = state and {
+        "role": int(state.role),
+        "term": state.term,
+        "boot": state.boot,
+        "readonlyReasons": list(state.readonly_reasons),
+        "writable": state.writable,
+        "durability": state.durability,
+    }
+    values = {
+        "hostname": row.key.hostname,
+        "serve_port": row.key.serve_port,
+        "session": row.session,
+        "metaserver": row.metaserver,
+        "incarnation": row.incarnation,
+        "up": row.up,
+        "state_json": to_json(words),
+        "changed": changed,
+    }
+    return checked(broker_sighting, values)
+
+
+_update_each = (
+    update(broker_sighting)
+    .where(_columns.hostname == bindparam("new_hostname"), _columns.serve_port == bindparam("new_serve_port"))
+    .values(
+        {
+            name: bindparam(f"new_{name}")
+            for name in ("session", "metaserver", "incarnation", "up", "state_json", "changed")
+        }
+    )
+)

@@ -1,0 +1,122 @@
+"""Shell. Transactions: what reads sees one moment, what changes is stored as a whole or not at all.
+
+Every change first raises the version rows of what it touches. Their locks put all changes in order, on each of the
+three databases, and whoever polls the versions misses none.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from sqlalchemy import Connection, Engine, select, update
+from sqlalchemy.exc import DBAPIError
+
+from metaserver.db.engine import ANSWER_S, for_reading
+from metaserver.db.errors import CommitUnknown, DatabaseUnusable
+from metaserver.db.tables import meta_version
+
+log = logging.getLogger("qmq.metaserver")
+
+CLIENTS, DIRECTORY, ROUTES, SIGHTINGS = "clients", "directory", "routes", "sightings"
+
+TRIES_MAX = 5
+"""Two transactions that wait for each other are ended by the database, one of them to be repeated."""
+
+_REPEAT_SQLSTATES = {"40001", "40P01"}  # serialization failure, deadlock
+_REPEAT_NUMBERS = {1020, 1213}  # MariaDB: record changed since it was read, deadlock
+
+T = TypeVar("T")
+
+
+class Transactions:
+    """Created by the repository; any thread may call it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._reading = for_reading(engine)
+
+    def read(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` on one consistent reading of the database."""
+        with self._reading.connect() as connection, _deadline(connection), connection.begin():
+            return work(connection)
+
+    def write(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` as one transaction; again, if another one was in its way.
+
+        Raises:
+            CommitUnknown: the connection broke in the commit. Any other error: nothing was changed.
+        """
+        for attempt in range(1, TRIES_MAX + 1):
+            try:
+                return self._write_once(work)
+            except DBAPIError as error:
+                if attempt == TRIES_MAX or not _should_repeat(error):
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def _write_once(self, work: Callable[[Connection], T]) -> T:
+        with self._engine.connect() as connection, _deadline(connection):
+            transaction = connection.begin()
+            try:
+                result = work(connection)
+            except BaseException:
+                transaction.rollback()
+                raise
+            try:
+                transaction.commit()
+            except DBAPIError as error:
+                log.error("commit unknown reason=%s", error.orig)
+                raise CommitUnknown(
+                    "the database's connection broke while the change was stored: it is there as a whole or not at all"
+                ) from error
+            return result
+
+
+def read_versions(connection: Connection) -> dict[str, int]:
+    names = (DIRECTORY, ROUTES, SIGHTINGS)
+    rows = connection.execute(select(meta_version.c.name, meta_version.c.version))
+    return {row.name: row.version for row in rows if row.name in names}
+
+
+def raise_versions(connection: Connection, *names: str) -> list[int]:
+    """Raise versions and return them; until the transaction ends, no other one that touches the same gets past here."""
+    for name in sorted(names):  # always in one order, so that nobody waits in a circle
+        row = meta_version.c.name == name
+        if connection.execute(update(meta_version).where(row).values(version=meta_version.c.version + 1)).rowcount != 1:
+            raise DatabaseUnusable(f"the table meta_version lacks its row {name}; restore the database")
+    rows = {row.name: row.version for row in connection.execute(select(meta_version.c.name, meta_version.c.version))}
+    return [rows[name] for name in names]
+
+
+def _should_repeat(error: DBAPIError) -> bool:
+    original = error.orig
+    numbers = getattr(original, "args", ())[:1]
+    return getattr(original, "sqlstate", None) in _REPEAT_SQLSTATES or not _REPEAT_NUMBERS.isdisjoint(numbers)
+
+
+@contextmanager
+def _deadline(connection: Connection) -> Iterator[None]:
+    """Break a connection to PostgreSQL whose server stands still: its driver would wait for ever.
+
+    The other two drivers have a limit of their own.
+    """
+    if connection.dialect.name != "postgresql":
+        yield
+        return
+    driver = connection.connection.driver_connection
+    assert driver is not None, "it is connected"
+    twin = socket.socket(fileno=os.dup(driver.fileno()))  # so that a closed number that was given out again is safe
+    timer = threading.Timer(2 * ANSWER_S, twin.shutdown, (socket.SHUT_RDWR,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        twin.close()
