@@ -49,7 +49,8 @@ class Registry:
 
     async def load(self) -> None:
         """Read everything from the database, at start."""
-        for route in await asyncio.to_thread(self._repository.load_routes):
+        _, routes = await asyncio.to_thread(self._repository.load_routes)
+        for route in routes:
             self._keep(route)
         await self.reload()
 
