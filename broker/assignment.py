@@ -28,6 +28,8 @@ class Assignment:
     master: Address | None = None
     slave: Address | None = None
     readonly_subjects: tuple[str, ...] = ()
+    offline: tuple[tuple[str, str, str], ...] = ()
+    """(subject, consumer group, consumer) that operators switched off; `*` stands for all."""
 
     @property
     def peer(self) -> Address | None:
@@ -35,7 +37,8 @@ class Assignment:
         return self.slave if self.role == Role.MASTER else self.master
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"role": int(self.role), "readonly_subjects": list(self.readonly_subjects)}
+        lists = {"readonly_subjects": list(self.readonly_subjects), "offline": [list(rule) for rule in self.offline]}
+        return asdict(self) | {"role": int(self.role)} | lists
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Assignment:
@@ -43,4 +46,5 @@ class Assignment:
         return cls(
             fields["group"], fields["term"], Role(fields["role"]), Address(**master) if master else None,
             Address(**slave) if slave else None, tuple(fields["readonly_subjects"]),
+            tuple((subject, group, consumer) for subject, group, consumer in fields.get("offline", ())),
         )  # fmt: skip

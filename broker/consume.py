@@ -10,11 +10,12 @@ consumer says it does not hold; then what consumers that left have returned; the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from broker.ports import Link
+from broker.skipped import Gap, Skipped
 from qmq.errors import InvalidAck, Overloaded, SubscriptionReplaced, UnknownSubscription, require
 from qmq.log import MessageLog
 from qmq.log.fold import Consumer, Group
@@ -52,6 +53,8 @@ class Subscription:
     in_flight: int = 0
     owed: deque[Callable[[], bool]] = field(default_factory=deque)
     """Answers under way, oldest first; each sends itself once it can, and says whether it did."""
+    is_over: bool = False
+    """Whether its group was moved: nothing that was handed out before counts any more."""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -74,22 +77,15 @@ class Part(NamedTuple):
     ref: FrameRef
 
 
-class Gap(NamedTuple):
-    """Messages that retention took before the group had them: numbered like a part, so that each is skipped once."""
-
-    pull_sequence: int
-    begin: int
-    end: int
-
-
 class HandOut(NamedTuple):
     """What a pull is answered with. `entries` go into a pull frame; none if all of it was pulled before.
 
-    Without parts there is nothing to answer with: all that the entries name is gone.
+    Without parts there is nothing to answer with: all of it is gone, as `gaps` say.
     """
 
     parts: list[Part]
     entries: list[Entry]
+    gaps: list[Gap]
 
     @property
     def data_end(self) -> int:
@@ -106,8 +102,7 @@ class Consumption:
         self._by_link: dict[Link, dict[int, Subscription]] = {}
         self._by_consumer: dict[tuple[str, str, str], Subscription] = {}
         self._waiting: dict[str, dict[Subscription, None]] = {}
-        self.skipped: dict[tuple[str, str], int] = {}
-        """Messages that retention took before the group had them, per (subject, group)."""
+        self.skipped = Skipped()
         self._seen = {
             (subject, name, consumer): now_ms
             for (subject, name), group in log.state.groups.items()
@@ -122,8 +117,8 @@ class Consumption:
         """Begin to serve `consumer` on this connection; an older connection of it is served no more.
 
         Raises:
-            InvalidAck: what the consumer holds was not handed out in this history. It must forget it, or what this
-                history handed out in its place would never reach it.
+            InvalidAck: what the consumer holds was not handed out in this history, or given to others. It must forget
+                it, or what this history handed out in its place would never reach it.
         """
         for what, name in (("subject", subject), ("consumer group", group), ("consumer id", consumer)):
             check_name(what, name)
@@ -145,10 +140,14 @@ class Consumption:
     def _check_held(self, subject: str, name: str, consumer: str, held_end: int) -> None:
         """A master that is deposed and does not know it hands out what is safe, as the next one does with other
         numbers. Within a reign they are dense: so what is held up to `held_end` ends inside what this history handed
-        out, or before all that is un-acked in it.
+        out, or before all that is un-acked in it. Who left, or whose group was moved, holds nothing any more.
         """
         group = self._log.state.groups.get((subject, name), Group(position=0))
-        known = group.consumers.get(consumer, Consumer())
+        known = group.consumers.get(consumer)
+        if known is None:
+            if held_end:
+                raise InvalidAck(f"what {consumer} held was given back, or its group was moved; begin anew")
+            return
         below = [entry for entry in known.unacked if entry[0] < held_end]
         in_doubt = bool(below) and below[-1][0] + below[-1][2] < held_end
         if in_doubt or held_end > self._log.state.next_pull(group, consumer):
@@ -182,23 +181,35 @@ class Consumption:
             self.forget(subscription)
         self._by_link.pop(link, None)
 
+    def move(self, subject: str, group: str) -> None:
+        """The group begins elsewhere: its consumers forget what they hold, and subscribe again."""
+        for subscription in [one for one in self._by_consumer.values() if one.key[:2] == (subject, group)]:
+            for waiting in subscription.waiting:
+                subscription.link.refuse(waiting.packet, moved(group))
+            subscription.is_over = True
+            self.forget(subscription)
+        for key in [key for key in self._seen if key[:2] == (subject, group)]:
+            self.left(*key)
+
     def expired(self, now_ms: int) -> list[tuple[str, str, str]]:
         """Return (subject, group, consumer) of those whose lease ended; the caller writes down that they left."""
         gone = [key for key, seen_ms in self._seen.items() if now_ms - seen_ms > self._lease_ms]
         for key in gone:
-            del self._seen[key]
+            self.left(*key)
         return [key for key in gone if self._consumer(*key) is not None]
 
     def left(self, subject: str, group: str, consumer: str) -> None:
         self._seen.pop((subject, group, consumer), None)
+        self.skipped.forget((subject, group, consumer))
 
     def _consumer(self, subject: str, group: str, consumer: str) -> Consumer | None:
         known = self._log.state.groups.get((subject, group))
         return known.consumers.get(consumer) if known else None
 
     @property
-    def subscriptions(self) -> int:
-        return len(self._by_consumer)
+    def connected(self) -> Collection[Subscription]:
+        """One for each consumer that has a connection."""
+        return self._by_consumer.values()
 
     # Pulls that wait.
 
@@ -265,9 +276,9 @@ class Consumption:
         cut = _Budget(messages_max, bytes_max, data_limit)
         consumer = group.consumers.get(subscription.consumer)
         if consumer is not None and subscription.resend < consumer.next_pull:
-            found = [part for part in self._unacked(subscription, consumer, cut) if isinstance(part, Part)]
+            found = self._unacked(subscription, consumer, cut)
             if found:
-                return HandOut(found, [])
+                return _hand_out(found, [])
             if cut.is_stopped:
                 return None
             subscription.resend = consumer.next_pull
@@ -306,7 +317,7 @@ class Consumption:
                 entries[-1] = (entries[-1][0], entries[-1][1], entries[-1][2] + part.end - part.begin)
             else:
                 entries.append((part.pull_sequence, part.begin, part.end - part.begin))
-        return HandOut([part for part in parts if isinstance(part, Part)], entries)
+        return _hand_out(parts, entries)
 
     def _parts(
         self, subscription: Subscription, begin: int, end: int, pull_sequence: int, cut: _Budget
@@ -316,9 +327,7 @@ class Consumption:
         while begin < end and not cut.is_stopped:
             refs = self._log.frames(subscription.subject, begin, min(cut.messages, 256) or 1)
             first = min(refs[0].begin if refs else end, end)
-            if first > begin:  # retention took what this group had not acked: say so, and go on behind it
-                key = (subscription.subject, subscription.group)
-                self.skipped[key] = self.skipped.get(key, 0) + first - begin
+            if first > begin:  # retention took what this group had not acked: go on behind it
                 parts.append(Gap(pull_sequence, begin, first))
                 pull_sequence, begin = pull_sequence + first - begin, first
             for ref in refs:
@@ -331,10 +340,26 @@ class Consumption:
                 pull_sequence, begin = pull_sequence + last - begin, last
         return parts
 
+    def note_skipped(self, subscription: Subscription, gaps: list[Gap]) -> None:
+        """Count messages that this subscription went over because they are gone."""
+        consumer = self._consumer(*subscription.key)
+        if gaps:
+            self.skipped.note(subscription.key, gaps, consumer.acked_end if consumer else 0)
+
     def check_ack(self, subscription: Subscription, ack: Ack) -> bool:
         """Return whether the ack brings something new; raises InvalidAck."""
         consumer = self._consumer(subscription.subject, subscription.group, subscription.consumer)
         return (consumer or Consumer()).check_ack(ack.begin, ack.end)
+
+
+def moved(group: str) -> InvalidAck:
+    """What a consumer is told that holds messages from before."""
+    return InvalidAck(f"an operator moved {group}; begin anew")
+
+
+def _hand_out(found: list[Part | Gap], entries: list[Entry]) -> HandOut:
+    parts = [part for part in found if isinstance(part, Part)]
+    return HandOut(parts, entries, [gap for gap in found if isinstance(gap, Gap)])
 
 
 def _is_border(group: Group, sequence: int) -> bool:

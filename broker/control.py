@@ -1,4 +1,5 @@
-"""Shell. The broker's gRPC port: state and swap for the metaserver, the log for repair and Spark."""
+"""Shell. The broker's gRPC port: state and swap for the metaserver, consumers for operators, the log for
+repair and Spark."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from broker import progress
 from broker.meta_link import state_message
 from broker.service import Service
 from broker.settings import BrokerSettings
 from broker.tokens import CONTROL_ROLES
 from qmq.control_plane import SERVER_OPTIONS
-from qmq.errors import CorruptFrame, NotServed, OperatorError
+from qmq.errors import CorruptFrame, NotServed, OperatorError, QmqError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
 from qmq.rights import Caller
@@ -26,6 +28,9 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2 << 20
 POLL_S = 0.005
+GROUPS_AT_A_TIME = 200
+"""Groups whose progress is looked up in one go: about 2 ms in which nobody else is served."""
+SAFE_S = 10.0
 
 
 class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no types
@@ -79,6 +84,71 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
         self._service.node.cancel_swap()
         return state_message(self._service, self._settings)
 
+    async def Consumers(self, request: pb.ConsumersRequest, context: Any) -> pb.ConsumersAnswer:
+        """FAILED_PRECONDITION: not the master, or its log cannot be read."""
+        node, groups = self._service.node, []
+        try:
+            subscriptions = node.acting_master().subscriptions
+            found = progress.of_groups(node.log, subscriptions, subject=request.subject, group=request.group)
+            for number, one in enumerate(found):
+                groups.append(one)
+                if number % GROUPS_AT_A_TIME == GROUPS_AT_A_TIME - 1:
+                    await asyncio.sleep(0)  # others want to be served meanwhile
+            oldest_ms = await asyncio.to_thread(self._timestamps, [one.oldest_offset for one in groups])
+        except CorruptFrame as problem:
+            self._service.guarded(partial(node.found_damage, problem))
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{problem}; it is being repaired, ask again")
+        except QmqError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return pb.ConsumersAnswer(groups=map(_group_message, groups, oldest_ms))
+
+    def _timestamps(self, offsets: list[int | None]) -> list[int]:
+        message_log, found = self._service.node.log, []
+        for offset in offsets:
+            try:
+                found.append(0 if offset is None else message_log.timestamp_at(offset))
+            except CorruptFrame:
+                if offset is not None and offset >= message_log.start:
+                    raise
+                found.append(0)  # retention took it meanwhile
+        return found
+
+    async def ResetOffset(self, request: pb.ResetOffsetRequest, context: Any) -> pb.ResetOffsetAnswer:
+        """FAILED_PRECONDITION: refused, nothing changed. DEADLINE_EXCEEDED, ABORTED: it may or may not stay."""
+        reset, safe = None, self._loop.create_future()
+
+        def move() -> None:
+            nonlocal reset
+            reset = self._service.node.acting_master().move_group(
+                request.subject, request.group, request.to, request.value, dry_run=request.dry_run,
+                answer=lambda error: None if safe.done() else safe.set_result(error),
+            )  # fmt: skip
+
+        try:
+            self._service.guarded(move)
+        except QmqError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        assert reset is not None
+        if not request.dry_run:
+            await self._wait_until_safe(safe, context)
+            log.warning(
+                "group moved subject=%s consumer_group=%s before=%d after=%d skipped=%d repeated=%d",
+                request.subject, request.group, *reset,
+            )  # fmt: skip
+        return pb.ResetOffsetAnswer(
+            before=reset.before, after=reset.after, skipped=reset.skipped, repeated=reset.repeated
+        )
+
+    async def _wait_until_safe(self, safe: asyncio.Future[QmqError | None], context: Any) -> None:
+        try:
+            error = await asyncio.wait_for(safe, SAFE_S)
+        except TimeoutError:
+            text = f"the slave did not confirm it within {SAFE_S:.0f} s: look at Consumers before you repeat it"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+        if error is not None:
+            text = "the master changed before both copies knew it: look at Consumers before you repeat it"
+            await context.abort(grpc.StatusCode.ABORTED, text)
+
     async def DescribeLog(self, request: pb.Nothing, context: Any) -> pb.LogDescription:
         node = self._service.node
         state = state_message(self._service, self._settings)
@@ -112,6 +182,19 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
         except CorruptFrame as problem:
             self._loop.call_soon_threadsafe(self._service.guarded, partial(self._service.node.found_damage, problem))
             return message_log.read_damaged(at)
+
+
+def _group_message(one: progress.GroupProgress, oldest_ms: int) -> pb.GroupProgress:
+    consumers = [
+        pb.ConsumerProgress(
+            consumer=consumer.consumer, connected=bool(consumer.peer), unacked=consumer.unacked, peer=consumer.peer
+        )
+        for consumer in one.consumers
+    ]
+    return pb.GroupProgress(
+        subject=one.subject, group=one.group, first_sequence=one.first_sequence, next_sequence=one.next_sequence,
+        position=one.position, returned=one.returned, lag=one.lag, oldest_ms=oldest_ms, consumers=consumers,
+    )  # fmt: skip
 
 
 def _refused(method: str, peer: str, reason: str) -> None:

@@ -5,14 +5,17 @@ Which messages a pull gets is decided in `broker.consume`; here it becomes frame
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from zlib import crc32
 
-from broker.consume import Consumption, HandOut, Subscription, WaitingPull
+from broker import progress
+from broker.consume import Consumption, HandOut, Subscription, WaitingPull, moved
+from broker.offline import Offline
 from broker.ports import Link
 from broker.reign import Reign, answering
 from qmq.codec import Buffer, slice_batch
-from qmq.errors import CorruptFrame, ErrorCode, InvalidRequest, LogError, QmqError
+from qmq.errors import CorruptFrame, ErrorCode, InvalidRequest, LogError, NotServed, OperatorError, QmqError
 from qmq.log.frame import FLAG_ALONE, Frame, FrameKind
 from qmq.remoting import commands
 from qmq.remoting.packet import Packet
@@ -28,6 +31,7 @@ class Delivery:
             reign.log, lease_ms=reign.settings.lease_ms, now_ms=reign.host.monotonic_ms()
         )
         self._woken: dict[str, None] = {}
+        self._offline = Offline()
 
     # Requests.
 
@@ -80,6 +84,30 @@ class Delivery:
             self._serve([subscription])  # it may have waited at its limit of un-acked messages
         reign.answer_when_safe(link, packet, commands.encode_acked(ack.end))
 
+    def move_group(
+        self, subject: str, group: str, to: str, value: int, *, dry_run: bool, answer: Answer
+    ) -> progress.Reset:
+        """Let `group` go on elsewhere on `subject`; `answer` is called once both copies know it.
+
+        Raises:
+            OperatorError, NotServed, NotMaster: that cannot be done now; says why. Nothing changed.
+        """
+        reign = self._reign
+        reign.check_may_progress()
+        try:
+            reset = progress.plan_reset(reign.log, subject, group, to, value)
+        except CorruptFrame as problem:
+            reign.found_damage(problem)
+            raise NotServed("this copy is damaged where it had to be read, and is being repaired; ask again") from None
+        if reign.gate.alone:
+            # Consumers would act on it at once, and a master that never heard of it would undo it.
+            raise OperatorError(f"the slave of {reign.group} is missing and would not know it: start it first")
+        if not dry_run:
+            reign.append_progress(FrameKind.POSITION, (subject, group, ""), [(reset.after, 0, 0)])
+            self.consumption.move(subject, group)
+            reign.gate.stored(reign.log.end, answer)
+        return reset
+
     def heartbeat(self, link: Link, packet: Packet) -> None:
         self.consumption.heartbeat(link, self._reign.host.monotonic_ms())
         link.answer(packet)
@@ -113,6 +141,11 @@ class Delivery:
     def serve_all(self) -> None:
         self._serve(self.consumption.all_waiting())
 
+    def switch_off(self, rules: Iterable[tuple[str, str, str]]) -> None:
+        """From now on hand nothing to these consumers; who is not among them any more is served at once."""
+        self._offline = Offline(rules)
+        self.serve_all()
+
     def answer_overdue(self, now_ms: int) -> None:
         for waiting in self.consumption.overdue(now_ms):
             waiting.link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
@@ -137,6 +170,8 @@ class Delivery:
             return
         limit = reign.gate.high_watermark if reign.gate.alone else reign.log.end
         for subscription in subscriptions:
+            if subscription.key in self._offline:
+                continue
             while subscription.waiting and subscription.link.writable:
                 try:
                     hand_out = self.consumption.hand_out(subscription, subscription.waiting[0].pull, limit)
@@ -153,19 +188,20 @@ class Delivery:
     def _skip(self, subscription: Subscription, hand_out: HandOut) -> None:
         """Write down that all of this is gone, or it would be looked for and counted again by every pull."""
         reign = self._reign
-        reign.append_progress(FrameKind.PULL, subscription.key, hand_out.entries)
-        begin, _, _ = hand_out.entries[0]
-        last, _, messages = hand_out.entries[-1]
-        subscription.resend = last + messages
-        group = reign.log.state.groups[subscription.subject, subscription.group]
-        if group.consumers[subscription.consumer].unacked[0][0] == begin:  # else its next ack reaches over them
-            reign.append_progress(FrameKind.ACK, subscription.key, [(begin, last + messages, 0)])
+        if hand_out.entries:
+            reign.append_progress(FrameKind.PULL, subscription.key, hand_out.entries)
+        self.consumption.note_skipped(subscription, hand_out.gaps)
+        begin, subscription.resend = hand_out.gaps[0].pull_sequence, hand_out.gaps[-1].pull_end
+        consumer = reign.log.state.groups[subscription.subject, subscription.group].consumers[subscription.consumer]
+        if consumer.unacked[0][0] == begin:  # else its next ack reaches over them
+            reign.append_progress(FrameKind.ACK, subscription.key, [(begin, subscription.resend, 0)])
 
     def _hand_over(self, subscription: Subscription, waiting: WaitingPull, hand_out: HandOut) -> None:
         """Write down who gets what, and send it when that is safe and the bytes are at hand, whichever is later."""
         reign = self._reign
         if hand_out.entries:
             reign.append_progress(FrameKind.PULL, subscription.key, hand_out.entries)
+        self.consumption.note_skipped(subscription, hand_out.gaps)
         last = hand_out.parts[-1]
         subscription.resend = last.pull_sequence + last.end - last.begin
         subscription.in_flight += 1
@@ -234,6 +270,9 @@ class _PullAnswer:
         if not self._is_safe or not self.is_read:
             return False
         self.subscription.in_flight -= 1
+        if self.subscription.is_over:
+            self.subscription.link.refuse(self.packet, moved(self.subscription.group))
+            return True
         flags = FLAG_ALONE if self._gate.alone else 0
         buffers: list[Buffer] = []
         for part in self.hand_out.parts:

@@ -11,8 +11,11 @@ when both disks have it (design, section 4).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+from broker import progress
+from broker.assignment import Assignment
+from broker.consume import Subscription
 from broker.delivery import Delivery
 from broker.ports import Host, Link
 from broker.producing import Producing
@@ -24,7 +27,7 @@ from qmq.errors import CorruptFrame, ErrorCode, LogError, NotMaster, OutcomeUnkn
 from qmq.log import MessageLog
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import Packet
-from qmq.replication.ack_gate import AckGate
+from qmq.replication.ack_gate import AckGate, Answer
 from qmq.replication.identity import IdentityFile
 from qmq.types import Epoch
 
@@ -111,6 +114,17 @@ class Master:
         self._delivery.resign(another)
         self._slave_watch.resign()
 
+    def heed_operators(self, assignment: Assignment) -> None:
+        """Take over what operators marked readonly and switched off."""
+        self.readonly.mark_subjects(frozenset(assignment.readonly_subjects))
+        self._delivery.switch_off(assignment.offline)
+
+    def move_group(
+        self, subject: str, group: str, to: str, value: int, *, dry_run: bool, answer: Answer
+    ) -> progress.Reset:
+        """ResetOffset: see `Delivery.move_group`."""
+        return self._delivery.move_group(subject, group, to, value, dry_run=dry_run, answer=answer)
+
     def found_damage(self, problem: CorruptFrame) -> None:
         self._reign.found_damage(problem)
 
@@ -158,10 +172,10 @@ class Master:
         return self._slave_watch.confirmed_end
 
     @property
-    def subscriptions(self) -> int:
-        return self._delivery.consumption.subscriptions
+    def subscriptions(self) -> Collection[Subscription]:
+        return self._delivery.consumption.connected
 
     @property
     def skipped(self) -> dict[tuple[str, str], int]:
-        """Messages that retention took before the group had them, per (subject, consumer group)."""
-        return self._delivery.consumption.skipped
+        """Messages that retention took before the group acked them, per (subject, consumer group)."""
+        return self._delivery.consumption.skipped.messages

@@ -129,6 +129,7 @@ class MetaLink:
             master=_address(message.master) if message.HasField("master") else None,
             slave=_address(message.slave) if message.HasField("slave") else None,
             readonly_subjects=tuple(message.readonly_subjects),
+            offline=tuple((one.subject, one.group, one.consumer) for one in message.offline),
         )
         self._service.guarded(lambda: self._service.node.assign(assignment))
         self._service.state_changed.set()

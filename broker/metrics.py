@@ -60,7 +60,7 @@ class BrokerCollector(Collector):
         yield received
         if master is not None:
             skipped = CounterMetricFamily(
-                "qmq_broker_skipped_messages", "Messages that retention took before a consumer group had them",
+                "qmq_broker_skipped_messages", "Messages that retention took before a consumer group acked them",
                 labels=["broker_group", "subject", "consumer_group"],
             )  # fmt: skip
             for (subject, consumer_group), messages in master.skipped.items():
@@ -85,7 +85,7 @@ class BrokerCollector(Collector):
             yield "sync_lag_bytes", "Bytes that the slave has not confirmed; all of them while it is missing", lag
             yield "slave_connected", "1 while a slave follows and has matched", float(not master.gate.alone)
             yield "waiting_answers", "Answers that wait for both disks", master.gate.waiting
-            yield "subscriptions", "Consumers that are connected", master.subscriptions
+            yield "subscriptions", "Consumers that are connected", len(master.subscriptions)
 
     def _counts(self) -> Iterator[tuple[str, str, float]]:
         counters, service = self._service.node.counters, self._service

@@ -20,6 +20,7 @@ from qmq.errors import (
     DiskFailed,
     Diverged,
     Fenced,
+    NotMaster,
     NotServed,
     OperatorError,
     QmqError,
@@ -72,7 +73,7 @@ class Node:
         self.identity.assigned(assignment.group, assignment.to_json())
         if self.role is not None and known is not None and known.term == assignment.term:
             if isinstance(self.role, Master):
-                self.role.readonly.mark_subjects(frozenset(assignment.readonly_subjects))
+                self.role.heed_operators(assignment)
             if known.peer != assignment.peer:
                 self._host.role_changed()
             return
@@ -97,7 +98,7 @@ class Node:
                 group=assignment.group, message_log=self.log, host=self._host, identity=self.identity,
                 settings=self._settings, term=assignment.term, counters=self.counters, boot_above=boot_above,
             )  # fmt: skip
-            master.readonly.mark_subjects(frozenset(assignment.readonly_subjects))
+            master.heed_operators(assignment)
             log.info("role master group=%s epoch=%s end=%d", assignment.group, master.epoch, self.log.end)
         else:
             self.role = Slave(
@@ -233,6 +234,18 @@ class Node:
         if self.master is not None:
             self.master.resume()
 
+    def acting_master(self) -> Master:
+        """Return the master for an operator's question about consumers.
+
+        Raises:
+            NotMaster, NotServed: this broker knows nothing that counts.
+        """
+        if self.master is None:
+            raise NotMaster(f"this broker is not the master of {self.group}; ask the other one")
+        if not self.master.in_office:
+            raise NotServed(f"the master of {self.group} waits for its slave before it goes on")
+        return self.master
+
     def found_damage(self, problem: CorruptFrame) -> None:
         """A reader of the log met bytes that are no frame."""
         if self.role is not None:
@@ -253,6 +266,9 @@ class Node:
         if theirs_start > damage.begin:
             self._mend_old(theirs_start)
         elif theirs_end < damage.end:
+            if damage.begin < theirs_end and self.log.may_be_acknowledged(damage):
+                self._leave_role()  # what follows has to go
+                return damage.begin, theirs_end
             self._cut_damage(f"damaged and unknown to the other copy: {damage.reason}")
         elif self._looks_before is damage:
             return max(damage.begin - FRAME_BYTES_MAX, theirs_start), damage.begin + 1
@@ -282,7 +298,8 @@ class Node:
                 raise
             self._cut_damage("damaged, and the other copy has another history there")
             return
-        self.repaired()
+        if self.log.damage is None:
+            self.repaired()
 
     def _cut_damage(self, why: str) -> None:
         """What only we had was never acknowledged: it goes to quarantine, and the other copy goes on from there."""

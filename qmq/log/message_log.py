@@ -427,9 +427,15 @@ class MessageLog:
         return damage.begin < high
 
     def timestamp_at(self, offset: int) -> int:
-        """Return the timestamp of the frame at `offset`, in ms since 1970."""
+        """Return the timestamp of the frame at `offset`, in ms since 1970.
+
+        Raises:
+            CorruptFrame: this copy is damaged there.
+        """
         if offset == self.state.end:
             return self.state.timestamp_ms
+        if (entry := self._tail.get(offset)) is not None:
+            return entry.frame.timestamp_ms
         base = segment_at(self._bases, offset)
         return decode_header(self._disk.read(log_name(base), offset - base, 4096), 0, offset, None).timestamp_ms
 
@@ -475,8 +481,11 @@ class MessageLog:
     def repair(self, data: bytes) -> None:
         """Replace the damaged range by the other copy's frames, from its first byte on.
 
+        If they end within it, the rest of it stays damaged: the other copy has no more.
+
         Raises:
             Diverged: the frames do not join what is whole on both sides of the damage.
+            CorruptFrame: they are no frames.
         """
         damage = self.damage
         require(damage is not None, "only a damaged log is repaired")
@@ -487,7 +496,11 @@ class MessageLog:
             end, chain = frame.end, frame.chain
             if end >= damage.end:
                 break
-        if end < damage.end or chain is None or not (in_recovery or self.chain_is(end, chain)):
+        joins = end > damage.begin
+        if joins and not in_recovery:
+            assert chain is not None
+            joins = self.chain_is(end, chain) if end >= damage.end else self._continues_with(data, damage.begin)
+        if not joins:
             raise Diverged(f"the other copy's frames from {damage.begin} to {end} do not join this log at {damage.end}")
         damaged = read_raw(self._disk, self._bases, damage.begin, end)
         quarantine.keep_bytes(self._disk, damage.begin, damaged, "damaged")
@@ -499,9 +512,18 @@ class MessageLog:
             self._disk.write(log_name(base), at - base, [data[at - damage.begin : stop - damage.begin]])
             self._disk.sync(log_name(base))
             at = stop
-        self.damage = None
+        self.damage = None if end >= damage.end else Damage(end, damage.end, damage.reason)
         if in_recovery:
             self._reload()
+
+    def _continues_with(self, data: bytes, offset: int) -> bool:
+        """Return whether the frame that `data` begins with continues this log's history at `offset`."""
+        chain = self._chain_before(offset)
+        try:
+            decode_header(data, 0, offset, chain)
+        except CorruptFrame:
+            return False
+        return chain is not None
 
     def drop_oldest_segment(self) -> None:
         """Retention: forget the oldest segment; never the one that is being written."""

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from broker import retention
-from qmq.errors import CorruptFrame, Diverged
+from qmq.errors import CorruptFrame, Diverged, ErrorCode
 from qmq.log.fold import EpochStart, Group, State
 from qmq.log.frame import FrameKind
 from qmq.log.segments import log_name
@@ -178,3 +178,139 @@ def test_damage_is_not_cut_while_the_other_copy_is_damaged_there_as_well(before_
     for _ in range(3):
         mend_once(group)
     assert group.a.log.damage is not None
+
+
+@pytest.mark.parametrize("found", ["at a start", "when it is read"])
+def test_damage_that_reaches_over_the_other_copys_end_is_mended_up_to_there_and_cut_behind_it(found: str) -> None:
+    """One acknowledged frame and the next one, which the slave never got, rotted: it was taken for a loss of both."""
+    group = BrokerGroup.made().start()
+    Client(group.a).produce("acknowledged")
+    group.settle()
+    begin, end = group.a.log.frames("s", 0, 1)[0].offset, group.b.log.end
+    group.cut()
+    for name in ("g0", "g1"):
+        Client(group.a).subscribe(group=name)
+        group.a.host.settle()
+    for rotten in (end - 1, end + 40):
+        group.a.disk.flip(log_name(0), 8 * rotten)
+    if found == "at a start":
+        group.a.crash()
+        group.a.assign(Role.MASTER)
+    else:
+        group.a.node.found_damage(CorruptFrame(begin, "read"))
+    damage = group.a.log.damage
+    assert damage is not None and damage.begin == begin < end < damage.end
+    for _ in range(3):
+        mend_once(group)
+    assert group.a.log.damage is None and group.a.log.end == end
+    group.connect()
+    group.settle()
+    assert group.a.log.chain == group.b.log.chain and group.a.node.writable
+
+
+def test_a_consumer_that_holds_what_a_deposed_master_handed_out_begins_anew() -> None:
+    """Alone, that one hands out what is safe, and nobody hears of it: its numbers must not hide other messages."""
+    group = BrokerGroup.made().start()
+    client = Client(group.a)
+    client.produce("m0", "m1", "m2", "m3")
+    client.subscribe("c")
+    group.settle()
+    first = client.pull(most=2)
+    group.settle()
+    group.cut()
+    second = client.pull(most=2)
+    group.a.host.settle()
+    held_end = client.pulled(second)[-1][0] + 1
+    group.b.assign(Role.MASTER, 2)
+    group.b.wait(5_000)
+    group.b.host.settle()
+    group.swap(2)
+    again = Client(group.a)
+    refused = again.subscribe("c", held_end=held_end)
+    assert again.code(refused) == ErrorCode.INVALID_ACK
+    fresh = again.subscribe("c")
+    group.settle()
+    again.subscription(fresh)
+    got: list[str] = []
+    for _ in range(2):
+        pulled = again.pull()
+        group.settle()
+        got += [identity for _, _, identity in again.pulled(pulled)]
+    assert got == ["m0", "m1", "m2", "m3"] and client.pulled(first)
+
+
+def a_group_whose_retention_took_messages() -> tuple[BrokerGroup, Client]:
+    """Of a consumer group that has not been handed them, and has nothing else to get."""
+    group = BrokerGroup.made().start()
+    client = Client(group.a)
+    subscribed = client.subscribe("c")
+    group.settle()
+    client.subscription(subscribed)
+    client.produce("gone 0", "gone 1", size=900)
+    while len(group.a.log.bases) < 3:
+        client.produce("filler", subject="other", size=900)
+        group.settle()
+    group.a.log.drop_oldest_segment()
+    assert not group.a.log.frames("s", 0, 1)
+    return group, client
+
+
+def test_messages_that_retention_took_are_skipped_in_writing_and_once() -> None:
+    group, client = a_group_whose_retention_took_messages()
+    for _ in range(3):
+        pulled = client.pull()
+        group.settle()
+        assert client.code(pulled) == ErrorCode.NO_MESSAGE
+    progress = group.b.log.state.groups["s", "g"]
+    assert progress.position == 2 and not progress.consumers["c"].unacked, "the other copy knows it too"
+    assert group.a.master.skipped == {("s", "g"): 2}
+
+
+@pytest.mark.parametrize("acked", [0, 1])
+def test_un_acked_messages_that_retention_took_are_counted_once_however_often_their_consumer_comes_back(
+    acked: int,
+) -> None:
+    group = BrokerGroup.made().start()
+    client = Client(group.a)
+    client.produce("gone 0", "gone 1", size=900)
+    client.produce("filler", subject="other", size=900)
+    subscribed = client.subscribe("c")
+    group.settle()
+    client.subscription(subscribed)
+    pulled = client.pull()
+    group.settle()
+    first = client.pulled(pulled)[0][0]
+    if acked:
+        client.ack(first, first + 1)
+    while len(group.a.log.bases) < 3:
+        client.produce("filler", subject="other", size=900)
+        group.settle()
+    group.a.log.drop_oldest_segment()
+    for held_end in (first + 1, first, 0):
+        again = Client(group.a, f"holds {held_end}")
+        subscribed = again.subscribe("c", held_end=held_end)
+        group.settle()
+        again.subscription(subscribed)
+        nothing = again.pull()
+        group.settle()
+        assert again.code(nothing) == ErrorCode.NO_MESSAGE
+    assert group.a.master.skipped == {("s", "g"): 2 - acked}
+    assert not group.a.log.state.groups["s", "g"].consumers["c"].unacked, "nobody waits for them any more"
+
+
+def test_a_group_that_came_late_keeps_the_segments_that_it_begins_with() -> None:
+    """What both copies know to be consumed is an older look, from before it came."""
+    copy = Copy()
+    copy.office()
+    frame = copy.messages("m0", "m1")
+    copy.progress(FrameKind.POSITION, "", (0, 0, 0))
+    copy.progress(FrameKind.PULL, "c", (5, 0, 2))
+    copy.progress(FrameKind.ACK, "c", (5, 7, 0))
+    consumed = retention.Consumed()
+    for i in range(4):
+        copy.messages(f"both{i}", subject="other", high_watermark=copy.log.end)
+        copy.flush()
+        consumed.needed_from(copy.log)
+    assert consumed.needed_from(copy.log) > frame.offset
+    copy.progress(FrameKind.POSITION, "", (0, 0, 0), group="late")
+    assert consumed.needed_from(copy.log) <= frame.offset

@@ -1,0 +1,158 @@
+"""Core. How far consumer groups are, and where a group stands after an operator moved it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from broker.consume import Subscription
+from qmq.errors import OperatorError
+from qmq.log import MessageLog
+from qmq.log.fold import Consumer, Group
+
+
+class To(StrEnum):
+    """Where a group may be moved to."""
+
+    EARLIEST = "earliest"
+    LATEST = "latest"
+    SEQUENCE = "sequence"
+    TIME = "time"
+
+
+class Reset(NamedTuple):
+    """What moving a group changes."""
+
+    before: int
+    after: int
+    skipped: int
+    """Messages that it has not acked and will not get."""
+    repeated: int
+    """Messages that it has acked and will get again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerProgress:
+    consumer: str
+    unacked: int
+    peer: str
+    """Other end of its connection; empty while it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupProgress:
+    subject: str
+    group: str
+    first_sequence: int
+    """The oldest message of the subject that is still in the log."""
+    next_sequence: int
+    position: int
+    returned: int
+    lag: int
+    """Messages that are not acked."""
+    oldest_offset: int | None
+    """The frame of the oldest of them that is still in the log."""
+    consumers: list[ConsumerProgress]
+
+
+def of_groups(
+    log: MessageLog, subscriptions: Iterable[Subscription], *, subject: str = "", group: str = ""
+) -> Iterator[GroupProgress]:
+    """Say how far each group is; an empty name stands for all.
+
+    Raises:
+        CorruptFrame: this copy is damaged.
+    """
+    peers: dict[tuple[str, str], dict[str, str]] = {}
+    for one in subscriptions:
+        peers.setdefault((one.subject, one.group), {})[one.consumer] = one.link.peer
+    for key in [key for key in log.state.groups if subject in ("", key[0]) and group in ("", key[1])]:
+        if (known := log.state.groups.get(key)) is not None:
+            yield _of_group(log, key, known, peers.get(key, {}))
+
+
+def _of_group(log: MessageLog, key: tuple[str, str], group: Group, peers: dict[str, str]) -> GroupProgress:
+    subject, name = key
+    first, end = sequences_kept(log, subject)
+    ranges = _unacked(group, end)
+    oldest = min((begin for begin, _ in ranges), default=end)
+    refs = log.frames(subject, oldest, 1) if oldest < end else []
+    consumers = [
+        ConsumerProgress(consumer, group.consumers.get(consumer, Consumer()).unacked_messages, peers.get(consumer, ""))
+        for consumer in sorted(group.consumers.keys() | peers.keys())
+    ]
+    return GroupProgress(
+        subject, name, first, end, group.position, sum(entry[1] for entry in group.returned),
+        sum(stop - begin for begin, stop in ranges), refs[0].offset if refs else None, consumers,
+    )  # fmt: skip
+
+
+def sequences_kept(log: MessageLog, subject: str) -> tuple[int, int]:
+    """Return which messages of `subject` are in the log: `[first, end)`."""
+    end = log.state.next_sequence.get(subject, 0)
+    refs = log.frames(subject, 0, 1)
+    return refs[0].begin if refs else end, end
+
+
+def plan_reset(log: MessageLog, subject: str, group: str, to: str, value: int) -> Reset:
+    """Say what moving `group` on `subject` changes. What retention took is not to be had: the oldest message is next.
+
+    Raises:
+        OperatorError: that cannot be done; says why.
+        CorruptFrame: this copy is damaged where it had to be read.
+    """
+    known = log.state.groups.get((subject, group))
+    if known is None:
+        raise OperatorError(f"consumer group {group!r} never subscribed to {subject!r} here: there is nothing to move")
+    first, end = sequences_kept(log, subject)
+    match to:
+        case To.EARLIEST:
+            after = first
+        case To.LATEST:
+            after = end
+        case To.SEQUENCE if value > end:
+            raise OperatorError(f"sequence {value} of {subject!r} is beyond its end, {end}")
+        case To.SEQUENCE:
+            after = max(value, first)
+        case To.TIME:
+            after = first_since(log, subject, value)
+        case _:
+            raise OperatorError(f"a group moves to {', '.join(To)}; not to {to!r}")
+    return _counted(known, after, first, end)
+
+
+def _counted(group: Group, after: int, first: int, end: int) -> Reset:
+    unacked = _unacked(group, end)
+    skipped = sum(max(min(stop, after) - max(begin, first), 0) for begin, stop in unacked)
+    again = sum(max(stop - max(begin, after), 0) for begin, stop in unacked)
+    return Reset(group.position, after, skipped, end - after - again)
+
+
+def _unacked(group: Group, end: int) -> list[tuple[int, int]]:
+    """Return the sequences `[begin, end)` that the group has not acked, in no order."""
+    ranges = [(begin, begin + messages) for begin, messages in group.returned]
+    for consumer in group.consumers.values():
+        ranges += [(begin, begin + messages) for _, begin, messages in consumer.unacked]
+    return [*ranges, (group.position, end)] if group.position < end else ranges
+
+
+def first_since(log: MessageLog, subject: str, since_ms: int) -> int:
+    """Return the first message of `subject` that was stored at `since_ms` or later, by the clock of its master.
+
+    Where clocks went back, there are several such borders between earlier and later messages, and this is one of them.
+
+    Raises:
+        CorruptFrame: this copy is damaged there.
+    """
+    low, high = sequences_kept(log, subject)
+    while low < high:
+        refs = log.frames(subject, (low + high) // 2, 1)
+        if not refs:
+            break
+        if log.timestamp_at(refs[0].offset) < since_ms:
+            low = refs[0].end
+        else:
+            high = min(refs[0].begin, high)
+    return low

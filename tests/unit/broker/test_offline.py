@@ -1,0 +1,117 @@
+"""Core. Consumers that operators switched off: no messages, at once and after a restart, until they are switched on."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.assignment import Assignment
+from broker.offline import Offline
+from qmq.errors import ErrorCode
+from qmq.types import Role
+from tests.unit.broker.world import Client, Group
+
+RULES = [("s", "g", "c"), ("*", "g", "c"), ("s", "*", "c"), ("s", "g", "*"), ("*", "*", "c"), ("*", "*", "*")]
+
+
+def joined(group: Group, name: str, **subscribe) -> Client:
+    client = Client(group.a, name)
+    opaque = client.subscribe(name, **subscribe)
+    group.settle()
+    client.subscription(opaque)
+    return client
+
+
+def ids(client: Client, pull: int) -> list[str]:
+    return [id for _, _, id in client.pulled(pull)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids="/".join)
+def test_consumer_that_is_switched_off_waits_and_is_served_once_it_is_switched_on(rule):
+    group = Group.made().start()
+    consumer = joined(group, "c")
+    group.a.assign(Role.MASTER, offline=(rule,))
+    pull = consumer.pull(timeout_ms=60_000)
+    Client(group.a).produce("m0")
+    group.settle()
+    assert not consumer.answered(pull)
+    group.a.assign(Role.MASTER)
+    group.settle()
+    assert ids(consumer, pull) == ["m0"]
+
+
+@pytest.mark.parametrize("rule", [("t", "g", "c"), ("s", "other", "*"), ("*", "*", "d")], ids="/".join)
+def test_others_are_served(rule):
+    assert ("s", "g", "c") not in Offline([rule])
+    group = Group.made().start()
+    consumer = joined(group, "c")
+    group.a.assign(Role.MASTER, offline=(rule,))
+    Client(group.a).produce("m0")
+    pull = consumer.pull()
+    group.settle()
+    assert ids(consumer, pull) == ["m0"]
+
+
+def test_pull_of_a_consumer_that_is_switched_off_ends_with_no_message_in_time():
+    group = Group.made().start()
+    consumer = joined(group, "c")
+    group.a.assign(Role.MASTER, offline=(("s", "g", "c"),))
+    Client(group.a).produce("m0")
+    at_once, later = consumer.pull(), consumer.pull(timeout_ms=500)
+    group.settle()
+    assert consumer.code(at_once) == ErrorCode.NO_MESSAGE and not consumer.answered(later)
+    group.a.wait(500)
+    assert consumer.code(later) == ErrorCode.NO_MESSAGE
+
+
+def test_acks_of_a_consumer_that_is_switched_off_count_and_what_it_holds_stays_with_it():
+    group = Group.made().start()
+    Client(group.a).produce("m0", "m1")
+    consumer, other = joined(group, "c"), joined(group, "o")
+    pull = consumer.pull()
+    group.settle()
+    begin = consumer.pulled(pull)[0][0]
+    group.a.assign(Role.MASTER, offline=(("s", "g", "c"),))
+    acked = consumer.ack(begin, begin + 1)
+    elsewhere = other.pull()
+    group.settle()
+    assert consumer.code(acked) == ErrorCode.SUCCESS and other.code(elsewhere) == ErrorCode.NO_MESSAGE
+    assert group.a.log.state.groups["s", "g"].consumers["c"].unacked_messages == 1
+
+
+def test_what_a_reconnected_consumer_lost_waits_too():
+    group = Group.made().start()
+    Client(group.a).produce("m0")
+    consumer = joined(group, "c")
+    consumer.pull()
+    group.settle()
+    consumer.lost()
+    group.a.assign(Role.MASTER, offline=(("s", "g", "c"),))
+    again = joined(group, "c")
+    pull = again.pull(timeout_ms=60_000)
+    group.settle()
+    assert not again.answered(pull)
+    group.a.assign(Role.MASTER)
+    group.settle()
+    assert ids(again, pull) == ["m0"]
+
+
+def test_consumer_stays_switched_off_after_a_restart_without_the_metaserver():
+    group = Group.made().start()
+    Client(group.a).produce("m0")
+    group.a.assign(Role.MASTER, offline=(("s", "g", "c"),))
+    group.settle()
+    group.cut()
+    group.a.crash()
+    assert group.a.node.start_without_metaserver()
+    group.connect()
+    group.settle()
+    consumer = joined(group, "c")
+    pull = consumer.pull()
+    group.settle()
+    assert consumer.code(pull) == ErrorCode.NO_MESSAGE
+
+
+def test_assignment_of_a_file_from_before_there_were_switches_is_read():
+    fields = Assignment("g1", 1, Role.MASTER).to_json()
+    del fields["offline"]
+    assert Assignment.from_json(fields).offline == ()

@@ -1,0 +1,294 @@
+"""Core. Operators look at consumer groups and move them: written down on both copies, and nothing old counts any more."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker import progress
+from broker.readonly import Reason
+from qmq.errors import ErrorCode, NotMaster, NotServed, OperatorError, OutcomeUnknown
+from qmq.log.frame import FrameKind
+from qmq.remoting import commands
+from qmq.remoting.commands import Command
+from tests.unit.broker.world import Client, Group
+
+BIG = 1 << 62
+
+
+def a_group(**settings) -> tuple[Group, Client]:
+    group = Group.made(**settings).start()
+    return group, Client(group.a)
+
+
+def joined(group: Group, name: str = "c", *, held_end: int = 0, consumers: str = "g") -> Client:
+    client = Client(group.a, name)
+    opaque = client.subscribe(name, group=consumers, held_end=held_end)
+    group.settle()
+    client.subscription(opaque)
+    return client
+
+
+def pulled(group: Group, client: Client, **pull) -> list[str]:
+    opaque = client.pull(**pull)
+    group.settle()
+    return [id for _, _, id in client.pulled(opaque)] if client.link.answers[opaque][0] == 0 else []
+
+
+def move(group: Group, to: str, value: int = 0, *, consumers: str = "g", dry_run: bool = False, settles: bool = True):
+    """Return what changed and the list of answers."""
+    answers: list[object] = []
+    reset = group.a.node.acting_master().move_group(
+        "s", consumers, to, value, dry_run=dry_run, answer=answers.append
+    )
+    if settles:
+        group.settle()
+    return reset, answers
+
+
+def test_moved_group_gets_what_its_new_position_says():
+    for to, value, expected in (
+        ("earliest", 0, [f"m{i}" for i in range(6)]), ("latest", 0, []), ("sequence", 4, ["m4", "m5"]),
+        ("sequence", 6, []),
+    ):  # fmt: skip
+        group, client = a_group()
+        client.produce(*[f"m{i}" for i in range(6)])
+        consumer = joined(group)
+        assert pulled(group, consumer, most=3) == ["m0", "m1", "m2"]
+        _, answers = move(group, to, value)
+        assert answers == [None]
+        assert pulled(group, joined(group)) == expected, (to, value)
+
+
+def test_answer_says_what_is_skipped_and_what_comes_again():
+    group, client = a_group()
+    client.produce(*[f"m{i}" for i in range(10)])
+    consumer = joined(group)
+    pulled(group, consumer, most=6)
+    first = consumer.pulled(consumer.opaque)[0][0]
+    consumer.ack(first, first + 4)
+    group.settle()
+    assert move(group, "sequence", 2, dry_run=True)[0] == progress.Reset(6, 2, skipped=0, repeated=2)
+    assert move(group, "sequence", 5, dry_run=True)[0] == progress.Reset(6, 5, skipped=1, repeated=0)
+    assert move(group, "latest", dry_run=True)[0] == progress.Reset(6, 10, skipped=6, repeated=0)
+
+
+def test_dry_run_changes_nothing():
+    group, client = a_group()
+    client.produce("m0")
+    consumer = joined(group)
+    waiting = consumer.pull(subscription=0, most=1)
+    group.settle()
+    end = group.a.log.end
+    _, answers = move(group, "earliest", dry_run=True)
+    assert group.a.log.end == end and answers == [] and consumer.code(waiting) == ErrorCode.SUCCESS
+
+
+@pytest.mark.parametrize("change", ["restart of both", "swap"])
+def test_moved_group_stays_where_it_is(change):
+    """W19."""
+    group, client = a_group()
+    client.produce("m0", "m1", "m2")
+    consumer = joined(group)
+    assert pulled(group, consumer) == ["m0", "m1", "m2"]
+    move(group, "sequence", 1)
+    if change == "swap":
+        group.swap(2)
+    else:
+        group.cut()
+        group.a.crash()
+        group.b.crash()
+        group.start()
+    group.settle()
+    assert pulled(group, joined(group)) == ["m1", "m2"]
+
+
+def test_it_is_answered_once_both_copies_know_it():
+    group, client = a_group()
+    client.produce("m0")
+    joined(group)
+    _, answers = move(group, "latest", settles=False)
+    group.a.host.settle()
+    assert answers == []
+    group.settle()
+    assert answers == [None]
+    assert group.a.log.state.groups == group.b.log.state.groups
+
+
+def test_reign_that_ends_before_both_copies_know_it_says_that_nobody_can_tell():
+    group, _ = a_group()
+    joined(group)
+    _, answers = move(group, "latest", settles=False)
+    group.swap(2)
+    assert [type(answer) for answer in answers] == [OutcomeUnknown]
+
+
+@pytest.mark.parametrize("held", ["waiting", "under way", "held"])
+def test_consumers_that_are_connected_begin_anew(held):
+    """A pull that waits or is under way is refused; who asks nothing hears it with the next request."""
+    group, client = a_group()
+    consumer = joined(group)
+    if held == "waiting":
+        pull = consumer.pull(timeout_ms=60_000)
+        group.settle()
+    else:
+        client.produce("m0", "m1")
+        group.settle()
+        pull = consumer.pull()
+        if held == "held":
+            group.settle()
+    move(group, "earliest")
+    begin = group.a.log.state.epoch.term
+    if held == "held":
+        begin = consumer.pulled(pull)[0][0]
+        late = consumer.ack(begin, begin + 2)
+        assert consumer.code(late) == ErrorCode.UNKNOWN_SUBSCRIPTION
+    else:
+        assert consumer.code(pull) == ErrorCode.INVALID_ACK
+    again = consumer.subscribe("c", held_end=begin + 2)
+    assert consumer.code(again) == ErrorCode.INVALID_ACK, "what it holds counts no more"
+    if held != "waiting":
+        assert pulled(group, joined(group)) == ["m0", "m1"]
+
+
+def test_late_ack_from_before_the_move_hits_nothing():
+    """W2, W13."""
+    group, client = a_group()
+    client.produce("m0", "m1")
+    consumer = joined(group)
+    pulled(group, consumer)
+    old = consumer.pulled(consumer.opaque)[0][0]
+    move(group, "earliest")
+    consumer = joined(group)
+    assert consumer.code(consumer.ack(old, old + 2)) == ErrorCode.INVALID_ACK
+    assert pulled(group, consumer) == ["m0", "m1"]
+    new = consumer.pulled(consumer.opaque)[0][0]
+    late = consumer.ack(old, old + 2)
+    group.settle()
+    assert new >= old + 2 and consumer.code(late) == ErrorCode.SUCCESS
+    assert group.a.log.state.groups["s", "g"].consumers["c"].unacked_messages == 2
+
+
+def test_other_groups_and_subjects_are_not_touched():
+    group, client = a_group()
+    client.produce("m0")
+    other = joined(group, "o", consumers="other")
+    waiting_elsewhere = other.pull(timeout_ms=60_000)
+    joined(group)
+    before = group.a.log.state.groups["s", "other"]
+    move(group, "latest")
+    assert group.a.log.state.groups["s", "other"] is before
+    assert other.code(waiting_elsewhere) == ErrorCode.SUCCESS
+
+
+def test_readonly_group_can_be_moved():
+    group, client = a_group()
+    client.produce("m0")
+    joined(group)
+    group.a.master.readonly.change(Reason.OPERATOR, True)
+    assert move(group, "latest")[1] == [None]
+
+
+def test_refusals_say_why_and_change_nothing():
+    group, client = a_group()
+    client.produce("m0", "m1")
+    joined(group)
+    end = group.a.log.end
+    for to, value, consumers, why in (
+        ("earliest", 0, "nobody", "never subscribed"), ("sequence", 3, "g", "beyond its end, 2"),
+        ("yesterday", 0, "g", "earliest, latest, sequence, time"),
+    ):  # fmt: skip
+        with pytest.raises(OperatorError, match=why):
+            move(group, to, value, consumers=consumers)
+    group.cut()
+    with pytest.raises(OperatorError, match="slave of g1 is missing"):
+        move(group, "earliest")
+    with pytest.raises(NotMaster):
+        group.b.node.acting_master()
+    assert group.a.log.end == end
+
+
+def test_it_waits_while_the_roles_are_swapped():
+    group, _ = a_group()
+    joined(group)
+    group.a.node.prepare_swap(1, hold_ms=1_000)
+    with pytest.raises(NotServed, match="swapped"):
+        move(group, "latest")
+
+
+def test_time_is_found_over_segments_and_in_what_is_not_written_yet():
+    group, client = a_group(tail_bytes=0)
+    stored_ms = []
+    for n in range(40):
+        group.a.host.clock_ms += 1_000
+        stored_ms.append(group.a.host.now_ms())
+        client.produce(f"m{n}", f"m{n} too", size=200)
+        client.produce(f"o{n}", subject="other")
+        if n < 39:
+            group.settle()
+    log = group.a.log
+    assert len(log.bases) > 3
+    for n in (0, 1, 7, 20, 38, 39):
+        assert progress.first_since(log, "s", stored_ms[n]) == 2 * n
+        assert progress.first_since(log, "s", stored_ms[n] + 1) == 2 * n + 2
+    assert progress.first_since(log, "s", 0) == 0
+    assert progress.first_since(log, "s", BIG) == 80
+    assert progress.first_since(log, "unknown", 5) == 0
+
+
+def test_group_moves_no_further_back_than_the_oldest_message_that_is_kept():
+    group, client = a_group()
+    joined(group)
+    while len(group.a.log.bases) < 3:
+        client.produce("m", size=800)
+        group.settle()
+    group.a.log.drop_oldest_segment()
+    first, _ = progress.sequences_kept(group.a.log, "s")
+    assert first > 0
+    for to in ("earliest", "sequence", "time"):
+        assert move(group, to, dry_run=True)[0].after == first
+
+
+def test_progress_of_groups_is_told_as_it_is():
+    group, client = a_group()
+    client.produce(*[f"m{i}" for i in range(6)])
+    client.produce("o", subject="other")
+    one, gone = joined(group, "one"), joined(group, "gone")
+    joined(group, "idle", consumers="late")
+    pulled(group, gone, most=2)
+    pulled(group, one, most=3)
+    first = one.pulled(one.opaque)[0][0]
+    one.ack(first, first + 1)
+    gone.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=gone.last_subscription))
+    group.settle()
+    subscriptions = group.a.master.subscriptions
+    told = {(p.subject, p.group): p for p in progress.of_groups(group.a.log, subscriptions)}
+    assert set(told) == {("s", "g"), ("s", "late")}
+    g = told["s", "g"]
+    assert (g.first_sequence, g.next_sequence, g.position, g.returned, g.lag) == (0, 6, 5, 2, 5)
+    assert g.consumers == [progress.ConsumerProgress("one", 2, "one")]
+    assert g.oldest_offset == group.a.log.frames("s", 0, 1)[0].offset
+    assert told["s", "late"].consumers == [progress.ConsumerProgress("idle", 0, "idle")]
+    assert [p.group for p in progress.of_groups(group.a.log, subscriptions, subject="s", group="late")] == ["late"]
+    assert not list(progress.of_groups(group.a.log, subscriptions, subject="other"))
+
+
+def test_group_that_is_done_has_no_oldest_message():
+    group, _ = a_group()
+    joined(group)
+    [told] = progress.of_groups(group.a.log, ())
+    assert (told.lag, told.oldest_offset, told.consumers) == (0, None, [])
+
+
+def test_moving_writes_one_position_frame():
+    group, _ = a_group()
+    joined(group)
+    kinds = []
+    append = group.a.log.append
+
+    def noted(kind, *args, **fields):
+        kinds.append(kind)
+        return append(kind, *args, **fields)
+
+    group.a.log.append = noted
+    move(group, "earliest")
+    assert kinds == [FrameKind.POSITION]
