@@ -6,6 +6,8 @@ import os
 
 import hypothesis
 
+pytest_plugins = ["tests.support.databases"]
+
 # Random examples that differ from run to run belong into `make simulate`; a test that was green stays green.
 hypothesis.settings.register_profile(
     "same everywhere",

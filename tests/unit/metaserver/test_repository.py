@@ -6,14 +6,10 @@ import threading
 from dataclasses import replace
 
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, inspect, text
 
 from metaserver import roles
-from metaserver.db.engine import migrate, open_database
+from metaserver.db.engine import open_database
 from metaserver.db.repository import Repository, StaleTerm
-from metaserver.db.tables import metadata
 from metaserver.model import Broker, ReadonlyMark
 from qmq.types import Role
 
@@ -22,13 +18,8 @@ SLAVE = Broker("g1", Role.SLAVE, "b", "10.0.0.2", 1, 2)
 
 
 @pytest.fixture
-def url(tmp_path):
-    return f"sqlite:///{tmp_path / 'metaserver.db'}"
-
-
-@pytest.fixture
-def repository(url):
-    engine = open_database(url)
+def repository(database_url):
+    engine = open_database(database_url)
     yield Repository(engine)
     engine.dispose()
 
@@ -38,35 +29,6 @@ def pair(repository):
     for broker in (MASTER, SLAVE):
         repository.change_roles(roles.add_broker(repository.load(), broker))
     return repository
-
-
-def test_migrations_make_the_tables_from_an_empty_database(url):
-    engine = open_database(url)
-    with engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
-        assert set(inspect(connection).get_table_names()) == {*metadata.tables, "alembic_version"}
-    migrate(engine)  # a second start finds nothing to do
-    engine.dispose()
-
-
-def test_migration_that_fails_leaves_nothing_behind(url):
-    engine = create_engine(url)
-    with engine.begin() as connection:
-        connection.execute(text("CREATE TABLE subject_route (occupied INTEGER)"))
-    engine.dispose()
-    with pytest.raises(Exception, match="subject_route"):
-        open_database(url)
-    engine = create_engine(url)
-    assert inspect(engine).get_table_names() == ["subject_route"]
-    engine.dispose()
-
-
-def test_sqlite_keeps_a_term_over_a_power_failure(url):
-    engine = open_database(url)
-    with engine.connect() as connection:
-        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
-        assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
-    engine.dispose()
 
 
 def test_each_change_of_roles_raises_the_term_by_one(pair):
@@ -107,12 +69,12 @@ def test_decision_on_brokers_that_registered_since_changes_nothing(pair):
     assert group.term == 2 and group.slave.incarnation == "new disk"
 
 
-def test_of_many_threads_with_connections_of_their_own_exactly_one_wins_each_term(pair, url):
+def test_of_many_threads_with_connections_of_their_own_exactly_one_wins_each_term(pair, database_url):
     group, results = pair.load().groups["g1"], []
     barrier = threading.Barrier(8, timeout=20)
 
     def swap():
-        engine = open_database(url)
+        engine = open_database(database_url)
         barrier.wait()
         try:
             Repository(engine).change_roles(roles.swap_roles(group, term=2))

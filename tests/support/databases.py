@@ -1,0 +1,295 @@
+"""Shell. Real MariaDB and PostgreSQL servers for tests, from the programs that Debian's packages install.
+
+A server lives in a directory of its own below the temporary directory, on a free loopback port, and belongs to a test
+session. Its processes end with it, also when the test session is killed. Tests that ask for `database_url` run once
+for each kind of database, each time with an empty one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from sqlalchemy import URL, create_engine, make_url, text
+from sqlalchemy.exc import DBAPIError
+
+START_S = 60
+"""A server needs a second or two; a busy machine may take long."""
+
+PACKAGES = "mariadb-server postgresql"
+KINDS = ("sqlite", "mariadb", "postgresql")
+
+Server = TypeVar("Server", bound="DatabaseServer")
+
+
+class DatabaseServer:
+    """One server. `start` and `stop` may be repeated; its data stay until `remove`."""
+
+    drivername = ""
+    user = "root"
+    stop_signal = signal.SIGTERM
+    kill_signal = signal.SIGKILL
+
+    def __init__(self) -> None:
+        # Short, as paths of Unix sockets have 107 bytes at most; readable for the account that the server runs as.
+        self.directory = Path(tempfile.mkdtemp(prefix="qmq-db-"))
+        self.directory.chmod(0o755)
+        self.data = self.directory / "data"
+        self.port = _free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._numbers = count(1)
+        self._initialize()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "it is not running"
+        return self._process.pid
+
+    def url(self, database: str) -> str:
+        parts = URL.create(self.drivername, self.user, host="127.0.0.1", port=self.port, database=database)
+        return parts.render_as_string(hide_password=False)
+
+    def start(self) -> None:
+        """Start the server and wait until it answers."""
+        with open(self.directory / "server.log", "ab") as output:
+            self._process = subprocess.Popen(
+                [*self._as_user("--pdeathsig", self.stop_signal.name[3:]), *self._command()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a group of its own: `pause` stops all its processes
+                cwd=self.directory,
+            )
+        deadline = time.monotonic() + START_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{type(self).__name__} did not start:\n{self._log()}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """End it in order, if it runs."""
+        self._end(self.stop_signal)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._end(self.kill_signal)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let it stand still: its connections stay open, and nothing answers."""
+        pids = [self.pid, *_children(self.pid)]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                _signal(pid, signal.SIGCONT)
+
+    def create_database(self) -> str:
+        """Make an empty database; return its URL."""
+        name = f"test_{next(self._numbers)}"
+        self.execute(f"CREATE DATABASE {name}")
+        return self.url(name)
+
+    def drop_database(self, url: str) -> None:
+        self.execute(f"DROP DATABASE IF EXISTS {make_url(url).database}")
+
+    def execute(self, statement: str) -> None:
+        """Run one statement as the server's administrator."""
+        engine = create_engine(self.url(self._home()), isolation_level="AUTOCOMMIT")
+        try:
+            with engine.connect() as connection:
+                connection.execute(text(statement))
+        finally:
+            engine.dispose()
+
+    def remove(self) -> None:
+        self.stop()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _end(self, how: signal.Signals) -> None:
+        if self._process is not None:
+            _signal(self._process.pid, how)
+            self._process.wait(START_S)
+            self._process = None
+
+    def _answers(self) -> bool:
+        try:
+            self.execute("SELECT 1")
+        except DBAPIError:
+            return False
+        return True
+
+    def _log(self) -> str:
+        return (self.directory / "server.log").read_text(errors="replace")[-3000:]
+
+    def _run(self, command: list[str]) -> None:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=self.directory)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+
+    def _as_user(self, *options: str) -> list[str]:
+        """The command before a command that must not run as root."""
+        return ["setpriv", *options]
+
+    def _home(self) -> str:
+        raise NotImplementedError
+
+    def _initialize(self) -> None:
+        raise NotImplementedError
+
+    def _command(self) -> list[str]:
+        raise NotImplementedError
+
+
+class MariadbServer(DatabaseServer):
+    """MariaDB. Its default collation takes `Foo` for `foo`, as on most machines."""
+
+    drivername = "mariadb+pymysql"
+
+    def _home(self) -> str:
+        return "mysql"
+
+    def _initialize(self) -> None:
+        options = ["--auth-root-authentication-method=normal", "--skip-test-db", "--skip-name-resolve"]
+        self._run([_program("mariadb-install-db"), "--no-defaults", f"--datadir={self.data}", *options, *_root()])
+
+    def _command(self) -> list[str]:
+        return [
+            _program("mariadbd"),
+            "--no-defaults",
+            f"--datadir={self.data}",
+            f"--port={self.port}",
+            f"--socket={self.directory}/socket",
+            f"--pid-file={self.directory}/pid",
+            "--bind-address=127.0.0.1",
+            "--skip-name-resolve",
+            "--character-set-server=utf8mb4",
+            "--collation-server=utf8mb4_general_ci",
+            "--innodb-buffer-pool-size=64M",
+            "--innodb-flush-log-at-trx-commit=2",  # these tests kill processes, not machines
+            "--performance-schema=OFF",
+            *_root(),
+        ]
+
+
+class PostgresqlServer(DatabaseServer):
+    """PostgreSQL. It refuses to run as root, so root runs it under the account of its package."""
+
+    drivername = "postgresql+psycopg"
+    user = "postgres"
+    stop_signal = signal.SIGINT  # does not wait for clients to leave
+    kill_signal = signal.SIGQUIT  # the processes it started end too, without writing anything
+
+    def _home(self) -> str:
+        return "postgres"
+
+    def _initialize(self) -> None:
+        self.data.mkdir(mode=0o700)
+        if os.geteuid() == 0:
+            shutil.chown(self.data, "postgres", "postgres")
+        options = ["--auth=trust", "--encoding=UTF8", "--locale=C.UTF-8", "--no-sync"]
+        program = _program("initdb", "/usr/lib/postgresql/*/bin")
+        self._run([*self._as_user(), program, f"--username={self.user}", *options, str(self.data)])
+
+    def _command(self) -> list[str]:
+        settings = {
+            "listen_addresses": "127.0.0.1",
+            "port": str(self.port),
+            "unix_socket_directories": "",
+            "fsync": "off",  # these tests kill processes, not machines
+            "shared_buffers": "32MB",
+            "max_connections": "100",
+        }
+        command = [_program("postgres", "/usr/lib/postgresql/*/bin"), "-D", str(self.data)]
+        return command + [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
+
+    def _as_user(self, *options: str) -> list[str]:
+        if os.geteuid() != 0:
+            return ["setpriv", *options]
+        return ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups", *options]
+
+
+@pytest.fixture(scope="session")
+def mariadb() -> Iterator[MariadbServer]:
+    """A MariaDB server that runs; a test that stops it starts it again."""
+    with _running(MariadbServer()) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[PostgresqlServer]:
+    """A PostgreSQL server that runs; a test that stops it starts it again."""
+    with _running(PostgresqlServer()) as server:
+        yield server
+
+
+@pytest.fixture(params=("mariadb", "postgresql"))
+def database_server(request: pytest.FixtureRequest) -> DatabaseServer:
+    """Each kind of server, for tests about what happens when it goes away."""
+    server: DatabaseServer = request.getfixturevalue(request.param)
+    return server
+
+
+@pytest.fixture(params=KINDS)
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty database, one of each kind."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'metaserver.db'}"
+        return
+    server: DatabaseServer = request.getfixturevalue(request.param)
+    url = server.create_database()
+    yield url
+    server.drop_database(url)
+
+
+@contextmanager
+def _running(server: Server) -> Iterator[Server]:
+    try:
+        server.start()
+        yield server
+    finally:
+        server.remove()
+
+
+def _program(name: str, directories: str = "/usr/sbin") -> str:
+    """Where a program is: on the path, or where Debian puts it; of several versions the newest."""
+    places = [str(place) for place in Path("/").glob(f"{directories.strip('/')}/{name}")]
+    found = shutil.which(name) or max(places, key=lambda place: (len(place), place), default=None)
+    if found is None:
+        raise RuntimeError(f"there is no program {name}; tests need Debian's packages: apt-get install {PACKAGES}")
+    return found
+
+
+def _root() -> list[str]:
+    return ["--user=root"] if os.geteuid() == 0 else []
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _signal(pid: int, which: signal.Signals) -> None:
+    try:
+        os.kill(pid, which)
+    except ProcessLookupError:
+        pass  # it has ended already
