@@ -1,0 +1,73 @@
+"""Shell. The gRPC methods of clients that watch routes, and of metaservers that ask each other about them.
+
+Updates are sent as the bytes that the hub wrote: protobuf would write the same route again for each client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from metaserver.metrics import Metrics
+from metaserver.watch import TooManySubjects, WatchHub
+from qmq.proto import qmq_pb2 as pb
+from qmq.rpc_access import caller
+
+SERVICE = "qmq.Metaserver"
+
+Context = Any
+"""grpc.aio.ServicerContext; grpcio comes without types."""
+
+
+class RouteRpc:
+    """Part of the metaserver's service. A stream is one task, which reads; the hub writes."""
+
+    _hub: WatchHub
+    _metrics: Metrics
+
+    async def WatchRoutes(self, requests: object, context: Context) -> None:
+        """Serve a client until it leaves. Takes and gives bytes, see `add_route_methods`."""
+        request = await _read(context)
+        if request is None:
+            return
+        watch = self._hub.join(
+            app=request.app[:100], client_id=request.client_id[:100], produces=request.produces,
+            caller=replace(caller(), peer=str(context.peer())), send=context.write,
+        )  # fmt: skip
+        try:
+            while request is not None:
+                self._metrics.route_requests.inc()
+                self._hub.confirm(watch, request.held)
+                if request.subjects:  # else it only says what it holds
+                    await self._hub.ask(watch, request.subjects, request.held)
+                request = await _read(context)
+            await asyncio.Event().wait()  # it asks no more and goes on listening
+        except TooManySubjects as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        finally:
+            self._hub.leave(watch)
+
+    async def CountOldRoutes(self, request: pb.OldRoutesQuestion, context: Context) -> pb.OldRoutesAnswer:
+        return pb.OldRoutesAnswer(**self._hub.old_routes(request.broker_group, request.subject)._asdict())
+
+
+async def _read(context: Context) -> pb.RouteRequest | None:
+    """The next request; None: the client asks no more."""
+    data = await context.read()
+    if data is grpc.aio.EOF:
+        return None
+    try:
+        return pb.RouteRequest.FromString(data)
+    except DecodeError:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no RouteRequest")
+        raise  # abort has raised already
+
+
+def add_route_methods(routes: RouteRpc, server: Any) -> None:
+    """Let `server` call WatchRoutes with bytes. After the generated function, whose entry this one replaces."""
+    handler = grpc.stream_stream_rpc_method_handler(routes.WatchRoutes)
+    server.add_registered_method_handlers(SERVICE, {"WatchRoutes": handler})

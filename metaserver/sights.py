@@ -1,0 +1,73 @@
+"""Core. How each broker group looks to clients at this moment, and routes made of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from metaserver.model import ALL_SUBJECTS, Directory, Group, ReadonlyMark
+from metaserver.route_bytes import GroupBytes, RouteBytes, group_bytes, route_bytes
+from metaserver.routing import IsWritable, serves, takes_messages
+
+NO_GROUP = "none of the subject's broker groups has a master now; ListSubjectRoutes and ListBrokers show them"
+
+
+@dataclass(slots=True)
+class _Sight:
+    group: Group
+    data: GroupBytes
+    writable: bool
+    """Whether it takes messages of subjects that nobody marked."""
+
+
+class Sights:
+    """All groups as clients see them; `look` takes them in. Made by the hub."""
+
+    def __init__(self) -> None:
+        self._sights: dict[str, _Sight] = {}
+        self.state = 0
+        """Raised with each change, so that one can tell whether anything is new since."""
+
+    def look(self, directory: Directory, is_writable: IsWritable) -> list[str]:
+        """Take in how the groups are now; return the names of those that look different."""
+        changed = [name for name in self._sights if not serves(directory.groups.get(name))]
+        for name in changed:
+            del self._sights[name]
+        for name, group in directory.groups.items():
+            if not serves(group):
+                continue
+            sight, writable = self._sights.get(name), takes_messages(group, ALL_SUBJECTS, directory, is_writable)
+            if sight is None or (sight.group is not group and _shown(sight.group) != _shown(group)):
+                self._sights[name] = _Sight(group, group_bytes(group), writable)
+                changed.append(name)
+                continue
+            sight.group = group
+            if sight.writable != writable:
+                sight.writable = writable
+                changed.append(name)
+        if changed:
+            self.state += 1
+        return changed
+
+    def route(
+        self, name: str, real: str, groups: tuple[str, ...], directory: Directory
+    ) -> tuple[RouteBytes, tuple[str, ...], list[str]]:
+        """Make the route of a subject under the name that was asked for; with its groups, and those that are open."""
+        fields, offered = [], []
+        for group in groups:
+            if sight := self._sights.get(group):
+                writable = sight.writable and ReadonlyMark(real, group) not in directory.marks
+                fields.append(sight.data.writable if writable else sight.data.readonly)
+                if writable:
+                    offered.append(group)
+        return route_bytes(name, fields, "" if fields else NO_GROUP), groups, offered
+
+    def has_more_than(self, groups: Iterable[str]) -> bool:
+        """Whether there is a group that a route of these could be extended by."""
+        listed = set(groups)
+        return len(self._sights) > len(listed) or any(name not in listed for name in self._sights)
+
+
+def _shown(group: Group) -> object:
+    """What clients see of a group, besides whether it is writable."""
+    return group.term, group.master

@@ -1,0 +1,379 @@
+"""Shell. Tells clients of routes and of every change of them, each as soon as it is there.
+
+Who waits costs nothing: a change wakes the hub alone, the hub finds the topics that it concerns, writes each of them
+once, and sends those bytes to its watchers. A client that reads slowly holds up nobody: what it is owed meanwhile is
+the newest route, not all that were.
+
+Known routes are answered from memory. Subjects that need the database (new ones, and those with too few groups) are
+gathered and stored many at a time in the background; while it does not answer, those alone wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Protocol
+
+from metaserver.changes import Changes
+from metaserver.metrics import Metrics
+from metaserver.model import Directory, Group, ReadonlyMark, Route
+from metaserver.route_bytes import RouteBytes, route_bytes, update_bytes
+from metaserver.routing import is_short
+from metaserver.sights import Sights
+from metaserver.watchers import Audience, ClientInfo, Counts, Seat, Send, Topic, Watch
+from qmq.errors import CallError, MissingRight, QmqError
+from qmq.rights import CONSUME, PRODUCE, Caller
+from qmq.subjects import check_subject, real_subject
+
+log = logging.getLogger("qmq.metaserver")
+
+GATHER_S = 0.005
+"""Changes of so short a time are looked at together; looking costs about as much with 2,000 groups."""
+STORE_WAIT_S = 0.5
+"""An answer waits so long for new subjects to be stored; then it goes without them, and they follow."""
+REPEAT_S = 1.0
+"""A route that could not be stored is tried again so often, while it is watched."""
+STORED_AT_ONCE = 1_000
+"""New subjects in one transaction: what 100 clients bring that start at the same time."""
+TURN = 100
+"""Routes written, or watchers served, before others have their turn: a few milliseconds."""
+POLL_KEPT_S = 20.0
+"""A client that polls every 5 s is counted so long."""
+
+
+NO_GROUP_YET = "there is no broker group that takes new subjects; AddBroker adds one"
+
+
+class RouteSource(Protocol):
+    """What the hub asks of the registry."""
+
+    changes: Changes
+
+    @property
+    def directory(self) -> Directory: ...
+
+    @property
+    def routes(self) -> Mapping[str, Route]: ...
+
+    @property
+    def routes_version(self) -> int:
+        """Another one whenever `routes` changed but by `routes_for`."""
+        ...
+
+    def is_writable(self, group: Group) -> bool: ...
+
+    async def routes_for(self, subjects: list[str]) -> object: ...
+
+
+class TooManySubjects(CallError):
+    """One watch names more subjects than are allowed. Open another one for the rest."""
+
+
+class WatchHub:
+    """Made by main, which runs `run` as a task; all methods are called from the loop.
+
+    Args:
+        allow: how many of so many new subjects a caller may bring into being now.
+        subjects_max: of one watch.
+    """
+
+    def __init__(
+        self, registry: RouteSource, metrics: Metrics, allow: Callable[[Caller, int], int], *, groups_min: int,
+        subjects_max: int,
+    ) -> None:  # fmt: skip
+        self._registry, self._metrics, self._allow = registry, metrics, allow
+        self._groups_min, self._subjects_max = groups_min, subjects_max
+        self._audience = Audience()
+        self._sights = Sights()
+        self._marks: frozenset[ReadonlyMark] = frozenset()
+        self._routes_version = -1
+        self._short: set[Topic] = set()
+        self._wanted: dict[str, str] = {}
+        """Real subjects that need the database, and why they still wait."""
+        self._problem = ""
+        self._want_some, self._stored = asyncio.Event(), asyncio.Event()
+        self._polled: dict[tuple[str, str, bool], Watch] = {}
+        self._sending: set[asyncio.Task[None]] = set()
+        self._revision = time.time_ns() // 1_000_000  # clients of an earlier process saw lower ones
+
+    async def run(self) -> None:
+        """Look at each change of the registry, and store what must be stored, until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._look_at_changes())
+                tasks.create_task(self._store_wanted())
+        finally:
+            for task in self._sending:
+                task.cancel()
+
+    # Watchers that streams serve.
+
+    def join(self, *, app: str, client_id: str, produces: bool, caller: Caller, send: Send | None) -> Watch:
+        """Begin a watch; `send` takes one update at a time."""
+        watch = Watch(app, client_id, produces, caller, send)
+        self._audience.watches.add(watch)
+        self._metrics.watches.inc()
+        return watch
+
+    def leave(self, watch: Watch) -> None:
+        if watch in self._audience.watches:
+            self._short.difference_update(self._audience.leave(watch))
+            self._metrics.watches.dec()
+
+    async def ask(self, watch: Watch, subjects: Sequence[str], held: Mapping[str, int]) -> None:
+        """Answer a request for routes: those that differ from what is held, or was sent. Later changes follow.
+
+        Raises:
+            TooManySubjects: the watch must end.
+        """
+        watch.asking = True  # what changes meanwhile goes into the answer
+        seats = await self._take_seats(watch, subjects, held)
+        watch.asking, watch.owes_answer = False, True
+        for seat in seats:
+            _owe(seat)
+        self._serve(watch)
+
+    def confirm(self, watch: Watch, held: Mapping[str, int]) -> None:
+        """Note which versions a client uses by now."""
+        for name, version in held.items():
+            if seat := watch.seats.get(name):
+                seat.used = version
+
+    # Watchers that poll.
+
+    async def poll(
+        self, subjects: Sequence[str], held: Mapping[str, int], caller: Caller, *, app: str, client_id: str,
+        produces: bool,
+    ) -> list[RouteBytes]:  # fmt: skip
+        """Return the routes that differ from what is held. The client counts as a watcher for a while.
+
+        Raises:
+            TooManySubjects: ask for fewer.
+        """
+        self._forget_polls()
+        key = caller.name, client_id, produces
+        watch = self._polled.get(key)
+        if watch is None:
+            watch = self.join(app=app, client_id=client_id, produces=produces, caller=caller, send=None)
+            self._polled[key] = watch
+        watch.seen_s = time.monotonic()
+        seats = await self._take_seats(watch, subjects, held)
+        for seat in seats:
+            seat.sent = held.get(seat.topic.name, 0)
+        return [seat.told() for seat in seats if seat.is_news]
+
+    def _forget_polls(self) -> None:
+        oldest_s = time.monotonic() - POLL_KEPT_S
+        for key in [key for key, watch in self._polled.items() if watch.seen_s < oldest_s]:
+            self.leave(self._polled.pop(key))
+
+    # What operators ask.
+
+    def old_routes(self, broker_group: str, subject: str) -> Counts:
+        """Count the clients of this metaserver that may still take the group for writable."""
+        self._forget_polls()
+        return self._audience.old_routes(broker_group, subject)
+
+    def clients(self) -> list[ClientInfo]:
+        self._forget_polls()
+        return self._audience.clients()
+
+    # Seats and topics.
+
+    async def _take_seats(self, watch: Watch, subjects: Sequence[str], held: Mapping[str, int]) -> list[Seat]:
+        """Let a watcher watch these subjects; wait a moment for those that must be stored first."""
+        names = list(dict.fromkeys(subjects))
+        new = [name for name in names if name not in watch.seats]
+        if len(watch.seats) + len(new) > self._subjects_max:
+            raise TooManySubjects(f"one watch takes {self._subjects_max} subjects at most; open another one")
+        for number, name in enumerate(new, start=1):
+            self._take_seat(watch, name)
+            if number % TURN == 0:
+                await asyncio.sleep(0)
+        seats = [watch.seats[name] for name in names]
+        for seat in seats:
+            if version := held.get(seat.topic.name):
+                seat.sent = seat.used = version
+        try:
+            async with asyncio.timeout(STORE_WAIT_S):
+                while any(not seat.topic.route.version for seat in seats):
+                    await self._stored.wait()
+        except TimeoutError:
+            pass
+        return seats
+
+    def _take_seat(self, watch: Watch, name: str) -> None:
+        try:
+            check_subject(name)
+            watch.caller.require_subject(PRODUCE if watch.produces else CONSUME, name)
+        except (CallError, MissingRight) as error:
+            log.debug("subject refused app=%s subject=%.200r reason=%s", watch.app, name, error)
+            self._audience.take_refusal(watch, name, route_bytes(name, refused=str(error)))
+            return
+        topic = self._audience.take_seat(watch, name, real_subject(name)).topic
+        if not topic.route.version:
+            self._settle(topic)
+
+    def _settle(self, topic: Topic) -> list[Seat]:
+        """Make a topic's content anew; return the seats that must be told of it."""
+        if not topic.seats:
+            return []  # everybody left meanwhile
+        route = self._registry.routes.get(topic.real)
+        topic.source = route
+        self._want_more(topic, route)
+        if route is not None:
+            content = self._sights.route(topic.name, topic.real, route.groups, self._registry.directory)
+            changed = self._audience.settle(topic, *content)
+        elif self._wanted.get(topic.real) == "":
+            return []  # it is being stored
+        else:
+            changed = self._audience.settle(
+                topic, route_bytes(topic.name, refused=self._wanted.get(topic.real, NO_GROUP_YET))
+            )
+        self._revision += changed
+        return list(topic.seats) if changed else []
+
+    def _want_more(self, topic: Topic, route: Route | None) -> None:
+        """Have a missing or short route made, unless that was tried since the groups last changed."""
+        groups = route.groups if route else ()
+        if route and not is_short(topic.real, groups, self._registry.directory, groups_min=self._groups_min):
+            self._short.discard(topic)
+            return
+        self._short.add(topic)
+        if topic.tried != self._sights.state and self._sights.has_more_than(groups):
+            self._wanted.setdefault(topic.real, self._problem)
+            self._want_some.set()
+
+    # Changes.
+
+    async def _look_at_changes(self) -> None:
+        with self._registry.changes.watch() as wake:
+            while True:
+                wake.clear()
+                began = time.monotonic()
+                await self._look()
+                # However fast changes come, half of the time is everybody else's.
+                await asyncio.sleep(max(GATHER_S, time.monotonic() - began))
+                await wake.wait()
+
+    async def _look(self) -> None:
+        """Find what changed since the last look, and tell those whom it concerns."""
+        for number, topic in enumerate(self._concerned(), start=1):
+            await self._tell(self._settle(topic))
+            if number % TURN == 0:
+                await asyncio.sleep(0)
+
+    def _concerned(self) -> list[Topic]:
+        """The topics that something changed for: a group's state, a mark, the stored route."""
+        directory, routes, audience = self._registry.directory, self._registry.routes, self._audience
+        concerned: list[Topic] = []
+        if self._registry.routes_version != self._routes_version:
+            self._routes_version = self._registry.routes_version
+            concerned += [topic for topic in audience.topics.values() if routes.get(topic.real) is not topic.source]
+        changed = self._sights.look(directory, self._registry.is_writable)
+        for name in changed:
+            concerned += audience.topics_of_group(name)
+        marks, self._marks = directory.marks ^ self._marks, directory.marks
+        if marks:
+            self._sights.state += 1
+        for mark in marks:
+            concerned += audience.topics_of_subject(mark.subject)
+        if changed or marks:
+            concerned += self._short
+        return list(dict.fromkeys(concerned))
+
+    async def _tell(self, seats: list[Seat]) -> None:
+        for number, seat in enumerate(seats, start=1):
+            _owe(seat)
+            self._serve(seat.watch)
+            if number % TURN == 0:
+                await asyncio.sleep(0)
+
+    def _serve(self, watch: Watch) -> None:
+        if watch.send is not None and not watch.sending and not watch.asking and (watch.owed or watch.owes_answer):
+            watch.sending = True
+            task = asyncio.get_running_loop().create_task(self._send(watch, watch.send))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+
+    async def _send(self, watch: Watch, send: Send) -> None:
+        """Send what a watcher is owed, until that is nothing."""
+        try:
+            while (watch.owed or watch.owes_answer) and not watch.asking:
+                owed, watch.owed = watch.owed, []
+                is_answer, watch.owes_answer = watch.owes_answer, False
+                for seat in owed:
+                    seat.owed = False
+                routes = [seat.told() for seat in owed if seat.is_news]
+                if routes or is_answer:
+                    watch.revision = max(watch.revision + 1, self._revision)
+                    self._metrics.route_updates.inc(len(routes))
+                    await send(update_bytes(watch.revision, routes))
+        except Exception as error:  # the stream broke; whoever reads it notices as well, and leaves
+            log.debug("route watch broke app=%s reason=%s", watch.app, type(error).__name__)
+            watch.send = None
+        finally:
+            watch.sending = False
+
+    # Storing.
+
+    async def _store_wanted(self) -> None:
+        while True:
+            await self._want_some.wait()
+            self._want_some.clear()
+            while self._wanted:
+                if not await self._store(list(islice(self._wanted, STORED_AT_ONCE))):
+                    await asyncio.sleep(REPEAT_S)
+
+    async def _store(self, subjects: list[str]) -> bool:
+        """Have routes made or extended, and tell who waits for them; False: try the rest again later."""
+        state, waits = self._sights.state, self._ration(subjects)
+        ready = [subject for subject in subjects if subject not in waits]
+        try:
+            if ready:
+                await self._registry.routes_for(ready)
+            self._problem = ""
+        except Exception as error:  # the database is away: known routes go on, the others are tried again
+            if not self._problem:
+                log.warning("routes not stored subjects=%d reason=%s", len(ready), error)
+            self._problem = f"the route cannot be stored now: {_reason(error)}"
+            waits |= dict.fromkeys(ready, self._problem)
+        topics = [topic for subject in subjects for topic in self._audience.topics_of_subject(subject)]
+        for topic in topics:
+            topic.tried = state
+        for subject in subjects:
+            del self._wanted[subject]
+        self._wanted |= waits
+        told = [self._settle(topic) for topic in topics]
+        self._stored.set()
+        self._stored = asyncio.Event()
+        for seats in told:
+            await self._tell(seats)
+        return not waits
+
+    def _ration(self, subjects: list[str]) -> dict[str, str]:
+        """Of the new subjects, those that their clients may not bring into being yet, with the reason."""
+        new: dict[str, tuple[Caller, list[str]]] = {}
+        for subject in subjects:
+            watch = next((seat.watch for one in self._audience.topics_of_subject(subject) for seat in one.seats), None)
+            if watch and subject not in self._registry.routes:
+                new.setdefault(watch.caller.name, (watch.caller, []))[1].append(subject)
+        waits: dict[str, str] = {}
+        for caller, names in new.values():
+            reason = f"the clients of token {caller.name!r} bring too many new subjects; this one's turn comes"
+            waits |= dict.fromkeys(names[self._allow(caller, len(names)) :], reason)
+        return waits
+
+
+def _owe(seat: Seat) -> None:
+    if not seat.owed and seat.watch.send is not None:
+        seat.owed = True
+        seat.watch.owed.append(seat)
+
+
+def _reason(error: Exception) -> str:
+    """What a client may read of an error: ours; not a database's, which may quote anything."""
+    return str(error) if isinstance(error, QmqError) else "the database does not answer"
