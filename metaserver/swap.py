@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from metaserver import roles
-from metaserver.db.repository import StaleTerm
-from metaserver.model import Directory, Group, ReplicaState
+from metaserver.db.changes import SetRoles
+from metaserver.db.errors import StaleTerm
+from metaserver.model import AuditRow, Group, ReplicaState
 from metaserver.registry import Registry
 from metaserver.rpc.broker_client import Brokers
 from metaserver.settings import MetaserverSettings
@@ -49,8 +50,8 @@ class Swaps:
         self._settings = settings
         self._running: set[str] = set()
 
-    async def swap(self, name: str) -> Swapped:
-        """Exchange the roles of a group's brokers.
+    async def swap(self, name: str, audit: AuditRow) -> Swapped:
+        """Exchange the roles of a group's brokers; the exchange and `audit` are one transaction.
 
         Raises:
             OperatorError: refused, the roles are as before.
@@ -60,21 +61,22 @@ class Swaps:
             raise OperatorError(f"a swap of {name} is running; wait for it")
         self._running.add(name)
         try:
-            return await self._swap(name)
+            return await self._swap(name, audit)
         finally:
             self._running.discard(name)
 
-    async def _swap(self, name: str) -> Swapped:
+    async def _swap(self, name: str, audit: AuditRow) -> Swapped:
         began = time.monotonic()
-        group = self._ready(name)
+        group = self.ready(name)
         at_end = await self._prepare(group)
-        await self._exchange(group, hold_ends=time.monotonic() + self._settings.swap_hold_ms / 1000)
+        await self._exchange(group, audit, hold_ends=time.monotonic() + self._settings.swap_hold_ms / 1000)
         writable = await self._finish(name, group.term + 1)
         duration_ms = round((time.monotonic() - began) * 1000)
         log.info("roles swapped broker_group=%s term=%d duration_ms=%d", name, group.term + 1, duration_ms)
         return Swapped(self._registry.directory.groups[name], at_end, writable, duration_ms)
 
-    def _ready(self, name: str) -> Group:
+    def ready(self, name: str) -> Group:
+        """Return the group if, by all that is known now, its roles can be swapped. Raises OperatorError: why not."""
         group = self._registry.directory.groups.get(name)
         if group is None:
             raise OperatorError(f"there is no broker group {name}; ListBrokerGroups names them")
@@ -92,7 +94,7 @@ class Swaps:
         return group
 
     async def _prepare(self, group: Group) -> ReplicaState:
-        assert group.master and group.slave  # _ready saw to it
+        assert group.master and group.slave  # `ready` saw to it
         try:
             at_end = await self._brokers.prepare_swap(
                 group.master,
@@ -109,28 +111,27 @@ class Swaps:
             raise
         return at_end
 
-    async def _exchange(self, group: Group, *, hold_ends: float) -> None:
-        def decide(directory: Directory) -> roles.RoleChange:
-            if time.monotonic() > hold_ends:
-                raise OperatorError("it took too long; the master takes messages again")
-            current = directory.groups.get(group.name)
-            if current is None:
-                raise StaleTerm(group.name)
-            return roles.swap_roles(current, term=group.term)
-
-        try:
-            await self._registry.change_roles(decide)
-        except OperatorError as error:
-            await self._cancel(group)
-            raise OperatorError(f"{error}. This swap changed nothing") from error
-        except Exception as error:  # the database's answer to the commit may be what got lost
-            await self._settle(group, error)
-
-    async def _settle(self, group: Group, error: Exception) -> None:
-        """Find out whether a compare-and-set was stored although it failed."""
+    async def _exchange(self, group: Group, audit: AuditRow, *, hold_ends: float) -> None:
         try:
             await self._registry.reload()
-        except Exception:
+            current = self._registry.directory.groups.get(group.name)
+            if time.monotonic() > hold_ends:
+                raise OperatorError("it took too long; the master takes messages again")
+            if current is None:
+                raise StaleTerm(group.name)
+            change = roles.swap_roles(current, term=group.term)
+            await self._registry.change((SetRoles(change),), audit)
+        except OutcomeUnknown as error:
+            await self._settle(group, error)
+        except (OperatorError, NotServed) as error:
+            await self._cancel(group)
+            raise OperatorError(f"{error}. This swap changed nothing") from error
+
+    async def _settle(self, group: Group, error: OutcomeUnknown) -> None:
+        """Find out whether a compare-and-set was stored although its answer got lost."""
+        try:
+            await self._registry.reload()
+        except NotServed:
             raise OutcomeUnknown(
                 f"the database failed while it stored the roles of {group.name} ({error}); they are exchanged or as "
                 "before. ListBrokers tells once it is back"

@@ -6,7 +6,7 @@ first; `dryRun=true` answers the plan and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any
@@ -90,15 +90,18 @@ class Action:
     """False: QMQ answers it to everybody; so do we, if the setting `open_lists` says so."""
     result_fields: tuple[str, ...] = ()
     """Fields of QMQ's result objects, in its order; /management shows no others unless `details=true`."""
+    qmq_data: Callable[[Any], Any] | None = None
+    """What /management answers as data in place of ours, unless `details=true`; `result_fields` for other results."""
+    installation: bool = False
+    """It concerns the installation as a whole: a token that is limited to subjects or groups is not enough."""
     wait_ms: int = 15_000
     """A caller should wait so long for the answer, and longer by what a `waitMs` parameter says."""
 
     @property
     def all_parameters(self) -> tuple[Parameter, ...]:
         """The parameters, and those that every action of this sort has."""
-        if self.changes:
-            return (*self.parameters, _DRY_RUN)
-        return (*self.parameters, _DETAILS) if self.result_fields else self.parameters
+        both = (_DETAILS,) if self.result_fields or self.qmq_data else ()
+        return (*self.parameters, *both, _DRY_RUN) if self.changes else (*self.parameters, *both)
 
     def parameter(self, name: str) -> Parameter | None:
         return next((parameter for parameter in self.all_parameters if parameter.name == name), None)
@@ -127,5 +130,4 @@ class Answer:
 
 
 def by_name(actions: Iterable[Action]) -> dict[str, Action]:
-    table = {action.name: action for action in actions}
-    return table
+    return {action.name: action for action in actions}

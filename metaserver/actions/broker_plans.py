@@ -59,9 +59,7 @@ def remove_broker(directory: Directory, routes: Routes, key: BrokerKey, may_be_u
     return _remove_last(directory, routes, change, data, forced=forced)
 
 
-def _remove_last(
-    directory: Directory, routes: Routes, change: RoleChange, data: object, *, forced: bool
-) -> Plan:
+def _remove_last(directory: Directory, routes: Routes, change: RoleChange, data: object, *, forced: bool) -> Plan:
     moves, subjects = take_out_of_routes(directory, routes, change.group)
     objections = []
     if subjects:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from metaserver.actions.action import Action, Kind, Parameter, Style, by_name
 from qmq.rights import TokenRole
@@ -39,6 +40,11 @@ _PAGE = (
     Parameter("limit", "so many rows at most", kind=Kind.NUMBER, default="100", least=1, most=1000),
     Parameter("before", "only rows with a smaller id: the next page", kind=Kind.NUMBER),
 )
+
+
+def _result(data: Any) -> Any:
+    return data["result"]
+
 
 _BROKERS = (
     Action(
@@ -151,6 +157,7 @@ _ROUTES = (
         OPERATOR,
         (_EVERY_SUBJECT, _GROUP, _FORCE),
         changes=True,
+        qmq_data=lambda _: {},
     ),
     Action(
         "ExtendSubjectRoute",
@@ -162,6 +169,14 @@ _ROUTES = (
             Parameter("newBrokerGroup", "the group to add", required=True, kind=Kind.NAME),
         ),
         changes=True,
+        qmq_data=lambda data: f"added {data['newBrokerGroup']} to {data['changed']} subjects",
+    ),
+    Action(
+        "RemoveSubject",
+        "forget the route of a subject that nobody uses any more",
+        OPERATOR,
+        (_SUBJECT, _FORCE),
+        changes=True,
     ),
 )
 
@@ -172,13 +187,15 @@ _GROUPS = (
         OPERATOR,
         (_SUBJECTS, _GROUP, _WAIT),
         changes=True,
+        qmq_data=_result,
     ),
     Action(
         "UnMarkReadonlyBrokerGroup",
         "let producers use a broker group again",
         OPERATOR,
-        (_SUBJECTS, _GROUP, _WAIT),
+        (_SUBJECTS, _GROUP),
         changes=True,
+        qmq_data=_result,
     ),
     Action(
         "ListReadonly", "list readonly marks, and how many clients still hold an older route", VIEWER, (_ANY_GROUP,)
@@ -214,6 +231,7 @@ _CONSUMERS = (
             Parameter("brokerGroup", "only on this broker group; needed for a sequence", kind=Kind.NAME),
         ),
         changes=True,
+        qmq_data=_result,
         wait_ms=30_000,
     ),
     Action(
@@ -248,6 +266,7 @@ _CONSUMERS = (
         (
             _ANY_SUBJECT,
             Parameter("app", "only clients of this application"),
+            Parameter("here", "only clients of the metaserver that is asked", kind=Kind.FLAG, default="false"),
             Parameter("limit", "so many at most", kind=Kind.NUMBER, default="1000", least=1, most=100_000),
         ),
     ),
@@ -267,6 +286,7 @@ _DATABASES = (
             Parameter("room", "namespace of the watchdog that scans it", default="default", kind=Kind.NAME),
         ),
         changes=True,
+        qmq_data=_result,
     ),
     Action(
         "RemoveDb",
@@ -279,7 +299,7 @@ _DATABASES = (
         ),
         changes=True,
     ),
-    Action("ListDbs", "list registered databases, without passwords", VIEWER),
+    Action("ListDbs", "list registered databases, without passwords", VIEWER, installation=True),
 )
 
 _TOKENS = (
@@ -311,7 +331,7 @@ _TOKENS = (
         (Parameter("id", "its id, as ListTokens shows it", required=True, kind=Kind.NAME),),
         changes=True,
     ),
-    Action("ListTokens", "list tokens: name, role, scope, expiry; never their texts", ADMIN),
+    Action("ListTokens", "list tokens: name, role, scope, expiry; never their texts", ADMIN, installation=True),
 )
 
 _UPKEEP = (
@@ -322,13 +342,21 @@ _UPKEEP = (
         (
             Parameter("who", "only of this token name"),
             Parameter("name", "only this action"),
+            Parameter("request", "only the request of this number"),
             _ANY_GROUP,
             _ANY_SUBJECT,
             Parameter("since", "only from then on, milliseconds since 1970", kind=Kind.NUMBER),
             *_PAGE,
         ),
+        installation=True,
     ),
-    Action("Backup", "give all metadata as one JSON document, secrets as they are stored", ADMIN, wait_ms=60_000),
+    Action(
+        "Backup",
+        "give all metadata as one JSON document, secrets as they are stored",
+        ADMIN,
+        installation=True,
+        wait_ms=60_000,
+    ),
     Action(
         "Restore",
         "put the metadata of a backup in place of what there is; only into an empty metaserver, or with force",

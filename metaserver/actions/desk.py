@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from metaserver.actions.plan import Blast, Plan
 from metaserver.actions.route_plans import Contents, Leftover
@@ -45,6 +45,17 @@ class RegistryPort(Protocol):
     def peers(self) -> list[MetaserverRow]: ...
 
 
+T = TypeVar("T")
+
+
+class DatabasePort(Protocol):
+    """The database; raises DatabaseAway."""
+
+    async def read(self, work: Callable[[Repository], T], *, timeout_ms: int = 0) -> T: ...
+
+    async def write(self, work: Callable[[Repository], T]) -> T: ...
+
+
 @dataclass(frozen=True, slots=True)
 class OldRoutes:
     """Clients that still use an older route than the one a change made."""
@@ -62,7 +73,9 @@ class ClientsPort(Protocol):
 
     async def old_routes(self, group: str, subject: str) -> OldRoutes: ...
 
-    async def list(self, *, subject: str, app: str, limit: int) -> tuple[list[dict[str, object]], tuple[str, ...]]: ...
+    async def connected(
+        self, *, subject: str, app: str, limit: int, here: bool
+    ) -> tuple[list[dict[str, object]], tuple[str, ...]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +83,16 @@ class Desk:
     """Created by main, once. All methods are called from the loop."""
 
     registry: RegistryPort
-    repository: Repository
+    database: DatabasePort
     brokers: Brokers
     swaps: Swaps
     clients: ClientsPort
     vault: Vault
+    bad_rows: Callable[[], int] = lambda: 0
+    """How many rows of the database make no sense."""
     version: str = ""
+    own_id: str = ""
+    """This metaserver's."""
 
     def find_group(self, name: str) -> Group:
         group = self.registry.directory.groups.get(name)

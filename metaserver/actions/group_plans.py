@@ -96,6 +96,7 @@ def switch_consumers(directory: Directory, rule: Offline, *, offline: bool) -> P
         tuple(changes),
         refusals=tuple(f"they stay off by the rule {_rule(other)}; end that one" for other in still),
         subjects=frozenset({rule.subject}) - {ALL_SUBJECTS},
+        everything=rule.subject == ALL_SUBJECTS,
         before=[offline_json(other) for other in sorted(directory.offline) if other.subject == rule.subject],
         after=[offline_json(other) for other in after if other.subject == rule.subject],
         data={**offline_json(rule), "state": "offline" if offline else "online", "rules": len(changes)},

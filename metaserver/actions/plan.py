@@ -28,6 +28,8 @@ class Plan:
     """Why it should not be done; `force=true` does it all the same."""
     subjects: frozenset[str] = frozenset()
     groups: frozenset[str] = frozenset()
+    everything: bool = False
+    """It concerns the installation as a whole: a token that is limited to subjects or groups is not enough."""
     before: Any = None
     after: Any = None
     data: Any = None

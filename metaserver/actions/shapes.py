@@ -122,13 +122,15 @@ def metaserver_json(row: MetaserverRow, *, up: bool | None, own: bool) -> dict[s
 
 
 def as_qmq(action: Action, data: Any) -> Any:
-    """Cut a result down to QMQ's fields, in its order."""
+    """What QMQ would answer: only its fields, in its order."""
+    if isinstance(data, dict) and "dryRun" in data:
+        return data
+    if action.qmq_data:
+        return action.qmq_data(data)
     if not action.result_fields:
         return data
     if isinstance(data, list):
         return [as_qmq(action, part) for part in data]
-    if not isinstance(data, dict) or action.result_fields[0] not in data:
-        return data  # a preview
     shown = {name: data[name] for name in action.result_fields}
     return shown | {"slaves": None} if "slaves" in shown else shown  # QMQ has the field and never fills it
 

@@ -37,4 +37,6 @@ class Vault:
         try:
             return self._fernet.decrypt(stored.encode()).decode()
         except InvalidToken:
-            raise OperatorError("no key of the setting password_keys fits this password; AddDb stores it anew") from None
+            raise OperatorError(
+                "no key of the setting password_keys fits this password; AddDb stores it anew"
+            ) from None

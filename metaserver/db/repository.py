@@ -171,6 +171,10 @@ class Repository:
 
         self._transactions.write(work)
 
+    def settle(self) -> None:
+        """Wait until every change that was under way is stored, or gone: this one stands behind it in the line."""
+        self._transactions.write(lambda connection: raise_versions(connection, DIRECTORY, ROUTES))
+
     def load_tokens(self) -> list[TokenRow]:
         """Read all tokens; they belong to the version `directory`."""
         return self._transactions.read(lambda connection: tokens.load_tokens(connection, self.bad_rows))

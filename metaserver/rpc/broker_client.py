@@ -48,12 +48,16 @@ class Brokers:
         """Ask a master how far its consumer groups are; empty: all."""
         request = pb.ConsumersRequest(subject=subject, group=group)
         async with self._stub(broker) as (stub, metadata):
-            return await self._call(broker, stub.Consumers(request, **metadata, timeout=self._timeout_ms / 1000))
+            call = stub.Consumers(request, **metadata, timeout=self._timeout_ms / 1000)
+            answer: pb.ConsumersAnswer = await self._call(broker, call)
+            return answer
 
     async def reset_offset(self, broker: Broker, request: pb.ResetOffsetRequest) -> pb.ResetOffsetAnswer:
         """Let a master set where a consumer group goes on; it answers when slave and disk know it."""
         async with self._stub(broker) as (stub, metadata):
-            return await self._call(broker, stub.ResetOffset(request, **metadata, timeout=self._timeout_ms / 1000))
+            call = stub.ResetOffset(request, **metadata, timeout=self._timeout_ms / 1000)
+            answer: pb.ResetOffsetAnswer = await self._call(broker, call)
+            return answer
 
     @asynccontextmanager
     async def _stub(self, broker: Broker) -> AsyncIterator[tuple[Any, dict[str, Any]]]:

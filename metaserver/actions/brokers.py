@@ -1,0 +1,144 @@
+"""Shell. Actions on brokers: AddBroker, ReplaceBroker, RemoveBroker, SwapRoles and their lists."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from metaserver import roles
+from metaserver.actions import broker_plans
+from metaserver.actions.desk import Desk
+from metaserver.actions.handler import Handler
+from metaserver.actions.plan import Plan, refused
+from metaserver.actions.shapes import broker_json, group_json, state_json
+from metaserver.actions.words import Words
+from metaserver.model import AuditRow, Broker, BrokerKey, Group
+from qmq.errors import OperatorError, QmqError
+
+_BROKER_WORDS = ("brokerGroup", "role", "hostname", "ip", "servePort", "syncPort")
+
+
+async def _add_broker(desk: Desk, words: Words) -> Plan:
+    return broker_plans.add_broker(desk.registry.directory, _broker(words))
+
+
+async def _replace_broker(desk: Desk, words: Words) -> Plan:
+    return broker_plans.replace_broker(
+        desk.registry.directory,
+        _broker(words),
+        desk.registry.may_be_up,
+        swap=words.flag("swap"),
+        accept_loss=words.flag("acceptLoss"),
+    )
+
+
+async def _remove_broker(desk: Desk, words: Words) -> Plan:
+    registry, key = desk.registry, BrokerKey(words["hostname"], words.number("servePort"))
+    return broker_plans.remove_broker(
+        registry.directory, registry.routes, key, registry.may_be_up, forced=words.flag("force")
+    )
+
+
+async def _plan_swap(desk: Desk, words: Words) -> Plan:
+    """What SwapRoles would do. Whether the slave catches up in time shows only when it is tried."""
+    try:
+        group = desk.swaps.ready(words["brokerGroup"])
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    return broker_plans.swap_roles(group, term=group.term)
+
+
+async def _swap(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
+    swapped = await desk.swaps.swap(words["brokerGroup"], audit)
+    group = swapped.group
+    return {
+        "brokerGroup": group.name,
+        "term": group.term,
+        "master": group.master and broker_json(group.master, up=desk.registry.is_up(group.master)),
+        "slave": group.slave and broker_json(group.slave, up=desk.registry.is_up(group.slave)),
+        "logEnd": swapped.at_end.log_end,
+        "chain": f"{swapped.at_end.chain:016x}",
+        "writable": swapped.writable,
+        "durationMs": swapped.duration_ms,
+    }
+
+
+async def _list_brokers(desk: Desk, words: Words) -> Any:
+    wanted = words["brokerGroup"]
+    brokers = sorted(desk.registry.directory.brokers(), key=lambda broker: (broker.group, broker.role))
+    return [broker_json(broker, up=desk.registry.is_up(broker)) for broker in brokers if wanted in ("", broker.group)]
+
+
+async def _list_broker_groups(desk: Desk, words: Words) -> Any:
+    return [describe_group(desk, group) for _, group in sorted(desk.registry.directory.groups.items())]
+
+
+def describe_group(desk: Desk, group: Group) -> dict[str, Any]:
+    registry = desk.registry
+    return group_json(
+        group,
+        state=registry.state(group.master) if group.master else None,
+        writable=registry.is_writable(group),
+        readonly_subjects=registry.directory.readonly_subjects(group.name),
+    )
+
+
+async def _replica_status(desk: Desk, words: Words) -> Any:
+    if words["brokerGroup"]:
+        groups = [desk.find_group(words["brokerGroup"])]
+    else:
+        groups = [group for _, group in sorted(desk.registry.directory.groups.items())]
+    return list(await asyncio.gather(*(_compare(desk, group) for group in groups)))
+
+
+async def _compare(desk: Desk, group: Group) -> dict[str, Any]:
+    replicas = await asyncio.gather(*(_replica(desk, broker) for broker in group.brokers))
+    asked = [replica for replica in replicas if replica["reachable"]]
+    ends, chains = [replica["logEnd"] for replica in asked], {replica["chain"] for replica in asked}
+    both, comparable = len(asked) == 2, len(asked) == 2 and ends[0] == ends[1]
+    return {
+        "brokerGroup": group.name,
+        "term": group.term,
+        "writable": desk.registry.is_writable(group),
+        "readonlySubjects": desk.registry.directory.readonly_subjects(group.name),
+        "equal": len(chains) == 1 if comparable else None,  # chains of different ends say nothing
+        "lagBytes": max(ends[0] - ends[1], 0) if both else None,
+        "replicas": replicas,
+    }
+
+
+async def _replica(desk: Desk, broker: Broker) -> dict[str, Any]:
+    """What the broker says now; when it does not answer, what its last heartbeat said, or nulls."""
+    state, reachable, error = desk.registry.state(broker), False, ""
+    if not broker.control_port:
+        error = "it never registered"
+    else:
+        try:
+            state, reachable = await desk.brokers.replica_status(broker), True
+        except QmqError as failed:
+            error = str(failed)
+    return {
+        "role": broker.role.name,
+        "hostname": broker.hostname,
+        "ip": broker.ip,
+        "servePort": broker.serve_port,
+        "up": desk.registry.is_up(broker),
+        "reachable": reachable,
+        "error": error,
+        **state_json(state),
+    }
+
+
+def _broker(words: Words) -> Broker:
+    return roles.parse_broker(*(words[name] for name in _BROKER_WORDS))
+
+
+HANDLERS = {
+    "AddBroker": Handler(plan=_add_broker),
+    "ReplaceBroker": Handler(plan=_replace_broker),
+    "RemoveBroker": Handler(plan=_remove_broker),
+    "SwapRoles": Handler(plan=_plan_swap, carry_out=_swap),
+    "ListBrokers": Handler(look=_list_brokers),
+    "ListBrokerGroups": Handler(look=_list_broker_groups),
+    "ReplicaStatus": Handler(look=_replica_status),
+}

@@ -1,0 +1,223 @@
+"""Shell. Actions on consumer groups: how far they are, where they go on, who is switched off."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from metaserver.actions import group_plans
+from metaserver.actions.desk import Desk, wall_ms
+from metaserver.actions.handler import Handler, PartlyDone
+from metaserver.actions.plan import Plan, refused
+from metaserver.actions.words import Words
+from metaserver.model import ALL_SUBJECTS, AuditRow, Group, Offline
+from qmq.errors import NotServed, OperatorError, QmqError
+from qmq.proto import qmq_pb2 as pb
+from qmq.subjects import real_subject
+
+log = logging.getLogger("qmq.metaserver")
+
+_QMQ_CODES = {"1": "latest", "2": "earliest"}
+_WITH_VALUE = ("sequence", "time")
+
+
+async def _plan_reset(desk: Desk, words: Words) -> Plan:
+    """Ask every broker concerned what the reset would do there; one that refuses, or does not answer, refuses all."""
+    subject, consumer_group = words["subject"], words["group"]
+    try:
+        to = _target(words)
+        groups = _groups_of_subject(desk, subject, words["brokerGroup"])
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    if to == "sequence" and len(groups) > 1:
+        names = ", ".join(group.name for group in groups)
+        return refused(f"each broker group counts its own sequences; name one of {names} as brokerGroup")
+    expected, failed = await _reset(desk, groups, words, to, dry_run=True)
+    return Plan(
+        refusals=tuple(f"{name}: {error}" for name, (error, _) in failed.items()),
+        subjects=frozenset({real_subject(subject)}),
+        groups=frozenset(group.name for group in groups),
+        before={name: answer.before for name, answer in expected.items()},
+        after={name: answer.after for name, answer in expected.items()},
+        data={
+            "result": "success",
+            "subject": subject,
+            "group": consumer_group,
+            "to": to,
+            "brokerGroups": {name: _reset_json(answer) for name, answer in expected.items()},
+        },
+    )
+
+
+async def _carry_out_reset(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
+    """Give the orders. Nothing is done that is not written down: the row comes first, what became of it second."""
+    await desk.registry.change((), replace(audit, result="begun"))
+    groups = [desk.find_group(name) for name in sorted(plan.groups)]
+    done, failed = await _reset(desk, groups, words, _target(words), dry_run=False)
+    after = {name: answer.after for name, answer in done.items()}
+    result = "done" if not failed else "partly done" if done else "failed"
+    try:
+        await desk.registry.change((), replace(audit, after=after, result=result))
+    except QmqError as error:  # the brokers have done it, and the first row says that it was begun
+        log.warning("end of ResetOffset not recorded subject=%s reason=%s", words["subject"], error)
+    data = {**plan.data, "brokerGroups": {name: _reset_json(answer) for name, answer in done.items()}}
+    if not failed:
+        return data
+    shown = {name: error for name, (error, _) in failed.items()}
+    text = "; ".join(f"{name}: {error}" for name, error in shown.items())
+    if done or any(may_be_done for _, may_be_done in failed.values()):
+        names = ", ".join(done) or "none for certain"
+        raise PartlyDone(
+            f"done on {names}; not, or not for certain, on {text}. Look with Consumers, then repeat: where it is done "
+            "already, it will be so again",
+            {**data, "result": result, "failed": shown},
+        )
+    raise OperatorError(text)
+
+
+async def _reset(
+    desk: Desk, groups: Iterable[Group], words: Words, to: str, *, dry_run: bool
+) -> tuple[dict[str, pb.ResetOffsetAnswer], dict[str, tuple[str, bool]]]:
+    """Order, or try, a reset on the masters of these groups; return what was done, and what failed: why, and whether
+    it may be done all the same."""
+    request = pb.ResetOffsetRequest(
+        subject=words["subject"], group=words["group"], to=to, value=words.number("value"), dry_run=dry_run
+    )
+    asked = list(groups)
+    calls = [_reset_one(desk, group, request) for group in asked]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    done, failed = {}, {}
+    for group, result in zip(asked, results, strict=True):
+        if isinstance(result, QmqError):
+            failed[group.name] = (str(result), isinstance(result, NotServed))
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            done[group.name] = result
+    return done, failed
+
+
+async def _reset_one(desk: Desk, group: Group, request: pb.ResetOffsetRequest) -> pb.ResetOffsetAnswer:
+    return await desk.brokers.reset_offset(desk.master_of(group), request)
+
+
+def _target(words: Words) -> str:
+    """Where to: QMQ's code, or our word for it."""
+    to = _QMQ_CODES.get(words["code"], "")
+    if words["to"] and to and words["to"] != to:
+        raise OperatorError(f"code {words['code']} means {to}, and to says {words['to']}; give one of them")
+    to = words["to"] or to
+    if not to:
+        raise OperatorError("say where to: to=earliest, latest, sequence or time; or QMQ's code, 1 latest, 2 earliest")
+    if (to in _WITH_VALUE) != words.is_given("value"):
+        raise OperatorError(f"to={to} {'needs a value' if to in _WITH_VALUE else 'takes no value'}")
+    return to
+
+
+def _groups_of_subject(desk: Desk, subject: str, only: str) -> list[Group]:
+    route = desk.registry.routes.get(real_subject(subject))
+    if route is None or not route.groups:
+        raise OperatorError(f"{subject} has no route, so no consumer group either")
+    if only and only not in route.groups:
+        raise OperatorError(f"{only} does not serve {subject}; {', '.join(route.groups)} do")
+    return [desk.find_group(name) for name in route.groups if only in ("", name)]
+
+
+def _reset_json(answer: pb.ResetOffsetAnswer) -> dict[str, int]:
+    return {
+        "before": answer.before,
+        "after": answer.after,
+        "skipped": answer.skipped,
+        "repeated": answer.repeated,
+    }
+
+
+async def _consumers(desk: Desk, words: Words) -> Any:
+    rows, unasked = await _progress(desk, words)
+    offline = desk.registry.directory.offline
+    return {"groups": [_progress_json(name, row, offline) for name, row in rows], "unasked": unasked}
+
+
+async def _lag(desk: Desk, words: Words) -> Any:
+    """Sum up over broker groups: what people ask first."""
+    rows, unasked = await _progress(desk, words)
+    now, lags = wall_ms(), dict[tuple[str, str], dict[str, Any]]()
+    for name, row in rows:
+        fresh = {"subject": row.subject, "group": row.group, "messages": 0, "oldest": 0, "brokerGroups": {}}
+        lag = lags.setdefault((row.subject, row.group), fresh)
+        lag["messages"] += row.lag
+        lag["oldest"] = min(filter(None, (lag["oldest"], row.oldest_ms)), default=0)
+        lag["brokerGroups"][name] = row.lag
+    for lag in lags.values():
+        lag["ageSeconds"] = max(now - lag["oldest"], 0) // 1000 if lag["oldest"] else 0
+    return {"lag": sorted(lags.values(), key=lambda lag: -lag["messages"]), "unasked": unasked}
+
+
+async def _progress(desk: Desk, words: Words) -> tuple[list[tuple[str, pb.GroupProgress]], dict[str, str]]:
+    subject = words["subject"]
+    if subject:
+        groups = _groups_of_subject(desk, subject, "")
+    else:
+        groups = [group for _, group in sorted(desk.registry.directory.groups.items()) if group.master]
+    answers, unasked = await desk.ask_all(groups, subject, words["group"])
+    rows = [(name, row) for name, answer in answers.items() for row in answer.groups]
+    return sorted(rows, key=lambda pair: (pair[1].subject, pair[1].group, pair[0])), unasked
+
+
+def _progress_json(name: str, row: pb.GroupProgress, offline: frozenset[Offline]) -> dict[str, Any]:
+    return {
+        "brokerGroup": name,
+        "subject": row.subject,
+        "group": row.group,
+        "firstSequence": row.first_sequence,
+        "nextSequence": row.next_sequence,
+        "position": row.position,
+        "returned": row.returned,
+        "messages": row.lag,
+        "oldest": row.oldest_ms,
+        "consumers": [
+            {
+                "consumer": consumer.consumer,
+                "connected": consumer.connected,
+                "peer": consumer.peer,
+                "unacked": consumer.unacked,
+                "offline": _is_offline(offline, real_subject(row.subject), row.group, consumer.consumer),
+            }
+            for consumer in row.consumers
+        ],
+    }
+
+
+def _is_offline(rules: frozenset[Offline], subject: str, group: str, consumer: str) -> bool:
+    named = Offline(subject, group, consumer)
+    return any(all(part in (ALL_SUBJECTS, name) for part, name in zip(rule, named, strict=True)) for rule in rules)
+
+
+async def _switch(desk: Desk, words: Words) -> Plan:
+    rule = Offline(words["subject"], words["consumerGroup"], words["clientId"])
+    return group_plans.switch_consumers(desk.registry.directory, rule, offline=words["state"] == "offline")
+
+
+async def _list_offline(desk: Desk, words: Words) -> Any:
+    rules = sorted(desk.registry.directory.offline)
+    return [group_plans.offline_json(rule) for rule in rules if words["subject"] in ("", rule.subject)]
+
+
+async def _clients(desk: Desk, words: Words) -> Any:
+    clients, unasked = await desk.clients.connected(
+        subject=words["subject"], app=words["app"], limit=words.number("limit"), here=words.flag("here")
+    )
+    return {"clients": clients, "unasked": list(unasked)}
+
+
+HANDLERS = {
+    "ResetOffset": Handler(plan=_plan_reset, carry_out=_carry_out_reset),
+    "Consumers": Handler(look=_consumers),
+    "Lag": Handler(look=_lag),
+    "OnOffline": Handler(plan=_switch),
+    "ListOffline": Handler(look=_list_offline),
+    "Clients": Handler(look=_clients),
+}

@@ -1,0 +1,59 @@
+"""Shell. Actions on the databases that the watchdog scans. A password is encrypted before it is stored, never shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from metaserver.actions.desk import Desk
+from metaserver.actions.handler import Handler
+from metaserver.actions.plan import Plan, refused
+from metaserver.actions.shapes import source_json
+from metaserver.actions.words import Words
+from metaserver.db.changes import AddDataSource, RemoveDataSource
+from metaserver.model import DataSource
+from qmq.errors import OperatorError
+
+
+async def _add(desk: Desk, words: Words) -> Plan:
+    try:
+        stored = desk.vault.encrypt(words["password"])
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    known = await _find(desk, url := _url(words))
+    source = DataSource(url, words["username"], stored, words["room"])
+    shown = source_json(source)
+    del shown["updateTime"]
+    return Plan(
+        (AddDataSource(source),),
+        everything=True,
+        before=source_json(known) if known else None,
+        after=shown,
+        data={"result": "register success", **shown, "replaced": known is not None},
+    )
+
+
+async def _remove(desk: Desk, words: Words) -> Plan:
+    known = await _find(desk, url := _url(words))
+    if known is None:
+        return refused(f"no database {url} is registered; ListDbs names them")
+    return Plan((RemoveDataSource(url),), everything=True, before=source_json(known), data={"removed": url})
+
+
+async def _list(desk: Desk, words: Words) -> Any:
+    return [source_json(source) for source in await desk.database.read(lambda repository: repository.data_sources())]
+
+
+async def _find(desk: Desk, url: str) -> DataSource | None:
+    sources = await desk.database.read(lambda repository: repository.data_sources())
+    return next((source for source in sources if source.url == url), None)
+
+
+def _url(words: Words) -> str:
+    return f"{words['type']}://{words['host']}:{words.number('port')}"
+
+
+HANDLERS = {
+    "AddDb": Handler(plan=_add),
+    "RemoveDb": Handler(plan=_remove),
+    "ListDbs": Handler(look=_list),
+}

@@ -1,0 +1,121 @@
+"""Shell. Actions on what a broker group is used for: readonly marks, drains, tags."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from metaserver.actions import group_plans
+from metaserver.actions.desk import Desk, OldRoutes
+from metaserver.actions.handler import Handler
+from metaserver.actions.plan import LISTED_MAX, Plan
+from metaserver.actions.words import Words
+from metaserver.model import ALL_SUBJECTS
+
+LOOK_AGAIN_S = 0.1
+"""Routes reach clients within tens of milliseconds."""
+
+
+async def _mark(desk: Desk, words: Words) -> Plan:
+    return _plan_mark(desk, words, readonly=True)
+
+
+async def _unmark(desk: Desk, words: Words) -> Plan:
+    return _plan_mark(desk, words, readonly=False)
+
+
+def _plan_mark(desk: Desk, words: Words, *, readonly: bool) -> Plan:
+    registry = desk.registry
+    return group_plans.mark_readonly(
+        registry.directory, registry.routes, words["subject"], words["brokerGroup"], readonly=readonly
+    )
+
+
+async def _after_mark(desk: Desk, words: Words, plan: Plan) -> Any:
+    registry, group = desk.registry, words["brokerGroup"]
+    without = group_plans.stranded(registry.directory, registry.routes, group, plan.subjects)
+    held = await wait_for_old_routes(desk, group, words["subject"], words.number("waitMs"))
+    return {**plan.data, **held, "withoutOtherGroup": {"count": len(without), "names": without[:LISTED_MAX]}}
+
+
+async def wait_for_old_routes(desk: Desk, group: str, subject: str, wait_ms: int) -> dict[str, Any]:
+    """Count the clients that may still use a group as writable; wait until there are none, or `wait_ms` passed."""
+    began = time.monotonic()
+    counts = await desk.clients.old_routes(group, subject)
+    while not _all_know(counts) and (time.monotonic() - began) * 1000 < wait_ms:
+        await asyncio.sleep(LOOK_AGAIN_S)
+        counts = await desk.clients.old_routes(group, subject)
+    return {
+        "producers": counts.producers,
+        "consumers": counts.consumers,
+        "watchers": counts.watchers,
+        "metaserversUnasked": list(counts.unasked),
+        "allKnow": _all_know(counts),
+        "waitedMs": round((time.monotonic() - began) * 1000) if wait_ms else 0,
+    }
+
+
+def _all_know(counts: OldRoutes) -> bool:
+    return not counts.producers and not counts.consumers and not counts.unasked
+
+
+async def _list_readonly(desk: Desk, words: Words) -> Any:
+    marks = [mark for mark in sorted(desk.registry.directory.marks) if words["brokerGroup"] in ("", mark.group)]
+    shown = []
+    for mark in marks:
+        held = await wait_for_old_routes(desk, mark.group, mark.subject, 0)
+        shown.append({"subject": mark.subject, "brokerGroup": mark.group, **held})
+    draining = [
+        {"brokerGroup": name, "subject": ALL_SUBJECTS, "draining": True}
+        for name, group in sorted(desk.registry.directory.groups.items())
+        if group.draining and words["brokerGroup"] in ("", name)
+    ]
+    return {"marks": shown, "draining": draining}
+
+
+async def _drain(desk: Desk, words: Words) -> Plan:
+    return group_plans.set_draining(desk.registry.directory, desk.registry.routes, words["brokerGroup"], draining=True)
+
+
+async def _undrain(desk: Desk, words: Words) -> Plan:
+    return group_plans.set_draining(desk.registry.directory, desk.registry.routes, words["brokerGroup"], draining=False)
+
+
+async def _after_drain(desk: Desk, words: Words, plan: Plan) -> Any:
+    """Say what is left: producers that may still send, messages that wait for consumers, routes that name the group."""
+    name = words["brokerGroup"]
+    held = await wait_for_old_routes(desk, name, ALL_SUBJECTS, words.number("waitMs"))
+    contents = await desk.contents(name, ALL_SUBJECTS)
+    left = sorted(contents.leftovers, key=lambda leftover: -leftover.messages)
+    return {
+        **plan.data,
+        **held,
+        "subjects": len(plan.subjects),
+        "messagesLeft": sum(leftover.messages for leftover in left),
+        "left": [
+            {
+                "subject": leftover.subject,
+                "group": leftover.consumer_group,
+                "messages": leftover.messages,
+                "oldest": leftover.oldest_ms,
+            }
+            for leftover in left[:LISTED_MAX]
+        ],
+        "unknown": contents.unknown,
+        "empty": held["allKnow"] and not left and not contents.unknown,
+    }
+
+
+async def _set_tag(desk: Desk, words: Words) -> Plan:
+    return group_plans.set_tag(desk.registry.directory, words["brokerGroup"], words["tag"])
+
+
+HANDLERS = {
+    "MarkReadonlyBrokerGroup": Handler(plan=_mark, afterwards=_after_mark),
+    "UnMarkReadonlyBrokerGroup": Handler(plan=_unmark),
+    "ListReadonly": Handler(look=_list_readonly),
+    "DrainGroup": Handler(plan=_drain, afterwards=_after_drain),
+    "UndrainGroup": Handler(plan=_undrain),
+    "SetGroupTag": Handler(plan=_set_tag),
+}

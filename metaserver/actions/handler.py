@@ -1,0 +1,41 @@
+"""Shell. How an action is carried out: by looking, by a plan that is stored, or by orders to brokers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from metaserver.actions.desk import Desk
+from metaserver.actions.plan import Plan
+from metaserver.actions.words import Words
+from metaserver.model import AuditRow
+from qmq.errors import OutcomeUnknown
+
+Look = Callable[[Desk, Words], Awaitable[Any]]
+"""Answers a question."""
+MakePlan = Callable[[Desk, Words], Awaitable[Plan]]
+"""Decides a change on what the registry knows now."""
+CarryOut = Callable[[Desk, Words, Plan, AuditRow], Awaitable[Any]]
+"""Makes a change that is more than one transaction; returns the answer's data."""
+Afterwards = Callable[[Desk, Words, Plan], Awaitable[Any]]
+"""Completes the answer's data once the change is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """What stands behind an action: `look`, or `plan` with what follows it."""
+
+    look: Look | None = None
+    plan: MakePlan | None = None
+    carry_out: CarryOut | None = None
+    """None: the plan's changes and their audit row are stored in one transaction."""
+    afterwards: Afterwards | None = None
+
+
+class PartlyDone(OutcomeUnknown):
+    """Some brokers did it, others did not, or did not say. `data` tells which."""
+
+    def __init__(self, text: str, data: Any) -> None:
+        super().__init__(text)
+        self.data = data

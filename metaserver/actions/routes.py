@@ -1,0 +1,116 @@
+"""Shell. Actions on which broker groups serve which subjects."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from metaserver.actions import route_plans
+from metaserver.actions.desk import Desk, wall_ms
+from metaserver.actions.handler import Handler
+from metaserver.actions.plan import Plan
+from metaserver.actions.route_plans import Contents
+from metaserver.actions.shapes import route_json
+from metaserver.actions.words import Words
+from metaserver.model import Route
+from qmq.errors import OperatorError
+from qmq.subjects import real_subject
+
+
+async def _add_new_subject(desk: Desk, words: Words) -> Plan:
+    return route_plans.add_new_subject(desk.registry.directory, words["subject"], words["tag"], now_ms=wall_ms())
+
+
+async def _add_group(desk: Desk, words: Words) -> Plan:
+    return route_plans.add_group(
+        desk.registry.directory, desk.registry.routes, words["subject"], words["brokerGroup"], now_ms=wall_ms()
+    )
+
+
+async def _extend(desk: Desk, words: Words) -> Plan:
+    return route_plans.extend(
+        desk.registry.directory,
+        desk.registry.routes,
+        words["relatedSubject"],
+        words["relatedBrokerGroup"],
+        words["newBrokerGroup"],
+    )
+
+
+async def _remove_group(desk: Desk, words: Words) -> Plan:
+    subject, group = words["subject"], words["brokerGroup"]
+    contents = await desk.contents(group, subject)
+    return route_plans.remove_group(
+        desk.registry.directory,
+        desk.registry.routes,
+        subject,
+        group,
+        contents=contents,
+        takes_messages=desk.takes_messages(group),
+        forced=words.flag("force"),
+    )
+
+
+async def _remove_subject(desk: Desk, words: Words) -> Plan:
+    subject = words["subject"]
+    route = desk.registry.routes.get(subject)
+    groups = route.groups if route else ()
+    held: list[Contents] = await asyncio.gather(*(desk.contents(group, subject) for group in groups))
+    counts = [await desk.clients.old_routes(group, subject) for group in groups]
+    return route_plans.remove_subject(
+        desk.registry.routes,
+        subject,
+        contents=dict(zip(groups, held, strict=True)),
+        users=max((count.watchers for count in counts), default=0),
+        forced=words.flag("force"),
+    )
+
+
+async def _list(desk: Desk, words: Words) -> Any:
+    prefix, group, after, limit = words["prefix"], words["brokerGroup"], words["after"], words.number("limit")
+    routes = [
+        route
+        for subject, route in sorted(desk.registry.routes.items())
+        if route.groups and subject.startswith(prefix) and subject > after and group in ("", *route.groups)
+    ]
+    return [route_json(route) for route in (routes[:limit] if limit else routes)]
+
+
+async def _query(desk: Desk, words: Words) -> Any:
+    directory, subject = desk.registry.directory, real_subject(words["subject"])
+    route = desk.registry.routes.get(subject)
+    if route is None or not route.groups:
+        raise OperatorError(f"{subject} has no route; it gets one with its first producer or consumer")
+    info = directory.subjects.get(subject)
+    return {
+        **route_json(route),
+        "tag": info.tag if info else "",
+        "groups": [_seen(desk, route, name) for name in route.groups],
+    }
+
+
+def _seen(desk: Desk, route: Route, name: str) -> dict[str, Any]:
+    """One group of a route, as its clients get it."""
+    directory = desk.registry.directory
+    group = directory.groups.get(name)
+    if group is None or group.master is None:
+        return {"brokerGroup": name, "served": False, "writable": False, "readonly": False, "draining": False}
+    marked = directory.is_marked(name, route.subject)
+    return {
+        "brokerGroup": name,
+        "served": True,
+        "writable": desk.takes_messages(name) and not marked and not group.draining,
+        "readonly": marked,
+        "draining": group.draining,
+    }
+
+
+HANDLERS = {
+    "AddNewSubject": Handler(plan=_add_new_subject),
+    "ListSubjectRoutes": Handler(look=_list),
+    "QuerySubjectRoute": Handler(look=_query),
+    "AddSubjectBrokerGroup": Handler(plan=_add_group),
+    "RemoveSubjectBrokerGroup": Handler(plan=_remove_group),
+    "ExtendSubjectRoute": Handler(plan=_extend),
+    "RemoveSubject": Handler(plan=_remove_subject),
+}

@@ -1,0 +1,176 @@
+"""Shell. Runs actions: checks words and rights, plans, shows the plan or stores it, settles what is unknown."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from metaserver.actions import brokers, consumers, databases, groups, routes, tokens, upkeep
+from metaserver.actions.action import DRY_RUN, Action, Answer, Status
+from metaserver.actions.catalog import ACTIONS
+from metaserver.actions.desk import Desk
+from metaserver.actions.handler import Handler, PartlyDone
+from metaserver.actions.plan import Plan, one_text, preview
+from metaserver.actions.words import Words, read_words, recorded, unknown_word
+from metaserver.db.errors import StaleTerm, StaleVersion
+from metaserver.metrics import Metrics
+from metaserver.model import AuditRow
+from qmq.errors import MissingRight, NotServed, OperatorError, OutcomeUnknown, QmqError
+from qmq.rights import CONSUME, PRODUCE, Caller
+
+log = logging.getLogger("qmq.metaserver")
+
+HANDLERS: Mapping[str, Handler] = {
+    **brokers.HANDLERS,
+    **routes.HANDLERS,
+    **groups.HANDLERS,
+    **consumers.HANDLERS,
+    **databases.HANDLERS,
+    **tokens.HANDLERS,
+    **upkeep.HANDLERS,
+}
+
+TRIES_MAX = 5
+"""A plan that lost a race is made anew so often."""
+SETTLE_TRIES, SETTLE_PAUSE_S = 10, 0.5
+"""A change of unknown outcome is looked for so often: a database that restarts is back within seconds."""
+REQUEST = "request"
+"""Among the recorded parameters: the number by which a row of the audit trail is found again."""
+
+
+class Actions:
+    """All actions. Created by main; called from the loop, any number at once."""
+
+    def __init__(self, desk: Desk, metrics: Metrics, handlers: Mapping[str, Handler] = HANDLERS) -> None:
+        self._desk = desk
+        self._metrics = metrics
+        self._handlers = handlers
+
+    async def run(self, name: str, given: Mapping[str, str], caller: Caller) -> Answer:
+        """Carry out an action. A refusal is an answer, not an exception; so is whatever else may come in between."""
+        action = ACTIONS.get(name)
+        if action is None:
+            return Answer(Status.REFUSED, unknown_word("action", name, ACTIONS), code="UnknownAction")
+        try:
+            words = read_words(action, given)
+            caller.require_role(action.role)
+            answer = await self._run(action, words, caller)
+        except PartlyDone as error:
+            answer = _failed(Status.UNKNOWN, error, data=error.data)
+        except OutcomeUnknown as error:
+            answer = _failed(Status.UNKNOWN, error)
+        except NotServed as error:
+            answer = _failed(Status.WAIT, error)
+        except QmqError as error:
+            answer = _failed(Status.REFUSED, error)
+        self._note(action, answer, caller)
+        return answer
+
+    async def _run(self, action: Action, words: Words, caller: Caller) -> Answer:
+        handler = self._handlers[action.name]
+        if handler.look:
+            if action.installation:
+                _require_everything(caller)
+            return Answer(Status.DONE, data=await handler.look(self._desk, words))
+        if words.flag(DRY_RUN):
+            plan = await self._plan(handler, words, caller)
+            shown = preview(plan, await self._desk.blast(plan))
+            if plan.reasons:
+                return Answer(Status.REFUSED, one_text(plan.reasons), shown, code=OperatorError.__name__)
+            return Answer(Status.DONE, data=shown)
+        return await self._change(action, handler, words, caller)
+
+    async def _change(self, action: Action, handler: Handler, words: Words, caller: Caller) -> Answer:
+        for attempt in range(1, TRIES_MAX + 1):
+            plan = await self._plan(handler, words, caller)
+            if plan.reasons:
+                details = dict(plan.details)
+                data = details.pop("data", None)
+                return Answer(Status.REFUSED, one_text(plan.reasons), data, details, OperatorError.__name__)
+            audit = _audit(action, words, caller, plan)
+            try:
+                data = await self._carry_out(handler, words, plan, audit)
+                break
+            except (StaleTerm, StaleVersion):  # somebody else was first: decide on what is there now
+                if attempt == TRIES_MAX or handler.carry_out:
+                    raise
+        if handler.afterwards:
+            data = await handler.afterwards(self._desk, words, plan)
+        log.info("action done action=%s who=%s peer=%s %s", action.name, caller.name, caller.peer, audit.parameters)
+        return Answer(Status.DONE, data=data)
+
+    async def _plan(self, handler: Handler, words: Words, caller: Caller) -> Plan:
+        await self._desk.registry.reload()
+        assert handler.plan is not None, "an action looks or plans"
+        plan = await handler.plan(self._desk, words)
+        _require_scope(caller, plan)
+        return plan
+
+    async def _carry_out(self, handler: Handler, words: Words, plan: Plan, audit: AuditRow) -> Any:
+        if handler.carry_out:
+            return await handler.carry_out(self._desk, words, plan, audit)
+        if plan.changes:
+            try:
+                await self._desk.registry.change(plan.changes, audit)
+            except OutcomeUnknown as error:
+                await self._settle(audit, error)
+        return plan.data
+
+    async def _settle(self, audit: AuditRow, error: OutcomeUnknown) -> None:
+        """Find out what became of a change: it is stored exactly if its row of the audit trail is.
+
+        Raises:
+            OperatorError: it is not stored. OutcomeUnknown: nobody can say.
+        """
+        request = str(audit.parameters[REQUEST])
+        for _ in range(SETTLE_TRIES):
+            try:
+                await self._desk.database.write(lambda repository: repository.settle())
+                rows = await self._desk.database.read(lambda repository: repository.audit_trail(about=request))
+            except (NotServed, OutcomeUnknown):
+                await asyncio.sleep(SETTLE_PAUSE_S)
+                continue
+            if not rows:
+                raise OperatorError(f"the database failed, and nothing was changed; repeat it ({error})") from error
+            await self._desk.registry.reload()
+            return
+        raise OutcomeUnknown(
+            f"the change is stored as a whole or not at all ({error}). Once the database is back, AuditTrail with "
+            f"request={request} tells: the row is there exactly if the change is"
+        ) from error
+
+    def _note(self, action: Action, answer: Answer, caller: Caller) -> None:
+        self._metrics.actions.labels(action.name, answer.status.name.lower()).inc()
+        if not answer.done:
+            log.warning(
+                "action not done action=%s status=%s who=%s peer=%s: %s",
+                action.name, answer.status.name.lower(), caller.name, caller.peer, answer.message,
+            )  # fmt: skip
+
+
+def _failed(status: Status, error: QmqError, data: Any = None) -> Answer:
+    return Answer(status, str(error), data, code=type(error).__name__)
+
+
+def _audit(action: Action, words: Words, caller: Caller, plan: Plan) -> AuditRow:
+    parameters = {**recorded(action, words), REQUEST: secrets.token_hex(8)}
+    return AuditRow(caller.name, caller.peer, action.name, parameters, plan.before, plan.after, result="done")
+
+
+def _require_scope(caller: Caller, plan: Plan) -> None:
+    """Raise MissingRight unless all that a plan touches is in the scope of the caller's token."""
+    if plan.everything:
+        _require_everything(caller)
+    for group in plan.groups:
+        caller.require_group(group)
+    for subject in plan.subjects:
+        if not any(caller.scope.may(right, subject) for right in (PRODUCE, CONSUME)):
+            raise MissingRight(f"token {caller.name!r} may not change {subject!r}: it is limited to other subjects")
+
+
+def _require_everything(caller: Caller) -> None:
+    if caller.scope.subjects or caller.scope.groups:
+        raise MissingRight(f"token {caller.name!r} is limited to some subjects or groups; this concerns all")

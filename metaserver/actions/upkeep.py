@@ -1,0 +1,172 @@
+"""Shell. Actions on the installation itself: what was done, backup and restore, metaservers, its health."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from metaserver.access import is_valid
+from metaserver.actions import upkeep_plans
+from metaserver.actions.desk import Desk, wall_ms
+from metaserver.actions.handler import Handler
+from metaserver.actions.plan import Plan
+from metaserver.actions.shapes import audit_json, broker_json, metaserver_json
+from metaserver.actions.words import Words
+from metaserver.model import Broker, Group, MetaserverRow
+from qmq.errors import NotServed, QmqError
+
+DATABASE_WAIT_MS = 60_000
+"""A dump of 100,000 subjects takes seconds."""
+EXPIRES_SOON_MS = 14 * 24 * 3600 * 1000
+
+
+async def _audit_trail(desk: Desk, words: Words) -> Any:
+    about = words["brokerGroup"] or words["subject"] or words["request"]
+    rows = await desk.database.read(
+        lambda repository: repository.audit_trail(
+            words.number("before") or None,
+            words.number("limit"),
+            who=words["who"],
+            action=words["name"],
+            since_ms=words.number("since"),
+            about=about,
+        )
+    )
+    full = len(rows) == words.number("limit")
+    return {"rows": [audit_json(row) for row in rows], "next": rows[-1].id if rows and full else None}
+
+
+async def _backup(desk: Desk, words: Words) -> Any:
+    return await desk.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
+
+
+async def _restore(desk: Desk, words: Words) -> Plan:
+    present = await desk.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
+    return upkeep_plans.restore(json.loads(words["backup"]), present, forced=words.flag("force"))
+
+
+async def _list_metaservers(desk: Desk, words: Words) -> Any:
+    alive = {row.id: row for row in desk.registry.peers()}
+    known = {**{row.id: row for row in await _stored_metaservers(desk)}, **alive}
+    rows = sorted(known.values(), key=lambda row: row.http_address)
+    return [metaserver_json(row, up=row.id in alive, own=row.id == desk.own_id) for row in rows]
+
+
+async def _stored_metaservers(desk: Desk) -> list[MetaserverRow]:
+    try:
+        return await desk.database.read(lambda repository: repository.load_metaservers())
+    except NotServed:
+        return []  # then those that are alive are all that is known
+
+
+async def _doctor(desk: Desk, words: Words) -> Any:
+    """Facts, and of each whether it is as it should be; the tool asks from its own side, and puts both together."""
+    database, brokers = await asyncio.gather(_database(desk), _brokers(desk))
+    checks = [database, *brokers, *_groups(desk), *await _tokens(desk), _passwords(desk), await _metaservers(desk)]
+    return {
+        "version": desk.version,
+        "time": wall_ms(),
+        "healthy": all(check["ok"] for check in checks),
+        "checks": checks,
+    }
+
+
+async def _database(desk: Desk) -> dict[str, Any]:
+    began = time.monotonic()
+    try:
+        await desk.database.read(lambda repository: repository.ping())
+    except QmqError as error:
+        return _check("database", False, str(error), "start it, or mend the setting database")
+    bad = desk.bad_rows()
+    took_ms = round((time.monotonic() - began) * 1000)
+    if bad:
+        return _check("database", False, f"{bad} rows make no sense and are left out", "the log names them; mend them")
+    return _check("database", True, f"answers in {took_ms} ms")
+
+
+async def _brokers(desk: Desk) -> list[dict[str, Any]]:
+    brokers = sorted(desk.registry.directory.brokers(), key=lambda broker: (broker.group, broker.role))
+    return list(await asyncio.gather(*(_broker(desk, broker) for broker in brokers)))
+
+
+async def _broker(desk: Desk, broker: Broker) -> dict[str, Any]:
+    name = f"broker {broker.key} ({broker.role.name} of {broker.group})"
+    facts = broker_json(broker, up=desk.registry.is_up(broker))
+    if not broker.incarnation:
+        return _check(name, False, "never registered", "start it; its log says what keeps it", facts)
+    try:
+        state = await desk.brokers.replica_status(broker)
+    except QmqError as error:
+        return _check(name, False, str(error), "start it, or open its control port to the metaservers", facts)
+    if not facts["up"]:
+        return _check(name, False, "answers, but sends no heartbeats", "look whether it reaches the metaserver", facts)
+    if state.readonly_reasons:
+        reasons = ", ".join(state.readonly_reasons)
+        return _check(name, False, f"takes no messages: {reasons}", "ReplicaStatus and its log say more", facts)
+    return _check(name, True, "up", facts=facts)
+
+
+def _groups(desk: Desk) -> list[dict[str, Any]]:
+    return [_group(desk, group) for _, group in sorted(desk.registry.directory.groups.items())]
+
+
+def _group(desk: Desk, group: Group) -> dict[str, Any]:
+    name, marked = f"group {group.name}", desk.registry.directory.readonly_subjects(group.name)
+    if group.half_swapped:
+        return _check(name, False, "is half swapped", "finish it with ReplaceBroker --role=1")
+    if group.master is None or group.slave is None:
+        lacks = "slave" if group.master else "master"
+        return _check(name, False, f"has no {lacks}", f"AddBroker adds a {lacks}")
+    if group.draining or marked:
+        return _check(name, True, "is drained" if group.draining else f"is marked readonly for {', '.join(marked[:3])}")
+    if not desk.registry.is_writable(group):
+        return _check(name, False, "takes no messages", "ReplicaStatus says why")
+    return _check(name, True, "takes messages")
+
+
+async def _tokens(desk: Desk) -> list[dict[str, Any]]:
+    try:
+        rows = await desk.database.read(lambda repository: repository.load_tokens())
+    except QmqError:
+        return []  # the database's own line says it
+    now = wall_ms()
+    ending = sorted(
+        (row for row in rows if is_valid(row, now) and 0 < row.expires_ms < now + EXPIRES_SOON_MS),
+        key=lambda row: row.expires_ms,
+    )
+    if not ending:
+        return [_check("tokens", True, f"{sum(is_valid(row, now) for row in rows)} valid")]
+    days = (ending[0].expires_ms - now) // (24 * 3600 * 1000)
+    text = f"{len(ending)} expire within two weeks, first that of {ending[0].name} ({ending[0].id}) in {days} days"
+    return [_check("tokens", False, text, "AddToken makes the next one; two of one name may be valid")]
+
+
+def _passwords(desk: Desk) -> dict[str, Any]:
+    text = "can be stored" if desk.vault.is_open else "cannot be stored: no key; only AddDb needs one"
+    return _check("passwords of databases", True, text)
+
+
+async def _metaservers(desk: Desk) -> dict[str, Any]:
+    alive = {row.id for row in desk.registry.peers()}
+    silent = sorted(row.http_address for row in await _stored_metaservers(desk) if row.id not in alive)
+    if silent:
+        return _check(
+            "metaservers", False, f"silent: {', '.join(silent)}", "start them, or wait until they are forgotten"
+        )
+    return _check("metaservers", True, f"{len(alive)} up")
+
+
+def _check(name: str, ok: bool, found: str, remedy: str = "", facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    return {"name": name, "ok": ok, "found": found, "remedy": remedy, "facts": dict(facts or {})}
+
+
+HANDLERS = {
+    "AuditTrail": Handler(look=_audit_trail),
+    "Backup": Handler(look=_backup),
+    "Restore": Handler(plan=_restore),
+    "ListMetaservers": Handler(look=_list_metaservers),
+    "Doctor": Handler(look=_doctor),
+}

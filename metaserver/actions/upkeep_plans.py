@@ -1,0 +1,52 @@
+"""Core. What a Restore would replace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from metaserver.actions.plan import Plan, refused
+from metaserver.db.changes import RestoreAll
+
+KEPT = ("api_token", "audit_trail", "client_meta_info")
+"""Tables of which rows do not make a metaserver count as used: the first admin token is there from the start."""
+
+_SUBJECT = ("subject_route", "subject_info")
+_GROUP = ("broker_group", "group_name")
+
+
+def restore(backup: Any, present: Mapping[str, Any], *, forced: bool) -> Plan:
+    """Plan to put a backup in the place of everything.
+
+    Args:
+        present: what Backup would give now.
+    """
+    tables = backup.get("tables") if isinstance(backup, dict) else None
+    if not isinstance(tables, dict) or not all(isinstance(rows, list) for rows in tables.values()):
+        return refused("this is no backup of a metaserver; Backup makes one")
+    before, after = _count(present["tables"]), _count(tables)
+    used = {name: count for name, count in before.items() if count and name not in KEPT}
+    objections = []
+    if used:
+        held = ", ".join(f"{count:,} rows of {name}" for name, count in used.items())
+        objections.append(f"this metaserver is in use, and would lose what is not in the backup: {held}")
+    return Plan(
+        (RestoreAll(backup),),
+        objections=tuple(objections),
+        subjects=_column(tables, *_SUBJECT) | _column(present["tables"], *_SUBJECT),
+        groups=_column(tables, *_GROUP) | _column(present["tables"], *_GROUP),
+        everything=True,
+        before=before,
+        after=after,
+        data={"restored": after, "backupTime": backup.get("time")},
+        forced=forced,
+    )
+
+
+def _count(tables: Mapping[str, Any]) -> dict[str, int]:
+    return {name: len(rows) for name, rows in tables.items()}
+
+
+def _column(tables: Mapping[str, Any], table: str, column: str) -> frozenset[str]:
+    rows = (row for row in tables.get(table, ()) if isinstance(row, dict))
+    return frozenset(row[column] for row in rows if isinstance(row.get(column), str))
