@@ -1,90 +1,67 @@
-"""Shell. The HTTP side of the metaserver: where its gRPC port is, operators' actions, metrics, health."""
+"""Shell. The HTTP side of the metaserver, put together: each address with its endpoint, the guard around all of them.
+
+TLS ends before it, at nginx (docs/access.md); this port is for the machine and its neighbours.
+"""
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Mapping
-from urllib.parse import parse_qsl
+from collections.abc import Callable, Iterable
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import PlainTextResponse
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
 from metaserver.access import Access
-from metaserver.management import Management
+from metaserver.http import api, management
+from metaserver.http.errors import to_json
+from metaserver.http.guard import Guard, Limits, needs, open_to_all
+from metaserver.http.running import ActionsPort
 from metaserver.metrics import Metrics
-from metaserver.registry import Registry
-from metaserver.rpc.tokens import wall_ms
-from qmq.errors import AccessError, InvalidRequest
+from metaserver.refusals import Refusals
+from qmq.rights import TokenRole
 
-log = logging.getLogger("qmq.metaserver")
-
-TOKEN_HEADER = "X-Api-Token"
+VERSION = "1"
 
 
 def build_app(
-    registry: Registry, management: Management, access: Access, metrics: Metrics, *, address: str,
-    request_bytes_max: int,
-) -> FastAPI:  # fmt: skip
-    """Make the application. `address` is `ip:port` of the gRPC server, as others reach it."""
-    app = FastAPI(title="qmq metaserver", docs_url=None, redoc_url=None)
+    actions: ActionsPort, access: Access, metrics: Metrics, refusals: Refusals, *, address: str,
+    database_is_up: Callable[[], bool], limits: Limits, is_stopping: Callable[[], bool] = lambda: False,
+    open_lists: bool = False, more: Iterable[Route] = (),
+) -> Guard:  # fmt: skip
+    """Make the application.
 
-    @app.get("/meta/address", response_class=PlainTextResponse)
-    async def meta_address() -> str:
-        return address
+    Args:
+        address: `ip:port` of the gRPC server, as others reach it.
+        more: routes of other parts; each endpoint says with `needs` whom it lets in.
+    """
 
-    @app.post("/management")
-    async def manage(request: Request) -> Response:
-        try:
-            words = await _read_words(request, request_bytes_max)
-        except InvalidRequest as error:
-            return _json({"status": -1, "message": str(error), "data": None}, status=413)
-        name = words.get("action", "")
-        if not name:
-            return PlainTextResponse("need provide action param")
-        if name not in management.actions:
-            known = ", ".join(management.actions)
-            return PlainTextResponse(f"unsupported action: {name[:100]!r}; supported are {known}")
-        token = request.headers.get(TOKEN_HEADER, "")
-        if token or management.actions[name].needs_token:
-            try:
-                access.check(token, now_ms=wall_ms())
-            except AccessError as error:
-                metrics.refused_tokens.inc()
-                log.warning("token refused action=%s peer=%s", name, request.client.host if request.client else "")
-                return _json({"status": -1, "message": f"{error} (header {TOKEN_HEADER})", "data": None})
-        return _json(await management.run(name, words))
+    @open_to_all
+    async def meta_address(request: Request) -> Response:
+        if is_stopping():
+            return PlainTextResponse("this metaserver stops; ask another one", status_code=503)
+        return PlainTextResponse(address)
 
-    @app.get("/metrics")
-    async def read_metrics() -> Response:
+    @needs(TokenRole.VIEWER)
+    async def read_metrics(request: Request) -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/health/live", response_class=PlainTextResponse)
-    async def live() -> str:
-        return "ok"
-
-    @app.get("/health/ready")
-    async def ready() -> Response:
-        try:
-            await registry.ping()
-        except Exception as error:
-            return PlainTextResponse(f"the database does not answer: {type(error).__name__}", status_code=503)
+    @open_to_all
+    async def live(request: Request) -> Response:
         return PlainTextResponse("ok")
 
-    return app
+    @open_to_all
+    async def ready(request: Request) -> Response:
+        """Routes are served from memory: a metaserver without its database is needed more, not less."""
+        facts = {"ready": not is_stopping(), "database": database_is_up()}
+        return Response(to_json(facts), status_code=503 if is_stopping() else 200, media_type="application/json")
 
-
-async def _read_words(request: Request, bytes_max: int) -> Mapping[str, str]:
-    """Read parameters from the query string and, before it, from a form body, as QMQ's tools send them."""
-    body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > bytes_max:
-            raise InvalidRequest(f"the request is longer than {bytes_max} bytes")
-    form = parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True)
-    return {**dict(request.query_params), **dict(form)}
-
-
-def _json(content: object, status: int = 200) -> Response:
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n"
-    return Response(text, status_code=status, media_type="application/json")
+    routes = [
+        Route("/meta/address", meta_address, methods=["GET"]),
+        Route("/management", management.make_endpoint(actions, open_lists=open_lists), methods=["POST"]),
+        Route("/metrics", read_metrics, methods=["GET"]),
+        Route("/health/live", live, methods=["GET"]),
+        Route("/health/ready", ready, methods=["GET"]),
+        *api.make_routes(actions, version=VERSION),
+        *more,
+    ]
+    return Guard(routes, access, refusals, limits)

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
 import grpc
 
 from metaserver.access import RPC_ROLES, Access
-from metaserver.metrics import Metrics
+from metaserver.refusals import Refusals
 from qmq.errors import AccessError
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller
 from qmq.rpc_access import RpcDoor
 
-log = logging.getLogger("qmq.metaserver")
-
 ANSWER_VALID_MS = 20_000
 """How long a broker uses an answer without asking again: what is revoked ends there within a minute."""
 
 
-def make_door(access: Access, metrics: Metrics) -> RpcDoor:
+def make_door(access: Access, refusals: Refusals) -> RpcDoor:
     """The interceptor that every call passes."""
 
     async def check(token: str) -> Caller:
         return access.check(token, now_ms=wall_ms())
 
     def refused(method: str, peer: str, reason: str) -> None:
-        metrics.refused_tokens.inc()
-        log.warning("call refused method=%s peer=%s: %s", method[:50], peer, reason)
+        refusals.note(method, peer.rpartition(":")[0], reason)
 
     return RpcDoor(RPC_ROLES, check, refused)
 

@@ -1,0 +1,215 @@
+"""Shell. What every HTTP request passes: who asks, may he, is it short and quick enough; and no error without a type.
+
+A route is closed unless its endpoint says otherwise: `needs(role)` names the role, `open_to_all` and `asks_itself`
+are for the few that are different. What says nothing is refused to everybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Message, Receive, Scope, Send
+
+from metaserver.access import Access
+from metaserver.http import errors
+from metaserver.http.errors import HttpError
+from metaserver.refusals import Refusals
+from metaserver.rpc.tokens import wall_ms
+from qmq.errors import AccessError, MissingRight
+from qmq.rights import Caller, TokenRole
+
+log = logging.getLogger("qmq.metaserver")
+
+TOKEN_HEADER = "X-Api-Token"
+BEARER = "bearer "
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+E = TypeVar("E", bound=Callable[..., Any])
+
+
+def needs(*roles: TokenRole) -> Callable[[E], E]:
+    """Let in who has one of these roles."""
+
+    def mark(endpoint: E) -> E:
+        endpoint.roles = frozenset(roles)  # type: ignore[attr-defined]
+        return endpoint
+
+    return mark
+
+
+def open_to_all(endpoint: E) -> E:
+    """Let in everybody: health, and where the metaserver is."""
+    endpoint.is_open = True  # type: ignore[attr-defined]
+    return endpoint
+
+
+def asks_itself(endpoint: E) -> E:
+    """Let the endpoint ask for the token with `Guard.identify`: its refusals have a form of their own."""
+    endpoint.asks_itself = True  # type: ignore[attr-defined]
+    return endpoint
+
+
+def caller_of(request: Request) -> Caller:
+    """Who makes this request, which the guard let in."""
+    caller: Caller = request.scope["qmq.caller"]
+    return caller
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one request."""
+
+    body_bytes_max: int
+    admin_body_bytes_max: int
+    """For admins, who restore backups."""
+    body_timeout_ms: int
+    """For the whole body to arrive."""
+
+
+class Refused(Exception):
+    """Ends a request with this error."""
+
+    def __init__(self, code: str, message: str, **more: Any) -> None:
+        super().__init__(message)
+        self.error = HttpError(code, message, **more)
+
+
+class Guard:
+    """The ASGI application: every request passes here on its way to its route. Created by `build_app`."""
+
+    def __init__(self, routes: Sequence[Route], access: Access, refusals: Refusals, limits: Limits) -> None:
+        self.routes, self._access, self._refusals, self._limits = routes, access, refusals, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no websockets, no lifespan
+        has_begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            route, caller = self._let_in(scope)
+            body = await self._read(receive, caller)
+            scope["qmq.caller"] = caller
+            await route.handle(scope, _replay(body, receive), noting)
+        except Refused as refused:
+            await _send(refused.error, scope, send)
+        except Exception:
+            reference = secrets.token_hex(4)
+            log.exception("request failed reference=%s method=%s path=%r", reference, scope["method"], scope["path"])
+            if not has_begun:
+                error = HttpError(errors.INTERNAL, f"the metaserver failed on this request; reference {reference}")
+                await _send(error, scope, send)
+
+    def identify(self, headers: Mapping[bytes, bytes], peer: str) -> Caller:
+        """Say who shows which token; raises AccessError."""
+        token = headers.get(TOKEN_HEADER.lower().encode(), b"")
+        authorization = headers.get(b"authorization", b"")
+        if not token and authorization[: len(BEARER)].lower() == BEARER.encode():
+            token = authorization[len(BEARER) :].strip()
+        try:
+            return self._access.check(token, now_ms=wall_ms(), peer=peer)
+        except AccessError as error:
+            self._refusals.note("http", peer, str(error))
+            raise
+
+    def _let_in(self, scope: Scope) -> tuple[Route, Caller | None]:
+        """Find the route and hold the caller's role against what it needs; without a caller: anybody."""
+        route, allowed = self._find(scope)
+        endpoint = route.endpoint if route else None
+        if route and getattr(endpoint, "is_open", False):
+            return route, None
+        headers = dict(scope["headers"])
+        peer = scope["client"][0] if scope.get("client") else ""
+        try:
+            caller = self.identify(headers, peer)
+            if route is None:
+                raise _no_route(scope, allowed)
+            if not getattr(endpoint, "asks_itself", False):
+                caller.require_role(*getattr(endpoint, "roles", ()))
+        except MissingRight as error:
+            raise Refused(errors.MISSING_RIGHT, str(error)) from None
+        except AccessError as error:
+            if route and getattr(endpoint, "asks_itself", False):
+                scope["qmq.refusal"] = error
+                return route, None
+            headers_out = {"WWW-Authenticate": 'Bearer realm="qmq"'}
+            raise Refused(errors.UNAUTHORIZED, str(error), headers=headers_out) from None
+        return route, caller
+
+    def _find(self, scope: Scope) -> tuple[Route | None, set[str]]:
+        """The route of this path and method; else the methods that the path has."""
+        allowed: set[str] = set()
+        for route in self.routes:
+            match, _ = route.matches(scope)
+            if match is Match.FULL:
+                return route, set()
+            if match is Match.PARTIAL:
+                allowed |= set(route.methods or ())
+        return None, allowed
+
+    async def _read(self, receive: Receive, caller: Caller | None) -> bytes:
+        limits = self._limits
+        is_admin = caller is not None and caller.may(TokenRole.ADMIN)
+        bytes_max = limits.admin_body_bytes_max if is_admin else limits.body_bytes_max
+        pieces, length = [], 0
+        try:
+            async with asyncio.timeout(limits.body_timeout_ms / 1000):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Refused(errors.TOO_SLOW, "the client left before its request was complete")
+                    pieces.append(message.get("body", b""))
+                    length += len(pieces[-1])
+                    if length > bytes_max:
+                        raise Refused(errors.TOO_LARGE, f"the request is longer than {bytes_max} bytes", headers=_CLOSE)
+                    if not message.get("more_body"):
+                        return b"".join(pieces)
+        except TimeoutError:
+            text = f"the request did not arrive within {limits.body_timeout_ms} ms"
+            raise Refused(errors.TOO_SLOW, text, headers=_CLOSE) from None
+
+
+_CLOSE = {"Connection": "close"}
+
+
+def _no_route(scope: Scope, allowed: set[str]) -> Refused:
+    path = str(scope["path"])[:100]
+    if not allowed:
+        return Refused(errors.NOT_FOUND, f"there is nothing at {path}")
+    text = f"{scope['method'][:20]} is not for {path}"
+    return Refused(errors.METHOD, text, headers={"Allow": ", ".join(sorted(allowed))})
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Give the application the body that was read for it."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+async def _send(error: HttpError, scope: Scope, send: Send) -> None:
+    response = Response(error.body(), error.status, error.headers, media_type="application/json")
+
+    async def nothing() -> Message:
+        return {"type": "http.disconnect"}
+
+    await response(scope, nothing, send)

@@ -1,0 +1,54 @@
+"""Shell. `POST /management`: operators' actions as QMQ's own tools ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import parse_qsl
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from metaserver.actions import ACTIONS, Answer, Status
+from metaserver.actions.management import Body, no_such_action, refused_token, render
+from metaserver.http.guard import TOKEN_HEADER, Endpoint, asks_itself
+from metaserver.http.running import ActionsPort, run_within
+from qmq.errors import AccessError
+from qmq.rights import Caller, TokenRole
+
+ANYBODY = Caller("anybody", TokenRole.VIEWER)
+
+
+def make_endpoint(actions: ActionsPort, *, open_lists: bool) -> Endpoint:
+    """Make the endpoint. `open_lists`: what QMQ lists without a token is listed without one."""
+
+    @asks_itself
+    async def manage(request: Request) -> Response:
+        words = await _read_words(request)
+        caller: Caller | None = request.scope["qmq.caller"]
+        name = words.get("action", "")
+        action = ACTIONS.get(name)
+        has_token = bool(request.headers.get(TOKEN_HEADER) or request.headers.get("authorization"))
+        if open_lists and not has_token and action is not None and not action.needs_token:
+            caller = ANYBODY
+        if caller is None:
+            return _respond(refused_token(f"{request.scope.get('qmq.refusal')} (header {TOKEN_HEADER})"))
+        if action is None:
+            return _respond(no_such_action(name))
+        try:
+            caller.require_role(action.role)
+        except AccessError as error:
+            return _respond(render(action, Answer(Status.REFUSED, str(error), code=type(error).__name__), words))
+        return _respond(render(action, await run_within(actions, action, words, caller), words))
+
+    return manage
+
+
+async def _read_words(request: Request) -> Mapping[str, str]:
+    """Read parameters from the query string and, before it, from a form body, as QMQ's tools send them."""
+    body = await request.body()
+    form = parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True)
+    return {**dict(request.query_params), **dict(form)}
+
+
+def _respond(body: Body) -> Response:
+    return Response(body.text.encode("utf-8", "backslashreplace"), media_type=body.media_type)

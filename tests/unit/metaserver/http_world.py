@@ -1,0 +1,64 @@
+"""Shell. The metaserver's HTTP side with its real guard, tokens and routes, and actions that only say what they got."""
+
+from __future__ import annotations
+
+import random
+
+import httpx
+
+from metaserver.access import Access, new_token
+from metaserver.actions import ACTIONS, Answer, Status
+from metaserver.actions.words import read_words
+from metaserver.http.app import build_app
+from metaserver.http.guard import Limits
+from metaserver.metrics import Metrics
+from metaserver.refusals import Refusals
+from metaserver.rpc.tokens import wall_ms
+from qmq.errors import QmqError
+from qmq.rights import TokenRole
+
+CLUSTER = "the key of the installation"
+LIMITS = Limits(body_bytes_max=1000, admin_body_bytes_max=100_000, body_timeout_ms=100)
+OPEN = {"/meta/address", "/health/live", "/health/ready"}
+
+
+class FakeActions:
+    """Takes part in place of the real ones: reads words as they do, and notes what it was asked."""
+
+    def __init__(self):
+        self.ran = []
+        self.answer = None
+
+    async def run(self, name, words, caller):
+        try:
+            read_words(ACTIONS[name], words)
+        except QmqError as error:
+            return Answer(Status.REFUSED, str(error), code=type(error).__name__)
+        self.ran.append((name, dict(words), caller))
+        answer = self.answer or Answer(Status.DONE, data={"did": name})
+        if isinstance(answer, Exception):
+            raise answer
+        return answer if isinstance(answer, Answer) else await answer()
+
+
+class HttpWorld:
+    """The application, one token of each role, and a client for it."""
+
+    def __init__(self, limits=LIMITS, **options):
+        self.actions, self.access, self.metrics = FakeActions(), Access([CLUSTER]), Metrics()
+        self.tokens = {TokenRole.CLUSTER: CLUSTER}
+        rows = []
+        for seed, role in enumerate(set(TokenRole) - {TokenRole.CLUSTER}):
+            dice = random.Random(seed).randbytes
+            row, self.tokens[role] = new_token(role, role, known=(), random_bytes=dice, now_ms=wall_ms())
+            rows.append(row)
+        self.access.replace(rows)
+        self.app = build_app(
+            self.actions, self.access, self.metrics, Refusals(self.metrics), address="10.0.0.1:8081",
+            database_is_up=lambda: True, limits=limits, **options,
+        )  # fmt: skip
+        transport = httpx.ASGITransport(self.app, client=("10.0.0.9", 5))
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://metaserver")
+
+    def headers(self, role):
+        return {} if role is None else {"X-Api-Token": self.tokens[role]}

@@ -1,0 +1,345 @@
+"""Shell. The HTTP side denies by default, bounds what it takes, and answers errors with a type and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from sqlalchemy.exc import OperationalError
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from metaserver.actions import ACTIONS, Answer, Status
+from metaserver.http import errors, running
+from qmq.rights import TokenRole
+from tests.unit.metaserver.http_world import CLUSTER, OPEN, HttpWorld
+
+MASTER = {"brokerGroup": "g", "role": "0", "hostname": "h", "ip": "1.2.3.4", "servePort": 1, "syncPort": 2}
+
+
+def in_http(test):
+    """Run an async test in a world of its own."""
+
+    def run():
+        asyncio.run(test(HttpWorld()))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+def is_typed(answer):
+    error = answer.json()["error"]
+    assert answer.headers["content-type"] == "application/json"
+    assert set(error) <= {"code", "message", "action", "details"} and errors.STATUS[error["code"]] == answer.status_code
+    return error["code"]
+
+
+def everything(world):
+    """Every (path, method) that the application has."""
+    for route in world.app.routes:
+        assert isinstance(route, Route) and "{" not in route.path, f"{route}: teach this test to call it"
+        for method in sorted(route.methods - {"HEAD"}):
+            yield route.path, method
+
+
+@in_http
+async def test_no_address_answers_without_a_token_but_health_and_where_the_metaserver_is(world):
+    """Weakness 26: /onoffline changed state by GET without a token; lists were open."""
+    seen = 0
+    for path, method in everything(world):
+        for headers in ({}, {"X-Api-Token": "wrong"}, {"Authorization": "Bearer wrong"}):
+            answer = await world.client.request(method, path, headers=headers)
+            if path in OPEN:
+                assert answer.status_code == 200
+            elif path == "/management":
+                assert answer.status_code == 200 and answer.json()["status"] == -1 and answer.json()["data"] is None
+            else:
+                assert (path, method, answer.status_code, is_typed(answer)) == (path, method, 401, "UNAUTHORIZED")
+                assert answer.headers["www-authenticate"].startswith("Bearer")
+            seen += 1
+    assert seen > 3 * len(ACTIONS) and world.actions.ran == []
+
+
+@in_http
+async def test_every_action_runs_for_the_roles_that_may_and_for_no_others(world):
+    """Weakness 28: full rights each."""
+    for name, action in ACTIONS.items():
+        for role in TokenRole:
+            world.actions.ran.clear()
+            answer = await world.client.post(f"/api/v1/{name}", json={}, headers=world.headers(role))
+            allowed = {"viewer": {"viewer", "operator", "admin"}, "operator": {"operator", "admin"}, "admin": {"admin"}}
+            if role in allowed[action.role] or role == "cluster":
+                assert answer.status_code in (200, 400), (name, role)
+            else:
+                assert (is_typed(answer), world.actions.ran) == ("MISSING_RIGHT", []), (name, role)
+
+
+@in_http
+async def test_a_changing_action_cannot_be_asked_for_by_get(world):
+    """Weakness 26: a GET changed state."""
+    for name, action in ACTIONS.items():
+        answer = await world.client.get(f"/api/v1/{name}", headers=world.headers("cluster"))
+        if action.changes:
+            assert (is_typed(answer), answer.headers["allow"]) == ("METHOD_NOT_ALLOWED", "POST")
+    assert all(not ACTIONS[name].changes for name, _, _ in world.actions.ran)
+
+
+@in_http
+async def test_what_does_not_exist_is_told_to_token_holders_only(world):
+    for path in ("/", "/nothing", "/api/v1/Nothing", "/management/", "/onoffline", "/docs", "/openapi.json"):
+        assert is_typed(await world.client.get(path)) == "UNAUTHORIZED"
+        assert is_typed(await world.client.get(path, headers=world.headers("viewer"))) == "NOT_FOUND"
+    answer = await world.client.delete("/metrics", headers=world.headers("viewer"))
+    assert is_typed(answer) == "METHOD_NOT_ALLOWED" and "GET" in answer.headers["allow"]
+
+
+def test_a_route_that_names_no_role_is_refused_to_everybody():
+    async def body():
+        async def forgotten(request):
+            return PlainTextResponse("secret")
+
+        world = HttpWorld(more=[Route("/forgotten", forgotten)])
+        for role in TokenRole:
+            assert is_typed(await world.client.get("/forgotten", headers=world.headers(role))) == "MISSING_RIGHT"
+
+    asyncio.run(body())
+
+
+@in_http
+async def test_a_bad_token_on_management_is_answered_as_qmq_does(world):
+    for headers in ({}, {"X-Api-Token": "wrong"}):
+        for data in ({"action": "AddBroker"}, {"action": "ListBrokers"}, {"action": "Nothing"}, {}):
+            answer = await world.client.post("/management", data=data, headers=headers)
+            assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
+            assert answer.text.startswith('{"status":-1,"message":"') and answer.text.endswith('","data":null}\n')
+    assert world.actions.ran == []
+
+
+@in_http
+async def test_management_takes_words_from_form_and_address_and_says_who_asks(world):
+    headers = world.headers("admin")
+    words = {"action": "ListBrokers", "brokerGroup": "from the form"}
+    answer = await world.client.post("/management?brokerGroup=g&details=true", data=words, headers=headers)
+    assert answer.json() == {"status": 0, "message": "", "data": {"did": "ListBrokers"}}
+    [(name, given, caller)] = world.actions.ran
+    assert (name, given["brokerGroup"], caller.name, caller.peer) == (
+        "ListBrokers",
+        "from the form",
+        "admin",
+        "10.0.0.9",
+    )
+
+
+@in_http
+async def test_management_refuses_a_role_that_does_not_reach(world):
+    answer = await world.client.post("/management", data={"action": "AddBroker"}, headers=world.headers("viewer"))
+    assert answer.json()["status"] == -1 and "needs admin" in answer.json()["message"] and world.actions.ran == []
+
+
+def test_open_lists_open_what_qmq_lists_and_nothing_else():
+    async def body():
+        world = HttpWorld(open_lists=True)
+        world.actions.answer = Answer(Status.DONE, data=[])
+        for name, action in ACTIONS.items():
+            world.actions.ran.clear()
+            await world.client.post("/management", data={"action": name})
+            assert bool(world.actions.ran) is (not action.needs_token), name
+        wrong = await world.client.post("/management", data={"action": "ListBrokers"}, headers={"X-Api-Token": "x"})
+        assert wrong.json()["status"] == -1
+
+    asyncio.run(body())
+
+
+@in_http
+async def test_a_bearer_token_is_as_good(world):
+    headers = {"Authorization": f"bearer {world.tokens['viewer']}"}
+    assert "qmq_metaserver" in (await world.client.get("/metrics", headers=headers)).text
+
+
+@pytest.mark.parametrize(
+    "content, headers",
+    [
+        pytest.param(b"x" * 1001, {}, id="long body"),
+        pytest.param(b"x" * 1001, {"content-length": "5"}, id="longer than it says"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/management", "/api/v1/ListBrokers"])
+def test_a_body_over_the_limit_is_refused(path, content, headers):
+    """Weakness 31: no limit of size."""
+
+    async def body():
+        world = HttpWorld()
+        sent = headers | world.headers("operator")
+        answer = await world.client.post(path, content=content, headers=sent)
+        assert is_typed(answer) == "TOO_LARGE" and answer.headers["connection"] == "close" and world.actions.ran == []
+        backup = {"backup": {"x": "y" * 5000}}
+        answer = await world.client.post("/api/v1/Restore", json=backup, headers=world.headers("admin"))
+        assert answer.status_code == 200, "an admin's backup is longer"
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("path", ["/management", "/api/v1/ListBrokers", "/health/live", "/nothing"])
+def test_a_body_that_does_not_come_costs_no_more_than_its_time(path):
+    """Weakness 31: no idle time-out."""
+
+    async def body():
+        world, sent = HttpWorld(), []
+
+        async def receive():
+            await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message)
+
+        headers = [(b"x-api-token", CLUSTER.encode())]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": headers,
+            "query_string": b"",
+            "client": None,
+        }
+        await asyncio.wait_for(world.app(scope, receive, send), 5)
+        assert sent[0]["status"] in (404, 405, 408)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("role", ["viewer", "cluster"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("the secret of the inside"),
+        OperationalError("SELECT secret FROM api_token", {"password": "secret"}, Exception("secret")),
+        RecursionError("secret"),
+    ],
+)
+def test_a_failure_inside_is_answered_without_the_inside(error, role, caplog):
+    """Weakness 30: stack traces and SQL texts in answers."""
+
+    async def body():
+        world = HttpWorld()
+        world.actions.answer = error
+        for path in ("/api/v1/ListBrokers", "/management?action=ListBrokers"):
+            answer = await world.client.post(path, headers=world.headers(role))
+            assert is_typed(answer) == "INTERNAL"
+            assert not any(word in answer.text for word in ("secret", "Traceback", "SELECT", "Error", ".py"))
+            reference = answer.json()["error"]["message"].rpartition(" ")[2]
+            assert reference in caplog.text, "the log has the cause under this reference"
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "answer, status, code",
+    [
+        pytest.param(Answer(Status.REFUSED, "no", code="OperatorError"), 409, "REFUSED", id="refused"),
+        pytest.param(Answer(Status.REFUSED, "no", code="InvalidName"), 400, "INVALID_REQUEST", id="wrong word"),
+        pytest.param(Answer(Status.REFUSED, "no", code="MissingRight"), 403, "MISSING_RIGHT", id="scope"),
+        pytest.param(Answer(Status.UNKNOWN, "perhaps"), 504, "OUTCOME_UNKNOWN", id="unknown"),
+        pytest.param(Answer(Status.WAIT, "later", {"half": 1}), 503, "NOT_SERVED", id="database away"),
+    ],
+)
+def test_each_outcome_has_a_status_and_a_code(answer, status, code):
+    async def body():
+        world = HttpWorld()
+        world.actions.answer = answer
+        got = await world.client.post(
+            "/api/v1/DrainGroup", json={"brokerGroup": "g"}, headers=world.headers("operator")
+        )
+        assert (got.status_code, is_typed(got), got.json()["error"]["message"]) == (status, code, answer.message)
+        assert (got.json()["error"].get("details", {}).get("data") == {"half": 1}) is (answer.data is not None)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "name, content, problem",
+    [
+        pytest.param("AddBroker", b"{", "no JSON", id="cut"),
+        pytest.param("AddBroker", b"[" * 900, "no JSON", id="deep"),
+        pytest.param("AddBroker", b"\xff{}", "no JSON", id="no text"),
+        pytest.param("AddBroker", b"[]", "no JSON object", id="array"),
+        pytest.param("AddBroker", b"{}", "brokerGroup, role, hostname, ip, servePort, syncPort: missing", id="empty"),
+        pytest.param("AddBroker", json.dumps(MASTER | {"servePort": "1"}).encode(), "must be integer", id="text"),
+        pytest.param("AddBroker", json.dumps(MASTER | {"servePort": True}).encode(), "must be integer", id="bool"),
+        pytest.param("AddBroker", json.dumps(MASTER | {"servePort": 1e400}).encode(), "must be integer", id="infinite"),
+        pytest.param("AddBroker", json.dumps(MASTER | {"servePort": 0}).encode(), "from 1 to 65535", id="range"),
+        pytest.param("AddBroker", json.dumps(MASTER | {"hostname": 5}).encode(), "must be string", id="number"),
+        pytest.param("AddBroker", json.dumps(MASTER | {"dryRun": "true"}).encode(), "must be boolean", id="flag"),
+        pytest.param("AddBroker", json.dumps(MASTER | {"serveport": 1}).encode(), "did you mean servePort", id="typo"),
+        pytest.param("AddBroker", json.dumps(MASTER | {"hostname": "\ud800"}).encode(), "not valid", id="surrogate"),
+    ],
+)
+def test_a_wrong_body_is_refused_with_what_is_wrong(name, content, problem):
+    async def body():
+        world = HttpWorld()
+        answer = await world.client.post(f"/api/v1/{name}", content=content, headers=world.headers("admin"))
+        assert is_typed(answer) == "INVALID_REQUEST" and problem in answer.json()["error"]["message"]
+        assert world.actions.ran == []
+
+    asyncio.run(body())
+
+
+@in_http
+async def test_a_whole_request_reaches_the_action_as_text(world):
+    body = MASTER | {"servePort": 20881.0, "dryRun": True}
+    answer = await world.client.post("/api/v1/AddBroker", json=body, headers=world.headers("admin"))
+    assert answer.json() == {"data": {"did": "AddBroker"}, "message": ""}
+    _, words, _ = world.actions.ran[0]
+    assert words == {key: str(value) for key, value in MASTER.items()} | {"servePort": "20881", "dryRun": "true"}
+
+
+@in_http
+async def test_parameters_of_a_question_stand_in_the_address(world):
+    headers = world.headers("viewer")
+    assert (await world.client.get("/api/v1/Lag?subject=a", headers=headers)).status_code == 200
+    assert world.actions.ran[0][1] == {"subject": "a"}
+    for wrong in ("Lag?subject=a&subject=b", "Lag?nothing=1", "Clients?limit=", "Clients?limit=x", "Clients?limit=0"):
+        assert is_typed(await world.client.get(f"/api/v1/{wrong}", headers=headers)) == "INVALID_REQUEST", wrong
+    answer = await world.client.post("/api/v1/Lag?subject=a", json={}, headers=headers)
+    assert is_typed(answer) == "INVALID_REQUEST"
+
+
+def test_a_change_that_takes_too_long_goes_on_and_its_caller_hears_so(monkeypatch):
+    """Weakness 34: the operator saw a failure while the change happened."""
+    monkeypatch.setattr(running, "GRACE_MS", 20 - ACTIONS["DrainGroup"].wait_ms)
+
+    async def body():
+        world, may_end, ended = HttpWorld(), asyncio.Event(), asyncio.Event()
+
+        async def slowly():
+            await may_end.wait()
+            ended.set()
+            return Answer(Status.DONE)
+
+        world.actions.answer = slowly
+        answer = await world.client.post(
+            "/api/v1/DrainGroup", json={"brokerGroup": "g"}, headers=world.headers("operator")
+        )
+        assert is_typed(answer) == "OUTCOME_UNKNOWN" and not ended.is_set()
+        may_end.set()
+        await asyncio.wait_for(ended.wait(), 5)
+
+    asyncio.run(body())
+
+
+@in_http
+async def test_the_document_describes_every_action(world):
+    document = (await world.client.get("/api/v1/openapi.json", headers=world.headers("client"))).json()
+    assert {path.rpartition("/")[2] for path in document["paths"] if path.startswith("/api/v1/")} >= set(ACTIONS)
+    for name, action in ACTIONS.items():
+        operations = document["paths"][f"/api/v1/{name}"]
+        assert set(operations) == ({"post"} if action.changes else {"get", "post"})
+        schema = operations["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert set(schema["properties"]) == {parameter.name for parameter in action.all_parameters}
+
+
+@in_http
+async def test_health_says_whether_the_database_answers(world):
+    assert (await world.client.get("/health/ready")).json() == {"ready": True, "database": True}
+    assert (await world.client.get("/health/live")).text == "ok"
+    assert (await world.client.get("/meta/address")).text == "10.0.0.1:8081"
