@@ -191,7 +191,7 @@ class SightingRow:
     incarnation: str
     up: bool
     state: ReplicaState | None = None
-    """Role, term, writable, reasons and durability; its offsets are not stored and read as 0."""
+    """What matters to routes and roles; its offsets are not stored and read as 0."""
     begins: bool = False
     """As an order to store: this session replaces whatever is there. Else it only goes on if it still is the newest."""
     changed: int = 0

@@ -102,6 +102,8 @@ def _parse_state(text: str) -> ReplicaState | None:
         readonly_reasons=tuple(str(reason) for reason in words["readonlyReasons"]),
         writable=words["writable"] is True,
         durability=str(words["durability"]),
+        incarnation=str(words["incarnation"]),
+        slave_incarnation=str(words["slaveIncarnation"]),
     )
 
 
@@ -114,6 +116,8 @@ def _values(row: SightingRow, changed: int) -> dict[str, Any]:
         "readonlyReasons": list(state.readonly_reasons),
         "writable": state.writable,
         "durability": state.durability,
+        "incarnation": state.incarnation,
+        "slaveIncarnation": state.slave_incarnation,
     }
     values = {
         "hostname": row.key.hostname,

@@ -28,6 +28,9 @@ CLIENTS, DIRECTORY, ROUTES, SIGHTINGS = "clients", "directory", "routes", "sight
 TRIES_MAX = 5
 """Two transactions that wait for each other are ended by the database, one of them to be repeated."""
 
+LIMIT_S = 2 * ANSWER_S
+"""How long a transaction may take: a restore is the longest, with few statements that take seconds."""
+
 _REPEAT_SQLSTATES = {"40001", "40P01"}  # serialization failure, deadlock
 _REPEAT_NUMBERS = {1020, 1213}  # MariaDB: record changed since it was read, deadlock
 
@@ -37,13 +40,14 @@ T = TypeVar("T")
 class Transactions:
     """Created by the repository; any thread may call it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, limit_s: float = LIMIT_S) -> None:
         self._engine = engine
         self._reading = for_reading(engine)
+        self._limit_s = limit_s
 
     def read(self, work: Callable[[Connection], T]) -> T:
         """Run `work` on one consistent reading of the database."""
-        with self._reading.connect() as connection, _deadline(connection), connection.begin():
+        with self._reading.connect() as connection, _deadline(connection, self._limit_s), connection.begin():
             return work(connection)
 
     def write(self, work: Callable[[Connection], T]) -> T:
@@ -61,7 +65,7 @@ class Transactions:
         raise AssertionError("the last try returns or raises")
 
     def _write_once(self, work: Callable[[Connection], T]) -> T:
-        with self._engine.connect() as connection, _deadline(connection):
+        with self._engine.connect() as connection, _deadline(connection, self._limit_s):
             transaction = connection.begin()
             try:
                 result = work(connection)
@@ -101,7 +105,7 @@ def _should_repeat(error: DBAPIError) -> bool:
 
 
 @contextmanager
-def _deadline(connection: Connection) -> Iterator[None]:
+def _deadline(connection: Connection, limit_s: float) -> Iterator[None]:
     """Break a connection to PostgreSQL whose server stands still: its driver would wait for ever.
 
     The other two drivers have a limit of their own.
@@ -112,7 +116,7 @@ def _deadline(connection: Connection) -> Iterator[None]:
     driver = connection.connection.driver_connection
     assert driver is not None, "it is connected"
     twin = socket.socket(fileno=os.dup(driver.fileno()))  # so that a closed number that was given out again is safe
-    timer = threading.Timer(2 * ANSWER_S, twin.shutdown, (socket.SHUT_RDWR,))
+    timer = threading.Timer(limit_s, twin.shutdown, (socket.SHUT_RDWR,))
     timer.daemon = True
     timer.start()
     try:

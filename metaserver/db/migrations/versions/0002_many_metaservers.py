@@ -1,6 +1,7 @@
 """Shell. What several metaservers share, operators' further changes, who may do what, the audit trail.
 
-On MariaDB names become case-sensitive. Rows of the version before stay as they are.
+On MariaDB names become case-sensitive. Rows of the version before stay as they are. There is no way back: the version
+before could not use what came since, so a downgrade is a restored copy.
 """
 
 from __future__ import annotations
@@ -170,17 +171,3 @@ def create_operators() -> None:
         sa.Index("audit_time", "time"),
         **OPTIONS,
     )
-
-
-def downgrade() -> None:
-    for table in ("audit_trail", "api_token", "datasource_config", "client_offline_state", "subject_info"):
-        op.drop_table(table)
-    for table in ("client_meta_info", "metaserver", "broker_sighting", "meta_version"):
-        op.drop_table(table)
-    for table, key in (("broker", "broker_of_group"), ("readonly_broker_group_setting", "mark_of_group")):
-        with op.batch_alter_table(table) as batch:
-            batch.drop_constraint(key, type_="foreignkey")
-    op.drop_index("route_changed", "subject_route")
-    op.drop_column("subject_route", "changed")
-    for column in ("tag", "draining", "is_full"):
-        op.drop_column("broker_group", column)

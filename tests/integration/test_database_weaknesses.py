@@ -1,0 +1,322 @@
+"""Shell. What QMQ's database layer gets wrong (weaknesses 1 to 10 of its metaserver), on each kind of database."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
+
+from metaserver import roles
+from metaserver.db.changes import (
+    AddDataSource,
+    AddSubject,
+    AddToken,
+    RemoveDataSource,
+    RemoveGroup,
+    RemoveRoute,
+    SetGroupState,
+    SetMark,
+    SetOffline,
+    SetRoles,
+    SetRoute,
+    UnsetMark,
+)
+from metaserver.db.engine import open_database
+from metaserver.db.errors import GroupInUse, NotThere, StaleTerm, StaleVersion, UnknownGroup, ValueRefused
+from metaserver.db.repository import Repository
+from metaserver.model import AuditRow, ClientKey, ClientRow, DataSource, Offline, ReadonlyMark, TokenRow
+from qmq.errors import InvalidName
+from tests.support.directories import add_group, brokers_of
+
+
+@pytest.fixture
+def engine(database_url):
+    engine = open_database(database_url)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def repository(engine):
+    repository = Repository(engine)
+    for group in ("g1", "g2"):
+        add_group(repository, group)
+    return repository
+
+
+def run(engine, statement, **values):
+    with engine.begin() as connection:
+        return connection.execute(text(statement), values)
+
+
+def everything(repository):
+    return {**repository.dump(), "time": 0}
+
+
+# -- 1 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", ["['g1']", "", "null", '["g1", 7]', '{"g1": 1}', '"g1"', "[[]]"])
+def test_route_that_does_not_parse_stops_no_other(engine, repository, caplog, content):
+    """Weakness 1: one bad row freezes all routes on all metaservers."""
+    repository.store_routes([(subject, ("g1",), 0) for subject in ("a", "bad", "z")])
+    run(engine, "UPDATE subject_route SET broker_group_json = :content WHERE subject_info = 'bad'", content=content)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            assert [route.subject for route in repository.load_routes()[1]] == ["a", "z"]
+    assert len(repository.bad_rows) == len(caplog.records) == 1, "it is said once"
+    assert "table=subject_route key='bad'" in caplog.text
+    [stored] = repository.store_routes([("bad", ("g1",), 0)])
+    assert stored.groups == (), "nothing overwrites it by itself"
+    repository.change([SetRoute("bad", ("g2",), 0)])  # an operator repairs it
+    assert {route.subject: route.groups for route in repository.load_routes()[1]}["bad"] == ("g2",)
+
+
+def test_group_of_unknown_kind_or_broker_of_unknown_role_stops_no_other(engine, repository):
+    """Weakness 1: an unknown kind stops all refreshes."""
+    for statement in (
+        "UPDATE broker_group SET kind = 99 WHERE group_name = 'g1'",
+        "UPDATE broker SET role = 99 WHERE hostname = 'g2-b'",
+    ):
+        run(engine, statement)
+    groups = repository.load().groups
+    assert list(groups) == ["g2"]
+    assert (groups["g2"].master, groups["g2"].slave) == (brokers_of("g2")[0], None)
+    assert len(repository.bad_rows) == 2
+
+
+def test_bad_token_and_bad_sighting_stop_no_other(engine, repository):
+    repository.change([AddToken(TokenRow(id, "n", "viewer", "salt", "hash")) for id in ("a", "b")])
+    run(engine, "UPDATE api_token SET subjects_json = 'x' WHERE id = 'a'")
+    assert [token.id for token in repository.load_tokens()] == ["b"]
+    run(
+        engine,
+        "INSERT INTO broker_sighting (hostname, serve_port, session, metaserver, incarnation, up, state_json, changed)"
+        " VALUES ('h', 1, 's', 'm', 'i', :up, '[]', 9)",
+        up=True,
+    )
+    assert repository.load_sightings()[1] == []
+    assert len(repository.bad_rows) == 2
+
+
+# -- 2, 3, 5 ------------------------------------------------------------------------------------------------------
+
+LONG = "n" * 101
+
+REFUSED = [
+    pytest.param(SetRoute(LONG, ("g1",), 0), id="subject of a route"),
+    pytest.param(AddSubject(LONG, "tag"), id="subject"),
+    pytest.param(AddSubject("s", LONG), id="tag of a subject"),
+    pytest.param(SetGroupState("g1", tag=LONG), id="tag of a group"),
+    pytest.param(SetMark(ReadonlyMark(LONG, "g1")), id="subject of a mark"),
+    pytest.param(SetOffline(Offline("s", LONG, "*")), id="consumer group"),
+    pytest.param(SetOffline(Offline("s", "g", "c\x00")), id="NUL, which PostgreSQL refuses"),
+    pytest.param(AddDataSource(DataSource("mmm://" + "u" * 250, "u", "p")), id="url"),
+    pytest.param(AddDataSource(DataSource("mmm://u", "u", "p", status=1 << 31)), id="number beyond the column"),
+    pytest.param(AddDataSource(DataSource("mmm://u", "u", "p" * 251)), id="password"),
+    pytest.param(AddDataSource(DataSource("mmm://u", "u", "ends with a space ")), id="space that MariaDB would ignore"),
+    pytest.param(AddToken(TokenRow(LONG, "n", "r", "s", "h")), id="id of a token"),
+    pytest.param(AddToken(TokenRow("t", "n\ud800", "r", "s", "h")), id="half a character"),
+    pytest.param(AddToken(TokenRow("t", "n", "r", "s", "h", created_ms=1 << 63)), id="time beyond the column"),
+]
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_does_not_fit_is_refused_before_sql_and_nothing_is_cut(repository, change):
+    """Weakness 2: insert-ignore cuts names, and the answer is "ok"."""
+    before = everything(repository)
+    with pytest.raises((ValueRefused, InvalidName)):
+        repository.change([SetMark(ReadonlyMark("*", "g2")), change], AuditRow("me", "here", "test"))
+    assert everything(repository) == before
+
+
+def test_broker_that_does_not_fit_is_refused(repository):
+    before = everything(repository)
+    for broken in ({"hostname": LONG}, {"ip": "1" * 46}, {"incarnation": LONG}, {"sync_port": 1 << 40}):
+        broker = replace(brokers_of("g3")[0], **broken)
+        with pytest.raises((ValueRefused, InvalidName)):
+            repository.change([SetRoles(roles.add_broker(repository.load(), broker))])
+    assert everything(repository) == before
+
+
+def test_data_source_that_exists_gets_the_new_user_and_password(repository):
+    """Weakness 2: AddDb of a known url answers "register success" and changes nothing."""
+    for password in ("old", "new"):
+        repository.change([AddDataSource(DataSource("mmm://h:1", "user of " + password, password))])
+    [source] = repository.data_sources()
+    assert (source.user_name, source.password) == ("user of new", "new")
+    repository.change([RemoveDataSource("mmm://h:1")])
+    with pytest.raises(NotThere):
+        repository.change([RemoveDataSource("mmm://h:1")])
+
+
+def test_long_subjects_with_the_same_beginning_share_nothing(repository):
+    """Weakness 3: two long names with the same first 100 characters share a row."""
+    longest = "s" * 100
+    repository.store_routes([(longest, ("g1",), 0)])
+    with pytest.raises(InvalidName, match="longer than 100 bytes"):
+        repository.store_routes([("another", ("g1",), 0), (longest + "s", ("g2",), 0)])
+    assert [(route.subject, route.groups) for route in repository.load_routes()[1]] == [(longest, ("g1",))]
+
+
+def test_limits_of_all_columns_agree(repository):
+    """Weakness 5: group names have 30 characters, their marks 20; routes of ten groups overflow; retry subjects too."""
+    name, subject = "g" * 100, "s" * 100
+    add_group(repository, name)
+    many = [f"{number:03d}" + "n" * 50 for number in range(100)]
+    for group in many:
+        change = roles.add_broker(repository.load(), replace(brokers_of("g")[0], group=group, hostname=group))
+        repository.change([SetRoles(change)])
+    repository.change([SetMark(ReadonlyMark(subject, name)), SetRoute(subject, (name, *many), 0)])
+    assert repository.load().marks == {ReadonlyMark(subject, name)}
+    assert repository.load_routes()[1][0].groups == (name, *many)
+    key = ClientKey(f"%DEAD_RETRY%{subject}%{name}", 2, name, "c" * 100)
+    repository.note_clients([ClientRow(key)])
+    assert [client.key for client in repository.list_clients()] == [key]
+
+
+# -- 4 ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_that_differ_only_in_case_are_different_names(repository):
+    """Weakness 4: `Foo` uses the route of `foo` in SQL, and is missing in the cache."""
+    stored = repository.store_routes([("foo", ("g1",), 0), ("Foo", ("g2",), 0), ("FOO", ("g1", "g2"), 0)])
+    assert [route.groups for route in stored] == [("g1",), ("g2",), ("g1", "g2")]
+    add_group(repository, "G1")
+    repository.change([SetMark(ReadonlyMark("foo", "g1")), SetMark(ReadonlyMark("Foo", "g1"))])
+    repository.change([UnsetMark(ReadonlyMark("foo", "G1")), UnsetMark(ReadonlyMark("foo", "g1"))])
+    assert repository.load().marks == {ReadonlyMark("Foo", "g1")}
+    assert set(repository.load().groups) == {"G1", "g1", "g2"}
+    [again] = repository.store_routes([("Foo", ("g1",), 0)])
+    assert again.groups == ("g2",)
+
+
+# -- 6 ------------------------------------------------------------------------------------------------------------
+
+
+def test_changes_of_one_action_are_all_made_or_none(repository):
+    """Weakness 6: `*` actions are not transactional and are left half done."""
+    repository.store_routes([(f"s{number}", ("g1",), 0) for number in range(10)])
+    repository.change([SetRoute("s9", ("g1", "g2"), 1)])  # somebody else, after the decision was made
+    before = everything(repository)
+    with pytest.raises(StaleVersion, match="s9"):
+        repository.change(
+            [SetRoute(f"s{number}", ("g2",), 1) for number in range(10)], AuditRow("me", "here", "ExtendSubjectRoute")
+        )
+    assert everything(repository) == before
+    assert repository.audit_trail() == []
+
+
+# -- 7 ------------------------------------------------------------------------------------------------------------
+
+
+def test_group_that_is_being_emptied_is_marked_as_such(repository):
+    """Weakness 7: there is no drain step before a group leaves the routes."""
+    repository.change([SetGroupState("g1", draining=True), SetGroupState("g2", full=True, tag="t")])
+    groups = repository.load().groups
+    assert [(g.draining, g.full, g.tag) for g in (groups["g1"], groups["g2"])] == [
+        (True, False, ""),
+        (False, True, "t"),
+    ]
+    repository.change([SetGroupState("g1", draining=False)])
+    assert not repository.load().groups["g1"].draining
+
+
+# -- 8 ------------------------------------------------------------------------------------------------------------
+
+
+def test_group_can_be_removed_once_nothing_uses_it_and_its_term_goes_on(repository):
+    """Weakness 8: groups and brokers cannot be deleted."""
+    repository.store_routes([("s", ("g1", "g2"), 0)])
+    repository.change([SetMark(ReadonlyMark("*", "g1"))])
+    group = repository.load().groups["g1"]
+    with pytest.raises(GroupInUse, match="has brokers"):
+        repository.change([RemoveGroup("g1", group.term)])
+    without = roles.RoleChange("g1", group.term, group, None, None)
+    with pytest.raises(GroupInUse, match="1 routes name g1"):
+        repository.change([SetRoles(without), RemoveGroup("g1", group.term + 1)])
+    assert repository.load().groups["g1"] == group
+    repository.change([SetRoute("s", ("g2",), 1), SetRoles(without), RemoveGroup("g1", group.term + 1)])
+    assert list(repository.load().groups) == ["g2"] and repository.load().marks == frozenset()
+    with pytest.raises(UnknownGroup):
+        repository.change([RemoveGroup("g1", group.term + 1)])
+    add_group(repository, "g1")
+    again = repository.load().groups["g1"]
+    assert again.term > group.term + 1, "no term of g1 ever has two masters"
+    assert again.brokers == brokers_of("g1")
+    with pytest.raises(StaleTerm):
+        repository.change([RemoveGroup("g1", group.term)])
+
+
+def test_subject_can_be_removed_and_come_again(repository):
+    """Weakness 8: subjects cannot be deleted."""
+    seen, _ = repository.load_routes()
+    repository.store_routes([("s", ("g1",), 0)])
+    repository.change([RemoveRoute("s", 1)])
+    assert repository.load_routes()[1] == []
+    version, [gone] = repository.load_routes(seen)
+    assert (gone.subject, gone.groups) == ("s", ()), "who has it learns that it is gone"
+    with pytest.raises(StaleVersion):
+        repository.change([RemoveRoute("s", 2)])
+    [again] = repository.store_routes([("s", ("g2",), 0)])
+    assert (again.groups, again.version) == (("g2",), 3)
+    assert [route.groups for route in repository.load_routes(version)[1]] == [("g2",)]
+
+
+def test_clients_are_rows_that_go_again_and_use_up_no_ids(engine, repository):
+    """Weakness 8: the table of clients grows for ever, and each register uses up an id."""
+    rows = [ClientRow(ClientKey("s", 2, "group", f"c{number}"), "app") for number in range(3)]
+    for _ in range(5):
+        repository.note_clients(rows)
+    repository.note_clients([ClientRow(ClientKey("s", 1, "", "p"), "app")])
+    assert run_ids(engine) == [1, 2, 3, 4]
+    assert {client.key for client in repository.list_clients("s", "group")} == {row.key for row in rows}
+    run(engine, "UPDATE client_meta_info SET update_time = 1 WHERE client_id = 'c1'")
+    assert repository.forget_clients(2) == 1
+    assert len(repository.list_clients()) == 3
+
+
+def run_ids(engine):
+    with engine.connect() as connection:
+        return list(connection.execute(text("SELECT id FROM client_meta_info ORDER BY id")).scalars())
+
+
+# -- 9, 10 --------------------------------------------------------------------------------------------------------
+
+
+def test_route_takes_in_no_group_that_cannot_serve_it(engine, repository):
+    """Weakness 9: routes name groups that do not exist, or delay groups, and are never repaired."""
+    add_group(repository, "delay")
+    run(engine, "UPDATE broker_group SET kind = 2 WHERE group_name = 'delay'")
+    for name in ("nowhere", "delay"):
+        with pytest.raises(UnknownGroup, match=name):
+            repository.change([SetRoute("s", ("g1", name), 0)])
+    stored = repository.store_routes([("s", ("g1", "nowhere", "delay"), 0), ("t", ("nowhere",), 0)])
+    assert [route.groups for route in stored] == [("g1",), ()]
+    assert [route.subject for route in repository.load_routes()[1]] == ["s"]
+
+
+def test_group_that_a_route_names_already_stays_until_it_is_taken_out(engine, repository):
+    repository.store_routes([("s", ("g1",), 0)])
+    run(engine, 'UPDATE subject_route SET broker_group_json = \'["g1","gone"]\'')
+    assert repository.store_routes([("s", ("g1", "gone", "g2"), 1)])[0].groups == ("g1", "gone", "g2")
+    repository.change([SetRoute("s", ("gone", "g2"), 2)])
+    repository.change([SetRoute("s", ("g2",), 3)])
+    with pytest.raises(UnknownGroup):
+        repository.change([SetRoute("s", ("g2", "gone"), 4)])
+
+
+def test_database_itself_refuses_brokers_and_marks_of_no_group(engine, repository):
+    """Weakness 10: there are no foreign keys."""
+    with pytest.raises(UnknownGroup):
+        repository.change([SetMark(ReadonlyMark("*", "nowhere"))])
+    with pytest.raises(IntegrityError):
+        run(engine, "UPDATE broker SET group_name = 'nowhere' WHERE hostname = 'g1-a'")
+    with pytest.raises(IntegrityError):
+        run(
+            engine,
+            "INSERT INTO readonly_broker_group_setting (subject, broker_group, create_time) VALUES ('*', 'nowhere', 1)",
+        )

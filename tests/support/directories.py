@@ -1,0 +1,23 @@
+"""Shell. Databases of a metaserver for tests: groups with two brokers each, and short ways to ask and change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from metaserver import roles
+from metaserver.db.changes import SetRoles
+from metaserver.db.repository import Repository
+from metaserver.model import Broker
+from qmq.types import Role
+
+
+def brokers_of(group: str) -> tuple[Broker, Broker]:
+    """The master and the slave that `add_group` makes."""
+    master = Broker(group, Role.MASTER, f"{group[:98]}-a", "10.0.0.1", 20881, 20882)
+    return master, replace(master, role=Role.SLAVE, hostname=f"{group[:98]}-b", ip="10.0.0.2")
+
+
+def add_group(repository: Repository, group: str) -> None:
+    """Add a broker group; its term is 2 afterwards, as each of its brokers was one change."""
+    for broker in brokers_of(group):
+        repository.change([SetRoles(roles.add_broker(repository.load(), broker))])
