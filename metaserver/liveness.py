@@ -1,15 +1,28 @@
-"""Core. Which broker is up, and which group takes messages: what heartbeats say, and for how long it holds.
+"""Core. Which broker is up, and which group takes messages: what heartbeats say, here and at other metaservers.
 
-A broker first claims its place (Register), then beats. A process with another data directory may take the place only
-when the holder is gone: its stream ended, or its last sign of life is older than the timeout.
+A broker beats at one metaserver, in a numbered *session*; what all must know of it is one row that all of them read.
+Its own metaserver judges by the beats. The others believe the row while that metaserver lives. A stored "down" holds
+until a new session begins; a stored "up" holds until somebody asked the broker and got no answer. So a metaserver that
+restarts neither forgets that a broker is down nor takes one for dead that is only about to come back, and a broker that
+moves to another metaserver is up all the time. While the database is away, sessions here and the last rows go on.
+
+    Register ─> claim ─> join ─> beat … beat ─> leave ─> asked on its control port ─> answered: up │ not: down
+                                      └─ silent for the timeout ────────────────────────────────────> down
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from metaserver.model import Broker, BrokerKey, Group, ReplicaState
+from metaserver.damping import Damping
+from metaserver.model import Broker, BrokerKey, Group, ReplicaState, SightingRow
+from metaserver.peers import Peers
 from qmq.errors import OperatorError
+
+ASK_AGAIN_MS = 200
+ASK_AGAIN_TIMEOUTS_MAX = 4
+"""A broker that nobody hears is asked again after 200 ms, then after twice as long, up to so many timeouts."""
 
 
 class PlaceTaken(OperatorError):
@@ -18,87 +31,270 @@ class PlaceTaken(OperatorError):
 
 @dataclass(slots=True)
 class Sighting:
-    """The process that holds a broker's place."""
+    """The newest session of a broker that we know of."""
 
+    session: str
+    metaserver: str
     incarnation: str
-    seen_ms: int
+    up: bool
     state: ReplicaState | None = None
     """None until the first heartbeat."""
-    session: int = 0
-    """Number of the heartbeat stream, so that the end of a replaced stream changes nothing; 0: not beating yet."""
-    gone: bool = False
-    """Its stream ended."""
+    seen_ms: int = 0
+    live: bool = False
+    """Its stream ends here, and has not ended."""
+    ask_ms: int | None = None
+    """When to ask the broker next; None: somebody hears it."""
+    stored: str = ""
+    """The session that the row names, as far as we know."""
+    asked: int = 0
+    """How often it was asked since nobody hears it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Somebody should ask this broker on its control port whether it is there."""
+
+    key: BrokerKey
+    session: str
+    incarnation: str
 
 
 class Liveness:
-    """Signs of life of all brokers. Created by main, lives as long as the process; call it from the loop only."""
+    """Signs of life of all brokers. Created by main, lives as long as the process; call it from the loop only.
 
-    def __init__(self, *, timeout_ms: int, started_ms: int) -> None:
+    Args:
+        own: id of this metaserver.
+        timeout_ms: silence after which a broker, or a metaserver, is doubted.
+    """
+
+    def __init__(self, own: str, *, timeout_ms: int, started_ms: int) -> None:
+        self.own = own
         self.timeout_ms = timeout_ms
+        self.version = 0
+        """Raised by each change of an answer that clients may see."""
+        self.peers = Peers(timeout_ms=timeout_ms)
+        self._damping = Damping()
         self._presumed_until_ms = started_ms + timeout_ms
         self._sightings: dict[BrokerKey, Sighting] = {}
+        self._claims: dict[BrokerKey, tuple[str, int]] = {}
+        self._dirty: dict[BrokerKey, None] = {}
         self._sessions = 0
 
-    def claim(self, key: BrokerKey, incarnation: str, *, now_ms: int) -> None:
-        """Note that a process registered as `key`; raises PlaceTaken as `check_free` does."""
-        self.check_free(key, incarnation, now_ms=now_ms)
-        holder = self._sightings.get(key)
-        if holder is None or holder.gone or holder.incarnation != incarnation:
-            self._sightings[key] = Sighting(incarnation, now_ms)
-        else:
-            holder.seen_ms = now_ms
+    # -- sessions here --------------------------------------------------------------------------------------------
 
     def check_free(self, key: BrokerKey, incarnation: str, *, now_ms: int) -> None:
-        """Raise PlaceTaken if another incarnation holds the place and was seen within the timeout."""
-        holder = self._sightings.get(key)
-        if holder and holder.incarnation != incarnation and self._fresh(holder, now_ms):
+        """Raise PlaceTaken if another incarnation holds the place."""
+        claimed, claimed_ms = self._claims.get(key, ("", 0))
+        sighting = self._sightings.get(key)
+        holders = {claimed} if now_ms - claimed_ms <= self.timeout_ms else set()
+        if sighting is not None and self._holds(sighting, now_ms):
+            holders.add(sighting.incarnation)
+        if holders - {"", incarnation}:
             raise PlaceTaken(
                 f"another process serves as {key} at this moment, with another data directory. Stop it first, or give "
                 "this process a hostname and serve_port of its own and add it with AddBroker"
             )
 
-    def join(self, key: BrokerKey, incarnation: str, *, now_ms: int) -> int:
-        """Begin a heartbeat stream; return its session number. Raises PlaceTaken as `claim` does."""
-        self.claim(key, incarnation, now_ms=now_ms)
-        self._sessions += 1
-        self._sightings[key].session = self._sessions
-        return self._sessions
+    def claim(self, key: BrokerKey, incarnation: str, *, now_ms: int) -> None:
+        """Note that a process registered as `key`; raises PlaceTaken as `check_free` does."""
+        self.check_free(key, incarnation, now_ms=now_ms)
+        self._claims[key] = (incarnation, now_ms)
 
-    def beat(self, key: BrokerKey, session: int, state: ReplicaState, *, now_ms: int) -> bool:
-        """Note a heartbeat. False: a newer stream of the same broker took over, end this one."""
+    def join(self, key: BrokerKey, incarnation: str, *, now_ms: int) -> str:
+        """Begin a session here; return its name. Raises PlaceTaken as `claim` does."""
+        self.check_free(key, incarnation, now_ms=now_ms)
+        self._claims.pop(key, None)
+        before = self._sightings.get(key)
+        session = self._new_session()
+        self._sightings[key] = Sighting(
+            session, self.own, incarnation, up=True, seen_ms=now_ms, live=True,
+            state=before.state if before and before.incarnation == incarnation else None,
+            stored=before.stored if before else "",
+        )  # fmt: skip
+        self._changed(key)
+        return session
+
+    def beat(self, key: BrokerKey, session: str, state: ReplicaState, *, now_ms: int) -> bool:
+        """Note a heartbeat. False: a newer session of the same broker took over, end this one."""
         sighting = self._sightings.get(key)
-        if sighting is None or sighting.session != session:
+        if sighting is None or not sighting.live or not _same_stream(sighting.session, session):
             return False
-        sighting.seen_ms, sighting.state = now_ms, state
+        state = self._damping.damped(key, state, now_ms=now_ms)
+        before, was_up = sighting.state, self._holds(sighting, now_ms)
+        sighting.seen_ms, sighting.state, sighting.up = now_ms, state, True
+        if not was_up or before is None or essence(before) != essence(state):
+            self._changed(key)
         return True
 
-    def leave(self, key: BrokerKey, session: int) -> None:
-        """Note that a stream ended: that process is gone, or will be back with a new stream."""
+    def leave(self, key: BrokerKey, session: str, *, now_ms: int) -> None:
+        """Note that a stream ended: that process is gone, or it is on its way to another metaserver. It is asked."""
         sighting = self._sightings.get(key)
-        if sighting is not None and sighting.session == session:
-            sighting.gone = True
+        if sighting is not None and sighting.live and _same_stream(sighting.session, session):
+            was_up, sighting.live = self._holds(sighting, now_ms), False
+            sighting.ask_ms = now_ms if was_up else None
+
+    # -- what others see ------------------------------------------------------------------------------------------
+
+    def take_rows(self, rows: Iterable[SightingRow], *, now_ms: int) -> None:
+        """Take in rows that were read from the database, in any order."""
+        for row in rows:
+            sighting = self._sightings.get(row.key)
+            if sighting is None or (sighting.session != row.session and not self._stays(sighting, row)):
+                self._adopt(row, now_ms=now_ms)
+            elif sighting.session == row.session:
+                self._agree(sighting, row, now_ms=now_ms)
+
+    def _stays(self, sighting: Sighting, row: SightingRow) -> bool:
+        """Whether our live session outlives a row of another one."""
+        if not sighting.live:
+            return False
+        if sighting.stored == sighting.session and row.up:
+            return False  # the broker has moved, and our stream has only not noticed yet
+        sighting.stored = row.session  # ours began later, or the other one is over: our row will replace this one
+        self._dirty[row.key] = None
+        return True
+
+    def _adopt(self, row: SightingRow, *, now_ms: int) -> None:
+        ours = row.up and row.metaserver == self.own  # a session of ours that ended before its row came back to us
+        self._sightings[row.key] = Sighting(
+            row.session, row.metaserver, row.incarnation, row.up, row.state, seen_ms=now_ms, stored=row.session,
+            ask_ms=now_ms if ours else None,
+        )  # fmt: skip
+        self._dirty.pop(row.key, None)
+        self.version += 1
+
+    def _agree(self, sighting: Sighting, row: SightingRow, *, now_ms: int) -> None:
+        sighting.stored = row.session
+        if row.key in self._dirty:
+            return  # what we are about to store is newer
+        if sighting.live:
+            if sighting.up and not row.up:  # somebody took it for dead, and we hear it: say so in a new session
+                stream, _, number = sighting.session.partition("+")
+                sighting.session = f"{stream}+{int(number or 0) + 1}"
+                self._changed(row.key)
+            return
+        if row.up and sighting.metaserver == self.own:
+            return  # our own words
+        if (sighting.up, sighting.state) != (row.up, row.state):
+            sighting.up, sighting.state, sighting.seen_ms = row.up, row.state, now_ms
+            self.version += 1
+
+    def forget(self, keys: Iterable[BrokerKey]) -> None:
+        """Drop what is known about brokers that no longer exist."""
+        for key in keys:
+            self._claims.pop(key, None)
+            self._dirty.pop(key, None)
+            if self._sightings.pop(key, None) is not None:
+                self.version += 1
+
+    # -- doubts ---------------------------------------------------------------------------------------------------
+
+    def tick(self, *, now_ms: int) -> None:
+        """Notice silence: of brokers whose stream stays open, and of metaservers. Call it many times a second."""
+        for key, sighting in self._sightings.items():
+            if not sighting.up:
+                continue
+            if sighting.live:
+                if not self._holds(sighting, now_ms):
+                    sighting.up = False
+                    self._changed(key)
+            elif sighting.metaserver != self.own:
+                silent = now_ms >= self._presumed_until_ms and self.peers.is_silent(sighting.metaserver, now_ms=now_ms)
+                if not silent:
+                    sighting.ask_ms, sighting.asked = None, 0
+                elif sighting.ask_ms is None:
+                    sighting.ask_ms = now_ms
+
+    def to_ask(self, *, now_ms: int) -> list[Question]:
+        """Return who should be asked now. Each question must get an answer with `answered`; until then it is not asked
+        again before its next turn."""
+        due = [
+            Question(key, sighting.session, sighting.incarnation)
+            for key, sighting in self._sightings.items()
+            if sighting.up and not sighting.live and sighting.ask_ms is not None and sighting.ask_ms <= now_ms
+        ]
+        for question in due:
+            sighting = self._sightings[question.key]
+            wait_ms = ASK_AGAIN_MS << min(sighting.asked, 10)
+            sighting.ask_ms = now_ms + min(wait_ms, ASK_AGAIN_TIMEOUTS_MAX * self.timeout_ms)
+            sighting.asked += 1
+        return due
+
+    def doubt(self, key: BrokerKey) -> Question | None:
+        """The question that would free a place: None if nobody holds it, or somebody hears its holder."""
+        sighting = self._sightings.get(key)
+        if sighting is None or sighting.live or not sighting.up or sighting.ask_ms is None:
+            return None
+        return Question(key, sighting.session, sighting.incarnation)
+
+    def answered(self, question: Question, state: ReplicaState | None, *, now_ms: int) -> None:
+        """Note the answer to a question; None: there was none, or another process gave it."""
+        sighting = self._sightings.get(question.key)
+        if sighting is None or sighting.live or sighting.session != question.session or not sighting.up:
+            return  # it is heard again, here or at another metaserver
+        if state is None:
+            sighting.up = False
+            self._changed(question.key)
+        elif sighting.state is None or essence(sighting.state) != essence(state):
+            sighting.state, sighting.seen_ms = state, now_ms
+            self.version += 1
+
+    # -- what to store --------------------------------------------------------------------------------------------
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `news` has something to store."""
+        return bool(self._dirty)
+
+    def news(self) -> list[SightingRow]:
+        """Return the rows to store; then tell `stored` or `not_stored`, before any row is read."""
+        rows = []
+        for key in self._dirty:
+            sighting = self._sightings[key]
+            if sighting.live:
+                rows.append(_row(key, sighting, begins=sighting.session != sighting.stored))
+            elif not sighting.up and sighting.stored:
+                # A session that ended before it was stored must not replace a newer one: only the older one is down.
+                rows.append(_row(key, replace(sighting, session=sighting.stored), begins=False))
+        self._dirty.clear()
+        return rows
+
+    def stored(self, rows: Iterable[SightingRow]) -> None:
+        for row in rows:
+            if (sighting := self._sightings.get(row.key)) is not None and sighting.session == row.session:
+                sighting.stored = row.session
+
+    def not_stored(self, rows: Iterable[SightingRow]) -> None:
+        """They are due again."""
+        self._dirty.update((row.key, None) for row in rows if row.key in self._sightings)
+
+    def rows(self) -> list[SightingRow]:
+        """All that is known, for a snapshot."""
+        return [_row(key, sighting, begins=False) for key, sighting in self._sightings.items()]
+
+    # -- answers --------------------------------------------------------------------------------------------------
 
     def state(self, key: BrokerKey, *, now_ms: int) -> ReplicaState | None:
         """What a broker that is up last said; None when it is down or has not said anything yet."""
         sighting = self._sightings.get(key)
-        return sighting.state if sighting and self._fresh(sighting, now_ms) else None
+        return sighting.state if sighting and self._holds(sighting, now_ms) else None
 
     def is_up(self, key: BrokerKey, *, now_ms: int) -> bool:
         sighting = self._sightings.get(key)
-        return sighting is not None and self._fresh(sighting, now_ms)
+        if sighting is not None and self._holds(sighting, now_ms):
+            return True
+        claimed = self._claims.get(key)
+        return claimed is not None and now_ms - claimed[1] <= self.timeout_ms
 
     def may_be_up(self, broker: Broker, *, now_ms: int) -> bool:
-        """Like `is_up`, but just after our own start a broker that registered before counts as up.
-
-        It needs a moment to come back to us, and taking it for dead would let its part be given away.
-        """
+        """Like `is_up`, but just after our own start a broker that registered before, and of which no row tells
+        anything, counts as up: taking it for dead would let its part be given away."""
         return self.is_up(broker.key, now_ms=now_ms) or self._presumed(broker, now_ms)
 
     def is_writable(self, group: Group, *, now_ms: int) -> bool:
         """Whether the group's master takes messages in the group's term, as far as we know.
 
-        Just after our own start, a group whose master registered before is presumed to: else each restart of the
-        metaserver would stop all producers. A presumption costs a producer one refused attempt.
+        A presumption costs a producer one refused attempt.
         """
         if group.master is None:
             return False
@@ -107,15 +303,45 @@ class Liveness:
         state = self.state(group.master.key, now_ms=now_ms)
         return state is not None and state.writable and state.reigns(group.term)
 
-    def next_change_ms(self, *, now_ms: int) -> int:
-        """When silence alone may change an answer next; a time in the past never, far away when nothing is known."""
-        times = [sighting.seen_ms + self.timeout_ms + 1 for sighting in self._sightings.values() if not sighting.gone]
-        times.append(self._presumed_until_ms)
-        return min((time for time in times if time > now_ms), default=now_ms + self.timeout_ms)
+    def where(self, key: BrokerKey) -> str:
+        """Id of the metaserver that hears, or last heard, a broker; empty: none ever did."""
+        sighting = self._sightings.get(key)
+        return sighting.metaserver if sighting else ""
+
+    def mentioned(self) -> set[str]:
+        """Ids of other metaservers whose word still counts for something."""
+        named = {sighting.metaserver for sighting in self._sightings.values() if sighting.up and not sighting.live}
+        return named - {self.own}
 
     def _presumed(self, broker: Broker, now_ms: int) -> bool:
-        never_seen = broker.key not in self._sightings
-        return bool(broker.incarnation) and never_seen and now_ms < self._presumed_until_ms
+        unknown = broker.key not in self._sightings
+        return bool(broker.incarnation) and unknown and now_ms < self._presumed_until_ms
 
-    def _fresh(self, sighting: Sighting, now_ms: int) -> bool:
-        return not sighting.gone and now_ms - sighting.seen_ms <= self.timeout_ms
+    def _holds(self, sighting: Sighting, now_ms: int) -> bool:
+        return sighting.up and (not sighting.live or now_ms - sighting.seen_ms <= self.timeout_ms)
+
+    def _changed(self, key: BrokerKey) -> None:
+        self._dirty[key] = None
+        self.version += 1
+
+    def _new_session(self) -> str:
+        self._sessions += 1
+        return f"{self.own}.{self._sessions}"
+
+
+def essence(state: ReplicaState) -> tuple[object, ...]:
+    """What all metaservers must know of a state; offsets change with every message, and are asked for when needed."""
+    return state.role, state.term, state.writable, state.readonly_reasons, state.durability
+
+
+def _same_stream(session: str, other: str) -> bool:
+    """A session that had to begin anew although its stream went on has the same name up to the `+`."""
+    return session.partition("+")[0] == other.partition("+")[0]
+
+
+def _row(key: BrokerKey, sighting: Sighting, *, begins: bool) -> SightingRow:
+    return SightingRow(
+        key, sighting.session, sighting.metaserver, sighting.incarnation, sighting.up, sighting.state, begins=begins
+    )
+
+

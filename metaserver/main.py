@@ -6,118 +6,201 @@ import argparse
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import uvicorn
-from fastapi import FastAPI
-from sqlalchemy import Engine
-from sqlalchemy.exc import SQLAlchemyError
+from starlette.types import ASGIApp
 
-from metaserver.access import Access
-from metaserver.db.engine import open_database
-from metaserver.db.repository import Repository
-from metaserver.http.app import build_app
+from metaserver.access import Access, first_admin
+from metaserver.actions.clients import Clients
+from metaserver.actions.desk import Desk
+from metaserver.actions.runner import Actions
+from metaserver.actions.vault import Vault
+from metaserver.awake import AwakeClock
+from metaserver.database import Database, DatabaseAway
+from metaserver.db.changes import AddToken
+from metaserver.db.errors import DatabaseUnusable
+from metaserver.http.app import VERSION, build_app
+from metaserver.http.guard import Limits
+from metaserver.http.routes import make_routes
 from metaserver.liveness import Liveness
-from metaserver.management import Management
 from metaserver.metrics import Metrics
-from metaserver.registry import Registry, now_ms
+from metaserver.model import AuditRow, MetaserverRow
+from metaserver.refusals import Refusals
+from metaserver.registry import Registry
 from metaserver.rpc.broker_client import Brokers
+from metaserver.rpc.routes import add_route_methods
 from metaserver.rpc.servicer import MetaserverRpc
-from metaserver.rpc.tokens import make_door
+from metaserver.rpc.tokens import make_door, wall_ms
 from metaserver.settings import MetaserverSettings
+from metaserver.snapshot import Snapshots
 from metaserver.swap import Swaps
+from metaserver.upkeep import Upkeep
+from metaserver.watch import WatchHub
+from qmq.control_plane import SERVER_OPTIONS
+from qmq.errors import OperatorError, QmqError
 from qmq.proto.qmq_pb2_grpc import add_MetaserverServicer_to_server
+from qmq.rations import NewSubjects
 from qmq.settings import InvalidSettings, load
 
 log = logging.getLogger("qmq.metaserver")
 
-STOP_S = 0.2
-"""How long calls get to end when the process stops. Streams do not end: brokers and clients come back by themselves."""
+STOP_S = 1.0
+"""How long streams and calls get to end when the process stops; they are told at once."""
+MOVE_S = 0.3
+"""How long a metaserver that stops goes on answering, so that nginx has noticed before the port is closed."""
+BODY_TIMEOUT_MS = 10_000
+RESTORE_BYTES_MAX = 256 << 20
 
-GRPC_OPTIONS = [
-    ("grpc.so_reuseport", 0),  # else a second metaserver on the same port would start and get half of the calls
-    ("grpc.max_receive_message_length", 4 * 1024 * 1024),
-    ("grpc.keepalive_time_ms", 10_000),  # a client whose machine is gone is noticed within 20 s
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-]
+
+class CannotServe(QmqError):
+    """The metaserver cannot begin. Its text says why, and what to do."""
 
 
 class Metaserver:
     """One metaserver process: joins the parts, opens the ports, closes them again."""
 
-    def __init__(self, settings: MetaserverSettings, engine: Engine) -> None:
+    def __init__(self, settings: MetaserverSettings) -> None:
         self._settings = settings
-        self._engine = engine
+        self.id = secrets.token_hex(8)
         self._access = Access((settings.cluster_token, settings.cluster_token_before))
         self._metrics = Metrics()
-        liveness = Liveness(timeout_ms=settings.heartbeat_timeout_ms, started_ms=now_ms())
-        self._registry = Registry(
-            Repository(engine), liveness, self._metrics, groups_min=settings.groups_per_subject_min,
-            groups_new=settings.groups_per_subject_new,
-        )
-        brokers = Brokers(settings.cluster_token, timeout_ms=settings.broker_timeout_ms)
-        swaps = Swaps(self._registry, brokers, settings)
-        self._management = Management(self._registry, swaps, brokers, self._metrics)
-        self._rpc = MetaserverRpc(
-            self._registry, self._access, self._metrics, watch_subjects_max=settings.watch_subjects_max
-        )
+        self._refusals = Refusals(self._metrics)
+        self._database = Database(settings.database, timeout_ms=settings.database_timeout_ms)
+        self._snapshots = Snapshots(settings.snapshot_path, settings.database)
+        clock = AwakeClock()
+        self.registry = self._make_registry(clock)
+        self._brokers = Brokers(settings.cluster_token, timeout_ms=settings.broker_timeout_ms)
+        allowed = NewSubjects(settings.new_subjects_per_minute)
+        self.hub = WatchHub(
+            self.registry, self._metrics, lambda who, wanted: allowed.allow(who, wanted, now_ms=self.registry.now_ms()),
+            groups_min=settings.groups_per_subject_min, subjects_max=settings.watch_subjects_max,
+        )  # fmt: skip
+        self._actions = self._make_actions()
         self.grpc_port = 0
         self.http_port = 0
+
+    def _make_registry(self, clock: AwakeClock) -> Registry:
+        settings = self._settings
+        started_ms = clock.at(time.monotonic_ns() // 1_000_000)
+        liveness = Liveness(self.id, timeout_ms=settings.heartbeat_timeout_ms, started_ms=started_ms)
+        return Registry(
+            self._database, liveness, self._metrics, clock, self._access.replace,
+            groups_min=settings.groups_per_subject_min, groups_new=settings.groups_per_subject_new,
+        )  # fmt: skip
+
+    def _make_actions(self) -> Actions:
+        settings = self._settings
+        clients = Clients(
+            self.hub, lambda: [row for row in self.registry.peers() if row.id != self.id], token=settings.cluster_token,
+            timeout_ms=settings.broker_timeout_ms,
+        )  # fmt: skip
+        swaps = Swaps(self.registry, self._brokers, settings)
+        desk = Desk(
+            self.registry, self._database, self._brokers, swaps, clients, Vault(settings.password_keys),
+            bad_rows=lambda: self._database.bad_rows, version=VERSION, own_id=self.id,
+        )
+        return Actions(desk, self._metrics)
 
     async def serve(self, stop: asyncio.Event, started: asyncio.Event | None = None) -> None:
         """Open both ports, serve until `stop`, close them.
 
         Raises:
-            OSError, RuntimeError: a port is taken. SQLAlchemyError: the database failed.
+            OSError, RuntimeError: a port is taken. CannotServe, DatabaseUnusable: why, and what to do.
         """
-        await self._registry.load()
-        rpc_server = grpc.aio.server(interceptors=[make_door(self._access, self._metrics)], options=GRPC_OPTIONS)
-        add_MetaserverServicer_to_server(self._rpc, rpc_server)
-        self.grpc_port = rpc_server.add_insecure_port(f"{self._settings.host}:{self._settings.grpc_port}")
-        listener = socket.create_server((self._settings.host, self._settings.http_port), backlog=128)
-        self.http_port = listener.getsockname()[1]
-        await rpc_server.start()
+        await self._learn()
+        rpc_server, listener = self._open_ports()
         http_server = _HttpServer(self._app())
-        silence = asyncio.create_task(self._registry.watch_silence())
+        upkeep = Upkeep(self.registry, self._brokers, self._snapshots, self._row(), poll_ms=self._settings.poll_ms)
+        rpc = MetaserverRpc(self.registry, self.hub, self._access, self._metrics, upkeep.ask)
+        add_MetaserverServicer_to_server(rpc, rpc_server)
+        add_route_methods(rpc, rpc_server)
+        await rpc_server.start()
+        tasks = [asyncio.create_task(work) for work in (upkeep.run(), self.hub.run())]
         serving = asyncio.create_task(http_server.serve(sockets=[listener]))
         log.info("metaserver serving http=%s:%d grpc_port=%d", self._settings.host, self.http_port, self.grpc_port)
         if started:
             started.set()
         stopping = asyncio.create_task(stop.wait())
         try:
-            await asyncio.wait({stopping, serving, silence}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stopping, serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            silence.cancel()
-            stopping.cancel()
+            await self._leave(rpc_server, upkeep)
             http_server.should_exit = True
-            await rpc_server.stop(STOP_S)
-            results = await asyncio.gather(silence, serving, return_exceptions=True)
+            for task in (*tasks, stopping):
+                task.cancel()
+            results = await asyncio.gather(*tasks, serving, return_exceptions=True)
+            await upkeep.stop()
             listener.close()
-            self._engine.dispose()
+            self._database.close()
         for failed in (r for r in results if isinstance(r, Exception)):
             raise failed
         log.info("metaserver stopped")
 
-    def _app(self) -> FastAPI:
-        address = f"{self._settings.advertised}:{self.grpc_port}"
-        limit = self._settings.request_bytes_max
+    async def _learn(self) -> None:
+        """Read everything from the database; while it is away, from the snapshot."""
+        try:
+            await self._database.open()
+            await self.registry.catch_up()
+            await self._make_first_token()
+        except DatabaseAway as error:
+            if not self._snapshots.load(self.registry):
+                raise CannotServe(f"{error}, and there is no snapshot of it to serve from. Start it first") from error
+
+    async def _make_first_token(self) -> None:
+        """Make an admin's token, if there never was one, and print it: the only time it can be seen."""
+        made = first_admin(self.registry.tokens, random_bytes=secrets.token_bytes, now_ms=wall_ms())
+        if made is None:
+            return
+        row, text = made
+        audit = AuditRow("metaserver", "", "AddToken", {"name": row.name, "role": row.role}, result="done")
+        try:
+            await self.registry.change([AddToken(row)], audit)
+        except OperatorError:
+            return  # another metaserver was first, and prints its own
+        print(f"first admin token, shown only now: {text}", flush=True)
+
+    def _open_ports(self) -> tuple[grpc.aio.Server, socket.socket]:
+        settings = self._settings
+        door = make_door(self._access, self._refusals)
+        rpc_server = grpc.aio.server(interceptors=[door], options=SERVER_OPTIONS)
+        self.grpc_port = rpc_server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
+        listener = socket.create_server((settings.host, settings.http_port), backlog=1024)
+        self.http_port = listener.getsockname()[1]
+        return rpc_server, listener
+
+    async def _leave(self, rpc_server: grpc.aio.Server, upkeep: Upkeep) -> None:
+        """Let brokers and clients go elsewhere. Nobody is marked down: who beats elsewhere says so there."""
+        self.registry.stop()
+        await asyncio.gather(rpc_server.stop(STOP_S), asyncio.sleep(MOVE_S))
+
+    def _row(self) -> MetaserverRow:
+        host = self._settings.advertised
+        return MetaserverRow(self.id, f"{host}:{self.http_port}", f"{host}:{self.grpc_port}", 0, VERSION)
+
+    def _app(self) -> ASGIApp:
+        settings = self._settings
+        limits = Limits(settings.request_bytes_max, RESTORE_BYTES_MAX, BODY_TIMEOUT_MS)
         return build_app(
-            self._registry, self._management, self._access, self._metrics, address=address, request_bytes_max=limit
-        )
+            self._actions, self._access, self._metrics, self._refusals,
+            address=f"{settings.advertised}:{self.grpc_port}",
+            database_is_up=lambda: self.registry.database_is_up, is_stopping=lambda: self.registry.is_stopping,
+            limits=limits, open_lists=settings.open_lists, more=make_routes(self.hub),
+        )  # fmt: skip
 
 
 class _HttpServer(uvicorn.Server):
     """uvicorn without its own handling of signals: this process has two servers to stop."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -143,12 +226,12 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()  # type: ignore[no-any-return]
 
 
-async def run(settings: MetaserverSettings, engine: Engine) -> None:
+async def run(settings: MetaserverSettings) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await Metaserver(settings, engine).serve(stop)
+    await Metaserver(settings).serve(stop)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -166,8 +249,8 @@ def main(arguments: list[str] | None = None) -> int:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run(run(settings, open_database(settings.database)))
-    except (OSError, RuntimeError, SQLAlchemyError) as error:
+            runner.run(run(settings))
+    except (OSError, RuntimeError, QmqError, DatabaseUnusable) as error:
         print(f"metaserver: cannot serve: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,197 +1,394 @@
 """Shell. The metaserver's state in memory: what the database holds and what brokers said, kept together.
 
 Answers come from memory, so that routes and heartbeats go on while the database is away. Every change is written to
-the database first; then the directory is read anew and everybody who waits is woken.
+the database first; then what changed is read, and everybody who waits is woken. `metaserver.upkeep` follows the
+changes of other metaservers and stores, in the background, what brokers say.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from metaserver import roles, routing
+from metaserver.awake import AwakeClock
 from metaserver.changes import Changes
-from metaserver.db.repository import Repository
-from metaserver.liveness import Liveness
+from metaserver.database import AnswerLate, Database, DatabaseAway
+from metaserver.db.changes import Change, SetRoles
+from metaserver.db.errors import CommitUnknown
+from metaserver.liveness import Liveness, Question
 from metaserver.metrics import GroupReading, Metrics
-from metaserver.model import Broker, BrokerKey, Directory, Group, ReadonlyMark, ReplicaState, Route
+from metaserver.model import (
+    ALL_SUBJECTS,
+    AuditRow,
+    Broker,
+    BrokerKey,
+    Directory,
+    Group,
+    MetaserverRow,
+    ReplicaState,
+    Route,
+    TokenRow,
+)
 from metaserver.roles import RoleChange
-from qmq.errors import OperatorError
+from metaserver.routing import GroupRoute, Loads, Placement
+from metaserver.snapshot import Snapshot
+from qmq.errors import OperatorError, OutcomeUnknown
 
 log = logging.getLogger("qmq.metaserver")
 
+Ask = Callable[[Question], Awaitable[None]]
+TakeTokens = Callable[[list[TokenRow]], None]
 
-def now_ms() -> int:
-    """Time for liveness: it only goes forward."""
-    return time.monotonic_ns() // 1_000_000
+AUDIT_ROWS_READ = 200
+"""So many newest rows are looked through for a change whose commit got lost; it is seconds old."""
+LATE_S = 5.0
+"""A database that answers again has answered what it was asked before, or will not."""
+LOOK_FIRST = "it does not tell now; look at AuditTrail once it does, before you repeat this"
+LOAD_MS = 60_000
+"""How long a reading of everything may take: 100,000 routes take a few seconds."""
 
 
 class Registry:
-    """Created by main, ends with the process. All methods are called from the loop."""
+    """Created by main, ends with the process. All methods are called from the loop.
+
+    Args:
+        take_tokens: told of all API tokens, whenever they were read.
+    """
 
     def __init__(
-        self, repository: Repository, liveness: Liveness, metrics: Metrics, *, groups_min: int, groups_new: int
-    ) -> None:
-        self._repository = repository
-        self._metrics = metrics
+        self, database: Database, liveness: Liveness, metrics: Metrics, clock: AwakeClock, take_tokens: TakeTokens, *,
+        groups_min: int, groups_new: int,
+    ) -> None:  # fmt: skip
+        self.database, self.liveness = database, liveness
+        self._metrics, self._clock, self._take_tokens = metrics, clock, take_tokens
         self._groups_min, self._groups_new = groups_min, groups_new
-        self._writing = asyncio.Lock()
-        self.routes: dict[str, Route] = {}
-        self._loads = routing.Loads()
-        self._seen: object = None
-        self.liveness = liveness
+        self._writing, self._reading = asyncio.Lock(), asyncio.Lock()
+        self.storing = asyncio.Lock()
+        """Held while sightings are stored or read: what is read is never older than what we know to be stored."""
+        self._routes: dict[str, Route] = {}
+        self._seen: dict[str, int] = {"directory": -1, "routes": -1, "sightings": -1}
+        self._published = -1
+        self._loads = Loads()
+        self.routes: Mapping[str, Route] = MappingProxyType(self._routes)
         self.directory = Directory()
+        self.tokens: list[TokenRow] = []
         self.changes = Changes()
+        """Anything that a client may see."""
+        self.directory_changes = Changes()
+        """Groups, brokers, marks and offline states: what brokers are told."""
+        self.completeness: dict[BrokerKey, tuple[Broker, int, bool]] = {}
+        """What masters say about their slaves and the database does not have yet."""
+        self.news = asyncio.Event()
+        """Set when there is something to store."""
+        self.is_loaded = False
+        self.is_stopping = False
         metrics.observe_groups(self._read_groups)
 
-    async def load(self) -> None:
-        """Read everything from the database, at start."""
-        _, routes = await asyncio.to_thread(self._repository.load_routes)
-        for route in routes:
-            self._keep(route)
-        await self.reload()
+    # -- reading the database -------------------------------------------------------------------------------------
+
+    @property
+    def database_is_up(self) -> bool:
+        return self.database.is_up
+
+    @property
+    def revision(self) -> tuple[int, ...]:
+        """Another one after each change of what is known."""
+        return (*self._seen.values(), self.liveness.version)
+
+    @property
+    def routes_version(self) -> int:
+        return self._seen["routes"]
+
+    async def catch_up(self) -> None:
+        """Read what changed since it was last read, and wake who waits for it. Raises DatabaseAway."""
+        async with self._reading:
+            versions = await self.database.probe()
+            news = False
+            if versions["directory"] != self._seen["directory"]:
+                await self._read_directory()
+                news = True
+            if versions["routes"] != self._seen["routes"]:
+                await self._read_routes(versions["routes"])
+                news = True
+            if versions["sightings"] != self._seen["sightings"]:
+                await self._read_sightings(versions["sightings"])
+            self.is_loaded = True
+        self.publish(news=news)
 
     async def reload(self) -> None:
-        """Read groups, brokers and marks anew and wake who waits for them."""
-        self.directory = await asyncio.to_thread(self._repository.load)
-        self.changes.publish()
+        """As `catch_up`: afterwards memory is what the database was at a moment after the call."""
+        await self.catch_up()
 
-    async def ping(self) -> None:
-        """Raise when the database does not answer."""
-        await asyncio.to_thread(self._repository.ping)
+    async def _read_directory(self) -> None:
+        directory, tokens = await self.database.read(lambda r: (r.load(), r.load_tokens()), timeout_ms=LOAD_MS)
+        self.take_directory(directory, tokens)
+        self._seen["directory"] = directory.version
 
-    async def change_roles(self, decide: Callable[[Directory], RoleChange]) -> None:
-        """Decide on the newest directory and store the decision; raises what `decide` and the repository raise."""
+    async def _read_routes(self, version: int) -> None:
+        after = self._seen["routes"] if 0 <= self._seen["routes"] < version else 0  # only a restore makes it go back
+        seen, routes = await self.database.read(lambda r: r.load_routes(after), timeout_ms=LOAD_MS)
+        self.take_routes(routes, all_of_them=not after)
+        self._seen["routes"] = seen
+
+    async def _read_sightings(self, version: int) -> None:
+        after = self._seen["sightings"] if 0 <= self._seen["sightings"] < version else 0
+        async with self.storing:
+            seen, rows = await self.database.read(lambda r: r.load_sightings(after), timeout_ms=LOAD_MS)
+            self.liveness.take_rows(rows, now_ms=self.now_ms())
+        self._seen["sightings"] = seen
+
+    def take_directory(self, directory: Directory, tokens: list[TokenRow]) -> None:
+        gone = {broker.key for broker in self.directory.brokers()} - {broker.key for broker in directory.brokers()}
+        self.directory, self.tokens = directory, tokens
+        self.liveness.forget(gone)
+        self._take_tokens(tokens)
+        self.directory_changes.publish()
+
+    def take_routes(self, routes: Iterable[Route], *, all_of_them: bool = False) -> None:
+        """Know these routes; those without groups are gone."""
+        routes = list(routes)
+        if all_of_them:
+            gone = self._routes.keys() - {route.subject for route in routes}
+            routes += [replace(self._routes[subject], groups=()) for subject in gone]
+        for route in routes:
+            before = self._routes.get(route.subject)
+            if before is not None and before.version > route.version and not all_of_them:
+                continue  # what was just stored may be read late
+            self._loads.moved(before.groups if before else (), route.groups)
+            if route.groups:
+                self._routes[route.subject] = route
+            else:
+                self._routes.pop(route.subject, None)
+
+    def take_snapshot(self, snapshot: Snapshot) -> None:
+        """Know what a file holds; all of it is read anew once the database answers."""
+        self.take_directory(snapshot.directory, snapshot.tokens)
+        self.take_routes(snapshot.routes.values(), all_of_them=True)
+        self.liveness.take_rows(snapshot.sightings, now_ms=self.now_ms())
+        self.is_loaded = True
+
+    # -- changing the database ------------------------------------------------------------------------------------
+
+    async def change(self, changes: Iterable[Change], audit: AuditRow) -> None:
+        """Store an operator's changes, all or none, and apply them here at once.
+
+        Raises:
+            DatabaseAway: nothing was changed. OutcomeUnknown: perhaps it was; the database went away in between.
+            OperatorError: what the repository refused; nothing was changed.
+        """
+        orders = tuple(changes)
         async with self._writing:
-            await self.reload()
+            await self._store(orders, audit)
+
+    async def change_roles(self, decide: Callable[[Directory], RoleChange], audit: AuditRow | None = None) -> None:
+        """Decide on the newest directory and store the decision; raises as `change`, and what `decide` raises."""
+        async with self._writing:
+            await self.catch_up()
             change = decide(self.directory)
-            await asyncio.to_thread(self._repository.change_roles, change)
-            await self.reload()
+            await self._store((SetRoles(change),), audit or AuditRow("metaserver", "", "change_roles"))
         log.info("roles changed broker_group=%s term=%d %s", change.group, change.term + 1, _parts(change))
 
-    async def replace_broker(self, broker: Broker) -> Broker:
-        """Carry out an operator's ReplaceBroker; return the holder before."""
-        async with self._writing:
-            await self.reload()
-            change, before = roles.replace_broker(self.directory, broker, self._may_be_up)
-            if change:
-                await asyncio.to_thread(self._repository.change_roles, change)
-                log.info("roles changed broker_group=%s term=%d %s", change.group, change.term + 1, _parts(change))
-            else:
-                await asyncio.to_thread(self._repository.store_addresses, broker)
-            await self.reload()
-        return before
+    async def _store(self, changes: tuple[Change, ...], audit: AuditRow) -> None:
+        began_ms = time.time_ns() // 1_000_000
+        try:
+            await self.database.write(lambda r: r.change(changes, audit))
+        except CommitUnknown as error:
+            if not await self._was_stored(audit, began_ms, error):
+                raise DatabaseAway("the connection broke, and the change was not stored") from error
+        try:
+            await self.catch_up()
+        except DatabaseAway:
+            log.error("change stored but not read back action=%s: the database went away", audit.action)
 
-    async def register(self, said: Broker) -> Broker:
-        """Store what a broker said about itself; return it with group and role.
+    async def _was_stored(self, audit: AuditRow, began_ms: int, error: CommitUnknown) -> bool:
+        """Find out whether a change was stored whose commit was not answered: its audit row is part of it."""
+        try:
+            await self.database.probe()
+            if isinstance(error, AnswerLate):  # while the order itself is under way, its absence proves nothing
+                async with asyncio.timeout(LATE_S):
+                    await asyncio.shield(error.result)
+                return True
+        except DatabaseAway:
+            if self.database.is_up:
+                return False  # the late answer: it failed before the commit
+            raise OutcomeUnknown(f"{error}; {LOOK_FIRST}") from error
+        except TimeoutError:
+            raise OutcomeUnknown(f"{error}; {LOOK_FIRST}") from error
+        except CommitUnknown:
+            pass
+        try:
+            rows = await self.database.read(lambda r: r.audit_trail(limit=AUDIT_ROWS_READ, since_ms=began_ms))
+        except DatabaseAway:
+            raise OutcomeUnknown(f"{error}; {LOOK_FIRST}") from error
+        return any(_is_same(row, audit) for row in rows)
+
+    # -- brokers --------------------------------------------------------------------------------------------------
+
+    async def register(self, said: Broker, ask: Ask) -> Broker:
+        """Store what a broker said about itself, if it is news; return it with group and role.
 
         Args:
             said: group and role of it are not looked at.
+            ask: asks a broker whether it is there.
 
         Raises:
             OperatorError: it was not added, its place is taken, or it must not serve with this data directory.
+            DatabaseAway: it says something new, which cannot be stored now.
         """
-        async with self._writing:
-            known = self.directory.find(said.key)
-            if known is None:
-                await self.reload()  # perhaps another metaserver added it
-                known = self.directory.find(said.key) or _refuse_unknown(said, self.directory)
-            self.liveness.check_free(said.key, said.incarnation, now_ms=now_ms())
-            roles.check_registration(known, said.incarnation)
-            self.liveness.claim(said.key, said.incarnation, now_ms=now_ms())
-            same_disk = known.incarnation == said.incarnation
-            broker = replace(said, group=known.group, role=known.role, complete=known.complete and same_disk)
-            if broker != known:
-                await asyncio.to_thread(self._repository.store_registration, broker)
-                await self.reload()
+        known = self.directory.find(said.key)
+        if known is None:
+            await self.catch_up()  # perhaps another metaserver added it
+            known = self.directory.find(said.key) or _refuse_unknown(said, self.directory)
+        doubt = self.liveness.doubt(said.key)
+        if doubt is not None and doubt.incarnation != said.incarnation:
+            await ask(doubt)
+        roles.check_registration(known, said.incarnation)
+        self.liveness.claim(said.key, said.incarnation, now_ms=self.now_ms())
+        same_disk = known.incarnation == said.incarnation
+        broker = replace(said, group=known.group, role=known.role, complete=known.complete and same_disk)
+        if broker != known:
+            async with self._writing:
+                before = known
+                await self.database.write(lambda r: r.store_registration(broker, before))
+                await self.catch_up()
         return broker
 
-    def beat(self, key: BrokerKey, session: int, state: ReplicaState) -> bool:
-        """Note a heartbeat; False: that stream was replaced by a newer one."""
-        if not self.liveness.beat(key, session, state, now_ms=now_ms()):
+    def join(self, key: BrokerKey, incarnation: str) -> str:
+        """Begin a session of heartbeats; return its name. Raises PlaceTaken."""
+        session = self.liveness.join(key, incarnation, now_ms=self.now_ms())
+        self.publish()
+        return session
+
+    def beat(self, key: BrokerKey, session: str, state: ReplicaState) -> bool:
+        """Note a heartbeat; False: that session was replaced by a newer one. Never waits for the database."""
+        if not self.liveness.beat(key, session, state, now_ms=self.now_ms()):
             return False
-        self.publish_if_seen_changed()
+        self._note_completeness(key, state)
+        self.publish()
         return True
 
-    def leave(self, key: BrokerKey, session: int) -> None:
-        self.liveness.leave(key, session)
-        self.publish_if_seen_changed()
+    def leave(self, key: BrokerKey, session: str) -> None:
+        self.liveness.leave(key, session, now_ms=self.now_ms())
+        self.publish()
 
-    def publish_if_seen_changed(self) -> None:
-        """Wake who waits, if a broker's role, term or readiness is another than when last looked at."""
-        now, seen = now_ms(), []
-        for broker in self.directory.brokers():
-            state = self.liveness.state(broker.key, now_ms=now)
-            seen.append((broker.key, state and (state.role, state.term, state.writable, state.readonly_reasons)))
-        writable = [self.is_writable(group) for group in self.directory.groups.values()]
-        if (seen, writable) != self._seen:
-            self._seen = (seen, writable)
-            self.changes.publish()
-
-    async def watch_silence(self) -> None:
-        """Notice brokers that fell silent without closing their connection. Runs as a task until cancelled."""
-        while True:
-            now = now_ms()
-            await asyncio.sleep((self.liveness.next_change_ms(now_ms=now) - now) / 1000 + 0.001)
-            self.publish_if_seen_changed()
-
-    async def note_completeness(self, group: Group, state: ReplicaState) -> None:
-        """Store what a master's heartbeat says about its slave, when that is news."""
-        complete, slave = roles.slave_complete(group, state), group.slave
-        if complete is None or slave is None or not slave.incarnation or slave.complete == complete:
+    def _note_completeness(self, key: BrokerKey, state: ReplicaState) -> None:
+        """Let it be stored what a master's heartbeat says about its slave, when that is news."""
+        broker = self.directory.find(key)
+        group = self.directory.groups.get(broker.group) if broker else None
+        if group is None or group.slave is None or group.master is None or group.master.key != key:
             return
-        async with self._writing:
-            await asyncio.to_thread(self._repository.store_complete, slave, term=group.term, complete=complete)
-            await self.reload()
+        complete = roles.slave_complete(group, state)
+        if complete is None or not group.slave.incarnation or group.slave.complete == complete:
+            self.completeness.pop(group.slave.key, None)
+            return
+        self.completeness[group.slave.key] = (group.slave, group.term, complete)
+        self.news.set()
 
-    async def mark(self, mark: ReadonlyMark, *, readonly: bool) -> None:
-        """Set or remove an operator's mark."""
-        store = self._repository.mark_readonly if readonly else self._repository.unmark_readonly
-        async with self._writing:
-            await asyncio.to_thread(store, mark)
-            await self.reload()
-        log.info("readonly mark broker_group=%s subject=%s set=%s", mark.group, mark.subject, readonly)
+    # -- routes ---------------------------------------------------------------------------------------------------
 
-    async def routes_for(self, subjects: Iterable[str]) -> None:
-        """Make or extend the routes of legal, real subjects where that is needed; `routes` has them afterwards."""
-        placement = routing.Placement(
-            self.directory, self.is_writable, self._loads, groups_min=self._groups_min, groups_new=self._groups_new
-        )
-        for subject in subjects:
-            route = self.routes.get(subject)
-            groups = placement.choose(subject, route.groups if route else ())
-            if groups and (route is None or set(groups) != set(route.groups)):
-                version = route.version if route else 0
-                self._keep(await asyncio.to_thread(self._repository.store_route, subject, groups, version=version))
-                self._metrics.routes_created.inc()
+    async def routes_for(self, subjects: list[str]) -> list[list[GroupRoute]]:
+        """Return the routes of legal subjects; those that are missing or too short are stored, in one transaction.
 
-    async def route(self, subject: str) -> list[routing.GroupRoute]:
-        """Return the route of a legal subject, created or extended where it must be; empty: no broker group exists."""
-        await self.routes_for([subject])
-        groups = self.routes[subject].groups if subject in self.routes else ()
-        return routing.route_for_clients(subject, groups, self.directory, self.is_writable)
+        Returns:
+            One route for each subject; an empty one where no broker group can take it.
 
-    def _keep(self, route: Route) -> None:
-        before = self.routes.get(route.subject)
-        self._loads.moved(before.groups if before else (), route.groups)
-        self.routes[route.subject] = route
+        Raises:
+            DatabaseAway, CommitUnknown: a subject has no route yet, and none can be stored now.
+        """
+        orders = self._orders(subjects)
+        if orders:
+            try:
+                self.take_routes(await self.database.write(lambda r: r.store_routes(orders)))
+                self._metrics.routes_created.inc(len(orders))
+                self.publish(news=True)
+            except (DatabaseAway, CommitUnknown):
+                if any(version == 0 for _, _, version in orders):
+                    raise
+        return [self.known_route(subject) or [] for subject in subjects]
+
+    async def route(self, subject: str) -> list[GroupRoute]:
+        """As `routes_for`, for one subject."""
+        return (await self.routes_for([subject]))[0]
+
+    def known_route(self, subject: str) -> list[GroupRoute] | None:
+        """The route as it is in memory; None: there is none yet."""
+        route = self._routes.get(subject)
+        if route is None:
+            return None
+        return routing.route_for_clients(subject, route.groups, self.directory, self._takes)
+
+    def _orders(self, subjects: list[str]) -> list[tuple[str, tuple[str, ...], int]]:
+        placement: Placement | None = None
+        orders = []
+        for subject in dict.fromkeys(subjects):
+            route = self._routes.get(subject)
+            groups = route.groups if route else ()
+            if route and not routing.is_short(subject, groups, self.directory, groups_min=self._groups_min):
+                continue
+            placement = placement or Placement(
+                self.directory, self._takes, self._loads, groups_min=self._groups_min, groups_new=self._groups_new,
+                stored_bytes=self._stored_bytes(),
+            )  # fmt: skip
+            chosen = placement.choose(subject, groups)
+            if chosen and set(chosen) != set(groups):
+                orders.append((subject, chosen, route.version if route else 0))
+        return orders
+
+    def _stored_bytes(self) -> dict[str, int]:
+        """Bytes in the logs of groups whose masters beat here."""
+        found = {}
+        for group in self.directory.groups.values():
+            state = self.state(group.master) if group.master else None
+            if state is not None and state.log_end:
+                found[group.name] = state.log_end - state.log_start
+        return found
+
+    # -- answers --------------------------------------------------------------------------------------------------
+
+    def now_ms(self) -> int:
+        """Time for liveness: it only goes forward, and stands still while the process does."""
+        return self._clock.at(time.monotonic_ns() // 1_000_000)
 
     def is_writable(self, group: Group) -> bool:
         """Whether the group takes messages of subjects that nobody marked readonly."""
-        writable = self.liveness.is_writable(group, now_ms=now_ms())
-        return writable and not self.directory.is_marked(group.name, "*")
+        return self._takes(group) and not group.draining and not self.directory.is_marked(group.name, ALL_SUBJECTS)
+
+    def _takes(self, group: Group) -> bool:
+        return self.liveness.is_writable(group, now_ms=self.now_ms())
 
     def is_up(self, broker: Broker) -> bool:
-        return self.liveness.is_up(broker.key, now_ms=now_ms())
+        return self.liveness.is_up(broker.key, now_ms=self.now_ms())
+
+    def may_be_up(self, broker: Broker) -> bool:
+        return self.liveness.may_be_up(broker, now_ms=self.now_ms())
 
     def state(self, broker: Broker) -> ReplicaState | None:
-        return self.liveness.state(broker.key, now_ms=now_ms())
+        return self.liveness.state(broker.key, now_ms=self.now_ms())
 
-    def _may_be_up(self, broker: Broker) -> bool:
-        return self.liveness.may_be_up(broker, now_ms=now_ms())
+    def peers(self) -> list[MetaserverRow]:
+        """All metaservers that are alive, this one too."""
+        now = self.now_ms()
+        return [row for row in self.liveness.peers.rows if not self.liveness.peers.is_silent(row.id, now_ms=now)]
+
+    def publish(self, *, news: bool = False) -> None:
+        """Wake who waits, if an answer changed since they were last woken."""
+        if self.liveness.has_news:
+            self.news.set()
+        if news or self._published != self.liveness.version:
+            self._published = self.liveness.version
+            self.changes.publish()
+
+    def stop(self) -> None:
+        """Let streams end: brokers and clients go to another metaserver, or wait for this one."""
+        self.is_stopping = True
+        self.directory_changes.publish()
+        self.changes.publish()
 
     def _read_groups(self) -> list[GroupReading]:
         return [
@@ -207,6 +404,15 @@ class Registry:
 
 def _parts(change: RoleChange) -> str:
     return f"master={change.master and change.master.key} slave={change.slave and change.slave.key}"
+
+
+def _is_same(row: AuditRow, audit: AuditRow) -> bool:
+    """Whether a row that was read is what was to be stored: JSON makes lists of tuples."""
+    said, known = (
+        json.dumps([each.who, each.peer, each.action, dict(each.parameters), each.before, each.after], sort_keys=True)
+        for each in (row, audit)
+    )
+    return said == known
 
 
 def _refuse_unknown(said: Broker, directory: Directory) -> Broker:

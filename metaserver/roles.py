@@ -213,11 +213,15 @@ def check_registration(broker: Broker, incarnation: str) -> None:
 def slave_complete(group: Group, state: ReplicaState) -> bool | None:
     """What a master's words say about its slave: True, it holds all that was ever acknowledged; None, nothing new.
 
-    A group that takes messages has its slave in step. Only `master` durability acknowledges without the slave.
+    A group that takes messages has its slave in step. Only `master` durability acknowledges without the slave. The
+    master must name the very copy that our row names: a slave whose disk was wiped may have registered before the
+    master noticed.
     """
-    if not state.writable or not state.reigns(group.term):
+    if not state.writable or not state.reigns(group.term) or group.slave is None:
         return None
-    return state.durability != "master"
+    if state.durability == "master":
+        return False
+    return True if state.slave_incarnation and state.slave_incarnation == group.slave.incarnation else None
 
 
 def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bool) -> RoleChange:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from qmq.settings import InvalidSettings, setting
 
@@ -18,8 +19,22 @@ class MetaserverSettings:
     grpc_port: int = setting(8081, least=0, most=65535, why="brokers and clients; 0: a free port")
     advertised_ip: str = setting("", why="address that /meta/address tells to brokers and clients; default: host")
     database: str = setting("sqlite:///metaserver.db", why="SQLAlchemy URL; tables are made and migrated at start")
+    database_timeout_ms: int = setting(
+        3000, unit="ms", least=100, most=60_000, why="a call takes a few ms; what takes longer counts as not answered"
+    )
+    poll_ms: int = setting(250, unit="ms", least=20, most=10_000, why="how soon changes of other metaservers are seen")
+    snapshot: str = setting(
+        "", why="file to start from while the database is away; default: beside SQLite's, else here; `none`: no file"
+    )
     cluster_token: str = setting(why="key of the installation: all its metaservers and brokers have it; may everything")
     cluster_token_before: str = setting("", why="the key before a rotation: accepted as well, until it is taken out")
+    password_keys: tuple[str, ...] = setting(
+        (), why="keys that encrypt passwords of databases in the table: the first one, the others only decrypt"
+    )
+    open_lists: bool = setting(False, why="QMQ's lists are answered without a token, as QMQ does")
+    new_subjects_per_minute: int = setting(
+        10_000, least=1, most=10_000_000, why="of one token's clients, so that none fills the tables"
+    )
     log_level: str = setting("INFO", one_of=("DEBUG", "INFO", "WARNING", "ERROR"), why="which log lines are written")
 
     groups_per_subject_min: int = setting(2, least=1, most=100, why="QMQ's min.group.num: one group may be readonly")
@@ -59,6 +74,16 @@ class MetaserverSettings:
             complaints.append("swap_hold_ms: must be longer than swap_catch_up_ms and broker_timeout_ms together")
         if complaints:
             raise InvalidSettings(complaints)
+
+    @property
+    def snapshot_path(self) -> Path | None:
+        if self.snapshot == "none":
+            return None
+        if self.snapshot:
+            return Path(self.snapshot)
+        kind, _, file = self.database.partition(":///")
+        beside = file if kind.startswith("sqlite") and file and ":memory:" not in file else "metaserver"
+        return Path(f"{beside}.snapshot")
 
     @property
     def advertised(self) -> str:

@@ -19,10 +19,16 @@ CHANNEL_OPTIONS = [
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second process on the same port is an error, not a coin toss
     ("grpc.max_send_message_length", 80 << 20),
+    # Who asks sends a few kilobytes; a client that watches 10,000 subjects sends one megabyte.
+    ("grpc.max_receive_message_length", 4 << 20),
+    # A caller whose machine is gone is noticed within 15 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
     # Accept the channel's questions above, instead of taking them for an attack.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
+"""For every gRPC server of ours."""
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens HTTP addresses of our own processes."""

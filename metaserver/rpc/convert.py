@@ -52,6 +52,8 @@ def state_from_message(message: pb.BrokerState) -> ReplicaState:
         readonly_reasons=tuple(message.readonly_reasons),
         writable=message.writable,
         durability=message.durability,
+        incarnation=message.incarnation,
+        slave_incarnation=message.slave_incarnation,
     )
 
 
@@ -68,6 +70,7 @@ def assignment_for(directory: Directory, key: BrokerKey) -> pb.Assignment | None
         master=_address(group.master),
         slave=_address(group.slave),
         readonly_subjects=directory.readonly_subjects(group.name),
+        offline=[pb.Offline(subject=o.subject, group=o.group, consumer=o.consumer) for o in sorted(directory.offline)],
     )
 
 

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 import httpx
 
-from metaserver.db.engine import open_database
 from metaserver.main import Metaserver
 from metaserver.settings import MetaserverSettings
 from qmq.proto import qmq_pb2 as pb
@@ -25,12 +24,13 @@ class World:
 
     def __init__(self, database, **settings):
         self.settings = MetaserverSettings(
-            cluster_token=TOKEN, cluster_token_before="another token", database=f"sqlite:///{database}", http_port=0, grpc_port=0, **settings
-        )
+            cluster_token=TOKEN, cluster_token_before="another token", database=f"sqlite:///{database}", http_port=0,
+            grpc_port=0, **settings,
+        )  # fmt: skip
         self._brokers = []
 
     async def start(self):
-        self.server = Metaserver(self.settings, open_database(self.settings.database))
+        self.server = Metaserver(self.settings)
         self._stop, started = asyncio.Event(), asyncio.Event()
         self._serving = asyncio.create_task(self.server.serve(self._stop, started))
         starting = asyncio.create_task(started.wait())
@@ -74,7 +74,7 @@ class World:
         return await self.done("ReplaceBroker", **place(group, role, hostname, port))
 
     async def group(self, name):
-        groups = (await self.http.post("/management", data={"action": "ListBrokerGroups"})).json()
+        groups = await self.post("ListBrokerGroups")
         return next(group for group in groups if group["groupName"] == name)
 
     async def broker(self, hostname, port=20881, **options):
@@ -144,7 +144,7 @@ class FakeBroker(BrokerServicer):
         self.ready, self.reasons, self.durability = True, [], "fsync"
         self.assignments, self.calls = [], []
         self.prepare_error, self.report_new_terms, self.before_status = None, True, None
-        self.gone = None
+        self.gone, self.in_step_with = None, None
         self._changed = asyncio.Event()
 
     async def start(self):
@@ -222,8 +222,15 @@ class FakeBroker(BrokerServicer):
             flushed_end=self.log_end, matched_end=self.log_end, high_watermark=self.log_end, chain=self.chain,
             readonly_reasons=self.reasons, hostname=self.hostname, serve_port=self.port,
             writable=master and self.ready and not self.reasons, durability=self.durability,
-            incarnation=self.incarnation,
+            incarnation=self.incarnation, slave_incarnation=self.slave_incarnation(known) if master else "",
         )  # fmt: skip
+
+    def slave_incarnation(self, known):
+        """Whose copy is in step: the one that runs at the address that the assignment names."""
+        if self.in_step_with is not None:
+            return self.in_step_with
+        running = [broker for broker in self.world._brokers if broker.control_port == known.slave.control_port]
+        return running[-1].incarnation if running and known.slave.control_port else ""
 
     async def _beat(self):
         self._speak = asyncio.Event()

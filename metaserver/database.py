@@ -1,0 +1,192 @@
+"""Shell. The one way to the database: every call has a time limit, and none starts while the database is away.
+
+A database that hangs is worse than one that is gone: what waits for it would hold up everything else. So its calls run
+on threads of their own. Once one did not answer, all fail at once, until the question of `probe` is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from sqlalchemy import Engine
+from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
+
+from metaserver.db.engine import open_database
+from metaserver.db.errors import CommitUnknown, DatabaseUnusable
+from metaserver.db.repository import Repository
+from qmq.errors import NotServed
+
+log = logging.getLogger("qmq.metaserver")
+
+THREADS = 8
+"""As many as the pool of connections has; calls take milliseconds."""
+
+T = TypeVar("T")
+
+
+class DatabaseAway(NotServed):
+    """The database does not answer. Nothing was changed; what needs it waits, all else goes on from memory."""
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(
+            "the database does not answer: new subjects and role changes wait; known routes go on"
+            + (f" ({reason})" if reason else "")
+        )
+
+
+class AnswerLate(CommitUnknown):
+    """A change was not answered in time. `result` is where its answer arrives, if it ever does."""
+
+    def __init__(self, result: asyncio.Future[Any]) -> None:
+        super().__init__("the database did not answer in time: the change is stored as a whole, or not at all")
+        self.result = result
+
+
+class Database:
+    """Created by main; used from the loop. Its threads end with the process.
+
+    Args:
+        timeout_ms: a call that takes longer counts as not answered.
+    """
+
+    def __init__(self, url: str, *, timeout_ms: int) -> None:
+        self._url, self._timeout_ms = url, timeout_ms
+        self._threads = ThreadPoolExecutor(THREADS, "database")
+        self._engine: Engine | None = None
+        self._repository: Repository | None = None
+        self._probe: asyncio.Future[dict[str, int]] | None = None
+        self._away_since: float | None = None
+        self.reason = ""
+        """Why it is away."""
+
+    @property
+    def is_up(self) -> bool:
+        return self._repository is not None and self._away_since is None
+
+    @property
+    def away_ms(self) -> int:
+        return 0 if self._away_since is None else round((time.monotonic() - self._away_since) * 1000)
+
+    async def open(self) -> None:
+        """Connect, migrate. Without a time limit: a migration may take long.
+
+        Raises:
+            DatabaseUnusable: it must not be used. DatabaseAway: it does not answer.
+        """
+        await self._on_thread(self._open)
+        self._is_back()
+
+    async def probe(self) -> dict[str, int]:
+        """Ask for the versions, even if the database is away: that is how it is found to be back.
+
+        Only one such question is under way at a time, so that a database that hangs takes one thread, not all.
+
+        Raises:
+            DatabaseAway: no answer yet.
+        """
+        if self._probe is None:
+            self._probe = asyncio.ensure_future(self._on_thread(self._ask_versions))
+        try:
+            async with asyncio.timeout(self._timeout_ms / 1000):
+                versions = await asyncio.shield(self._probe)
+        except TimeoutError:
+            self._is_away("no answer in time")
+            raise DatabaseAway(self.reason) from None
+        except (DatabaseAway, DatabaseUnusable) as error:
+            self._probe = None
+            if isinstance(error, DatabaseUnusable):
+                self._is_away(str(error))
+                raise DatabaseAway(self.reason) from error
+            raise
+        self._probe = None
+        self._is_back()
+        return versions
+
+    async def read(self, work: Callable[[Repository], T], *, timeout_ms: int = 0) -> T:
+        """Run `work` on a thread. Raises DatabaseAway."""
+        try:
+            return await self._bounded(work, timeout_ms or self._timeout_ms)
+        except TimeoutError:
+            self._is_away("no answer in time")
+            raise DatabaseAway(self.reason) from None
+
+    async def write(self, work: Callable[[Repository], T]) -> T:
+        """Run `work`, which changes something, on a thread.
+
+        Raises:
+            DatabaseAway: nothing was changed. CommitUnknown, AnswerLate: it may have been.
+            QmqError: what the repository raises; nothing was changed.
+        """
+        result = asyncio.ensure_future(self._bounded(work, 0))
+        done, _ = await asyncio.wait({result}, timeout=self._timeout_ms / 1000)
+        if not done:
+            self._is_away("no answer in time")
+            result.add_done_callback(_heard)
+            raise AnswerLate(result)
+        return result.result()
+
+    @property
+    def repository(self) -> Repository:
+        """For calls on threads of one's own; raises DatabaseAway."""
+        if self._repository is None:
+            raise DatabaseAway(self.reason)
+        return self._repository
+
+    @property
+    def bad_rows(self) -> int:
+        return len(self._repository.bad_rows) if self._repository is not None else 0
+
+    def close(self) -> None:
+        """Give connections back. A thread that hangs is left to its fate: waiting for it would hang the stop."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._engine is not None and self.is_up:
+            self._engine.dispose()
+
+    async def _bounded(self, work: Callable[[Repository], T], timeout_ms: int) -> T:
+        repository = self._repository
+        if repository is None or self._away_since is not None:
+            raise DatabaseAway(self.reason)
+        async with asyncio.timeout(timeout_ms / 1000 if timeout_ms else None):
+            return await self._on_thread(lambda: work(repository))
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except (IntegrityError, DataError):
+            raise  # it answers; what was asked is wrong
+        except (SQLAlchemyError, OSError) as error:
+            reason = str(getattr(error, "orig", None) or error).partition("\n")[0][:200]
+            self._is_away(reason)
+            raise DatabaseAway(reason) from error
+
+    def _open(self) -> None:
+        engine = open_database(self._url)
+        self._engine, self._repository = engine, Repository(engine)
+
+    def _ask_versions(self) -> dict[str, int]:
+        if self._repository is None:
+            self._open()
+        assert self._repository is not None  # just opened
+        return self._repository.versions()
+
+    def _is_away(self, reason: str) -> None:
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            log.error("database away: %s; serving from memory", reason)
+        self.reason = reason
+
+    def _is_back(self) -> None:
+        if self._away_since is not None:
+            log.warning("database back after %.1f s", time.monotonic() - self._away_since)
+        self._away_since, self.reason = None, ""
+
+
+def _heard(result: asyncio.Future[Any]) -> None:
+    """An answer that comes when nobody waits any more is no error of ours."""
+    if not result.cancelled():
+        result.exception()

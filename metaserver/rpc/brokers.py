@@ -1,0 +1,164 @@
+"""Shell. The gRPC methods of brokers: they register, tell how they stand, and hear what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from metaserver.db.errors import CommitUnknown
+from metaserver.liveness import PlaceTaken
+from metaserver.metrics import Metrics
+from metaserver.model import Broker, BrokerKey, ReplicaState
+from metaserver.registry import Ask, Registry
+from metaserver.rpc import convert
+from qmq.errors import MissingRight, NotServed, OperatorError, QmqError
+from qmq.proto import qmq_pb2 as pb
+from qmq.rpc_access import caller
+
+log = logging.getLogger("qmq.metaserver")
+
+REMEMBERED_MAX = 10_000
+STOPPING = "this metaserver stops; ask /meta/address for another one"
+
+Context = Any
+"""grpc.aio.ServicerContext; grpcio comes without types."""
+
+
+class BrokerRpc:
+    """Part of the metaserver's service. Each stream is a task of the gRPC server and ends with its connection."""
+
+    _registry: Registry
+    _metrics: Metrics
+    _ask: Ask
+    _logged: set[str]
+
+    async def Register(self, request: pb.BrokerIdentity, context: Context) -> pb.Assignment:
+        key = BrokerKey(request.hostname, request.serve_port)
+        try:
+            broker = await self._register(request, key)
+        except QmqError as error:
+            self._metrics.registrations.labels(_known_group(self._registry, key), "refused").inc()
+            self._log_once(f"registration refused broker={str(key)[:200]!r} reason={error}")
+            await context.abort(_status(error), str(error))
+            raise  # abort has raised already
+        self._metrics.registrations.labels(broker.group, "accepted").inc()
+        log.info("broker registered broker=%s broker_group=%s role=%s", key, broker.group, broker.role.name)
+        assignment = convert.assignment_for(self._registry.directory, key)
+        if assignment is None:
+            text = f"{key} was replaced at this moment; register again"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        assert assignment is not None  # abort raises
+        return assignment
+
+    async def _register(self, request: pb.BrokerIdentity, key: BrokerKey) -> Broker:
+        if self._registry.is_stopping:
+            raise NotServed(STOPPING)
+        caller().require_group(_known_group(self._registry, key))
+        broker = await self._registry.register(convert.broker_from_identity(request), self._ask)
+        caller().require_group(broker.group)
+        if request.broker_group not in ("", broker.group):
+            raise OperatorError(f"{key} belongs to {broker.group}, not to {request.broker_group}")
+        return broker
+
+    async def Heartbeat(
+        self, requests: AsyncIterator[pb.BrokerState], context: Context
+    ) -> AsyncIterator[pb.Assignment]:
+        first = await anext(aiter(requests), None)
+        if first is None:
+            return
+        broker, session = await self._join(first, context)
+        with self._registry.directory_changes.watch() as wake:
+            reader = asyncio.create_task(self._read_beats(broker.key, session, first, requests, wake))
+            try:
+                sent: pb.Assignment | None = None
+                while not reader.done():
+                    wake.clear()
+                    assignment = convert.assignment_for(self._registry.directory, broker.key)
+                    if self._registry.is_stopping:
+                        await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
+                    elif assignment is None:
+                        text = f"{broker.key} has no place in a group any more; register again to learn what to do"
+                        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+                    elif assignment != sent:
+                        sent = assignment
+                        yield assignment
+                    await wake.wait()
+                if not reader.cancelled() and reader.exception() is None and reader.result():
+                    await context.abort(grpc.StatusCode.ABORTED, f"a newer heartbeat stream of {broker.key} took over")
+            finally:
+                reader.cancel()
+                self._registry.leave(broker.key, session)
+                self._metrics.disconnects.labels(broker.group).inc()
+                log.info("heartbeats ended broker=%s broker_group=%s", broker.key, broker.group)
+
+    async def _join(self, first: pb.BrokerState, context: Context) -> tuple[Broker, str]:
+        key = BrokerKey(first.hostname, first.serve_port)
+        broker = self._registry.directory.find(key)
+        if broker is None or not first.incarnation or broker.incarnation != first.incarnation:
+            text = f"{str(key)[:200]}, incarnation {first.incarnation[:100]!r}, is not registered; call Register first"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        assert broker is not None  # abort raises
+        try:
+            caller().require_group(broker.group)
+            return broker, self._registry.join(key, first.incarnation)
+        except (PlaceTaken, MissingRight) as error:
+            self._log_once(f"heartbeats refused broker={key} reason={error}")
+            await context.abort(_status(error), str(error))
+            raise
+
+    async def _read_beats(
+        self, key: BrokerKey, session: str, first: pb.BrokerState, requests: AsyncIterator[pb.BrokerState],
+        wake: asyncio.Event,
+    ) -> bool:  # fmt: skip
+        """Take in heartbeats until the stream ends; True: because a newer stream took over."""
+        message: pb.BrokerState | None = first
+        try:
+            while message is not None:
+                state = convert.state_from_message(message)
+                if not self._registry.beat(key, session, state):
+                    return True
+                self._note(key, state)
+                message = await anext(aiter(requests), None)
+            return False
+        finally:
+            wake.set()
+
+    def _note(self, key: BrokerKey, said: ReplicaState) -> None:
+        broker = self._registry.directory.find(key)
+        if broker is None:
+            return
+        group = self._registry.directory.groups[broker.group]
+        self._metrics.heartbeats.labels(group.name).inc()
+        if said.term > group.term:
+            self._log_once(
+                f"broker knows a newer term than the database broker={key} broker_group={group.name} term={said.term} "
+                f"stored_term={group.term}: was the database restored from an old copy?"
+            )
+
+    def _log_once(self, line: str) -> None:
+        if line not in self._logged:
+            if len(self._logged) >= REMEMBERED_MAX:
+                self._logged.clear()
+            self._logged.add(line)
+            log.warning("%s", line)
+
+
+def _status(error: QmqError) -> grpc.StatusCode:
+    if isinstance(error, MissingRight):
+        return grpc.StatusCode.PERMISSION_DENIED
+    if isinstance(error, PlaceTaken):
+        return grpc.StatusCode.ALREADY_EXISTS
+    if isinstance(error, NotServed | CommitUnknown):
+        return grpc.StatusCode.UNAVAILABLE
+    if isinstance(error, OperatorError):
+        return grpc.StatusCode.FAILED_PRECONDITION
+    return grpc.StatusCode.INVALID_ARGUMENT
+
+
+def _known_group(registry: Registry, key: BrokerKey) -> str:
+    broker = registry.directory.find(key)
+    return broker.group if broker else ""

@@ -1,0 +1,174 @@
+"""Shell. What the metaserver does all the time: follow the database, tell it of heartbeats, ask doubtful brokers.
+
+Each task goes on whatever the database does. None of them is waited for by a heartbeat or a route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from functools import partial
+
+from metaserver.database import DatabaseAway
+from metaserver.db.errors import CommitUnknown
+from metaserver.db.repository import Repository
+from metaserver.liveness import Question
+from metaserver.model import Broker, MetaserverRow, ReplicaState
+from metaserver.registry import Registry
+from metaserver.rpc.broker_client import Brokers
+from metaserver.snapshot import Snapshots
+from qmq.errors import NotServed, OperatorError, QmqError
+
+log = logging.getLogger("qmq.metaserver")
+
+BEAT_S = 1.0
+TICK_S = 0.1
+STORE_GAP_S = 0.1
+"""Heartbeats' news of so long a time go into one transaction."""
+AGAIN_S = 1.0
+"""What could not be stored is tried again so often."""
+SNAPSHOT_GAP_S = 3.0
+ASKED_AT_ONCE = 32
+
+
+class Upkeep:
+    """Made by main; `run` ends when it is cancelled."""
+
+    def __init__(
+        self, registry: Registry, brokers: Brokers, snapshots: Snapshots, own: MetaserverRow, *, poll_ms: int
+    ) -> None:
+        self._registry, self._brokers, self._snapshots, self._own = registry, brokers, snapshots, own
+        self._poll_s = poll_ms / 1000
+        self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for work in (self._follow, self._show_life, self._store, self._watch_silence, self._keep_snapshot):
+                tasks.create_task(work())
+
+    async def stop(self) -> None:
+        """Store what is known, give up our place among the metaservers. Bounded; the database may be away."""
+        try:
+            await self._store_news()
+            await self._registry.database.write(lambda r: r.remove_metaserver(self._own.id))
+        except (DatabaseAway, CommitUnknown) as error:
+            log.warning("stopping without the database: %s", error)
+        await self._snapshots.save(self._registry)
+
+    async def ask(self, question: Question) -> None:
+        """Ask a broker that nobody hears whether it is there, and note the answer."""
+        async with self._asking:
+            state = await self._ask(question)
+        self._registry.liveness.answered(question, state, now_ms=self._registry.now_ms())
+        if state is None:
+            log.warning("broker down broker=%s: nobody hears it, and it does not answer", question.key)
+        self._registry.publish()
+
+    async def _ask(self, question: Question) -> ReplicaState | None:
+        broker = self._registry.directory.find(question.key)
+        if broker is None or not broker.control_port:
+            return None
+        try:
+            state = await self._brokers.replica_status(broker)
+        except NotServed:
+            return None
+        except OperatorError as error:  # somebody is there, who only does not know our token, say
+            log.warning("broker did not say how it stands broker=%s: %s", question.key, error)
+            return self._registry.state(broker) or ReplicaState(role=int(broker.role), term=0)
+        return state if state.incarnation in ("", question.incarnation) else None
+
+    async def _follow(self) -> None:
+        """Read what other metaservers changed."""
+        while True:
+            try:
+                await self._registry.catch_up()
+            except DatabaseAway:
+                pass  # it is logged where it is found; this loop finds it back
+            except Exception:
+                log.exception("the database gave something that cannot be used; what was read before stays")
+                await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(self._poll_s)
+
+    async def _show_life(self) -> None:
+        """Raise our counter, look at those of the others."""
+        while True:
+            try:
+                await self._show_life_once()
+            except (DatabaseAway, CommitUnknown):
+                pass
+            await asyncio.sleep(BEAT_S)
+
+    async def _show_life_once(self) -> None:
+        registry, peers = self._registry, self._registry.liveness.peers
+        own = self._own = replace(self._own, beat=self._own.beat + 1)
+        await registry.database.write(lambda r: r.beat(own))
+        rows = await registry.database.read(lambda r: r.load_metaservers())
+        peers.read(rows, mentioned=registry.liveness.mentioned(), now_ms=registry.now_ms())
+        for id in peers.forgotten():
+            await registry.database.write(partial(_remove, id=id))
+
+    async def _store(self) -> None:
+        """Store what brokers say, when it is news."""
+        while True:
+            await self._registry.news.wait()
+            await asyncio.sleep(STORE_GAP_S)
+            try:
+                await self._store_news()
+            except (QmqError, CommitUnknown) as error:
+                log.debug("heartbeats not stored: %s", error)
+                await asyncio.sleep(AGAIN_S)
+
+    async def _store_news(self) -> None:
+        registry = self._registry
+        async with registry.storing:
+            registry.news.clear()
+            rows = registry.liveness.news()
+            try:
+                if rows:
+                    await registry.database.write(lambda r: r.store_sightings(rows))
+            except BaseException:
+                registry.liveness.not_stored(rows)
+                registry.news.set()
+                raise
+            registry.liveness.stored(rows)
+        for key, (slave, term, complete) in list(registry.completeness.items()):
+            try:
+                await registry.database.write(partial(_store_complete, slave=slave, term=term, complete=complete))
+            except BaseException:
+                registry.news.set()
+                raise
+            registry.completeness.pop(key, None)
+
+    async def _watch_silence(self) -> None:
+        """Notice who fell silent, and ask whom nobody hears."""
+        registry, asking = self._registry, set[asyncio.Task[None]]()
+        try:
+            while True:
+                registry.liveness.tick(now_ms=registry.now_ms())
+                registry.publish()
+                if not registry.is_stopping:
+                    for question in registry.liveness.to_ask(now_ms=registry.now_ms()):
+                        task = asyncio.create_task(self.ask(question))
+                        asking.add(task)
+                        task.add_done_callback(asking.discard)
+                await asyncio.sleep(TICK_S)
+        finally:
+            for task in asking:
+                task.cancel()
+
+    async def _keep_snapshot(self) -> None:
+        saved: object = None
+        while True:
+            await asyncio.sleep(SNAPSHOT_GAP_S)
+            if self._registry.is_loaded and saved != (revision := self._registry.revision):
+                await self._snapshots.save(self._registry)
+                saved = revision
+
+
+def _remove(repository: Repository, *, id: str) -> None:
+    repository.remove_metaserver(id)
+
+
+def _store_complete(repository: Repository, *, slave: Broker, term: int, complete: bool) -> None:
+    repository.store_complete(slave, term=term, complete=complete)
