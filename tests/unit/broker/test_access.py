@@ -1,0 +1,203 @@
+"""Shell. A broker asks a metaserver, over real sockets, what tokens of others may do, and remembers what it heard."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from broker import access as module
+from broker.access import Access
+from broker.settings import BrokerSettings
+from qmq.errors import AccessError, NotServed
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server
+from qmq.rights import TokenRole
+
+OWN = "the key of the installation"
+
+
+class FakeMetaserver(MetaserverServicer):
+    """Knows some tokens, says who asked what, and tells by HTTP where its gRPC port is."""
+
+    def __init__(self):
+        self.answers: dict[str, pb.TokenAnswer] = {}
+        self.asked: list[tuple[str, str]] = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def start(self):
+        self._server = grpc.aio.server()
+        add_MetaserverServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+
+        async def tell(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            address = f"127.0.0.1:{port}"
+            writer.write(f"HTTP/1.0 200 OK\r\nContent-Length: {len(address)}\r\n\r\n{address}".encode())
+            await writer.drain()
+            writer.close()
+
+        self._http = await asyncio.start_server(tell, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._http.sockets[0].getsockname()[1]}"
+
+    async def stop(self):
+        self._http.close()
+        await self._http.wait_closed()
+        await self._server.stop(None)
+
+    async def CheckToken(self, request, context):
+        self.asked.append((request.token, dict(context.invocation_metadata())["x-api-token"]))
+        await self.may_answer.wait()
+        if request.token not in self.answers:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "the API token is not valid")
+        return self.answers[request.token]
+
+
+class Guest:
+    def __init__(self):
+        self.reasons = []
+        self.is_out = asyncio.Event()
+
+    def turn_out(self, reason):
+        self.reasons.append(reason)
+        self.is_out.set()
+
+
+class Clock:
+    now_ms = 1_000_000
+
+
+@asynccontextmanager
+async def asking(monkeypatch):
+    metaserver = FakeMetaserver()
+    await metaserver.start()
+    settings = BrokerSettings(hostname="b", data=Path("unused"), token=OWN, metaserver=metaserver.url)
+    monkeypatch.setattr(module, "_now_ms", lambda: Clock.now_ms)
+    access = Access(settings)
+    try:
+        yield metaserver, access
+    finally:
+        await access._disconnect()
+        await metaserver.stop()
+
+
+def in_world(test):
+    def run(monkeypatch):
+        async def body():
+            async with asking(monkeypatch) as (metaserver, access):
+                await test(metaserver, access)
+
+        asyncio.run(body())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+def answer(name="shop", role="client", valid_ms=20_000, **more):
+    return pb.TokenAnswer(name=name, role=role, valid_ms=valid_ms, **more)
+
+
+@in_world
+async def test_the_own_token_is_known_at_once(metaserver, access):
+    await metaserver.stop()
+    assert (await access.check(OWN)).role == access.own(OWN).role == TokenRole.CLUSTER
+    assert access.own(OWN + "x") is None and access.own("") is None and access.own("\udcff") is None
+    await metaserver.start()
+
+
+@in_world
+async def test_the_metaserver_says_what_another_token_may_do(metaserver, access):
+    metaserver.answers["t"] = answer(subjects=["order.*"], groups=["g1"])
+    caller = await access.check("t")
+    assert (caller.name, caller.role) == ("shop", TokenRole.CLIENT)
+    assert (caller.scope.subjects, caller.scope.groups) == (("order.*",), ("g1",))
+    assert metaserver.asked == [("t", OWN)]
+
+
+@in_world
+async def test_many_connections_with_one_token_ask_one_question(metaserver, access):
+    metaserver.answers["t"] = answer()
+    metaserver.may_answer.clear()
+    checks = [asyncio.ensure_future(access.check("t")) for _ in range(50)]
+    while not metaserver.asked:
+        await asyncio.sleep(0)
+    metaserver.may_answer.set()
+    assert {caller.name for caller in await asyncio.gather(*checks)} == {"shop"}
+    await access.check("t")
+    assert len(metaserver.asked) == 1
+
+
+@in_world
+async def test_an_unknown_token_is_refused_and_not_asked_about_at_each_knock(metaserver, access):
+    for _ in range(3):
+        with pytest.raises(AccessError, match="not valid"):
+            await access.check("nobody's")
+    assert len(metaserver.asked) == 1
+    metaserver.answers["nobody's"] = answer()
+    Clock.now_ms += 5000
+    assert (await access.check("nobody's")).name == "shop", "it was made meanwhile"
+
+
+@in_world
+async def test_an_outage_of_the_metaserver_stops_nobody_who_was_known(metaserver, access):
+    metaserver.answers["t"] = answer()
+    await access.check("t")
+    await metaserver.stop()
+    Clock.now_ms += 24 * 3600 * 1000
+    assert (await access.check("t")).name == "shop"
+    with pytest.raises(NotServed, match="new here"):
+        await access.check("a new one")
+    await metaserver.start()
+
+
+@in_world
+async def test_a_token_expires_in_an_outage_too(metaserver, access):
+    metaserver.answers["t"] = answer(expires_in_ms=60_000)
+    await access.check("t")
+    await metaserver.stop()
+    Clock.now_ms += 59_999
+    assert (await access.check("t")).name == "shop"
+    Clock.now_ms += 1
+    with pytest.raises(NotServed):
+        await access.check("t")
+    await metaserver.start()
+
+
+@in_world
+async def test_revocation_ends_open_connections_within_a_minute(metaserver, access):
+    metaserver.answers |= {"t": answer(), "other": answer("other")}
+    revoked, other = Guest(), Guest()
+    for token, guest in (("t", revoked), ("other", other)):
+        await access.check(token)
+        access.entered(token, guest)
+    del metaserver.answers["t"]
+    await access._review("t")
+    assert revoked.reasons == [], "the answer holds a little longer"
+    Clock.now_ms += 60_000 - int(module.REVIEW_S * 1000)
+    for token in ("t", "other"):
+        await access._review(token)
+    assert revoked.reasons == ["the API token is not valid"] and other.reasons == []
+    access.left("other", other)
+    assert not access._guests.get("other")
+
+
+@in_world
+async def test_the_review_goes_on_by_itself(metaserver, access):
+    module_review_s, module.REVIEW_S = module.REVIEW_S, 0.01
+    metaserver.answers["t"] = answer(valid_ms=0)
+    guest = Guest()
+    await access.check("t")
+    access.entered("t", guest)
+    task = asyncio.ensure_future(access.run())
+    try:
+        del metaserver.answers["t"]
+        await asyncio.wait_for(guest.is_out.wait(), 5)
+    finally:
+        module.REVIEW_S = module_review_s
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,106 @@
+"""Core. What a broker remembers of tokens, and what it lets a connection do."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from broker.tokens import CONTROL_ROLES, KNOWN_MAX, Limits, TokenCache, check_broker, check_client
+from qmq.errors import InvalidRequest, MissingRight, Overloaded
+from qmq.proto import qmq_pb2 as pb
+from qmq.rations import NewSubjects
+from qmq.remoting.commands import Command, encode_json, produce_header
+from qmq.remoting.packet import Packet
+from qmq.rights import Caller, Scope, TokenRole
+
+
+def packet(command, body):
+    return Packet(command, 1, 0, 0, memoryview(body))
+
+
+def produce(subject):
+    return packet(Command.PRODUCE, produce_header(1, 1, 0, 0, subject) + b"batch")
+
+
+def subscribe(subject):
+    return packet(Command.SUBSCRIBE, encode_json(subject=subject, group="g", consumer="c", start="latest", held_end=0))
+
+
+def limits(*subjects, per_minute=1000):
+    return Limits(Caller("shop", TokenRole.CLIENT, Scope(subjects)), NewSubjects(per_minute))
+
+
+def test_every_method_of_the_control_port_names_the_role_it_needs():
+    methods = {method.name for method in pb.DESCRIPTOR.services_by_name["Broker"].methods}
+    assert methods == set(CONTROL_ROLES) and all(CONTROL_ROLES.values())
+
+
+def test_what_changes_a_broker_needs_the_key_of_the_installation():
+    for method in ("PrepareSwap", "CancelSwap", "ResetOffset"):
+        assert CONTROL_ROLES[method] == {TokenRole.CLUSTER}
+
+
+def test_a_scope_decides_what_is_produced_and_what_is_consumed():
+    allowed = limits("produce:order", "consume:paid.*")
+    allowed.check(produce("order"), {}, now_ms=0)
+    allowed.check(subscribe("paid.card"), {}, now_ms=0)
+    with pytest.raises(MissingRight, match="may not produce to 'paid.card'"):
+        allowed.check(produce("paid.card"), {}, now_ms=0)
+    with pytest.raises(MissingRight, match="may not consume from 'order'"):
+        allowed.check(subscribe("order"), {}, now_ms=0)
+
+
+def test_a_subject_that_was_refused_is_refused_again():
+    allowed = limits("order")
+    for _ in range(3):
+        with pytest.raises(MissingRight):
+            allowed.check(produce("other"), {}, now_ms=0)
+        allowed.check(produce("order"), {}, now_ms=0)
+
+
+def test_new_subjects_are_rationed_and_known_ones_are_not():
+    """Weakness 31: anyone could fill the tables."""
+    allowed = limits(per_minute=2)
+    known = {"old": 5}
+    for subject in ("old", "new1", "new2", "new1", "old"):
+        allowed.check(produce(subject), known, now_ms=0)
+    with pytest.raises(Overloaded, match="too many new subjects"):
+        allowed.check(produce("new3"), known, now_ms=0)
+    allowed.check(produce("new3"), known, now_ms=30_000)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        packet(Command.PRODUCE, b"short"),
+        packet(Command.PRODUCE, struct.pack("<QQIIH", 1, 1, 0, 0, 2) + b"\xff\xff"),
+        packet(Command.SUBSCRIBE, b"{"),
+        packet(Command.SUBSCRIBE, b'{"subject": 5}'),
+    ],
+    ids=["cut", "no text", "no JSON", "no subject"],
+)
+def test_what_does_not_parse_is_refused(wrong):
+    with pytest.raises(InvalidRequest):
+        limits().check(wrong, {}, now_ms=0)
+
+
+@pytest.mark.parametrize("role", TokenRole)
+def test_each_port_has_its_roles(role):
+    caller = Caller("x", role, Scope(groups=("g1",)))
+    for check, allowed in ((check_client, {"client", "cluster"}), (check_broker, {"broker", "cluster"})):
+        if role in allowed:
+            check(caller, "g1")
+            with pytest.raises(MissingRight, match="broker group 'g2'"):
+                check(caller, "g2")
+        else:
+            with pytest.raises(MissingRight, match="role"):
+                check(caller, "g1")
+
+
+def test_the_cache_is_bounded_and_forgets_refused_tokens_first():
+    cache = TokenCache("own")
+    cache.accepted("good", Caller("shop", TokenRole.CLIENT), valid_ms=10, expires_in_ms=0, now_ms=0)
+    for number in range(KNOWN_MAX + 10):
+        cache.refused(f"wrong{number}", "no", now_ms=0)
+    assert len(cache._known) <= KNOWN_MAX and cache.fallback("good", now_ms=0) is not None
