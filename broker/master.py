@@ -161,6 +161,11 @@ class Master:
         return self._slave_watch.fenced_by
 
     @property
+    def in_step_with(self) -> str:
+        """Incarnation of the slave whose copy has all that is acknowledged; empty: none has."""
+        return self._slave_watch.in_step_with
+
+    @property
     def is_drained(self) -> bool:
         """Whether the slave has everything, so that roles can be swapped."""
         gate = self.gate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator
 
 import grpc
@@ -24,10 +25,14 @@ _REFUSALS = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.ALREADY_EXISTS,
     grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.INVALID_ARGUMENT,
 )
 BEAT_S = 1.0
-RETRY_S = 1.0
+RETRIES_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Waits after failures in a row. The first is none: another metaserver is there when one ends, and /meta/address names
+it. Up to half of a wait is added at random, so that not all brokers come at once."""
+REGISTER_S = 5.0
 ALONE_AFTER_S = 3.0
 """How long a broker that starts waits for the metaserver before it takes up the part it had."""
 
@@ -53,6 +58,7 @@ def state_message(service: Service, settings: BrokerSettings) -> pb.BrokerState:
         writable=node.writable,
         durability=settings.durability,
         incarnation=node.identity.value.incarnation,
+        slave_incarnation=master.in_step_with if master else "",
     )
 
 
@@ -63,6 +69,7 @@ class MetaLink:
         self._service, self._settings = service, settings
         self._metadata = (("x-api-token", settings.token),)
         self._is_refused = False
+        self._failures = 0
 
     async def run(self) -> None:
         """Register, beat; again after every failure."""
@@ -74,7 +81,9 @@ class MetaLink:
                     await self._live(MetaserverStub(channel))
             except (grpc.aio.AioRpcError, NotServed, OperatorError) as error:
                 self.failed(error)
-            await asyncio.sleep(RETRY_S)
+            wait_s = RETRIES_S[min(self._failures, len(RETRIES_S) - 1)]
+            self._failures += 1
+            await asyncio.sleep(wait_s * random.uniform(1.0, 1.5))
 
     def failed(self, error: Exception) -> None:
         """Take note of why the metaserver does not serve us."""
@@ -103,8 +112,9 @@ class MetaLink:
             serve_port=settings.serve_port, sync_port=settings.sync_port, control_port=settings.control_port,
             metrics_port=settings.metrics_port, incarnation=self._service.node.identity.value.incarnation, version="1",
         )  # fmt: skip
-        self._assign(await stub.Register(identity, metadata=self._metadata, timeout=5))
+        self._assign(await stub.Register(identity, metadata=self._metadata, timeout=REGISTER_S))
         async for assignment in stub.Heartbeat(self._beats(), metadata=self._metadata):
+            self._failures = 0  # it hears us
             self._assign(assignment)
         raise NotServed("the metaserver ended the heartbeat")
 

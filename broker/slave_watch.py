@@ -38,6 +38,7 @@ class SlaveWatch:
         self._must_match = reign.log.is_empty or reign.log.is_tail_cut or not identity.value.complete
         self._began_ms = self._ticked_ms = reign.host.monotonic_ms()
         self._slave: Shipper | None = None
+        self._slave_incarnation = ""
         self._giver: Link | None = None
         self._give_from = 0
         self._oldest_unconfirmed: tuple[int, int] | None = None
@@ -47,6 +48,11 @@ class SlaveWatch:
     def confirmed_end(self) -> int | None:
         """Offset from which the slave still needs the log; None without a slave."""
         return self._slave.confirmed_end if self._slave is not None else None
+
+    @property
+    def in_step_with(self) -> str:
+        """Incarnation of the slave whose copy has all that is acknowledged; empty: none has."""
+        return "" if self._slave is None or self._reign.gate.alone else self._slave_incarnation
 
     def is_slave(self, link: Link) -> bool:
         return self._slave is not None and self._slave.link is link
@@ -85,6 +91,7 @@ class SlaveWatch:
         self._giver, self._give_from = (link if agreement.action == Action.GIVE else None), agreement.offset
         link.answer(packet, agreement.encode())
         if agreement.action != Action.GIVE:
+            self._slave_incarnation = hello.incarnation
             self._ship_to(link, agreement)
 
     def _forget_slave(self, replaced_by: Link) -> None:
