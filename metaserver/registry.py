@@ -20,7 +20,7 @@ from metaserver.awake import AwakeClock
 from metaserver.changes import Changes
 from metaserver.database import AnswerLate, Database, DatabaseAway
 from metaserver.db.changes import Change, SetRoles
-from metaserver.db.errors import CommitUnknown
+from metaserver.db.errors import CommitUnknown, StaleTerm
 from metaserver.liveness import Liveness, Question
 from metaserver.metrics import GroupReading, Metrics
 from metaserver.model import (
@@ -47,6 +47,7 @@ TakeTokens = Callable[[list[TokenRow]], None]
 
 AUDIT_ROWS_READ = 200
 """So many newest rows are looked through for a change whose commit got lost; it is seconds old."""
+REGISTER_TRIES = 3
 LATE_S = 5.0
 """A database that answers again has answered what it was asked before, or will not."""
 LOOK_FIRST = "it does not tell now; look at AuditTrail once it does, before you repeat this"
@@ -248,16 +249,28 @@ class Registry:
         doubt = self.liveness.doubt(said.key)
         if doubt is not None and doubt.incarnation != said.incarnation:
             await ask(doubt)
-        roles.check_registration(known, said.incarnation)
-        self.liveness.claim(said.key, said.incarnation, now_ms=self.now_ms())
-        same_disk = known.incarnation == said.incarnation
-        broker = replace(said, group=known.group, role=known.role, complete=known.complete and same_disk)
-        if broker != known:
-            async with self._writing:
-                before = known
-                await self.database.write(lambda r: r.store_registration(broker, before))
+        self.liveness.check_free(said.key, said.incarnation, now_ms=self.now_ms())
+        for attempt in range(REGISTER_TRIES):
+            known = self.directory.find(said.key) or _refuse_unknown(said, self.directory)
+            roles.check_registration(known, said.incarnation)
+            self.liveness.claim(said.key, said.incarnation, now_ms=self.now_ms())
+            same_disk = known.incarnation == said.incarnation
+            broker = replace(said, group=known.group, role=known.role, complete=known.complete and same_disk)
+            if broker == known:
+                break
+            try:
+                await self._store_registration(broker, known)
+                break
+            except StaleTerm:  # what we know of it is a moment old
+                if attempt + 1 == REGISTER_TRIES:
+                    raise
                 await self.catch_up()
         return broker
+
+    async def _store_registration(self, broker: Broker, before: Broker) -> None:
+        async with self._writing:
+            await self.database.write(lambda r: r.store_registration(broker, before))
+            await self.catch_up()
 
     def join(self, key: BrokerKey, incarnation: str) -> str:
         """Begin a session of heartbeats; return its name. Raises PlaceTaken."""

@@ -74,7 +74,8 @@ class World:
         return await self.done("ReplaceBroker", **place(group, role, hostname, port))
 
     async def group(self, name):
-        groups = await self.post("ListBrokerGroups")
+        answer = await self.http.get("/api/v1/ListBrokerGroups", headers={"X-Api-Token": TOKEN})
+        groups = answer.json()["data"]
         return next(group for group in groups if group["groupName"] == name)
 
     async def broker(self, hostname, port=20881, **options):

@@ -103,6 +103,7 @@ async def test_new_stream_of_the_same_broker_replaces_the_old_one(world):
 @in_world
 async def test_readonly_mark_is_pushed_to_both_brokers(world):
     master, slave = await world.pair()
+    await world.post("AddNewSubject", subject="order.changed", tag="pay")
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="order.changed")
     for broker in (master, slave):
