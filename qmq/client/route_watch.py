@@ -1,7 +1,10 @@
-"""Shell. Keeps a watch on the metaserver's routes, through restarts of the metaserver.
+"""Shell. Keeps a watch on the metaserver's routes, through restarts of the metaserver and networks that block gRPC.
 
 `GET {metaserver}/meta/address` names the gRPC endpoint; a stream of `WatchRoutes` then brings the routes of the
-subjects that were named and every change of them. While the metaserver is down the last known routes stay in use.
+subjects that were named and every change of them. A new stream, at whichever metaserver, says which versions the
+client uses and brings those alone that differ. What was taken over is confirmed, so that an operator knows when
+nobody uses an old route any more. As long as there is no stream, routes are polled over HTTP, while gRPC is tried
+again and again. While no metaserver answers at all, the last known routes stay in use.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from qmq.client import route_poll
 from qmq.client.routing import GroupRoute, SubjectRoute
 from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
 from qmq.errors import AccessError
@@ -28,6 +32,9 @@ HTTP_TIMEOUT_S = 3.0
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 3.0
 ANSWER_TIMEOUT_S = 5.0
 """A request for routes that is not answered by then went to a metaserver that is gone without a word."""
+POLL_AFTER_S = 1.0
+"""A restarted metaserver, or another one, is found over gRPC within a second."""
+POLL_S = 5.0
 
 
 class RouteWatch:
@@ -43,8 +50,14 @@ class RouteWatch:
         self._on_routes = on_routes
         self._subjects: dict[str, None] = {}
         self._wanted: list[str] = []
-        self._wake = asyncio.Event()
+        self._held: dict[str, int] = {}
+        """Versions of the routes in use."""
+        self._unconfirmed: dict[str, int] = {}
+        self._ask_now, self._poll_now = asyncio.Event(), asyncio.Event()
         self._asked_at: float | None = None
+        self._streams = False
+        self._stream_moved = asyncio.Event()
+        """Set when `_streams` changes."""
         self.refused: AccessError | None = None
         """Set while the metaserver does not accept the token."""
 
@@ -53,23 +66,42 @@ class RouteWatch:
         if subject not in self._subjects:
             self._subjects[subject] = None
             self._wanted.append(subject)
-            self._wake.set()
+            self._ask_now.set()
+            self._poll_now.set()
 
     def refresh(self) -> None:
         """Ask for all routes again: something showed that they are old."""
         if self._asked_at is None and self._subjects:
             self._wanted = list(self._subjects)
-            self._wake.set()
+            self._ask_now.set()
 
     async def run(self) -> None:
         """Watch until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._stream_always())
+            tasks.create_task(self._poll_without_stream())
+
+    def _take(self, routes: list[SubjectRoute]) -> None:
+        """Hand routes on; from now on they are in use. A refusal is no route: what was in use before stays so."""
+        self.refused = None
+        self._on_routes(routes)
+        taken = {route.subject: route.version for route in routes if not route.refused}
+        self._held |= taken
+        self._unconfirmed |= taken
+        if taken:
+            self._ask_now.set()
+
+    # Over gRPC.
+
+    async def _stream_always(self) -> None:
         failures = 0
         while True:
             try:
                 async with grpc.aio.insecure_channel(await self._address(), options=CHANNEL_OPTIONS) as channel:
                     async for update in self._updates(channel):
-                        failures, self.refused = 0, None
-                        self._on_routes([_route(route) for route in update.routes])
+                        failures = 0
+                        self._set_streams(True)
+                        self._take([_route(route) for route in update.routes])
                 reason = "the metaserver ended the watch"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name} {error.details()}"
@@ -78,6 +110,7 @@ class RouteWatch:
             except (OSError, ValueError, TimeoutError) as error:
                 reason = str(error) or "no answer in time"
             self._asked_at = None
+            self._set_streams(False)
             if failures == 0:
                 log.warning("route watch interrupted metaserver=%s reason=%s", self._metaserver, reason)
             wait_s = min(RETRY_S_MIN * 2 ** min(failures, 10), RETRY_S_MAX)
@@ -107,21 +140,78 @@ class RouteWatch:
             stream.cancel()
 
     async def _requests(self) -> AsyncIterator[Any]:
-        """Yield what to ask on a new stream: all subjects, later those that are added or asked for again."""
-        self._wanted = list(self._subjects)
+        """Yield what to say on a new stream: all subjects; later those that are added or asked for again, and what
+        is in use by now."""
+        self._wanted, self._unconfirmed = list(self._subjects), {}
         while True:
-            if self._wanted:
+            if self._wanted or self._unconfirmed:
                 subjects, self._wanted = self._wanted, []
-                self._asked_at = asyncio.get_running_loop().time()
+                held, self._unconfirmed = self._unconfirmed, {}
+                held |= {subject: self._held[subject] for subject in subjects if subject in self._held}
+                if subjects:
+                    self._asked_at = asyncio.get_running_loop().time()
                 yield pb.RouteRequest(
-                    subjects=subjects, app=self._app, client_id=self._client_id, produces=self._produces
+                    subjects=subjects, app=self._app, client_id=self._client_id, produces=self._produces, held=held
                 )
-            self._wake.clear()
-            await self._wake.wait()
+            self._ask_now.clear()
+            await self._ask_now.wait()
 
     async def _address(self) -> str:
         """Ask where the gRPC endpoint is; raises OSError or ValueError."""
         return await asyncio.to_thread(find_metaserver, self._metaserver, timeout_s=HTTP_TIMEOUT_S)
+
+    def _set_streams(self, streams: bool) -> None:
+        if streams != self._streams:
+            self._streams = streams
+            self._stream_moved.set()
+
+    # Over HTTP.
+
+    async def _poll_without_stream(self) -> None:
+        """Poll as long as there is no stream, but not for the moment that a new one takes."""
+        is_polling = False
+        while True:
+            self._stream_moved.clear()
+            if self._streams:
+                if is_polling:
+                    log.info("routes come over gRPC again metaserver=%s", self._metaserver)
+                    is_polling = False
+                await self._stream_moved.wait()
+                continue
+            if not self._subjects:
+                await self._poll_now.wait()
+            self._poll_now.clear()
+            if not is_polling:
+                is_polling = not await _set_within(self._stream_moved, POLL_AFTER_S)
+                continue
+            await self._poll()
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._stream_moved, self._poll_now)]
+            await asyncio.wait(waits, timeout=POLL_S * random.uniform(0.8, 1.2), return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+
+    async def _poll(self) -> None:
+        """Ask over HTTP once. If nobody answers, the routes in use stay."""
+        try:
+            routes = await asyncio.to_thread(
+                route_poll.poll, self._metaserver, list(self._subjects), dict(self._held), token=self._token,
+                app=self._app, client_id=self._client_id, produces=self._produces, timeout_s=HTTP_TIMEOUT_S,
+            )  # fmt: skip
+        except AccessError as error:
+            self.refused = error
+        except (OSError, ValueError) as error:
+            log.debug("routes not polled metaserver=%s reason=%s", self._metaserver, error)
+        else:
+            self._take(routes)
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 def _route(route: Any) -> SubjectRoute:
@@ -137,4 +227,5 @@ def _route(route: Any) -> SubjectRoute:
             for group in route.groups
         ),
         route.refused,
+        route.version,
     )

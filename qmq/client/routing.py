@@ -8,7 +8,7 @@ only ever makes a group *rest* for a while; it never removes a route, so nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qmq.types import Endpoint
 
@@ -29,11 +29,16 @@ class GroupRoute:
 
 @dataclass(frozen=True, slots=True)
 class SubjectRoute:
-    """The broker groups of a subject. `refused` says why there is none."""
+    """The broker groups of a subject, as of `version`, which names this content at every metaserver.
+
+    A route without groups is meant so, unless `refused` says what went wrong. Groups of which none is writable: the
+    operators, or the brokers themselves, keep producers away.
+    """
 
     subject: str
     groups: tuple[GroupRoute, ...]
     refused: str = ""
+    version: int = 0
 
 
 @dataclass(slots=True)
@@ -58,10 +63,14 @@ class Routing:
         """Take over what the metaserver says; return the broker groups whose master or term is new.
 
         A route of an older term than one already known keeps the newer master: after a reconnect to another metaserver
-        an old picture may come first.
+        an old picture may come first. A refusal never takes a route away: it says that something went wrong, not that
+        the groups are gone.
         """
         changed = set()
         for route in routes:
+            if route.refused and self.groups_of(route.subject):
+                self._subjects[route.subject] = replace(self._subjects[route.subject], refused=route.refused)
+                continue
             before = {group.broker_group: group.writable for group in self.groups_of(route.subject)}
             self._subjects[route.subject] = route
             for group in route.groups:
@@ -143,4 +152,6 @@ class Routing:
             health = self._health.get(group.broker_group)
             reason = health.reason if health else ("no connection" if group.writable else "read only")
             reasons.append(f"{group.broker_group}: {reason}")
+        if route.refused:
+            reasons.append(f"the metaserver: {route.refused}")
         return "; ".join(reasons)

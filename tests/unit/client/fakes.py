@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from urllib.parse import parse_qs, urlsplit
+from zlib import crc32
 
 import grpc
 import grpc.aio
@@ -245,8 +249,6 @@ class FakeBroker:
 
     @staticmethod
     def _piece(at: int, messages: list[bytes], sequence: int) -> list[bytes]:
-        from zlib import crc32
-
         body = join_batch(messages)
         return [commands.piece_header(at, sequence, len(messages), len(body), crc32(body), 0), body]
 
@@ -283,28 +285,53 @@ class FakeBroker:
 
 
 class FakeMetaserver(MetaserverServicer):
-    """Serves routes; `set_groups` changes them and tells every watch."""
+    """Serves routes; `set_group` changes them and tells every watch, but of what differs from what it holds."""
 
     def __init__(self) -> None:
         self.groups: dict[str, tuple[int, bool, int]] = {}  # port, writable, term
+        self.refuse: dict[str, str] = {}  # subject -> why
         self.requests: list[pb.RouteRequest] = []
+        self.polls: list[dict[str, list[str]]] = []
+        self.updates: list[list[str]] = []
         self.http_port = self.grpc_port = 0
         self._changed: set[asyncio.Event] = set()
         self._http: asyncio.Server | None = None
         self._grpc: grpc.aio.Server | None = None
+        self._wall: socket.socket | None = None
 
     async def start(self, http_port: int = 0) -> None:
+        await self.start_grpc()
+        self._http = await asyncio.start_server(self._serve_http, "127.0.0.1", http_port)
+        self.http_port = self._http.sockets[0].getsockname()[1]
+
+    async def start_grpc(self) -> None:
         self._grpc = grpc.aio.server()
         add_MetaserverServicer_to_server(self, self._grpc)
         self.grpc_port = self._grpc.add_insecure_port("127.0.0.1:0")
         await self._grpc.start()
-        self._http = await asyncio.start_server(self._serve_http, "127.0.0.1", http_port)
-        self.http_port = self._http.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        assert self._http and self._grpc
+        assert self._http
         self._http.close()
+        if self._wall is not None:
+            self._wall.close()
+        await self.stop_grpc()
+
+    async def stop_grpc(self) -> None:
+        assert self._grpc
         await self._grpc.stop(None)
+
+    async def block_grpc(self) -> None:
+        """From now on no gRPC gets through, only HTTP."""
+        self._wall = socket.socket()
+        self._wall.bind(("127.0.0.1", 0))  # takes no connections
+        await self.stop_grpc()
+
+    async def unblock_grpc(self) -> None:
+        assert self._wall
+        await self.start_grpc()
+        self._wall.close()
+        self._wall = None
 
     @property
     def url(self) -> str:
@@ -312,13 +339,33 @@ class FakeMetaserver(MetaserverServicer):
 
     def set_group(self, broker: FakeBroker, *, writable: bool = True, term: int = 1) -> None:
         self.groups[broker.name] = broker.port, writable, term
+        self.tell()
+
+    def tell(self) -> None:
         for event in self._changed:
             event.set()
 
+    def confirmed(self) -> dict[str, int]:
+        """What clients said that they use, the newest last."""
+        return {subject: version for request in self.requests for subject, version in request.held.items()}
+
     async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        body = f"127.0.0.1:{self.grpc_port}".encode()
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        head = await reader.readuntil(b"\r\n\r\n")
+        url = urlsplit(head.split(b" ", 2)[1].decode())
+        port = self._wall.getsockname()[1] if self._wall else self.grpc_port
+        status, body = b"200 OK", f"127.0.0.1:{port}".encode()
+        if url.path == "/meta/routes":
+            words = parse_qs(url.query)
+            self.polls.append(words)
+            held = {subject: int(version, 16) for subject, version in (w.split(":") for w in words.get("held", []))}
+            known = map(self.route, words["subject"])
+            routes = [route for route in known if route.version != held.get(route.subject)]
+            body = json.dumps({"routes": [as_json(route) for route in routes]}).encode()
+            if f"x-api-token: {TOKEN}\r\n".encode() not in head.lower():
+                status, body = b"401 Unauthorized", b"unknown token"
+        writer.write(
+            b"HTTP/1.1 %b\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body
+        )
         writer.close()
 
     async def WatchRoutes(
@@ -328,28 +375,39 @@ class FakeMetaserver(MetaserverServicer):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "unknown token")
         event = asyncio.Event()
         self._changed.add(event)
-        subjects: set[str] = set()
+        sent: dict[str, int] = {}
+        asked = 0
 
         async def listen() -> None:
+            nonlocal asked
             async for request in requests:
                 self.requests.append(request)
-                subjects.update(request.subjects)
-                event.set()
+                for subject in request.subjects:
+                    sent[subject] = request.held.get(subject, sent.get(subject, 0))
+                asked += bool(request.subjects)
+                if request.subjects:
+                    event.set()
 
         task = asyncio.get_running_loop().create_task(listen())
+        answered = 0
         try:
             while True:
                 await event.wait()
                 event.clear()
-                yield pb.RouteUpdate(version=1, routes=[self._route(subject) for subject in sorted(subjects)])
+                routes = [route for subject in sorted(sent) if (route := self.route(subject)).version != sent[subject]]
+                if routes or asked > answered:
+                    answered = asked
+                    sent.update({route.subject: route.version for route in routes})
+                    self.updates.append([route.subject for route in routes])
+                    yield pb.RouteUpdate(version=1, routes=routes)
         finally:
             self._changed.discard(event)
             task.cancel()
 
-    def _route(self, subject: str) -> pb.SubjectRoute:
-        return pb.SubjectRoute(
-            subject=subject,
-            groups=[
+    def route(self, subject: str) -> pb.SubjectRoute:
+        route = pb.SubjectRoute(subject=subject, refused=self.refuse.get(subject, ""))
+        if not route.refused:
+            route.groups.extend(
                 pb.BrokerGroupRoute(
                     broker_group=name,
                     master=pb.BrokerAddress(ip="127.0.0.1", serve_port=port),
@@ -357,8 +415,23 @@ class FakeMetaserver(MetaserverServicer):
                     term=term,
                 )
                 for name, (port, writable, term) in self.groups.items()
-            ],
-        )
+            )
+        route.version = crc32(route.SerializeToString(deterministic=True))
+        return route
+
+
+def as_json(route: pb.SubjectRoute) -> dict[str, object]:
+    """As the answer of GET /meta/routes has it."""
+    groups = [
+        {
+            "brokerGroup": group.broker_group,
+            "term": group.term,
+            "writable": group.writable,
+            "master": {"ip": group.master.ip, "servePort": group.master.serve_port},
+        }
+        for group in route.groups
+    ]
+    return {"subject": route.subject, "version": f"{route.version:016x}", "refused": route.refused, "groups": groups}
 
 
 @asynccontextmanager

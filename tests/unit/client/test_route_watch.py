@@ -1,0 +1,221 @@
+"""Shell. Where routes come from: a stream, resumed by version; HTTP where gRPC is blocked; never from an error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+import qmq
+from qmq.client import route_watch
+from qmq.client.route_watch import RouteWatch
+from qmq.client.routing import Routing
+from qmq.message import Message
+from tests.unit.client.fakes import TOKEN, FakeMetaserver, cluster
+from tests.unit.client.test_producer import producer_of, run, until
+
+
+class Client:
+    """A watch and what it brought."""
+
+    def __init__(self, metaserver: FakeMetaserver, *subjects: str, token: str = TOKEN) -> None:
+        self.routing, self.brought = Routing(), []
+        self.watch = RouteWatch(
+            metaserver=metaserver.url, token=token, app="test", client_id="c", produces=True, on_routes=self._take
+        )
+        for subject in subjects:
+            self.watch.watch(subject)
+
+    def _take(self, routes) -> None:
+        self.brought += [route.subject for route in routes]
+        self.routing.update(routes)
+
+    def writable(self, subject: str) -> dict[str, bool]:
+        return {group.broker_group: group.writable for group in self.routing.groups_of(subject)}
+
+
+@asynccontextmanager
+async def watching(*args, **options) -> AsyncIterator[Client]:
+    client = Client(*args, **options)
+    running = asyncio.create_task(client.watch.run())
+    try:
+        yield client
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(route_watch, "POLL_AFTER_S", 0.05)
+    monkeypatch.setattr(route_watch, "POLL_S", 0.05)
+    monkeypatch.setattr(route_watch, "RETRY_S_MAX", 0.1)
+
+
+def test_a_new_stream_brings_what_differs_from_what_is_in_use():
+    """Weakness 25: polls of QMQ's clients carry the whole answer, each minute."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a", "b") as client:
+            await until(lambda: client.brought == ["a", "b"])
+            metaserver.requests.clear()
+            metaserver.refuse["b"] = "changed meanwhile"
+            await metaserver.stop_grpc()
+            await metaserver.start_grpc()
+            await until(lambda: metaserver.requests and len(client.brought) > 2)
+            assert set(client.brought[2:]) == {"b"}
+            assert set(metaserver.requests[0].subjects) == set(metaserver.requests[0].held) == {"a", "b"}
+
+    run(test())
+
+
+def test_what_is_in_use_is_confirmed():
+    """Weakness 20: nobody can say how many of QMQ's producers still use an old route."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
+            await until(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
+            metaserver.set_group(broker, writable=False)
+            await until(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
+            assert client.writable("a") == {"g1": False}
+            assert [len(request.subjects) for request in metaserver.requests] == [1, 0, 0]
+
+    run(test())
+
+
+def test_an_error_never_empties_a_route():
+    """Weakness 18: QMQ's refusal takes all groups from a consumer."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
+            await until(lambda: client.writable("a") == {"g1": True})
+            version = metaserver.route("a").version
+            metaserver.refuse["a"] = "the database does not answer"
+            metaserver.tell()
+            await until(lambda: len(client.brought) == 2)
+            assert client.writable("a") == {"g1": True}
+            assert "does not answer" in client.routing.why_not("a")
+            assert metaserver.confirmed() == {"a": version}, "what is in use is still the route before"
+            del metaserver.refuse["a"]
+            metaserver.set_group(broker, writable=False)
+            await until(lambda: client.writable("a") == {"g1": False})
+            await metaserver.stop()
+            client.watch.refresh()
+            await asyncio.sleep(0.2)
+            assert client.writable("a") == {"g1": False}
+
+    run(test())
+
+
+def test_no_groups_on_purpose_are_no_groups():
+    """Weakness 19: with QMQ, nobody can tell "none on purpose" from an error."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, _), watching(metaserver, "a") as client:
+            await until(lambda: client.writable("a") == {"g1": True})
+            metaserver.groups.clear()
+            metaserver.tell()
+            await until(lambda: client.writable("a") == {})
+
+    run(test())
+
+
+def test_while_grpc_is_blocked_routes_come_over_http_and_over_grpc_again_afterwards():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            await metaserver.block_grpc()
+            async with watching(metaserver, "a") as client:
+                await until(lambda: client.writable("a") == {"g1": True})
+                metaserver.set_group(broker, writable=False)
+                await until(lambda: client.writable("a") == {"g1": False})
+                client.watch.watch("b")
+                await until(lambda: client.writable("b"))
+                await until(lambda: len(metaserver.polls[-1].get("held", ())) == 2)
+                assert client.brought == ["a", "a", "b"], "each poll brings what differs"
+                assert metaserver.polls[-1]["produces"] == ["true"] and not metaserver.requests
+                await metaserver.unblock_grpc()
+                await until(lambda: metaserver.requests)
+                metaserver.set_group(broker, writable=True, term=2)
+                await until(lambda: client.writable("a") == {"g1": True})
+                count = len(metaserver.polls)
+                await asyncio.sleep(0.2)
+                assert len(metaserver.polls) == count, "who has a stream does not poll"
+
+    run(test())
+
+
+def test_a_stream_that_breaks_does_not_make_a_client_wait_for_grpc():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
+            await until(lambda: client.writable("a") == {"g1": True})
+            await metaserver.block_grpc()
+            metaserver.set_group(broker, writable=False)
+            await until(lambda: client.writable("a") == {"g1": False})
+
+    run(test())
+
+
+def test_a_wrong_token_is_told_apart_from_silence_over_http_too():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, _):
+            await metaserver.block_grpc()
+            async with watching(metaserver, "a", token="wrong") as client:
+                await until(lambda: client.watch.refused)
+                assert "unknown token" in str(client.watch.refused)
+
+    run(test())
+
+
+def test_many_subjects_are_polled_in_several_requests():
+    async def test() -> None:
+        names = [f"{number:03d}" + "ü" * 48 for number in range(100)]
+        async with cluster("g1") as (metaserver, _):
+            await metaserver.block_grpc()
+            async with watching(metaserver, *names) as client:
+                await until(lambda: set(client.brought) == set(names))
+                assert max(len(words["subject"]) for words in metaserver.polls) <= 40
+
+    run(test())
+
+
+def test_producers_heed_a_route_whose_groups_are_all_readonly():
+    """Weakness 19: QMQ's producers go on with the old route then, so that the operator's order has no effect."""
+
+    async def test() -> None:
+        async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver, timeout_s=0.6) as producer:
+            assert (await producer.send(Message("a", {}))).is_stored
+            for broker in brokers:
+                metaserver.set_group(broker, writable=False)
+            await until(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
+            attempts = [len(broker.attempts) for broker in brokers]
+            receipt = await producer.send(Message("a", {}))
+            assert receipt.outcome is qmq.Outcome.REFUSED
+            assert receipt.reason == "g1: read only; g2: read only"
+            assert [len(broker.attempts) for broker in brokers] == attempts
+            waiting = asyncio.create_task(producer.send(Message("a", {})))
+            await asyncio.sleep(0)
+            metaserver.set_group(brokers[1], writable=True)
+            assert (await waiting).broker_group == "g2", "who waits goes on as soon as a group takes messages"
+
+    run(test())
+
+
+def test_a_consumer_goes_on_while_its_route_is_refused():
+    """Weaknesses 17 and 18."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            consumer = qmq.Consumer(metaserver=metaserver.url, app="test", token=TOKEN)
+            async with consumer.pull("a", group="g", start="earliest") as puller:
+                await producer.send(Message("a", {"n": 1}))
+                assert len(await puller.pull(10, timeout=5)) == 1
+                metaserver.refuse["a"] = "the database does not answer"
+                metaserver.tell()
+                await until(lambda: len(metaserver.updates) >= 4)
+                await producer.send(Message("a", {"n": 2}))
+                assert len(await puller.pull(10, timeout=5)) == 1
+
+    run(test())
