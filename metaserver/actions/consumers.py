@@ -37,6 +37,7 @@ async def _plan_reset(desk: Desk, words: Words) -> Plan:
         return refused(f"each broker group counts its own sequences; name one of {names} as brokerGroup")
     expected, failed = await _reset(desk, groups, words, to, dry_run=True)
     return Plan(
+        orders=True,
         refusals=tuple(f"{name}: {error}" for name, (error, _) in failed.items()),
         subjects=frozenset({real_subject(subject)}),
         groups=frozenset(group.name for group in groups),

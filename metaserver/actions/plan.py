@@ -22,6 +22,8 @@ class Plan:
 
     changes: tuple[Change, ...] = ()
     """Stored in one transaction. Empty: all is so already, or it is refused."""
+    orders: bool = False
+    """Brokers are told to change something that the database does not hold."""
     refusals: tuple[str, ...] = ()
     """Why it is not done. `force` does not help against these."""
     objections: tuple[str, ...] = ()
@@ -63,7 +65,7 @@ def preview(plan: Plan, blast: Blast) -> dict[str, Any]:
     """The answer to `dryRun=true`."""
     return {
         "dryRun": True,
-        "wouldChange": bool(plan.changes) and not plan.reasons,
+        "wouldChange": bool(plan.changes or plan.orders) and not plan.reasons,
         "reasons": list(plan.reasons),
         "objections": list(plan.objections),
         "blastRadius": str(blast),

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from metaserver.actions import brokers, consumers, databases, groups, routes, tokens, upkeep
@@ -74,6 +75,8 @@ class Actions:
         if handler.look:
             if action.installation:
                 _require_everything(caller)
+            with suppress(NotServed):  # what other metaservers changed just now; else what is known
+                await self._desk.registry.reload()
             return Answer(Status.DONE, data=await handler.look(self._desk, words))
         if words.flag(DRY_RUN):
             plan = await self._plan(handler, words, caller)

@@ -1,0 +1,205 @@
+"""Shell. Real actions on a real registry and a real SQLite database; only brokers and clients are played."""
+
+from __future__ import annotations
+
+import asyncio
+
+from metaserver.actions.clients import Clients
+from metaserver.actions.desk import Desk
+from metaserver.actions.runner import Actions
+from metaserver.actions.vault import Vault
+from metaserver.awake import AwakeClock
+from metaserver.database import Database
+from metaserver.liveness import Liveness
+from metaserver.metrics import Metrics
+from metaserver.model import Broker, BrokerKey, ReplicaState
+from metaserver.registry import Registry
+from metaserver.settings import MetaserverSettings
+from metaserver.swap import Swaps
+from metaserver.watchers import ClientInfo, Counts
+from qmq.errors import NotServed, OperatorError
+from qmq.proto import qmq_pb2 as pb
+from qmq.rights import Caller, Scope, TokenRole
+from qmq.types import Role
+
+ADMIN = Caller("anna", TokenRole.ADMIN, peer="10.0.0.9")
+KEY = "nBLTTCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A="
+
+
+class World:
+    """One metaserver's actions. Use it with `in_world`."""
+
+    def __init__(self, database, *, keys=(KEY,)):
+        self.metrics, clock = Metrics(), AwakeClock()
+        self.database = Database(f"sqlite:///{database}", timeout_ms=3000)
+        self.liveness = Liveness("m1", timeout_ms=5000, started_ms=-60_000)
+        self.registry = Registry(
+            self.database, self.liveness, self.metrics, clock, lambda tokens: None, groups_min=1, groups_new=1
+        )
+        self.brokers, self.hub = Brokers(), Hub()
+        settings = MetaserverSettings(cluster_token="a secret of all", swap_finish_ms=1000)
+        clients = Clients(self.hub, list, token="a secret of all", timeout_ms=100)
+        swaps = Swaps(self.registry, self.brokers, settings)
+        self.desk = Desk(
+            self.registry, self.database, self.brokers, swaps, clients, Vault(keys), version="1", own_id="m1"
+        )
+        self.actions = Actions(self.desk, self.metrics)
+        self.sessions = {}
+
+    async def open(self):
+        await self.database.open()
+        await self.registry.reload()
+
+    async def run(self, name, caller=ADMIN, /, **words):
+        return await self.actions.run(name, {key: str(value) for key, value in words.items()}, caller)
+
+    async def done(self, name, /, **words):
+        answer = await self.run(name, **words)
+        assert answer.done, answer
+        return answer.data
+
+    async def refused(self, name, caller=ADMIN, /, **words):
+        answer = await self.run(name, caller, **words)
+        assert answer.status == -1, answer
+        return answer.message
+
+    async def audit(self):
+        return await self.database.read(lambda repository: repository.audit_trail())
+
+    async def pair(self, group="g1"):
+        """A group of two brokers that are not started."""
+        await self.done("AddBroker", **place(group, 0, f"{group}-a"))
+        await self.done("AddBroker", **place(group, 1, f"{group}-b"))
+
+    async def start(self, hostname, *, complete=False):
+        """Let a broker register and beat."""
+        known = self.registry.directory.find(BrokerKey(hostname, 20881))
+        said = Broker(
+            known.group, known.role, hostname, "10.0.0.1", 20881, 20882, 20883, 20884, incarnation=f"disk of {hostname}"
+        )
+        await self.registry.register(said, lambda question: asyncio.sleep(0))
+        self.sessions[hostname] = self.registry.join(said.key, said.incarnation)
+        self.beat(hostname)
+        if complete:
+            await self.database.write(
+                lambda repository: repository.store_complete(
+                    said, term=self.registry.directory.groups[known.group].term, complete=True
+                )
+            )
+            await self.registry.reload()
+
+    def beat(self, hostname, **state):
+        key = BrokerKey(hostname, 20881)
+        broker = self.registry.directory.find(key)
+        group = self.registry.directory.groups[broker.group]
+        master = broker.role == Role.MASTER
+        said = {"role": broker.role, "term": group.term, "writable": master, "log_end": 4096, "chain": 77} | state
+        self.brokers.states[key] = ReplicaState(**said)
+        self.registry.beat(key, self.sessions[hostname], self.brokers.states[key])
+
+    def stop(self, hostname):
+        """Let a broker end, noticed at once."""
+        key = BrokerKey(hostname, 20881)
+        self.registry.leave(key, self.sessions.pop(hostname))
+        question = self.liveness.doubt(key)
+        self.liveness.answered(question, None, now_ms=self.registry.now_ms())
+        del self.brokers.states[key]
+
+    async def running_pair(self, group="g1"):
+        await self.pair(group)
+        await self.start(f"{group}-a")
+        await self.start(f"{group}-b", complete=True)
+
+    async def routed(self, *subjects, groups=("g1",)):
+        routes = [(subject, groups, 0) for subject in subjects]
+        await self.database.write(lambda repository: repository.store_routes(routes))
+        await self.registry.reload()
+
+    def groups_of(self, subject):
+        return self.registry.routes[subject].groups
+
+
+class Brokers:
+    """Brokers as the metaserver sees them on their control ports."""
+
+    def __init__(self):
+        self.states, self.progress, self.silent, self.resets = {}, {}, set(), []
+
+    def _reach(self, broker):
+        if broker.key not in self.states or broker.group in self.silent:
+            raise NotServed(f"{broker.key} did not answer")
+        return self.states[broker.key]
+
+    async def replica_status(self, broker):
+        return self._reach(broker)
+
+    async def consumers(self, broker, *, subject="", group=""):
+        self._reach(broker)
+        rows = [
+            row
+            for row in self.progress.get(broker.group, [])
+            if subject in ("", row.subject) and group in ("", row.group)
+        ]
+        return pb.ConsumersAnswer(groups=rows)
+
+    async def reset_offset(self, broker, request):
+        self._reach(broker)
+        if not any(row.group == request.group for row in self.progress.get(broker.group, [])):
+            raise OperatorError(f"there is no consumer group {request.group}")
+        if not request.dry_run:
+            self.resets.append((broker.group, request.subject, request.group, request.to, request.value))
+            if broker.group in self.fail_for_real:
+                raise NotServed(f"{broker.key} did not answer")
+        return pb.ResetOffsetAnswer(before=10, after=3, repeated=7)
+
+    fail_for_real: frozenset[str] = frozenset()
+
+
+class Hub:
+    """Clients of this metaserver."""
+
+    def __init__(self):
+        self.counts, self.infos, self.asked = [Counts(0, 0, 0)], [], 0
+
+    def old_routes(self, group, subject):
+        self.asked += 1
+        return self.counts.pop(0) if len(self.counts) > 1 else self.counts[0]
+
+    def clients(self):
+        return self.infos
+
+
+def client(app, client_id, *subjects, produces=True):
+    return ClientInfo(app, client_id, "10.1.1.1:5", subjects, produces, True)
+
+
+def left(subject, group, messages, oldest_ms=0):
+    """A consumer group that has messages to do."""
+    return pb.GroupProgress(subject=subject, group=group, lag=messages, oldest_ms=oldest_ms, position=10)
+
+
+def place(group, role, hostname, port=20881):
+    words = {"brokerGroup": group, "role": role, "hostname": hostname, "ip": "10.0.0.1"}
+    return words | {"servePort": port, "syncPort": port + 1}
+
+
+def caller(role, *, subjects=(), groups=()):
+    return Caller("otto", TokenRole(role), Scope(tuple(subjects), tuple(groups)))
+
+
+def in_world(test):
+    """Run an async test in a world of its own."""
+
+    def run(tmp_path):
+        async def body():
+            world = World(tmp_path / "metaserver.db")
+            await world.open()
+            try:
+                await test(world)
+            finally:
+                world.database.close()
+
+        asyncio.run(body())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run

@@ -1,0 +1,188 @@
+"""Shell. Brokers that are added, replaced, swapped and removed. The rules are in test_roles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from metaserver.actions import Status
+from metaserver.model import BrokerKey
+from tests.unit.metaserver.actions_world import in_world, left, place
+
+
+def parts(world, group="g1"):
+    known = world.registry.directory.groups[group]
+    return known.master and known.master.hostname, known.slave and known.slave.hostname
+
+
+@in_world
+async def test_replace_answers_with_the_broker_before(world):
+    await world.pair("g1")
+    before = await world.done("ReplaceBroker", **place("g1", 1, "g1-c"))
+    assert (before["hostname"], before["role"]) == ("g1-b", "SLAVE") and parts(world) == ("g1-a", "g1-c")
+
+
+@in_world
+async def test_qmqs_documented_swap_of_two_calls_works(world):
+    """Weakness 22: QMQ's own metaserver refuses the first of the two calls that its document describes."""
+    await world.running_pair("g1")
+    world.stop("g1-b")
+    world.stop("g1-a")
+    first = await world.done("ReplaceBroker", **place("g1", 0, "g1-b"))
+    second = await world.done("ReplaceBroker", **place("g1", 1, "g1-a"))
+    assert (first["hostname"], second["hostname"]) == ("g1-a", "g1-b")
+    assert parts(world) == ("g1-b", "g1-a") and world.registry.directory.groups["g1"].term == 4
+
+
+@in_world
+async def test_a_swap_of_two_stopped_brokers_is_one_call(world):
+    """Weakness 22: between QMQ's calls the group has one broker, and nothing else to go on with."""
+    await world.running_pair("g1")
+    world.stop("g1-b")
+    world.stop("g1-a")
+    before = await world.done("ReplaceBroker", **place("g1", 0, "g1-b"), swap="true")
+    assert (before["hostname"], before["role"]) == ("g1-a", "MASTER") and parts(world) == ("g1-b", "g1-a")
+    group = world.registry.directory.groups["g1"]
+    assert (group.term, group.half_swapped, group.slave.complete) == (3, False, False)
+    assert group.master.incarnation == "disk of g1-b" and group.slave.incarnation == "disk of g1-a"
+    again = await world.done("ReplaceBroker", **place("g1", 0, "g1-b"), swap="true")
+    assert again["hostname"] == "g1-b" and world.registry.directory.groups["g1"].term == 3
+    await world.done("ReplaceBroker", **place("g1", 1, "g1-b"), swap="true", acceptLoss="true")
+    assert parts(world) == ("g1-a", "g1-b")
+
+
+@in_world
+async def test_a_swap_of_brokers_that_run_is_refused(world):
+    await world.running_pair("g1")
+    words = place("g1", 0, "g1-b")
+    assert "is running" in await world.refused("ReplaceBroker", **words, swap="true")
+    world.stop("g1-b")
+    assert "g1-a:20881 (MASTER of g1) is running" in await world.refused("ReplaceBroker", **words, swap="true")
+    assert parts(world) == ("g1-a", "g1-b")
+
+
+@in_world
+async def test_a_swap_with_a_third_broker_is_none(world):
+    await world.pair("g1")
+    assert "is none of them" in await world.refused("ReplaceBroker", **place("g1", 0, "g1-c"), swap="true")
+
+
+@in_world
+async def test_an_incomplete_slave_becomes_the_master_only_when_the_loss_is_accepted(world):
+    await world.pair("g1")
+    await world.start("g1-a")
+    await world.start("g1-b")
+    world.stop("g1-a")
+    world.stop("g1-b")
+    for extra in ({}, {"swap": "true"}):
+        text = await world.refused("ReplaceBroker", **place("g1", 0, "g1-b"), **extra)
+        assert "would lose the rest" in text and "acceptLoss" in text
+    await world.done("ReplaceBroker", **place("g1", 0, "g1-b"), acceptLoss="true")
+    assert parts(world) == ("g1-b", None)
+
+
+@in_world
+async def test_a_slave_is_removed_once_it_is_stopped(world):
+    """Weakness 8: QMQ cannot remove a broker."""
+    await world.running_pair("g1")
+    words = {"hostname": "g1-b", "servePort": 20881}
+    assert "is running" in await world.refused("RemoveBroker", **words)
+    world.stop("g1-b")
+    removed = await world.done("RemoveBroker", **words)
+    assert removed["hostname"] == "g1-b" and parts(world) == ("g1-a", None)
+    assert "is no broker" in await world.refused("RemoveBroker", **words)
+
+
+@in_world
+async def test_a_master_is_not_removed_before_its_slave(world):
+    await world.pair("g1")
+    assert "Swap them first" in await world.refused("RemoveBroker", hostname="g1-a", servePort=20881)
+
+
+@in_world
+async def test_the_last_broker_takes_its_group_with_it(world):
+    """Weakness 8: QMQ cannot remove a group, and its routes name it for ever."""
+    await world.pair("g1")
+    await world.pair("g2")
+    await world.routed("s1", groups=("g1", "g2"))
+    await world.routed("s2", groups=("g2",))
+    await world.done("RemoveBroker", hostname="g2-b", servePort=20881)
+    text = await world.refused("RemoveBroker", hostname="g2-a", servePort=20881)
+    assert "2 subjects use g2 (s1, s2)" in text and parts(world, "g2") == ("g2-a", None)
+    await world.done("RemoveBroker", hostname="g2-a", servePort=20881, force="true")
+    assert "g2" not in world.registry.directory.groups
+    assert world.groups_of("s1") == ("g1",) and "s2" not in world.registry.routes
+    await world.done("AddBroker", **place("g2", 0, "new"))
+    assert world.registry.directory.groups["g2"].term == 5, "terms go on, so that no term has two masters"
+
+
+@in_world
+async def test_roles_are_swapped_with_a_row_of_the_trail(world):
+    await world.running_pair("g1")
+
+    async def prepare(broker, *, term, hold_ms, timeout_ms):
+        return world.brokers.states[broker.key]
+
+    async def at_work(broker):
+        """As if the new assignments had reached both brokers by the time anybody looks."""
+        return world.brokers.states[broker.key]
+
+    change = world.registry.change
+
+    async def change_and_tell(changes, audit):
+        await change(changes, audit)
+        world.beat("g1-b")
+        world.beat("g1-a")
+
+    world.brokers.prepare_swap, world.registry.change = prepare, change_and_tell
+    swapped = await world.done("SwapRoles", brokerGroup="g1")
+    assert (swapped["master"]["hostname"], swapped["slave"]["hostname"]) == ("g1-b", "g1-a")
+    assert swapped["logEnd"] == 4096 and swapped["chain"] == f"{77:016x}" and swapped["writable"]
+    newest = (await world.audit())[0]
+    assert (newest.action, newest.before["term"], newest.after["term"]) == ("SwapRoles", 2, 3)
+
+
+@in_world
+async def test_a_swap_that_is_not_possible_now_says_why_in_its_dry_run(world):
+    await world.running_pair("g1")
+    shown = await world.done("SwapRoles", brokerGroup="g1", dryRun="true")
+    assert shown["wouldChange"] and shown["after"]["master"]["hostname"] == "g1-b"
+    world.stop("g1-b")
+    answer = await world.run("SwapRoles", brokerGroup="g1", dryRun="true")
+    assert answer.status == Status.REFUSED and "g1-b:20881 (SLAVE of g1) is down" in answer.message
+    assert "no broker group" in await world.refused("SwapRoles", brokerGroup="g9")
+
+
+@in_world
+async def test_brokers_and_groups_are_listed_with_their_state(world):
+    """Weakness 14: QMQ's metaserver does not know whether a slave lives."""
+    await world.running_pair("g1")
+    await world.pair("g2")
+    world.stop("g1-b")
+    up = {broker["hostname"]: broker["up"] for broker in await world.done("ListBrokers")}
+    assert up == {"g1-a": True, "g1-b": False, "g2-a": False, "g2-b": False}
+    assert [broker["hostname"] for broker in await world.done("ListBrokers", brokerGroup="g2")] == ["g2-a", "g2-b"]
+    g1, g2 = await world.done("ListBrokerGroups")
+    assert (g1["brokerState"], g1["term"], g2["brokerState"]) == ("RW", 2, "NRW")
+
+
+@in_world
+async def test_copies_are_compared(world):
+    await world.running_pair("g1")
+    [status] = await world.done("ReplicaStatus", brokerGroup="g1")
+    assert status["equal"] and status["lagBytes"] == 0
+    world.beat("g1-b", log_end=1000)
+    [status] = await world.done("ReplicaStatus")
+    assert status["equal"] is None and status["lagBytes"] == 3096
+    key = BrokerKey("g1-b", 20881)
+    world.brokers.states[key] = replace(world.brokers.states[key], log_end=4096, chain=78)
+    assert (await world.done("ReplicaStatus"))[0]["equal"] is False
+
+
+@in_world
+async def test_leftovers_do_not_hinder_a_replacement_of_addresses(world):
+    await world.running_pair("g1")
+    world.brokers.progress["g1"] = [left("s1", "shop", 2)]
+    world.stop("g1-b")
+    words = place("g1", 1, "g1-b") | {"ip": "10.0.0.2"}
+    assert (await world.done("ReplaceBroker", **words))["ip"] == "10.0.0.1"
+    assert world.registry.directory.groups["g1"].slave.ip == "10.0.0.2"

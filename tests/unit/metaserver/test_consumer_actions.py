@@ -1,0 +1,152 @@
+"""Shell. Consumer groups: how far they are, and where they go on."""
+
+from __future__ import annotations
+
+import pytest
+
+from metaserver.actions import Status
+from metaserver.actions.desk import wall_ms
+from qmq.errors import QmqError
+from qmq.proto import qmq_pb2 as pb
+from tests.unit.metaserver.actions_world import client, in_world, left
+
+
+async def two_groups(world):
+    for group in ("g1", "g2"):
+        await world.running_pair(group)
+        world.brokers.progress[group] = [left("s1", "shop", 5)]
+    await world.routed("s1", groups=("g1", "g2"))
+
+
+@in_world
+async def test_a_reset_reaches_every_broker_of_the_subject_and_is_recorded(world):
+    """Weakness 35: QMQ's reset is lost with the broker's memory, and nobody looks at its answer."""
+    await two_groups(world)
+    done = await world.done("ResetOffset", subject="s1", group="shop", to="earliest")
+    expected = {"before": 10, "after": 3, "skipped": 0, "repeated": 7}
+    assert done["brokerGroups"] == {"g1": expected, "g2": expected}
+    assert world.brokers.resets == [("g1", "s1", "shop", "earliest", 0), ("g2", "s1", "shop", "earliest", 0)]
+    assert [row.result for row in await world.audit() if row.action == "ResetOffset"] == ["done", "begun"]
+
+
+@pytest.mark.parametrize("code, to", [("1", "latest"), ("2", "earliest")])
+def test_qmqs_codes_are_understood(tmp_path, code, to):
+    """Weakness 33: QMQ's own tool never gets as far as sending them."""
+
+    @in_world
+    async def body(world):
+        await two_groups(world)
+        await world.done("ResetOffset", subject="s1", group="shop", code=code)
+        assert {reset[3] for reset in world.brokers.resets} == {to}
+
+    body(tmp_path)
+
+
+@in_world
+async def test_a_reset_to_a_time_or_a_sequence(world):
+    """Weakness 35: QMQ knows the first and the last message only."""
+    await two_groups(world)
+    await world.done("ResetOffset", subject="s1", group="shop", to="time", value=1000)
+    await world.done("ResetOffset", subject="s1", group="shop", to="sequence", value=7, brokerGroup="g2")
+    assert world.brokers.resets[-1] == ("g2", "s1", "shop", "sequence", 7)
+    text = await world.refused("ResetOffset", subject="s1", group="shop", to="sequence", value=7)
+    assert "name one of g1, g2" in text
+
+
+@in_world
+async def test_wrong_resets_are_refused_before_any_broker_is_asked(world):
+    await two_groups(world)
+    words = {"subject": "s1", "group": "shop"}
+    assert "say where to" in await world.refused("ResetOffset", **words)
+    assert "code 1 means latest" in await world.refused("ResetOffset", **words, code=1, to="earliest")
+    assert "needs a value" in await world.refused("ResetOffset", **words, to="time")
+    assert "takes no value" in await world.refused("ResetOffset", **words, to="latest", value=3)
+    assert "none of 1, 2" in await world.refused("ResetOffset", **words, code=3)
+    assert "g3 does not serve s1" in await world.refused("ResetOffset", **words, to="latest", brokerGroup="g3")
+    assert "no route" in await world.refused("ResetOffset", subject="s9", group="shop", to="latest")
+    assert not world.brokers.resets
+
+
+@in_world
+async def test_one_broker_that_refuses_keeps_all_from_being_reset(world):
+    """Weakness 35: QMQ resets broker after broker until one fails."""
+    await two_groups(world)
+    world.brokers.silent.add("g2")
+    text = await world.refused("ResetOffset", subject="s1", group="shop", to="latest")
+    assert text.startswith("g2: ") and not world.brokers.resets
+    text = await world.refused("ResetOffset", subject="s1", group="other", to="latest", brokerGroup="g1")
+    assert "no consumer group other" in text
+
+
+@in_world
+async def test_a_reset_that_is_partly_done_says_where(world):
+    await two_groups(world)
+    world.brokers.fail_for_real = frozenset({"g2"})
+    answer = await world.run("ResetOffset", subject="s1", group="shop", to="latest")
+    assert answer.status == Status.UNKNOWN and "done on g1" in answer.message and "g2: " in answer.message
+    assert list(answer.data["brokerGroups"]) == ["g1"] and list(answer.data["failed"]) == ["g2"]
+    assert [row.result for row in await world.audit() if row.action == "ResetOffset"] == ["partly done", "begun"]
+
+
+@in_world
+async def test_a_reset_that_cannot_be_recorded_is_not_begun(world):
+    await two_groups(world)
+
+    async def away(changes, audit):
+        raise QmqError("the database does not answer")
+
+    world.registry.change = away
+    assert not (await world.run("ResetOffset", subject="s1", group="shop", to="latest")).done
+    assert not world.brokers.resets
+
+
+@in_world
+async def test_a_dry_run_of_a_reset_shows_each_broker(world):
+    """Weakness 35: nobody knows beforehand what QMQ's reset skips."""
+    await two_groups(world)
+    shown = await world.done("ResetOffset", subject="s1", group="shop", to="earliest", dryRun="true")
+    assert (shown["before"], shown["after"]) == ({"g1": 10, "g2": 10}, {"g1": 3, "g2": 3})
+    assert shown["wouldChange"] and not world.brokers.resets
+
+
+@in_world
+async def test_lag_is_summed_up_over_brokers(world):
+    await two_groups(world)
+    now = wall_ms()
+    world.brokers.progress["g1"] = [left("s1", "shop", 5, now - 90_000), left("s1", "bill", 1, now - 5000)]
+    world.brokers.progress["g2"] = [left("s1", "shop", 7, now - 30_000)]
+    answer = await world.done("Lag")
+    shop, bill = answer["lag"]
+    assert (shop["messages"], shop["brokerGroups"]) == (12, {"g1": 5, "g2": 7}) and 90 <= shop["ageSeconds"] < 100
+    assert bill["group"] == "bill" and answer["unasked"] == {}
+    world.brokers.silent.add("g2")
+    partial = await world.done("Lag", subject="s1", group="shop")
+    assert partial["lag"][0]["messages"] == 5 and "did not answer" in partial["unasked"]["g2"]
+
+
+@in_world
+async def test_consumers_are_listed_with_who_is_connected_and_switched_off(world):
+    """Weakness 37: QMQ lists consumers that ever were, not those that are."""
+    await two_groups(world)
+    row = left("s1", "shop", 5)
+    row.consumers.append(pb.ConsumerProgress(consumer="c1", connected=True, unacked=3, peer="10.1.1.1:5"))
+    row.consumers.append(pb.ConsumerProgress(consumer="c2"))
+    world.brokers.progress["g1"] = [row]
+    await world.done("OnOffline", state="offline", subject="s1", consumerGroup="shop", clientId="c2")
+    listed = await world.done("Consumers", subject="s1")
+    assert [(one["consumer"], one["connected"], one["offline"]) for one in listed["groups"][0]["consumers"]] == [
+        ("c1", True, False),
+        ("c2", False, True),
+    ]
+    assert [one["brokerGroup"] for one in listed["groups"]] == ["g1", "g2"]
+    assert "no route" in await world.refused("Consumers", subject="s9")
+
+
+@in_world
+async def test_clients_are_listed_by_subject_and_application(world):
+    """Weakness 37: QMQ knows its live clients and does not tell."""
+    world.hub.infos = [client("shop", "c2", "s1", "s2"), client("shop", "c1", "s1"), client("bill", "c3", "s2")]
+    listed = await world.done("Clients", subject="s1")
+    assert [one["clientId"] for one in listed["clients"]] == ["c1", "c2"] and listed["unasked"] == []
+    assert [one["clientId"] for one in (await world.done("Clients", app="bill"))["clients"]] == ["c3"]
+    assert len((await world.done("Clients", limit=1, here="true"))["clients"]) == 1

@@ -1,0 +1,144 @@
+"""Shell. Marks, drains, tags, and consumers that are switched off."""
+
+from __future__ import annotations
+
+from metaserver.model import Offline
+from metaserver.watchers import Counts
+from tests.unit.metaserver.actions_world import in_world, left, place
+
+
+@in_world
+async def test_a_mark_says_how_many_clients_still_hold_the_old_route(world):
+    """Weakness 20: in QMQ nobody knows which producers follow a readonly mark."""
+    await world.pair("g1")
+    await world.pair("g2")
+    await world.routed("s1", groups=("g1", "g2"))
+    await world.routed("s2", groups=("g1",))
+    world.hub.counts = [Counts(producers=3, consumers=1, watchers=9)]
+    answer = await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
+    assert (answer["producers"], answer["consumers"], answer["watchers"]) == (3, 1, 9)
+    assert not answer["allKnow"] and answer["withoutOtherGroup"] == {"count": 1, "names": ["s2"]}
+
+
+@in_world
+async def test_a_mark_waits_until_no_client_holds_the_old_route(world):
+    """Weakness 20: QMQ's operators wait for a minute and hope."""
+    await world.pair("g1")
+    world.hub.counts = [Counts(3, 0, 9), Counts(1, 0, 9), Counts(0, 0, 9)]
+    answer = await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", waitMs=10_000)
+    assert answer["allKnow"] and answer["producers"] == 0 and world.hub.asked == 3
+
+
+@in_world
+async def test_a_wait_that_ends_too_early_says_so(world):
+    await world.pair("g1")
+    world.hub.counts = [Counts(3, 0, 9)]
+    answer = await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", waitMs=1)
+    assert not answer["allKnow"] and answer["producers"] == 3
+    assert world.registry.directory.is_marked("g1", "anything")
+
+
+@in_world
+async def test_marks_are_of_groups_and_subjects_that_exist(world):
+    await world.pair("g1")
+    await world.routed("s1")
+    assert "no broker group g9" in await world.refused("MarkReadonlyBrokerGroup", brokerGroup="g9")
+    assert "no subject s9" in await world.refused("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="s9")
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="s1")
+    assert (await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1"))["readonlySubjects"] == ["*", "s1"]
+    assert (await world.done("UnMarkReadonlyBrokerGroup", brokerGroup="g1"))["readonlySubjects"] == ["s1"]
+
+
+@in_world
+async def test_a_mark_may_have_as_many_characters_as_a_group(world):
+    """Weakness 5: QMQ's groups have 30 characters, of which a mark holds 20."""
+    await world.done("AddBroker", **place("g" * 100, 0, "h1"))
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g" * 100)
+    assert world.registry.directory.is_marked("g" * 100, "s")
+
+
+@in_world
+async def test_setting_what_is_set_changes_nothing(world):
+    await world.pair("g1")
+    for name in ("MarkReadonlyBrokerGroup", "UnMarkReadonlyBrokerGroup"):
+        rows = len(await world.audit())
+        await world.done(name, brokerGroup="g1")
+        await world.done(name, brokerGroup="g1")
+        assert len(await world.audit()) == rows + 1
+
+
+@in_world
+async def test_marks_and_drains_are_listed(world):
+    """Weakness 37: QMQ cannot tell which marks there are."""
+    await world.pair("g1")
+    await world.pair("g2")
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
+    await world.done("DrainGroup", brokerGroup="g2")
+    listed = await world.done("ListReadonly")
+    assert [(mark["brokerGroup"], mark["subject"], mark["allKnow"]) for mark in listed["marks"]] == [("g1", "*", True)]
+    assert [drain["brokerGroup"] for drain in listed["draining"]] == ["g2"]
+    assert (await world.done("ListReadonly", brokerGroup="g2"))["marks"] == []
+
+
+@in_world
+async def test_a_drain_says_what_is_left(world):
+    """Weakness 7: QMQ has no step between full use and removal."""
+    await world.running_pair("g1")
+    await world.running_pair("g2")
+    await world.routed("s1", "s2", groups=("g1", "g2"))
+    world.brokers.progress["g1"] = [left("s1", "shop", 5, 1000), left("s1", "bill", 7), left("s2", "shop", 0)]
+    world.hub.counts = [Counts(1, 0, 4)]
+    drained = await world.done("DrainGroup", brokerGroup="g1")
+    assert (drained["messagesLeft"], drained["subjects"], drained["producers"]) == (12, 2, 1)
+    assert [(row["group"], row["messages"]) for row in drained["left"]] == [("bill", 7), ("shop", 5)]
+    assert not drained["empty"] and world.registry.directory.groups["g1"].draining
+    world.brokers.progress.clear()
+    world.hub.counts = [Counts(0, 0, 4)]
+    assert (await world.done("DrainGroup", brokerGroup="g1"))["empty"]
+    world.brokers.silent.add("g1")
+    again = await world.done("DrainGroup", brokerGroup="g1")
+    assert not again["empty"] and "did not answer" in again["unknown"]
+    await world.done("UndrainGroup", brokerGroup="g1")
+    assert not world.registry.directory.groups["g1"].draining
+
+
+@in_world
+async def test_the_last_group_is_not_drained(world):
+    await world.pair("g1")
+    assert "only one" in await world.refused("DrainGroup", brokerGroup="g1")
+
+
+@in_world
+async def test_a_drained_group_is_added_to_no_route(world):
+    await world.pair("g1")
+    await world.pair("g2")
+    await world.routed("s1")
+    await world.done("DrainGroup", brokerGroup="g2")
+    assert "being drained" in await world.refused("AddSubjectBrokerGroup", subject="s1", brokerGroup="g2")
+
+
+@in_world
+async def test_a_group_gets_a_tag(world):
+    """Weakness 40: in QMQ tags can be set by SQL only."""
+    await world.pair("g1")
+    await world.done("SetGroupTag", brokerGroup="g1", tag="fast")
+    assert [group["tag"] for group in await world.done("ListBrokerGroups")] == ["fast"]
+    await world.done("SetGroupTag", brokerGroup="g1", tag="")
+    assert world.registry.directory.groups["g1"].tag == ""
+
+
+@in_world
+async def test_consumers_are_switched_off_and_on(world):
+    """Weakness 26: QMQ does this by GET, without a token, and lists it nowhere."""
+    await world.done("OnOffline", state="offline", subject="s1", consumerGroup="shop", clientId="c1")
+    await world.done("OnOffline", state="offline", subject="s1", consumerGroup="shop")
+    await world.done("OnOffline", state="offline", subject="s2")
+    assert world.registry.directory.offline == {
+        Offline("s1", "shop", "c1"), Offline("s1", "shop", "*"), Offline("s2", "*", "*"),
+    }  # fmt: skip
+    text = await world.refused("OnOffline", state="online", subject="s1", consumerGroup="shop", clientId="c1")
+    assert "they stay off by the rule subject=s1 consumerGroup=shop clientId=*" in text
+    await world.done("OnOffline", state="online", subject="s1", consumerGroup="shop")
+    assert await world.done("ListOffline") == [{"subject": "s2", "consumerGroup": "*", "clientId": "*"}]
+    assert "stay off" in await world.refused("OnOffline", state="online", subject="s2", clientId="c9")
+    assert await world.done("ListOffline", subject="s1") == []

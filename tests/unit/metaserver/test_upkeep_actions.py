@@ -1,0 +1,163 @@
+"""Shell. Databases, tokens, backup and restore, the installation's health."""
+
+from __future__ import annotations
+
+import json
+
+from metaserver.actions.vault import Vault
+from metaserver.model import MetaserverRow
+from tests.unit.metaserver.actions_world import World, caller, in_world
+
+DB = {"host": "db1", "port": 3306, "username": "app", "password": "hunter2"}
+
+
+@in_world
+async def test_a_database_that_is_added_again_gets_its_new_password(world):
+    """Weakness 2: QMQ answers "register success" and keeps the old password."""
+    first = await world.done("AddDb", **DB)
+    second = await world.done("AddDb", **(DB | {"password": "other", "username": "app2"}))
+    assert (first["replaced"], second["replaced"]) == (False, True)
+    [source] = await world.database.read(lambda repository: repository.data_sources())
+    assert world.desk.vault.decrypt(source.password) == "other"
+    [shown] = await world.done("ListDbs")
+    assert (shown["url"], shown["username"], shown["room"]) == ("mmm://db1:3306", "app2", "default")
+    assert "password" not in shown
+
+
+@in_world
+async def test_a_database_can_be_removed(world):
+    """Weakness 8: QMQ keeps a data source for ever."""
+    await world.done("AddDb", **DB)
+    await world.done("RemoveDb", host="db1", port=3306)
+    assert await world.done("ListDbs") == []
+    assert "no database mmm://db1:3306" in await world.refused("RemoveDb", host="db1", port=3306)
+
+
+@in_world
+async def test_without_a_key_no_password_is_stored_and_the_refusal_says_how_to_set_one(world):
+    """Weakness 29: QMQ stores passwords in clear text."""
+    object.__setattr__(world.desk, "vault", Vault())
+    text = await world.refused("AddDb", **DB)
+    assert "password_keys" in text and "Fernet.generate_key()" in text and "hunter2" not in text
+
+
+def test_a_password_stays_readable_while_keys_are_rotated():
+    old, new = "nBLTTCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A=", "AAAATCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A="
+    stored = Vault([old]).encrypt("hunter2")
+    assert Vault([new, old]).decrypt(stored) == "hunter2" and "hunter2" not in stored
+
+
+@in_world
+async def test_a_token_is_shown_once(world):
+    """Weakness 28: QMQ's tokens stand in a file, in clear text, each with all rights."""
+    made = await world.done("AddToken", name="shop", role="client", subjects="shop.*,produce:x", days=30)
+    assert made["token"].startswith(f"qmq_{made['id']}_") and made["subjects"] == ["shop.*", "produce:x"]
+    assert made["expires"] - made["created"] == 30 * 24 * 3600 * 1000
+    [listed] = await world.done("ListTokens")
+    secret = made["token"].rpartition("_")[2]
+    trail = json.dumps([[row.parameters, row.after] for row in await world.audit()])
+    assert secret not in json.dumps(listed) + trail and listed["valid"]
+    shown = await world.done("AddToken", name="shop", role="client", dryRun="true")
+    assert "token" not in shown["after"]
+    await world.done("RevokeToken", id=made["id"])
+    assert not (await world.done("ListTokens"))[0]["valid"]
+    await world.done("RevokeToken", id=made["id"])
+    assert "no token x1" in await world.refused("RevokeToken", id="x1")
+
+
+@in_world
+async def test_two_tokens_of_one_name_may_be_valid_for_rotation(world):
+    first = await world.done("AddToken", name="shop", role="client")
+    await world.done("AddToken", name="shop", role="client")
+    assert "RevokeToken the older one" in await world.refused("AddToken", name="shop", role="client")
+    await world.done("RevokeToken", id=first["id"])
+    await world.done("AddToken", name="shop", role="client")
+
+
+def test_a_backup_is_restored_into_an_empty_metaserver(tmp_path):
+    @in_world
+    async def body(world):
+        await world.pair("g1")
+        await world.routed("s1")
+        await world.done("AddDb", **DB)
+        await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
+        backup = json.dumps(await world.done("Backup"))
+        other = World(tmp_path / "other.db")
+        await other.open()
+        shown = await other.done("Restore", backup=backup, dryRun="true")
+        assert shown["wouldChange"] and shown["after"]["subject_route"] == 1 and shown["before"]["subject_route"] == 0
+        assert shown["subjects"]["names"] == ["s1"] and not other.registry.directory.groups
+        done = await other.done("Restore", backup=backup)
+        assert done["restored"]["broker"] == 2
+        assert other.groups_of("s1") == ("g1",) and other.registry.directory.is_marked("g1", "s1")
+        assert [source["url"] for source in await other.done("ListDbs")] == ["mmm://db1:3306"]
+        assert "Restore" in [row.action for row in await other.audit()]
+        other.database.close()
+
+    body(tmp_path)
+
+
+@in_world
+async def test_a_metaserver_in_use_is_restored_only_by_force(world):
+    await world.pair("g1")
+    backup = json.dumps(await world.done("Backup"))
+    await world.pair("g2")
+    text = await world.refused("Restore", backup=backup)
+    assert "is in use" in text and "4 rows of broker" in text
+    await world.done("Restore", backup=backup, force="true")
+    assert list(world.registry.directory.groups) == ["g1"]
+    rows = {row.action: row for row in await world.audit()}
+    assert rows["Restore"].parameters["backup"] == "(not recorded)" and rows["Restore"].before["broker"] == 4
+
+
+@in_world
+async def test_what_is_no_backup_is_refused_whole(world):
+    await world.pair("g1")
+    backup = await world.done("Backup")
+    assert "no backup" in await world.refused("Restore", backup="[1]")
+    backup["tables"]["broker"][0]["hostname"] = "x" * 1000
+    assert "1000 characters" in await world.refused("Restore", backup=json.dumps(backup), force="true")
+    backup["tables"]["broker"] = [{"nonsense": 1}]
+    assert "other columns" in await world.refused("Restore", backup=json.dumps(backup), force="true")
+    assert list(world.registry.directory.groups) == ["g1"]
+
+
+@in_world
+async def test_metaservers_are_listed_with_who_answers(world):
+    for number in (1, 2):
+        row = MetaserverRow(f"m{number}", f"10.0.0.{number}:8080", f"10.0.0.{number}:8081", beat=1, version="1")
+        await world.database.write(lambda repository, row=row: repository.beat(row))
+    rows = await world.database.read(lambda repository: repository.load_metaservers())
+    world.liveness.peers.read(rows[:1], now_ms=world.registry.now_ms())
+    listed = await world.done("ListMetaservers")
+    assert [(one["id"], one["up"], one["answersThis"]) for one in listed] == [("m1", True, True), ("m2", False, False)]
+
+
+@in_world
+async def test_the_doctor_names_what_is_wrong_and_what_to_do(world):
+    await world.running_pair("g1")
+    healthy = await world.done("Doctor")
+    assert healthy["healthy"], [check for check in healthy["checks"] if not check["ok"]]
+    await world.pair("g2")
+    await world.done("AddToken", name="ending", role="client", days=3)
+    world.stop("g1-b")
+    sick = await world.done("Doctor")
+    wrong = {check["name"]: check for check in sick["checks"] if not check["ok"]}
+    assert not sick["healthy"] and all(check["remedy"] for check in wrong.values())
+    assert wrong["broker g2-a:20881 (MASTER of g2)"]["found"] == "never registered"
+    assert "did not answer" in wrong["broker g1-b:20881 (SLAVE of g1)"]["found"]
+    assert "ending" in wrong["tokens"]["found"]
+
+
+@in_world
+async def test_only_an_admin_makes_tokens_and_backups(world):
+    for name in ("AddToken", "RevokeToken", "Backup", "Restore", "AddDb", "RemoveBroker", "SwapRoles"):
+        words = {
+            "AddToken": {"name": "n", "role": "viewer"},
+            "RevokeToken": {"id": "x"},
+            "Restore": {"backup": "{}"},
+            "AddDb": DB,
+            "RemoveBroker": {"hostname": "h", "servePort": 1},
+            "SwapRoles": {"brokerGroup": "g"},
+        }.get(name, {})
+        assert "needs admin" in await world.refused(name, caller("operator"), **words), name
