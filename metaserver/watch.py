@@ -331,7 +331,8 @@ class WatchHub:
     async def _store(self, subjects: list[str]) -> bool:
         """Have routes made or extended, and tell who waits for them; False: try the rest again later."""
         state, waits = self._sights.state, self._ration(subjects)
-        ready = [subject for subject in subjects if subject not in waits]
+        # Nobody pays for a subject whose watchers have all left: it is dropped, not stored past the ration.
+        ready = [one for one in subjects if one not in waits and self._audience.topics_of_subject(one)]
         try:
             if ready:
                 await self._registry.routes_for(ready)

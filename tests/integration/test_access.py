@@ -1,0 +1,239 @@
+"""Shell. Tokens on real metaservers: made, printed once, limited, rotated, revoked; no door opens without one."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sqlite3
+
+import grpc
+import pytest
+
+from metaserver.access import RPC_ROLES
+from qmq.proto import qmq_pb2 as pb
+from qmq.rights import TokenRole, includes
+from tests.integration.metaserver_world import TOKEN, WAIT_S, World, in_world
+
+ROLES = sorted(set(TokenRole) - {TokenRole.CLUSTER})
+SERVICE = pb.DESCRIPTOR.services_by_name["Metaserver"]
+
+
+def metadata(token):
+    return [("x-api-token", token)] if token else []
+
+
+async def make(world, role, name=None, *, token=TOKEN, **words):
+    answer = await world.post("AddToken", token=token, name=name or role, role=role, **words)
+    assert answer["status"] == 0, answer
+    return answer["data"]
+
+
+async def call(world, method, token, request=b""):
+    """Call a method of the service by its name, with bytes; return the status that it ends with."""
+    path = f"/{SERVICE.full_name}/{method}"
+    stream = world.channel.stream_stream(path)(iter([request]), metadata=metadata(token), timeout=2)
+    try:
+        async for _ in stream:
+            return grpc.StatusCode.OK
+        return await stream.code()
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+
+
+def printed(capsys):
+    return re.findall(r"first admin token, shown only now: (\S+)", capsys.readouterr().out)
+
+
+def test_no_method_answers_without_a_token_and_each_asks_for_its_role(tmp_path):
+    """Weakness 27: the port had no authentication at all."""
+
+    async def body(world):
+        tokens = {role: (await make(world, role))["token"] for role in ROLES} | {TokenRole.CLUSTER: TOKEN}
+        for method in SERVICE.methods:
+            for wrong in ("", "wrong", tokens["broker"][:-1] + "x"):
+                assert await call(world, method.name, wrong) == grpc.StatusCode.UNAUTHENTICATED, method.name
+            for role, token in tokens.items():
+                denied = await call(world, method.name, token) == grpc.StatusCode.PERMISSION_DENIED
+                allowed = any(includes(role, needed) for needed in RPC_ROLES[method.name])
+                assert denied is not allowed, (method.name, role)
+        for unknown in ("Nothing", "ServerReflectionInfo"):
+            assert await call(world, unknown, "") == grpc.StatusCode.UNAUTHENTICATED
+            assert await call(world, unknown, TOKEN) == grpc.StatusCode.PERMISSION_DENIED
+
+    in_world(body)(tmp_path)
+
+
+@in_world
+async def test_no_address_answers_without_a_token(world):
+    """Weakness 26: /onoffline changed state without a token; lists were open."""
+    routes = world.server._app().routes
+    assert {"/meta/routes", "/management", "/metrics"} <= {route.path for route in routes}
+    for route in routes:
+        for method in route.methods - {"HEAD"}:
+            answer = await world.http.request(method, route.path)
+            if route.path in ("/meta/address", "/health/live", "/health/ready"):
+                assert answer.status_code == 200
+            elif route.path == "/management":
+                assert answer.json()["status"] == -1
+            else:
+                assert answer.status_code == 401 and answer.json()["error"]["code"] == "UNAUTHORIZED", route.path
+
+
+def test_of_two_first_metaservers_one_prints_the_first_admin_token_and_both_take_it(tmp_path, capsys):
+    async def body():
+        worlds = [World(tmp_path / "metaserver.db"), World(tmp_path / "metaserver.db")]
+        await asyncio.gather(*(world.start() for world in worlds))
+        try:
+            [token] = printed(capsys)
+            for world in worlds:
+                await world.until(lambda world=world: accepts(world, token))
+                assert (await make(world, "viewer", token=token))["role"] == "viewer"
+        finally:
+            for world in worlds:
+                await world.stop()
+        again = await World(tmp_path / "metaserver.db").start()
+        await again.stop()
+        assert printed(capsys) == [], "it is printed once, ever"
+
+    asyncio.run(body())
+
+
+async def accepts(world, token):
+    answer = await world.http.get("/metrics", headers={"X-Api-Token": token})
+    return answer.status_code == 200
+
+
+def test_tokens_are_rotated_and_revoked_at_all_metaservers(tmp_path):
+    """Weakness 28: no expiry, no roles, compared by look-up in a file."""
+
+    async def body():
+        one, other = await World(tmp_path / "m.db").start(), await World(tmp_path / "m.db").start()
+        try:
+            old, new = await make(one, "viewer", "dashboard"), await make(one, "viewer", "dashboard")
+            third = await one.post("AddToken", name="dashboard", role="viewer")
+            assert third["status"] == -1 and "two tokens named dashboard" in third["message"]
+            for row in (old, new):
+                await other.until(lambda row=row: accepts(other, row["token"]))
+            await one.done("RevokeToken", id=old["id"])
+            assert not await accepts(one, old["token"]) and await accepts(one, new["token"])
+
+            async def is_refused():
+                return not await accepts(other, old["token"])
+
+            await other.until(is_refused)
+            assert await accepts(other, new["token"])
+        finally:
+            await one.stop()
+            await other.stop()
+        stored = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+        for row in (old, new):
+            assert row["token"].rpartition("_")[2].encode() not in stored, "only hashes are stored"
+
+    asyncio.run(body())
+
+
+def test_a_broker_token_registers_brokers_of_its_groups_only(tmp_path):
+    """Weakness 27: anybody could take a group offline or redirect it to himself."""
+
+    async def body(world):
+        await world.add("g1", 0, "a", 20001)
+        await world.add("g2", 0, "b", 20003)
+        await world.broker("b", 20003)
+        token = (await make(world, "broker", groups="g1"))["token"]
+        for hostname, port, code in (("a", 20001, None), ("b", 20003, grpc.StatusCode.PERMISSION_DENIED)):
+            identity = pb.BrokerIdentity(
+                hostname=hostname, ip="127.0.0.1", serve_port=port, sync_port=port + 1, control_port=9, metrics_port=9,
+                incarnation="disk",
+            )  # fmt: skip
+            try:
+                answer = await world.rpc.Register(identity, metadata=metadata(token))
+                assert code is None and answer.broker_group == "g1"
+            except grpc.aio.AioRpcError as error:
+                assert error.code() == code and "may not use broker group 'g2'" in error.details()
+        state = pb.BrokerState(hostname="b", serve_port=20003, incarnation="disk of b")
+        assert await call(world, "Heartbeat", token, state.SerializeToString()) == grpc.StatusCode.PERMISSION_DENIED
+
+        assert (await world.done("ListBrokers", brokerGroup="g2", details="true"))[0]["up"]
+
+    in_world(body)(tmp_path)
+
+
+def test_a_client_watches_the_subjects_of_its_token_only(tmp_path):
+    async def body(world):
+        await world.pair()
+        token = (await make(world, "client", subjects="produce:order.*,consume:paid"))["token"]
+        async with world.watch("order.new", "paid", "other", metadata=metadata(token)) as watch:
+            await watch.until(lambda routes: len(routes) == 3 and routes["order.new"].groups)
+            assert "may not produce to 'paid'" in watch.routes["paid"].refused
+            assert "may not produce to 'other'" in watch.routes["other"].refused
+        words = {"subject": ["order.new", "paid"], "produces": "false", "app": "x", "clientId": "y"}
+        answer = await world.http.get("/meta/routes", params=words, headers={"X-Api-Token": token})
+        refused = {route["subject"]: route.get("refused", "") for route in answer.json()["routes"]}
+        assert "may not consume from 'order.new'" in refused["order.new"] and not refused["paid"]
+
+    in_world(body)(tmp_path)
+
+
+def test_the_clients_of_one_token_cannot_fill_the_tables(tmp_path):
+    """Weakness 31: auto-created subjects allowed anyone to fill them."""
+
+    async def body():
+        world = await World(tmp_path / "m.db", new_subjects_per_minute=3).start()
+        try:
+            await world.pair()
+            token = (await make(world, "client"))["token"]
+            async with world.watch(*(f"s{number}" for number in range(30)), metadata=metadata(token)) as watch:
+                await watch.until(lambda routes: sum(bool(route.groups) for route in routes.values()) == 3)
+            async with world.watch("another", metadata=metadata(token)) as watch:
+                await watch.until(lambda routes: routes and "too many new subjects" in routes["another"].refused)
+            async with world.watch("of the cluster") as watch:
+                await watch.until(lambda routes: routes and routes["of the cluster"].groups)
+        finally:
+            await world.close()
+        with sqlite3.connect(tmp_path / "m.db") as database:
+            [(rows,)] = database.execute("SELECT count(*) FROM subject_route").fetchall()
+        database.close()
+        assert rows == 4
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("garbage", [b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n" * 50, b"\xff" * 70_000], ids=range(3))
+def test_garbage_ends_its_connection(tmp_path, garbage):
+    """Weakness 31: garbage did not close a connection."""
+
+    async def body(world):
+        for port in (world.server.grpc_port, world.server.http_port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(garbage)
+                async with asyncio.timeout(WAIT_S):
+                    while await reader.read(65536):
+                        pass
+            except ConnectionError:
+                pass
+            finally:
+                writer.close()
+        assert await accepts(world, TOKEN)
+
+    in_world(body)(tmp_path)
+
+
+@pytest.mark.parametrize("table", ["api_token", "broker_group", "subject_route"])
+def test_a_failing_database_shows_nothing_of_itself(tmp_path, table):
+    """Weakness 30: SQL texts in messages."""
+
+    async def body(world):
+        token = (await make(world, "admin"))["token"]
+        with sqlite3.connect(tmp_path / "metaserver.db") as database:
+            database.execute(f"DROP TABLE {table}")
+            database.execute("UPDATE meta_version SET version = version + 1")
+        database.close()
+        for name, body in (("ListTokens", {}), ("AuditTrail", {}), ("AddToken", {"name": "a", "role": "viewer"})):
+            answer = await world.http.post(f"/api/v1/{name}", json=body, headers={"X-Api-Token": token})
+            text = answer.text.lower()
+            assert answer.status_code == 200 or set(answer.json()["error"]) <= {"code", "message", "action", "details"}
+            assert not any(word in text for word in ("select ", "insert ", "traceback", "sqlite3.", "sqlalche")), text
+        assert (await world.http.get("/health/live")).status_code == 200
+
+    in_world(body)(tmp_path)
