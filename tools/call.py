@@ -1,17 +1,20 @@
-"""Shell. Posts an action to the metaserver and tells apart: done, refused, not reached, nobody knows."""
+"""Shell. Asks a metaserver and tells apart: done, refused, to be repeated later, not reached, nobody knows."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import socket
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
-DEFAULT_PORT = 8080
-CONNECT_TIMEOUT_S = 5
-ANSWER_BYTES_MAX = 64 * 1024 * 1024
+from tools.address import Address
+from tools.answer import Answer, read_answer
+
+CONNECT_TIMEOUT_S = 5.0
+ANSWER_BYTES_MAX = 1 << 30
 
 
 class CallFailed(Exception):
@@ -22,66 +25,67 @@ class CallFailed(Exception):
         self.sent = sent
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a metaserver is."""
-
-    host: str
-    port: int
-    secure: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Address:
-        """Read `host`, `host:port` or a URL; raises ValueError."""
-        url = urlsplit(text if "://" in text else f"http://{text}")
-        if url.scheme not in ("http", "https") or not url.hostname or url.path not in ("", "/") or url.query:
-            raise ValueError(f"{text!r} is neither host:port nor http://host:port")
-        port = url.port  # raises ValueError itself
-        if port == 0:
-            raise ValueError(f"{text!r}: 0 is no port")
-        secure = url.scheme == "https"
-        return cls(url.hostname, port or (443 if secure else DEFAULT_PORT), secure)
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
-
-
-def post(address: Address, token: str, words: Mapping[str, str], *, timeout_s: float) -> Any:
-    """Post to /management and return the JSON answer.
+def post(address: Address, token: str, words: Mapping[str, str], *, timeout_s: float) -> Answer:
+    """Post to /management.
 
     Raises:
-        CallFailed: no connection, no answer in time, or an answer that is not the metaserver's.
+        CallFailed: no connection, no answer in time, or an answer that is not a metaserver's.
     """
+    connection = _connect(address)
+    try:
+        status, reason, body = _exchange(connection, address, token, words, timeout_s)
+    finally:
+        connection.close()
+    answer = read_answer(status, _json(body))
+    if answer is None:
+        text = f"{address} answered {status} {reason}: {body[:200].decode('utf-8', 'replace').strip()}"
+        raise CallFailed(text, sent=status == 200 or status >= 500)
+    return answer
+
+
+def _connect(address: Address) -> http.client.HTTPConnection:
     kind = http.client.HTTPSConnection if address.secure else http.client.HTTPConnection
     connection = kind(address.host, address.port, timeout=CONNECT_TIMEOUT_S)
     try:
-        try:
-            connection.connect()
-        except OSError as error:
-            raise CallFailed(f"cannot reach a metaserver at {address}: {error}", sent=False) from error
-        connection.sock.settimeout(timeout_s)
-        return _exchange(connection, address, token, words)
-    finally:
-        connection.close()
+        connection.connect()
+    except (OSError, UnicodeError) as error:  # a label of more than 63 characters is a UnicodeError
+        raise CallFailed(f"cannot reach a metaserver at {address}: {error}", sent=False) from error
+    return connection
 
 
-def _exchange(connection: http.client.HTTPConnection, address: Address, token: str, words: Mapping[str, str]) -> Any:
+def _exchange(
+    connection: http.client.HTTPConnection, address: Address, token: str, words: Mapping[str, str], timeout_s: float
+) -> tuple[int, str, bytes]:
     headers = {"X-Api-Token": token, "Content-Type": "application/x-www-form-urlencoded"}
+    deadline = time.monotonic() + timeout_s
+    sock = connection.sock
     try:
+        sock.settimeout(timeout_s)
         connection.request("POST", "/management", urlencode(words), headers)
         response = connection.getresponse()
-        body = response.read(ANSWER_BYTES_MAX)
+        return response.status, response.reason, _read(response, sock, deadline)
     except (OSError, http.client.HTTPException) as error:
-        raise CallFailed(
-            f"the metaserver at {address} did not answer: {error or type(error).__name__}", sent=True
-        ) from error
+        text = "time-out" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+        raise CallFailed(f"no answer from {address} within {timeout_s:g} s: {text}", sent=True) from error
+
+
+def _read(response: http.client.HTTPResponse, sock: socket.socket, deadline: float) -> bytes:
+    """Read the answer; a server that sends a byte now and then does not hold us for ever."""
+    pieces, length = [], 0
+    while piece := response.read1(1 << 20):
+        pieces.append(piece)
+        length += len(piece)
+        left_s = deadline - time.monotonic()
+        if length > ANSWER_BYTES_MAX or left_s <= 0:
+            raise TimeoutError
+        sock.settimeout(left_s)
+    if response.length:
+        raise http.client.IncompleteRead(b"", response.length)
+    return b"".join(pieces)
+
+
+def _json(body: bytes) -> Any:
     try:
-        answer = json.loads(body)
-    except ValueError:
-        answer = None
-    if not isinstance(answer, list) and not (isinstance(answer, dict) and "status" in answer):
-        text = (
-            f"{address} answered {response.status} {response.reason}: {body[:200].decode('utf-8', 'replace').strip()}"
-        )
-        raise CallFailed(text, sent=response.status >= 500)
-    return answer
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None

@@ -2,20 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
+
+from tools.table import Block, Cell, Table, Tone
+
+WAIT_PARAMETER = "waitMs"
+
+
+class Kind(Enum):
+    """What is typed as the value of an option."""
+
+    TEXT = "TEXT"
+    NUMBER = "NUMBER"
+    PORT = "PORT"
+    FLAG = "flag"
+    """`--force` alone, or `--force=true`."""
+    SECRET = "SECRET"
+    """Read from a file, standard input or a prompt; on the command line it works, with a warning."""
+    FILE = "FILE"
+    """The content of the file is sent; `-` is standard input."""
+    SECONDS = "SECONDS"
+    """Sent as milliseconds."""
+    PATH = "PATH"
+    """A file to write."""
+    MOMENT = "TIME"
+    """`2026-01-31`, `2026-01-31T12:00:00Z` or `90m` ago; sent as milliseconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a command; its name is also the name of the parameter that is sent."""
+    """One option of a command."""
 
     name: str
     help: str
     default: str | None = None
-    """None: the option is required."""
-    is_port: bool = False
+    """None: the option is required. An empty default is not sent."""
+    kind: Kind = Kind.TEXT
+    sent_as: str = ""
+    """Name of the metaserver's parameter, if it is another one."""
+    choices: tuple[str, ...] = ()
+    alone: str = ""
+    """The value if the option stands without one."""
+    local: bool = False
+    """Not sent: what the tool itself does."""
+
+    @property
+    def parameter(self) -> str:
+        return self.sent_as or self.name
+
+
+Words = Mapping[str, str]
+"""Parameters of an action, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +65,65 @@ class Command:
 
     name: str
     help: str
-    action: str
-    """The metaserver's name for it."""
-    options: tuple[Option, ...]
-    render: Callable[[Any], str]
+    example: str
+    """Options as somebody would type them."""
+    options: tuple[Option, ...] = ()
+    show: Callable[[Any], Iterable[Block]] = lambda _: ["done"]
     """The result as people read it."""
-    changes: bool = True
-    """Whether it changes anything: then it needs a token, and a lost answer leaves its outcome unknown."""
-    timeout_s: float = 15
+    action: str = ""
+    """The metaserver's name for it, if it is another one."""
+    changes: bool = False
+    """Then it is planned and confirmed, needs a token, and a lost answer leaves its outcome unknown."""
+    look: str = ""
+    """Which command tells whether a change was made; {option} is filled in."""
+    has_details: bool = False
+    """The metaserver answers QMQ's fields, and all that it knows only if asked."""
+    timeout_s: float = 20
     """Longer than the metaserver takes at most, its waiting for the database included."""
+    keep: Callable[[Any], tuple[str, dict[str, Any]]] | None = None
+    """What goes into the file that a PATH option names, and what of the result is shown all the same."""
+    needs: Callable[[Words], str] = lambda _: ""
+    """What is wrong with these words together; empty: nothing."""
+
+    @property
+    def asks(self) -> str:
+        return self.action or self.name
+
+    def words(self, values: Mapping[str, str]) -> dict[str, str]:
+        """Turn the values of the options into what is sent; what is empty is left to the metaserver's default."""
+        sent = {option.parameter: values[option.name] for option in self.options if not option.local}
+        sent = {name: value for name, value in sent.items() if value != ""}
+        return {"action": self.asks, **sent, **({"details": "true"} if self.has_details else {})}
+
+    def wait_s(self, words: Words) -> float:
+        """How long to wait for the answer."""
+        return self.timeout_s + int(words.get(WAIT_PARAMETER, "0")) / 1000
+
+    def look_with(self, metaserver: object, values: Mapping[str, str]) -> str:
+        """Write the command line that tells what became of a change."""
+        name, *options = self.look.format_map({name: shlex.quote(value) for name, value in values.items()}).split(" ")
+        return " ".join(["tools.sh", name, f"--metaserver={metaserver}", *options])
+
+
+def listing(table: Callable[[Any], Table]) -> Callable[[Any], Iterable[Block]]:
+    """Make a command's `show` of a function that makes one table."""
+    return lambda data: [table(data)]
+
+
+def good(text: str) -> Cell:
+    return Cell(text, Tone.GOOD)
+
+
+def warning(text: str) -> Cell:
+    return Cell(text, Tone.WARN)
+
+
+def bad(text: str) -> Cell:
+    return Cell(text, Tone.BAD)
 
 
 GROUP = Option("brokerGroup", "name of the broker group")
-BROKER = (
-    GROUP,
-    Option("role", "0 for the master, 1 for the slave"),
-    Option("hostname", "the broker's setting hostname"),
-    Option("ip", "IPv4 address at which the broker is reached"),
-    Option("servePort", "port for producers and consumers", is_port=True),
-    Option("syncPort", "port for the slave", is_port=True),
-)
+ANY_GROUP = Option("brokerGroup", "only this broker group", default="")
+SUBJECT = Option("subject", "name of the subject")
+ANY_SUBJECT = Option("subject", "only this subject", default="")
+FORCE = Option("force", "do it in spite of the reasons against it", default="", kind=Kind.FLAG, alone="true")

@@ -1,157 +1,182 @@
-"""Shell. `tools/tools.sh` against a real metaserver: what it prints, where, and its exit status."""
+"""Shell. `tools/tools.sh` as it is typed: plans, questions, exit statuses, secrets, files; a stub answers."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
+import shutil
 import socket
+import stat
 import subprocess
-import sys
-import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.integration.metaserver_world import TOKEN, in_world
+from tests.integration.tools_world import (
+    DONE,
+    REFUSED,
+    TOKEN,
+    TOOLS,
+    UNKNOWN,
+    UNREACHABLE,
+    USAGE,
+    Stub,
+    answering,
+    environment,
+    ok,
+    planned,
+    preview,
+    run,
+    run_at_terminal,
+)
 
-TOOLS = Path(__file__).parents[2] / "tools" / "tools.sh"
-DONE, REFUSED, USAGE, UNREACHABLE, UNKNOWN = range(5)
+MARKED = {"producers": 3, "consumers": 0, "watchers": 40, "metaserversUnasked": [], "allKnow": False, "waitedMs": 0}
 
 
-def run(command, metaserver, *words, token=TOKEN, **options):
-    given = [f"--{name}={value}" for name, value in options.items()]
-    given += [f"--token={token}"] if token else []
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("QMQ_")}
-    environ |= {"QMQ_PYTHON": sys.executable, "http_proxy": "http://127.0.0.1:9"}
-    return subprocess.run(
-        [TOOLS, command, f"--metaserver={metaserver}", *given, *words], env=environ, capture_output=True, text=True
+# Plans and questions.
+
+
+def test_a_dry_run_shows_the_reach_and_changes_nothing():
+    """Weakness 33: QMQ's tools have neither a dry run nor a confirmation."""
+    with Stub(planned(MARKED)) as stub:
+        ended = run("MarkReadonly", stub.address, "--dry-run", brokerGroup="g1")
+    assert (ended.returncode, stub.done) == (DONE, [])
+    assert "reaches 12 subjects, 3 groups, 40 clients" in ended.stdout and "term" in ended.stdout
+
+
+def test_without_a_terminal_a_change_needs_yes():
+    """Weakness 33: `*` is never changed by accident."""
+    with Stub(planned(MARKED)) as stub:
+        ended = run("MarkReadonly", stub.address, brokerGroup="g1")
+    assert (ended.returncode, ended.stdout, stub.asked) == (USAGE, "", [])
+    assert "--yes does it, --dry-run looks" in ended.stderr
+
+
+def test_with_yes_the_plan_is_shown_beside_the_result():
+    with Stub(planned(MARKED)) as stub:
+        ended = run("MarkReadonly", stub.address, "--yes", brokerGroup="g1", subject="a")
+    assert (ended.returncode, stub.done) == (DONE, ["MarkReadonlyBrokerGroup"])
+    assert "reaches 12 subjects" in ended.stderr
+    assert ended.stdout.splitlines() == [
+        "marked readonly: producers turn to other groups, consumers go on",
+        "3 producers and 0 consumers hold the old route",
+    ]
+
+
+@pytest.mark.parametrize("answer, is_done", [("y", True), ("YES", True), ("n", False), ("maybe", False), ("", False)])
+def test_at_a_terminal_the_plan_is_confirmed(answer, is_done):
+    with Stub(planned(MARKED)) as stub:
+        ended = run_at_terminal("MarkReadonly", stub.address, answer=answer, brokerGroup="g1")
+    assert ended.returncode == (DONE if is_done else REFUSED)
+    assert stub.done == ["MarkReadonlyBrokerGroup"] * is_done
+    assert "reaches 12 subjects, 3 groups, 40 clients" in ended.shown and "Do it? [y/N]" in ended.shown
+    assert ("not confirmed; nothing was changed" in ended.shown) != is_done
+    assert "Do it?" not in ended.stdout
+
+
+@pytest.mark.parametrize("where", ["plan", "answer"])
+def test_a_refused_plan_is_not_asked_about(where):
+    reasons = ["there is no broker group g1"]
+    refused = preview(reasons=reasons, wouldChange=False)
+    with Stub(lambda _: refused if where == "plan" else refused | {"status": -1, "message": reasons[0]}) as stub:
+        ended = run("MarkReadonly", stub.address, "--yes", brokerGroup="g1")
+    assert (ended.returncode, ended.stdout, stub.done) == (REFUSED, "", [])
+    assert ended.stderr.splitlines()[-1] == "tools.sh: there is no broker group g1"
+
+
+def test_a_list_is_not_planned():
+    with Stub(lambda _: ok([])) as stub:
+        ended = run("ListBrokers", stub.address)
+    assert (ended.returncode, ended.stdout) == (DONE, "no broker is added yet; AddBroker adds one\n")
+    assert stub.asked == [{"action": "ListBrokers", "details": "true"}]
+
+
+# What scripts read.
+
+
+def test_json_is_the_metaservers_answer_and_nothing_else():
+    with Stub(planned(MARKED)) as stub:
+        ended = run("MarkReadonly", stub.address, "--yes", "--json", brokerGroup="g1")
+        plan = run("MarkReadonly", stub.address, "--dry-run", "--json", brokerGroup="g1")
+    assert json.loads(ended.stdout) == ok(MARKED) and json.loads(plan.stdout) == preview()
+
+
+def test_json_of_a_refusal_is_printed_too():
+    with Stub(lambda _: {"error": "it is there", "data": {"name": "s"}}) as stub:
+        ended = run("AddNewSubject", stub.address, "--yes", "--json", subject="s", tag="t")
+    assert ended.returncode == REFUSED and "it is there" in ended.stderr
+    assert json.loads(ended.stdout) == {"error": "it is there", "data": {"name": "s"}}
+
+
+def test_output_without_a_terminal_is_plain():
+    row = {
+        "group": "g1",
+        "role": "MASTER",
+        "hostname": "a",
+        "ip": "10.0.0.1",
+        "servePort": 1,
+        "syncPort": 2,
+        "up": True,
+    }
+    with Stub(lambda _: ok([row])) as stub:
+        ended = run("ListBrokers", stub.address, environ={"COLUMNS": "20"})
+    assert ended.stdout == (
+        "GROUP  ROLE    HOSTNAME  IP        SERVE  SYNC  UP\ng1     MASTER  a         10.0.0.1      1     2  yes\n"
     )
 
 
-async def tool(world, command, *words, **options):
-    return await asyncio.to_thread(run, command, world.url, *words, **options)
+def test_a_reader_that_goes_away_is_no_error():
+    rows = [{"subject": f"s{n}", "brokerGroups": ["g1"], "version": 1, "updateTime": 1} for n in range(50_000)]
+    with Stub(lambda _: rows) as stub:
+        command = f'"{TOOLS}" ListSubjectRoutes --metaserver={stub.address} | head -n 1'
+        ended = subprocess.run(["bash", "-c", command], env=environment(), capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == ("SUBJECT  BROKER GROUPS  VERSION  CHANGED\n", "")
 
 
-def broker(role, hostname, port=20881):
-    words = {"brokerGroup": "g1", "role": role, "hostname": hostname, "ip": "127.0.0.1"}
-    return words | {"servePort": port, "syncPort": port + 1}
+# Exit statuses.
 
 
-@in_world
-async def test_life_of_a_group_as_an_operator_types_it(world):
-    for role, name in ((0, "a"), (1, "b")):
-        added = await tool(world, "AddBroker", **broker(role, name))
-        assert (added.returncode, added.stderr) == (DONE, "")
-    assert added.stdout == "b:20881 is now the SLAVE of g1\n"
-    master, slave = await world.broker("a"), await world.broker("b")
-    await world.until(lambda: world.writable("g1"))
-
-    brokers = await tool(world, "ListBrokers", token=None)
-    assert brokers.returncode == DONE
-    assert [line.split()[:3] for line in brokers.stdout.splitlines()[1:]] == [
-        ["g1", "MASTER", "a"],
-        ["g1", "SLAVE", "b"],
-    ]
-    marked = await tool(world, "MarkReadonly", brokerGroup="g1", subject="order.changed")
-    assert marked.returncode == DONE
-    groups = await tool(world, "ListBrokerGroups")
-    assert groups.stdout.split()[-1] == "order.changed"
-    assert (await tool(world, "UnMarkReadonly", brokerGroup="g1", subject="order.changed")).returncode == DONE
-
-    status = await tool(world, "ReplicaStatus", brokerGroup="g1")
-    assert "g1  term 2  writable  logs are equal" in status.stdout and f"{77:016x}" in status.stdout
-    swapped = await tool(world, "SwapRoles", brokerGroup="g1")
-    assert swapped.returncode == DONE and "term 3, master b:20881, slave a:20881" in swapped.stdout
-    assert (await master.until_term(3)).role == 1
-
-    await master.stop()
-    await world.until(lambda: down(world, "a"))
-    replaced = await tool(world, "ReplaceBroker", **broker(1, "c"))
-    assert replaced.stdout == "a:20881 was the SLAVE of g1 and is replaced\n"
-    assert (await slave.until_term(4)).role == 0
-
-
-@in_world
-async def test_json_is_the_metaservers_answer(world):
-    await world.pair()
-    status = json.loads((await tool(world, "ReplicaStatus", "--json")).stdout)
-    assert status["status"] == 0 and set(status) == {"status", "message", "data"}
-    (group,) = status["data"]
-    assert (group["brokerGroup"], group["equal"], group["lagBytes"]) == ("g1", True, 0)
-    assert [(replica["role"], replica["reachable"]) for replica in group["replicas"]] == [
-        ("MASTER", True),
-        ("SLAVE", True),
-    ]
-    groups = json.loads((await tool(world, "ListBrokerGroups", "--json")).stdout)
-    assert [group["groupName"] for group in groups] == ["g1"]
-    refused = await tool(world, "SwapRoles", "--json", brokerGroup="g9")
-    assert json.loads(refused.stdout)["status"] == -1 and "g9" in refused.stderr
-
-
-@in_world
-async def test_refusal_ends_with_1_and_says_why_on_stderr(world):
-    for command, options in {
-        "AddBroker": broker(9, "a"),
-        "ReplaceBroker": broker(0, "a"),
-        "SwapRoles": {"brokerGroup": "g1"},
-        "MarkReadonly": {"brokerGroup": "g/1"},
-        "UnMarkReadonly": {"brokerGroup": "g1"},
-        "ReplicaStatus": {"brokerGroup": "g1"},
-    }.items():
-        ended = await tool(world, command, **options)
-        assert (ended.returncode, ended.stdout) == (REFUSED, "") and ended.stderr.startswith("tools.sh: "), command
-    wrong = await tool(world, "ListBrokers", token="wrong")
-    assert wrong.returncode == REFUSED and "token is not valid" in wrong.stderr
-
-
-@in_world
-async def test_status_of_brokers_that_are_down_says_so(world):
-    _, slave = await world.pair()
-    await slave.stop()
-    status = await tool(world, "ReplicaStatus")
-    assert status.returncode == DONE
-    assert "not both could be asked" in status.stdout and "did not answer" in status.stdout
+@pytest.mark.parametrize("status, exit_status", [(-1, REFUSED), (-2, UNKNOWN), (-3, UNREACHABLE)])
+def test_exit_status_says_what_became_of_a_change(status, exit_status):
+    """Weakness 33: QMQ's tools end with 0 whatever became of an action."""
+    answer = planned(MARKED)
+    said = {"status": status, "message": "because", "data": None}
+    with Stub(lambda words: answer(words) if "dryRun" in words else said) as stub:
+        ended = run("SwapRoles", stub.address, "--yes", brokerGroup="g1")
+    assert (ended.returncode, ended.stdout) == (exit_status, "") and "because" in ended.stderr
+    look = f"tools.sh ReplicaStatus --metaserver={stub.address} --brokerGroup=g1"
+    assert (look in ended.stderr) == (exit_status == UNKNOWN)
 
 
 @pytest.mark.parametrize(
-    "end, chain, said",
+    "words",
     [
-        pytest.param(4096, 78, "LOGS DIFFER", id="same end, another chain"),
-        pytest.param(4000, 70, "the slave lacks 96 bytes", id="slave is behind"),
-        pytest.param(4100, 70, "the slave lacks 0 bytes", id="slave was asked later"),
+        pytest.param(["AddBroker", "--brokerGroup=g1"], id="an option is missing"),
+        pytest.param(["RemoveDb", "--host=h", "--port=x"], id="no number"),
+        pytest.param(["ResetOffset", "--subject=s", "--group=g", "--yes"], id="nothing says where to"),
+        pytest.param(["Explode"], id="unknown command"),
     ],
 )
-def test_status_tells_a_lag_from_a_difference(tmp_path, end, chain, said):
-    @in_world
-    async def tell(world):
-        _, slave = await world.pair()
-        slave.log_end, slave.chain = end, chain
-        assert said in (await tool(world, "ReplicaStatus")).stdout
-
-    tell(tmp_path)
+def test_wrong_usage_ends_with_2_and_asks_nobody(words):
+    """Weakness 33: QMQ's tools end with 0 on usage errors."""
+    command, *options = words
+    with Stub(lambda _: ok(None)) as stub:
+        ended = run(command, stub.address, *options)
+    assert (ended.returncode, ended.stdout, stub.asked) == (USAGE, "", []) and "tools.sh: " in ended.stderr
 
 
-@in_world
-async def test_swap_with_a_lost_report_ends_with_4(world):
-    _, slave = await world.pair()
-    slave.report_new_terms = False
-    ended = await tool(world, "SwapRoles", brokerGroup="g1")
-    assert ended.returncode == UNKNOWN and "did not report in time" in ended.stderr
-
-
-@pytest.mark.parametrize("words", [{"servePort": "x"}, {"token": None}], ids=["port", "no token"])
-def test_wrong_usage_ends_with_2_without_asking(words):
-    ended = run("AddBroker", "127.0.0.1:1", **(broker(0, "a") | words))
-    assert (ended.returncode, ended.stdout) == (USAGE, "") and "usage:" in ended.stderr
+def test_no_arguments_show_the_commands_and_end_with_2():
+    ended = subprocess.run([TOOLS], env=environment(), capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (USAGE, "") and "MarkReadonly" in ended.stderr
 
 
 def test_no_metaserver_ends_with_3():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    ended = run("SwapRoles", f"127.0.0.1:{port}", brokerGroup="g1")
+    ended = run("SwapRoles", f"127.0.0.1:{port}", "--yes", brokerGroup="g1")
     assert ended.returncode == UNREACHABLE and "cannot reach a metaserver" in ended.stderr
+    unknown = run("ListBrokers", "no-such-host.invalid")
+    assert unknown.returncode == UNREACHABLE and "cannot reach a metaserver" in unknown.stderr
 
 
 @pytest.mark.parametrize(
@@ -162,35 +187,182 @@ def test_no_metaserver_ends_with_3():
         pytest.param("SwapRoles", b"HTTP/1.1 502 Bad\r\ncontent-length: 0\r\n\r\n", UNKNOWN, id="change, proxy error"),
         pytest.param("SwapRoles", b"HTTP/1.1 404 No\r\ncontent-length: 2\r\n\r\n{}", UNREACHABLE, id="another server"),
         pytest.param("SwapRoles", b"garbage\r\n\r\n", UNKNOWN, id="change, no HTTP"),
+        pytest.param("SwapRoles", b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{", UNKNOWN, id="change, cut short"),
     ],
 )
 def test_answer_that_is_lost_after_sending(command, answer, status):
-    with answering(answer) as port:
-        ended = run(command, f"127.0.0.1:{port}", brokerGroup="g1")
+    with answering(answer) as address:
+        ended = run(command, address, *["--yes"] * (command == "SwapRoles"), brokerGroup="g1")
     assert (ended.returncode, ended.stdout) == (status, "")
     assert ("look before you repeat it" in ended.stderr) == (status == UNKNOWN)
 
 
-@contextmanager
-def answering(answer):
-    """A server that reads one request and answers it with the given bytes."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve():
-            connection, _ = listener.accept()
-            with connection:
-                connection.settimeout(10)
-                received = b""
-                while b"brokerGroup=g1" not in received:
-                    received += connection.recv(65536)
-                connection.sendall(answer)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield listener.getsockname()[1]
-        thread.join()
+# Tokens and passwords.
 
 
-async def down(world, hostname):
-    brokers = await world.done("ListBrokers")
-    return not any(broker["up"] for broker in brokers if broker["hostname"] == hostname)
+def test_token_comes_from_the_environment_a_file_or_standard_input(tmp_path):
+    (file := tmp_path / "token").write_text(f"{TOKEN}\n")
+    file.chmod(0o600)
+    with Stub(lambda _: ok([])) as stub:
+        ways = [
+            run("ListBrokers", stub.address),
+            run("ListBrokers", stub.address, token=None, token_file=file),
+            run("ListBrokers", stub.address, token=None, token_file="-", stdin=f"{TOKEN}\n"),
+        ]
+    assert [(way.returncode, way.stderr) for way in ways] == [(DONE, "")] * 3 and stub.tokens == [TOKEN] * 3
+
+
+def test_token_on_the_command_line_works_as_in_qmq_with_a_warning():
+    with Stub(lambda _: ok([])) as stub:
+        ended = run("ListBrokers", stub.address, f"--token={TOKEN}", token=None)
+    assert (ended.returncode, stub.tokens) == (DONE, [TOKEN]) and "stands in the process list" in ended.stderr
+
+
+def test_a_token_file_that_others_may_read_is_named(tmp_path):
+    (file := tmp_path / "token").write_text(TOKEN)
+    file.chmod(0o644)
+    with Stub(lambda _: ok([])) as stub:
+        assert f"chmod 600 {file}" in run("ListBrokers", stub.address, token=None, token_file=file).stderr
+
+
+@pytest.mark.parametrize("content", [None, "", "two\nlines", "x" * 5000], ids=["missing", "empty", "lines", "long"])
+def test_a_file_without_a_token_is_wrong_usage(tmp_path, content):
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_text(content)
+    ended = run("ListBrokers", "127.0.0.1:1", token=None, token_file=file)
+    assert ended.returncode == USAGE and str(file) in ended.stderr
+
+
+def test_a_change_without_a_token_is_wrong_usage():
+    ended = run("SwapRoles", "127.0.0.1:1", "--yes", token=None, brokerGroup="g1")
+    assert ended.returncode == USAGE and "needs a token" in ended.stderr
+
+
+DB = {"host": "db1", "port": 3306, "username": "qmq"}
+
+
+def test_password_comes_from_a_file_standard_input_or_a_prompt(tmp_path):
+    (file := tmp_path / "password").write_text("pass word\n")
+    file.chmod(0o600)
+    with Stub(planned({"result": "register success"})) as stub:
+        run("AddDb", stub.address, "--yes", password_file=file, **DB)
+        run("AddDb", stub.address, "--yes", password_file="-", stdin="pass word\n", **DB)
+        asked = run_at_terminal("AddDb", stub.address, "--yes", answer="pass word", **DB)
+    assert [words["password"] for words in stub.asked] == ["pass word"] * 6 and stub.done == ["AddDb"] * 3
+    assert asked.returncode == DONE and "password: " in asked.shown and "pass word" not in asked.shown + asked.stdout
+
+
+def test_password_is_shown_nowhere():
+    """Weakness 29: QMQ takes passwords on the command line only."""
+    with Stub(planned({"result": "register success"})) as stub:
+        ended = run("AddDb", stub.address, "--yes", password_file="-", stdin="hidden", **DB)
+        typed = run("AddDb", stub.address, "--yes", "--password=hidden", **DB)
+        missing = run("AddDb", stub.address, "--yes", **DB)
+    assert "hidden" not in ended.stdout + ended.stderr and "stands in the process list" in typed.stderr
+    assert missing.returncode == USAGE and "--password-file" in missing.stderr
+
+
+def test_standard_input_gives_one_thing_only():
+    ended = run("AddDb", "127.0.0.1:1", "--yes", token=None, token_file="-", password_file="-", stdin="x", **DB)
+    assert ended.returncode == USAGE and "one thing only" in ended.stderr
+
+
+# Files.
+
+
+DUMP = {"format": 1, "tables": {"subject_route": [{"subject": "日本"}], "broker": []}}
+
+
+def test_backup_is_written_whole_for_its_owner_alone(tmp_path):
+    (old := tmp_path / "backup.json").write_text("old")
+    old.chmod(0o644)
+    with Stub(lambda _: ok(DUMP)) as stub:
+        ended = run("Backup", stub.address, file="backup.json", cwd=tmp_path)
+    assert ended.returncode == DONE and "1 subject_route, 0 broker" in ended.stdout
+    assert json.loads(old.read_text()) == DUMP and stat.S_IMODE(old.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["backup.json"]
+
+
+def test_a_failed_backup_leaves_the_old_one(tmp_path):
+    (old := tmp_path / "backup.json").write_text("old")
+    with Stub(lambda _: {"status": -3, "message": "the database does not answer", "data": None}) as stub:
+        assert run("Backup", stub.address, file=old).returncode == UNREACHABLE
+    assert old.read_text() == "old" and os.listdir(tmp_path) == ["backup.json"]
+
+
+def test_backup_can_go_through_a_pipe():
+    with Stub(lambda _: ok(DUMP)) as stub:
+        assert json.loads(run("Backup", stub.address, file="-").stdout) == DUMP
+
+
+def test_a_path_that_cannot_be_written_fails_before_anything_is_asked(tmp_path):
+    with Stub(planned({})) as stub:
+        ended = run("AddToken", stub.address, "--yes", name="a", role="viewer", out=tmp_path / "no" / "token")
+        directory = run("Backup", stub.address, file=tmp_path)
+    assert (ended.returncode, directory.returncode, stub.done) == (USAGE, USAGE, [])
+    assert "nothing was changed" in ended.stderr
+
+
+def test_a_new_token_goes_into_its_file_and_nowhere_else(tmp_path):
+    made = {"id": "i1", "name": "shop", "role": "client", "token": "qmq_i1_secret"}
+    with Stub(planned(made)) as stub:
+        kept = run("AddToken", stub.address, "--yes", name="shop", role="client", out=tmp_path / "token")
+        as_json = run("AddToken", stub.address, "--yes", "--json", name="shop", role="client", out=tmp_path / "token")
+        shown = run("AddToken", stub.address, "--yes", name="shop", role="client")
+    assert (tmp_path / "token").read_text() == "qmq_i1_secret\n"
+    assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
+    assert "secret" not in kept.stdout + kept.stderr + as_json.stdout + as_json.stderr
+    assert shown.stdout.splitlines()[-1] == "qmq_i1_secret"
+
+
+def test_restore_sends_the_document_of_its_file(tmp_path):
+    (file := tmp_path / "backup.json").write_text(json.dumps(DUMP, indent=4))
+    with Stub(planned({"restored": {}})) as stub:
+        assert run("Restore", stub.address, "--yes", "--force", file=file).returncode == DONE
+        assert run("Restore", stub.address, "--yes", file="-", stdin=json.dumps(DUMP)).returncode == DONE
+        broken = run("Restore", stub.address, "--yes", file="-", stdin="{")
+    assert [json.loads(words["backup"]) for words in stub.asked] == [DUMP] * 4
+    assert [words.get("force") for words in stub.asked] == ["true", "true", None, None]
+    assert broken.returncode == USAGE and "cannot be read" in broken.stderr
+
+
+# The script itself.
+
+
+def test_arguments_arrive_as_they_were_typed(tmp_path):
+    """Weakness 38: QMQ's script splits a value at its blanks, and turns a lone `*` into names of files."""
+    (tmp_path / "some file").touch()
+    with Stub(lambda _: ok([])) as stub:
+        for who in ("two  words", "*", 'it\'s "quoted" $HOME `id` \\n', ""):
+            ended = run("AuditTrail", stub.address, "--who", who, cwd=tmp_path)
+            assert ended.returncode in (DONE, REFUSED), ended.stderr
+    assert [words.get("who", "") for words in stub.asked] == ["two  words", "*", 'it\'s "quoted" $HOME `id` \\n', ""]
+
+
+def test_script_runs_from_anywhere_through_links_and_on_the_python_it_is_given(tmp_path):
+    """Weakness 38: QMQ's script sets JAVA_HOME to nothing, whatever the environment says."""
+    (link := tmp_path / "my tools").symlink_to(TOOLS)
+    with Stub(lambda _: ok([])) as stub:
+        ended = subprocess.run(
+            [link, "ListBrokers", f"--metaserver={stub.address}"],
+            cwd=tmp_path, env=environment(), capture_output=True, text=True,
+        )  # fmt: skip
+    assert ended.returncode == DONE, ended.stderr
+    old = subprocess.run(
+        [TOOLS, "--help"], env=environment(QMQ_PYTHON=shutil.which("false")), capture_output=True, text=True
+    )
+    assert old.returncode == USAGE and "set QMQ_PYTHON" in old.stderr
+
+
+def test_completion_is_printed_for_bash_and_zsh():
+    for shell in ("bash", "zsh"):
+        ended = subprocess.run([TOOLS, "completion", shell], env=environment(), capture_output=True, text=True)
+        assert ended.returncode == DONE and "complete -F _qmq_tools tools.sh" in ended.stdout
+
+
+def test_every_command_is_in_the_guide():
+    guide = (Path(TOOLS).parents[1] / "docs" / "tools.md").read_text()
+    listed = subprocess.run([TOOLS, "--help"], env=environment(), capture_output=True, text=True).stdout
+    commands = [line.split()[0] for line in listed.splitlines() if line.startswith("  ") and line[2].isupper()]
+    assert len(commands) > 30 and [name for name in commands if f"`{name}`" not in guide] == []

@@ -1,0 +1,122 @@
+"""Core. The table of commands is what the metaserver knows and what QMQ's operators type: none of them can drift."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from metaserver.actions import ACTIONS
+from metaserver.actions import Kind as Wanted
+from tools.command import WAIT_PARAMETER, Kind
+from tools.commands import COMMANDS, SECTIONS
+from tools.usage import example, parse
+
+QMQS = {
+    "AddBroker": "brokerGroup* role* hostname* ip* servePort* syncPort*",
+    "ReplaceBroker": "brokerGroup* role* hostname* ip* servePort* syncPort*",
+    "ListBrokers": "brokerGroup",
+    "ListBrokerGroups": "",
+    "ListSubjectRoutes": "",
+    "AddSubjectBrokerGroup": "brokerGroup* subject*",
+    "RemoveSubjectBrokerGroup": "brokerGroup* subject*",
+    "AddNewSubject": "subject* tag*",
+    "ExtendSubjectRoute": "relatedSubject* relatedBrokerGroup* newBrokerGroup*",
+    "MarkReadonly": "brokerGroup* subject",
+    "UnMarkReadonly": "brokerGroup* subject",
+    "ResetOffset": "subject* group* action",
+    "AddDb": "type host* port* username* password* room",
+}
+"""QMQ's commands; `*`: required."""
+
+every_command = pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+every_change = pytest.mark.parametrize(
+    "command", [command for command in COMMANDS.values() if command.changes], ids=lambda command: str(command.name)
+)
+
+
+def sent(command):
+    return {option.parameter: option for option in command.options if not option.local}
+
+
+@pytest.mark.parametrize("name", QMQS)
+def test_qmqs_commands_have_qmqs_names_and_options(name):
+    ours = {option.name: option for option in COMMANDS[name].options}
+    for typed in QMQS[name].split():
+        option = ours.pop(typed.rstrip("*"))
+        assert (option.default is None) == typed.endswith("*"), typed
+    assert all(option.default is not None for option in ours.values()), "QMQ's scripts do not give what QMQ has not"
+
+
+def test_qmqs_defaults_are_kept():
+    default = {
+        (name, option.name): option.default for name in QMQS for option in COMMANDS[name].options if option.default
+    }
+    assert default == {
+        ("MarkReadonly", "subject"): "*",
+        ("UnMarkReadonly", "subject"): "*",
+        ("AddDb", "type"): "mmm",
+        ("AddDb", "room"): "default",
+    }
+
+
+def test_every_action_has_a_command():
+    assert sorted(command.asks for command in COMMANDS.values()) == sorted(ACTIONS)
+
+
+def test_every_command_stands_once():
+    assert sum(map(len, SECTIONS.values())) == len(COMMANDS)
+
+
+@every_command
+def test_options_are_the_actions_parameters(command):
+    action = ACTIONS[command.asks]
+    assert set(sent(command)) == {parameter.name for parameter in action.parameters}
+    for name, option in sent(command).items():
+        parameter = action.parameter(name)
+        assert (option.default is None) == parameter.required, name
+        assert option.default in (None, "", parameter.default), name
+        assert (option.kind is Kind.SECRET) == parameter.secret, name
+        assert option.choices == parameter.choices, name
+        assert (option.kind is Kind.PORT) == (parameter.kind is Wanted.PORT), name
+        assert (option.kind is Kind.FLAG) == (parameter.kind is Wanted.FLAG), name
+
+
+@every_command
+def test_commands_change_what_their_actions_change(command):
+    action = ACTIONS[command.asks]
+    assert command.changes == action.changes
+    assert command.has_details == (bool(action.result_fields) and not action.changes)
+
+
+@every_command
+def test_command_waits_longer_than_the_metaserver_takes(command):
+    """Weakness 34: QMQ's tool gave up after 2 s, its server after 30: a failure was shown, the change made."""
+    action = ACTIONS[command.asks]
+    assert command.wait_s({}) * 1000 >= action.wait_ms + 5_000
+    if action.parameter(WAIT_PARAMETER):
+        longest = action.parameter(WAIT_PARAMETER).most
+        assert command.wait_s({WAIT_PARAMETER: str(longest)}) * 1000 >= action.wait_ms + longest + 5_000
+
+
+@every_command
+def test_the_example_in_the_help_can_be_typed(command):
+    _, *typed = shlex.split(example(command))
+    options = parse(typed, {}, now_ms=0)
+    assert options.command is command
+    assert command.needs(command.words({name: value or "" for name, value in options.values.items()})) == ""
+
+
+@every_change
+def test_a_change_of_unknown_outcome_names_a_command_that_tells(command):
+    values = {option.name: f"its {option.name}" for option in command.options}
+    _, *typed = shlex.split(command.look_with("m:1", values))
+    options = parse(typed, {}, now_ms=0)
+    assert not options.command.changes and str(options.metaserver) == "m:1"
+
+
+@every_command
+def test_help_begins_small_and_names_no_option_twice(command):
+    names = [option.name for option in command.options]
+    assert command.help[0].islower() and not command.help.endswith(".")
+    assert len(set(names)) == len(names)

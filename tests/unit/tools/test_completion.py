@@ -1,0 +1,59 @@
+"""Shell. Completion as a shell does it: bash runs the script and is asked for words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from tools.completion import completion
+
+ASK = """
+COMP_WORDS=("$@")
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+_qmq_tools 2>/dev/null
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+def complete(*words, directory="/"):
+    """What bash offers for the last word; it takes `=` for a word of its own."""
+    script = completion("bash") + ASK
+    ended = subprocess.run(
+        ["bash", "--norc", "-c", script, "bash", "tools.sh", *words],
+        cwd=directory, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ended.stderr == ""
+    return [line for line in ended.stdout.splitlines() if line]
+
+
+@pytest.mark.parametrize(
+    "words, offered",
+    [
+        pytest.param(["Mark"], ["MarkReadonly"], id="a command"),
+        pytest.param(["Swap", ""], [], id="no command, no options"),
+        pytest.param(["ListBrokers", "--b"], ["--brokerGroup="], id="an option"),
+        pytest.param(["RemoveBroker", "--f"], ["--force"], id="a flag takes no value"),
+        pytest.param(["AddDb", "--passw"], ["--password-file="], id="a password is not typed"),
+        pytest.param(["AddToken", "--role", "=", "v"], ["viewer"], id="a value behind ="),
+        pytest.param(["AddToken", "--role", "="], ["viewer", "operator", "admin", "client", "broker"], id="all values"),
+        pytest.param(["AddToken", "--role", "op"], ["operator"], id="a value as the next word"),
+        pytest.param(["AddToken", "--role=ad"], ["--role=admin"], id="= within a word, as zsh has it"),
+        pytest.param(["SwapRoles", "--y"], ["--yes"], id="a change can be confirmed"),
+        pytest.param(["ListBrokers", "--y"], [], id="a list cannot"),
+        pytest.param(["completion", "z"], ["zsh"], id="shells"),
+    ],
+)
+def test_bash_offers(words, offered):
+    assert complete(*words) == offered
+
+
+def test_files_are_offered_where_files_are_asked_for(tmp_path):
+    (tmp_path / "metadata.json").touch()
+    assert complete("Restore", "--file", "=", "meta", directory=tmp_path) == ["metadata.json"]
+
+
+def test_zsh_gets_the_same_through_its_bash_completion():
+    script = completion("zsh")
+    assert script.startswith("#compdef tools.sh\n") and "bashcompinit" in script and completion("bash") in script

@@ -1,0 +1,109 @@
+"""Core. How Doctor judges what it measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.doctor.finding import (
+    ClockReading,
+    Level,
+    fail,
+    judge_broker,
+    judge_clock,
+    judge_facts,
+    judge_group,
+    judge_versions,
+    ok,
+    parse_metrics,
+    read_clock,
+    warn,
+    worst,
+)
+
+
+@pytest.mark.parametrize(
+    "ahead_ms, level, said",
+    [
+        (0, Level.OK, "less than"),
+        (-2_400, Level.OK, "less than"),
+        (-3_000, Level.WARN, "behind this machine"),
+        (50_000, Level.WARN, "ahead of this machine"),
+        (3_600_000, Level.FAIL, "about 3,600 s ahead of"),
+    ],
+)
+def test_clocks_are_judged_by_what_is_certain(ahead_ms, level, said):
+    found = judge_clock("broker a", ClockReading(ahead_ms, uncertain_ms=500))
+    assert found.level == level and said in found.found and (found.do == "") == (level is Level.OK)
+
+
+def test_the_date_of_an_answer_is_read_within_its_second():
+    """A `Date` is cut to whole seconds: both ends of that second must be within the uncertainty."""
+    for real_ahead_ms in (-700, 0, 300, 999):
+        date_ms = (1_000_000_040 + real_ahead_ms) // 1000 * 1000
+        clock = read_clock(date_ms, sent_ms=1_000_000_000, received_ms=1_000_000_080)
+        assert abs(clock.ahead_ms - real_ahead_ms) <= clock.uncertain_ms
+
+
+def test_one_version_everywhere_is_fine_two_are_an_upgrade_that_is_not_finished():
+    assert [f.level for f in judge_versions({"a": "1", "b": "1"})] == [Level.OK]
+    (mixed,) = judge_versions({"a": "1", "b": "2", "c": "2"})
+    assert mixed.level is Level.WARN and mixed.found == "1: a; 2: b, c"
+    assert list(judge_versions({})) == []
+
+
+def group(**changes):
+    master = {"role": "MASTER", "hostname": "a", "servePort": 1, "reachable": True, "term": 3}
+    slave = {"role": "SLAVE", "hostname": "b", "servePort": 1, "reachable": True, "term": 3}
+    return {"brokerGroup": "g1", "term": 3, "equal": True, "lagBytes": 0, "replicas": [master, slave]} | changes
+
+
+@pytest.mark.parametrize(
+    "changes, level, said",
+    [
+        ({}, Level.OK, "the slave of g1 is in step"),
+        ({"equal": None}, Level.OK, "the slave of g1 is in step"),
+        ({"equal": None, "lagBytes": 2048}, Level.WARN, "lacks 2.0 KiB"),
+        ({"equal": False}, Level.FAIL, "the logs of g1 differ"),
+        ({"term": 4}, Level.FAIL, "is in term 3, the metaserver in term 4"),
+    ],
+)
+def test_terms_and_copies_are_compared(changes, level, said):
+    findings = list(judge_group(group(**changes)))
+    assert worst(findings) == level and any(said in finding.found for finding in findings)
+
+
+@pytest.mark.parametrize("free, level", [(10 << 30, Level.OK), (3 << 29, Level.WARN), (1 << 20, Level.FAIL)])
+def test_disks_are_judged_by_the_brokers_own_limit(free, level):
+    metrics = {"qmq_broker_disk_free_bytes": free, "qmq_broker_disk_free_limit_bytes": 1 << 30}
+    (found,) = judge_broker("a:1", "MASTER", metrics)
+    assert (found.level, found.step) == (level, "disks")
+
+
+def test_a_broker_that_thinks_otherwise_of_its_part_is_named():
+    (found,) = judge_broker("a:1", "SLAVE", {"qmq_broker_is_master": 1.0})
+    assert found.level is Level.FAIL and "thinks it is the master" in found.found
+    assert list(judge_broker("a:1", "MASTER", {"qmq_broker_is_master": 1.0})) == []
+
+
+def test_the_metaservers_own_checks_are_passed_on():
+    checks = [
+        {"name": "database", "ok": False, "found": "away", "remedy": "start it"},
+        {"name": "tokens", "ok": False, "found": "one expires", "remedy": "AddToken"},
+        {"name": "group g1", "ok": True, "found": "takes messages", "remedy": ""},
+    ]
+    assert list(judge_facts({"checks": checks})) == [
+        fail("database", "away", "start it"),
+        warn("tokens", "one expires", "AddToken"),
+        ok("group g1", "takes messages"),
+    ]
+
+
+def test_metrics_are_read_by_name():
+    text = '# HELP x y\nx{a="b c"} 1.5\ny_total 2e3\nbad nonsense\n\nx{a="d"} NaN'
+    metrics = parse_metrics(text)
+    assert metrics["y_total"] == 2000 and metrics["x"] != metrics["x"] and set(metrics) == {"x", "y_total"}
+
+
+def test_the_worst_finding_counts():
+    assert worst([ok("a", "b"), fail("a", "b", "c"), warn("a", "b", "c")]) is Level.FAIL
+    assert worst([]) is Level.OK

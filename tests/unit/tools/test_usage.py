@@ -1,0 +1,139 @@
+"""Core. What may be typed: addresses, options with QMQ's spelling, times, and mistakes that are noticed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.address import Address
+from tools.usage import WrongUsage, build_parser, parse
+
+NOW_MS = 1_800_000_000_000
+
+
+def read(*typed, **environ):
+    return parse(typed, environ, now_ms=NOW_MS)
+
+
+@pytest.mark.parametrize(
+    "text, address",
+    [
+        ("127.0.0.1:8080", Address("127.0.0.1", 8080)),
+        ("meta", Address("meta", 8080)),
+        ("http://meta:81", Address("meta", 81)),
+        ("http://meta:81/", Address("meta", 81)),
+        ("https://meta", Address("meta", 443, secure=True)),
+        ("[::1]:8080", Address("::1", 8080)),
+    ],
+)
+def test_metaserver_is_host_and_port_or_url(text, address):
+    assert Address.parse(text) == address
+
+
+@pytest.mark.parametrize("text", ["", ":8080", "meta:x", "meta:0", "meta:99999", "ftp://meta", "http://meta/x?y"])
+def test_other_addresses_are_refused(text):
+    with pytest.raises(ValueError):
+        Address.parse(text)
+
+
+@pytest.mark.parametrize(
+    "words", [["--metaserver=m:1", "--brokerGroup=g"], ["--metaserver", "m:1", "--brokerGroup", "g"]]
+)
+def test_options_are_written_with_an_equals_sign_or_without(words):
+    options = read("MarkReadonly", *words)
+    assert options.values == {"brokerGroup": "g", "subject": "*", "wait": ""}
+    assert options.metaserver == Address("m", 1)
+
+
+def test_a_wrong_metaserver_in_the_environment_is_wrong_usage():
+    with pytest.raises(WrongUsage, match="neither host:port"):
+        read("ListBrokers", QMQ_METASERVER="ftp://m")
+
+
+def test_metaserver_may_come_from_the_environment():
+    assert read("ListBrokers", QMQ_METASERVER="m:1").metaserver == Address("m", 1)
+    assert read("ListBrokers", "--metaserver=n:2", QMQ_METASERVER="m:1").metaserver == Address("n", 2)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        pytest.param([], "which command", id="nothing"),
+        pytest.param(["Explode"], "--help lists them", id="unknown command"),
+        pytest.param(["markReadonly", "--metaserver=m"], "did you mean MarkReadonly?", id="case matters"),
+        pytest.param(["MarkReadonly", "--metaserver=m:1"], "--brokerGroup", id="required option missing"),
+        pytest.param(["ListBrokers"], "--metaserver", id="metaserver missing"),
+        pytest.param(["ListBrokers", "--metaserver=m:1", "--broker=g"], "--broker=g", id="abbreviated option"),
+        pytest.param(["ListBrokers", "--metaserver=m:x"], "m:x", id="wrong address"),
+        pytest.param(["ListBrokers", "--metaserver=m", "--color=red"], "--color=red", id="unknown option"),
+        pytest.param(["ListBrokers", "--metaserver=m", "g1"], "g1", id="a word without an option"),
+        pytest.param(["ListBrokers", "--metaserver=m", "--brokerGroup=a", "--brokerGroup=b"], "twice", id="twice"),
+        pytest.param(["ListBrokers", "--metaserver=m", "--yes"], "--yes", id="a list is not confirmed"),
+        pytest.param(["RemoveDb", "--metaserver=m", "--host=h", "--port=0"], "'0' is no port", id="port 0"),
+        pytest.param(["RemoveDb", "--metaserver=m", "--host=h", "--port=x"], "'x' is no number", id="port x"),
+        pytest.param(["Clients", "--metaserver=m", "--limit=-1"], "--limit", id="negative number"),
+        pytest.param(["Clients", "--metaserver=m", "--limit=١"], "is no number", id="digits of another script"),
+        pytest.param(["AuditTrail", "--metaserver=m", "--since=yesterday"], "yesterday", id="no time"),
+        pytest.param(["RemoveBroker", "--metaserver=m", "--force=maybe"], "maybe", id="no flag"),
+        pytest.param(["completion", "fish"], "fish", id="unknown shell"),
+    ],
+)
+def test_wrong_usage_says_what_is_wrong_and_how_it_is_typed(words, said):
+    with pytest.raises(WrongUsage) as wrong:
+        read(*words)
+    assert said in str(wrong.value) and wrong.value.usage.startswith("usage: tools.sh")
+
+
+@pytest.mark.parametrize(
+    "typed, sent",
+    [
+        ("1769860800000", "1769860800000"),
+        ("2026-01-31T12:00:00Z", "1769860800000"),
+        ("2026-01-31T12:00:00", "1769860800000"),
+        ("2026-01-31T13:00:00+01:00", "1769860800000"),
+        ("2026-01-31", "1769817600000"),
+        ("90m", str(NOW_MS - 90 * 60_000)),
+        ("2d", str(NOW_MS - 2 * 86_400_000)),
+    ],
+)
+def test_times_are_dates_moments_or_a_while_ago(typed, sent):
+    assert read("AuditTrail", "--metaserver=m", f"--since={typed}").values["since"] == sent
+
+
+def test_wait_is_typed_in_seconds_alone_it_is_a_minute():
+    assert read("DrainGroup", "--metaserver=m", "--brokerGroup=g", "--wait").values["wait"] == "60000"
+    assert read("DrainGroup", "--metaserver=m", "--brokerGroup=g", "--wait=5").values["wait"] == "5000"
+    assert read("DrainGroup", "--metaserver=m", "--brokerGroup=g").values["wait"] == ""
+
+
+def test_what_is_not_typed_is_not_sent():
+    options = read("Clients", "--metaserver=m", "--app=shop")
+    assert options.command.words(options.values) == {"action": "Clients", "app": "shop"}
+
+
+def test_qmqs_action_of_reset_offset_is_sent_as_its_code():
+    """Weakness 33: QMQ's ResetOffset never sent a request, even with --action=1."""
+    options = read("ResetOffset", "--metaserver=m", "--subject=s", "--group=g", "--action=1")
+    words = {"action": "ResetOffset", "subject": "s", "group": "g", "code": "1"}
+    assert options.command.words(options.values) == words and options.command.needs(words) == ""
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ({}, "once"),
+        ({"code": "1", "to": "latest"}, "once"),
+        ({"to": "time"}, "--to=time needs --value"),
+        ({"to": "sequence"}, "--to=sequence needs --value"),
+        ({"to": "latest", "value": "3"}, "takes no --value"),
+        ({"code": "2", "value": "3"}, "takes no --value"),
+    ],
+)
+def test_reset_offset_says_where_to_once(words, said):
+    assert said in read("ResetOffset", "--metaserver=m", "--subject=s", "--group=g").command.needs(words)
+
+
+def test_help_lists_every_command_within_80_columns():
+    text = build_parser({}, now_ms=0).format_help()
+    assert max(map(len, text.splitlines())) <= 80
+    for name in ("AddBroker", "MarkReadonly", "Doctor", "completion", "exit status"):
+        assert name in text

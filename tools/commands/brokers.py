@@ -1,0 +1,212 @@
+"""Core. Commands about brokers and their groups: who they are, who is master, whether the copies are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tools.command import ANY_GROUP, FORCE, GROUP, Command, Kind, Option, bad, good, listing, warning
+from tools.table import Block, Cell, Column, Table, good_or_bad, span
+
+_HOSTNAME = Option("hostname", "the broker's setting hostname")
+_SERVE_PORT = Option("servePort", "port for producers and consumers", kind=Kind.PORT)
+_BROKER = (
+    GROUP,
+    Option("role", "0 for the master, 1 for the slave"),
+    _HOSTNAME,
+    Option("ip", "IPv4 address at which the broker is reached"),
+    _SERVE_PORT,
+    Option("syncPort", "port for the slave", kind=Kind.PORT),
+)
+
+
+def _added(broker: Any) -> Iterable[Block]:
+    yield good(f"{broker['hostname']}:{broker['servePort']} is now the {broker['role']} of {broker['group']}")
+
+
+def _replaced(before: Any) -> Iterable[Block]:
+    yield good(
+        f"{before['hostname']}:{before['servePort']} was the {before['role']} of {before['group']} and is replaced"
+    )
+
+
+def _removed(data: Any) -> Iterable[Block]:
+    yield good(f"{data['hostname']}:{data['servePort']} is removed from {data['group']}")
+
+
+def _swapped(data: Any) -> Iterable[Block]:
+    master, slave = data["master"], data["slave"]
+    yield (
+        f"{data['brokerGroup']}: term {data['term']}, master {master['hostname']}:{master['servePort']}, "
+        f"slave {slave['hostname']}:{slave['servePort']}"
+    )
+    yield f"logs equal up to {data['logEnd']} (chain {data['chain']}); took {span(data['durationMs'])}"
+    if data["writable"]:
+        yield good("the group takes messages")
+    else:
+        yield warning("the group does not take messages yet; ListBrokerGroups says why")
+
+
+def _brokers(brokers: Any) -> Table:
+    return Table(
+        (
+            Column("GROUP", "group"),
+            Column("ROLE", "role"),
+            Column("HOSTNAME", "hostname"),
+            Column("IP", "ip", drop=1),
+            Column("SERVE", "servePort"),
+            Column("SYNC", "syncPort", drop=3),
+            Column("CONTROL", "controlPort", drop=4),
+            Column("METRICS", "metricsPort", drop=5),
+            Column("UP", good_or_bad("up")),
+        ),
+        brokers,
+        empty="no broker is added yet; AddBroker adds one",
+    )
+
+
+def _groups(groups: Any) -> Table:
+    return Table(
+        (
+            Column("GROUP", "groupName"),
+            Column("TERM", "term", drop=3),
+            Column("TAKES", _takes),
+            Column("MASTER", "master"),
+            Column("SLAVE", lambda group: group.get("slaves")),
+            Column("WHY NOT", _reasons),
+            Column("READONLY SUBJECTS", lambda group: group.get("readonlySubjects"), drop=2),
+            Column("TAG", "tag", drop=4),
+            Column("KIND", lambda group: "" if group.get("kind") == "NORMAL" else group.get("kind"), drop=5),
+        ),
+        groups,
+        empty="there is no broker group; AddBroker makes one",
+    )
+
+
+def _takes(group: Mapping[str, Any]) -> Cell:
+    if group.get("draining"):
+        return warning("draining")
+    if group.get("full"):
+        return warning("old subjects")
+    if group.get("writable"):
+        return good("messages")
+    return warning("pulls only") if group.get("brokerState") == "R" else bad("nothing")
+
+
+def _reasons(group: Mapping[str, Any]) -> list[str]:
+    half = ["half swapped"] if group.get("halfSwapped") else []
+    return half + list(group.get("readonlyReasons") or [])
+
+
+_VERDICT = {True: good("logs are equal"), False: bad("LOGS DIFFER: stop producing, run the audit")}
+
+
+def _replica_status(groups: Any) -> Iterable[Block]:
+    for place, group in enumerate(groups):
+        if place:
+            yield ""
+        yield Cell(f"{group['brokerGroup']}  term {group['term']}  {'writable' if group['writable'] else 'readonly'}")
+        yield _verdict(group)
+        yield Table(_REPLICA, [row | {"isMaster": row["role"] == "MASTER"} for row in group["replicas"]])
+    if not groups:
+        yield "there is no broker group; AddBroker makes one"
+
+
+def _verdict(group: Mapping[str, Any]) -> Cell:
+    if group["equal"] is not None:
+        return _VERDICT[group["equal"]]
+    if group["lagBytes"] is not None:
+        return warning(f"ends differ at this moment, the slave lacks {group['lagBytes']} bytes")
+    return bad("not both could be asked")
+
+
+def _epoch(replica: Mapping[str, Any]) -> str:
+    return "" if replica.get("term") is None else f"{replica['term']}.{replica['boot']}"
+
+
+_REPLICA = (
+    Column("ROLE", "role"),
+    Column("BROKER", lambda row: f"{row['hostname']}:{row['servePort']}"),
+    Column("UP", good_or_bad("up")),
+    Column("EPOCH", _epoch, drop=1),
+    Column("LOG END", "logEnd"),
+    Column("FLUSHED", "flushedEnd", drop=5),
+    # Only a master compares.
+    Column("MATCHED", lambda row: row["matchedEnd"] if row["isMaster"] else None, drop=4),
+    Column("HIGH WATERMARK", "highWatermark", drop=6),
+    Column("CHAIN", "chain"),
+    Column("WHY NOT", lambda row: row.get("error") or row.get("readonlyReasons"), drop=2),
+)
+
+BROKERS = (
+    Command(
+        "AddBroker",
+        "give a broker a vacant place in a group, before its first start",
+        "--brokerGroup=g1 --role=0 --hostname=mq1 --ip=10.0.0.1 --servePort=20881 --syncPort=20882",
+        _BROKER,
+        _added,
+        changes=True,
+        look="ListBrokers --brokerGroup={brokerGroup}",
+    ),
+    Command(
+        "ReplaceBroker",
+        "put a broker in the place of a stopped one. Two stopped brokers are swapped with --swap at once, or as QMQ "
+        "has it with two calls: --role=0 with the slave's addresses, then --role=1 with the master's",
+        "--brokerGroup=g1 --role=1 --hostname=mq3 --ip=10.0.0.3 --servePort=20881 --syncPort=20882",
+        (
+            *_BROKER,
+            Option("swap", "exchange master and slave, both stopped, in one step", "", Kind.FLAG, alone="true"),
+            Option(
+                "acceptLoss",
+                "the other copy is lost for good: make the best of what this one has",
+                "",
+                Kind.FLAG,
+                alone="true",
+            ),
+        ),
+        _replaced,
+        changes=True,
+        look="ListBrokers --brokerGroup={brokerGroup}",
+    ),
+    Command(
+        "RemoveBroker",
+        "take a stopped broker out of its group; the last one takes the group with it",
+        "--hostname=mq3 --servePort=20881",
+        (_HOSTNAME, _SERVE_PORT, FORCE),
+        _removed,
+        changes=True,
+        look="ListBrokers",
+    ),
+    Command(
+        "SwapRoles",
+        "exchange master and slave of a group while both run",
+        "--brokerGroup=g1",
+        (GROUP,),
+        _swapped,
+        changes=True,
+        look="ReplicaStatus --brokerGroup={brokerGroup}",
+        timeout_s=90,
+    ),
+    Command(
+        "ListBrokers",
+        "list brokers: their parts and addresses, and whether they are up",
+        "--brokerGroup=g1",
+        (ANY_GROUP,),
+        listing(_brokers),
+        has_details=True,
+    ),
+    Command(
+        "ListBrokerGroups",
+        "list broker groups: term, master and slave, whether they take messages and why not",
+        "",
+        show=listing(_groups),
+        has_details=True,
+    ),
+    Command(
+        "ReplicaStatus",
+        "ask master and slave where their logs end, and compare them",
+        "--brokerGroup=g1",
+        (ANY_GROUP,),
+        _replica_status,
+    ),
+)

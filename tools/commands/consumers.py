@@ -1,0 +1,198 @@
+"""Core. Commands about consumers and clients: how far they are, where they go on, who is switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tools.command import ANY_SUBJECT, SUBJECT, Command, Kind, Option, good, listing, warning
+from tools.table import Block, Cell, Column, Table, Tone, good_or_bad, moment, span
+
+_ANY_GROUP = Option("group", "only this consumer group", default="")
+
+
+def _messages(row: Mapping[str, Any]) -> Cell:
+    return Cell(str(row["messages"]), is_number=True, tone=Tone.PLAIN if row["messages"] else Tone.GOOD)
+
+
+def _unasked(data: Mapping[str, Any]) -> Iterable[Block]:
+    """Name who did not answer: what is shown is not all there is."""
+    unasked = data.get("unasked") or {}
+    for name in unasked:
+        yield warning(f"not counted: {name}{f', {unasked[name]}' if isinstance(unasked, Mapping) else ''}")
+
+
+def _lags(data: Any) -> Iterable[Block]:
+    yield Table(
+        (
+            Column("SUBJECT", "subject"),
+            Column("GROUP", "group"),
+            Column("LAG", _messages),
+            Column("OLDEST", lambda row: span(row["ageSeconds"] * 1000) if row["messages"] else ""),
+            Column("BY BROKER GROUP", "brokerGroups", drop=1),
+        ),
+        data["lag"],
+        empty="no consumer group is known",
+    )
+    yield from _unasked(data)
+
+
+def _consumers(data: Any) -> Iterable[Block]:
+    yield Table(
+        (
+            Column("SUBJECT", "subject"),
+            Column("GROUP", "group"),
+            Column("BROKER GROUP", "brokerGroup"),
+            Column("LAG", _messages),
+            Column("POSITION", "position", drop=1),
+            Column("NEXT", "nextSequence", drop=2),
+            Column("CONSUMERS", lambda row: len(row["consumers"])),
+            Column("OLDEST", moment("oldest"), drop=3),
+        ),
+        data["groups"],
+        empty="no consumer group is known",
+    )
+    consumers = [
+        {**consumer, **{name: row[name] for name in ("subject", "group", "brokerGroup")}}
+        for row in data["groups"]
+        for consumer in row["consumers"]
+    ]
+    if consumers:
+        yield ""
+        yield Table(_CONSUMER, consumers)
+    yield from _unasked(data)
+
+
+_CONSUMER = (
+    Column("CONSUMER", "consumer"),
+    Column("SUBJECT", "subject"),
+    Column("GROUP", "group"),
+    Column("BROKER GROUP", "brokerGroup", drop=1),
+    Column("CONNECTED", good_or_bad("connected")),
+    Column("OFFLINE", "offline", drop=3),
+    Column("UNACKED", "unacked"),
+    Column("FROM", "peer", drop=2),
+)
+
+
+def _reset(data: Any) -> Iterable[Block]:
+    yield good(f"{data['group']} goes on with {data['subject']} from {data['to']}")
+    yield Table(
+        (
+            Column("BROKER GROUP", "brokerGroup"),
+            Column("BEFORE", "before"),
+            Column("AFTER", "after"),
+            Column("SKIPPED", "skipped"),
+            Column("REPEATED", "repeated"),
+        ),
+        [{"brokerGroup": name, **row} for name, row in data["brokerGroups"].items()],
+    )
+
+
+def _position_is_named_once(words: Mapping[str, str]) -> str:
+    if ("code" in words) == ("to" in words):
+        return "say where to go on, once: --action=1|2, or --to=earliest|latest|sequence|time"
+    to, with_value = words.get("to"), words.get("to") in ("sequence", "time")
+    if with_value and "value" not in words:
+        return f"--to={to} needs --value"
+    if "value" in words and not with_value:
+        return f"{f'--to={to}' if to else '--action'} takes no --value"
+    return ""
+
+
+def _switched(data: Any) -> Iterable[Block]:
+    who = f"{data['clientId']} of {data['consumerGroup']} at {data['subject']}"
+    yield good(f"{who} is {data['state']}" if data["rules"] else f"{who} was {data['state']} already")
+
+
+def _offline(rows: Any) -> Table:
+    return Table(
+        (Column("SUBJECT", "subject"), Column("GROUP", "consumerGroup"), Column("CONSUMER", "clientId")),
+        rows,
+        empty="no consumer is switched off",
+    )
+
+
+def _clients(data: Any) -> Iterable[Block]:
+    yield Table(
+        (
+            Column("APP", "app"),
+            Column("CLIENT", "clientId"),
+            Column("FROM", "peer"),
+            Column("PRODUCES", "produces", drop=1),
+            Column("SUBJECTS", "subjects"),
+            Column("METASERVER", "metaserver", drop=2),
+        ),
+        data["clients"],
+        empty="no client is connected to a metaserver",
+    )
+    yield from _unasked(data)
+
+
+CONSUMERS = (
+    Command(
+        "ResetOffset",
+        "set where a consumer group goes on, on all brokers of the subject",
+        "--subject=order.changed --group=billing --to=time --value=2026-01-31T12:00:00Z",
+        (
+            SUBJECT,
+            Option("group", "name of the consumer group"),
+            Option("action", "QMQ's: 1 latest, 2 earliest", default="", choices=("1", "2"), sent_as="code"),
+            Option("to", "where", default="", choices=("earliest", "latest", "sequence", "time")),
+            Option("value", "the sequence, or the time (2026-01-31T12:00:00Z; 90m: ago)", "", Kind.MOMENT),
+            Option("brokerGroup", "only on this broker group; needed for a sequence", default=""),
+        ),
+        _reset,
+        changes=True,
+        look="Consumers --subject={subject} --group={group}",
+        timeout_s=45,
+        needs=_position_is_named_once,
+    ),
+    Command(
+        "Consumers",
+        "list consumer groups: their consumers, how far they are, what is un-acked",
+        "--subject=order.changed",
+        (ANY_SUBJECT, _ANY_GROUP),
+        _consumers,
+    ),
+    Command(
+        "Lag",
+        "how many messages wait for each consumer group, and how old the oldest is",
+        "--subject=order.changed --group=billing",
+        (ANY_SUBJECT, _ANY_GROUP),
+        _lags,
+    ),
+    Command(
+        "OnOffline",
+        "switch consumers off and on",
+        "--state=offline --subject=order.changed --consumerGroup=billing",
+        (
+            Option("state", "what they should be", choices=("online", "offline")),
+            Option("subject", "one subject, or * for all"),
+            Option("consumerGroup", "one consumer group; default: *, all of them", default="*"),
+            Option("clientId", "one consumer; default: *, all of them", default="*"),
+        ),
+        _switched,
+        changes=True,
+        look="ListOffline --subject={subject}",
+    ),
+    Command(
+        "ListOffline",
+        "list which consumers are switched off",
+        "",
+        (ANY_SUBJECT,),
+        listing(_offline),
+    ),
+    Command(
+        "Clients",
+        "list clients that are connected to a metaserver now",
+        "--app=shop",
+        (
+            ANY_SUBJECT,
+            Option("app", "only clients of this application", default=""),
+            Option("here", "only clients of the metaserver that is asked", "", Kind.FLAG, alone="true"),
+            Option("limit", "so many at most; default: 1000", default="", kind=Kind.NUMBER),
+        ),
+        _clients,
+    ),
+)

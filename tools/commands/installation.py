@@ -1,0 +1,59 @@
+"""Core. Commands about the installation itself: its metaservers, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tools.command import Command, bad, good, listing, warning
+from tools.table import Block, Cell, Column, Table, good_or_bad
+
+
+def _metaservers(rows: Any) -> Table:
+    return Table(
+        (
+            Column("HTTP", "http"),
+            Column("GRPC", "grpc"),
+            Column("VERSION", "version", drop=2),
+            Column("UP", good_or_bad("up")),
+            Column("ANSWERED THIS", "answersThis", drop=1),
+            Column("ID", "id", drop=3),
+        ),
+        rows,
+    )
+
+
+_LEVEL = {"OK": good, "WARN": warning, "FAIL": bad}
+
+
+def _level(finding: Mapping[str, Any]) -> Cell:
+    return _LEVEL[finding["level"]](finding["level"])
+
+
+def _findings(findings: Any) -> Iterable[Block]:
+    yield Table((Column("", _level), Column("STEP", "step"), Column("FOUND", "found")), findings)
+    todo = [finding for finding in findings if finding["do"]]
+    for finding in todo:
+        yield ""
+        yield _LEVEL[finding["level"]](f"{finding['level']} {finding['step']}: {finding['found']}")
+        yield f"  {finding['do']}"
+    if not todo:
+        yield good("nothing is wrong")
+
+
+INSTALLATION = (
+    Command(
+        "ListMetaservers",
+        "list metaservers of this installation, and whether they are up",
+        "",
+        show=listing(_metaservers),
+    ),
+    Command(
+        "Doctor",
+        "name the failed step of an installation, seen from this machine: names, ports, versions, clocks, token, "
+        "roles, copies, disks. Ends with 1 if a step failed",
+        "",
+        show=_findings,
+        timeout_s=45,
+    ),
+)

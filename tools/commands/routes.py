@@ -1,0 +1,269 @@
+"""Core. Commands about subjects and groups: which groups serve which subjects, and which take no producers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tools.command import ANY_GROUP, FORCE, GROUP, SUBJECT, Command, Kind, Option, good, listing, warning
+from tools.table import Block, Column, Table, good_or_bad, moment, span
+
+NAMES_MAX = 5
+_EVERY_SUBJECT = Option("subject", "one subject, or * for all")
+_SUBJECTS = Option("subject", "one subject; default: *, all of them", default="*")
+WAIT = Option(
+    "wait",
+    "wait until no producer holds the old route, so many seconds at most (60 if none are given)",
+    default="",
+    kind=Kind.SECONDS,
+    sent_as="waitMs",
+    alone="60",
+)
+_ROUTE = (
+    Column("SUBJECT", "subject"),
+    Column("BROKER GROUPS", "brokerGroups"),
+    Column("VERSION", "version", drop=1),
+    Column("CHANGED", moment("updateTime"), drop=2),
+)
+
+
+def _routes(routes: Any) -> Table:
+    return Table(_ROUTE, routes, empty="no route; a subject gets one with its first producer or consumer")
+
+
+def _route(route: Any) -> Iterable[Block]:
+    yield Table(_ROUTE, [route])
+    if tag := route.get("tag"):
+        yield f"tag {tag}"
+    if route.get("groups"):
+        yield ""
+        yield Table(_AS_CLIENTS_GET_IT, route["groups"])
+
+
+_AS_CLIENTS_GET_IT = (
+    Column("BROKER GROUP", "brokerGroup"),
+    Column("SERVED", good_or_bad("served")),
+    Column("PRODUCE TO IT", good_or_bad("writable")),
+    Column("MARKED READONLY", "readonly"),
+    Column("DRAINING", "draining"),
+)
+
+
+def _changed_route(route: Any) -> Iterable[Block]:
+    yield good(f"{route['subject']} is served by {', '.join(route['brokerGroups'])}")
+
+
+def _added_subject(subject: Any) -> Iterable[Block]:
+    yield good(f"{subject['name']} is known with the tag {subject['tag']}")
+
+
+def _count_changed(data: Any) -> Iterable[Block]:
+    count = data.get("changed") if isinstance(data, Mapping) else None
+    if count is None:
+        yield good(data if isinstance(data, str) and data else "done")
+    else:
+        yield good(f"{count:,} routes are changed") if count else warning("no route was concerned; nothing is changed")
+
+
+ROUTES = (
+    Command(
+        "AddNewSubject",
+        "make a subject known with its tag, before its first message",
+        "--subject=order.changed --tag=fast",
+        (SUBJECT, Option("tag", "broker groups with this tag are preferred")),
+        _added_subject,
+        changes=True,
+        look="AuditTrail --subject={subject}",
+    ),
+    Command(
+        "ListSubjectRoutes",
+        "list which broker groups serve which subjects",
+        "--prefix=order.",
+        (
+            Option("prefix", "only subjects that begin so", default=""),
+            ANY_GROUP,
+            Option("after", "only subjects behind this one: the next page", default=""),
+            Option("limit", "so many routes at most; default: all", default="", kind=Kind.NUMBER),
+        ),
+        listing(_routes),
+        has_details=True,
+    ),
+    Command(
+        "QuerySubjectRoute",
+        "show the route of one subject, as stored and as clients get it",
+        "--subject=order.changed",
+        (SUBJECT,),
+        _route,
+        has_details=True,
+    ),
+    Command(
+        "AddSubjectBrokerGroup",
+        "let one more broker group serve a subject",
+        "--subject=order.changed --brokerGroup=g3",
+        (SUBJECT, GROUP),
+        _changed_route,
+        changes=True,
+        look="QuerySubjectRoute --subject={subject}",
+    ),
+    Command(
+        "RemoveSubjectBrokerGroup",
+        "take a broker group out of the route of a subject, or of all; refused while messages wait there",
+        "--subject='*' --brokerGroup=g1",
+        (_EVERY_SUBJECT, GROUP, FORCE),
+        _count_changed,
+        changes=True,
+        look="ListSubjectRoutes --brokerGroup={brokerGroup}",
+    ),
+    Command(
+        "ExtendSubjectRoute",
+        "let a new broker group serve what another one serves",
+        "--relatedSubject='*' --relatedBrokerGroup=g1 --newBrokerGroup=g3",
+        (
+            Option("relatedSubject", "one subject, or * for all"),
+            Option("relatedBrokerGroup", "the group that serves them now"),
+            Option("newBrokerGroup", "the group to add"),
+        ),
+        _count_changed,
+        changes=True,
+        look="ListSubjectRoutes --brokerGroup={newBrokerGroup}",
+    ),
+    Command(
+        "RemoveSubject",
+        "forget the route of a subject that nobody uses",
+        "--subject=order.old",
+        (SUBJECT, FORCE),
+        lambda data: [good(f"the route of {data['removed']} is forgotten")],
+        changes=True,
+        look="QuerySubjectRoute --subject={subject}",
+    ),
+)
+
+
+def _marked(data: Any) -> Iterable[Block]:
+    yield good("marked readonly: producers turn to other groups, consumers go on")
+    yield from _holders(data)
+    if stranded := (data.get("withoutOtherGroup") or {}).get("count"):
+        names = ", ".join(data["withoutOtherGroup"]["names"][:NAMES_MAX])
+        yield warning(f"{stranded:,} subjects have no other group that takes messages: {names}")
+
+
+def _unmarked(data: Any) -> Iterable[Block]:
+    yield good("the mark is removed")
+    left = data.get("readonlySubjects") or []
+    if left:
+        yield warning(f"the group is still marked readonly for {', '.join(left[:NAMES_MAX])}")
+
+
+def _holders(data: Mapping[str, Any]) -> Iterable[Block]:
+    """Say how many clients have not heard of a change yet."""
+    if data.get("allKnow"):
+        yield good("no client holds the old route")
+        return
+    waited = f" after {span(data['waitedMs'])}" if data.get("waitedMs") else ""
+    yield warning(f"{data['producers']:,} producers and {data['consumers']:,} consumers hold the old route{waited}")
+    if unasked := data.get("metaserversUnasked"):
+        yield warning(f"and clients of {', '.join(unasked)}, which did not answer")
+
+
+def _drained(data: Any) -> Iterable[Block]:
+    yield good("draining: no new subjects, no producers")
+    yield from _holders(data)
+    if data.get("unknown"):
+        yield warning(f"what is left in it is not known: {data['unknown']}")
+    elif data.get("empty"):
+        yield good("no message waits in it for a consumer group")
+    elif data.get("left"):
+        yield warning(f"{data['messagesLeft']:,} messages wait in it for consumer groups; look again with Lag")
+        yield Table(_LEFT, data["left"])
+
+
+_LEFT = (
+    Column("SUBJECT", "subject"),
+    Column("GROUP", "group"),
+    Column("MESSAGES", "messages"),
+    Column("OLDEST", moment("oldest"), drop=1),
+)
+
+
+def _undrained(data: Any) -> Iterable[Block]:
+    yield good("the group takes subjects and producers again")
+
+
+def _readonly(data: Any) -> Table:
+    rows = [{"why": "marked", **row} for row in data["marks"]] + [
+        {"why": "draining", **row} for row in data["draining"]
+    ]
+    return Table(
+        (
+            Column("GROUP", "brokerGroup"),
+            Column("SUBJECT", "subject"),
+            Column("WHY", "why"),
+            Column("PRODUCERS ON OLD ROUTE", "producers"),
+            Column("WATCHERS", "watchers", drop=2),
+            Column("METASERVERS UNASKED", "metaserversUnasked", drop=1),
+        ),
+        sorted(rows, key=lambda row: (row["brokerGroup"], row["subject"])),
+        empty="no broker group is marked readonly or drained",
+    )
+
+
+def _tagged(data: Any) -> Iterable[Block]:
+    yield good(f"{data['brokerGroup']} has the tag {data['tag']}" if data.get("tag") else "the group has no tag now")
+
+
+GROUPS = (
+    Command(
+        "MarkReadonly",
+        "keep producers away from a broker group; consumers go on",
+        "--brokerGroup=g1 --wait",
+        (GROUP, _SUBJECTS, WAIT),
+        _marked,
+        action="MarkReadonlyBrokerGroup",
+        changes=True,
+        look="ListReadonly --brokerGroup={brokerGroup}",
+    ),
+    Command(
+        "UnMarkReadonly",
+        "let producers use a broker group again; with the same subject as MarkReadonly",
+        "--brokerGroup=g1",
+        (GROUP, _SUBJECTS),
+        _unmarked,
+        action="UnMarkReadonlyBrokerGroup",
+        changes=True,
+        look="ListReadonly --brokerGroup={brokerGroup}",
+    ),
+    Command(
+        "ListReadonly",
+        "list readonly marks, and how many clients still hold an older route",
+        "",
+        (ANY_GROUP,),
+        listing(_readonly),
+    ),
+    Command(
+        "DrainGroup",
+        "give a group no new subjects and no producers, and say what is left in it",
+        "--brokerGroup=g1 --wait=120",
+        (GROUP, WAIT),
+        _drained,
+        changes=True,
+        look="ListBrokerGroups",
+    ),
+    Command(
+        "UndrainGroup",
+        "let a drained group take new subjects and producers",
+        "--brokerGroup=g1",
+        (GROUP,),
+        _undrained,
+        changes=True,
+        look="ListBrokerGroups",
+    ),
+    Command(
+        "SetGroupTag",
+        "set the tag of a broker group: subjects with the same tag prefer it",
+        "--brokerGroup=g1 --tag=fast",
+        (GROUP, Option("tag", "default: none", default="")),
+        _tagged,
+        changes=True,
+        look="ListBrokerGroups",
+    ),
+)

@@ -1,0 +1,174 @@
+"""Shell. Goes through an installation step by step, as a newcomer would, and names the one that fails.
+
+It looks from the machine on which it runs: a port that only this machine cannot reach is reported as well.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tools.address import Address
+from tools.answer import Answer, Exit
+from tools.doctor.finding import (
+    Finding,
+    fail,
+    judge_broker,
+    judge_clock,
+    judge_facts,
+    judge_group,
+    judge_versions,
+    ok,
+    parse_metrics,
+    warn,
+)
+from tools.doctor.probe import Page, Unreachable, connect, read_page, resolve
+
+PROBES_AT_ONCE = 32
+PORTS = {"servePort": "serve", "syncPort": "sync", "controlPort": "control", "metricsPort": "metrics"}
+FIREWALL = "start the process, or open the port; the address in its settings must be the one that others use"
+
+Ask = Callable[[str], Answer]
+"""Ask the metaserver for a list. Raises CallFailed."""
+Steps = Generator[Finding, None, bool]
+"""Findings; returns whether what comes next can be looked at."""
+
+
+def examine(address: Address, ask: Ask) -> Iterator[Finding]:
+    """Look at everything that can be reached; what stands on a failed step is left out."""
+    if not (yield from _metaserver(address)):
+        return
+    facts = ask("Doctor")
+    if facts.exit is not Exit.DONE:
+        yield fail("token", facts.message, "give a token with the role viewer or more: QMQ_TOKEN or --token-file")
+        return
+    yield from judge_facts(facts.data)
+    metaservers, brokers = ask("ListMetaservers").data or [], ask("ListBrokers").data or []
+    with ThreadPoolExecutor(PROBES_AT_ONCE) as threads:
+        for findings in threads.map(_other_metaserver, metaservers):
+            yield from findings
+        for findings in threads.map(_broker, brokers):
+            yield from findings
+    if not brokers:
+        yield fail("brokers", "no broker is added", "add a master and a slave with tools.sh AddBroker, then start them")
+    for group in ask("ReplicaStatus").data or []:
+        yield from judge_group(group)
+    yield from judge_versions(_versions(metaservers, brokers))
+
+
+def _metaserver(address: Address) -> Steps:
+    """Name, port, health, the way on to gRPC, clock."""
+    try:
+        yield ok("name resolution", f"{address.host} is {', '.join(resolve(address.host))}")
+    except Unreachable as error:
+        yield fail("name resolution", str(error), "check the spelling of --metaserver, and DNS or /etc/hosts here")
+        return False
+    try:
+        connect(address.host, address.port)
+    except Unreachable as error:
+        yield fail("HTTP port", str(error), f"of the metaserver or its balancer: {FIREWALL}")
+        return False
+    return (yield from _pages(address))
+
+
+def _pages(address: Address) -> Steps:
+    try:
+        live, ready, grpc = (read_page(address, path) for path in ("/health/live", "/health/ready", "/meta/address"))
+    except Unreachable as error:
+        yield fail("HTTP", str(error), "is it a metaserver's port? The metaserver's log says more")
+        return False
+    if live.status != 200:
+        do = "is it a metaserver's port, or that of a balancer with none behind it?"
+        yield fail("HTTP", f"/health/live: {live.status} {_line(live)}", do)
+        return False
+    yield ok("HTTP port", f"{address} answers")
+    if ready.status == 200:
+        yield ok("database", "the metaserver is ready")
+    else:
+        do = "known routes go on from memory; start the database, or correct the setting database"
+        yield fail("database", _line(ready), do)
+    if live.clock:
+        yield judge_clock(f"the metaserver at {address}", live.clock)
+    yield from _grpc(address, grpc)
+    return True
+
+
+def _grpc(address: Address, page: Page) -> Iterator[Finding]:
+    host, _, port = page.text.strip().rpartition(":")
+    if page.status != 200 or not host or not port.isdigit():
+        do = "it must be ip:port; does the balancer pass this path on?"
+        yield fail("/meta/address", f"{page.status} {_line(page)}", do)
+        return
+    host = host.strip("[]")
+    if _is_loopback(host) and not all(_is_loopback(found) for found in resolve(address.host)):
+        found = f"brokers and clients are told {host}:{port}, which is their own machine"
+        yield fail("/meta/address", found, "set advertised_ip of the metaserver to the address that others reach")
+        return
+    try:
+        connect(host, int(port))
+    except Unreachable as error:
+        yield fail("gRPC port", str(error), f"of the metaserver: {FIREWALL}")
+    else:
+        yield ok("gRPC port", f"{host}:{port} answers")
+
+
+def _other_metaserver(row: Mapping[str, Any]) -> list[Finding]:
+    """Look at one metaserver of the list."""
+    where = row["http"]
+    if not row["up"]:
+        do = "start it; if it is gone for good, it leaves the list by itself"
+        return [warn("metaservers", f"{where} is down", do)]
+    try:
+        address = Address.parse(where)
+        page = read_page(address, "/health/live")
+    except (Unreachable, ValueError) as error:
+        return [warn("metaservers", str(error), "start it, unless only the balancer can reach it")]
+    clock = [judge_clock(f"the metaserver at {where}", page.clock)] if page.clock else []
+    return [ok("metaservers", f"{where} answers"), *clock]
+
+
+def _broker(row: Mapping[str, Any]) -> list[Finding]:
+    """Try a broker's ports, then hear what it says of itself."""
+    who = f"{row['hostname']}:{row['servePort']} ({row['role'].lower()} of {row['group']})"
+    if not row["up"] and not row["controlPort"]:
+        do = "start it: its settings hostname and serve_port must be those of AddBroker, its token the cluster's"
+        return [fail("brokers", f"{who} never registered", do)]
+    findings = []
+    for field, name in PORTS.items():
+        try:
+            connect(row["ip"], row[field])
+        except Unreachable as error:
+            findings.append(fail("broker ports", f"{who}, {name} port: {error}", FIREWALL))
+    if not findings:
+        findings.append(ok("broker ports", f"{who}: serve, sync, control and metrics answer"))
+    if not row["up"]:
+        findings.append(fail("brokers", f"{who} sends no heartbeats", "its log says what it looks for"))
+    return findings + _self_description(who, row)
+
+
+def _self_description(who: str, row: Mapping[str, Any]) -> list[Finding]:
+    try:
+        page = read_page(Address(row["ip"], row["metricsPort"]), "/metrics")
+    except Unreachable:
+        return []  # the port is a finding already
+    clock = [judge_clock(who, page.clock)] if page.clock else []
+    return clock + list(judge_broker(who, row["role"], parse_metrics(page.text)))
+
+
+def _versions(metaservers: Iterable[Mapping[str, Any]], brokers: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    versions = {f"metaserver {row['http']}": row.get("version") for row in metaservers if row["up"]}
+    versions |= {f"broker {row['hostname']}:{row['servePort']}": row.get("version") for row in brokers if row["up"]}
+    return {who: version for who, version in versions.items() if version}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _line(page: Page) -> str:
+    return page.text.strip().partition("\n")[0][:200]

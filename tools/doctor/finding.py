@@ -1,0 +1,151 @@
+"""Core. What Doctor found, and how what was measured is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from tools.table import size
+
+CLOCK_WARN_MS, CLOCK_FAIL_MS = 2_000, 60_000
+"""No acknowledged message hangs on a clock; expiry of tokens, times of messages and resetting to a time do."""
+
+
+class Level(StrEnum):
+    OK, WARN, FAIL = "OK", "WARN", "FAIL"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One step that was looked at."""
+
+    level: Level
+    step: str
+    found: str
+    do: str = ""
+    """What to do about it; empty for what is fine."""
+
+    def json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def ok(step: str, found: str) -> Finding:
+    return Finding(Level.OK, step, found)
+
+
+def warn(step: str, found: str, do: str) -> Finding:
+    return Finding(Level.WARN, step, found, do)
+
+
+def fail(step: str, found: str, do: str) -> Finding:
+    return Finding(Level.FAIL, step, found, do)
+
+
+@dataclass(frozen=True, slots=True)
+class ClockReading:
+    """How far a machine's clock is ahead of ours, and how far off that figure may be."""
+
+    ahead_ms: int
+    uncertain_ms: int
+
+
+def read_clock(date_ms: int, *, sent_ms: int, received_ms: int) -> ClockReading:
+    """Compare an HTTP answer's `Date`, cut to whole seconds, with our clock before and after."""
+    middle_ms = (sent_ms + received_ms) // 2
+    return ClockReading(date_ms + 500 - middle_ms, 500 + (received_ms - sent_ms) // 2)
+
+
+def judge_clock(who: str, clock: ClockReading) -> Finding:
+    off_ms = max(abs(clock.ahead_ms) - clock.uncertain_ms, 0)
+    direction = "ahead of" if clock.ahead_ms > 0 else "behind"
+    if off_ms < CLOCK_WARN_MS:
+        most_s = (off_ms + 2 * clock.uncertain_ms) / 1000
+        return ok("clocks", f"{who} differs from this machine by less than {most_s:.1f} s")
+    judge = fail if off_ms >= CLOCK_FAIL_MS else warn
+    found = f"{who} is about {off_ms / 1000:,.0f} s {direction} this machine"
+    return judge("clocks", found, "run a time service (chrony, systemd-timesyncd) on both; timedatectl shows its state")
+
+
+def judge_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
+    """Compare what each process runs, by its name; one that does not say is left out."""
+    by_version: dict[str, list[str]] = {}
+    for who, version in versions.items():
+        by_version.setdefault(version, []).append(who)
+    if len(by_version) == 1:
+        yield ok("versions", f"all run {next(iter(by_version))}")
+    elif by_version:
+        found = "; ".join(f"{version}: {', '.join(who)}" for version, who in sorted(by_version.items()))
+        yield warn("versions", found, "finish the upgrade: different versions are meant to meet only while it lasts")
+
+
+def judge_facts(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """Read what the metaserver found from its side."""
+    for check in facts["checks"]:
+        if check["ok"]:
+            yield ok(check["name"], check["found"])
+        elif check["name"] in _WARNINGS:
+            yield warn(check["name"], check["found"], check["remedy"])
+        else:
+            yield fail(check["name"], check["found"], check["remedy"])
+
+
+_WARNINGS = ("tokens", "metaservers")
+"""The installation works all the same."""
+
+
+def judge_group(group: Mapping[str, Any]) -> Iterator[Finding]:
+    """Judge one group of ReplicaStatus: is each broker that answers in its term, and is the slave in step."""
+    name, term = group["brokerGroup"], group["term"]
+    for replica in group["replicas"]:
+        who = f"{replica['hostname']}:{replica['servePort']} ({replica['role'].lower()} of {name})"
+        if replica["reachable"] and replica["term"] != term:
+            found = f"{who} is in term {replica['term']}, the metaserver in term {term}"
+            yield fail("terms", found, "its log says why it does not take its part; maybe it reaches no metaserver")
+        elif replica["reachable"]:
+            yield ok("terms", f"{who} is in term {term}")
+    equal, lag = group["equal"], group["lagBytes"]
+    if equal is False:
+        yield fail("copies", f"the logs of {name} differ", "stop producing, run the audit, keep both disks")
+    elif equal is None and lag:
+        yield warn("copies", f"the slave of {name} lacks {size(lag)}", "look again: it must shrink")
+    elif equal is not None or lag is not None:
+        yield ok("copies", f"the slave of {name} is in step")
+
+
+def judge_broker(who: str, role: str, metrics: Mapping[str, float]) -> Iterator[Finding]:
+    """Judge what a broker says of itself: its part, and its disk."""
+    is_master = metrics.get("qmq_broker_is_master")
+    if is_master is not None and bool(is_master) != (role == "MASTER"):
+        found = f"{who} thinks it is {'the master' if is_master else 'no master'}, the metaserver has it as {role}"
+        yield fail("roles", found, "wait a few seconds and look again; if it stays, its link to the metaserver is down")
+    free, limit = metrics.get("qmq_broker_disk_free_bytes"), metrics.get("qmq_broker_disk_free_limit_bytes", 0)
+    if free is None:
+        return
+    found = f"{who} has {size(free)} free; it stops taking messages below {size(limit)}"
+    if free < limit:
+        yield fail("disks", found, "make room or shorten retention_hours: the group is readonly")
+    elif free < 2 * limit:
+        yield warn("disks", found, "make room soon, or shorten retention_hours")
+    else:
+        yield ok("disks", found)
+
+
+def worst(findings: Iterable[Finding]) -> Level:
+    levels = {finding.level for finding in findings}
+    return next((level for level in (Level.FAIL, Level.WARN) if level in levels), Level.OK)
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Read Prometheus' text by name, labels left out; of several samples of a name the last stays."""
+    metrics = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        if line.startswith("#") or not name:
+            continue
+        try:
+            metrics[name.partition("{")[0]] = float(value)
+        except ValueError:
+            continue
+    return metrics

@@ -1,0 +1,74 @@
+"""Core. How the plan of a change reads, before anybody says yes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tools.command import Command, bad, good, warning
+from tools.table import Block, Column, Table, to_cell
+
+NAMES_MAX = 12
+"""So many names of subjects and groups are shown; the count is always complete."""
+
+
+def refusal(preview: Any) -> str:
+    """Why a change would be refused; empty: it would not."""
+    return "; ".join(preview.get("reasons") or ()) if isinstance(preview, Mapping) else ""
+
+
+def show_plan(command: Command, words: Mapping[str, str], preview: Any) -> Iterable[Block]:
+    """Say what would change and whom it reaches."""
+    given = " ".join(f"{name}={_short(value)}" for name, value in words.items() if name not in ("action", "dryRun"))
+    yield f"{command.name} {given}"
+    if not isinstance(preview, Mapping):
+        return
+    for objection in preview.get("objections") or ():
+        yield warning(f"against it: {objection}")
+    yield from _reach(preview)
+    yield from _changes(preview.get("before"), preview.get("after"))
+    if refusal(preview):
+        yield bad("it would be refused")
+    elif not preview.get("wouldChange", True) and preview.get("before") == preview.get("after"):
+        yield good("nothing would change: all is so already")
+
+
+def _reach(preview: Mapping[str, Any]) -> Iterable[Block]:
+    if preview.get("blastRadius"):
+        yield f"reaches {preview['blastRadius']}"
+    for kind in ("subjects", "groups"):
+        names = (preview.get(kind) or {}).get("names") or []
+        if names:
+            more = preview[kind]["count"] - len(names[:NAMES_MAX])
+            yield f"  {kind}: {', '.join(names[:NAMES_MAX])}{f' and {more:,} more' if more else ''}"
+
+
+def _changes(before: Any, after: Any) -> Iterable[Block]:
+    """Show what differs, field by field."""
+    old, new = dict(_flat("", before)), dict(_flat("", after))
+    rows = [
+        {"field": name, "before": old.get(name), "after": new.get(name)}
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
+    ]
+    if rows:
+        yield Table(
+            (
+                Column("CHANGES", "field"),
+                Column("FROM", lambda row: row["before"]),
+                Column("TO", lambda row: row["after"]),
+            ),
+            rows,
+        )
+
+
+def _flat(path: str, value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _flat(f"{path}.{name}" if path else str(name), item)
+    elif value is not None and value != {}:
+        yield path or "value", to_cell(value)
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 60 else f"({len(value):,} characters)"

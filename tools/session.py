@@ -1,0 +1,179 @@
+"""Shell. Runs one command: plan, confirmation, change, answer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from tools.address import Address
+from tools.answer import Answer, Exit
+from tools.call import CallFailed, post
+from tools.command import Command, Kind
+from tools.doctor.examine import examine
+from tools.doctor.finding import Level, worst
+from tools.files import PrivateFile
+from tools.inputs import STANDARD_STREAM, NoInput, read_document, read_password, read_token
+from tools.plan import refusal, show_plan
+from tools.terminal import complain, confirm, is_interactive, show
+
+
+class CannotAsk(Exception):
+    """A change has to be confirmed, and nobody is there to do it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One command with all that it needs. Made by `open`."""
+
+    command: Command
+    metaserver: Address
+    token: str
+    values: Mapping[str, str]
+    """By option; secrets and contents of files are read."""
+    as_json: bool
+    dry_run: bool
+    yes: bool
+
+    @classmethod
+    def open(cls, options: argparse.Namespace) -> Session:
+        """Read the token, secrets and files. Raises NoInput, CannotAsk."""
+        command: Command = options.command
+        if problem := command.needs(command.words(options.values)):
+            raise NoInput(problem)
+        dry_run, yes = getattr(options, "dry_run", False), getattr(options, "yes", False)
+        if command.changes and not dry_run and not yes and not is_interactive(sys.stdin):
+            raise CannotAsk(
+                f"{command.name} changes something, and nobody is there to ask: --yes does it, --dry-run looks"
+            )
+        token = read_token(options.token, options.token_file)
+        if command.changes and not token:
+            raise NoInput(f"{command.name} needs a token: QMQ_TOKEN or --token-file (- is standard input)")
+        values = _values(command, options)
+        return cls(command, options.metaserver, token, values, options.json, dry_run, yes)
+
+    def run(self) -> Exit:
+        """Run the command; return the exit status. Raises OSError if a file cannot be written."""
+        words = self.command.words(self.values)
+        try:
+            if self.command.name == "Doctor":
+                return self._examine()
+            if self.command.changes and (ended := self._plan(words)) is not None:
+                return ended
+        except CallFailed as error:
+            return _fail(Exit.UNREACHABLE, f"{error}. Nothing was changed")
+        path = self._path()
+        with PrivateFile(path) if path not in ("", STANDARD_STREAM) else nullcontext() as kept:
+            return self._finish(words, kept)
+
+    def _plan(self, words: Mapping[str, str]) -> Exit | None:
+        """Show what would change and ask for it; return how the command ends here, None if it goes on."""
+        timeout_s = self.command.timeout_s
+        answer = post(self.metaserver, self.token, {**words, "dryRun": "true"}, timeout_s=timeout_s)
+        reason = answer.message if answer.exit is not Exit.DONE else refusal(answer.data)
+        if self.as_json and (self.dry_run or reason):
+            _print_json(answer.raw)
+        if answer.exit is not Exit.DONE and not _is_plan(answer.data):
+            return _fail(Exit.UNREACHABLE if answer.exit is Exit.UNKNOWN else answer.exit, reason)
+        if not (self.as_json and self.dry_run):
+            show(show_plan(self.command, self._shown(words), answer.data), sys.stdout if self.dry_run else sys.stderr)
+        if reason:
+            return _fail(Exit.REFUSED, reason)
+        if self.dry_run:
+            return Exit.DONE
+        if not self.yes and not confirm("Do it?"):
+            return _fail(Exit.REFUSED, "not confirmed; nothing was changed")
+        return None
+
+    def _finish(self, words: Mapping[str, str], kept: PrivateFile | None) -> Exit:
+        """Carry the command out and show the answer."""
+        command = self.command
+        try:
+            answer = post(self.metaserver, self.token, words, timeout_s=command.wait_s(words))
+        except CallFailed as error:
+            if command.changes and error.sent:
+                return self._unknown(str(error))
+            return _fail(Exit.UNREACHABLE, str(error))
+        except KeyboardInterrupt:
+            return self._unknown("interrupted") if command.changes else _fail(Exit.UNREACHABLE, "interrupted")
+        if answer.exit is not Exit.DONE and self.as_json:
+            _print_json(answer.raw)
+        if answer.exit is Exit.UNKNOWN:
+            return self._unknown(answer.message) if command.changes else _fail(Exit.UNREACHABLE, answer.message)
+        if answer.exit is not Exit.DONE:
+            return _fail(answer.exit, answer.message)
+        self._show(answer, kept)
+        return Exit.DONE
+
+    def _show(self, answer: Answer, kept: PrivateFile | None) -> None:
+        data, raw = answer.data, answer.raw
+        if self.command.keep is not None and (path := self._path()):
+            text, rest = self.command.keep(data)
+            if kept is None:
+                sys.stdout.write(text)
+                return
+            kept.commit(text)
+            data = {**rest, "keptIn": path}
+            raw = {"status": 0, "message": "", "data": data}
+        if self.as_json:
+            _print_json(raw)
+        else:
+            show(self.command.show(data))
+
+    def _unknown(self, why: str) -> Exit:
+        look = self.command.look_with(self.metaserver, self.values)
+        return _fail(Exit.UNKNOWN, f"{why}. It was done or not: look before you repeat it, with\n  {look}")
+
+    def _examine(self) -> Exit:
+        def ask(action: str) -> Answer:
+            words = {"action": action, **({"details": "true"} if action == "ListBrokers" else {})}
+            return post(self.metaserver, self.token, words, timeout_s=self.command.timeout_s)
+
+        findings = list(examine(self.metaserver, ask))
+        shown = [finding.json() for finding in findings]
+        if self.as_json:
+            _print_json(shown)
+        else:
+            show(self.command.show(shown))
+        return Exit.REFUSED if worst(findings) is Level.FAIL else Exit.DONE
+
+    def _path(self) -> str:
+        """The file to write, empty if there is none."""
+        return next((self.values[option.name] for option in self.command.options if option.kind is Kind.PATH), "")
+
+    def _shown(self, words: Mapping[str, str]) -> dict[str, str]:
+        """The words without secrets, for people to read."""
+        secret = {option.parameter for option in self.command.options if option.kind is Kind.SECRET}
+        return {name: "…" if name in secret else value for name, value in words.items()}
+
+
+def _values(command: Command, options: argparse.Namespace) -> dict[str, str]:
+    """Read what is not typed: secrets, and contents of files."""
+    values: dict[str, str] = dict(options.values)
+    paths = {option.name: getattr(options, f"option_{option.name}_file", None) for option in command.options}
+    files = [values[option.name] for option in command.options if option.kind is Kind.FILE]
+    if [options.token_file, *paths.values(), *files].count(STANDARD_STREAM) > 1:
+        raise NoInput("standard input can give one thing only; put the other into a file")
+    for option in command.options:
+        if option.kind is Kind.SECRET:
+            values[option.name] = read_password(option.name, values[option.name], paths[option.name])
+        elif option.kind is Kind.FILE:
+            values[option.name] = read_document(values[option.name])
+    return values
+
+
+def _is_plan(data: Any) -> bool:
+    return isinstance(data, Mapping) and "dryRun" in data
+
+
+def _fail(exit_status: Exit, text: str) -> Exit:
+    complain(text)
+    return exit_status
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False))

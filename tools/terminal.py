@@ -1,0 +1,78 @@
+"""Shell. Prints what a command shows: coloured tables on a terminal, plain text everywhere else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from tools.table import Block, Cell, Table, Tone, lay, left_out, plain, printable
+
+_STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.WARN: "yellow", Tone.BAD: "bold red"}
+_BORDER = 2
+"""Columns that the table's box takes to the left and to the right of the cells."""
+
+
+def is_interactive(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except ValueError:  # it is closed
+        return False
+
+
+def complain(text: str) -> None:
+    print(f"tools.sh: {printable(text, lines=True)}", file=sys.stderr)
+
+
+def confirm(question: str) -> bool:
+    """Ask at the terminal; only `y` or `yes` is a yes."""
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def show(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
+    """Print blocks; with NO_COLOR set, or TERM=dumb, a terminal too gets plain text."""
+    stream = stream or sys.stdout
+    if not is_interactive(stream):
+        print(plain(blocks), file=stream)
+        return
+    console = Console(file=stream, highlight=False, emoji=False)
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        print(plain(blocks, console.width), file=stream)
+        return
+    for block in blocks:
+        _show_block(console, block)
+
+
+def _show_block(console: Console, block: Block) -> None:
+    if isinstance(block, Table):
+        _show_table(console, block)
+    elif isinstance(block, Cell):
+        console.print(Text(printable(block.text, lines=True), style=_STYLES[block.tone]))
+    else:
+        console.print(Text(printable(block, lines=True)))
+
+
+def _show_table(console: Console, table: Table) -> None:
+    if table.title:
+        console.print(Text(table.title, style="bold"))
+    if not table.rows:
+        console.print(Text(table.empty, style="dim"))
+        return
+    laid = lay(table, console.width - 2 * _BORDER)
+    rich = RichTable(box=SIMPLE_HEAD, pad_edge=True, header_style="bold", show_edge=True)
+    for title, cells in zip(laid.titles, zip(*laid.rows)):
+        numeric = any(cell.is_number for cell in cells)
+        rich.add_column(escape(title), justify="right" if numeric else "left", overflow="fold")
+    for row in laid.rows:
+        rich.add_row(*(Text(cell.text, style=_STYLES[cell.tone]) for cell in row))
+    console.print(rich)
+    for line in left_out(laid):
+        console.print(Text(line, style="dim"))

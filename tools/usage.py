@@ -1,0 +1,220 @@
+"""Core. The command line: what may be typed, read from the table of commands."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, NoReturn
+
+from tools.address import Address
+from tools.command import Command, Kind, Option
+from tools.commands import COMMANDS, SECTIONS
+
+PROGRAM = "tools.sh"
+SHELLS = ("bash", "zsh")
+EXIT_STATUS = """\
+exit status:
+  0  done
+  1  refused: nothing was changed, for the reason it says
+  2  wrong usage
+  3  the metaserver, or what it needs, does not answer: nothing was changed
+  4  outcome unknown: it was done or not; it says which command tells"""
+_EXAMPLE_METASERVER = "--metaserver=127.0.0.1:8080"
+_AGO = re.compile(r"(\d{1,6})([smhd])", re.ASCII)
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+class WrongUsage(Exception):
+    """What was typed cannot be run. `usage` is how it is typed."""
+
+    def __init__(self, text: str, usage: str) -> None:
+        super().__init__(text)
+        self.usage = usage
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises in place of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise WrongUsage(message, self.format_usage())
+
+
+class _Once(argparse.Action):
+    """Stores a value; an option that is given twice is a mistake, not a choice of the last."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        given = namespace.__dict__.setdefault("given", set())
+        if self.dest in given:
+            parser.error(f"{option} is given twice")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
+def parse(arguments: Sequence[str], environ: Mapping[str, str], *, now_ms: int) -> argparse.Namespace:
+    """Read a command line: `command` (a Command or None for `completion`), the common options, and `values` by option.
+
+    Raises:
+        WrongUsage: it cannot be run.
+    """
+    parser = build_parser(environ, now_ms=now_ms)
+    if not arguments:
+        raise WrongUsage("which command?", parser.format_help())
+    if not arguments[0].startswith("-") and arguments[0] not in (*COMMANDS, "completion"):
+        raise WrongUsage(_unknown_command(arguments[0]), parser.format_usage())
+    options = parser.parse_args(arguments)
+    command: Command | None = options.command
+    if command is not None:
+        typed = {option.name: getattr(options, _dest(option)) for option in command.options}
+        # Defaults are no typed text: they are not read as one.
+        options.values = {o.name: o.default if typed[o.name] is None else typed[o.name] for o in command.options}
+    return options
+
+
+def build_parser(environ: Mapping[str, str], *, now_ms: int) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} COMMAND --metaserver=HOST:PORT [OPTION…]",
+        description=f"Operators' commands of qmq. {PROGRAM} COMMAND --help says more about one.",
+        epilog=f"{_list_of_commands()}\n\n{EXIT_STATUS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(
+        metavar="COMMAND", prog=PROGRAM, required=True, help=argparse.SUPPRESS, parser_class=_Parser
+    )
+    for command in COMMANDS.values():
+        _add_command(commands, command, environ, now_ms)
+    completion = commands.add_parser("completion", description="Print the completion of a shell.", allow_abbrev=False)
+    completion.set_defaults(command=None)
+    completion.add_argument("shell", choices=SHELLS, help="source <(tools.sh completion bash)")
+    return parser
+
+
+def _list_of_commands() -> str:
+    lines = []
+    for section, commands in SECTIONS.items():
+        lines += ["", f"{section}:", *(f"  {command.name:26}{_brief(command.help)}" for command in commands)]
+    return "\n".join([*lines, "", "shell:", f"  {'completion':26}print the completion of bash or zsh"]).lstrip("\n")
+
+
+def _unknown_command(typed: str) -> str:
+    by_folded = {name.lower(): name for name in COMMANDS}
+    near = difflib.get_close_matches(typed[:100].lower(), by_folded, n=1)
+    hint = f"did you mean {by_folded[near[0]]}?" if near else f"{PROGRAM} --help lists them"
+    return f"{typed[:100]!r} is no command; {hint}"
+
+
+def _brief(text: str) -> str:
+    """The part before the first pause."""
+    return re.split(r"[,;:.] ", text)[0]
+
+
+def _add_command(commands: Any, command: Command, environ: Mapping[str, str], now_ms: int) -> None:
+    sub = commands.add_parser(
+        command.name,
+        description=f"{command.help[:1].upper()}{command.help[1:]}.",
+        epilog=f"example:\n  {example(command)}\n\n{EXIT_STATUS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    sub.set_defaults(command=command)
+    for option in command.options:
+        _add_option(sub, option, now_ms)
+    _add_common(sub, command, environ)
+
+
+def example(command: Command) -> str:
+    """A whole command line that shows how a command is typed."""
+    return " ".join(filter(None, (PROGRAM, command.name, _EXAMPLE_METASERVER, command.example)))
+
+
+def _add_common(sub: argparse.ArgumentParser, command: Command, environ: Mapping[str, str]) -> None:
+    common = sub.add_argument_group("common options")
+    default = environ.get("QMQ_METASERVER") or None
+    common.add_argument(
+        "--metaserver", action=_Once, type=_address, required=default is None, metavar="HOST:PORT",
+        default=default,
+        help="host:port or URL of a metaserver, or of the balancer before them; default: the variable QMQ_METASERVER",
+    )  # fmt: skip
+    common.add_argument(
+        "--token-file", action=_Once, metavar="PATH",
+        help="file with the API token, - for standard input; default: the variable QMQ_TOKEN",
+    )  # fmt: skip
+    common.add_argument("--token", action=_Once, help="the API token, as QMQ takes it: the process list shows it")
+    common.add_argument("--json", action="store_true", help="print the metaserver's answer as it is")
+    if command.changes:
+        common.add_argument("--dry-run", action="store_true", help="say what would change and for whom, no more")
+        common.add_argument("--yes", action="store_true", help="do it without asking; needed without a terminal")
+
+
+def _add_option(sub: argparse.ArgumentParser, option: Option, now_ms: int) -> None:
+    text = option.help + (f" (default: {option.default})" if option.default and "default" not in option.help else "")
+    shape: dict[str, Any] = {"action": _Once, "dest": _dest(option), "help": text.replace("%", "%%")}
+    if option.alone:
+        shape |= {"nargs": "?", "const": option.alone}
+    if option.kind is Kind.FLAG:
+        shape |= {"metavar": "true|false"}
+    elif not option.choices:
+        shape |= {"metavar": option.kind.value}
+    if option.kind is Kind.SECRET:
+        sub.add_argument(f"--{option.name}-file", **shape | {"metavar": "PATH", "dest": f"{_dest(option)}_file"})
+        sub.add_argument(f"--{option.name}", **shape | {"help": "the same, as QMQ takes it: the process list shows it"})
+        return
+    read = partial(_moment, now_ms=now_ms) if option.kind is Kind.MOMENT else _READ.get(option.kind, str)
+    required = option.default is None
+    sub.add_argument(f"--{option.name}", **shape, required=required, choices=option.choices or None, type=read)
+
+
+def _dest(option: Option) -> str:
+    return f"option_{option.name}"
+
+
+def _number(text: str) -> str:
+    if not text.isascii() or not text.isdigit() or len(text) > 19:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number")
+    return text
+
+
+def _port(text: str) -> str:
+    if not 1 <= int(_number(text)) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port")
+    return text
+
+
+def _seconds(text: str) -> str:
+    return str(int(_number(text)) * 1000)
+
+
+def _flag(text: str) -> str:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower()
+
+
+def _moment(text: str, *, now_ms: int) -> str:
+    """Milliseconds since 1970 of a date, a time or a while ago; a plain number stays."""
+    if ago := _AGO.fullmatch(text):
+        return str(now_ms - int(ago[1]) * _UNIT_S[ago[2]] * 1000)
+    if text.isascii() and text.isdigit() and len(text) <= 19:
+        return text
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 2026-01-31T12:00:00Z nor 90m, nor a number") from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return str(round(moment.timestamp() * 1000))
+
+
+def _address(text: str) -> Address:
+    try:
+        return Address.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+_READ = {Kind.NUMBER: _number, Kind.PORT: _port, Kind.SECONDS: _seconds, Kind.FLAG: _flag}
