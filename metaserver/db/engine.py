@@ -64,16 +64,16 @@ def connect(url: str) -> Engine:
             event.listen(engine, "connect", _prepare_sqlite)
             event.listen(engine, "begin", _begin_sqlite)
             return engine
-        return create_engine(
+        engine = create_engine(
             parsed,
             connect_args=_postgresql_arguments() if backend == "postgresql" else _mariadb_arguments(),
-            isolation_level="READ COMMITTED",  # a change that waited for another one sees what that one stored
-            pool_pre_ping=True,  # a connection may have died with a restart of the database
             pool_size=POOL_CONNECTIONS,
             max_overflow=0,
             pool_timeout=CONNECT_S,
             pool_recycle=600,
         )
+        event.listen(engine, "begin", _begin)
+        return engine
     except ModuleNotFoundError as error:
         extra = _EXTRAS[backend]
         raise DatabaseUnusable(f"{error}; for this database install qmq with its driver: qmq[server,{extra}]") from None
@@ -81,9 +81,7 @@ def connect(url: str) -> Engine:
 
 def for_reading(engine: Engine) -> Engine:
     """The same database, for transactions that read several tables as of one moment."""
-    if engine.dialect.name == "sqlite":
-        return engine.execution_options(**{READING: True})
-    return engine.execution_options(**{READING: True, "isolation_level": "REPEATABLE READ"})
+    return engine.execution_options(**{READING: True})
 
 
 def _parse(url: str) -> URL:
@@ -137,6 +135,12 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
     # Readers do not wait for the writer; FULL, as a term that was given out must survive a power failure.
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin(connection: Any) -> None:
+    # A change that waited for another one must see what that one stored.
+    level = "REPEATABLE READ" if connection.get_execution_options().get(READING) else "READ COMMITTED"
+    connection.exec_driver_sql(f"SET TRANSACTION ISOLATION LEVEL {level}")
 
 
 def _begin_sqlite(connection: Any) -> None:

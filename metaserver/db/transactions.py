@@ -47,22 +47,19 @@ class Transactions:
 
     def read(self, work: Callable[[Connection], T]) -> T:
         """Run `work` on one consistent reading of the database."""
-        with self._reading.connect() as connection, _deadline(connection, self._limit_s), connection.begin():
-            return work(connection)
+        return _repeat(lambda: self._read_once(work))
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` as one transaction; again, if another one was in its way.
+        """Run `work` as one transaction; again, if another one was in its way or the connection was an old, dead one.
 
         Raises:
             CommitUnknown: the connection broke in the commit. Any other error: nothing was changed.
         """
-        for attempt in range(1, TRIES_MAX + 1):
-            try:
-                return self._write_once(work)
-            except DBAPIError as error:
-                if attempt == TRIES_MAX or not _should_repeat(error):
-                    raise
-        raise AssertionError("the last try returns or raises")
+        return _repeat(lambda: self._write_once(work))
+
+    def _read_once(self, work: Callable[[Connection], T]) -> T:
+        with self._reading.connect() as connection, _deadline(connection, self._limit_s), connection.begin():
+            return work(connection)
 
     def _write_once(self, work: Callable[[Connection], T]) -> T:
         with self._engine.connect() as connection, _deadline(connection, self._limit_s):
@@ -98,7 +95,22 @@ def raise_versions(connection: Connection, *names: str) -> list[int]:
     return [rows[name] for name in names]
 
 
-def _should_repeat(error: DBAPIError) -> bool:
+def _repeat(transaction: Callable[[], T]) -> T:
+    """Run a transaction again while that may help; whatever it raises, it left nothing behind."""
+    was_cut = False
+    for attempt in range(1, TRIES_MAX + 1):
+        try:
+            return transaction()
+        except DBAPIError as error:
+            # A connection of the pool may have died with a restart of the database. All others of it are closed now.
+            cut_first = error.connection_invalidated and not was_cut
+            if attempt == TRIES_MAX or not (cut_first or _was_in_the_way(error)):
+                raise
+            was_cut = was_cut or error.connection_invalidated
+    raise AssertionError("the last try returns or raises")
+
+
+def _was_in_the_way(error: DBAPIError) -> bool:
     original = error.orig
     numbers = getattr(original, "args", ())[:1]
     return getattr(original, "sqlstate", None) in _REPEAT_SQLSTATES or not _REPEAT_NUMBERS.isdisjoint(numbers)

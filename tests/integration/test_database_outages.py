@@ -1,0 +1,127 @@
+"""Shell. Database servers that die, stand still, or whose connection breaks in the middle of a change."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from sqlalchemy import event, make_url, select
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
+
+from metaserver.db import engine as engines
+from metaserver.db.changes import SetMark
+from metaserver.db.engine import open_database
+from metaserver.db.errors import CommitUnknown
+from metaserver.db.repository import Repository
+from metaserver.db.tables import meta_version
+from metaserver.db.transactions import Transactions
+from metaserver.model import AuditRow, ReadonlyMark
+from tests.support.cable import cable_to
+from tests.support.directories import add_group
+
+MARK = ReadonlyMark("*", "g1")
+
+
+@pytest.fixture
+def url(database_server):
+    url = database_server.create_database()
+    engine = open_database(url)
+    add_group(Repository(engine), "g1")
+    engine.dispose()
+    yield url
+    database_server.drop_database(url)
+
+
+@pytest.fixture
+def engine(url):
+    engine = open_database(url)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def cable(database_server):
+    with cable_to(database_server.port) as cable:
+        yield cable
+
+
+@pytest.fixture
+def wired(url, cable):
+    """An engine whose connections go through the cable."""
+    engine = open_database(make_url(url).set(port=cable.port).render_as_string(hide_password=False))
+    yield engine
+    engine.dispose()
+
+
+def mark(repository):
+    repository.change([SetMark(MARK)], AuditRow("me", "here", "MarkReadonlyBrokerGroup"))
+
+
+def at_commit(engine, act):
+    event.listen(engine, "commit", lambda _: act(), once=True)
+
+
+@pytest.mark.parametrize("direction", ["cut_questions", "cut_answers"])
+def test_change_whose_commit_broke_is_called_unknown_and_reading_tells(wired, cable, engine, direction):
+    repository, witness = Repository(wired), Repository(engine)
+    at_commit(wired, lambda: setattr(cable, direction, True))
+    with pytest.raises(CommitUnknown, match="as a whole or not at all"):
+        mark(repository)
+    stored = {MARK} if direction == "cut_answers" else set()
+    assert repository.load().marks == witness.load().marks == stored
+    assert len(witness.audit_trail()) == len(stored), "its audit row went the same way"
+    mark(repository)
+    assert witness.load().marks == {MARK}
+
+
+def test_change_whose_server_died_at_its_commit_is_called_unknown(database_server, engine):
+    repository = Repository(engine)
+    at_commit(engine, database_server.kill)
+    with pytest.raises(CommitUnknown):
+        mark(repository)
+    database_server.start()
+    assert repository.load().marks == set()
+    assert repository.audit_trail() == []
+
+
+def test_change_that_breaks_before_its_commit_is_made_once_on_a_new_connection(wired, cable, engine):
+    tries = []
+
+    def cut_first(_connection, _cursor, statement, *_):
+        if "audit_trail" in statement:
+            cable.cut_answers = not tries
+            tries.append(statement)
+
+    event.listen(wired, "before_cursor_execute", cut_first)
+    mark(Repository(wired))
+    assert len(tries) == 2
+    assert len(Repository(engine).audit_trail()) == 1
+
+
+def test_database_that_is_away_is_an_error_at_once_and_used_again_when_it_is_back(database_server, engine):
+    repository = Repository(engine)
+    repository.load()
+    database_server.kill()
+    begin = time.monotonic()
+    for ask in (repository.load, repository.versions, repository.ping, lambda: mark(repository)):
+        with pytest.raises(OperationalError):
+            ask()
+    assert time.monotonic() - begin < engines.CONNECT_S
+    database_server.start()
+    assert list(repository.load().groups) == ["g1"]
+    mark(repository)
+    assert repository.load().marks == {MARK}
+
+
+def test_database_that_stands_still_is_given_up(database_server, url, monkeypatch):
+    monkeypatch.setattr(engines, "ANSWER_S", 1)
+    engine = open_database(url)
+    transactions = Transactions(engine, limit_s=1)
+    ask = select(meta_version.c.version)
+    transactions.read(lambda connection: connection.execute(ask).all())
+    with database_server.paused():
+        for attempt in (transactions.read, transactions.write):
+            with pytest.raises(SQLAlchemyError):
+                attempt(lambda connection: connection.execute(ask).all())
+    assert transactions.read(lambda connection: connection.execute(ask).all())
+    engine.dispose()

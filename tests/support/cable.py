@@ -1,0 +1,79 @@
+"""Shell. A network cable between a client and a server on this machine, which a test can cut at the moment it wants."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PIECE_BYTES = 65_536
+
+
+class Cable:
+    """Listens on a port of its own and carries every connection to the server's port."""
+
+    def __init__(self, server_port: int) -> None:
+        self._server_port = server_port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.cut_questions = False
+        """Cut a connection, once, as soon as its client says something, before the server hears it."""
+        self.cut_answers = False
+        """Cut a connection, once, as soon as its server says something, before the client hears it."""
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._server_port))
+            for pump in (self._questions, self._answers):
+                threading.Thread(target=pump, args=(client, server), daemon=True).start()
+
+    def _questions(self, client: socket.socket, server: socket.socket) -> None:
+        for piece in _pieces(client):
+            if self.cut_questions:
+                self.cut_questions = False
+                break
+            server.sendall(piece)
+        _cut(client, server)
+
+    def _answers(self, client: socket.socket, server: socket.socket) -> None:
+        for piece in _pieces(server):
+            if self.cut_answers:
+                self.cut_answers = False
+                break
+            client.sendall(piece)
+        _cut(client, server)
+
+
+@contextmanager
+def cable_to(server_port: int) -> Iterator[Cable]:
+    cable = Cable(server_port)
+    try:
+        yield cable
+    finally:
+        cable.close()
+
+
+def _pieces(end: socket.socket) -> Iterator[bytes]:
+    try:
+        while piece := end.recv(PIECE_BYTES):
+            yield piece
+    except OSError:
+        return  # the other direction cut it
+
+
+def _cut(*ends: socket.socket) -> None:
+    for end in ends:
+        try:
+            end.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it is cut already
+        end.close()
