@@ -1,0 +1,209 @@
+"""Shell. Several metaservers that change the same at once, on each kind of database."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import threading
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from metaserver import roles
+from metaserver.db.changes import AddSubject, RemoveGroup, SetMark, SetRoles, SetRoute, UnsetMark
+from metaserver.db.engine import open_database
+from metaserver.db.errors import AlreadyThere, GroupInUse, StaleTerm, StaleVersion, UnknownGroup
+from metaserver.db.repository import Repository
+from metaserver.model import AuditRow, BrokerKey, ClientKey, ClientRow, ReadonlyMark, SightingRow
+from tests.support.directories import add_group
+
+METASERVERS = 4
+WAIT_S = 60
+
+
+@pytest.fixture
+def engine(database_url):
+    engine = open_database(database_url)
+    repository = Repository(engine)
+    for group in ("g1", "g2"):
+        add_group(repository, group)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def race(engine, database_url):
+    """Run `act(repository, number)` at the same moment, each on connections of its own; return what each returned."""
+
+    def run(act):
+        barrier = threading.Barrier(METASERVERS, timeout=WAIT_S)
+
+        def one(number):
+            own = open_database(database_url)
+            try:
+                barrier.wait()
+                return act(Repository(own), number)
+            finally:
+                own.dispose()
+
+        with ThreadPoolExecutor(METASERVERS) as pool:
+            return list(pool.map(one, range(METASERVERS)))
+
+    return run
+
+
+def attempt(change, *errors):
+    try:
+        change()
+    except errors:
+        return False
+    return True
+
+
+def test_of_several_decisions_on_one_term_one_is_stored(race, engine):
+    repository = Repository(engine)
+    for _ in range(10):
+        group = repository.load().groups["g1"]
+        decision = SetRoles(roles.swap_roles(group, term=group.term))
+        audit = AuditRow("me", "here", "SwapRoles")
+        stored = race(lambda own, _: attempt(lambda: own.change([decision], audit), StaleTerm))  # noqa: B023
+        assert sum(stored) == 1
+        assert repository.load().groups["g1"].term == group.term + 1
+    assert len(repository.audit_trail()) == 10, "who lost wrote nothing down"
+
+
+def test_of_several_changes_of_one_route_one_is_stored(race, engine):
+    repository = Repository(engine)
+    repository.store_routes([("s", ("g1",), 0)])
+    for version in range(1, 11):
+        change = SetRoute("s", ("g1", "g2"), version)
+        assert sum(race(lambda own, _: attempt(lambda: own.change([change]), StaleVersion))) == 1  # noqa: B023
+    assert repository.load_routes()[1][0].version == 11
+
+
+def test_new_subjects_get_one_route_that_all_metaservers_agree_on(race, engine):
+    subjects = [f"s{number}" for number in range(200)]
+
+    def create(own, number):
+        mine = random.Random(number).sample(subjects, len(subjects))  # in another order: nobody waits in a circle
+        orders = [(subject, ("g1",) if number % 2 else ("g2",), 0) for subject in mine]
+        return {route.subject: route.groups for begin in (0, 100) for route in own.store_routes(orders[begin:][:100])}
+
+    first, *others = race(create)
+    assert all(other == first for other in others)
+    stored = Repository(engine).load_routes()[1]
+    assert {route.subject: (route.groups, route.version) for route in stored} == {
+        subject: (groups, 1) for subject, groups in first.items()
+    }
+
+
+def test_marks_that_are_set_and_removed_at_once_leave_one_answer(race, engine):
+    mark = ReadonlyMark("s", "g1")
+
+    def flip(own, number):
+        for _ in range(20):
+            own.change([(UnsetMark if number % 2 else SetMark)(mark)])
+
+    race(flip)
+    repository = Repository(engine)
+    assert repository.load().marks in ({mark}, frozenset())
+    repository.change([SetMark(mark)])
+    race(lambda own, _: own.change([SetMark(mark)]))
+    assert repository.load().marks == {mark}
+    race(lambda own, _: own.change([UnsetMark(mark)]))
+    assert repository.load().marks == frozenset()
+
+
+def test_a_subject_is_announced_once(race):
+    assert sum(race(lambda own, _: attempt(lambda: own.change([AddSubject("s", "t")]), AlreadyThere))) == 1
+
+
+def test_who_reads_only_what_changed_ends_with_all_of_it(race, engine):
+    """A version is raised inside the transaction, under a lock: none becomes visible after a later one."""
+    writers_left = [METASERVERS - 1]
+    lock = threading.Lock()
+
+    def act(own, number):
+        if number > 0:
+            try:
+                for turn in range(30):
+                    own.store_routes([(f"w{number}-{turn}", ("g1",), 0), (f"all-{turn}", ("g1",), 0)])
+            finally:
+                with lock:
+                    writers_left[0] -= 1
+            return None
+        seen, routes, version = 0, {}, 0
+        while True:
+            finished = writers_left[0] == 0
+            before, (version, changed) = seen, own.load_routes(seen)
+            assert version >= before and all(before < route.changed <= version for route in changed if before)
+            routes.update({route.subject: route for route in changed})
+            seen = version
+            if finished and version == before:
+                return routes
+
+    read_bit_by_bit, *_ = race(act)
+    stored = Repository(engine).load_routes()[1]
+    assert read_bit_by_bit == {route.subject: route for route in stored}
+    assert len(stored) == 30 * (METASERVERS - 1) + 30
+
+
+def test_a_group_is_removed_or_a_route_takes_it_in_but_not_both(race, engine):
+    repository = Repository(engine)
+    for turn in range(5):
+        name = f"empty{turn}"
+        add_group(repository, name)
+        group = repository.load().groups[name]
+        repository.change([SetRoles(roles.RoleChange(name, group.term, group, None, None))])
+        term = group.term + 1
+
+        def act(own, number):
+            change = RemoveGroup(name, term) if number % 2 else SetRoute(f"s{number}-{turn}", (name,), 0)  # noqa: B023
+            return attempt(lambda: own.change([change]), GroupInUse, UnknownGroup, StaleTerm)
+
+        race(act)
+        uses = [route for route in repository.load_routes()[1] if name in route.groups]
+        assert (name in repository.load().groups) == bool(uses)
+
+
+def test_a_newer_session_of_a_broker_is_not_overwritten_by_an_older_one(race, engine):
+    repository, key = Repository(engine), BrokerKey("g1-a", 20881)
+    old = SightingRow(key, "old", "m1", "disk", up=True, begins=True)
+    repository.store_sightings([old])
+    new = replace(old, session="new", metaserver="m2")
+
+    def act(own, number):
+        for _ in range(10):
+            own.store_sightings([new if number == 0 else replace(old, up=False, begins=False)])
+
+    race(act)
+    [stored] = repository.load_sightings()[1]
+    assert (stored.session, stored.metaserver, stored.up) == ("new", "m2", True)
+
+
+def test_clients_that_several_metaservers_see_at_once_are_one_row_each(race, engine):
+    rows = [ClientRow(ClientKey("s", 2, "group", f"c{number}"), "app") for number in range(100)]
+    race(lambda own, number: own.note_clients(random.Random(number).sample(rows, len(rows))))
+    assert {client.key for client in Repository(engine).list_clients()} == {row.key for row in rows}
+    assert len(Repository(engine).list_clients()) == len(rows)
+
+
+def swap_until(url, term):
+    """Swap the roles of g1 again and again; return the terms that this process gave out."""
+    engine = open_database(url)
+    repository, given = Repository(engine), []
+    while (group := repository.load().groups["g1"]).term < term:
+        if attempt(lambda: repository.change([SetRoles(roles.swap_roles(group, term=group.term))]), StaleTerm):
+            given.append((group.term + 1, group.slave.hostname))
+    engine.dispose()
+    return given
+
+
+def test_of_several_processes_one_gives_out_each_term(engine, database_url):
+    with ProcessPoolExecutor(3, mp_context=multiprocessing.get_context("spawn")) as pool:
+        given = [one for many in pool.map(swap_until, [database_url] * 3, [60] * 3) for one in many]
+    terms = dict(given)
+    assert len(given) == len(terms), "no term was given out twice"
+    assert sorted(terms) == list(range(3, max(terms) + 1)), "and none was left out"
+    assert all(terms[term] != terms[term - 1] for term in sorted(terms)[1:]), "each swap was decided on the one before"
