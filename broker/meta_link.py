@@ -18,6 +18,7 @@ from qmq.errors import NotServed, OperatorError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from qmq.types import Role
+from qmq.version import VERSION
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,8 @@ class MetaLink:
         identity = pb.BrokerIdentity(
             broker_group=self._service.node.identity.value.group, hostname=settings.hostname, ip=settings.ip,
             serve_port=settings.serve_port, sync_port=settings.sync_port, control_port=settings.control_port,
-            metrics_port=settings.metrics_port, incarnation=self._service.node.identity.value.incarnation, version="1",
+            metrics_port=settings.metrics_port, incarnation=self._service.node.identity.value.incarnation,
+            version=VERSION,
         )  # fmt: skip
         self._assign(await stub.Register(identity, metadata=self._metadata, timeout=REGISTER_S))
         async for assignment in stub.Heartbeat(self._beats(), metadata=self._metadata):

@@ -28,7 +28,7 @@ from metaserver.awake import AwakeClock
 from metaserver.database import Database, DatabaseAway
 from metaserver.db.changes import AddToken
 from metaserver.db.errors import DatabaseUnusable
-from metaserver.http.app import VERSION, build_app
+from metaserver.http.app import build_app
 from metaserver.http.guard import Limits
 from metaserver.http.routes import make_routes
 from metaserver.liveness import Liveness
@@ -50,6 +50,7 @@ from qmq.errors import OperatorError, QmqError
 from qmq.proto.qmq_pb2_grpc import add_MetaserverServicer_to_server
 from qmq.rations import NewSubjects
 from qmq.settings import InvalidSettings, load
+from qmq.version import VERSION
 
 log = logging.getLogger("qmq.metaserver")
 

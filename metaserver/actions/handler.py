@@ -11,9 +11,12 @@ from metaserver.actions.plan import Plan
 from metaserver.actions.words import Words
 from metaserver.model import AuditRow
 from qmq.errors import OutcomeUnknown
+from qmq.rights import Caller
 
 Look = Callable[[Desk, Words], Awaitable[Any]]
 """Answers a question."""
+LookAs = Callable[[Desk, Words, Caller], Awaitable[Any]]
+"""Answers a question whose answer depends on who asks."""
 MakePlan = Callable[[Desk, Words], Awaitable[Plan]]
 """Decides a change on what the registry knows now."""
 CarryOut = Callable[[Desk, Words, Plan, AuditRow], Awaitable[Any]]
@@ -24,9 +27,10 @@ Afterwards = Callable[[Desk, Words, Plan], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """What stands behind an action: `look`, or `plan` with what follows it."""
+    """What stands behind an action: `look` or `look_as`, or `plan` with what follows it."""
 
     look: Look | None = None
+    look_as: LookAs | None = None
     plan: MakePlan | None = None
     carry_out: CarryOut | None = None
     """None: the plan's changes and their audit row are stored in one transaction."""

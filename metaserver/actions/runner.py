@@ -72,12 +72,12 @@ class Actions:
 
     async def _run(self, action: Action, words: Words, caller: Caller) -> Answer:
         handler = self._handlers[action.name]
-        if handler.look:
+        if handler.look or handler.look_as:
             if action.installation:
                 _require_everything(caller)
             with suppress(NotServed):  # what other metaservers changed just now; else what is known
                 await self._desk.registry.reload()
-            return Answer(Status.DONE, data=await handler.look(self._desk, words))
+            return Answer(Status.DONE, data=await self._look(handler, words, caller))
         if words.flag(DRY_RUN):
             plan = await self._plan(handler, words, caller)
             shown = preview(plan, await self._desk.blast(plan))
@@ -85,6 +85,12 @@ class Actions:
                 return Answer(Status.REFUSED, one_text(plan.reasons), shown, code=OperatorError.__name__)
             return Answer(Status.DONE, data=shown)
         return await self._change(action, handler, words, caller)
+
+    async def _look(self, handler: Handler, words: Words, caller: Caller) -> Any:
+        if handler.look_as:
+            return await handler.look_as(self._desk, words, caller)
+        assert handler.look is not None, "an action looks or plans"
+        return await handler.look(self._desk, words)
 
     async def _change(self, action: Action, handler: Handler, words: Words, caller: Caller) -> Answer:
         for attempt in range(1, TRIES_MAX + 1):

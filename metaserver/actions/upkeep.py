@@ -17,6 +17,7 @@ from metaserver.actions.shapes import audit_json, broker_json, metaserver_json
 from metaserver.actions.words import Words
 from metaserver.model import Broker, Group, MetaserverRow
 from qmq.errors import NotServed, QmqError
+from qmq.rights import Caller
 
 DATABASE_WAIT_MS = 60_000
 """A dump of 100,000 subjects takes seconds."""
@@ -62,13 +63,14 @@ async def _stored_metaservers(desk: Desk) -> list[MetaserverRow]:
         return []  # then those that are alive are all that is known
 
 
-async def _doctor(desk: Desk, words: Words) -> Any:
+async def _doctor(desk: Desk, words: Words, caller: Caller) -> Any:
     """Facts, and of each whether it is as it should be; the tool asks from its own side, and puts both together."""
     database, brokers = await asyncio.gather(_database(desk), _brokers(desk))
     checks = [database, *brokers, *_groups(desk), *await _tokens(desk), _passwords(desk), await _metaservers(desk)]
     return {
         "version": desk.version,
         "time": wall_ms(),
+        "caller": {"name": caller.name, "role": str(caller.role)},
         "healthy": all(check["ok"] for check in checks),
         "checks": checks,
     }
@@ -168,5 +170,5 @@ HANDLERS = {
     "Backup": Handler(look=_backup),
     "Restore": Handler(plan=_restore),
     "ListMetaservers": Handler(look=_list_metaservers),
-    "Doctor": Handler(look=_doctor),
+    "Doctor": Handler(look_as=_doctor),
 }

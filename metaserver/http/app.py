@@ -19,8 +19,7 @@ from metaserver.http.running import ActionsPort
 from metaserver.metrics import Metrics
 from metaserver.refusals import Refusals
 from qmq.rights import TokenRole
-
-VERSION = "1"
+from qmq.version import VERSION
 
 
 def build_app(

@@ -1,0 +1,6 @@
+"""Core. The version of this code: what processes say of themselves, so that a half-finished upgrade shows."""
+
+from __future__ import annotations
+
+VERSION = "0.1.0"
+"""The same as in pyproject.toml; a checkout that is not installed has no metadata to ask."""

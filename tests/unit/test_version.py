@@ -1,0 +1,13 @@
+"""Shell. The version that processes say is the one that is packed."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from qmq.version import VERSION
+
+
+def test_the_version_is_the_packages():
+    with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
+        assert tomllib.load(file)["project"]["version"] == VERSION
