@@ -35,7 +35,7 @@ def find_groups(metaserver: str, token: str) -> list[Group]:
 def _list_brokers(metaserver: str, token: str) -> list[dict[str, Any]]:
     url = metaserver if "://" in metaserver else f"http://{metaserver}"
     request = urllib.request.Request(
-        f"{url.rstrip('/')}/management?action=ListBrokers", data=b"", headers={"X-Api-Token": token}
+        f"{url.rstrip('/')}/management?action=ListBrokers&details=true", data=b"", headers={"X-Api-Token": token}
     )
     try:
         with DIRECT.open(request, timeout=CALL_TIMEOUT_S) as answer:

@@ -26,6 +26,8 @@ from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 
 log = logging.getLogger("qmq.metaserver")
 
+TRIES_MAX = 10
+"""The row of a group is compared as a whole; so often it is read anew when something else in it changed."""
 WRITABLE_WAIT_MS = 5000
 """How long a swap waits, once the new master is at work, for its slave to connect so that the group takes messages."""
 
@@ -113,19 +115,28 @@ class Swaps:
 
     async def _exchange(self, group: Group, audit: AuditRow, *, hold_ends: float) -> None:
         try:
-            await self._registry.reload()
-            current = self._registry.directory.groups.get(group.name)
-            if time.monotonic() > hold_ends:
-                raise OperatorError("it took too long; the master takes messages again")
-            if current is None:
-                raise StaleTerm(group.name)
-            change = roles.swap_roles(current, term=group.term)
-            await self._registry.change((SetRoles(change),), audit)
+            for attempt in range(1, TRIES_MAX + 1):
+                try:
+                    await self._exchange_once(group, audit, hold_ends=hold_ends)
+                    break
+                except StaleTerm:  # what brokers say about themselves is stored, too; only a newer term is in the way
+                    if attempt == TRIES_MAX:
+                        raise
         except OutcomeUnknown as error:
             await self._settle(group, error)
         except (OperatorError, NotServed) as error:
             await self._cancel(group)
             raise OperatorError(f"{error}. This swap changed nothing") from error
+
+    async def _exchange_once(self, group: Group, audit: AuditRow, *, hold_ends: float) -> None:
+        await self._registry.reload()
+        current = self._registry.directory.groups.get(group.name)
+        if time.monotonic() > hold_ends:
+            raise OperatorError("it took too long; the master takes messages again")
+        if current is None:
+            raise OperatorError(f"{group.name} was removed meanwhile")
+        change = roles.swap_roles(current, term=group.term)
+        await self._registry.change((SetRoles(change),), audit)
 
     async def _settle(self, group: Group, error: OutcomeUnknown) -> None:
         """Find out whether a compare-and-set was stored although its answer got lost."""

@@ -95,7 +95,7 @@ def test_without_its_slave_a_group_is_readonly_within_a_second_and_producers_go_
             assert b"slave_down, its slave is missing: start it" in bytes(answer.body)
 
         def told():
-            row = next(row for row in cluster.manage("ListBrokerGroups") if row["groupName"] == "g1")
+            row = next(row for row in cluster.manage("ListBrokerGroups", details="true") if row["groupName"] == "g1")
             return (row["writable"], row["readonlyReasons"]) == (False, ["slave_down"])
 
         until(told, "the metaserver says so too")
@@ -302,9 +302,10 @@ def test_metaserver_that_is_killed_forgets_nothing(tmp_path):
         cluster.wait_writable("g2")
 
         def told():
-            rows = cluster.manage("ListBrokerGroups")
+            rows = cluster.manage("ListBrokerGroups", details="true")
             brokers = [
-                {name: value for name, value in row.items() if name != "up"} for row in cluster.manage("ListBrokers")
+                {name: value for name, value in row.items() if name != "up"}
+                for row in cluster.manage("ListBrokers", details="true")
             ]
             return [(row["groupName"], row["term"], row["master"], row["readonlySubjects"]) for row in rows], brokers
 

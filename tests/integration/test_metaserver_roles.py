@@ -5,7 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
+from metaserver.db.changes import SetRoles
+from metaserver.db.errors import CommitUnknown
+from metaserver.db.repository import Repository
+from metaserver.model import AuditRow, Broker
+from metaserver.roles import replace_broker
+from qmq.types import Role
 from tests.integration.metaserver_world import World, in_world, place
 
 
@@ -60,19 +67,19 @@ async def test_swap_whose_new_master_does_not_report_has_an_unknown_outcome(worl
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "not stored"])
-def test_swap_whose_commit_was_not_answered_finds_out(tmp_path, stored):
+def test_swap_whose_commit_was_not_answered_finds_out(tmp_path, monkeypatch, stored):
     @in_world
     async def find_out(world):
         master, _ = await world.pair()
-        repository = world.server._registry._repository
-        change_roles = repository.change_roles
+        change = Repository.change
 
-        def lose_answer(change):
+        def lose_answer(repository, changes, audit=None):
+            monkeypatch.setattr(Repository, "change", change)
             if stored:
-                change_roles(change)
-            raise OSError("connection lost")
+                change(repository, changes, audit)
+            raise CommitUnknown("connection lost")
 
-        repository.change_roles = lose_answer
+        monkeypatch.setattr(Repository, "change", lose_answer)
         answer = await world.post("SwapRoles", brokerGroup="g1")
         assert answer["status"] == (0 if stored else -1), answer
         assert (await world.group("g1"))["term"] == (3 if stored else 2)
@@ -81,23 +88,25 @@ def test_swap_whose_commit_was_not_answered_finds_out(tmp_path, stored):
     find_out(tmp_path)
 
 
-@in_world
-async def test_swap_during_which_the_database_goes_away_has_an_unknown_outcome(world):
-    await world.pair()
-    repository = world.server._registry._repository
-    load = repository.load
+def test_swap_during_which_the_database_goes_away_has_an_unknown_outcome(tmp_path, monkeypatch):
+    @in_world
+    async def lose(world):
+        await world.pair()
 
-    def refuse(*_):
-        raise OSError("connection lost")
+        def away(*_, **__):
+            raise OperationalError("SELECT", {}, OSError("connection lost"))
 
-    def lose(_):
-        repository.load = refuse
-        refuse()
+        def lose_answer(repository, changes, audit=None):
+            monkeypatch.setattr(Repository, "audit_trail", away)
+            monkeypatch.setattr(Repository, "versions", away)
+            raise CommitUnknown("connection lost")
 
-    repository.change_roles = lose
-    answer = await world.post("SwapRoles", brokerGroup="g1")
-    repository.load = load
-    assert answer["status"] == -2 and "ListBrokers" in answer["message"]
+        monkeypatch.setattr(Repository, "change", lose_answer)
+        answer = await world.post("SwapRoles", brokerGroup="g1")
+        monkeypatch.undo()
+        assert answer["status"] == -2 and "ListBrokers" in answer["message"]
+
+    lose(tmp_path)
 
 
 @in_world
@@ -112,12 +121,13 @@ async def test_of_two_swaps_at_once_exactly_one_wins(world):
 async def test_swap_loses_against_a_change_made_while_it_prepared(world):
     """Two metaservers share the database: what decides is the compare-and-set, not a lock in one process."""
     master, slave = await world.pair()
-    other = await World(world.settings.database.removeprefix("sqlite:///"), heartbeat_timeout_ms=200).start()
+    other = await World(world.settings.database.removeprefix("sqlite:///")).start()
     try:
 
         async def change_elsewhere():
-            await other.until(lambda: presumed_down(other))
-            await other.replace("g1", 1, "g1-c")
+            third = Broker("g1", Role.SLAVE, "g1-c", "127.0.0.1", 20881, 20882)
+            change, _ = replace_broker(other.server.registry.directory, third, lambda _: False)
+            await other.server.registry.change([SetRoles(change)], AuditRow("otto", "", "ReplaceBroker"))
 
         slave.before_status = change_elsewhere
         assert "changed" in await world.refused("SwapRoles", brokerGroup="g1")
@@ -226,15 +236,10 @@ async def test_w16_no_term_ever_has_two_masters(world):
 
 
 async def down(world, *hostnames):
-    brokers = await world.done("ListBrokers")
+    brokers = await world.done("ListBrokers", details="true")
     return not any(broker["up"] for broker in brokers if broker["hostname"] in hostnames)
 
 
 async def proven_complete(world, hostname):
-    brokers = world.server._registry.directory.brokers()
+    brokers = world.server.registry.directory.brokers()
     return any(broker.complete for broker in brokers if broker.hostname == hostname)
-
-
-async def presumed_down(world):
-    registry = world.server._registry
-    return not any(registry._may_be_up(broker) for broker in registry.directory.brokers())
