@@ -101,6 +101,7 @@ class WatchHub:
 
     async def run(self) -> None:
         """Look at each change of the registry, and store what must be stored, until cancelled."""
+        self._concerned()  # so that even the first who asks is told what there is
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._look_at_changes())

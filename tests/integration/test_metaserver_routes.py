@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import grpc
 import pytest
 
+from qmq.client import route_watch
+from qmq.client.route_watch import RouteWatch
+from qmq.client.routing import Routing
 from qmq.proto import qmq_pb2 as pb
-from tests.integration.metaserver_world import METADATA, in_world
+from tests.integration.metaserver_world import METADATA, TOKEN, in_world
 
 
 @in_world
@@ -179,10 +183,10 @@ async def test_known_routes_are_served_while_the_database_is_away(world):
             await second.next()
             assert second.writable("known") == {"g1": False}
             assert "cannot be stored" in second.routes["new"].refused
-            assert (await world.http.get("/health/ready")).status_code == 503
+            assert (await world.http.get("/health/ready")).json() == {"ready": True, "database": False}
             mend_database(world)
             await second.until(lambda routes: routes["new"].refused == "")
-            assert (await world.http.get("/health/ready")).status_code == 200
+            assert (await world.http.get("/health/ready")).json() == {"ready": True, "database": True}
 
 
 @in_world
@@ -191,6 +195,8 @@ async def test_restart_does_not_stop_producers(world):
     async with world.watch("s") as watch:
         await watch.next()
     await world.stop()
+    await master.stop()
+    await slave.stop()
     await world.start()
     async with world.watch("s") as watch:
         await watch.next()
@@ -199,9 +205,137 @@ async def test_restart_does_not_stop_producers(world):
         assert watch.writable("s") == {"g1": False}, "it did not come back"
 
 
+@in_world
+async def test_a_new_stream_brings_what_differs_from_what_is_held(world):
+    """Weakness 25: no push, no version to make polls cheap; every poll of QMQ carries the whole answer."""
+    await world.pair()
+    async with world.watch("a", "b") as watch:
+        await watch.next()
+        held = {name: route.version for name, route in watch.routes.items()}
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="b")
+    await world.stop()
+    await world.start()
+    call = world.rpc.WatchRoutes(metadata=METADATA)
+    await call.write(pb.RouteRequest(subjects=["a", "b"], held=held))
+    assert [route.subject for route in (await call.read()).routes] == ["b"], "versions outlive the process"
+    call.cancel()
+
+
+@in_world
+async def test_old_routes_are_counted_until_confirmed(world):
+    """Weakness 20: no acknowledgement of how many producers still use the old route."""
+
+    async def count():
+        question = pb.OldRoutesQuestion(broker_group="g1", subject="*")
+        answer = await world.rpc.CountOldRoutes(question, metadata=METADATA)
+        return answer.producers, answer.consumers, answer.watchers
+
+    await world.pair()
+    async with world.watch("a") as watch:
+        await watch.next()
+        assert await count() == (1, 0, 1)
+        await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
+        await watch.until(lambda routes: watch.writable("a") == {"g1": False})
+        assert await count() == (1, 0, 1), "sent is not confirmed"
+        await watch.call.write(pb.RouteRequest(held={"a": watch.routes["a"].version}))
+        await world.until(lambda: _is(count, (0, 0, 1)))
+    await world.until(lambda: _is(count, (0, 0, 0)))
+
+
+async def _is(ask, expected):
+    return await ask() == expected
+
+
+@in_world
+async def test_a_client_that_asks_no_more_goes_on_listening(world):
+    await world.pair()
+    async with world.watch("s") as watch:
+        await watch.next()
+        await watch.call.done_writing()
+        await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
+        await watch.next()
+        assert watch.writable("s") == {"g1": False}
+
+
+@in_world
+async def test_garbage_ends_the_stream_and_nothing_else(world):
+    await world.pair()
+    async with world.watch("s") as watch:
+        await watch.next()
+        method = world.channel.stream_stream("/qmq.Metaserver/WatchRoutes")
+        call = method(metadata=METADATA)
+        await call.write(b"\xff" * 10)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            assert await call.read() is not grpc.aio.EOF
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        await watch.call.write(pb.RouteRequest(subjects=["s"]))
+        assert await watch.next() == []
+
+
+@in_world
+async def test_retry_subjects_have_the_route_of_the_real_one(world):
+    await world.pair()
+    async with world.watch("%RETRY%s%g", "%DEAD_RETRY%s%g") as watch:
+        await watch.next()
+        assert watch.writable("%RETRY%s%g") == watch.writable("%DEAD_RETRY%s%g") == {"g1": True}
+        assert list(world.server.registry.routes) == ["s"]
+
+
+class HttpClient:
+    """A client whose network lets gRPC connect to nothing."""
+
+    def __init__(self, world):
+        self.routing = Routing()
+        self.watch = RouteWatch(
+            metaserver=world.url, token=TOKEN, app="test", client_id="h", produces=True, on_routes=self.routing.update
+        )
+
+    def writable(self, subject):
+        return {group.broker_group: group.writable for group in self.routing.groups_of(subject)}
+
+
+def test_a_client_behind_a_wall_for_grpc_gets_routes_and_their_changes_over_http(tmp_path, monkeypatch):
+    monkeypatch.setattr(route_watch, "POLL_AFTER_S", 0.05)
+    monkeypatch.setattr(route_watch, "POLL_S", 0.1)
+
+    @in_world
+    async def poll(world):
+        await world.pair()
+        monkeypatch.setattr(route_watch, "find_metaserver", lambda url, timeout_s: "127.0.0.1:9")
+        client = HttpClient(world)
+        client.watch.watch("süß & a:b")
+        client.watch.watch("%RETRY%s%g")
+        running = asyncio.create_task(client.watch.run())
+        await world.until(lambda: _true(client.writable("süß & a:b") == client.writable("%RETRY%s%g") == {"g1": True}))
+        await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
+        await world.until(lambda: _true(client.writable("süß & a:b") == {"g1": False}))
+        await world.until(lambda: _is(lambda: _counted(world), (0, 0, 1)))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    poll(tmp_path)
+
+
+async def _true(value):
+    return value
+
+
+async def _counted(world):
+    return tuple(world.server.hub.old_routes("g1", "*"))
+
+
+@in_world
+async def test_http_refuses_what_it_cannot_read_and_whom_it_does_not_know(world):
+    headers = {"X-Api-Token": TOKEN}
+    for query in ("", "subject=a&held=a", "subject=a&held=a:xyz", "subject=a&held=a:" + "1" * 17):
+        answer = await world.http.get(f"/meta/routes?{query}", headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "INVALID_REQUEST"), query
+    assert (await world.http.get("/meta/routes?subject=a")).status_code == 401
+
+
 def break_database(world):
     """Let every transaction of the metaserver fail."""
-    engine = world.server._engine
+    engine = world.server._database._engine
     engine.real_connect = engine.connect
 
     def refuse(*_, **__):
@@ -211,4 +345,4 @@ def break_database(world):
 
 
 def mend_database(world):
-    world.server._engine.connect = world.server._engine.real_connect
+    world.server._database._engine.connect = world.server._database._engine.real_connect
