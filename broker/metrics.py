@@ -19,13 +19,14 @@ from broker.reign import PRODUCE_MS_BUCKETS
 from broker.service import Service
 from broker.settings import BrokerSettings
 from qmq.errors import NotServed
+from qmq.version import VERSION
 
 
 class BrokerCollector(Collector):
     """Reads the state on its loop whenever Prometheus asks; nothing is counted twice or kept beside the core."""
 
-    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop) -> None:
-        self._service, self._loop = service, loop
+    def __init__(self, service: Service, settings: BrokerSettings, loop: asyncio.AbstractEventLoop) -> None:
+        self._service, self._settings, self._loop = service, settings, loop
 
     def collect(self) -> Iterator[Metric]:
         async def read() -> list[Metric]:
@@ -44,6 +45,9 @@ class BrokerCollector(Collector):
             count = CounterMetricFamily(f"qmq_broker_{name}", text, labels=["broker_group"])
             count.add_metric([group], value)
             yield count
+        info = GaugeMetricFamily("qmq_broker_info", "Always 1; says what runs", labels=["broker_group", "version"])
+        info.add_metric([group, VERSION], 1)
+        yield info
         reasons = GaugeMetricFamily(
             "qmq_broker_readonly", "1 while this is a reason to take no new messages", labels=["broker_group", "reason"]
         )
@@ -77,6 +81,8 @@ class BrokerCollector(Collector):
         yield "log_start_bytes", "Offset of the oldest frame", message_log.start
         yield "log_end_bytes", "Offset behind the newest frame", message_log.end
         yield "flushed_end_bytes", "Offset below which this disk has everything", message_log.flushed_end
+        yield "disk_free_bytes", "Free space on the disk of the log", service.disk_free_bytes
+        yield "disk_free_limit_bytes", "Free space below which no message is taken", self._settings.disk_free_limit
         yield "connections", "Open connections of clients and slave", service.connections
         yield "sync_cost_seconds", "Recent mean time of a small fsync", service.sync_us / 1e6
         if master is not None:
@@ -130,7 +136,7 @@ def serve_metrics(service: Service, settings: BrokerSettings) -> tuple[WSGIServe
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
-    registry.register(BrokerCollector(service, asyncio.get_running_loop()))
+    registry.register(BrokerCollector(service, settings, asyncio.get_running_loop()))
     try:
         return start_http_server(settings.metrics_port, addr=settings.ip, registry=registry)
     except OSError as error:

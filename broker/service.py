@@ -78,6 +78,10 @@ class Service:
         self._consumed = retention.Consumed()
         self._told: set[str] = set()
 
+    @property
+    def disk_free_bytes(self) -> int:
+        return self._disk.free_bytes()
+
     async def run(self) -> None:
         """Listen and serve."""
         self._loop = asyncio.get_running_loop()
