@@ -8,13 +8,38 @@ from dataclasses import replace
 import pytest
 
 from metaserver import roles
+from metaserver.db.changes import (
+    AddSubject,
+    AddToken,
+    RevokeToken,
+    SetMark,
+    SetOffline,
+    SetRoles,
+    SetRoute,
+    UnsetOffline,
+)
 from metaserver.db.engine import open_database
-from metaserver.db.repository import Repository, StaleTerm
-from metaserver.model import Broker, ReadonlyMark
+from metaserver.db.errors import AlreadyThere, NotThere, StaleTerm
+from metaserver.db.repository import Repository
+from metaserver.model import (
+    AuditRow,
+    Broker,
+    ClientKey,
+    ClientRow,
+    MetaserverRow,
+    Offline,
+    ReadonlyMark,
+    ReplicaState,
+    SightingRow,
+    TokenRow,
+)
 from qmq.types import Role
 
 MASTER = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2)
 SLAVE = Broker("g1", Role.SLAVE, "b", "10.0.0.2", 1, 2)
+STATE = ReplicaState(0, 2, boot=1, readonly_reasons=("disk",), durability="fsync", incarnation="disk a")
+SIGHTING = SightingRow(MASTER.key, "session", "m1", "disk a", up=True, state=STATE, begins=True)
+TOKEN = TokenRow("t1", "Ann", "operator", "salt", "hash", ("s", "t*"), ("g1",), 1000, 2000)
 
 
 @pytest.fixture
@@ -131,3 +156,130 @@ def test_marks_are_set_and_removed_any_number_of_times(pair):
     for _ in range(2):
         pair.unmark_readonly(mark)
     assert pair.load().marks == frozenset()
+
+
+def test_registration_is_compared_with_what_the_decision_was_made_on(pair):
+    pair.store_registration(replace(SLAVE, incarnation="disk"), SLAVE)
+    with pytest.raises(StaleTerm):
+        pair.store_registration(replace(SLAVE, incarnation="another disk"), SLAVE)
+    assert pair.load().groups["g1"].slave.incarnation == "disk"
+    with pytest.raises(NotThere):
+        pair.store_registration(replace(SLAVE, hostname="nobody"))
+
+
+def test_each_change_raises_the_version_of_what_it_touches_and_no_other(pair):
+    def raised(act):
+        before = pair.versions()
+        act()
+        return {name for name, version in pair.versions().items() if version != before[name]}
+
+    assert set(pair.versions()) == {"directory", "routes", "sightings"}
+    assert raised(lambda: pair.change([SetMark(ReadonlyMark("*", "g1"))])) == {"directory"}
+    assert raised(lambda: pair.change([AddToken(TOKEN)])) == {"directory"}
+    assert raised(lambda: pair.change([SetRoute("s", ("g1",), 0)])) == {"routes"}
+    assert raised(lambda: pair.store_routes([("t", ("g1",), 0)])) == {"routes"}
+    assert raised(lambda: pair.store_sightings([SIGHTING])) == {"sightings"}
+    assert raised(lambda: pair.change([], AuditRow("me", "here", "Look"))) == set()
+    assert raised(lambda: pair.note_clients([ClientRow(ClientKey("s", 1, "", "c"))])) == set()
+    assert raised(lambda: pair.beat(MetaserverRow("m1", "h", "g", 1, "1"))) == set()
+    assert pair.load().version == pair.versions()["directory"]
+
+
+def test_routes_are_read_whole_or_from_a_version_on(pair):
+    first, _ = pair.load_routes()
+    [a, b] = pair.store_routes([("a", ("g1",), 0), ("b", ("g1",), 0)])
+    second, both = pair.load_routes(first)
+    assert both == [a, b] and {route.changed for route in both} == {second}
+    [c] = pair.store_routes([("c", ("g1",), 0)])
+    assert pair.load_routes(second) == (c.changed, [c])
+    assert pair.load_routes(c.changed) == (c.changed, [])
+    assert pair.load_routes()[1] == [a, b, c]
+
+
+def test_many_subjects_are_one_transaction(pair):
+    orders = [(f"s{number}", ("g1",), 0) for number in range(2500)]
+    stored = pair.store_routes(orders)
+    assert [route.subject for route in stored] == [subject for subject, _, _ in orders]
+    assert len({route.changed for route in stored}) == 1
+    assert sorted(pair.load_routes()[1], key=str) == sorted(stored, key=str)
+    assert pair.store_routes([]) == []
+
+
+def test_sighting_goes_on_only_in_its_own_session(pair):
+    seen = replace(SIGHTING, begins=True)
+    pair.store_sightings([seen])
+    version, [stored] = pair.load_sightings()
+    assert stored == replace(seen, begins=False, changed=version)
+    down = replace(seen, begins=False, up=False, state=None)
+    pair.store_sightings([replace(down, session="older")])
+    assert pair.load_sightings()[1] == [stored]
+    pair.store_sightings([down])
+    newest, changed = pair.load_sightings(version)
+    assert changed == [replace(down, changed=newest)]
+    pair.store_sightings([replace(seen, session="newer"), replace(seen, session="newest", up=False)])
+    assert [row.session for row in pair.load_sightings()[1]] == ["newest"]
+
+
+def test_sighting_of_a_broker_that_left_its_group_is_forgotten(pair):
+    pair.store_sightings([SIGHTING, replace(SIGHTING, key=SLAVE.key)])
+    group = pair.load().groups["g1"]
+    pair.change([SetRoles(roles.RoleChange("g1", 2, group, group.master, None))])
+    assert [row.key for row in pair.load_sightings()[1]] == [MASTER.key]
+
+
+def test_metaservers_show_their_beat_until_they_are_removed(repository):
+    for beat in (1, 2):
+        for id in ("m2", "m1"):
+            repository.beat(MetaserverRow(id, "10.0.0.1:8080", "10.0.0.1:8081", beat, "1.0"))
+    assert [(row.id, row.beat) for row in repository.load_metaservers()] == [("m1", 2), ("m2", 2)]
+    repository.remove_metaserver("m1")
+    assert [row.id for row in repository.load_metaservers()] == ["m2"]
+
+
+def test_token_is_stored_once_and_revoked_once(repository):
+    repository.change([AddToken(TOKEN)])
+    with pytest.raises(AlreadyThere):
+        repository.change([AddToken(replace(TOKEN, name="another"))])
+    assert repository.load_tokens() == [TOKEN]
+    repository.change([RevokeToken("t1")])
+    [revoked] = repository.load_tokens()
+    assert revoked.revoked_ms > 0
+    repository.change([RevokeToken("t1")])
+    assert repository.load_tokens() == [revoked]
+    with pytest.raises(NotThere):
+        repository.change([RevokeToken("t2")])
+
+
+def test_audit_trail_is_read_page_by_page_and_by_what_was_done(repository):
+    for number in range(5):
+        who = "Ann" if number % 2 else "Bob"
+        audit = AuditRow(
+            who, "10.0.0.1", f"Action{number}", {"subject": f"100%_{number}"}, [number], {"a": "ü"}, "done"
+        )
+        repository.change([], audit)
+    newest, *_ = trail = repository.audit_trail()
+    assert [row.action for row in trail] == [f"Action{number}" for number in (4, 3, 2, 1, 0)]
+    assert newest == replace(audit, id=newest.id, time_ms=newest.time_ms) and newest.time_ms > 0
+    assert [row.id for row in repository.audit_trail(trail[1].id, 2)] == [trail[2].id, trail[3].id]
+    assert [row.action for row in repository.audit_trail(who="Ann")] == ["Action3", "Action1"]
+    assert [row.action for row in repository.audit_trail(action="Action2")] == ["Action2"]
+    assert [row.action for row in repository.audit_trail(about="100%_3")] == ["Action3"]
+    assert repository.audit_trail(about="0__") == [], "a text, not a pattern"
+    assert repository.audit_trail(since_ms=newest.time_ms + 1) == []
+
+
+def test_consumers_are_switched_off_and_on(repository):
+    offline = Offline("s", "group", "*")
+    for _ in range(2):
+        repository.change([SetOffline(offline), SetOffline(Offline("*", "group", "c1"))])
+    assert repository.load().offline == {offline, Offline("*", "group", "c1")}
+    for _ in range(2):
+        repository.change([UnsetOffline(offline)])
+    assert repository.load().offline == {Offline("*", "group", "c1")}
+
+
+def test_subject_is_announced_with_its_tag(repository):
+    repository.change([AddSubject("s", "ssd")])
+    with pytest.raises(AlreadyThere):
+        repository.change([AddSubject("s", "hdd")])
+    assert {name: info.tag for name, info in repository.load().subjects.items()} == {"s": "ssd"}

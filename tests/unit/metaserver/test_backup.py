@@ -1,0 +1,144 @@
+"""Shell. All of the tables as one value, and back: into an empty database, and over what came since."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from metaserver import roles
+from metaserver.db.changes import (
+    AddSubject,
+    AddToken,
+    RestoreAll,
+    RevokeToken,
+    SetMark,
+    SetOffline,
+    SetRoles,
+    SetRoute,
+    UnsetMark,
+)
+from metaserver.db.engine import open_database
+from metaserver.db.errors import ValueRefused
+from metaserver.db.repository import Repository
+from metaserver.model import AuditRow, ClientKey, ClientRow, Offline, ReadonlyMark, TokenRow
+from tests.support.directories import add_group, brokers_of
+
+MARK = ReadonlyMark("*", "g1")
+TOKEN = TokenRow("t1", "Ann", "operator", "salt", "hash", ("s",), (), 1000)
+
+
+@pytest.fixture
+def repository(database_url):
+    engine = open_database(database_url)
+    yield Repository(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def filled(repository):
+    add_group(repository, "g1")
+    slave = replace(brokers_of("g1")[1], incarnation="disk")
+    repository.store_registration(slave)
+    repository.store_complete(slave, term=2, complete=True)
+    repository.store_routes([(f"s{number}", ("g1",), 0) for number in range(3)])
+    changes = [SetMark(MARK), SetOffline(Offline("s", "*", "*")), AddSubject("s", "ssd"), AddToken(TOKEN)]
+    repository.change(changes, AuditRow("Ann", "here", "Everything"))
+    repository.note_clients([ClientRow(ClientKey("s", 2, "group", "c"), "app")])
+    return repository
+
+
+def through_json(dump):
+    return json.loads(json.dumps(dump))
+
+
+def test_dump_makes_an_empty_database_the_same(filled, tmp_path):
+    engine = open_database(f"sqlite:///{tmp_path / 'other.db'}")  # from any kind to any other
+    other, dump = Repository(engine), through_json(filled.dump())
+    other.change([RestoreAll(dump)])
+    before, after = filled.load(), other.load()
+    assert (after.marks, after.offline, after.subjects) == (before.marks, before.offline, before.subjects)
+    assert after.groups["g1"].term == before.groups["g1"].term + 1
+    assert [broker.key for broker in after.groups["g1"].brokers] == [b.key for b in before.groups["g1"].brokers]
+    assert [(route.subject, route.groups) for route in other.load_routes()[1]] == [
+        (route.subject, route.groups) for route in filled.load_routes()[1]
+    ]
+    assert other.load_tokens() == filled.load_tokens()
+    assert [(row.who, row.action) for row in other.audit_trail()] == [("Ann", "Everything")]
+    assert other.list_clients() == filled.list_clients()
+    engine.dispose()
+
+
+def test_restore_takes_back_what_came_since_but_never_terms_nor_revocations(filled):
+    dump = through_json(filled.dump())
+    add_group(filled, "g2")
+    group = filled.load().groups["g1"]
+    filled.change(
+        [
+            SetRoles(roles.swap_roles(group, term=group.term)),
+            UnsetMark(MARK),
+            SetRoute("s0", ("g2",), 1),
+            SetRoute("new", ("g2",), 0),
+            RevokeToken("t1"),
+            AddToken(replace(TOKEN, id="t2")),
+        ]
+    )
+    seen, _ = filled.load_routes()
+    filled.change([RestoreAll(dump)], AuditRow("Ann", "here", "Restore"))
+    directory = filled.load()
+    assert list(directory.groups) == ["g1"] and directory.marks == {MARK}
+    assert directory.groups["g1"].term == group.term + 2
+    assert directory.groups["g1"].master.key == group.master.key
+    assert not directory.groups["g1"].slave.complete, "that must be seen again"
+    changed = {route.subject: route.groups for route in filled.load_routes(seen)[1]}
+    assert changed == {"s0": ("g1",), "s1": ("g1",), "s2": ("g1",), "new": ()}, (
+        "who reads what changed learns all of it"
+    )
+    assert {token.id: bool(token.revoked_ms) for token in filled.load_tokens()} == {"t1": True, "t2": False}
+    assert [row.action for row in filled.audit_trail()] == ["Restore", "Everything"]
+    add_group(filled, "g2")
+    assert filled.load().groups["g2"].term == 4, "no term of g2 is given out again"
+
+
+def test_restored_route_goes_on_from_the_larger_version(filled):
+    dump = through_json(filled.dump())
+    filled.change([SetRoute("s0", ("g1",), 1)])
+    filled.change([RestoreAll(dump)])
+    assert {route.subject: route.version for route in filled.load_routes()[1]} == {"s0": 3, "s1": 2, "s2": 2}
+
+
+BROKEN = [
+    pytest.param(lambda dump: dump.clear(), id="nothing"),
+    pytest.param(lambda dump: dump.update(version=2), id="another version"),
+    pytest.param(lambda dump: dump.update(schema="0001"), id="other tables"),
+    pytest.param(lambda dump: dump["tables"].pop("broker"), id="a table is missing"),
+    pytest.param(lambda dump: dump["tables"].update(more=[]), id="a table too many"),
+    pytest.param(lambda dump: dump["tables"].update(broker={}), id="a table that is none"),
+    pytest.param(lambda dump: dump["tables"]["broker"].append(7), id="a row that is none"),
+    pytest.param(lambda dump: dump["tables"]["broker"][0].pop("ip"), id="a column is missing"),
+    pytest.param(lambda dump: dump["tables"]["broker"][0].update(id=1), id="a column too many"),
+    pytest.param(lambda dump: dump["tables"]["broker"][0].update(role=99), id="an unknown role"),
+    pytest.param(lambda dump: dump["tables"]["broker"][0].update(role="0"), id="text for a number"),
+    pytest.param(lambda dump: dump["tables"]["broker"][0].update(complete=1), id="number for a truth"),
+    pytest.param(lambda dump: dump["tables"]["broker"][0].update(group_name="nowhere"), id="broker of no group"),
+    pytest.param(lambda dump: dump["tables"]["broker"][0].update(hostname="x" * 101), id="too long"),
+    pytest.param(lambda dump: dump["tables"]["broker_group"][0].update(kind=9), id="an unknown kind"),
+    pytest.param(lambda dump: dump["tables"]["subject_route"][0].update(broker_group_json="x"), id="no JSON"),
+    pytest.param(lambda dump: dump["tables"]["subject_route"].append(dump["tables"]["subject_route"][0]), id="twice"),
+]
+
+
+@pytest.mark.parametrize("break_it", BROKEN)
+def test_broken_dump_changes_nothing(tmp_path, break_it):
+    engine = open_database(f"sqlite:///{tmp_path / 'metaserver.db'}")
+    repository = Repository(engine)
+    add_group(repository, "g1")
+    repository.store_routes([("s", ("g1",), 0)])
+    before = repository.dump()
+    dump = through_json(before)
+    break_it(dump)
+    with pytest.raises(ValueRefused):
+        repository.change([RestoreAll(dump)], AuditRow("Ann", "here", "Restore"))
+    assert {**repository.dump(), "time": 0} == {**before, "time": 0}
+    engine.dispose()
