@@ -7,7 +7,7 @@ restarts neither forgets that a broker is down nor takes one for dead that is on
 moves to another metaserver is up all the time. While the database is away, sessions here and the last rows go on.
 
     Register ─> claim ─> join ─> beat … beat ─> leave ─> asked on its control port ─> answered: up │ not: down
-                                      └─ silent for the timeout ────────────────────────────────────> down
+                                      └─ silent for the timeout ─> asked, too
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Liveness:
         claimed, claimed_ms = self._claims.get(key, ("", 0))
         sighting = self._sightings.get(key)
         holders = {claimed} if now_ms - claimed_ms <= self.timeout_ms else set()
-        if sighting is not None and self._holds(sighting, now_ms):
+        if sighting is not None and sighting.up:
             holders.add(sighting.incarnation)
         if holders - {"", incarnation}:
             raise PlaceTaken(
@@ -120,8 +120,9 @@ class Liveness:
         if sighting is None or not sighting.live or not _same_stream(sighting.session, session):
             return False
         state = self._damping.damped(key, state, now_ms=now_ms)
-        before, was_up = sighting.state, self._holds(sighting, now_ms)
+        before, was_up = sighting.state, sighting.up
         sighting.seen_ms, sighting.state, sighting.up = now_ms, state, True
+        sighting.ask_ms, sighting.asked = None, 0
         if not was_up or before is None or essence(before) != essence(state):
             self._changed(key)
         return True
@@ -130,8 +131,8 @@ class Liveness:
         """Note that a stream ended: that process is gone, or it is on its way to another metaserver. It is asked."""
         sighting = self._sightings.get(key)
         if sighting is not None and sighting.live and _same_stream(sighting.session, session):
-            was_up, sighting.live = self._holds(sighting, now_ms), False
-            sighting.ask_ms = now_ms if was_up else None
+            sighting.live = False
+            sighting.ask_ms = now_ms if sighting.up else None
 
     # -- what others see ------------------------------------------------------------------------------------------
 
@@ -191,19 +192,18 @@ class Liveness:
 
     def tick(self, *, now_ms: int) -> None:
         """Notice silence: of brokers whose stream stays open, and of metaservers. Call it many times a second."""
-        for key, sighting in self._sightings.items():
-            if not sighting.up:
-                continue
-            if sighting.live:
-                if not self._holds(sighting, now_ms):
-                    sighting.up = False
-                    self._changed(key)
-            elif sighting.metaserver != self.own:
-                silent = now_ms >= self._presumed_until_ms and self.peers.is_silent(sighting.metaserver, now_ms=now_ms)
-                if not silent:
-                    sighting.ask_ms, sighting.asked = None, 0
-                elif sighting.ask_ms is None:
-                    sighting.ask_ms = now_ms
+        for sighting in self._sightings.values():
+            if not sighting.up or (sighting.metaserver == self.own and not sighting.live):
+                continue  # it is down, or it is being asked since its stream ended
+            if not self._is_silent(sighting, now_ms):
+                sighting.ask_ms, sighting.asked = None, 0
+            elif sighting.ask_ms is None:
+                sighting.ask_ms = now_ms
+
+    def _is_silent(self, sighting: Sighting, now_ms: int) -> bool:
+        if sighting.live:
+            return now_ms - sighting.seen_ms > self.timeout_ms
+        return now_ms >= self._presumed_until_ms and self.peers.is_silent(sighting.metaserver, now_ms=now_ms)
 
     def to_ask(self, *, now_ms: int) -> list[Question]:
         """Return who should be asked now. Each question must get an answer with `answered`; until then it is not asked
@@ -211,7 +211,7 @@ class Liveness:
         due = [
             Question(key, sighting.session, sighting.incarnation)
             for key, sighting in self._sightings.items()
-            if sighting.up and not sighting.live and sighting.ask_ms is not None and sighting.ask_ms <= now_ms
+            if sighting.up and sighting.ask_ms is not None and sighting.ask_ms <= now_ms
         ]
         for question in due:
             sighting = self._sightings[question.key]
@@ -223,14 +223,14 @@ class Liveness:
     def doubt(self, key: BrokerKey) -> Question | None:
         """The question that would free a place: None if nobody holds it, or somebody hears its holder."""
         sighting = self._sightings.get(key)
-        if sighting is None or sighting.live or not sighting.up or sighting.ask_ms is None:
+        if sighting is None or not sighting.up or sighting.ask_ms is None:
             return None
         return Question(key, sighting.session, sighting.incarnation)
 
     def answered(self, question: Question, state: ReplicaState | None, *, now_ms: int) -> None:
         """Note the answer to a question; None: there was none, or another process gave it."""
         sighting = self._sightings.get(question.key)
-        if sighting is None or sighting.live or sighting.session != question.session or not sighting.up:
+        if sighting is None or sighting.session != question.session or not sighting.up or sighting.ask_ms is None:
             return  # it is heard again, here or at another metaserver
         if state is None:
             sighting.up = False
@@ -277,11 +277,11 @@ class Liveness:
     def state(self, key: BrokerKey, *, now_ms: int) -> ReplicaState | None:
         """What a broker that is up last said; None when it is down or has not said anything yet."""
         sighting = self._sightings.get(key)
-        return sighting.state if sighting and self._holds(sighting, now_ms) else None
+        return sighting.state if sighting is not None and sighting.up else None
 
     def is_up(self, key: BrokerKey, *, now_ms: int) -> bool:
         sighting = self._sightings.get(key)
-        if sighting is not None and self._holds(sighting, now_ms):
+        if sighting is not None and sighting.up:
             return True
         claimed = self._claims.get(key)
         return claimed is not None and now_ms - claimed[1] <= self.timeout_ms
@@ -316,9 +316,6 @@ class Liveness:
     def _presumed(self, broker: Broker, now_ms: int) -> bool:
         unknown = broker.key not in self._sightings
         return bool(broker.incarnation) and unknown and now_ms < self._presumed_until_ms
-
-    def _holds(self, sighting: Sighting, now_ms: int) -> bool:
-        return sighting.up and (not sighting.live or now_ms - sighting.seen_ms <= self.timeout_ms)
 
     def _changed(self, key: BrokerKey) -> None:
         self._dirty[key] = None

@@ -179,8 +179,9 @@ class FakeBroker(BrokerServicer):
         await self._server.stop(None)
 
     def fall_silent(self):
-        """Stop beating but keep the connection, as a stopped machine does."""
+        """Stop beating and answering but keep the connection, as a stopped machine does."""
         self._beating.cancel()
+        self.before_status = asyncio.Event().wait
 
     def say(self):
         """Beat now, as a broker does whenever its state changes."""

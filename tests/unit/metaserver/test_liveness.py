@@ -1,58 +1,88 @@
-"""Core. Signs of life: claims, heartbeats, silence, restarts; all times are given."""
+"""Core. Signs of life: claims, sessions, silence, rows of other metaservers, questions; all times are given."""
 
 from __future__ import annotations
+
+import random
+from dataclasses import replace
 
 import pytest
 
 from metaserver.liveness import Liveness, PlaceTaken
-from metaserver.model import Broker, BrokerKey, Group, ReplicaState
+from metaserver.model import Broker, BrokerKey, Group, MetaserverRow, ReplicaState, SightingRow
 from qmq.types import Role
 
 KEY = BrokerKey("a", 1)
 REIGNING = ReplicaState(role=0, term=7, writable=True)
+READONLY = replace(REIGNING, writable=False, readonly_reasons=("slave_down",))
 START = 10_000
+TIMEOUT = 1000
 
 
 def group(incarnation="x", term=7):
     return Group("g1", term, Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, incarnation=incarnation), None, 0)
 
 
-def liveness(started_ms=0):
-    return Liveness(timeout_ms=1000, started_ms=started_ms)
+def liveness(own="m1", started_ms=0):
+    return Liveness(own, timeout_ms=TIMEOUT, started_ms=started_ms)
 
 
 def beating(state=REIGNING, at=START):
     signs = liveness()
-    signs.beat(KEY, signs.join(KEY, "x", now_ms=at), state, now_ms=at)
-    return signs
+    session = signs.join(KEY, "x", now_ms=at)
+    signs.beat(KEY, session, state, now_ms=at)
+    return signs, session
 
 
-@pytest.mark.parametrize(
-    "later, up", [(0, True), (1000, True), (1001, False)], ids=["at once", "at the timeout", "past it"]
-)
-def test_silence_means_down_past_the_timeout(later, up):
-    signs = beating()
-    assert signs.is_up(KEY, now_ms=START + later) is up
-    assert signs.is_writable(group(), now_ms=START + later) is up
-    assert (signs.state(KEY, now_ms=START + later) is not None) is up
+def row(session="m2.1", metaserver="m2", up=True, state=REIGNING, incarnation="x"):
+    return SightingRow(KEY, session, metaserver, incarnation, up, state)
 
 
-def test_end_of_the_stream_means_down_at_once_and_frees_the_place():
-    signs = liveness()
-    session = signs.join(KEY, "x", now_ms=START)
-    signs.beat(KEY, session, REIGNING, now_ms=START)
-    signs.leave(KEY, session)
-    assert not signs.is_up(KEY, now_ms=START) and not signs.is_writable(group(), now_ms=START)
-    signs.claim(KEY, "y", now_ms=START)
+def flush(signs):
+    rows = signs.news()
+    signs.stored(rows)
+    return rows
+
+
+def peer(id="m2", beat=1):
+    return MetaserverRow(id, "h", "g", beat, "1")
+
+
+# -- sessions here ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("later, asked", [(0, False), (TIMEOUT, False), (TIMEOUT + 1, True)])
+def test_broker_is_asked_past_the_timeout(later, asked):
+    signs, _ = beating()
+    signs.tick(now_ms=START + later)
+    assert bool(signs.to_ask(now_ms=START + later)) is asked
+    assert signs.is_up(KEY, now_ms=START + later)
+
+
+def silenced(at=START + TIMEOUT + 1):
+    signs, session = beating()
+    flush(signs)
+    signs.tick(now_ms=at)
+    (question,) = signs.to_ask(now_ms=at)
+    signs.answered(question, None, now_ms=at)
+    return signs, session
+
+
+def test_silence_without_an_answer_is_stored_once_and_a_beat_ends_it():
+    signs, session = silenced()
+    assert not signs.is_up(KEY, now_ms=START + 1100) and signs.state(KEY, now_ms=START + 1100) is None
+    assert [(each.up, each.begins) for each in flush(signs)] == [(False, False)]
+    signs.tick(now_ms=START + 1200)
+    assert not signs.has_news and signs.to_ask(now_ms=START + 1200) == []
+    assert signs.beat(KEY, session, REIGNING, now_ms=START + 3000)
+    assert signs.is_up(KEY, now_ms=START + 3000) and [each.up for each in flush(signs)] == [True]
 
 
 def test_place_of_a_live_broker_is_refused_to_another_disk():
-    signs = beating()
-    with pytest.raises(PlaceTaken):
-        signs.claim(KEY, "y", now_ms=START + 1000)
-    with pytest.raises(PlaceTaken):
-        signs.join(KEY, "y", now_ms=START + 1000)
-    signs.claim(KEY, "y", now_ms=START + 1001)
+    signs, _ = beating()
+    for refused in (signs.claim, signs.join):
+        with pytest.raises(PlaceTaken):
+            refused(KEY, "y", now_ms=START + TIMEOUT)
+    silenced()[0].claim(KEY, "y", now_ms=START + TIMEOUT + 1)
 
 
 def test_registration_alone_holds_the_place():
@@ -60,16 +90,48 @@ def test_registration_alone_holds_the_place():
     signs.claim(KEY, "x", now_ms=START)
     with pytest.raises(PlaceTaken):
         signs.claim(KEY, "y", now_ms=START + 500)
+    assert signs.is_up(KEY, now_ms=START + 500) and not signs.is_up(KEY, now_ms=START + TIMEOUT + 1)
+
+
+def test_weakness_13_another_process_cannot_take_a_place_that_is_held_at_another_metaserver():
+    """Weakness 13: any process can claim any group, and two masters overwrite each other without alarm."""
+    signs = liveness()
+    signs.take_rows([row()], now_ms=START)
+    with pytest.raises(PlaceTaken):
+        signs.claim(KEY, "y", now_ms=START)
+    signs.take_rows([row(up=False)], now_ms=START)
+    signs.claim(KEY, "y", now_ms=START)
+
+
+def test_end_of_a_stream_is_a_question_not_a_verdict():
+    signs, session = beating()
+    signs.leave(KEY, session, now_ms=START)
+    assert signs.is_up(KEY, now_ms=START) and signs.is_writable(group(), now_ms=START)
+    (question,) = signs.to_ask(now_ms=START)
+    assert signs.to_ask(now_ms=START) == []
+    signs.answered(question, REIGNING, now_ms=START)
+    assert signs.is_up(KEY, now_ms=START + 5000) and signs.to_ask(now_ms=START + 5000) != []
+    signs.answered(question, None, now_ms=START + 5000)
+    assert not signs.is_up(KEY, now_ms=START + 5000) and not signs.is_writable(group(), now_ms=START + 5000)
+
+
+def test_answer_that_comes_after_the_broker_is_back_changes_nothing():
+    signs, session = beating()
+    signs.leave(KEY, session, now_ms=START)
+    (question,) = signs.to_ask(now_ms=START)
+    again = signs.join(KEY, "x", now_ms=START + 1)
+    signs.beat(KEY, again, REIGNING, now_ms=START + 1)
+    signs.answered(question, None, now_ms=START + 2)
+    assert signs.is_up(KEY, now_ms=START + 2)
 
 
 def test_end_of_a_replaced_stream_changes_nothing():
-    signs = liveness()
-    old = signs.join(KEY, "x", now_ms=START)
+    signs, old = beating()
     new = signs.join(KEY, "x", now_ms=START)
     assert not signs.beat(KEY, old, REIGNING, now_ms=START)
     assert signs.beat(KEY, new, REIGNING, now_ms=START)
-    signs.leave(KEY, old)
-    assert signs.is_writable(group(), now_ms=START)
+    signs.leave(KEY, old, now_ms=START)
+    assert signs.is_writable(group(), now_ms=START) and signs.to_ask(now_ms=START) == []
 
 
 @pytest.mark.parametrize(
@@ -82,10 +144,128 @@ def test_end_of_a_replaced_stream_changes_nothing():
     ],
 )
 def test_only_the_reigning_master_makes_a_group_writable(state):
-    assert not beating(state).is_writable(group(), now_ms=START)
+    signs, _ = beating(state)
+    assert not signs.is_writable(group(), now_ms=START)
 
 
-def test_after_our_start_a_known_master_is_presumed_until_it_had_time_to_come_back():
+# -- what is stored -----------------------------------------------------------------------------------------------
+
+
+def test_beats_that_say_nothing_new_store_nothing():
+    signs, session = beating()
+    assert [(each.session, each.begins, each.up) for each in flush(signs)] == [(session, True, True)]
+    version = signs.version
+    for number in range(100):
+        signs.beat(KEY, session, replace(REIGNING, log_end=number), now_ms=START + number)
+    assert not signs.has_news and signs.version == version
+    signs.beat(KEY, session, READONLY, now_ms=START + 200)
+    assert [(each.begins, each.state.writable) for each in flush(signs)] == [(False, False)]
+
+
+def test_what_could_not_be_stored_is_due_again_in_its_newest_form():
+    signs, session = beating()
+    failed = signs.news()
+    signs.beat(KEY, session, READONLY, now_ms=START)
+    signs.not_stored(failed)
+    assert [(each.begins, each.state) for each in flush(signs)] == [(True, READONLY)]
+
+
+def test_session_that_ended_before_it_was_stored_never_replaces_a_row():
+    signs = liveness()
+    signs.take_rows([row("m2.1", up=False)], now_ms=START)
+    session = signs.join(KEY, "x", now_ms=START)
+    signs.leave(KEY, session, now_ms=START)
+    (question,) = signs.to_ask(now_ms=START)
+    signs.answered(question, None, now_ms=START)
+    assert [(each.session, each.begins, each.up) for each in flush(signs)] == [("m2.1", False, False)]
+
+
+# -- several metaservers ------------------------------------------------------------------------------------------
+
+
+def test_weakness_11_a_broker_that_moves_is_up_everywhere_all_the_time():
+    """Weakness 11: heartbeat timers of each metaserver call a broker down that only talks to another one."""
+    first, second = liveness("m1"), liveness("m2")
+    old = first.join(KEY, "x", now_ms=START)
+    first.beat(KEY, old, REIGNING, now_ms=START)
+    second.take_rows([replace(each, begins=False) for each in flush(first)], now_ms=START)
+    new = second.join(KEY, "x", now_ms=START + 10)
+    second.beat(KEY, new, REIGNING, now_ms=START + 10)
+    first.leave(KEY, old, now_ms=START + 20)
+    (question,) = first.to_ask(now_ms=START + 20)
+    first.take_rows(flush(second), now_ms=START + 30)
+    first.answered(question, None, now_ms=START + 40)
+    for later in (40, 10 * TIMEOUT):
+        first.peers.read([peer("m2", beat=later)], now_ms=START + later)
+        first.tick(now_ms=START + later)
+        assert first.is_writable(group(), now_ms=START + later)
+    assert not first.has_news
+
+
+def test_stream_that_has_not_noticed_that_its_broker_moved_is_ended():
+    signs, session = beating()
+    flush(signs)
+    signs.take_rows([row("m2.1")], now_ms=START)
+    assert not signs.beat(KEY, session, REIGNING, now_ms=START)
+    signs.leave(KEY, session, now_ms=START)
+    assert signs.where(KEY) == "m2" and signs.to_ask(now_ms=START) == []
+
+
+def test_row_of_the_session_before_ours_is_no_newer_one():
+    signs = liveness()
+    session = signs.join(KEY, "x", now_ms=START)
+    signs.take_rows([row("m2.1")], now_ms=START)
+    assert signs.beat(KEY, session, REIGNING, now_ms=START)
+    assert [each.session for each in flush(signs)] == [session]
+
+
+def test_broker_that_we_hear_and_others_took_for_dead_begins_a_session_anew():
+    signs, session = beating()
+    stored = flush(signs)
+    signs.take_rows([replace(stored[0], up=False)], now_ms=START)
+    assert signs.is_up(KEY, now_ms=START)
+    (again,) = flush(signs)
+    assert again.begins and again.up and again.session != session
+    assert signs.beat(KEY, session, REIGNING, now_ms=START)
+
+
+def test_weakness_11_a_restart_never_forgets_that_a_group_is_down():
+    """Weakness 11: a metaserver that restarts takes every group for up, however long it has been down."""
+    signs = liveness(started_ms=START)
+    signs.take_rows([row(up=False)], now_ms=START)
+    assert not signs.is_writable(group(), now_ms=START)
+    assert not signs.is_up(KEY, now_ms=START) and not signs.may_be_up(group().master, now_ms=START)
+
+
+def test_stored_up_is_presumed_for_a_timeout_then_asked():
+    signs = liveness(started_ms=START)
+    signs.take_rows([row()], now_ms=START)
+    for now in range(START, START + TIMEOUT, 100):
+        signs.peers.read([peer()], mentioned=signs.mentioned(), now_ms=now)
+        signs.tick(now_ms=now)
+        assert signs.is_writable(group(), now_ms=now) and signs.to_ask(now_ms=now) == []
+    for now in (START + TIMEOUT, START + TIMEOUT + 100):
+        signs.peers.read([peer()], mentioned=signs.mentioned(), now_ms=now)
+    signs.tick(now_ms=START + TIMEOUT + 100)
+    (question,) = signs.to_ask(now_ms=START + TIMEOUT + 100)
+    signs.answered(question, None, now_ms=START + TIMEOUT + 100)
+    assert not signs.is_up(KEY, now_ms=START + TIMEOUT + 100)
+    assert [(each.session, each.up, each.begins) for each in flush(signs)] == [("m2.1", False, False)]
+
+
+def test_metaserver_that_comes_back_is_believed_again():
+    signs = liveness()
+    signs.take_rows([row()], now_ms=START)
+    for later in range(0, 2 * TIMEOUT, 500):
+        signs.peers.read([peer(beat=1)], now_ms=START + later)
+    signs.tick(now_ms=START + 1500)
+    assert len(signs.to_ask(now_ms=START + 1500)) == 1
+    signs.peers.read([peer(beat=2)], now_ms=START + 1600)
+    signs.tick(now_ms=START + 1600)
+    assert signs.to_ask(now_ms=START + 9000) == []
+
+
+def test_after_our_start_a_known_master_without_any_row_is_presumed_until_it_had_time_to_come_back():
     signs = liveness(started_ms=START)
     assert signs.is_writable(group(), now_ms=START + 999)
     assert signs.may_be_up(group().master, now_ms=START + 999)
@@ -99,16 +279,131 @@ def test_what_never_registered_is_not_presumed():
     assert not signs.may_be_up(group(incarnation="").master, now_ms=START)
 
 
-def test_what_came_and_went_is_not_presumed():
-    signs = liveness(started_ms=START)
-    signs.leave(KEY, signs.join(KEY, "x", now_ms=START))
-    assert not signs.is_writable(group(), now_ms=START + 1)
-    assert not signs.may_be_up(group().master, now_ms=START + 1)
+# -- at random ----------------------------------------------------------------------------------------------------
 
 
-def test_next_change_is_when_the_first_silence_would_count():
-    signs = liveness(started_ms=START)
-    assert signs.next_change_ms(now_ms=START) == START + 1000
-    signs.join(KEY, "x", now_ms=START + 500)
-    assert signs.next_change_ms(now_ms=START + 1000) == START + 1501
-    assert signs.next_change_ms(now_ms=START + 5000) == START + 6000
+class Installation:
+    """Metaservers on one table, and brokers that live, die and move; the truth is known."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.now, self.made, self.database_up = START, 0, True
+        self.table, self.beats, self.version = {}, {}, 0
+        self.metaservers = {}
+        self.alive = {BrokerKey("b", number): True for number in range(4)}
+        self.streams = {}
+        self.sure = set()
+        for _ in range(2):
+            self.start_metaserver()
+
+    def start_metaserver(self):
+        if not self.database_up:
+            return
+        self.made += 1
+        own = f"m{self.made}"
+        signs = liveness(own, started_ms=self.now)
+        self.metaservers[own] = (signs, {"seen": 0})
+        self.beats[own] = 0
+        self.read(own)
+
+    def kill_metaserver(self):
+        if len(self.metaservers) > 1:
+            own = self.random.choice(sorted(self.metaservers))
+            del self.metaservers[own]
+            self.streams = {key: at for key, at in self.streams.items() if at[0] != own}
+
+    def kill_broker(self):
+        key = self.random.choice(sorted(self.alive))
+        self.alive[key] = False
+        self.sure.discard(key)
+        if key in self.streams:
+            own, session = self.streams.pop(key)
+            self.metaservers[own][0].leave(key, session, now_ms=self.now)
+
+    def start_broker(self):
+        self.alive[self.random.choice(sorted(self.alive))] = True
+
+    def move_broker(self):
+        """The old stream's end is noticed at once, or late."""
+        key = self.random.choice(sorted(self.streams or self.alive))
+        own, session = self.streams.pop(key, (None, None))
+        if own and self.random.random() < 0.5:
+            self.metaservers[own][0].leave(key, session, now_ms=self.now)
+
+    def store(self, own):
+        signs = self.metaservers[own][0]
+        rows = signs.news()
+        if not self.database_up:
+            signs.not_stored(rows)
+            return
+        self.version += 1
+        for each in rows:
+            if each.begins or (each.key in self.table and self.table[each.key].session == each.session):
+                self.table[each.key] = replace(each, begins=False, changed=self.version)
+        signs.stored(rows)
+
+    def read(self, own):
+        if not self.database_up:
+            return
+        signs, memory = self.metaservers[own]
+        signs.take_rows([each for each in self.table.values() if each.changed > memory["seen"]], now_ms=self.now)
+        memory["seen"] = self.version
+        self.beats[own] += 1
+        rows = [peer(id, beat) for id, beat in self.beats.items()]
+        signs.peers.read(rows, mentioned=signs.mentioned(), now_ms=self.now)
+
+    def ask(self, own):
+        signs = self.metaservers[own][0]
+        signs.tick(now_ms=self.now)
+        for question in signs.to_ask(now_ms=self.now):
+            signs.answered(question, REIGNING if self.alive[question.key] else None, now_ms=self.now)
+
+    def live(self):
+        """Every broker that lives and has no stream opens one; all beat."""
+        for key, alive in self.alive.items():
+            if alive and key not in self.streams:
+                own = self.random.choice(sorted(self.metaservers))
+                session = self.metaservers[own][0].join(key, "x", now_ms=self.now)
+                self.streams[key] = (own, session)
+            if alive:
+                own, session = self.streams[key]
+                if not self.metaservers[own][0].beat(key, session, REIGNING, now_ms=self.now):
+                    del self.streams[key]
+
+    def step(self, settle=False):
+        self.now += 50
+        chaos = {
+            self.kill_metaserver: 1, self.start_metaserver: 1, self.kill_broker: 1, self.start_broker: 2,
+            self.move_broker: 3, self.toggle_database: 1, lambda: None: 20,
+        }  # fmt: skip
+        if not settle:
+            self.random.choices(list(chaos), list(chaos.values()))[0]()
+        self.live()
+        for own in self.random.sample(sorted(self.metaservers), len(self.metaservers)):
+            for do in self.random.sample([self.store, self.read, self.ask], 3):
+                if settle or self.random.random() < 0.7:
+                    do(own)
+
+    def toggle_database(self):
+        self.database_up = not self.database_up
+
+    def settle(self):
+        self.database_up = True
+        for _ in range(100):
+            self.step(settle=True)
+        self.sure = {key for key, alive in self.alive.items() if alive}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_dies_and_moves_all_metaservers_judge_the_same_and_none_calls_a_live_broker_down(seed):
+    world = Installation(seed)
+    for _ in range(6):
+        world.settle()
+        for own, (signs, _) in world.metaservers.items():
+            judged = {key: signs.is_up(key, now_ms=world.now) for key in world.alive}
+            assert judged == world.alive, f"seed {seed}: {own} after all was quiet"
+        for _ in range(60):
+            world.step()
+            for own, (signs, _) in world.metaservers.items():
+                for key in world.sure:
+                    assert signs.is_up(key, now_ms=world.now), f"seed {seed}: {own} called {key} down, which lives"

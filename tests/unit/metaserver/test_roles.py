@@ -181,7 +181,15 @@ def test_swap_of_what_changed_meanwhile_is_refused(known, term):
 @pytest.mark.parametrize(
     "state, complete",
     [
-        pytest.param(ReplicaState(0, 7, writable=True, durability="fsync"), True, id="takes messages"),
+        pytest.param(
+            ReplicaState(0, 7, writable=True, durability="fsync", slave_incarnation="disk b"), True, id="in step with it"
+        ),
+        pytest.param(
+            ReplicaState(0, 7, writable=True, durability="fsync", slave_incarnation="disk before it was wiped"),
+            None,
+            id="in step with another disk",
+        ),
+        pytest.param(ReplicaState(0, 7, writable=True, durability="fsync"), None, id="does not say with whom"),
         pytest.param(ReplicaState(0, 7, writable=False), None, id="does not: says nothing"),
         pytest.param(ReplicaState(0, 6, writable=True), None, id="older term"),
         pytest.param(ReplicaState(1, 7, writable=True), None, id="no master"),

@@ -1,0 +1,81 @@
+"""Shell. The file a metaserver starts from while the database is away."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from metaserver.model import (
+    Broker,
+    BrokerKey,
+    Directory,
+    Group,
+    Offline,
+    ReadonlyMark,
+    ReplicaState,
+    Route,
+    SightingRow,
+    SubjectInfo,
+    TokenRow,
+)
+from metaserver.snapshot import BadSnapshot, Snapshot, read_snapshot, write_snapshot
+from qmq.types import Role
+
+MASTER = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, 3, 4, "disk a")
+SLAVE = Broker("g1", Role.SLAVE, "b", "10.0.0.2", 1, 2, 3, 4, "disk b", complete=True)
+SNAPSHOT = Snapshot(
+    "sqlite:///m.db",
+    1234,
+    Directory(
+        {"g1": Group("g1", 7, MASTER, SLAVE, 99, tag="pay", draining=True), "g2": Group("g2", 1, None, None, 1)},
+        frozenset({ReadonlyMark("*", "g1"), ReadonlyMark("é subject", "g1")}),
+        frozenset({Offline("*", "group", "*")}),
+        {"s": SubjectInfo("s", "pay", 5)},
+        version=42,
+    ),
+    {"s": Route("s", ("g1", "g2"), 3, 17, 8)},
+    17,
+    [
+        SightingRow(MASTER.key, "m1.1", "m1", "disk a", True, ReplicaState(0, 7, readonly_reasons=("disk",))),
+        SightingRow(BrokerKey("b", 1), "m1.2", "m1", "disk b", False),
+    ],
+    [TokenRow("id", "name", "viewer", "salt", "hash", ("a*",), ("g1",), 1, 2, 3)],
+)
+
+
+def test_all_comes_back_as_it_was(tmp_path):
+    path = tmp_path / "snapshot"
+    write_snapshot(path, SNAPSHOT)
+    assert read_snapshot(path, database="sqlite:///m.db") == SNAPSHOT
+    write_snapshot(path, SNAPSHOT)
+    assert [file.name for file in tmp_path.iterdir()] == ["snapshot"]
+
+
+def test_nobody_else_may_read_it(tmp_path):
+    write_snapshot(tmp_path / "snapshot", SNAPSHOT)
+    assert (tmp_path / "snapshot").stat().st_mode & 0o077 == 0
+
+
+def test_any_flipped_or_missing_byte_is_found(tmp_path):
+    path = tmp_path / "snapshot"
+    write_snapshot(path, SNAPSHOT)
+    whole = path.read_bytes()
+    for place in range(0, len(whole) - 1, 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(BadSnapshot):
+            read_snapshot(path, database="sqlite:///m.db")
+        path.write_bytes(whole[:place])
+        with pytest.raises(BadSnapshot):
+            read_snapshot(path, database="sqlite:///m.db")
+
+
+def test_file_of_another_database_or_version_is_refused(tmp_path):
+    path = tmp_path / "snapshot"
+    write_snapshot(path, SNAPSHOT)
+    with pytest.raises(BadSnapshot, match="of the database"):
+        read_snapshot(path, database="sqlite:///other.db")
+    head, _, body = path.read_bytes().partition(b"\n")
+    path.write_bytes(json.dumps(json.loads(head) | {"qmq_snapshot": 2}).encode() + b"\n" + body)
+    with pytest.raises(BadSnapshot, match="version 2"):
+        read_snapshot(path, database="sqlite:///m.db")
