@@ -11,17 +11,17 @@ class Changes:
     """One wake-up call for all streams; each then looks whether the change concerns it. Used from the loop only."""
 
     def __init__(self) -> None:
-        self._watchers: set[asyncio.Event] = set()
+        self._watchers: dict[asyncio.Event, None] = {}  # in order, so that a run can be repeated
 
     @contextmanager
     def watch(self) -> Iterator[asyncio.Event]:
         """Give an event that is set at each change; clear it before looking, so that no change falls between."""
         event = asyncio.Event()
-        self._watchers.add(event)
+        self._watchers[event] = None
         try:
             yield event
         finally:
-            self._watchers.discard(event)
+            self._watchers.pop(event)
 
     def publish(self) -> None:
         for event in self._watchers:
