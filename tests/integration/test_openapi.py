@@ -1,0 +1,201 @@
+"""Shell. Requests made from the OpenAPI document, right and wrong ones, as anybody and with the database failing.
+
+Whatever is sent: no error without a type, no answer that the document does not describe, nothing accepted that it
+forbids, and nothing changed by a call that was refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from contextlib import contextmanager
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from sqlalchemy import Engine, event
+from sqlalchemy.exc import OperationalError
+
+from qmq.rights import TokenRole, includes
+from tests.integration.metaserver_world import TOKEN, WAIT_S, World
+
+VOLATILE = {"metaserver", "broker_sighting", "client_meta_info", "sqlite_sequence"}
+"""Tables that change by themselves."""
+CHECKS = [content_type_conformance, response_schema_conformance, status_code_conformance]
+ROLES = [None, *TokenRole]
+REFUSED_EXAMPLES, EXAMPLES = 2, 10
+
+
+class Running:
+    """A metaserver with a broker group, on a thread of its own, and a token of each role."""
+
+    def __init__(self, folder):
+        self.database = folder / "metaserver.db"
+        self.tokens = {None: "", TokenRole.CLUSTER: TOKEN}
+        self._ready, self._stop = threading.Event(), None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._ready.wait(WAIT_S)
+        self.document = self.call("GET", "/api/v1/openapi.json", TokenRole.VIEWER).json()
+        del (
+            self.document["security"],
+            self.document["components"]["securitySchemes"],
+        )  # each test sends its token itself
+        self.schema = schemathesis.openapi.from_dict(self.document)
+        return self
+
+    def __exit__(self, *_):
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+
+    async def _run(self):
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        world = await World(self.database).start()
+        try:
+            self.url = world.url
+            await world.add("g1", 0, "a", 20001)
+            await world.add("g1", 1, "b", 20003)
+            for role in set(TokenRole) - {TokenRole.CLUSTER}:
+                self.tokens[role] = (await world.done("AddToken", name=f"my {role}", role=role))["token"]
+            self._ready.set()
+            await self._stop.wait()
+        finally:
+            await world.close()
+
+    def call(self, method, path, role):
+        return requests.request(method, self.url + path, headers={"X-Api-Token": self.tokens[role]}, timeout=30)
+
+    def facts(self):
+        """All that is stored."""
+        with sqlite3.connect(f"file:{self.database}?mode=ro", uri=True) as database:
+            tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            found = {name: database.execute(f"SELECT * FROM {name}").fetchall() for name in tables - VOLATILE}
+        database.close()
+        return found
+
+    def operations(self):
+        return [result.ok() for result in self.schema.get_all_operations()]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    with Running(tmp_path_factory.mktemp("metaserver")) as started:
+        yield started
+
+
+@contextmanager
+def failing_sql():
+    """Let every statement of this process fail, as when the database is gone."""
+
+    def fail(connection, cursor, statement, *_):
+        raise OperationalError(statement, {}, Exception("the server has gone away"))
+
+    event.listen(Engine, "before_cursor_execute", fail)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "before_cursor_execute", fail)
+
+
+def requests_of(operation):
+    positive = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
+    return positive | operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
+
+
+def is_wrong(case):
+    return case.meta.generation.mode is GenerationMode.NEGATIVE
+
+
+def make_likely(case):
+    """Name what exists, wait for nobody: else everything would be refused for its names alone."""
+    if is_wrong(case):
+        return
+    for words in (case.body, case.query):
+        if isinstance(words, dict):
+            if isinstance(words.get("brokerGroup"), str) and len(words["brokerGroup"]) % 2:
+                words["brokerGroup"] = "g1"
+            words.pop("waitMs", None)
+
+
+def is_typed(answer):
+    error = answer.json()["error"]
+    return set(error) <= {"code", "message", "action", "details"} and "Traceback" not in answer.text
+
+
+def try_all(running, operations, role, examples, check):
+    for operation in operations:
+
+        @settings(
+            max_examples=examples, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        @given(case=requests_of(operation))
+        def send(case):
+            make_likely(case)
+            answer = case.call(base_url=running.url, headers={"X-Api-Token": running.tokens[role]}, timeout=30)
+            case.validate_response(answer, checks=CHECKS)
+            assert answer.status_code == 200 or is_typed(answer), answer.text
+            check(case, answer)
+
+        send()
+
+
+def refuses_only(*statuses):
+    def check(case, answer):
+        assert answer.status_code in statuses, (case.operation.label, answer.status_code, answer.text)
+
+    return check
+
+
+def allowed_for(operation, role):
+    return role is not None and includes(role, TokenRole(operation.definition.raw["x-role"]))
+
+
+@pytest.mark.parametrize("role", ROLES, ids=lambda role: role or "anonymous")
+def test_who_may_not_changes_nothing_and_hears_why(running, role):
+    before = running.facts()
+    denied = [operation for operation in running.operations() if not allowed_for(operation, role)]
+    try_all(running, denied, role, REFUSED_EXAMPLES, refuses_only(403 if role else 401))
+    assert running.facts() == before
+    assert bool(denied) is (role not in (TokenRole.ADMIN, TokenRole.CLUSTER))
+
+
+@pytest.mark.parametrize("role", [TokenRole.VIEWER, TokenRole.OPERATOR, TokenRole.ADMIN])
+def test_who_may_gets_what_the_document_says_and_a_refusal_changes_nothing(running, role):
+    allowed = [operation for operation in running.operations() if allowed_for(operation, role)]
+    facts, seen = running.facts(), set()
+
+    def check(case, answer):
+        nonlocal facts
+        case.validate_response(answer, checks=[not_a_server_error] if answer.status_code < 503 else [])
+        seen.add(answer.status_code)
+        if is_wrong(case):
+            case.validate_response(answer, checks=[negative_data_rejection])
+        now = running.facts()
+        if answer.status_code != 200 or case.method == "GET":
+            assert now == facts, (case.operation.label, answer.text)
+        facts = now
+
+    try_all(running, allowed, role, EXAMPLES, check)
+    assert {200, 400, 409} <= seen, "right and wrong requests were made"
+
+
+@pytest.mark.parametrize("role", [None, TokenRole.VIEWER, TokenRole.CLUSTER], ids=lambda role: role or "anonymous")
+def test_a_failing_database_gives_typed_errors_and_changes_nothing(running, role):
+    before = running.facts()
+    with failing_sql():
+        try_all(running, running.operations(), role, REFUSED_EXAMPLES, refuses_only(200, 400, 401, 403, 409, 503, 504))
+    assert running.facts() == before
