@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test lint types format bench simulate chaos proto lock clean
+.PHONY: help venv run stop demo test lint types format bench bench-metaserver simulate chaos proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PY := $(VENV)/bin/python
 
 help: ## this list
-	@grep -E '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 venv: $(STAMP) ## set up .venv from requirements.lock, once
 
@@ -39,6 +39,9 @@ types: $(STAMP) ## mypy, strict
 
 bench: $(STAMP) ## speed: a table and .run/bench.json; ONLY=produce_1k,… QUICK=1 PEER=rabbitmq
 	@exec $(PY) -m benchmarks $(if $(ONLY),--only "$(ONLY)") $(if $(QUICK),--quick) $(if $(PEER),--peer "$(PEER)")
+
+bench-metaserver: $(STAMP) ## 100,000 subjects, 2,000 groups, 20,000 clients on one metaserver; .run/bench-metaserver.json QUICK=1
+	@exec $(PY) -m benchmarks.metaserver $(if $(QUICK),--quick)
 
 simulate: $(STAMP) ## crashes, partitions and disk faults for SEEDS seeds (default 2000)
 	@$(PY) -m tests.simulation --seeds "$(or $(SEEDS),2000)"

@@ -1,0 +1,381 @@
+"""Shell. `make bench-metaserver`: one metaserver with 100,000 subjects, 2,000 broker groups and 20,000 clients.
+
+    fill     groups are restored from a backup, their 4,000 brokers beat, clients bring the subjects into being
+    start    the metaserver starts again, with all of that in its database
+    watch    a group is marked readonly and unmarked: when the first and the last client know, and have confirmed it
+    look up  clients come, ask for one subject, and go, while nothing happens and while marks are changed
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from benchmarks.figures import Figure, rounded
+from benchmarks.machine import MIB, Clock, describe, resident_bytes
+from benchmarks.metaserver_load import HOT, group_name, subject_name
+from deploy.plan import write_atomically
+from qmq.errors import QmqError
+
+READY_S = 600.0
+GOALS = {
+    "start_s": 5.0,
+    "rss_mib": 1024.0 * 1000**3 / (1 << 30),  # 1 GB
+    "mark_to_all_producers_2000_s": 1.0,
+    "route_to_all_watchers_s": 2.0,
+    "look_up_p99_ms": 20.0,
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of everything."""
+
+    subjects: int = 100_000
+    groups: int = 2_000
+    watchers: int = 20_000
+    first_watchers: int = 2_000
+    """They have a connection each."""
+    connections: int = 2_000
+    """Of the other watchers, together."""
+    marks: int = 6
+    look_ups: int = 3_000
+
+
+QUICK = Scale(subjects=5_000, groups=100, watchers=1_000, first_watchers=200, connections=100, marks=2, look_ups=300)
+
+
+class Process:
+    """A load process, spoken to in lines of JSON."""
+
+    def __init__(self, words: dict[str, Any], log: IO[bytes]) -> None:
+        command = [sys.executable, "-m", "benchmarks.metaserver_load", json.dumps(words)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+
+    def tell(self, **words: Any) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(words).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise QmqError(f"a load process ended with status {self._process.wait()}; see load.log")
+        words: dict[str, Any] = json.loads(line)
+        return words
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Metaserver:
+    """The process that is measured, and requests to it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._dir = directory
+        self.token = secrets.token_hex(16)
+        self.http_port, self.grpc_port = _free_port(), _free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process
+        return self._process.pid
+
+    def start(self) -> float:
+        """Start it; return how long it took until it answered with the address that clients ask for."""
+        settings = {
+            "DATABASE": f"sqlite:///{self._dir / 'metaserver.db'}", "HTTP_PORT": self.http_port,
+            "GRPC_PORT": self.grpc_port, "CLUSTER_TOKEN": self.token, "LOG_LEVEL": "WARNING",
+        }  # fmt: skip
+        environ = os.environ | {f"QMQ_METASERVER_{name}": str(value) for name, value in settings.items()}
+        began = time.monotonic()
+        with (self._dir / "metaserver.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "metaserver"], env=environ, stdout=log, stderr=log
+            )
+        while time.monotonic() - began < 120:
+            try:
+                if self._ask("GET", "/meta/address")[0] == 200:
+                    return time.monotonic() - began
+            except OSError:
+                pass
+            if self._process.poll() is not None:
+                raise QmqError("the metaserver ended; see metaserver.log")
+            time.sleep(0.01)
+        raise QmqError("the metaserver does not answer; see metaserver.log")
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(30)
+            self._process = None
+
+    def act(self, action: str, **words: Any) -> Any:
+        """Carry out an operator's action; return its data."""
+        status, body = self._ask("POST", f"/api/v1/{action}", json.dumps(words))
+        if status != 200:
+            raise QmqError(f"{action}: {status} {body[:500].decode('utf-8', 'replace')}")
+        return json.loads(body)["data"]
+
+    def look_up(self, connection: http.client.HTTPConnection, subject: str) -> float:
+        """GET /meta/routes; return the seconds it took."""
+        began = time.monotonic()
+        connection.request("GET", f"/meta/routes?subject={subject}", headers={"X-Api-Token": self.token})
+        answer = json.loads(connection.getresponse().read())
+        assert answer["routes"][0]["groups"]
+        return time.monotonic() - began
+
+    def _ask(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=180)
+        try:
+            headers = {"X-Api-Token": self.token, "Content-Type": "application/json"}
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+class Bench:
+    """One run."""
+
+    def __init__(self, directory: Path, scale: Scale) -> None:
+        self._dir, self._scale = directory, scale
+        self._began = time.monotonic()
+        self._processes: list[Process] = []
+        self._log = (directory / "load.log").open("wb")
+        self.server = Metaserver(directory)
+        self.figures: dict[str, Figure] = {}
+
+    def run(self) -> None:
+        """Measure everything, in the order of the module's text."""
+        with self._ended():
+            self.server.start()
+            self._fill()
+            self._restart()
+            self._watch()
+
+    @contextmanager
+    def _ended(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for process in self._processes:
+                process.end()
+            self.server.stop()
+            self._log.close()
+
+    def _fill(self) -> None:
+        scale = self._scale
+        self._say(f"restoring {scale.groups} broker groups")
+        backup = self.server.act("Backup")
+        backup["tables"] |= _groups(scale.groups)
+        began = time.monotonic()
+        self.server.act("Restore", backup=backup)
+        self._note("restore_s", time.monotonic() - began)
+        self._start_brokers()
+        self._say(f"clients bring {scale.subjects} subjects into being")
+        fill = self._start("fill", connections=20, subjects=scale.subjects, each=min(1_000, scale.subjects))
+        seconds = fill.hear()["seconds"]
+        self._note("new_subjects_per_s", scale.subjects / seconds, "stored, and answered to who asked")
+        self._end(fill)
+
+    def _start_brokers(self) -> None:
+        scale = self._scale
+        brokers = self._start("brokers", connections=min(200, scale.groups), first=0, groups=scale.groups)
+        self._say(f"{brokers.hear()['ready']} brokers beat")
+
+    def _restart(self) -> None:
+        """Start with all subjects in the database, three times; brokers come back by themselves."""
+        for _ in range(3):
+            self.server.stop()
+            self._note("start_s", self.server.start(), "to the first answer, from SQLite")
+        self._note("rss_after_start_mib", resident_bytes(self.server.pid) / MIB)
+
+    def _watch(self) -> None:
+        scale = self._scale
+        lookups = self._start("lookups", connections=20, subjects=scale.subjects)
+        lookups.hear()
+        first = self._watchers(0, scale.first_watchers, scale.first_watchers)
+        self._say(f"{scale.first_watchers} clients watch, each with a connection of its own")
+        time.sleep(2)
+        self._mark("_2000", [first])
+        rest = scale.watchers - scale.first_watchers
+        half = rest // 2
+        others = [
+            self._watchers(scale.first_watchers, half, scale.connections // 2),
+            self._watchers(scale.first_watchers + half, rest - half, scale.connections // 2),
+        ]
+        self._say(f"{scale.watchers} clients watch")
+        time.sleep(5)
+        self._idle()
+        self._note_look_ups("look_up", lookups, scale.look_ups)
+        self._look_up_http()
+        self._mark("", [first, *others])
+        lookups.tell(count=scale.look_ups, per_s=100)
+        self._mark("_busy", [first, *others])
+        self._note_spread("look_up_busy", lookups.hear(), "while every client is told of marks and confirms them")
+        self._note("rss_mib", resident_bytes(self.server.pid) / MIB)
+
+    def _watchers(self, first: int, count: int, connections: int) -> Process:
+        process = self._start(
+            "watchers", connections=connections, first=first, watchers=count, subjects=self._scale.subjects
+        )
+        process.hear()
+        return process
+
+    def _idle(self) -> None:
+        clock = Clock({"metaserver": self.server.pid})
+        time.sleep(5)
+        spent = clock.spent()
+        note = f"of a core, with {self._scale.groups * 2} heartbeats per second"
+        self._note("idle_cpu", spent.cpu_s["metaserver"] / spent.seconds, note)
+
+    def _note_look_ups(self, name: str, lookups: Process, count: int) -> None:
+        lookups.tell(count=count, per_s=200)
+        self._note_spread(name, lookups.hear(), "a new stream each, 200 per second")
+
+    def _note_spread(self, name: str, spread: dict[str, float], note: str) -> None:
+        self._note(f"{name}_p50_ms", spread["p50"], note)
+        self._note(f"{name}_p99_ms", spread["p99"], note)
+        self._note(f"{name}_max_ms", spread["p100"], note)
+
+    def _look_up_http(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.http_port, timeout=30)
+        step = max(1, self._scale.subjects // 500)
+        names = [subject_name(number) for number in range(0, self._scale.subjects, step)]
+        times = sorted(self.server.look_up(connection, name) for name in names)
+        self._note("look_up_http_p99_ms", times[int(len(times) * 0.99)] * 1000, "GET /meta/routes, one by one")
+        connection.close()
+
+    def _mark(self, suffix: str, watchers: list[Process]) -> None:
+        """Mark and unmark one of the hot subject's groups; all clients watch that subject."""
+        group = self.server.act("QuerySubjectRoute", subject=HOT)
+        name = _first_group(group)
+        for number in range(self._scale.marks):
+            writable = number % 2 == 1
+            for process in watchers:
+                process.tell(group=name, writable=writable)
+            began = time.monotonic()
+            self.server.act("UnMarkReadonlyBrokerGroup" if writable else "MarkReadonlyBrokerGroup", brokerGroup=name)
+            heard = [process.hear() for process in watchers]
+            last = max(words["last"] for words in heard) - began
+            key = "mark_to_all_producers" if suffix == "_2000" else "route_to_all_watchers"
+            self._note(f"{key}{suffix}_s", last, "from the operator's request to the last client")
+            self._note(f"first_told{suffix}_s", min(words["first"] for words in heard) - began)
+            time.sleep(1.5)
+
+    # Bookkeeping.
+
+    def _start(self, role: str, **words: Any) -> Process:
+        common = {"role": role, "address": self.server.address, "token": self.server.token}
+        process = Process({**common, **words}, self._log)
+        self._processes.append(process)
+        return process
+
+    def _end(self, process: Process) -> None:
+        process.end()
+        self._processes.remove(process)
+
+    def _note(self, name: str, value: float, note: str = "") -> None:
+        self.figures.setdefault(name, Figure(name, note=note, more_is_better="per_s" in name)).values.append(value)
+        self._say(f"{name} {rounded(value)}")
+
+    def _say(self, line: str) -> None:
+        print(f"{time.monotonic() - self._began:7.1f} s  {line}", flush=True)
+
+
+def _groups(count: int) -> dict[str, list[dict[str, Any]]]:
+    """Rows of `broker_group` and `broker`, as a backup has them."""
+    now = time.time_ns() // 1_000_000
+    times = {"create_time": now, "update_time": now}
+    groups, brokers = [], []
+    for number in range(count):
+        name = group_name(number)
+        groups.append(
+            {"group_name": name, "kind": 1, "term": 1, "half_swapped": False, "tag": "", "draining": False,
+             "is_full": False, **times}
+        )  # fmt: skip
+        for role in (0, 1):
+            brokers.append(
+                {"group_name": name, "role": role, "hostname": f"host{number:04d}-{role}", "ip": "127.0.0.1",
+                 "serve_port": 20881, "sync_port": 20882, "control_port": 20883, "metrics_port": 20884,
+                 "incarnation": f"disk{number:04d}-{role}", "complete": False, **times}
+            )  # fmt: skip
+    return {"broker_group": groups, "broker": brokers}
+
+
+def _first_group(route: Any) -> str:
+    """A broker group of QuerySubjectRoute's answer."""
+    row = route[0] if isinstance(route, list) else route
+    groups = row.get("brokerGroups") or row["groups"]
+    first = groups[0]
+    return str(first if isinstance(first, str) else first["brokerGroup"])
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def table(figures: dict[str, Figure]) -> str:
+    lines = [f"{'':<36}{'median':>10}{'worst':>10}  {'goal':<16}"]
+    for figure in figures.values():
+        goal = GOALS.get(figure.name)
+        met = "" if goal is None else f"≤ {rounded(goal)} {'met' if figure.value <= goal else 'MISSED'}"
+        numbers = f"{rounded(figure.value):>10,}{rounded(figure.worst):>10,}"
+        lines.append(f"{figure.name:<36}{numbers}  {met:<16}{figure.note}".rstrip())
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.metaserver", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a minute that shows that all works; not figures to quote")
+    run_dir = Path(os.environ.get("RUN_DIR", ".run")) / "bench-metaserver"
+    parser.add_argument("--dir", type=Path, default=run_dir, help="database and logs")
+    parser.add_argument("--out", type=Path, default=Path(".run/bench-metaserver.json"))
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end what was started, as Ctrl-C does
+    shutil.rmtree(options.dir, ignore_errors=True)
+    options.dir.mkdir(parents=True)
+    machine = describe(options.dir)
+    bench = Bench(options.dir.resolve(), QUICK if options.quick else Scale())
+    try:
+        bench.run()
+    except QmqError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(f"\n{table(bench.figures)}\n")
+    content = {name: figure.as_json() for name, figure in bench.figures.items()}
+    write_atomically(options.out, json.dumps({"figures": content, "machine": machine}, indent=2) + "\n")
+    print(f"written to {options.out}")
+    missed = [name for name, goal in GOALS.items() if name in bench.figures and bench.figures[name].value > goal]
+    return 1 if missed and not options.quick else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

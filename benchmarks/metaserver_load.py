@@ -1,0 +1,261 @@
+"""Shell. Simulated brokers and clients of `make bench-metaserver`: real gRPC streams, one process for many of them.
+
+    python -m benchmarks.metaserver_load '{"role": "watchers", "address": "127.0.0.1:8081", …}'
+
+Prints one JSON object per line: {"ready": …} once all streams are up, then one for each line that it reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from benchmarks.figures import percentile
+from qmq.control_plane import CHANNEL_OPTIONS
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import MetaserverStub
+
+HOT = "bench.hot"
+"""The subject that every watcher watches."""
+OPTIONS = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # else all channels share one connection
+STARTED_AT_ONCE = 200
+PARTS = (0.5, 0.99, 1.0)
+
+
+def subject_name(number: int) -> str:
+    return f"bench.team{number % 97}.subject{number:06d}"
+
+
+def group_name(number: int) -> str:
+    return f"group{number:04d}"
+
+
+def say(**words: Any) -> None:
+    print(json.dumps(words), flush=True)
+
+
+def spread(times_s: list[float]) -> dict[str, float]:
+    """Median, 99th percentile and maximum, in milliseconds."""
+    ordered = sorted(times_s)
+    return {f"p{part * 100:g}": percentile(ordered, part) * 1000 for part in PARTS} | {"count": len(ordered)}
+
+
+class Load:
+    """What all kinds have: the metaserver's address, connections to it, the token."""
+
+    def __init__(self, words: dict[str, Any]) -> None:
+        self.words = words
+        self.metadata = [("x-api-token", words["token"])]
+        self.channels = [
+            grpc.aio.insecure_channel(words["address"], options=OPTIONS) for _ in range(words["connections"])
+        ]
+
+    def stub(self, number: int) -> MetaserverStub:
+        return MetaserverStub(self.channels[number % len(self.channels)])
+
+
+class Watcher:
+    """One client, as `qmq.client.route_watch` behaves: it watches its subjects and confirms what it got."""
+
+    def __init__(self, load: Watchers, number: int) -> None:
+        rng = random.Random(number)
+        self._load, self._number = load, number
+        self._subjects = [HOT, *(subject_name(rng.randrange(load.words["subjects"])) for _ in range(4))]
+        self.hot: dict[str, bool] = {}
+
+    async def run(self, ready: asyncio.Queue[int]) -> None:
+        stream = self._load.stub(self._number).WatchRoutes(metadata=self._load.metadata)
+        request = pb.RouteRequest(subjects=self._subjects, app="bench", client_id=f"c{self._number}", produces=True)
+        await stream.write(request)
+        is_first = True
+        while (update := await stream.read()) is not grpc.aio.EOF:
+            for route in update.routes:
+                if route.subject == HOT:
+                    self.hot = {group.broker_group: group.writable for group in route.groups}
+                    self._load.saw(self)
+            held = {route.subject: route.version for route in update.routes}
+            if held:
+                await stream.write(pb.RouteRequest(held=held))
+            if is_first:
+                is_first = False
+                ready.put_nowait(self._number)
+
+
+class Watchers(Load):
+    """Clients that watch the hot subject and four others each."""
+
+    def __init__(self, words: dict[str, Any]) -> None:
+        super().__init__(words)
+        first = words["first"]
+        self._watchers = [Watcher(self, number) for number in range(first, first + words["watchers"])]
+        self._expected: tuple[str, bool] | None = None
+        self._seen: dict[Watcher, float] = {}
+
+    def saw(self, watcher: Watcher) -> None:
+        """Note when a watcher's hot route is what was expected first."""
+        if self._expected is None or watcher in self._seen or watcher.hot.get(self._expected[0]) != self._expected[1]:
+            return
+        self._seen[watcher] = time.monotonic()
+        if len(self._seen) == len(self._watchers):
+            say(first=min(self._seen.values()), last=max(self._seen.values()))
+            self._expected = None
+
+    async def run(self) -> None:
+        ready: asyncio.Queue[int] = asyncio.Queue()
+        tasks: list[asyncio.Task[None]] = []
+        for begin in range(0, len(self._watchers), STARTED_AT_ONCE):
+            some = self._watchers[begin : begin + STARTED_AT_ONCE]
+            tasks += [asyncio.create_task(watcher.run(ready)) for watcher in some]
+            for _ in some:
+                await ready.get()
+        say(ready=len(tasks))
+        await on_lines(self._expect)
+
+    async def _expect(self, words: dict[str, Any]) -> None:
+        self._seen.clear()
+        self._expected = words["group"], words["writable"]
+        for watcher in self._watchers:
+            self.saw(watcher)
+
+
+class Brokers(Load):
+    """Masters and slaves that register and beat once a second."""
+
+    async def run(self) -> None:
+        first, count = self.words["first"], self.words["groups"]
+        tasks, ready = [], asyncio.Queue[int]()
+        for begin in range(first, first + count, STARTED_AT_ONCE):
+            numbers = range(begin, min(begin + STARTED_AT_ONCE, first + count))
+            tasks += [asyncio.create_task(self._serve(number, role, ready)) for number in numbers for role in (0, 1)]
+            for _ in range(len(numbers) * 2):
+                await ready.get()
+        say(ready=len(tasks))
+        await on_lines(None)
+
+    async def _serve(self, number: int, role: int, ready: asyncio.Queue[int]) -> None:
+        """One broker; comes back after a moment whenever the metaserver is away."""
+        state = pb.BrokerState(
+            hostname=f"host{number:04d}-{role}", serve_port=20881, boot=1, durability="fsync", log_end=number << 20,
+            incarnation=f"disk{number:04d}-{role}",
+        )  # fmt: skip
+        while True:
+            try:
+                await self._beat(number, state, ready)
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(random.uniform(0.2, 1.0))
+
+    async def _beat(self, number: int, state: pb.BrokerState, ready: asyncio.Queue[int]) -> None:
+        stub = self.stub(number * 2 + int(state.hostname[-1]))
+        identity = pb.BrokerIdentity(
+            hostname=state.hostname, serve_port=20881, sync_port=20882, control_port=20883, metrics_port=20884,
+            ip="127.0.0.1", incarnation=state.incarnation,
+        )  # fmt: skip
+        self._take(state, await stub.Register(identity, metadata=self.metadata))
+        stream = stub.Heartbeat(metadata=self.metadata)
+        listening = asyncio.create_task(self._listen(stream, state))
+        try:
+            await stream.write(state)
+            ready.put_nowait(number)
+            await asyncio.sleep(random.random())
+            while not listening.done():
+                await stream.write(state)
+                await asyncio.sleep(1.0)
+        finally:
+            listening.cancel()
+            stream.cancel()
+
+    async def _listen(self, stream: Any, state: pb.BrokerState) -> None:
+        while (assignment := await stream.read()) is not grpc.aio.EOF:
+            self._take(state, assignment)
+
+    def _take(self, state: pb.BrokerState, assignment: pb.Assignment) -> None:
+        state.broker_group, state.role, state.term = assignment.broker_group, assignment.role, assignment.term
+        state.writable = assignment.role == 0
+
+
+class Fill(Load):
+    """Clients that bring all subjects into being."""
+
+    async def run(self) -> None:
+        began, each = time.monotonic(), self.words["each"]
+        await asyncio.gather(
+            *(self._bring(range(begin, begin + each)) for begin in range(0, self.words["subjects"], each))
+        )
+        say(seconds=time.monotonic() - began)
+
+    async def _bring(self, numbers: range) -> None:
+        stream = self.stub(numbers.start // len(numbers)).WatchRoutes(metadata=self.metadata)
+        missing = {subject_name(number) for number in numbers}
+        await stream.write(pb.RouteRequest(subjects=sorted(missing), app="bench", client_id="fill", produces=True))
+        while missing:
+            update = await stream.read()
+            missing -= {route.subject for route in update.routes if route.groups}
+        stream.cancel()
+
+
+class Lookups(Load):
+    """Clients that come, ask for one known subject, and go: a new stream each, as many per second as is said."""
+
+    async def run(self) -> None:
+        for channel in self.channels:
+            await channel.channel_ready()
+        say(ready=len(self.channels))
+        await on_lines(self._look_up)
+
+    async def _look_up(self, words: dict[str, Any]) -> None:
+        count, per_s = words["count"], words["per_s"]
+        tasks, began = [], time.monotonic()
+        for number in range(count):
+            await asyncio.sleep(max(0.0, began + number / per_s - time.monotonic()))
+            tasks.append(asyncio.create_task(self._one(number)))
+        say(**spread(list(await asyncio.gather(*tasks))))
+
+    async def _one(self, number: int) -> float:
+        subject = subject_name(random.randrange(self.words["subjects"]))
+        began = time.monotonic()
+        stream = self.stub(number).WatchRoutes(metadata=self.metadata)
+        await stream.write(pb.RouteRequest(subjects=[subject], app="bench", client_id="look-up"))
+        update = await stream.read()
+        took = time.monotonic() - began
+        assert update is not grpc.aio.EOF and update.routes[0].groups, "a known subject has a route"
+        stream.cancel()
+        return took
+
+
+async def on_lines(act: Callable[[dict[str, Any]], Awaitable[None]] | None) -> None:
+    """Carry out each line of standard input; return at its end."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        if act is not None:
+            await act(json.loads(line))
+
+
+ROLES: dict[str, type[Watchers | Brokers | Fill | Lookups]] = {
+    "watchers": Watchers,
+    "brokers": Brokers,
+    "fill": Fill,
+    "lookups": Lookups,
+}
+
+
+async def main() -> None:
+    words = json.loads(sys.argv[1])
+    await ROLES[words["role"]](words).run()
+
+
+if __name__ == "__main__":
+    import os
+
+    import uvloop
+
+    uvloop.run(main())
+    os._exit(0)  # thousands of streams need not be closed one by one
