@@ -2,7 +2,8 @@
 
 Names are relative to one data directory, with `/` between folders. All calls block; the log's owner runs those that
 may take long on a thread. An error of the disk is DiskFailed: whoever gets it ends the process as fenced, because
-after a failed write or fsync nobody knows what the file holds (I15).
+after a failed write or fsync nobody knows what the file holds (I15). A block that cannot be read is no such error: it
+is read as UNREADABLE, which no CRC matches, so it is found and mended as any other damage is.
 
 `qmq.log.memory_disk` has the other two implementations: one in memory, one that is faulty on purpose.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -21,8 +23,16 @@ from qmq.codec import Buffer
 from qmq.errors import DiskFailed
 from qmq.log.page_cache import PageCache
 
+log = logging.getLogger(__name__)
+
 COLD_READ_BYTES = 64 * 1024
 """Smaller reads are headers and snapshots; whether they stay in the cache does not matter."""
+BLOCK_BYTES = 4096
+UNREADABLE = b"\xde" * BLOCK_BYTES
+"""What a block that the disk cannot read is read as. Not zeros: those would look like the end of the log."""
+UNREADABLE_BLOCKS_MAX = 256
+"""More of them in one read, a MiB, are no bad spot: the disk fails."""
+_MEDIUM_ERRORS = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ})
 _IOV_MAX = 1024
 """Linux takes at most this many buffers in one pwritev."""
 
@@ -40,10 +50,10 @@ class Disk(Protocol):
         """Return the size without what was only reserved at the end; all zeros behind it, maybe some before it."""
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return up to `size` bytes from `offset`; fewer only at the end of the file."""
+        """Return up to `size` bytes from `offset`; fewer only at the end of the file. Bad blocks come as UNREADABLE."""
 
     def map(self, name: str) -> Buffer:
-        """Return the whole of a file that never changes again; nothing if there is no such file."""
+        """Return the whole of a file that never changes again; nothing if there is none, or it has bad blocks."""
 
     def create(self, name: str, size: int) -> None:
         """Make a file of `size` zeros, durably."""
@@ -130,17 +140,17 @@ class RealDisk:
                 file = self._open(name)
             except FileNotFoundError:
                 return b""
-            data = os.pread(file.fd, size, offset)
-            while len(data) < size and (more := os.pread(file.fd, size - len(data), offset + len(data))):
-                data += more
+            data = _read_over_bad_blocks(file.fd, name, offset, size)
         if size >= COLD_READ_BYTES:
             self._cache.was_read(file, offset, offset + len(data))
         return data
 
     def map(self, name: str) -> Buffer:
-        if not self.size(name):
+        if not (size := self.size(name)):
             return b""
         with _failing(name), open(self._root / name, "rb") as file:
+            if _has_bad_blocks(file.fileno(), size):
+                return b""  # whoever touches one of a mapped file is killed (SIGBUS)
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
     def create(self, name: str, size: int) -> None:
@@ -230,6 +240,41 @@ class RealDisk:
                 os.close(descriptor)
             if folder == self._root:
                 break
+
+
+def _read_over_bad_blocks(fd: int, name: str, offset: int, size: int) -> bytes:
+    """Read until `size` bytes are there or the file ends; go over blocks that cannot be read."""
+    data, end, wanted, bad = b"", offset + size, size, 0
+    while (at := offset + len(data)) < end:
+        try:
+            more = os.pread(fd, wanted, at)
+        except OSError as error:
+            block_end = min(at - at % BLOCK_BYTES + BLOCK_BYTES, end)
+            if error.errno not in _MEDIUM_ERRORS or bad == UNREADABLE_BLOCKS_MAX:
+                raise
+            if at + wanted > block_end:  # one of several blocks: which?
+                wanted = block_end - at
+                continue
+            bad += 1
+            more = UNREADABLE[: max(min(block_end, os.fstat(fd).st_size) - at, 0)]
+            log.error("disk cannot read file=%s offset=%d bytes=%d: %s", name, at, len(more), error)
+        if not more:
+            break
+        data += more
+        wanted = end - at - len(more)
+    return data
+
+
+def _has_bad_blocks(fd: int, size: int) -> bool:
+    at = 0
+    try:
+        while at < size and (read := len(os.pread(fd, 1 << 20, at))):
+            at += read
+    except OSError as error:
+        if error.errno not in _MEDIUM_ERRORS:
+            raise
+        return True
+    return False
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from qmq.codec import Buffer
 from qmq.errors import CorruptFrame, Diverged, require
 from qmq.log import quarantine, segments
 from qmq.log.consume_log import ConsumeLog
-from qmq.log.disk import Disk
+from qmq.log.disk import BLOCK_BYTES, Disk
 from qmq.log.fold import State, apply, decode_snapshot, encode_snapshot
 from qmq.log.frame import (
     NO_CHAIN,
@@ -509,12 +509,23 @@ class MessageLog:
             base = segment_at(self._bases, at)
             later = [other for other in self._bases if other > base]
             stop = min(end, later[0]) if later else end
-            self._disk.write(log_name(base), at - base, [data[at - damage.begin : stop - damage.begin]])
-            self._disk.sync(log_name(base))
+            self._overwrite(base, at, data[at - damage.begin : stop - damage.begin], is_last=stop in later)
             at = stop
         self.damage = None if end >= damage.end else Damage(end, damage.end, damage.reason)
         if in_recovery:
             self._reload()
+
+    def _overwrite(self, base: int, at: int, data: bytes, *, is_last: bool) -> None:
+        """Write over damage in the segment at `base`; `is_last`: the segment is closed and ends there.
+
+        A block that cannot be read is made good by being written as a whole, also where the file ends within it.
+        """
+        end = at - base + len(data)
+        padding = bytes(-end % BLOCK_BYTES if is_last else 0)
+        self._disk.write(log_name(base), at - base, [data, padding])
+        self._disk.sync(log_name(base))
+        if padding:
+            self._disk.truncate(log_name(base), end)
 
     def _continues_with(self, data: bytes, offset: int) -> bool:
         """Return whether the frame that `data` begins with continues this log's history at `offset`."""

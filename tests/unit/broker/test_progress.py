@@ -1,4 +1,4 @@
-"""Core. Operators look at consumer groups and move them: written down on both copies, and nothing old counts any more."""
+"""Core. Operators look at consumer groups and move them: written on both copies, and nothing old counts any more."""
 
 from __future__ import annotations
 

@@ -1,0 +1,66 @@
+"""Shell. A broker as ever, on a disk with bad blocks: those that a file named BAD_BLOCKS beside its settings lists.
+
+The failure is raised where the system call is made, as Linux raises it: a read stops before a bad block, or fails with
+EIO if it begins in one; a write makes a block good if nothing of the file is left of it, and fails otherwise; what is
+cut off is bad no more.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+from broker.main import main
+
+BAD_BLOCKS = "bad blocks"
+BLOCK = 4096
+
+
+class BadBlocks:
+    """Lines `<file> <block>`; a block that was made good is not bad any more, also after a restart."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._pread, self._pwritev, self._ftruncate = os.pread, os.pwritev, os.ftruncate
+        os.pread, os.pwritev, os.ftruncate = self.pread, self.pwritev, self.ftruncate
+
+    def pread(self, fd: int, size: int, offset: int) -> bytes:
+        size = min(size, max(os.fstat(fd).st_size - offset, 0))
+        met = [block for block in self._of(fd) if block * BLOCK < offset + size and offset < (block + 1) * BLOCK]
+        if met and met[0] * BLOCK <= offset:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return self._pread(fd, met[0] * BLOCK - offset if met else size, offset)
+
+    def pwritev(self, fd: int, buffers: list[bytes], offset: int) -> int:
+        end, size = offset + sum(map(len, buffers)), os.fstat(fd).st_size
+        met = [block for block in self._of(fd) if block * BLOCK < end and offset < (block + 1) * BLOCK]
+        if any(block * BLOCK < offset or end < min((block + 1) * BLOCK, size) for block in met):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self._are_good(fd, met)
+        return self._pwritev(fd, buffers, offset)
+
+    def ftruncate(self, fd: int, size: int) -> None:
+        if size % BLOCK and size // BLOCK in self._of(fd):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self._are_good(fd, [block for block in self._of(fd) if block * BLOCK >= size])
+        self._ftruncate(fd, size)
+
+    def _of(self, fd: int) -> list[int]:
+        if not self._file.exists():
+            return []
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        lines = (line.rpartition(" ") for line in self._file.read_text().splitlines())
+        return sorted(int(block) for path, _, block in lines if path == name)
+
+    def _are_good(self, fd: int, blocks: list[int]) -> None:
+        if blocks:
+            good = {f"{os.readlink(f'/proc/self/fd/{fd}')} {block}" for block in blocks}
+            lines = [line for line in self._file.read_text().splitlines() if line not in good]
+            self._file.write_text("".join(f"{line}\n" for line in lines))
+
+
+if __name__ == "__main__":
+    BadBlocks(Path(sys.argv[sys.argv.index("--config") + 1]).with_name(BAD_BLOCKS))
+    sys.exit(main())
