@@ -1,0 +1,81 @@
+"""Shell. What QMQ's own tools ask on /management, and the bytes they get: tests/golden/management/exchanges.json.
+
+The exchanges go through the real HTTP application and the real actions, in order, on one metaserver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from urllib.parse import urlencode
+
+import httpx
+
+from metaserver.access import Access
+from metaserver.http.app import build_app
+from metaserver.http.guard import Limits
+from metaserver.refusals import Refusals
+from tests.unit.metaserver.actions_world import World, left
+
+GOLDEN = json.loads((Path(__file__).parent / "management" / "exchanges.json").read_text())
+EXCHANGES = GOLDEN["exchanges"]
+TOKEN = "the key of the installation"
+
+
+def pattern(answer):
+    """The regular expression for an answer whose <text> and <ms> stand for anything of that sort."""
+    parts = re.split(r"(<text>|<ms>)", answer)
+    wild = {"<text>": r'[^"]+', "<ms>": r"[1-9]\d{12}"}
+    return "".join(wild.get(part) or re.escape(part) for part in parts)
+
+
+async def prepare(world, given):
+    if "route" in given:
+        subject, groups = given["route"]
+        await world.routed(subject, groups=tuple(groups))
+    for group, hostname in given.get("consumers", ()):
+        await world.start(hostname)
+        world.brokers.progress[group] = [left("s1", "shop", 0)]
+
+
+def ask(client, exchange):
+    words = {"X-Api-Token": exchange.get("token", TOKEN)}
+    if exchange.get("in") == "query":
+        return client.post(f"/management?{urlencode(exchange['request'])}", headers=words)
+    return client.post("/management", data=exchange["request"], headers=words)
+
+
+def test_qmqs_tools_get_the_answers_they_know(tmp_path):
+    """Weakness 36: three styles and mixed languages are QMQ's; ours are the same styles, in one language."""
+
+    async def body():
+        world = World(tmp_path / "metaserver.db")
+        await world.open()
+        app = build_app(
+            world.actions, Access([TOKEN]), world.metrics, Refusals(world.metrics), address="10.0.0.1:8081",
+            database_is_up=lambda: True,
+            limits=Limits(body_bytes_max=10_000, admin_body_bytes_max=10_000, body_timeout_ms=1000),
+        )  # fmt: skip
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://m") as client:
+            for exchange in EXCHANGES:
+                if "given" in exchange:
+                    await prepare(world, exchange["given"])
+                    continue
+                answer = await ask(client, exchange)
+                assert answer.status_code == 200, exchange["claim"]
+                assert answer.headers["content-type"].startswith(exchange.get("type", "application/json"))
+                assert re.fullmatch(pattern(exchange["answer"]), answer.text), f"{exchange['claim']}: {answer.text}"
+        world.database.close()
+
+    asyncio.run(body())
+
+
+def test_every_action_of_qmq_has_an_exchange():
+    asked = {exchange["request"].get("action") for exchange in EXCHANGES if "request" in exchange}
+    assert asked >= {
+        "AddBroker", "ReplaceBroker", "ListBrokers", "ListBrokerGroups", "ListSubjectRoutes", "AddSubjectBrokerGroup",
+        "RemoveSubjectBrokerGroup", "AddNewSubject", "ExtendSubjectRoute", "AddDb", "MarkReadonlyBrokerGroup",
+        "UnMarkReadonlyBrokerGroup", "ResetOffset", "QuerySubjectRoute",
+    }  # fmt: skip
