@@ -1,0 +1,51 @@
+"""Shell. Fills in `deploy/nginx.conf`: nginx in front of the metaservers.
+
+    python -m deploy.nginx --metaserver 10.0.0.1:8080 --metaserver 10.0.0.2:8080 > /etc/nginx/conf.d/qmq.conf
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from qmq.errors import QmqError
+from qmq.types import Endpoint
+
+TEMPLATE = Path(__file__).with_name("nginx.conf")
+
+
+def nginx_conf(listen: str, metaservers: Iterable[str]) -> str:
+    """Return the configuration.
+
+    Args:
+        listen: port, or address:port, where nginx listens.
+        metaservers: HTTP address:port of each.
+
+    Raises:
+        QmqError, ValueError: an address is none.
+    """
+    addresses = [str(Endpoint.parse(address)) for address in metaservers]
+    if not addresses:
+        raise QmqError("name at least one metaserver, better two: --metaserver HOST:PORT")
+    Endpoint.parse(listen if ":" in listen else f"any:{listen}")
+    servers = "\n".join(f"    server {address} max_fails=1 fail_timeout=2s;" for address in addresses)
+    return TEMPLATE.read_text().replace("{{servers}}", servers).replace("{{listen}}", listen)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m deploy.nginx", description="nginx in front of the metaservers.")
+    parser.add_argument("--listen", default="8080", help="port, or address:port; default: 8080")
+    parser.add_argument("--metaserver", action="append", default=[], help="HTTP address:port of one; repeat it")
+    options = parser.parse_args(arguments)
+    try:
+        print(nginx_conf(options.listen, options.metaserver), end="")
+    except (QmqError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,138 @@
+"""Shell. Two metaservers on one database behind nginx: either may end at any time, and nobody notices."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import httpx
+import pytest
+
+from deploy.control import manage
+from tests.integration.cluster_world import until
+from tests.integration.installation_world import TOKEN, Observers, end, installation
+
+STEADY_S = 3.0
+"""Longer than the heartbeat timeout of these tests: whoever would fall silent would have been noticed."""
+
+
+@pytest.fixture(scope="module")
+def world(mariadb, tmp_path_factory):
+    url = mariadb.create_database()
+    with installation(tmp_path_factory.mktemp("two"), url) as running:
+        yield running
+
+
+def steady(seconds=STEADY_S):
+    """Let the observers look for a while: what must not happen has the time to."""
+    time.sleep(seconds)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_weakness_11_either_metaserver_ends_under_load_and_nobody_notices(world, number, how):
+    """Weakness 11: a broker that changes metaserver is marked down by the one it left.
+
+    Weaknesses 23 and 24: no graceful stop, so that every planned stop looks like a crash.
+    """
+    service = world.metaservers[number]
+    with Observers(world) as observers:
+        until(lambda: observers.sent > 20 and observers.looks > 2, "the observers are at work")
+        end(service, how)
+        steady()
+        sent = observers.sent
+        service.start()
+        until(lambda: world.answers(service.url), "it is back")
+        steady()
+    assert observers.problems == []
+    assert observers.sent > sent > 20 and observers.slowest_s < 3
+
+
+def test_metaserver_that_stands_still_makes_nobody_go_down(world):
+    service = world.metaservers[0]
+    with Observers(world) as observers:
+        until(lambda: observers.sent > 20 and observers.looks > 2, "the observers are at work")
+        service.signal(signal.SIGSTOP)
+        try:
+            other = world.metaservers[1]
+            for _ in range(20):
+                assert world.writable(other.url) and all(world.up(other.url).values())
+                time.sleep(0.2)
+        finally:
+            service.signal(signal.SIGCONT)
+        until(lambda: world.answers(service.url), "it goes on")
+        steady()
+    said = [problem for problem in observers.problems if "down" in problem or "writable" in problem]
+    assert said == [] and not any("message" in problem for problem in observers.problems)
+
+
+def test_weakness_11_restarts_of_both_never_forget_that_a_group_is_down(world):
+    """Weakness 11: after a restart, a metaserver never marks a group down that does not beat."""
+    for broker in world.brokers:
+        end(broker, signal.SIGKILL)
+    for service in world.metaservers:
+        until(lambda url=service.url: not any(world.up(url).values()), f"{service.name} knows that both are down")
+    for service in world.metaservers:
+        end(service, signal.SIGKILL)
+    for service in world.metaservers:
+        service.start()
+    for service in world.metaservers:
+        until(lambda url=service.url: world.answers(url), "it is back")
+        assert not any(world.up(service.url).values()) and not world.writable(service.url)
+    for broker in world.brokers:
+        broker.start()
+    for service in world.metaservers:
+        until(lambda url=service.url: world.writable(url), f"g1 is writable at {service.name}")
+
+
+def test_both_say_the_same_of_a_broker_that_only_one_hears(world):
+    """Weakness 14: slaves are invisible. Each metaserver shows both brokers, whoever hears them."""
+    end(world.brokers[1], signal.SIGKILL)
+    for service in world.metaservers:
+        until(lambda url=service.url: world.up(url) == {"b0": True, "b1": False}, f"{service.name} knows")
+        until(lambda url=service.url: not world.writable(url), f"{service.name} knows that g1 is readonly")
+        (group,) = world.look(service.url)
+        assert "slave_down" in group["readonlyReasons"]
+    world.brokers[1].start()
+    for service in world.metaservers:
+        until(lambda url=service.url: world.writable(url), f"g1 is writable at {service.name}")
+        assert world.up(service.url) == {"b0": True, "b1": True}
+
+
+def test_mark_made_at_one_is_seen_at_the_other_within_a_second(world):
+    first, second = world.metaservers
+    manage(first.url, TOKEN, "MarkReadonlyBrokerGroup", brokerGroup="g1")
+    began = time.monotonic()
+    until(lambda: not world.writable(second.url), "the other one knows")
+    assert time.monotonic() - began < 1.0
+    manage(second.url, TOKEN, "UnMarkReadonlyBrokerGroup", brokerGroup="g1")
+    until(lambda: world.writable(first.url), "the first one knows")
+
+
+def test_weakness_12_and_13_only_the_place_that_was_added_counts(world):
+    """Weakness 12: a dead address can become a group's master. Weakness 13: any process can claim any group."""
+    place = world.brokers[0].place
+    rows = world.look(world.url, "ListBrokers")
+    (row,) = [row for row in rows if row["hostname"] == place["hostname"]]
+    assert (row["ip"], row["servePort"]) == (place["ip"], place["servePort"])
+    assert {row["role"] for row in rows} == {"MASTER", "SLAVE"}
+
+
+def test_nginx_names_both_metaservers_each_with_its_own_grpc_address(world):
+    named = {httpx.get(f"{world.url}/meta/address", trust_env=False).text for _ in range(20)}
+    assert named == {service.grpc for service in world.metaservers}
+
+
+def test_nginx_repeats_no_change_that_reached_a_metaserver(world):
+    text = (world.folder / "qmq.conf").read_text()
+    assert "proxy_next_upstream error timeout http_502 http_503;" in text and "non_idempotent" not in text
+
+
+def test_metaserver_that_ends_in_order_leaves_the_list_of_those_alive(world):
+    first, second = world.metaservers
+    until(lambda: len(world.look(second.url, "ListMetaservers")) == 2, "both are listed")
+    end(first, signal.SIGTERM)
+    assert first.exit_status == 0
+    until(lambda: len(world.look(second.url, "ListMetaservers")) == 1, "it is not listed any more")
+    first.start()
+    until(lambda: world.answers(first.url), "it is back")
