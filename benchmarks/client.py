@@ -22,8 +22,8 @@ PROPERTY = "content"
 class Client:
     """The actions; one producer for all of them, which stays connected between repetitions."""
 
-    def __init__(self, metaserver: str, token: str) -> None:
-        self._metaserver, self._token = metaserver, token
+    def __init__(self, metaserver: str) -> None:
+        self._metaserver = metaserver
         self._open = contextlib.AsyncExitStack()
         self._producer: qmq.Producer | None = None
 
@@ -38,12 +38,12 @@ class Client:
 
     async def _opened(self) -> qmq.Producer:
         if self._producer is None:
-            producer = qmq.Producer(metaserver=self._metaserver, app="benchmark", token=self._token)
+            producer = qmq.Producer(metaserver=self._metaserver, app="benchmark")
             self._producer = await self._open.enter_async_context(producer)
         return self._producer
 
     def _consumer(self) -> qmq.Consumer:
-        return qmq.Consumer(metaserver=self._metaserver, app="benchmark", token=self._token)
+        return qmq.Consumer(metaserver=self._metaserver, app="benchmark")
 
     async def produce(self, subject: str, messages: int, size: int) -> dict[str, Any]:
         """One `send_many`; each message is an object of its own, made before, as the peer's frames are."""
@@ -169,4 +169,4 @@ def _require(condition: bool, complaint: str) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(Client(sys.argv[1], sys.argv[2]).serve())
+    uvloop.run(Client(sys.argv[1]).serve())

@@ -51,7 +51,7 @@ class Speed:
     @contextmanager
     def worker(self, name: str = "client") -> Iterator[Worker]:
         log = self._cluster.run_dir / "logs" / f"{name}.log"
-        with Worker("benchmarks.client", log, self._cluster.metaserver, self._cluster.token) as worker:
+        with Worker("benchmarks.client", log, self._cluster.metaserver, token=self._cluster.token) as worker:
             yield worker
 
     def pids(self, **clients: Worker) -> dict[str, int]:

@@ -32,10 +32,12 @@ class Worker:
         module: what to run; it calls `answer` with its actions.
         log: file for what it complains about.
         arguments: what it gets on its command line.
+        token: what it gets as QMQ_TOKEN, which no process list shows.
     """
 
-    def __init__(self, module: str, log: Path, *arguments: str) -> None:
+    def __init__(self, module: str, log: Path, *arguments: str, token: str = "") -> None:
         self._module, self._log, self._arguments = module, log, arguments
+        self._environ = os.environ | {"QMQ_TOKEN": token}
         self._text = b""
 
     def __enter__(self) -> Worker:
@@ -43,6 +45,7 @@ class Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self._module, *self._arguments],
                 cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+                env=self._environ,
             )  # fmt: skip
         return self
 

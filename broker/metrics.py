@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from itertools import accumulate
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from broker.metrics_door import MetricsDoor, serve_door
 from broker.readonly import Reason
 from broker.reign import PRODUCE_MS_BUCKETS
 from broker.service import Service
@@ -138,7 +139,7 @@ def serve_metrics(service: Service, settings: BrokerSettings) -> tuple[WSGIServe
     PlatformCollector(registry=registry)
     registry.register(BrokerCollector(service, settings, asyncio.get_running_loop()))
     try:
-        return start_http_server(settings.metrics_port, addr=settings.ip, registry=registry)
+        return serve_door(MetricsDoor(registry, service.access, asyncio.get_running_loop()), settings)
     except OSError as error:
         address = f"{settings.ip}:{settings.metrics_port}"
         raise NotServed(f"cannot listen on {address}: {error}; stop what uses it, or set another port") from None

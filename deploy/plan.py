@@ -103,9 +103,10 @@ def load_plan(path: Path, groups: tuple[str, ...], http_port: int, broker_port: 
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that a reader sees the old text or the new one, whole."""
+    """Replace a file so that a reader sees the old text or the new one, whole. Others may not: it may hold a token."""
     beside = path.with_name(f"{path.name}.new")
-    beside.write_text(text)
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
     os.replace(beside, path)
 
 

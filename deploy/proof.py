@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -57,13 +58,13 @@ def prove(cluster: Cluster, source: Input, expected: Counter[str | None], run_di
 
 def _compare_copies(cluster: Cluster, run_dir: Path, proof: Proof) -> None:
     report, result = run_dir / "audit.md", run_dir / "audit.json"
-    arguments = ["--token", cluster.token, "--journal", str(run_dir / JOURNAL)]
+    arguments = ["--journal", str(run_dir / JOURNAL)]
     arguments += ["--report", str(report), "--result", str(result)]
     for group, roles in cluster.describe()["groups"].items():
         arguments += ["--group", group]
         for role in ("master", "slave"):
             arguments += [f"--{role}", f"{HOST}:{roles[role]['control_port']}"]
-    job = _run_job("audit.jobs.consistency", arguments, run_dir, proof)
+    job = _run_job("audit.jobs.consistency", arguments, cluster, run_dir, proof)
     if job.returncode == 2 or not result.exists():
         proof.complaints.append(f"the audit could not read the logs: {_last_line(job.stderr)}")
         return
@@ -75,10 +76,10 @@ def _compare_copies(cluster: Cluster, run_dir: Path, proof: Proof) -> None:
 def _count_rows(
     cluster: Cluster, source: Input, expected: Counter[str | None], run_dir: Path, proof: Proof
 ) -> None:
-    arguments = ["--token", cluster.token, "--sql", counting_sql(source), "--json"]
+    arguments = ["--sql", counting_sql(source), "--json"]
     for roles in cluster.describe()["groups"].values():
         arguments += ["--source", f"{HOST}:{roles['master']['control_port']}"]
-    job = _run_job("audit.jobs.query", arguments, run_dir, proof)
+    job = _run_job("audit.jobs.query", arguments, cluster, run_dir, proof)
     if job.returncode:
         proof.complaints.append(f"the SQL query failed: {_last_line(job.stderr)}")
         return
@@ -100,10 +101,13 @@ def counting_sql(source: Input) -> str:
     )
 
 
-def _run_job(module: str, arguments: list[str], run_dir: Path, proof: Proof) -> subprocess.CompletedProcess[str]:
+def _run_job(
+    module: str, arguments: list[str], cluster: Cluster, run_dir: Path, proof: Proof
+) -> subprocess.CompletedProcess[str]:
     began = time.monotonic()
     job = subprocess.run(
         [sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=JOB_S,
+        env=os.environ | {"QMQ_TOKEN": cluster.token},
     )  # fmt: skip
     name = module.rpartition(".")[2]
     (run_dir / "logs" / f"{name}.log").write_text(job.stderr)

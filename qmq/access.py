@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import stat
 import sys
@@ -44,6 +45,13 @@ def find_token(
         return token
     path = token_file if token_file is not None else environ.get(FILE_VARIABLE) or None
     return "" if path is None else read_token_file(Path(path))
+
+
+def add_token_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--token-file` and `--token`, for `find_token`."""
+    default = f"default: {TOKEN_VARIABLE}, or the file that {FILE_VARIABLE} names"
+    parser.add_argument("--token-file", help=f"file with the API token, - for standard input; {default}")
+    parser.add_argument("--token", help="the API token itself: the process list shows it to everybody")
 
 
 def read_token_file(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from tools.doctor.finding import Level, worst
 from tools.files import PrivateFile
 from tools.inputs import STANDARD_STREAM, NoInput, read_document, read_password, read_token
 from tools.plan import refusal, show_plan
+from tools.table import Block
 from tools.terminal import complain, confirm, is_interactive, show
 
 
@@ -122,7 +123,7 @@ class Session:
         if self.as_json:
             _print_json(raw)
         else:
-            show(self.command.show(data))
+            _show_or_print(lambda: self.command.show(data), raw)
 
     def _unknown(self, why: str) -> Exit:
         look = self.command.look_with(self.metaserver, self.values)
@@ -133,7 +134,7 @@ class Session:
             words = {"action": action, **({"details": "true"} if action == "ListBrokers" else {})}
             return post(self.metaserver, self.token, words, timeout_s=self.command.timeout_s)
 
-        findings = list(examine(self.metaserver, ask))
+        findings = list(examine(self.metaserver, ask, self.token))
         shown = [finding.json() for finding in findings]
         if self.as_json:
             _print_json(shown)
@@ -164,6 +165,17 @@ def _values(command: Command, options: argparse.Namespace) -> dict[str, str]:
         elif option.kind is Kind.FILE:
             values[option.name] = read_document(values[option.name])
     return values
+
+
+def _show_or_print(blocks: Callable[[], Iterable[Block]], raw: Any) -> None:
+    """Show what is done. A metaserver of another version may word it otherwise: that makes no failure of it."""
+    try:
+        show(blocks())
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        complain(
+            f"this answer reads unlike those of this version ({type(error).__name__}: {error}); here it is as it came"
+        )
+        _print_json(raw)
 
 
 def _is_plan(data: Any) -> bool:

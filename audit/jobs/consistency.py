@@ -1,7 +1,7 @@
 """Shell. The nightly job: prove that both copies of each broker group are equal, or name what is not.
 
-    python -m audit.jobs.consistency --group g1 --master /data/b1 --slave 10.0.0.2:20883 --token …
-    python -m audit.jobs.consistency --all-groups --metaserver http://127.0.0.1:8080 --token …
+    python -m audit.jobs.consistency --group g1 --master /data/b1 --slave 10.0.0.2:20883 --token-file token
+    python -m audit.jobs.consistency --all-groups --metaserver http://127.0.0.1:8080 --token-file token
 
 Exit status: 0 proven equal, 1 findings, 2 could not read (or nothing was read).
 """
@@ -21,6 +21,8 @@ from audit.group import Group, audit_group
 from audit.report import VERDICTS, as_json, as_markdown, status_of
 from audit.source import PIECE_BYTES
 from audit.spark import start_spark
+from qmq.access import add_token_options, find_token
+from qmq.errors import AccessError
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slave", action="append", default=[], help="the same of the other copy")
     parser.add_argument("--all-groups", action="store_true", help="ask the metaserver which groups there are")
     parser.add_argument("--metaserver", default="", help="its URL, for --all-groups")
-    parser.add_argument("--token", default="", help="API token for metaserver and brokers")
+    add_token_options(parser)
     parser.add_argument("--journal", type=Path, help="NDJSON of acknowledged {subject, group, sequence, id}")
     parser.add_argument("--spark-master", default="local[*]", help="local[*], spark://host:port, yarn, …")
     parser.add_argument("--piece-bytes", type=int, default=PIECE_BYTES, help="bytes of log per task")
@@ -57,8 +59,9 @@ def groups_of(options: argparse.Namespace) -> list[Group]:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
+        options.token = find_token(options.token, token_file=options.token_file)
         groups = groups_of(options)
-    except CannotRead as error:
+    except (CannotRead, AccessError) as error:
         print(error, file=sys.stderr)
         return 2
     spark = start_spark(options.spark_master, "qmq audit")

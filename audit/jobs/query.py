@@ -23,6 +23,8 @@ from pyspark.sql import functions as F
 
 from audit.copies import CannotRead, open_copy, place_options
 from audit.spark import read_copy, start_spark
+from qmq.access import add_token_options, find_token
+from qmq.errors import AccessError
 
 
 def open_view(spark: SparkSession, sources: Sequence[str], token: str) -> None:
@@ -48,13 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m audit.jobs.query", description=__doc__.splitlines()[0])
     parser.add_argument("--source", action="append", required=True, help="data directory, or ip:control_port")
     parser.add_argument("--sql", required=True, help="query over the view `messages`")
-    parser.add_argument("--token", default="", help="API token of the brokers")
+    add_token_options(parser)
     parser.add_argument("--spark-master", default="local[*]", help="local[*], spark://host:port, yarn, …")
     parser.add_argument("--json", action="store_true", help="print a JSON array of rows instead of a table")
     options = parser.parse_args(arguments)
+    try:
+        token = find_token(options.token, token_file=options.token_file)
+    except AccessError as error:
+        print(error, file=sys.stderr)
+        return 2
     spark = start_spark(options.spark_master, "qmq query")
     try:
-        rows = run_query(spark, options.source, options.sql, token=options.token)
+        rows = run_query(spark, options.source, options.sql, token=token)
     except (CannotRead, PySparkException) as error:
         print(error, file=sys.stderr)
         return 2

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import TypeVar
 
+from qmq.access import find_token
 from qmq.client.feed import Terms
 from qmq.client.holding import HeldPiece, ReceivedMessage
 from qmq.client.link import Link
@@ -41,7 +42,7 @@ class Consumer:
     Args:
         metaserver: HTTP address, for instance "http://127.0.0.1:8080".
         app: name of the application, for the operators.
-        token: API token; the variable QMQ_TOKEN if it is not given.
+        token: API token; if it is not given: of the variable QMQ_TOKEN, or the file that QMQ_TOKEN_FILE names.
         consumer_id: name of this consumer in its groups, unique among those that run. One that comes back with the
             same id gets at once what it had not acked; by default each process has its own, and what it leaves
             behind goes to the others when its lease has ended.
@@ -53,7 +54,7 @@ class Consumer:
         drain_s: float = 30.0,
     ) -> None:  # fmt: skip
         self._metaserver, self._app = metaserver, app
-        self._token = os.environ.get("QMQ_TOKEN", "") if token is None else token
+        self._token = find_token(token)
         self.id = check_name("consumer id", consumer_id or _default_id())
         self._drain_s = drain_s
         self._listeners: list[tuple[_Options, Handler]] = []

@@ -14,6 +14,7 @@ from itertools import islice
 from types import TracebackType
 from urllib.parse import urlsplit
 
+from qmq.access import find_token
 from qmq.client.batching import (
     BATCH_BYTES_MAX,
     BATCH_MESSAGES_MAX,
@@ -42,7 +43,7 @@ class Producer:
     Args:
         metaserver: HTTP address, for instance "http://127.0.0.1:8080".
         app: name of the application, for the operators.
-        token: API token; the variable QMQ_TOKEN if it is not given.
+        token: API token; if it is not given: of the variable QMQ_TOKEN, or the file that QMQ_TOKEN_FILE names.
         timeout_s: how long a message may wait for an answer that tells its outcome, retries included.
         answer_timeout_s: a connection that owes an answer for longer is given up, and the batch repeated on a new one.
         in_flight_max: produce requests in flight per broker group; what arrives meanwhile gathers to the next batch.
@@ -60,7 +61,7 @@ class Producer:
             raise InvalidRequest("in_flight_max must be 1 to 64: a broker remembers 64 batches of a producer")
         self.id = random.SystemRandom().randrange(1, 1 << 64)
         self._metaserver, self._app = metaserver, app
-        self._token = os.environ.get("QMQ_TOKEN", "") if token is None else token
+        self._token = find_token(token)
         self._timeout_ms = int(timeout_s * 1000)
         self._answer_timeout_s = answer_timeout_s
         self._in_flight_max = in_flight_max

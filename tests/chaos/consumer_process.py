@@ -17,7 +17,7 @@ FLUSH_S = 10.0
 async def consume(arguments: argparse.Namespace, journal: int, subject: str, started: float) -> None:
     """Pull from one subject until cancelled."""
     client = qmq.Consumer(
-        metaserver=arguments.metaserver, token=arguments.token, app="chaos", consumer_id=arguments.id, drain_s=5.0
+        metaserver=arguments.metaserver, app="chaos", consumer_id=arguments.id, drain_s=5.0
     )
     async with client.pull(subject, group=arguments.group, start="earliest", prefetch_messages=200) as puller:
         while True:
@@ -42,7 +42,7 @@ async def consume(arguments: argparse.Namespace, journal: int, subject: str, sta
 
 async def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("metaserver", "token", "id", "group", "journal", "subjects"):
+    for name in ("metaserver", "id", "group", "journal", "subjects"):
         parser.add_argument(f"--{name}", required=True)
     arguments = parser.parse_args()
     journal = os.open(arguments.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -23,7 +24,8 @@ class Consumers:
     def __init__(self, folder: Path, count: int, *, metaserver: str, token: str, subjects: list[str]) -> None:
         folder.mkdir()
         self._folder, self._count = folder, count
-        self._arguments = ["--metaserver", metaserver, "--token", token, "--group", GROUP]
+        self._arguments = ["--metaserver", metaserver, "--group", GROUP]
+        self._environ = os.environ | {"QMQ_TOKEN": token}
         self._arguments += ["--subjects", ",".join(subjects)]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._made = 0
@@ -33,7 +35,12 @@ class Consumers:
         command = [sys.executable, "-m", "tests.chaos.consumer_process", "--id", name, "--journal", self._journal(name)]
         with (self._folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                [*command, *self._arguments], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [*command, *self._arguments],
+                cwd=ROOT,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
 
     def start_all(self) -> None:

@@ -109,10 +109,11 @@ def are_equal(cluster, group="g1"):
     return master is not None and master == slave
 
 
-def metrics(plan):
+def metrics(cluster, plan):
     """Scrape a broker: {"name{labels}": value}."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"http://127.0.0.1:{plan.metrics_port}/metrics", timeout=10) as answer:
+    url, headers = f"http://127.0.0.1:{plan.metrics_port}/metrics", {"X-Api-Token": cluster.token}
+    with opener.open(urllib.request.Request(url, headers=headers), timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 

@@ -115,7 +115,7 @@ def test_damage_makes_the_group_readonly_until_it_is_mended(cluster, subject, id
     with pytest.raises(TimeoutError):
         consume_all(cluster, subject, "g", COUNT, prefetch_messages=20, timeout_s=3)
     assert "corrupt" in reasons(cluster, master)
-    assert metrics(master)['qmq_broker_readonly{broker_group="g1",reason="corrupt"}'] == 1
+    assert metrics(cluster, master)['qmq_broker_readonly{broker_group="g1",reason="corrupt"}'] == 1
     begin(cluster, slave.hostname)
     cluster.wait_writable()
     assert [id for _, id in consume_all(cluster, subject, "all of it", COUNT)] == ids

@@ -99,7 +99,7 @@ def test_without_its_slave_a_group_is_readonly_within_a_second_and_producers_go_
             return (row["writable"], row["readonlyReasons"]) == (False, ["slave_down"])
 
         until(told, "the metaserver says so too")
-        assert metrics(master)['qmq_broker_readonly{broker_group="g1",reason="slave_down"}'] == 1
+        assert metrics(cluster, master)['qmq_broker_readonly{broker_group="g1",reason="slave_down"}'] == 1
 
         begin(cluster, slave.hostname)
         cluster.wait_writable("g1")
@@ -154,7 +154,7 @@ def test_slave_that_stands_still_makes_the_group_readonly_until_it_goes_on(clust
         try:
             wire.request(Command.PRODUCE, produce_body(subject, {"n": 1}))
             until(lambda: reasons(cluster, master) == ["slave_lag"], "readonly for the slave's lag", timeout_s=5)
-            assert metrics(master)['qmq_broker_sync_lag_bytes{broker_group="g1"}'] > 0
+            assert metrics(cluster, master)['qmq_broker_sync_lag_bytes{broker_group="g1"}'] > 0
         finally:
             cluster.service(slave.hostname).signal(18)
         assert wire.answer().code == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from tools.address import Address
@@ -22,6 +23,7 @@ from tools.doctor.finding import (
     judge_versions,
     ok,
     parse_metrics,
+    read_version,
     warn,
 )
 from tools.doctor.probe import Page, Unreachable, connect, read_page, resolve
@@ -36,8 +38,8 @@ Steps = Generator[Finding, None, bool]
 """Findings; returns whether what comes next can be looked at."""
 
 
-def examine(address: Address, ask: Ask) -> Iterator[Finding]:
-    """Look at everything that can be reached; what stands on a failed step is left out."""
+def examine(address: Address, ask: Ask, token: str = "") -> Iterator[Finding]:
+    """Look at all that can be reached, brokers' metrics with `token`; what stands on a failed step is left out."""
     if not (yield from _metaserver(address)):
         return
     facts = ask("Doctor")
@@ -49,8 +51,9 @@ def examine(address: Address, ask: Ask) -> Iterator[Finding]:
     with ThreadPoolExecutor(PROBES_AT_ONCE) as threads:
         for findings in threads.map(_other_metaserver, metaservers):
             yield from findings
-        for findings in threads.map(_broker, brokers):
+        for row, (findings, version) in zip(brokers, threads.map(partial(_broker, token), brokers)):
             yield from findings
+            row["version"] = version
     if not brokers:
         yield fail("brokers", "no broker is added", "add a master and a slave with tools.sh AddBroker, then start them")
     for group in ask("ReplicaStatus").data or []:
@@ -129,12 +132,11 @@ def _other_metaserver(row: Mapping[str, Any]) -> list[Finding]:
     return [ok("metaservers", f"{where} answers"), *clock]
 
 
-def _broker(row: Mapping[str, Any]) -> list[Finding]:
-    """Try a broker's ports, then hear what it says of itself."""
+def _broker(token: str, row: Mapping[str, Any]) -> tuple[list[Finding], str]:
+    """Try a broker's ports, then hear what it says of itself; return what was found, and its version."""
     who = f"{row['hostname']}:{row['servePort']} ({row['role'].lower()} of {row['group']})"
-    if not row["up"] and not row["controlPort"]:
-        do = "start it: its settings hostname and serve_port must be those of AddBroker, its token the cluster's"
-        return [fail("brokers", f"{who} never registered", do)]
+    if not row["controlPort"]:
+        return [], ""  # it never registered: the metaserver has said so
     findings = []
     for field, name in PORTS.items():
         try:
@@ -143,18 +145,13 @@ def _broker(row: Mapping[str, Any]) -> list[Finding]:
             findings.append(fail("broker ports", f"{who}, {name} port: {error}", FIREWALL))
     if not findings:
         findings.append(ok("broker ports", f"{who}: serve, sync, control and metrics answer"))
-    if not row["up"]:
-        findings.append(fail("brokers", f"{who} sends no heartbeats", "its log says what it looks for"))
-    return findings + _self_description(who, row)
-
-
-def _self_description(who: str, row: Mapping[str, Any]) -> list[Finding]:
     try:
-        page = read_page(Address(row["ip"], row["metricsPort"]), "/metrics")
+        page = read_page(Address(row["ip"], row["metricsPort"]), "/metrics", token)
     except Unreachable:
-        return []  # the port is a finding already
+        return findings, ""  # the port is a finding already
     clock = [judge_clock(who, page.clock)] if page.clock else []
-    return clock + list(judge_broker(who, row["role"], parse_metrics(page.text)))
+    judged = judge_broker(who, row["role"], parse_metrics(page.text))
+    return [*findings, *clock, *judged], read_version(page.text)
 
 
 def _versions(metaservers: Iterable[Mapping[str, Any]], brokers: Iterable[Mapping[str, Any]]) -> dict[str, str]:

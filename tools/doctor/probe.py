@@ -47,14 +47,14 @@ def connect(host: str, port: int) -> float:
     return time.monotonic() - began
 
 
-def read_page(address: Address, path: str) -> Page:
+def read_page(address: Address, path: str, token: str = "") -> Page:
     """Read a page; raises Unreachable."""
     kind = http.client.HTTPSConnection if address.secure else http.client.HTTPConnection
     connection = kind(address.host, address.port, timeout=TIMEOUT_S)
     try:
         connection.connect()
         sent_ms = time.time_ns() // 1_000_000
-        connection.request("GET", path)
+        connection.request("GET", path, headers={"X-Api-Token": token} if token else {})
         response = connection.getresponse()
         received_ms = time.time_ns() // 1_000_000
         text = response.read(PAGE_BYTES_MAX).decode("utf-8", "replace")

@@ -1,0 +1,190 @@
+"""Shell. Tokens on a real cluster: what each role may do on a broker's ports, without the metaserver as well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+
+import qmq
+from broker.tokens import CONTROL_ROLES
+from qmq.errors import AccessError, ErrorCode
+from qmq.proto import qmq_pb2 as pb
+from qmq.remoting import commands
+from qmq.remoting.commands import Command
+from qmq.rights import TokenRole, includes
+from tests.integration.cluster_world import Wire, begin, end, produce_body, running, state, until
+
+HOST = "127.0.0.1"
+SERVICE = pb.DESCRIPTOR.services_by_name["Broker"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("cluster")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def tokens(cluster):
+    """One token of each role."""
+    made = {role: make(cluster, role, f"plain {role}") for role in set(TokenRole) - {TokenRole.CLUSTER}}
+    return made | {TokenRole.CLUSTER: cluster.token}
+
+
+def make(cluster, role, name, **words):
+    return cluster.manage("AddToken", name=name, role=role, **words)["token"]
+
+
+def log_in(port, token):
+    with Wire(port) as wire:
+        answer = wire.ask(Command.AUTHENTICATE, commands.encode_json(token=token, app="test"))
+        return answer.code, bytes(answer.body).decode()
+
+
+def subscribe(wire, subject):
+    body = commands.encode_json(subject=subject, group="g", consumer="c", start="earliest", held_end=0)
+    return wire.ask(Command.SUBSCRIBE, body)
+
+
+def call(plan, method, token):
+    """Call a control method by its name, with an empty request; return the status that it ends with."""
+    metadata = [("x-api-token", token)] if token else []
+    with grpc.insecure_channel(f"{HOST}:{plan.control_port}") as channel:
+        stream = channel.unary_stream(f"/{SERVICE.full_name}/{method}")(b"", metadata=metadata, timeout=10)
+        try:
+            list(stream)
+            return grpc.StatusCode.OK
+        except grpc.RpcError as error:
+            return error.code()
+
+
+def test_each_port_lets_in_its_roles_and_no_others(cluster, tokens):
+    """Weakness 27: anybody was let in."""
+    master = cluster.broker("g1", "master")
+    for role, token in tokens.items():
+        for port, needed in ((master.serve_port, "client"), (master.sync_port, "broker")):
+            code, text = log_in(port, token)
+            if includes(role, TokenRole(needed)):
+                assert code == ErrorCode.SUCCESS, (role, needed, text)
+            else:
+                assert code == ErrorCode.MISSING_RIGHT and f"this needs {needed}" in text
+
+
+def test_every_control_method_asks_for_its_role(cluster, tokens):
+    master = cluster.broker("g1", "master")
+    term = state(cluster, master).term
+    for method in SERVICE.methods:
+        for wrong in ("", "wrong"):
+            assert call(master, method.name, wrong) == grpc.StatusCode.UNAUTHENTICATED, method.name
+        for role, token in tokens.items():
+            allowed = any(includes(role, needed) for needed in CONTROL_ROLES[method.name])
+            if role != TokenRole.CLUSTER:
+                denied = call(master, method.name, token) == grpc.StatusCode.PERMISSION_DENIED
+                assert denied is not allowed, (method.name, role)
+    assert call(master, "Nothing", cluster.token) == grpc.StatusCode.PERMISSION_DENIED
+    assert state(cluster, master).term == term and state(cluster, master).writable
+
+
+def test_a_scope_decides_what_a_client_produces_and_consumes(cluster):
+    token = make(cluster, "client", "scoped", subjects="produce:order,consume:paid.*")
+    master = cluster.broker("g1", "master")
+    end_before = state(cluster, master).log_end
+    with Wire(master.serve_port, token=token) as wire:
+        for subject in ("paid.card", "other"):
+            answer = wire.ask(Command.PRODUCE, produce_body(subject, {"a": 1}))
+            assert answer.code == ErrorCode.MISSING_RIGHT
+            assert bytes(answer.body).decode().startswith(f"token 'scoped' may not produce to '{subject}'")
+        assert state(cluster, master).log_end == end_before, "nothing was stored"
+        assert wire.ask(Command.PRODUCE, produce_body("order", {"a": 1})).code == ErrorCode.SUCCESS
+        answer = subscribe(wire, "order")
+        assert answer.code == ErrorCode.MISSING_RIGHT and b"may not consume from 'order'" in bytes(answer.body)
+        assert subscribe(wire, "paid.card").code == ErrorCode.SUCCESS
+
+
+def test_a_token_of_another_group_is_refused(cluster):
+    code, text = log_in(cluster.broker("g1", "master").serve_port, make(cluster, "client", "elsewhere", groups="g2,h*"))
+    assert code == ErrorCode.MISSING_RIGHT and "may not use broker group 'g1'" in text
+
+
+def test_a_producer_hears_which_right_its_token_lacks(cluster):
+    token = make(cluster, "client", "narrow", subjects="mine.*")
+
+    async def send(subject):
+        async with qmq.Producer(metaserver=cluster.metaserver, app="test", token=token, timeout_s=3) as producer:
+            return await producer.send(qmq.Message(subject, {"a": "1"}))
+
+    assert asyncio.run(send("mine.a")).outcome == qmq.Outcome.STORED
+    receipt = asyncio.run(send("yours"))
+    assert receipt.outcome == qmq.Outcome.REFUSED and "may not produce to 'yours'" in receipt.reason
+
+
+def test_known_tokens_outlive_the_metaserver_and_new_ones_wait(cluster):
+    known, new = make(cluster, "client", "known"), make(cluster, "client", "not seen yet")
+    port = cluster.broker("g1", "master").serve_port
+    with Wire(port, token=known) as wire:
+        end(cluster, "metaserver")
+        try:
+            assert wire.ask(Command.PRODUCE, produce_body("order", {"a": 1})).code == ErrorCode.SUCCESS
+            assert log_in(port, known)[0] == log_in(port, cluster.token)[0] == ErrorCode.SUCCESS
+            code, text = log_in(port, new)
+            assert code == ErrorCode.NOT_SERVED and "cannot be checked" in text
+        finally:
+            begin(cluster, "metaserver")
+    until(lambda: log_in(port, new)[0] == ErrorCode.SUCCESS, "the new one is checked")
+
+
+def test_a_revoked_token_ends_its_connections_within_a_minute(cluster):
+    made = cluster.manage("AddToken", name="leaving", role="client")
+    with Wire(cluster.broker("g1", "master").serve_port, token=made["token"]) as wire:
+        cluster.manage("RevokeToken", id=made["id"])
+        wire.socket.settimeout(60)
+        assert wire.is_closed()
+
+
+def test_metrics_of_a_broker_are_for_token_holders(cluster, tokens):
+    url = f"http://{HOST}:{cluster.broker('g1', 'master').metrics_port}"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def get(path="/metrics", **headers):
+        try:
+            with opener.open(urllib.request.Request(url + path, headers=headers), timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    for path in ("/metrics", "/", "/nothing"):
+        assert get(path)[0] == get(path, **{"X-Api-Token": "wrong"})[0] == 401
+    status, text = get(Authorization=f"Bearer {tokens['viewer']}")
+    assert status == 200 and "qmq_broker_is_master" in text
+    assert get(**{"X-Api-Token": tokens["client"]})[0] == 403
+    assert get("/nothing", **{"X-Api-Token": tokens["viewer"]})[0] == 404
+
+
+def test_no_process_shows_a_token_to_the_process_list(cluster):
+    """Weakness 29: passwords on the command line, visible in process lists."""
+    pids = [cluster.service("metaserver").pid, *(cluster.service(plan.hostname).pid for plan in cluster.plan.brokers)]
+    for pid in pids:
+        assert cluster.token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    for path in cluster.run_dir.rglob("*"):
+        if path.is_file() and path.suffix in (".json", ".toml") and cluster.token in path.read_text():
+            assert path.stat().st_mode & 0o077 == 0, f"{path} may be read by others"
+    for log in (cluster.run_dir / "logs").iterdir():
+        assert cluster.token not in log.read_text(), log
+
+
+def test_a_wrong_token_is_no_valid_one_for_anything(cluster):
+    with pytest.raises(AccessError, match="not valid"):
+        raise_for(log_in(cluster.broker("g1", "master").serve_port, "qmq_first_" + "0" * 64))
+    assert json.loads((cluster.run_dir / "cluster.json").read_text())["token"] == cluster.token
+
+
+def raise_for(answer):
+    code, text = answer
+    raise qmq.errors.from_code(code, text)
