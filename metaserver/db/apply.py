@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import assert_never
 
 from sqlalchemy import Connection
@@ -16,8 +17,13 @@ def apply_all(connection: Connection, changes: Sequence[c.Change]) -> None:
     """Apply all changes; whatever one of them raises ends the transaction, and nothing was changed."""
     touched = sorted({name for change in changes for name in _touches(change)})
     versions = dict(zip(touched, raise_versions(connection, *touched), strict=True)) if touched else {}
-    for change in changes:
-        _apply(connection, change, versions.get(ROUTES, 0))
+    changed = versions.get(ROUTES, 0)
+    for are_routes, some in groupby(changes, lambda change: isinstance(change, c.SetRoute)):
+        if are_routes:
+            routes.set_routes(connection, [_order(change) for change in some], changed)
+        else:
+            for change in some:
+                _apply(connection, change, changed)
 
 
 def _touches(change: c.Change) -> tuple[str, ...]:
@@ -45,7 +51,7 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
         case c.UnsetMark():
             operators.unset_mark(connection, change.mark)
         case c.SetRoute():
-            routes.set_route(connection, change.subject, change.groups, change.version, routes_version)
+            routes.set_routes(connection, [_order(change)], routes_version)
         case c.RemoveRoute():
             routes.remove_route(connection, change.subject, change.version, routes_version)
         case c.AddSubject():
@@ -70,6 +76,11 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
             backup.restore(connection, change.dump, routes_version)
         case _:
             assert_never(change)
+
+
+def _order(change: c.Change) -> routes.RouteOrder:
+    assert isinstance(change, c.SetRoute)
+    return change.subject, change.groups, change.version
 
 
 def _set_group_state(connection: Connection, change: c.SetGroupState) -> None:

@@ -13,8 +13,7 @@ from sqlalchemy import Connection, Engine, text
 from metaserver.db import backup, clients, groups, operators, routes, sightings, tokens
 from metaserver.db.apply import apply_all
 from metaserver.db.bad_rows import BadRows
-from metaserver.db.changes import Change, SetMark, SetRoles, StoreAddresses, UnsetMark
-from metaserver.db.errors import StaleTerm as StaleTerm
+from metaserver.db.changes import Change
 from metaserver.db.routes import RouteOrder
 from metaserver.db.transactions import (
     CLIENTS,
@@ -32,12 +31,10 @@ from metaserver.model import (
     DataSource,
     Directory,
     MetaserverRow,
-    ReadonlyMark,
     Route,
     SightingRow,
     TokenRow,
 )
-from metaserver.roles import RoleChange
 
 
 class Repository:
@@ -233,20 +230,3 @@ class Repository:
             return clients.forget_clients(connection, before_ms)
 
         return self._transactions.write(work)
-
-    # -- single changes ---------------------------------------------------------------------------------------------
-
-    def change_roles(self, change: RoleChange) -> None:
-        self.change([SetRoles(change)])
-
-    def store_addresses(self, broker: Broker) -> None:
-        self.change([StoreAddresses(broker)])
-
-    def store_route(self, subject: str, groups: Iterable[str], *, version: int) -> Route:
-        return self.store_routes([(subject, tuple(groups), version)])[0]
-
-    def mark_readonly(self, mark: ReadonlyMark) -> None:
-        self.change([SetMark(mark)])
-
-    def unmark_readonly(self, mark: ReadonlyMark) -> None:
-        self.change([UnsetMark(mark)])

@@ -77,16 +77,34 @@ def store_routes(connection: Connection, orders: Sequence[RouteOrder], changed: 
     return [stored.get(subject) or Route(subject, (), 0) for subject, _, _ in orders]
 
 
-def set_route(connection: Connection, subject: str, groups: Sequence[str], version: int, changed: int) -> None:
-    """Create or change one route by compare-and-set. Raises StaleVersion, UnknownGroup."""
-    if not groups:
-        raise ValueRefused(f"a route of {subject} without any group is none; remove it instead")
-    before = _compare(connection, subject, version)
-    existing = existing_groups(connection)
-    for name in groups:
-        if name not in existing and not (before and name in before):
-            raise UnknownGroup(name)
-    _write(connection, subject, groups, changed, is_new=before is None)
+def set_routes(connection: Connection, orders: Sequence[RouteOrder], changed: int) -> None:
+    """Create or change routes by compare-and-set, all or none, many of them in one statement.
+
+    Raises:
+        StaleVersion, UnknownGroup, ValueRefused: the transaction must end.
+    """
+    now, existing = now_ms(), existing_groups(connection)
+    stored, unreadable = _read(connection, [subject for subject, _, _ in orders], BadRows())
+    new: list[dict[str, Any]] = []
+    old: list[dict[str, Any]] = []
+    for subject, groups, version in orders:
+        if not groups:
+            raise ValueRefused(f"a route of {subject} without any group is none; remove it instead")
+        before = stored.get(subject)
+        kept = before.groups if before else ()
+        if version != (before.version if before and kept else 0):
+            raise StaleVersion(subject)
+        if unknown := [name for name in groups if name not in existing and name not in kept]:
+            raise UnknownGroup(unknown[0])
+        if subject in unreadable:  # its version counts on, whatever it is
+            _write(connection, subject, groups, changed, is_new=False)
+            continue
+        stored[subject] = Route(subject, tuple(groups), before.version + 1 if before else 1, changed, now)
+        (old if before else new).append(_values(stored[subject]))
+    if new:
+        connection.execute(insert(subject_route), [{**values, "create_time": now} for values in new])
+    if old:
+        connection.execute(_update_each, [{f"new_{key}": value for key, value in values.items()} for values in old])
 
 
 def remove_route(connection: Connection, subject: str, version: int, changed: int) -> None:

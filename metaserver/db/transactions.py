@@ -72,6 +72,9 @@ class Transactions:
             try:
                 transaction.commit()
             except DBAPIError as error:
+                connection.invalidate()  # whatever state it is in, and whatever it locks
+                if _was_in_the_way(error):
+                    raise  # a cluster of databases found out only now, and undid it
                 log.error("commit unknown reason=%s", error.orig)
                 raise CommitUnknown(
                     "the database's connection broke while the change was stored: it is there as a whole or not at all"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pymysql
 import pytest
 from sqlalchemy import event, make_url, select
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
@@ -82,6 +83,18 @@ def test_change_whose_server_died_at_its_commit_is_called_unknown(database_serve
     database_server.start()
     assert repository.load().marks == set()
     assert repository.audit_trail() == []
+
+
+def test_change_that_a_cluster_undid_at_its_commit_is_made_again(engine):
+    """Galera notices only at the commit that another node changed the same row, and says so with these codes."""
+    undone = pymysql.err.OperationalError(1213, "Deadlock found when trying to get lock")
+
+    def undo():
+        raise OperationalError("COMMIT", {}, undone)
+
+    at_commit(engine, undo)
+    mark(Repository(engine))
+    assert len(Repository(engine).audit_trail()) == 1
 
 
 def test_change_that_breaks_before_its_commit_is_made_once_on_a_new_connection(wired, cable, engine):

@@ -16,6 +16,7 @@ from metaserver.db.changes import (
     SetOffline,
     SetRoles,
     SetRoute,
+    UnsetMark,
     UnsetOffline,
 )
 from metaserver.db.engine import open_database
@@ -52,36 +53,36 @@ def repository(database_url):
 @pytest.fixture
 def pair(repository):
     for broker in (MASTER, SLAVE):
-        repository.change_roles(roles.add_broker(repository.load(), broker))
+        repository.change([SetRoles(roles.add_broker(repository.load(), broker))])
     return repository
 
 
 def test_each_change_of_roles_raises_the_term_by_one(pair):
     group = pair.load().groups["g1"]
     assert (group.term, group.master, group.slave) == (2, MASTER, SLAVE)
-    pair.change_roles(roles.swap_roles(group, term=2))
+    pair.change([SetRoles(roles.swap_roles(group, term=2))])
     swapped = pair.load().groups["g1"]
     assert (swapped.term, swapped.master.hostname, swapped.slave.hostname) == (3, "b", "a")
 
 
 def test_decision_on_an_older_term_changes_nothing(pair):
     old = pair.load().groups["g1"]
-    pair.change_roles(roles.swap_roles(old, term=2))
+    pair.change([SetRoles(roles.swap_roles(old, term=2))])
     after = pair.load()
     with pytest.raises(StaleTerm):
-        pair.change_roles(roles.swap_roles(old, term=2))
+        pair.change([SetRoles(roles.swap_roles(old, term=2))])
     assert pair.load() == after
 
 
 def test_decision_is_stale_also_when_the_roles_went_there_and_back(pair):
-    pair.change_roles(roles.swap_roles(pair.load().groups["g1"], term=2))
-    pair.change_roles(roles.swap_roles(pair.load().groups["g1"], term=3))
+    pair.change([SetRoles(roles.swap_roles(pair.load().groups["g1"], term=2))])
+    pair.change([SetRoles(roles.swap_roles(pair.load().groups["g1"], term=3))])
     old = pair.load().groups["g1"]
     for term in (4, 5):
-        pair.change_roles(roles.swap_roles(pair.load().groups["g1"], term=term))
+        pair.change([SetRoles(roles.swap_roles(pair.load().groups["g1"], term=term))])
     assert pair.load().groups["g1"].brokers == old.brokers
     with pytest.raises(StaleTerm):
-        pair.change_roles(roles.swap_roles(old, term=4))
+        pair.change([SetRoles(roles.swap_roles(old, term=4))])
     assert pair.load().groups["g1"].term == 6
 
 
@@ -89,7 +90,7 @@ def test_decision_on_brokers_that_registered_since_changes_nothing(pair):
     old = pair.load().groups["g1"]
     pair.store_registration(replace(SLAVE, incarnation="new disk"))
     with pytest.raises(StaleTerm):
-        pair.change_roles(roles.swap_roles(old, term=2))
+        pair.change([SetRoles(roles.swap_roles(old, term=2))])
     group = pair.load().groups["g1"]
     assert group.term == 2 and group.slave.incarnation == "new disk"
 
@@ -102,7 +103,7 @@ def test_of_many_threads_with_connections_of_their_own_exactly_one_wins_each_ter
         engine = open_database(database_url)
         barrier.wait()
         try:
-            Repository(engine).change_roles(roles.swap_roles(group, term=2))
+            Repository(engine).change([SetRoles(roles.swap_roles(group, term=2))])
             results.append("won")
         except StaleTerm:
             results.append("lost")
@@ -120,9 +121,9 @@ def test_of_many_threads_with_connections_of_their_own_exactly_one_wins_each_ter
 
 def test_same_broker_added_to_two_groups_at_once_is_in_one(repository):
     empty = repository.load()
-    repository.change_roles(roles.add_broker(empty, MASTER))
+    repository.change([SetRoles(roles.add_broker(empty, MASTER))])
     with pytest.raises(StaleTerm):
-        repository.change_roles(roles.add_broker(empty, replace(MASTER, group="g2")))
+        repository.change([SetRoles(roles.add_broker(empty, replace(MASTER, group="g2")))])
     assert list(repository.load().groups) == ["g1"]
 
 
@@ -138,23 +139,23 @@ def test_completeness_is_stored_for_the_disk_and_term_it_was_seen_in(pair):
 
 def test_routes_are_created_once_and_changed_by_version(pair):
     for name in ("g2", "g3"):
-        pair.change_roles(roles.add_broker(pair.load(), replace(MASTER, group=name, hostname=name)))
-    created = pair.store_route("s", ["g1"], version=0)
+        pair.change([SetRoles(roles.add_broker(pair.load(), replace(MASTER, group=name, hostname=name)))])
+    [created] = pair.store_routes([("s", ("g1",), 0)])
     assert (created.groups, created.version) == (("g1",), 1)
-    assert pair.store_route("s", ["g2"], version=0) == created, "who came first counts"
-    changed = pair.store_route("s", ["g1", "g2"], version=1)
+    assert pair.store_routes([("s", ("g2",), 0)]) == [created], "who came first counts"
+    [changed] = pair.store_routes([("s", ("g1", "g2"), 1)])
     assert (changed.groups, changed.version) == (("g1", "g2"), 2)
-    assert pair.store_route("s", ["g3"], version=1) == changed, "the older version lost"
+    assert pair.store_routes([("s", ("g3",), 1)]) == [changed], "the older version lost"
     assert pair.load_routes()[1] == [changed]
 
 
 def test_marks_are_set_and_removed_any_number_of_times(pair):
     mark = ReadonlyMark("*", "g1")
     for _ in range(2):
-        pair.mark_readonly(mark)
+        pair.change([SetMark(mark)])
     assert pair.load().marks == {mark}
     for _ in range(2):
-        pair.unmark_readonly(mark)
+        pair.change([UnsetMark(mark)])
     assert pair.load().marks == frozenset()
 
 
