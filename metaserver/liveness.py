@@ -21,8 +21,9 @@ from metaserver.peers import Peers
 from qmq.errors import OperatorError
 
 ASK_AGAIN_MS = 200
-ASK_AGAIN_TIMEOUTS_MAX = 4
-"""A broker that nobody hears is asked again after 200 ms, then after twice as long, up to so many timeouts."""
+ASK_EACH_MS = 10
+"""A broker that nobody hears is asked again after 200 ms, then after twice as long, up to the timeout; where there are
+many brokers, up to so long for each, as an answer costs about 3 ms."""
 
 
 class PlaceTaken(OperatorError):
@@ -193,16 +194,18 @@ class Liveness:
     def tick(self, *, now_ms: int) -> None:
         """Notice silence: of brokers whose stream stays open, and of metaservers. Call it many times a second."""
         for sighting in self._sightings.values():
-            if not sighting.up or (sighting.metaserver == self.own and not sighting.live):
-                continue  # it is down, or it is being asked since its stream ended
-            if not self._is_silent(sighting, now_ms):
+            if sighting.up and sighting.metaserver == self.own and not sighting.live:
+                continue  # it is being asked since its stream ended
+            if not self._is_doubtful(sighting, now_ms):
                 sighting.ask_ms, sighting.asked = None, 0
             elif sighting.ask_ms is None:
                 sighting.ask_ms = now_ms
 
-    def _is_silent(self, sighting: Sighting, now_ms: int) -> bool:
+    def _is_doubtful(self, sighting: Sighting, now_ms: int) -> bool:
         if sighting.live:
-            return now_ms - sighting.seen_ms > self.timeout_ms
+            return sighting.up and now_ms - sighting.seen_ms > self.timeout_ms
+        if not sighting.up:  # without the database nobody could tell us that it is back
+            return self.peers.is_unread(now_ms=now_ms)
         return now_ms >= self._presumed_until_ms and self.peers.is_silent(sighting.metaserver, now_ms=now_ms)
 
     def to_ask(self, *, now_ms: int) -> list[Question]:
@@ -211,12 +214,12 @@ class Liveness:
         due = [
             Question(key, sighting.session, sighting.incarnation)
             for key, sighting in self._sightings.items()
-            if sighting.up and sighting.ask_ms is not None and sighting.ask_ms <= now_ms
+            if sighting.ask_ms is not None and sighting.ask_ms <= now_ms
         ]
         for question in due:
             sighting = self._sightings[question.key]
             wait_ms = ASK_AGAIN_MS << min(sighting.asked, 10)
-            sighting.ask_ms = now_ms + min(wait_ms, ASK_AGAIN_TIMEOUTS_MAX * self.timeout_ms)
+            sighting.ask_ms = now_ms + min(wait_ms, max(self.timeout_ms, ASK_EACH_MS * len(self._sightings)))
             sighting.asked += 1
         return due
 
@@ -230,13 +233,15 @@ class Liveness:
     def answered(self, question: Question, state: ReplicaState | None, *, now_ms: int) -> None:
         """Note the answer to a question; None: there was none, or another process gave it."""
         sighting = self._sightings.get(question.key)
-        if sighting is None or sighting.session != question.session or not sighting.up or sighting.ask_ms is None:
+        if sighting is None or sighting.session != question.session or sighting.ask_ms is None:
             return  # it is heard again, here or at another metaserver
-        if state is None:
-            sighting.up = False
+        if state is None and sighting.up:
+            sighting.up, sighting.asked = False, 0
             self._changed(question.key)
-        elif sighting.state is None or essence(sighting.state) != essence(state):
-            sighting.state, sighting.seen_ms = state, now_ms
+        elif state is not None and (not sighting.up or not sighting.state or essence(sighting.state) != essence(state)):
+            if not sighting.up:
+                self._dirty.pop(question.key, None)  # nobody needs to hear any more that it was down
+            sighting.up, sighting.state, sighting.seen_ms = True, state, now_ms
             self.version += 1
 
     # -- what to store --------------------------------------------------------------------------------------------

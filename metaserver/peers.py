@@ -53,10 +53,14 @@ class Peers:
 
         Silence is a reason to ask its brokers, no more.
         """
-        if self._read_ms is None or now_ms - self._read_ms > self._timeout_ms:
-            return True
         peer = self._peers.get(id)
+        if self.is_unread(now_ms=now_ms) or self._read_ms is None:
+            return True
         return peer is not None and self._read_ms - peer.advanced_ms > self._timeout_ms
+
+    def is_unread(self, *, now_ms: int) -> bool:
+        """Whether the rows could not be read for the timeout: the database is away."""
+        return self._read_ms is None or now_ms - self._read_ms > self._timeout_ms
 
     def forgotten(self) -> list[str]:
         """Ids of rows that nobody needs any more."""

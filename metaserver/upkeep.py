@@ -60,8 +60,10 @@ class Upkeep:
         """Ask a broker that nobody hears whether it is there, and note the answer."""
         async with self._asking:
             state = await self._ask(question)
-        self._registry.liveness.answered(question, state, now_ms=self._registry.now_ms())
-        if state is None:
+        liveness, now_ms = self._registry.liveness, self._registry.now_ms()
+        was_up = liveness.is_up(question.key, now_ms=now_ms)
+        liveness.answered(question, state, now_ms=now_ms)
+        if was_up and not liveness.is_up(question.key, now_ms=now_ms):
             log.warning("broker down broker=%s: nobody hears it, and it does not answer", question.key)
         self._registry.publish()
 

@@ -265,6 +265,21 @@ def test_metaserver_that_comes_back_is_believed_again():
     assert signs.to_ask(now_ms=START + 9000) == []
 
 
+def test_broker_that_comes_back_while_the_database_is_away_is_found_by_asking():
+    signs = liveness()
+    signs.take_rows([row(up=False)], now_ms=START)
+    signs.peers.read([peer()], now_ms=START)
+    signs.tick(now_ms=START + TIMEOUT)
+    assert signs.to_ask(now_ms=START + TIMEOUT) == []
+    signs.tick(now_ms=START + TIMEOUT + 1)
+    (question,) = signs.to_ask(now_ms=START + TIMEOUT + 1)
+    signs.answered(question, None, now_ms=START + TIMEOUT + 2)
+    assert not signs.is_up(KEY, now_ms=START + 2000) and not signs.has_news
+    (question,) = signs.to_ask(now_ms=START + 4000)
+    signs.answered(question, REIGNING, now_ms=START + 4000)
+    assert signs.is_writable(group(), now_ms=START + 4000) and not signs.has_news
+
+
 def test_after_our_start_a_known_master_without_any_row_is_presumed_until_it_had_time_to_come_back():
     signs = liveness(started_ms=START)
     assert signs.is_writable(group(), now_ms=START + 999)
