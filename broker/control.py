@@ -114,7 +114,7 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
         return found
 
     async def ResetOffset(self, request: pb.ResetOffsetRequest, context: Any) -> pb.ResetOffsetAnswer:
-        """FAILED_PRECONDITION: refused, nothing changed. DEADLINE_EXCEEDED, ABORTED: it may or may not stay."""
+        """FAILED_PRECONDITION: refused, nothing changed. DEADLINE_EXCEEDED, UNAVAILABLE: it may or may not stay."""
         reset, safe = None, self._loop.create_future()
 
         def move() -> None:
@@ -147,7 +147,7 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         if error is not None:
             text = "the master changed before both copies knew it: look at Consumers before you repeat it"
-            await context.abort(grpc.StatusCode.ABORTED, text)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, text)
 
     async def DescribeLog(self, request: pb.Nothing, context: Any) -> pb.LogDescription:
         node = self._service.node

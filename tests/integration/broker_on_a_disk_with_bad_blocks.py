@@ -1,8 +1,8 @@
 """Shell. A broker as ever, on a disk with bad blocks: those that a file named BAD_BLOCKS beside its settings lists.
 
 The failure is raised where the system call is made, as Linux raises it: a read stops before a bad block, or fails with
-EIO if it begins in one; a write makes a block good if nothing of the file is left of it, and fails otherwise; what is
-cut off is bad no more.
+EIO if it begins in one; a write makes a block good that it covers, and fails if it covers a part of one, which would
+have to be read; what is cut off is bad no more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BadBlocks:
     def pwritev(self, fd: int, buffers: list[bytes], offset: int) -> int:
         end, size = offset + sum(map(len, buffers)), os.fstat(fd).st_size
         met = [block for block in self._of(fd) if block * BLOCK < end and offset < (block + 1) * BLOCK]
-        if any(block * BLOCK < offset or end < min((block + 1) * BLOCK, size) for block in met):
+        if any(block * BLOCK < size and (block * BLOCK < offset or end < (block + 1) * BLOCK) for block in met):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         self._are_good(fd, met)
         return self._pwritev(fd, buffers, offset)

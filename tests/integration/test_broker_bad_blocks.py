@@ -1,0 +1,131 @@
+"""Shell. A disk has blocks that cannot be read: the broker goes on, and the other copy mends them. P6."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from qmq.log import RealDisk
+from qmq.log.segments import log_name, segment_bases
+from tests.integration.broker_on_a_disk_with_bad_blocks import BAD_BLOCKS, BLOCK
+from tests.integration.cluster_world import (
+    are_equal,
+    begin,
+    consume_all,
+    data_of,
+    end,
+    log_of,
+    read_copy,
+    running,
+    send_all,
+    until,
+)
+
+COUNT = 400
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("cluster"), segment_bytes=64 * 1024, tail_bytes=0) as cluster:
+        names = [broker.hostname for broker in cluster.plan.brokers]
+        end(cluster, *names)
+        for name in names:
+            cluster.service(name).module = "tests.integration.broker_on_a_disk_with_bad_blocks"
+        begin(cluster, *names)
+        cluster.wait_writable()
+        yield cluster
+
+
+@pytest.fixture
+def subject(request):
+    return f"s{sum(request.node.name.encode())}"
+
+
+@pytest.fixture
+def sent(cluster, subject):
+    begin(cluster, *(broker.hostname for broker in cluster.plan.brokers))  # a test before this one may have failed
+    cluster.wait_writable()
+    first = segment_bases(RealDisk(data_of(cluster, cluster.broker("g1", "master"))))[-1]
+    for turn in range(10):
+        send_all(cluster, subject, COUNT // 10, size=600, name=f"t{turn}")
+    until(lambda: are_equal(cluster), "equal copies")
+    return first
+
+
+def spoil(cluster, broker, base, *blocks):
+    """Make blocks of a segment unreadable."""
+    path = (data_of(cluster, broker) / log_name(base)).resolve()
+    with bad_blocks(cluster, broker).open("a") as file:
+        file.writelines(f"{path} {block}\n" for block in blocks)
+
+
+def bad_blocks(cluster, broker):
+    return cluster.service(broker.hostname).config.with_name(BAD_BLOCKS)
+
+
+def are_mended(cluster, broker):
+    return not bad_blocks(cluster, broker).read_text()
+
+
+def bases_of(cluster, broker):
+    return segment_bases(RealDisk(data_of(cluster, broker)))
+
+
+def copies_are_whole(cluster):
+    cluster.wait_writable()
+    until(lambda: are_equal(cluster), "equal copies")
+    mine, other = [read_copy(data_of(cluster, cluster.broker("g1", role))) for role in ("master", "slave")]
+    return mine.frames == other.frames
+
+
+def test_bad_blocks_of_closed_segments_are_mended_while_consumers_go_on(cluster, subject, sent):
+    master = cluster.broker("g1", "master")
+    bases = [base for base in bases_of(cluster, master) if base >= sent]
+    assert len(bases) > 2
+    spoil(cluster, master, bases[0], (bases[1] - bases[0] - 1) // BLOCK)
+    spoil(cluster, master, bases[1], 3, 4)
+    pid = cluster.service(master.hostname).pid
+    got = consume_all(cluster, subject, "g", COUNT, prefetch_messages=20)
+    assert len({id for _, id in got}) == COUNT
+    until(lambda: are_mended(cluster, master), "written anew")
+    assert cluster.service(master.hostname).pid == pid, "the broker goes on"
+    said = log_of(cluster, master.hostname)
+    assert "disk cannot read" in said and "log repaired" in said
+    assert copies_are_whole(cluster)
+    assert [json.loads(one.read_text()) for one in data_of(cluster, master).glob("quarantine/*.json")]
+
+
+@pytest.mark.parametrize("role", ["master", "slave"])
+def test_bad_block_met_at_a_start_is_mended_before_the_broker_takes_its_part(cluster, subject, sent, role):
+    """In the newest segment, with whole frames behind it: nothing is cut, and the process does not end again."""
+    broker = cluster.broker("g1", role)
+    until(lambda: send_all(cluster, subject, 20, size=200) and written(cluster, broker) > 4 * BLOCK, "a few blocks")
+    newest = bases_of(cluster, broker)[-1]
+    end(cluster, broker.hostname)
+    spoil(cluster, broker, newest, 1)
+    begin(cluster, broker.hostname)
+    starts = cluster.service(broker.hostname).starts
+    cluster.wait_writable()
+    until(lambda: are_mended(cluster, broker), "written anew")
+    assert cluster.service(broker.hostname).starts == starts, "it did not end"
+    assert copies_are_whole(cluster)
+
+
+def written(cluster, broker):
+    """Bytes in the newest segment."""
+    copy = read_copy(data_of(cluster, broker))
+    return copy.end - bases_of(cluster, broker)[-1]
+
+
+@pytest.mark.parametrize("role", ["master", "slave"])
+def test_bad_block_at_the_very_end_is_fetched_again(cluster, subject, sent, role):
+    broker = cluster.broker("g1", role)
+    end(cluster, broker.hostname)
+    newest = bases_of(cluster, broker)[-1]
+    last = (read_copy(data_of(cluster, broker)).end - newest - 1) // BLOCK
+    spoil(cluster, broker, newest, last)
+    begin(cluster, broker.hostname)
+    assert copies_are_whole(cluster)
+    got = consume_all(cluster, subject, "all of it", COUNT)
+    assert len({id for _, id in got}) == COUNT

@@ -1,0 +1,211 @@
+"""Shell. Operators look at consumer groups, move them and switch consumers off, while those are connected."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+import pytest
+
+from deploy.control import manage
+from qmq.control_plane import CHANNEL_OPTIONS
+from qmq.errors import QmqError
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import BrokerStub
+from tests.integration.cluster_world import (
+    Wire,
+    begin,
+    consume_all,
+    consumer,
+    end,
+    pull,
+    running,
+    send_all,
+    subscribe,
+    until,
+)
+
+COUNT = 30
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("cluster"), lease_ms=20_000) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def subject(request):
+    return f"s{sum(request.node.name.encode())}"
+
+
+def call(cluster, method, request, role="master"):
+    """Call a broker's control port as the metaserver does."""
+    plan = cluster.broker("g1", role)
+    with grpc.insecure_channel(f"127.0.0.1:{plan.control_port}", options=CHANNEL_OPTIONS) as channel:
+        metadata = (("x-api-token", cluster.token),)
+        return getattr(BrokerStub(channel), method)(request, metadata=metadata, timeout=20)
+
+
+def progress(cluster, subject):
+    return list(call(cluster, "Consumers", pb.ConsumersRequest(subject=subject)).groups)
+
+
+def reset(cluster, subject, to, value=0, *, group="g", dry_run=False):
+    request = pb.ResetOffsetRequest(subject=subject, group=group, to=to, value=value, dry_run=dry_run)
+    return call(cluster, "ResetOffset", request)
+
+
+def ids(count, begin=0):
+    return [f"m-{at}" for at in range(begin, count)]
+
+
+def test_consumers_are_listed_as_they_are(cluster, subject):
+    before_ms = time.time_ns() // 1_000_000
+    send_all(cluster, subject, COUNT)
+    with Wire(cluster.broker("g1", "master").serve_port, token=cluster.token) as wire:
+        pulled = pull(wire, subscribe(wire, subject, consumer="one"))
+        handed_out = sum(piece.count for piece in pulled)
+        [told] = progress(cluster, subject)
+        assert (told.group, told.next_sequence, told.position, told.lag) == ("g", COUNT, handed_out, COUNT)
+        assert before_ms <= told.oldest_ms <= time.time_ns() // 1_000_000
+        [one] = told.consumers
+        host, _, port = one.peer.rpartition(":")
+        assert (one.consumer, one.connected, one.unacked, host) == ("one", True, handed_out, "127.0.0.1") and port
+    until(lambda: not progress(cluster, subject)[0].consumers[0].connected, "it is gone")
+
+
+def test_slave_does_not_answer_for_the_group(cluster, subject):
+    for method, request in (("Consumers", pb.ConsumersRequest()), ("ResetOffset", pb.ResetOffsetRequest())):
+        with pytest.raises(grpc.RpcError) as refused:
+            call(cluster, method, request, "slave")
+        assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        assert "not the master" in refused.value.details()
+
+
+@pytest.mark.parametrize("holds", ["everything acked", "a full buffer"])
+def test_connected_consumer_gets_what_the_new_position_says(cluster, subject, holds):
+    """Its pulls are refused, or its next ack: then it forgets what it holds and is served anew."""
+    send_all(cluster, subject, COUNT)
+    prefetch = 8 if holds == "a full buffer" else 100
+
+    async def consume():
+        client = consumer(cluster, consumer_id="c")
+        async with client.pull(subject, group="g", start="earliest", prefetch_messages=prefetch) as puller:
+            async with asyncio.timeout(20):
+                first = await take(puller, COUNT if holds == "everything acked" else 4)
+                await puller.flush()
+                if holds == "a full buffer":
+                    await until_async(lambda: progress(cluster, subject)[0].position > 8)
+                changed = await asyncio.to_thread(reset, cluster, subject, "sequence", 10)
+                again = []
+                while not again or again[-1] != COUNT - 1:
+                    again += [message.sequence for message in await take(puller, 1)]
+                return first, again, changed
+
+    first, again, changed = asyncio.run(consume())
+    assert changed.after == 10 and changed.before > 8
+    tail = again[again.index(10) :] if holds == "everything acked" else again
+    assert set(range(10, COUNT)) <= set(tail)
+    if holds == "everything acked":
+        assert again == list(range(10, COUNT)) and changed.repeated == COUNT - 10
+
+
+async def take(puller, count):
+    got = []
+    while len(got) < count:
+        messages = await puller.pull(count - len(got), timeout=1.0)
+        got += messages
+        await puller.ack(messages)
+    return got
+
+
+async def until_async(condition):
+    while not await asyncio.to_thread(condition):
+        await asyncio.sleep(0.05)
+
+
+def test_group_is_moved_to_a_time_and_that_survives_a_swap_and_kills(cluster, subject):
+    """W19."""
+    send_all(cluster, subject, COUNT)
+    time.sleep(0.01)
+    between_ms = time.time_ns() // 1_000_000
+    time.sleep(0.01)
+    send_all(cluster, subject, COUNT, name="late")
+    assert len(consume_all(cluster, subject, "g", 2 * COUNT)) == 2 * COUNT
+    assert reset(cluster, subject, "time", between_ms, dry_run=True).after == COUNT
+    assert progress(cluster, subject)[0].position == 2 * COUNT, "nothing was changed"
+    assert reset(cluster, subject, "time", between_ms).repeated == COUNT
+    cluster.swap_roles("g1")
+    cluster.wait_writable()
+    names = [broker.hostname for broker in cluster.plan.brokers]
+    end(cluster, *names)
+    begin(cluster, *names)
+    cluster.wait_writable()
+    got = consume_all(cluster, subject, "g", COUNT)
+    assert [id for _, id in got] == [f"late-{at}" for at in range(COUNT)]
+
+
+def test_move_is_refused_while_the_slave_is_missing(cluster, subject):
+    send_all(cluster, subject, COUNT)
+    consume_all(cluster, subject, "g", COUNT)
+    slave = cluster.broker("g1", "slave").hostname
+    end(cluster, slave)
+    try:
+        until(lambda: not is_served(cluster), "the master hears of it")
+        for why, group in (("slave of g1 is missing", "g"), ("never subscribed", "nobody")):
+            with pytest.raises(grpc.RpcError, match=why) as refused:
+                reset(cluster, subject, "earliest", group=group)
+            assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    finally:
+        begin(cluster, slave)
+        cluster.wait_writable()
+
+
+def test_operator_moves_a_group_through_the_metaserver(cluster, subject):
+    send_all(cluster, subject, COUNT)
+    consume_all(cluster, subject, "g", COUNT)
+    manage(cluster.metaserver, cluster.token, "ResetOffset", subject=subject, group="g", code=2)
+    assert [id for _, id in consume_all(cluster, subject, "g", COUNT)] == ids(COUNT)
+
+
+@pytest.mark.parametrize("consumer_id", ["c", "*"])
+def test_consumer_that_is_switched_off_gets_nothing_also_after_a_restart_until_it_is_switched_on(
+    cluster, subject, consumer_id
+):
+    rule = {"subject": subject, "consumerGroup": "g", "clientId": consumer_id}
+
+    def switch(state):
+        manage(cluster.metaserver, cluster.token, "OnOffline", state=state, **rule)
+
+    send_all(cluster, subject, COUNT)
+    switch("offline")
+    try:
+        with pytest.raises(TimeoutError):
+            consume_all(cluster, subject, "g", 1, timeout_s=1.5, consumer_id="c")
+        assert consume_all(cluster, subject, "other", COUNT, consumer_id="c")
+        end(cluster, "metaserver", *(broker.hostname for broker in cluster.plan.brokers))
+        begin(cluster, *(broker.hostname for broker in cluster.plan.brokers))
+        until(lambda: is_served(cluster), "the broker takes up its old part")
+        with Wire(cluster.broker("g1", "master").serve_port, token=cluster.token) as wire:
+            assert not pull(wire, subscribe(wire, subject, consumer="c"), timeout_ms=500)
+    finally:
+        begin(cluster, "metaserver")
+        until(lambda: answers(cluster), "the metaserver answers")
+        switch("online")
+    assert [id for _, id in consume_all(cluster, subject, "g", COUNT, consumer_id="c")] == ids(COUNT)
+
+
+def is_served(cluster):
+    try:
+        return call(cluster, "ReplicaStatus", pb.Nothing()).writable
+    except grpc.RpcError:
+        return False
+
+
+def answers(cluster):
+    try:
+        return manage(cluster.metaserver, cluster.token, "ListOffline") is not None
+    except QmqError:
+        return False
