@@ -115,7 +115,7 @@ class Database:
             self._is_away("no answer in time")
             raise DatabaseAway(self.reason) from None
 
-    async def write(self, work: Callable[[Repository], T]) -> T:
+    async def write(self, work: Callable[[Repository], T], *, timeout_ms: int = 0) -> T:
         """Run `work`, which changes something, on a thread.
 
         Raises:
@@ -123,7 +123,7 @@ class Database:
             QmqError: what the repository raises; nothing was changed.
         """
         result = asyncio.ensure_future(self._bounded(work, 0))
-        done, _ = await asyncio.wait({result}, timeout=self._timeout_ms / 1000)
+        done, _ = await asyncio.wait({result}, timeout=(timeout_ms or self._timeout_ms) / 1000)
         if not done:
             self._is_away("no answer in time")
             result.add_done_callback(_heard)

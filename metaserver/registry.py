@@ -19,7 +19,7 @@ from metaserver import roles, routing
 from metaserver.awake import AwakeClock
 from metaserver.changes import Changes
 from metaserver.database import AnswerLate, Database, DatabaseAway
-from metaserver.db.changes import Change, SetRoles
+from metaserver.db.changes import Change, RestoreAll, SetRoles
 from metaserver.db.errors import CommitUnknown, StaleTerm
 from metaserver.liveness import Liveness, Question
 from metaserver.metrics import GroupReading, Metrics
@@ -51,6 +51,8 @@ REGISTER_TRIES = 3
 LATE_S = 5.0
 """A database that answers again has answered what it was asked before, or will not."""
 LOOK_FIRST = "it does not tell now; look at AuditTrail once it does, before you repeat this"
+MANY = 100
+"""More changes than these in one transaction get the time of a reading of everything."""
 LOAD_MS = 60_000
 """How long a reading of everything may take: 100,000 routes take a few seconds."""
 
@@ -198,7 +200,8 @@ class Registry:
     async def _store(self, changes: tuple[Change, ...], audit: AuditRow) -> None:
         began_ms = time.time_ns() // 1_000_000
         try:
-            await self.database.write(lambda r: r.change(changes, audit))
+            many = any(isinstance(change, RestoreAll) for change in changes) or len(changes) > MANY
+            await self.database.write(lambda r: r.change(changes, audit), timeout_ms=LOAD_MS if many else 0)
         except CommitUnknown as error:
             if not await self._was_stored(audit, began_ms, error):
                 raise DatabaseAway("the connection broke, and the change was not stored") from error

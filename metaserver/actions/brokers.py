@@ -34,8 +34,12 @@ async def _replace_broker(desk: Desk, words: Words) -> Plan:
 
 async def _remove_broker(desk: Desk, words: Words) -> Plan:
     registry, key = desk.registry, BrokerKey(words["hostname"], words.number("servePort"))
-    return broker_plans.remove_broker(
-        registry.directory, registry.routes, key, registry.may_be_up, forced=words.flag("force")
+    directory = registry.directory
+    running = {broker.key for broker in directory.brokers() if registry.may_be_up(broker)}
+    return await desk.on_all_routes(
+        lambda routes: broker_plans.remove_broker(
+            directory, routes, key, lambda broker: broker.key in running, forced=words.flag("force")
+        )
     )
 
 

@@ -45,6 +45,7 @@ class RegistryPort(Protocol):
     def peers(self) -> list[MetaserverRow]: ...
 
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -104,12 +105,16 @@ class Desk:
         group = self.registry.directory.groups.get(name)
         return group is not None and self.registry.is_writable(group)
 
+    async def on_all_routes(self, work: Callable[[dict[str, Route]], R]) -> R:
+        """Run `work` on a copy of all routes, on a thread: there may be 100,000, and the loop must go on."""
+        return await asyncio.to_thread(work, dict(self.registry.routes))
+
     async def blast(self, plan: Plan) -> Blast:
         """Count whom a plan reaches."""
         subject = next(iter(plan.subjects)) if len(plan.subjects) == 1 else ALL_SUBJECTS
         counts = [await self.clients.old_routes(group, subject) for group in sorted(plan.groups)]
         return Blast(
-            subjects=tuple(sorted(plan.subjects)),
+            subjects=tuple(await asyncio.to_thread(sorted, plan.subjects)),
             groups=tuple(sorted(plan.groups)),
             clients=max((count.watchers for count in counts), default=0),
             unasked=tuple(sorted({name for count in counts for name in count.unasked})),

@@ -18,23 +18,23 @@ LOOK_AGAIN_S = 0.1
 
 
 async def _mark(desk: Desk, words: Words) -> Plan:
-    return _plan_mark(desk, words, readonly=True)
+    return await _plan_mark(desk, words, readonly=True)
 
 
 async def _unmark(desk: Desk, words: Words) -> Plan:
-    return _plan_mark(desk, words, readonly=False)
+    return await _plan_mark(desk, words, readonly=False)
 
 
-def _plan_mark(desk: Desk, words: Words, *, readonly: bool) -> Plan:
-    registry = desk.registry
-    return group_plans.mark_readonly(
-        registry.directory, registry.routes, words["subject"], words["brokerGroup"], readonly=readonly
+async def _plan_mark(desk: Desk, words: Words, *, readonly: bool) -> Plan:
+    directory, subject, group = desk.registry.directory, words["subject"], words["brokerGroup"]
+    return await desk.on_all_routes(
+        lambda routes: group_plans.mark_readonly(directory, routes, subject, group, readonly=readonly)
     )
 
 
 async def _after_mark(desk: Desk, words: Words, plan: Plan) -> Any:
-    registry, group = desk.registry, words["brokerGroup"]
-    without = group_plans.stranded(registry.directory, registry.routes, group, plan.subjects)
+    directory, group = desk.registry.directory, words["brokerGroup"]
+    without = await desk.on_all_routes(lambda routes: group_plans.stranded(directory, routes, group, plan.subjects))
     held = await wait_for_old_routes(desk, group, words["subject"], words.number("waitMs"))
     return {**plan.data, **held, "withoutOtherGroup": {"count": len(without), "names": without[:LISTED_MAX]}}
 
@@ -75,11 +75,18 @@ async def _list_readonly(desk: Desk, words: Words) -> Any:
 
 
 async def _drain(desk: Desk, words: Words) -> Plan:
-    return group_plans.set_draining(desk.registry.directory, desk.registry.routes, words["brokerGroup"], draining=True)
+    return await _plan_draining(desk, words, draining=True)
 
 
 async def _undrain(desk: Desk, words: Words) -> Plan:
-    return group_plans.set_draining(desk.registry.directory, desk.registry.routes, words["brokerGroup"], draining=False)
+    return await _plan_draining(desk, words, draining=False)
+
+
+async def _plan_draining(desk: Desk, words: Words, *, draining: bool) -> Plan:
+    directory, group = desk.registry.directory, words["brokerGroup"]
+    return await desk.on_all_routes(
+        lambda routes: group_plans.set_draining(directory, routes, group, draining=draining)
+    )
 
 
 async def _after_drain(desk: Desk, words: Words, plan: Plan) -> Any:

@@ -28,26 +28,19 @@ async def _add_group(desk: Desk, words: Words) -> Plan:
 
 
 async def _extend(desk: Desk, words: Words) -> Plan:
-    return route_plans.extend(
-        desk.registry.directory,
-        desk.registry.routes,
-        words["relatedSubject"],
-        words["relatedBrokerGroup"],
-        words["newBrokerGroup"],
-    )
+    directory = desk.registry.directory
+    named = words["relatedSubject"], words["relatedBrokerGroup"], words["newBrokerGroup"]
+    return await desk.on_all_routes(lambda routes: route_plans.extend(directory, routes, *named))
 
 
 async def _remove_group(desk: Desk, words: Words) -> Plan:
     subject, group = words["subject"], words["brokerGroup"]
-    contents = await desk.contents(group, subject)
-    return route_plans.remove_group(
-        desk.registry.directory,
-        desk.registry.routes,
-        subject,
-        group,
-        contents=contents,
-        takes_messages=desk.takes_messages(group),
-        forced=words.flag("force"),
+    contents, takes_messages = await desk.contents(group, subject), desk.takes_messages(group)
+    directory, forced = desk.registry.directory, words.flag("force")
+    return await desk.on_all_routes(
+        lambda routes: route_plans.remove_group(
+            directory, routes, subject, group, contents=contents, takes_messages=takes_messages, forced=forced
+        )
     )
 
 
@@ -68,12 +61,16 @@ async def _remove_subject(desk: Desk, words: Words) -> Plan:
 
 async def _list(desk: Desk, words: Words) -> Any:
     prefix, group, after, limit = words["prefix"], words["brokerGroup"], words["after"], words.number("limit")
-    routes = [
-        route
-        for subject, route in sorted(desk.registry.routes.items())
-        if route.groups and subject.startswith(prefix) and subject > after and group in ("", *route.groups)
-    ]
-    return [route_json(route) for route in (routes[:limit] if limit else routes)]
+
+    def find(routes: dict[str, Route]) -> list[dict[str, Any]]:
+        found = [
+            route
+            for subject, route in sorted(routes.items())
+            if subject.startswith(prefix) and subject > after and group in ("", *route.groups)
+        ]
+        return [route_json(route) for route in (found[:limit] if limit else found)]
+
+    return await desk.on_all_routes(find)
 
 
 async def _query(desk: Desk, words: Words) -> Any:

@@ -8,6 +8,9 @@ from typing import Any
 from metaserver.actions.action import Action
 from metaserver.model import DELAY, AuditRow, Broker, DataSource, Group, MetaserverRow, ReplicaState, Route, SubjectInfo
 
+SHOWN_MAX = 20
+"""A list of the trail shows so many of the subjects that one action changed."""
+
 
 def broker_json(broker: Broker, *, up: bool | None = None) -> dict[str, Any]:
     """QMQ's broker; `up` None: not known, not shown."""
@@ -85,7 +88,8 @@ def state_json(state: ReplicaState | None) -> dict[str, Any]:
     }
 
 
-def audit_json(row: AuditRow) -> dict[str, Any]:
+def audit_json(row: AuditRow, *, whole: bool = False) -> dict[str, Any]:
+    """A row of the trail; what many subjects were before and after is shortened, unless the whole is asked for."""
     return {
         "id": row.id,
         "time": row.time_ms,
@@ -93,10 +97,18 @@ def audit_json(row: AuditRow) -> dict[str, Any]:
         "peer": row.peer,
         "action": row.action,
         "parameters": dict(row.parameters),
-        "before": row.before,
-        "after": row.after,
+        "before": row.before if whole else _shortened(row.before),
+        "after": row.after if whole else _shortened(row.after),
         "result": row.result,
     }
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > SHOWN_MAX:
+        return {name: value[name] for name in list(value)[:SHOWN_MAX]} | {"…": f"and {len(value) - SHOWN_MAX:,} more"}
+    if isinstance(value, list) and len(value) > SHOWN_MAX:
+        return [*value[:SHOWN_MAX], f"… and {len(value) - SHOWN_MAX:,} more"]
+    return value
 
 
 def source_json(source: DataSource) -> dict[str, Any]:

@@ -34,10 +34,12 @@ async def _audit_trail(desk: Desk, words: Words) -> Any:
             action=words["name"],
             since_ms=words.number("since"),
             about=about,
-        )
+        ),
+        timeout_ms=DATABASE_WAIT_MS,
     )
     full = len(rows) == words.number("limit")
-    return {"rows": [audit_json(row) for row in rows], "next": rows[-1].id if rows and full else None}
+    whole = words.is_given("request")
+    return {"rows": [audit_json(row, whole=whole) for row in rows], "next": rows[-1].id if rows and full else None}
 
 
 async def _backup(desk: Desk, words: Words) -> Any:

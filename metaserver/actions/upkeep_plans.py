@@ -8,7 +8,7 @@ from typing import Any
 from metaserver.actions.plan import Plan, refused
 from metaserver.db.changes import RestoreAll
 
-KEPT = ("api_token", "audit_trail", "client_meta_info")
+KEPT = ("api_token", "audit_trail")
 """Tables of which rows do not make a metaserver count as used: the first admin token is there from the start."""
 
 _SUBJECT = ("subject_route", "subject_info")

@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from metaserver.actions import ACTIONS, Status
 from metaserver.actions.runner import HANDLERS
@@ -281,8 +282,11 @@ def test_what_nobody_can_find_out_says_how_to_find_out_later(tmp_path, monkeypat
     async def body(world):
         monkeypatch.setattr("metaserver.actions.runner.SETTLE_PAUSE_S", 0)
 
+        def away(repository):
+            raise OperationalError("SELECT", {}, OSError("killed"))
+
         async def broken(changes, audit):
-            world.database._is_away("killed")
+            monkeypatch.setattr(Repository, "versions", away)
             raise OutcomeUnknown("the connection broke")
 
         world.registry.change = broken
