@@ -45,14 +45,13 @@ http {{
 class Installation:
     """Everything in one folder; `metaservers` and `brokers` are processes that a test stops and starts."""
 
-    def __init__(self, folder, database, *, metaservers=2, brokers=True):
+    def __init__(self, folder, database, *, metaservers=2):
         self.folder, self.database = folder, database
         ports = free_ports(2 * metaservers + 9)
         self.nginx_port, *ports = ports
         self.metaservers = [self._metaserver(f"m{number}", ports.pop(), ports.pop()) for number in range(metaservers)]
         self.url = f"http://{HOST}:{self.nginx_port}"
         self.brokers = [self._broker(f"b{number}", [ports.pop() for _ in range(4)]) for number in range(2)]
-        self.has_brokers = brokers
 
     def _metaserver(self, name, http_port, grpc_port):
         settings = {
@@ -85,12 +84,11 @@ class Installation:
         for service in self.metaservers:
             until(lambda service=service: self.answers(service.url), f"{service.name} answers")
         self._start_nginx()
-        if self.has_brokers:
-            for role, broker in enumerate(self.brokers):
-                manage(self.url, TOKEN, "AddBroker", brokerGroup="g1", role=role, **broker.place)
-                broker.start()
-            for service in self.metaservers:
-                until(lambda service=service: self.writable(service.url), f"g1 is writable at {service.name}")
+        for role, broker in enumerate(self.brokers):
+            manage(self.url, TOKEN, "AddBroker", brokerGroup="g1", role=role, **broker.place)
+            broker.start()
+        for service in self.metaservers:
+            until(lambda service=service: self.writable(service.url), f"g1 is writable at {service.name}")
         return self
 
     def _start_nginx(self):

@@ -1,0 +1,209 @@
+"""Shell. The database is away, stands still, or is destroyed: what is known goes on, what is new waits and says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from deploy.control import manage
+from qmq.errors import QmqError
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import MetaserverStub
+from tests.integration.cluster_world import until
+from tests.integration.installation_world import HEADERS, SUBJECT, TOKEN, Installation, Observers, end, installation
+
+STEADY_S = 3.0
+METADATA = [("x-api-token", TOKEN)]
+
+
+@pytest.fixture(scope="module")
+def world(mariadb, tmp_path_factory):
+    with installation(tmp_path_factory.mktemp("down"), mariadb.create_database()) as running:
+        with Observers(running) as observers:
+            until(lambda: observers.sent > 5, "the subject has a route")
+        yield running
+
+
+def database_is_up(url):
+    return httpx.get(f"{url}/health/ready", trust_env=False).json()["database"]
+
+
+def all_know(world, *, up):
+    for service in world.metaservers:
+        until(lambda url=service.url: database_is_up(url) is up, f"{service.name} knows that the database is up: {up}")
+
+
+def routes(url, *subjects):
+    """Ask for routes as a client without gRPC does."""
+    words = [("subject", subject) for subject in subjects]
+    words += [("app", "test"), ("clientId", "test"), ("produces", "true")]
+    answer = httpx.get(f"{url}/meta/routes", params=words, headers=HEADERS, trust_env=False, timeout=5)
+    return {route["subject"]: route for route in answer.json()["routes"]}
+
+
+def offers(url, subject):
+    route = routes(url, subject).get(subject, {})
+    return bool(route.get("groups")) and all(group["writable"] for group in route["groups"])
+
+
+@contextlib.contextmanager
+def stopped(server):
+    server.stop()
+    try:
+        yield
+    finally:
+        server.start()
+
+
+@pytest.mark.parametrize("away", [stopped, lambda server: server.paused()], ids=["stopped", "hangs"])
+def test_weakness_15_16_17_routes_marks_and_heartbeats_go_on_without_the_database(world, mariadb, away):
+    """Weakness 15: a stalled database stalls unrelated clients. Weakness 16: the slave's address dies with the first
+    database error. Weakness 17: subjects with too few groups depend on the database at each poll.
+    """
+    manage(world.url, TOKEN, "MarkReadonlyBrokerGroup", brokerGroup="g1", subject=SUBJECT)
+    for service in world.metaservers:
+        until(lambda url=service.url: not offers(url, SUBJECT), "the mark is known")
+    manage(world.url, TOKEN, "UnMarkReadonlyBrokerGroup", brokerGroup="g1", subject=SUBJECT)
+    for service in world.metaservers:
+        until(lambda url=service.url: offers(url, SUBJECT), "it is known that the mark is gone")
+    with Observers(world) as observers:
+        until(lambda: observers.sent > 20, "the observers are at work")
+        with away(mariadb):
+            all_know(world, up=False)
+            sent = observers.sent
+            for service in world.metaservers:
+                asked_s = time_of(lambda url=service.url: offers(url, SUBJECT))
+                assert asked_s < 0.5, f"{service.name} took {asked_s:.2f} s for a known route"
+            time.sleep(STEADY_S)
+        all_know(world, up=True)
+    assert observers.problems == [] and observers.sent > sent and observers.slowest_s < 2
+
+
+def time_of(call):
+    began = time.monotonic()
+    assert call()
+    return time.monotonic() - began
+
+
+def test_new_subject_gets_a_clear_answer_and_its_route_by_itself(world, mariadb):
+    url = world.metaservers[0].url
+    with stopped(mariadb):
+        all_know(world, up=False)
+        answer = routes(url, "born.in.the.outage", SUBJECT)
+        assert answer[SUBJECT]["groups"]
+        refused = answer["born.in.the.outage"]["refused"]
+        assert "database does not answer" in refused and "known routes go on" in refused
+    until(lambda: routes(url, "born.in.the.outage")["born.in.the.outage"].get("groups"), "it has a route")
+
+
+def test_operators_change_is_refused_with_the_reason_and_changes_nothing(world, mariadb):
+    with stopped(mariadb):
+        all_know(world, up=False)
+        for service in world.metaservers:
+            with pytest.raises(QmqError, match="database does not answer"):
+                manage(service.url, TOKEN, "MarkReadonlyBrokerGroup", brokerGroup="g1")
+        assert world.writable(world.url)
+    all_know(world, up=True)
+    assert [group["readonlySubjects"] for group in world.look(world.url)] == [[]]
+
+
+def test_weakness_18_a_failing_database_never_empties_what_a_client_has(world, mariadb):
+    """Weakness 18: refusal answers empty the consumer's groups."""
+
+    async def watch():
+        service = world.metaservers[0]
+        async with grpc.aio.insecure_channel(service.grpc) as channel:
+            call = MetaserverStub(channel).WatchRoutes(metadata=METADATA)
+            await call.write(pb.RouteRequest(subjects=[SUBJECT], app="test", client_id="c", produces=True))
+            first = await call.read()
+            assert first.routes[0].groups
+            with stopped(mariadb):
+                await asyncio.to_thread(all_know, world, up=False)
+                await call.write(pb.RouteRequest(subjects=[SUBJECT, "unheard.of"], app="test", client_id="c"))
+                updates = [await asyncio.wait_for(call.read(), 10)]
+            for update in updates:
+                for route in update.routes:
+                    assert route.groups or route.subject == "unheard.of"
+            call.cancel()
+
+    asyncio.run(watch())
+
+
+def test_broker_that_dies_meanwhile_is_known_to_be_down_and_stays_so(world, mariadb):
+    with stopped(mariadb):
+        all_know(world, up=False)
+        end(world.brokers[1], signal.SIGKILL)
+        for service in world.metaservers:
+            until(lambda url=service.url: not world.up(url)["b1"], f"{service.name} knows")
+    all_know(world, up=True)
+    for service in world.metaservers:
+        assert not world.up(service.url)["b1"]
+    world.brokers[1].start()
+    for service in world.metaservers:
+        until(lambda url=service.url: world.writable(url), f"g1 is writable at {service.name}")
+
+
+def test_broker_restarts_while_the_database_is_away(world, mariadb):
+    with stopped(mariadb):
+        all_know(world, up=False)
+        end(world.brokers[0], signal.SIGTERM)
+        world.brokers[0].start()
+        until(lambda: any(world.writable(service.url) for service in world.metaservers), "g1 takes messages again")
+        until(lambda: all(world.writable(service.url) for service in world.metaservers), "both know")
+    all_know(world, up=True)
+    assert world.writable(world.url)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
+def test_weakness_23_metaserver_starts_from_its_snapshot_while_the_database_is_away(world, mariadb, how):
+    """Weakness 23: no start without the database."""
+    service = world.metaservers[0]
+    until(lambda: Path(world.folder / "m0.snapshot").exists(), "there is a snapshot")
+    time.sleep(4)  # what changed last is in it by then, as it is written every 3 s
+    with Observers(world) as observers:
+        until(lambda: observers.sent > 20, "the observers are at work")
+        with stopped(mariadb):
+            all_know(world, up=False)
+            end(service, how)
+            service.start()
+            until(lambda: world.answers(service.url), "it serves")
+            assert offers(service.url, SUBJECT) and world.writable(service.url)
+            assert not database_is_up(service.url)
+            time.sleep(STEADY_S)
+        all_know(world, up=True)
+        assert offers(service.url, SUBJECT)
+    assert observers.problems == []
+
+
+def test_weakness_23_without_database_and_snapshot_it_says_so_and_ends(tmp_path, mariadb):
+    """Weakness 23: a metaserver that cannot serve fails in a way that nobody understands."""
+    url = mariadb.create_database()
+    (service,) = Installation(tmp_path, url, metaservers=1).metaservers
+    with stopped(mariadb):
+        service.start()
+        until(lambda: service.exit_status is not None, "it ends")
+    assert service.exit_status == 1
+    said = (tmp_path / "m0.log").read_text()
+    assert "the database does not answer" in said and "no snapshot" in said and "Traceback" not in said
+
+
+def test_sqlite_whose_file_is_destroyed_is_served_from_memory(tmp_path):
+    """What SQLite keeps beside its file goes as well; the process has it open, and must not mind."""
+    file = tmp_path / "m.db"
+    with installation(tmp_path, f"sqlite:///{file}", metaservers=1) as world:
+        with Observers(world) as observers:
+            until(lambda: observers.sent > 20, "the observers are at work")
+            whole = {path: path.read_bytes() for path in tmp_path.glob("m.db*")}
+            for path in whole:
+                path.write_bytes(b"this is no database" * 1000)
+            all_know(world, up=False)
+            time.sleep(STEADY_S)
+            assert offers(world.metaservers[0].url, SUBJECT)
+        assert observers.problems == []
