@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tools.command import Command, bad, good, warning
-from tools.table import Block, Column, Table, to_cell
+from tools.table import Block, Cell, Column, Table, to_cell, utc
 
+_TIMES = ("updateTime", "created", "expires", "revoked")
+"""Milliseconds since 1970, 0: never."""
+_UNSAID = ("action", "dryRun", "details")
 NAMES_MAX = 12
 """So many names of subjects and groups are shown; the count is always complete."""
 
@@ -19,12 +22,13 @@ def refusal(preview: Any) -> str:
 
 def show_plan(command: Command, words: Mapping[str, str], preview: Any) -> Iterable[Block]:
     """Say what would change and whom it reaches."""
-    given = " ".join(f"{name}={_short(value)}" for name, value in words.items() if name not in ("action", "dryRun"))
+    given = " ".join(f"{name}={_short(value)}" for name, value in words.items() if name not in _UNSAID)
     yield f"{command.name} {given}"
     if not isinstance(preview, Mapping):
         return
     for objection in preview.get("objections") or ():
-        yield warning(f"against it: {objection}")
+        if objection not in (preview.get("reasons") or ()):  # then it is done all the same
+            yield warning(f"against it: {objection}")
     yield from _reach(preview)
     yield from _changes(preview.get("before"), preview.get("after"))
     if refusal(preview):
@@ -34,7 +38,7 @@ def show_plan(command: Command, words: Mapping[str, str], preview: Any) -> Itera
 
 
 def _reach(preview: Mapping[str, Any]) -> Iterable[Block]:
-    if preview.get("blastRadius"):
+    if preview.get("clients") or any((preview.get(kind) or {}).get("count") for kind in ("subjects", "groups")):
         yield f"reaches {preview['blastRadius']}"
     for kind in ("subjects", "groups"):
         names = (preview.get(kind) or {}).get("names") or []
@@ -55,19 +59,22 @@ def _changes(before: Any, after: Any) -> Iterable[Block]:
         yield Table(
             (
                 Column("CHANGES", "field"),
-                Column("FROM", lambda row: row["before"]),
-                Column("TO", lambda row: row["after"]),
+                Column("FROM", "before", fold=16),
+                Column("TO", "after", fold=16),
             ),
             rows,
         )
 
 
-def _flat(path: str, value: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
+def _flat(path: str, value: Any) -> Iterable[tuple[str, Cell]]:
+    if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _flat(f"{path}.{name}" if path else str(name), item)
-    elif value is not None and value != {}:
-        yield path or "value", to_cell(value)
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        yield path or "value", Cell("; ".join(to_cell(item).text for item in value))
+    elif value is not None:
+        last = path.rpartition(".")[2]
+        yield path or "value", to_cell(utc(value) if last in _TIMES and isinstance(value, int) else value)
 
 
 def _short(value: str) -> str:

@@ -34,6 +34,8 @@ class Column:
     value: str | Callable[[Any], object]
     drop: int = 0
     """Where the width does not do, columns go, the highest number first; 0 stays."""
+    fold: int = 0
+    """The column may be this narrow: its text goes on in the next line. 0: it is shown as wide as it is."""
 
     def cell(self, row: Mapping[str, Any]) -> Cell:
         return to_cell(self.value(row) if callable(self.value) else row.get(self.value))
@@ -60,6 +62,7 @@ class Laid:
     titles: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     widths: tuple[int, ...]
+    folds: tuple[bool, ...]
     left_out: tuple[str, ...]
 
 
@@ -70,7 +73,8 @@ def lay(table: Table, width: int | None) -> Laid:
     columns = [column for column in columns if not column.drop or any(cell.text != "-" for cell in cells[column.title])]
     widths = {title: max(len(title), *(len(cell.text) for cell in column)) for title, column in cells.items()}
     left_out: list[str] = []
-    while width is not None and sum(widths[c.title] + len(GAP) for c in columns) - len(GAP) > width:
+    least = {column.title: min(column.fold or widths[column.title], widths[column.title]) for column in columns}
+    while width is not None and sum(least[column.title] + len(GAP) for column in columns) - len(GAP) > width:
         droppable = max(columns, key=lambda column: column.drop)
         if not droppable.drop:
             break
@@ -78,7 +82,8 @@ def lay(table: Table, width: int | None) -> Laid:
         left_out.append(droppable.title)
     titles = tuple(column.title for column in columns)
     rows = tuple(zip(*(cells[title] for title in titles))) if table.rows else ()
-    return Laid(titles, rows, tuple(widths[title] for title in titles), tuple(left_out))
+    folds = tuple(bool(column.fold) for column in columns)
+    return Laid(titles, rows, tuple(widths[title] for title in titles), folds, tuple(left_out))
 
 
 def plain(blocks: Iterable[Block], width: int | None = None) -> str:

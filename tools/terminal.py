@@ -7,17 +7,14 @@ import sys
 from collections.abc import Iterable
 from typing import TextIO
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from tools.table import Block, Cell, Table, Tone, lay, left_out, plain, printable
+from tools.table import GAP, Block, Cell, Table, Tone, lay, left_out, plain, printable
 
 _STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.WARN: "yellow", Tone.BAD: "bold red"}
-_BORDER = 2
-"""Columns that the table's box takes to the left and to the right of the cells."""
 
 
 def is_interactive(stream: TextIO) -> bool:
@@ -38,15 +35,13 @@ def confirm(question: str) -> bool:
 
 
 def show(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
-    """Print blocks; with NO_COLOR set, or TERM=dumb, a terminal too gets plain text."""
+    """Print blocks. With NO_COLOR set, or TERM=dumb, a terminal gets the same without colours."""
     stream = stream or sys.stdout
     if not is_interactive(stream):
         print(plain(blocks), file=stream)
         return
-    console = Console(file=stream, highlight=False, emoji=False)
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        print(plain(blocks, console.width), file=stream)
-        return
+    is_colourless = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    console = Console(file=stream, highlight=False, emoji=False, force_terminal=not is_colourless)
     for block in blocks:
         _show_block(console, block)
 
@@ -66,11 +61,11 @@ def _show_table(console: Console, table: Table) -> None:
     if not table.rows:
         console.print(Text(table.empty, style="dim"))
         return
-    laid = lay(table, console.width - 2 * _BORDER)
-    rich = RichTable(box=SIMPLE_HEAD, pad_edge=True, header_style="bold", show_edge=True)
-    for title, cells in zip(laid.titles, zip(*laid.rows)):
+    laid = lay(table, console.width)
+    rich = RichTable(box=None, padding=(0, len(GAP), 0, 0), pad_edge=False, header_style="bold")
+    for title, cells, folds in zip(laid.titles, zip(*laid.rows), laid.folds):
         numeric = any(cell.is_number for cell in cells)
-        rich.add_column(escape(title), justify="right" if numeric else "left", overflow="fold")
+        rich.add_column(escape(title), justify="right" if numeric else "left", overflow="fold", no_wrap=not folds)
     for row in laid.rows:
         rich.add_row(*(Text(cell.text, style=_STYLES[cell.tone]) for cell in row))
     console.print(rich)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NoReturn
 
+from qmq.version import VERSION
 from tools.address import Address
 from tools.command import Command, Kind, Option
 from tools.commands import COMMANDS, SECTIONS
@@ -83,6 +84,7 @@ def build_parser(environ: Mapping[str, str], *, now_ms: int) -> argparse.Argumen
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("-V", "--version", action="version", version=f"{PROGRAM} of qmq {VERSION}")
     commands = parser.add_subparsers(
         metavar="COMMAND", prog=PROGRAM, required=True, help=argparse.SUPPRESS, parser_class=_Parser
     )

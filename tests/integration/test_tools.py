@@ -108,6 +108,14 @@ def test_json_of_a_refusal_is_printed_too():
     assert json.loads(ended.stdout) == {"error": "it is there", "data": {"name": "s"}}
 
 
+def test_an_answer_of_another_version_is_shown_as_it_came():
+    """What is done is done: that its wording is not known makes no refusal of it."""
+    with Stub(planned("success")) as stub:
+        ended = run("MarkReadonly", stub.address, "--yes", brokerGroup="g1")
+    assert ended.returncode == DONE and json.loads(ended.stdout.splitlines()[-1]) == ok("success")
+    assert "unlike those of this version" in ended.stderr
+
+
 def test_output_without_a_terminal_is_plain():
     row = {
         "group": "g1",
@@ -279,7 +287,7 @@ def test_backup_is_written_whole_for_its_owner_alone(tmp_path):
     old.chmod(0o644)
     with Stub(lambda _: ok(DUMP)) as stub:
         ended = run("Backup", stub.address, file="backup.json", cwd=tmp_path)
-    assert ended.returncode == DONE and "1 subject_route, 0 broker" in ended.stdout
+    assert ended.returncode == DONE and "B; 1 subject_route\n" in ended.stdout
     assert json.loads(old.read_text()) == DUMP and stat.S_IMODE(old.stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == ["backup.json"]
 

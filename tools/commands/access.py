@@ -43,6 +43,7 @@ DATABASES = (
         ),
         lambda _: [good("the database is registered")],
         changes=True,
+        has_details=True,
         look="ListDbs",
     ),
     Command(
@@ -78,8 +79,8 @@ def _tokens(rows: Any) -> Table:
             Column("NAME", "name"),
             Column("ROLE", "role"),
             Column("VALID", _validity),
-            Column("SUBJECTS", lambda row: row.get("subjects") or "all", drop=1),
-            Column("GROUPS", lambda row: row.get("groups") or "all", drop=2),
+            Column("SUBJECTS", lambda row: row.get("subjects") or "all", fold=16),
+            Column("GROUPS", lambda row: row.get("groups") or "all", drop=2, fold=10),
             Column("EXPIRES", moment("expires"), drop=1),
             Column("CREATED", moment("created"), drop=3),
         ),
@@ -127,11 +128,12 @@ def _trail(data: Any) -> Iterable[Block]:
     yield Table(
         (
             Column("ID", "id", drop=3),
-            Column("TIME", moment("time")),
+            Column("TIME", moment("time"), fold=10),
             Column("WHO", "who"),
             Column("FROM", "peer", drop=2),
-            Column("ACTION", "action"),
-            Column("PARAMETERS", _parameters),
+            Column("ACTION", "action", fold=18),
+            Column("PARAMETERS", _parameters, fold=24),
+            Column("REQUEST", lambda row: row["parameters"].get("request"), drop=4),
             Column("RESULT", "result"),
         ),
         data["rows"],
@@ -144,23 +146,18 @@ def _trail(data: Any) -> Iterable[Block]:
 def _parameters(row: Mapping[str, Any]) -> str:
     return " ".join(
         f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-        for name, value in (row.get("parameters") or {}).items()
+        for name, value in row["parameters"].items()
+        if name not in ("request", "details")
     )
 
 
 def _keep_backup(data: Any) -> tuple[str, dict[str, Any]]:
     text = json.dumps(data, ensure_ascii=False, indent=1) + "\n"
-    rows = {name: len(part) for name, part in _tables(data).items() if isinstance(part, list | dict)}
-    return text, {"bytes": len(text.encode()), "rows": rows}
-
-
-def _tables(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner: Any = data.get("tables", data)
-    return inner if isinstance(inner, Mapping) else {}
+    return text, {"bytes": len(text.encode()), "rows": {name: len(rows) for name, rows in data["tables"].items()}}
 
 
 def _backed_up(data: Any) -> Iterable[Block]:
-    rows = ", ".join(f"{count:,} {name}" for name, count in data["rows"].items())
+    rows = ", ".join(f"{count:,} {name}" for name, count in data["rows"].items() if count)
     yield good(f"{data['keptIn']}: {size(data['bytes'])}; {rows}")
 
 

@@ -69,12 +69,12 @@ def _groups(groups: Any) -> Table:
     return Table(
         (
             Column("GROUP", "groupName"),
-            Column("TERM", "term", drop=3),
+            Column("TERM", "term", drop=5),
             Column("TAKES", _takes),
             Column("MASTER", "master"),
             Column("SLAVE", lambda group: group.get("slaves")),
-            Column("WHY NOT", _reasons),
-            Column("READONLY SUBJECTS", lambda group: group.get("readonlySubjects"), drop=2),
+            Column("WHY NOT", _reasons, fold=12),
+            Column("READONLY SUBJECTS", lambda group: group.get("readonlySubjects"), drop=2, fold=20),
             Column("TAG", "tag", drop=4),
             Column("KIND", lambda group: "" if group.get("kind") == "NORMAL" else group.get("kind"), drop=5),
         ),
@@ -135,7 +135,7 @@ _REPLICA = (
     Column("MATCHED", lambda row: row["matchedEnd"] if row["isMaster"] else None, drop=4),
     Column("HIGH WATERMARK", "highWatermark", drop=6),
     Column("CHAIN", "chain"),
-    Column("WHY NOT", lambda row: row.get("error") or row.get("readonlyReasons"), drop=2),
+    Column("WHY NOT", lambda row: row.get("error") or row.get("readonlyReasons"), fold=20),
 )
 
 BROKERS = (
@@ -146,6 +146,7 @@ BROKERS = (
         _BROKER,
         _added,
         changes=True,
+        has_details=True,
         look="ListBrokers --brokerGroup={brokerGroup}",
     ),
     Command(
@@ -166,6 +167,7 @@ BROKERS = (
         ),
         _replaced,
         changes=True,
+        has_details=True,
         look="ListBrokers --brokerGroup={brokerGroup}",
     ),
     Command(

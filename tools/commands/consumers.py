@@ -29,7 +29,7 @@ def _lags(data: Any) -> Iterable[Block]:
             Column("GROUP", "group"),
             Column("LAG", _messages),
             Column("OLDEST", lambda row: span(row["ageSeconds"] * 1000) if row["messages"] else ""),
-            Column("BY BROKER GROUP", "brokerGroups", drop=1),
+            Column("BY BROKER GROUP", "brokerGroups", drop=1, fold=16),
         ),
         data["lag"],
         empty="no consumer group is known",
@@ -76,7 +76,7 @@ _CONSUMER = (
 
 
 def _reset(data: Any) -> Iterable[Block]:
-    yield good(f"{data['group']} goes on with {data['subject']} from {data['to']}")
+    yield good(f"{data['group']} goes on with {data['subject']}: {data['to']}")
     yield Table(
         (
             Column("BROKER GROUP", "brokerGroup"),
@@ -120,7 +120,7 @@ def _clients(data: Any) -> Iterable[Block]:
             Column("CLIENT", "clientId"),
             Column("FROM", "peer"),
             Column("PRODUCES", "produces", drop=1),
-            Column("SUBJECTS", "subjects"),
+            Column("SUBJECTS", "subjects", fold=20),
             Column("METASERVER", "metaserver", drop=2),
         ),
         data["clients"],
@@ -144,6 +144,7 @@ CONSUMERS = (
         ),
         _reset,
         changes=True,
+        has_details=True,
         look="Consumers --subject={subject} --group={group}",
         timeout_s=45,
         needs=_position_is_named_once,

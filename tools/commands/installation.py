@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tools.command import Command, bad, good, listing, warning
@@ -31,14 +31,28 @@ def _level(finding: Mapping[str, Any]) -> Cell:
 
 
 def _findings(findings: Any) -> Iterable[Block]:
-    yield Table((Column("", _level), Column("STEP", "step"), Column("FOUND", "found")), findings)
+    columns = (Column("", _level), Column("STEP", "step"), Column("FOUND", "found", fold=30))
+    yield Table(columns, list(_brief(findings)))
     todo = [finding for finding in findings if finding["do"]]
     for finding in todo:
         yield ""
         yield _LEVEL[finding["level"]](f"{finding['level']} {finding['step']}: {finding['found']}")
         yield f"  {finding['do']}"
-    if not todo:
-        yield good("nothing is wrong")
+    yield ""
+    yield warning(f"{len(todo)} to look at") if todo else good("nothing is wrong")
+
+
+def _brief(findings: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """All that is not fine, and of what is fine the first of each step with the number of the others."""
+    by_step: dict[str, list[Mapping[str, Any]]] = {}
+    for finding in findings:
+        by_step.setdefault(finding["step"], []).append(finding)
+    for of_step in by_step.values():
+        fine = [finding for finding in of_step if finding["level"] == "OK"]
+        if fine:
+            more = f" (and {len(fine) - 1} more)" if len(fine) > 1 else ""
+            yield {**fine[0], "found": fine[0]["found"] + more}
+        yield from (finding for finding in of_step if finding["level"] != "OK")
 
 
 INSTALLATION = (

@@ -21,7 +21,7 @@ WAIT = Option(
 )
 _ROUTE = (
     Column("SUBJECT", "subject"),
-    Column("BROKER GROUPS", "brokerGroups"),
+    Column("BROKER GROUPS", "brokerGroups", fold=12),
     Column("VERSION", "version", drop=1),
     Column("CHANGED", moment("updateTime"), drop=2),
 )
@@ -58,11 +58,12 @@ def _added_subject(subject: Any) -> Iterable[Block]:
 
 
 def _count_changed(data: Any) -> Iterable[Block]:
-    count = data.get("changed") if isinstance(data, Mapping) else None
-    if count is None:
-        yield good(data if isinstance(data, str) and data else "done")
-    else:
-        yield good(f"{count:,} routes are changed") if count else warning("no route was concerned; nothing is changed")
+    count = data["changed"]
+    yield (
+        good(f"{count:,} {'route is' if count == 1 else 'routes are'} changed")
+        if count
+        else warning("no route was concerned; nothing is changed")
+    )
 
 
 ROUTES = (
@@ -73,6 +74,7 @@ ROUTES = (
         (SUBJECT, Option("tag", "broker groups with this tag are preferred")),
         _added_subject,
         changes=True,
+        has_details=True,
         look="AuditTrail --subject={subject}",
     ),
     Command(
@@ -103,6 +105,7 @@ ROUTES = (
         (SUBJECT, GROUP),
         _changed_route,
         changes=True,
+        has_details=True,
         look="QuerySubjectRoute --subject={subject}",
     ),
     Command(
@@ -112,6 +115,7 @@ ROUTES = (
         (_EVERY_SUBJECT, GROUP, FORCE),
         _count_changed,
         changes=True,
+        has_details=True,
         look="ListSubjectRoutes --brokerGroup={brokerGroup}",
     ),
     Command(
@@ -125,6 +129,7 @@ ROUTES = (
         ),
         _count_changed,
         changes=True,
+        has_details=True,
         look="ListSubjectRoutes --brokerGroup={newBrokerGroup}",
     ),
     Command(
@@ -220,6 +225,7 @@ GROUPS = (
         _marked,
         action="MarkReadonlyBrokerGroup",
         changes=True,
+        has_details=True,
         look="ListReadonly --brokerGroup={brokerGroup}",
     ),
     Command(
@@ -230,6 +236,7 @@ GROUPS = (
         _unmarked,
         action="UnMarkReadonlyBrokerGroup",
         changes=True,
+        has_details=True,
         look="ListReadonly --brokerGroup={brokerGroup}",
     ),
     Command(

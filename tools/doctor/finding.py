@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -81,18 +82,29 @@ def judge_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def judge_facts(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Read what the metaserver found from its side."""
+    """Read who the metaserver takes us for, and what it found from its side."""
+    caller = facts["caller"]
+    yield ok("token", f"{caller['name']}, with the role {caller['role']}")
     for check in facts["checks"]:
+        step, found = _read_check(check)
         if check["ok"]:
-            yield ok(check["name"], check["found"])
-        elif check["name"] in _WARNINGS:
-            yield warn(check["name"], check["found"], check["remedy"])
+            yield ok(step, found)
         else:
-            yield fail(check["name"], check["found"], check["remedy"])
+            judge = warn if step in _WARNINGS else fail
+            yield judge(step, found, check["remedy"])
 
 
+_STEPS = {"broker": "brokers", "group": "groups"}
 _WARNINGS = ("tokens", "metaservers")
 """The installation works all the same."""
+
+
+def _read_check(check: Mapping[str, Any]) -> tuple[str, str]:
+    """`broker a:1 (…)`: that of many is the step `brokers`, and what it found is about `a:1 (…)`."""
+    first, _, rest = check["name"].partition(" ")
+    if first in _STEPS:
+        return _STEPS[first], f"{rest} {check['found']}"
+    return check["name"], check["found"]
 
 
 def judge_group(group: Mapping[str, Any]) -> Iterator[Finding]:
@@ -135,6 +147,12 @@ def judge_broker(who: str, role: str, metrics: Mapping[str, float]) -> Iterator[
 def worst(findings: Iterable[Finding]) -> Level:
     levels = {finding.level for finding in findings}
     return next((level for level in (Level.FAIL, Level.WARN) if level in levels), Level.OK)
+
+
+def read_version(text: str) -> str:
+    """Find which version a broker's metrics say; empty: it does not say."""
+    found = re.search(r'^qmq_broker_info\{[^}]*version="([^"]*)"', text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def parse_metrics(text: str) -> dict[str, float]:

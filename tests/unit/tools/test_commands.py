@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 import pytest
 
-from metaserver.actions import ACTIONS
+from metaserver.actions import ACTIONS, Answer, Status
 from metaserver.actions import Kind as Wanted
+from metaserver.actions.management import render
+from tools.answer import Exit, read_answer
 from tools.command import WAIT_PARAMETER, Kind
 from tools.commands import COMMANDS, SECTIONS
 from tools.usage import example, parse
@@ -86,7 +89,7 @@ def test_options_are_the_actions_parameters(command):
 def test_commands_change_what_their_actions_change(command):
     action = ACTIONS[command.asks]
     assert command.changes == action.changes
-    assert command.has_details == (bool(action.result_fields) and not action.changes)
+    assert command.has_details == bool(action.result_fields or action.qmq_data)
 
 
 @every_command
@@ -97,6 +100,17 @@ def test_command_waits_longer_than_the_metaserver_takes(command):
     if action.parameter(WAIT_PARAMETER):
         longest = action.parameter(WAIT_PARAMETER).most
         assert command.wait_s({WAIT_PARAMETER: str(longest)}) * 1000 >= action.wait_ms + longest + 5_000
+
+
+@every_command
+@pytest.mark.parametrize("status", Status)
+def test_every_style_of_answer_is_understood(command, status):
+    action, data = ACTIONS[command.asks], {"dryRun": True}
+    text = render(action, Answer(status, "because", data), {"details": "true"}).text
+    answer = read_answer(200, json.loads(text))
+    ends = {Status.DONE: Exit.DONE, Status.REFUSED: Exit.REFUSED, Status.UNKNOWN: Exit.UNKNOWN}
+    assert answer.exit == ends.get(status, Exit.UNREACHABLE) and answer.data == data
+    assert answer.message == ("" if status is Status.DONE and not answer.message else "because")
 
 
 @every_command

@@ -16,6 +16,7 @@ from tools.doctor.finding import (
     ok,
     parse_metrics,
     read_clock,
+    read_version,
     warn,
     worst,
 )
@@ -91,10 +92,12 @@ def test_the_metaservers_own_checks_are_passed_on():
         {"name": "tokens", "ok": False, "found": "one expires", "remedy": "AddToken"},
         {"name": "group g1", "ok": True, "found": "takes messages", "remedy": ""},
     ]
-    assert list(judge_facts({"checks": checks})) == [
+    caller = {"name": "ops", "role": "operator"}
+    assert list(judge_facts({"caller": caller, "checks": checks})) == [
+        ok("token", "ops, with the role operator"),
         fail("database", "away", "start it"),
         warn("tokens", "one expires", "AddToken"),
-        ok("group g1", "takes messages"),
+        ok("groups", "g1 takes messages"),
     ]
 
 
@@ -102,6 +105,11 @@ def test_metrics_are_read_by_name():
     text = '# HELP x y\nx{a="b c"} 1.5\ny_total 2e3\nbad nonsense\n\nx{a="d"} NaN'
     metrics = parse_metrics(text)
     assert metrics["y_total"] == 2000 and metrics["x"] != metrics["x"] and set(metrics) == {"x", "y_total"}
+
+
+def test_a_brokers_version_is_read_from_its_metrics():
+    assert read_version('# TYPE x\nqmq_broker_info{broker_group="g1",version="0.1.0"} 1.0\n') == "0.1.0"
+    assert read_version("qmq_broker_writable 1.0") == ""
 
 
 def test_the_worst_finding_counts():

@@ -1,0 +1,239 @@
+"""Shell. The commands against a real metaserver with brokers that keep no log: what an operator types, and reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tests.integration.metaserver_world import TOKEN, in_world
+from tests.integration.tools_world import DONE, REFUSED, UNKNOWN, run
+
+
+async def tool(world, command, *words, token=TOKEN, **options):
+    return await asyncio.to_thread(run, command, world.url, *words, token=token, **options)
+
+
+async def change(world, command, *words, **options):
+    """Make a change; it must be done, and read as this version's answers do."""
+    ended = await tool(world, command, "--yes", *words, **options)
+    assert ended.returncode == DONE and "unlike those" not in ended.stderr, (command, ended.stderr)
+    return ended.stdout
+
+
+def broker(role, hostname, port=20881):
+    words = {"brokerGroup": "g1", "role": role, "hostname": hostname, "ip": "127.0.0.1"}
+    return words | {"servePort": port, "syncPort": port + 1}
+
+
+def cells(text):
+    """The rows of a table, without its head."""
+    return [line.split() for line in text.splitlines()[1:]]
+
+
+@in_world
+async def test_life_of_a_group_as_an_operator_types_it(world):
+    await change(world, "AddBroker", **broker(0, "a"))
+    added = await change(world, "AddBroker", **broker(1, "b"))
+    assert added == "b:20881 is now the SLAVE of g1\n"
+    master, slave = await world.broker("a"), await world.broker("b")
+    await world.until(lambda: world.writable("g1"))
+
+    brokers = (await tool(world, "ListBrokers")).stdout
+    assert [row[:3] for row in cells(brokers)] == [["g1", "MASTER", "a"], ["g1", "SLAVE", "b"]]
+    status = (await tool(world, "ReplicaStatus", brokerGroup="g1")).stdout
+    assert "g1  term 2  writable\nlogs are equal" in status and f"{77:016x}" in status
+    swapped = await change(world, "SwapRoles", brokerGroup="g1")
+    assert "g1: term 3, master b:20881, slave a:20881" in swapped
+    assert (await master.until_term(3)).role == 1
+
+    await master.stop()
+    await world.until(lambda: is_down(world, "a"))
+    assert await change(world, "ReplaceBroker", **broker(1, "c")) == "a:20881 was the SLAVE of g1 and is replaced\n"
+    assert (await slave.until_term(4)).role == 0
+    assert await change(world, "RemoveBroker", hostname="c", servePort=20881) == "c:20881 is removed from g1\n"
+
+
+@in_world
+async def test_marks_drains_and_tags(world):
+    await world.pair("g1")
+    await world.pair("g2")
+    await change(world, "AddNewSubject", subject="order.changed", tag="fast")
+    marked = await change(world, "MarkReadonly", "--wait=5", brokerGroup="g1", subject="order.changed")
+    assert marked.splitlines()[1] == "no client holds the old route"
+    assert cells((await tool(world, "ListReadonly")).stdout)[0][:3] == ["g1", "order.changed", "marked"]
+    assert "order.changed" in (await tool(world, "ListBrokerGroups")).stdout
+    assert await change(world, "UnMarkReadonly", brokerGroup="g1", subject="order.changed") == "the mark is removed\n"
+    assert "draining" in await change(world, "DrainGroup", brokerGroup="g1")
+    assert cells((await tool(world, "ListBrokerGroups")).stdout)[0][2] == "draining"
+    assert "again" in await change(world, "UndrainGroup", brokerGroup="g1")
+    assert "g1 has the tag fast" in await change(world, "SetGroupTag", brokerGroup="g1", tag="fast")
+    assert "no tag now" in await change(world, "SetGroupTag", brokerGroup="g1")
+
+
+@in_world
+async def test_subjects_and_their_routes(world):
+    for group in ("g1", "g2", "g3"):
+        await world.pair(group)
+    assert await change(world, "AddNewSubject", subject="order.new", tag="fast") == (
+        "order.new is known with the tag fast\n"
+    )
+    async with world.watch("order.changed") as watch:
+        await watch.until(lambda routes: "order.changed" in routes)
+    for group in await served(world) - {"g1", "g2"}:
+        without = await change(world, "RemoveSubjectBrokerGroup", "--force", subject="*", brokerGroup=group)
+        assert without == "1 route is changed\n"
+    added = await change(world, "AddSubjectBrokerGroup", subject="order.changed", brokerGroup="g3")
+    assert added.startswith("order.changed is served by ") and "g3" in added
+    await change(world, "RemoveSubjectBrokerGroup", "--force", subject="order.changed", brokerGroup="g3")
+    extended = await change(
+        world, "ExtendSubjectRoute", relatedSubject="*", relatedBrokerGroup="g1", newBrokerGroup="g3"
+    )
+    assert extended == "1 route is changed\n" and await served(world) == {"g1", "g2", "g3"}
+    assert (await tool(world, "QuerySubjectRoute", subject="order.changed")).stdout.count("yes") >= 6
+    assert "is forgotten" in await change(world, "RemoveSubject", "--force", subject="order.changed")
+
+
+async def served(world):
+    """Which groups serve the only subject there is."""
+    (row,) = cells((await tool(world, "ListSubjectRoutes", prefix="order.")).stdout)
+    return set(row[1].split(","))
+
+
+@in_world
+async def test_consumers_are_switched_off_and_on(world):
+    await world.pair()
+    off = await change(world, "OnOffline", state="offline", subject="order.changed", consumerGroup="billing")
+    assert off == "* of billing at order.changed is offline\n"
+    assert cells((await tool(world, "ListOffline")).stdout) == [["order.changed", "billing", "*"]]
+    await change(world, "OnOffline", state="online", subject="order.changed", consumerGroup="billing")
+    assert (await tool(world, "ListOffline")).stdout == "no consumer is switched off\n"
+
+
+@in_world
+async def test_tokens_are_made_used_and_revoked(world):
+    text = (await change(world, "AddToken", name="night", role="viewer")).splitlines()[-1]
+    assert (await tool(world, "ListBrokers", token=text)).returncode == DONE
+    refused = await tool(world, "MarkReadonly", "--yes", token=text, brokerGroup="g1")
+    assert refused.returncode == REFUSED and "viewer" in refused.stderr
+    listed = {row[1]: row for row in cells((await tool(world, "ListTokens")).stdout)}
+    await change(world, "RevokeToken", id=listed["night"][0])
+    assert (await tool(world, "ListBrokers", token=text)).returncode == REFUSED
+    assert "revoked" in (await tool(world, "ListTokens")).stdout
+
+
+@in_world
+async def test_the_audit_trail_says_who_changed_what(world):
+    await world.pair()
+    await change(world, "AddNewSubject", subject="a", tag="fast")
+    await change(world, "MarkReadonly", brokerGroup="g1", subject="a")
+    trail = (await tool(world, "AuditTrail", limit=1, since="1h")).stdout.splitlines()
+    assert "cluster" in trail[1] and "MarkReadonlyBrokerGroup" in trail[1] and "subject=a" in trail[1]
+    assert trail[2].startswith("more with --before=")
+
+
+@in_world
+async def test_a_backup_is_restored(world):
+    await world.pair()
+    await change(world, "AddNewSubject", subject="a", tag="fast")
+    await change(world, "MarkReadonly", brokerGroup="g1", subject="a")
+    backup = (await tool(world, "Backup", file="-")).stdout
+    await change(world, "UnMarkReadonly", brokerGroup="g1", subject="a")
+    in_use = await tool(world, "Restore", "--yes", file="-", stdin=backup)
+    assert in_use.returncode == REFUSED and "is in use" in in_use.stderr
+    await change(world, "Restore", "--force", file="-", stdin=backup)
+    assert cells((await tool(world, "ListReadonly")).stdout)[0][:3] == ["g1", "a", "marked"]
+
+
+@in_world
+async def test_a_dry_run_changes_nothing(world):
+    """Weakness 33: QMQ has no dry run."""
+    await world.pair()
+    for command, options in {
+        "MarkReadonly": {"brokerGroup": "g1"},
+        "SwapRoles": {"brokerGroup": "g1"},
+        "AddBroker": broker(0, "z") | {"brokerGroup": "g9"},
+        "AddToken": {"name": "n", "role": "viewer"},
+        "OnOffline": {"state": "offline", "subject": "*"},
+    }.items():
+        before = await tool(world, "Backup", file="-")
+        ended = await tool(world, command, "--dry-run", **options)
+        assert ended.returncode == DONE and ended.stdout.startswith(command), ended.stderr
+        assert without_sightings((await tool(world, "Backup", file="-")).stdout) == without_sightings(before.stdout)
+
+
+def without_sightings(backup):
+    return {name: rows for name, rows in json.loads(backup)["tables"].items() if "sighting" not in name}
+
+
+@in_world
+async def test_json_is_the_metaservers_answer(world):
+    await world.pair()
+    status = json.loads((await tool(world, "ReplicaStatus", "--json")).stdout)
+    assert status["status"] == 0 and set(status) == {"status", "message", "data"}
+    (group,) = status["data"]
+    assert (group["brokerGroup"], group["equal"], group["lagBytes"]) == ("g1", True, 0)
+    groups = json.loads((await tool(world, "ListBrokerGroups", "--json")).stdout)
+    assert [(group["groupName"], group["term"]) for group in groups] == [("g1", 2)]
+    refused = await tool(world, "SwapRoles", "--json", "--yes", brokerGroup="g9")
+    assert json.loads(refused.stdout)["status"] == -1 and "g9" in refused.stderr
+
+
+@in_world
+async def test_refusal_ends_with_1_and_says_why_on_stderr(world):
+    """Weakness 33: QMQ's tools end with 0 on refused actions."""
+    for command, options in {
+        "AddBroker": broker(9, "a"),
+        "ReplaceBroker": broker(0, "a"),
+        "SwapRoles": {"brokerGroup": "g1"},
+        "MarkReadonly": {"brokerGroup": "g/1"},
+        "UnMarkReadonly": {"brokerGroup": "g1"},
+        "ResetOffset": {"subject": "s", "group": "g", "action": 1},
+        "RemoveDb": {"host": "h", "port": 1},
+    }.items():
+        ended = await tool(world, command, "--yes", **options)
+        assert (ended.returncode, ended.stdout) == (REFUSED, "") and "tools.sh: " in ended.stderr, command
+    wrong = await tool(world, "ListBrokers", token="wrong")
+    assert wrong.returncode == REFUSED and "token" in wrong.stderr
+
+
+@in_world
+async def test_status_of_brokers_that_are_down_says_so(world):
+    _, slave = await world.pair()
+    await slave.stop()
+    status = await tool(world, "ReplicaStatus")
+    assert status.returncode == DONE
+    assert "not both could be asked" in status.stdout and "did not answer" in status.stdout
+
+
+@pytest.mark.parametrize(
+    "end, chain, said",
+    [
+        pytest.param(4096, 78, "LOGS DIFFER", id="same end, another chain"),
+        pytest.param(4000, 70, "the slave lacks 96 bytes", id="slave is behind"),
+        pytest.param(4100, 70, "the slave lacks 0 bytes", id="slave was asked later"),
+    ],
+)
+def test_status_tells_a_lag_from_a_difference(tmp_path, end, chain, said):
+    @in_world
+    async def tell(world):
+        _, slave = await world.pair()
+        slave.log_end, slave.chain = end, chain
+        assert said in (await tool(world, "ReplicaStatus")).stdout
+
+    tell(tmp_path)
+
+
+@in_world
+async def test_swap_with_a_lost_report_ends_with_4_and_says_where_to_look(world):
+    _, slave = await world.pair()
+    slave.report_new_terms = False
+    ended = await tool(world, "SwapRoles", "--yes", brokerGroup="g1")
+    assert ended.returncode == UNKNOWN and "did not report in time" in ended.stderr
+    assert "tools.sh ReplicaStatus --metaserver=" in ended.stderr
+
+
+async def is_down(world, hostname):
+    rows = json.loads((await tool(world, "ListBrokers", "--json")).stdout)["data"]
+    return not any(row["up"] for row in rows if row["hostname"] == hostname)
