@@ -15,9 +15,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("qmq.metaserver")
 
 FORMAT = 1
+ROWS_AT_ONCE = 100
+"""A millisecond's work, during which no other thread runs."""
 
 
 class BadSnapshot(Exception):
@@ -112,7 +115,7 @@ class Snapshots:
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     """Replace the file, durably. Raises OSError."""
-    body = json.dumps(_to_json(snapshot), ensure_ascii=False, separators=(",", ":")).encode()
+    body = _encode(_to_json(snapshot)).encode()
     head = json.dumps({"qmq_snapshot": FORMAT, "blake2b": hashlib.blake2b(body).hexdigest()}).encode()
     new = path.with_name(path.name + ".new")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -126,6 +129,26 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _encode(content: Mapping[str, Any]) -> str:
+    """Write a JSON object, its rows a few at a time: encoding 100,000 routes at one go would hold up the loop."""
+    parts = []
+    for name, value in content.items():
+        if isinstance(value, Iterator):
+            pieces = []
+            while rows := list(islice(value, ROWS_AT_ONCE)):
+                pieces.append(_dump(rows)[1:-1])
+                time.sleep(0)  # the loop's thread takes its turn here
+            text = f"[{','.join(pieces)}]"
+        else:
+            text = _dump(value)
+        parts.append(f"{_dump(name)}:{text}")
+    return "{" + ",".join(parts) + "}"
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def read_snapshot(path: Path, *, database: str) -> Snapshot:
@@ -161,16 +184,18 @@ def _to_json(snapshot: Snapshot) -> dict[str, Any]:
         "database": snapshot.database,
         "saved_ms": snapshot.saved_ms,
         "version": directory.version,
-        "groups": [
+        "groups": (
             {**_named(group), "master": _optional(group.master), "slave": _optional(group.slave)}
             for group in directory.groups.values()
-        ],
+        ),
         "marks": sorted(directory.marks),
         "offline": sorted(directory.offline),
-        "subjects": [_values(info) for info in directory.subjects.values()],
-        "routes": [_values(route) for route in snapshot.routes.values()],
+        "subjects": (_values(info) for info in directory.subjects.values()),
+        "routes": (
+            (one.subject, one.groups, one.version, one.changed, one.update_time_ms) for one in snapshot.routes.values()
+        ),
         "routes_version": snapshot.routes_version,
-        "sightings": [{**_named(row), "state": _optional(row.state)} for row in snapshot.sightings],
+        "sightings": ({**_named(row), "state": _optional(row.state)} for row in snapshot.sightings),
         "tokens": [_named(token) for token in snapshot.tokens],
     }
 
