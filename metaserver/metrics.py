@@ -47,7 +47,7 @@ class Metrics:
         )
         self.actions = Counter(
             "qmq_metaserver_management_actions",
-            "Operators' actions, by result: done, refused or unknown.",
+            "Operators' actions, by result: done, refused, unknown or wait.",
             ["action", "result"],
             registry=self.registry,
         )

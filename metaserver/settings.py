@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,8 @@ class MetaserverSettings:
             complaints.append("groups_per_subject_new: less than groups_per_subject_min, so that it would not matter")
         if self.swap_hold_ms <= self.swap_catch_up_ms + self.broker_timeout_ms:
             complaints.append("swap_hold_ms: must be longer than swap_catch_up_ms and broker_timeout_ms together")
+        if not all(_is_key(key) for key in self.password_keys):
+            complaints.append("password_keys: one is not 32 bytes in URL-safe base64; Fernet.generate_key() makes one")
         if complaints:
             raise InvalidSettings(complaints)
 
@@ -88,3 +91,10 @@ class MetaserverSettings:
     @property
     def advertised(self) -> str:
         return self.advertised_ip or self.host
+
+
+def _is_key(text: str) -> bool:
+    try:
+        return len(base64.urlsafe_b64decode(text)) == 32
+    except ValueError:
+        return False

@@ -7,7 +7,7 @@ from typing import Any
 
 from metaserver import roles
 from metaserver.actions import broker_plans
-from metaserver.actions.desk import Desk
+from metaserver.actions.desk import Desk, together
 from metaserver.actions.handler import Handler
 from metaserver.actions.plan import Plan, refused
 from metaserver.actions.shapes import broker_json, group_json, state_json
@@ -92,7 +92,7 @@ async def _replica_status(desk: Desk, words: Words) -> Any:
         groups = [desk.find_group(words["brokerGroup"])]
     else:
         groups = [group for _, group in sorted(desk.registry.directory.groups.items())]
-    return list(await asyncio.gather(*(_compare(desk, group) for group in groups)))
+    return await together([_compare(desk, group) for group in groups])
 
 
 async def _compare(desk: Desk, group: Group) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -44,6 +44,10 @@ class RegistryPort(Protocol):
 
     def peers(self) -> list[MetaserverRow]: ...
 
+
+ASKED_AT_ONCE = 64
+"""Brokers or metaservers; each question is a connection."""
+CLIENTS_MAX = 100_000
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -111,14 +115,24 @@ class Desk:
 
     async def blast(self, plan: Plan) -> Blast:
         """Count whom a plan reaches."""
-        subject = next(iter(plan.subjects)) if len(plan.subjects) == 1 else ALL_SUBJECTS
-        counts = [await self.clients.old_routes(group, subject) for group in sorted(plan.groups)]
+        clients, unasked = await (self._all_clients() if plan.everything else self._clients_of(plan))
         return Blast(
             subjects=tuple(await asyncio.to_thread(sorted, plan.subjects)),
             groups=tuple(sorted(plan.groups)),
-            clients=max((count.watchers for count in counts), default=0),
-            unasked=tuple(sorted({name for count in counts for name in count.unasked})),
+            clients=clients,
+            unasked=unasked,
         )
+
+    async def _all_clients(self) -> tuple[int, tuple[str, ...]]:
+        clients, unasked = await self.clients.connected(subject="", app="", limit=CLIENTS_MAX, here=False)
+        return len(clients), unasked
+
+    async def _clients_of(self, plan: Plan) -> tuple[int, tuple[str, ...]]:
+        subject = next(iter(plan.subjects)) if len(plan.subjects) == 1 else ALL_SUBJECTS
+        groups = sorted(plan.watched or plan.groups)
+        counts = await together([self.clients.old_routes(group, subject) for group in groups])
+        unasked = {name for count in counts for name in count.unasked}
+        return max((count.watchers for count in counts), default=0), tuple(sorted(unasked))
 
     async def contents(self, name: str, subject: str) -> Contents:
         """Ask what a broker group still holds for the consumer groups of a subject, or of all."""
@@ -152,17 +166,33 @@ class Desk:
     ) -> tuple[dict[str, pb.ConsumersAnswer], dict[str, str]]:
         """Ask the masters of many groups at once; return the answers, and who did not answer why."""
         asked = sorted(groups, key=lambda group: group.name)
-        questions = [self.ask_consumers(group, subject, consumer_group) for group in asked]
-        results = await asyncio.gather(*questions, return_exceptions=True)
+        results = await together([_caught(self.ask_consumers(group, subject, consumer_group)) for group in asked])
         answers, failed = {}, {}
         for group, result in zip(asked, results, strict=True):
             if isinstance(result, QmqError):
                 failed[group.name] = str(result)
-            elif isinstance(result, BaseException):
-                raise result
             else:
                 answers[group.name] = result
         return answers, failed
+
+
+async def together(questions: Sequence[Awaitable[R]]) -> list[R]:
+    """Ask many at once, but not all of thousands; return the answers in order."""
+    slots = asyncio.Semaphore(ASKED_AT_ONCE)
+
+    async def ask(question: Awaitable[R]) -> R:
+        async with slots:
+            return await question
+
+    return list(await asyncio.gather(*(ask(question) for question in questions)))
+
+
+async def _caught(question: Awaitable[R]) -> R | QmqError:
+    """The answer, or why there is none."""
+    try:
+        return await question
+    except QmqError as error:
+        return error
 
 
 def wall_ms() -> int:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from metaserver.actions import group_plans
-from metaserver.actions.desk import Desk, OldRoutes
+from metaserver.actions.desk import Desk, OldRoutes, together
 from metaserver.actions.handler import Handler
 from metaserver.actions.plan import LISTED_MAX, Plan
 from metaserver.actions.words import Words
@@ -62,10 +62,10 @@ def _all_know(counts: OldRoutes) -> bool:
 
 async def _list_readonly(desk: Desk, words: Words) -> Any:
     marks = [mark for mark in sorted(desk.registry.directory.marks) if words["brokerGroup"] in ("", mark.group)]
-    shown = []
-    for mark in marks:
-        held = await wait_for_old_routes(desk, mark.group, mark.subject, 0)
-        shown.append({"subject": mark.subject, "brokerGroup": mark.group, **held})
+    counts = await together([wait_for_old_routes(desk, mark.group, mark.subject, 0) for mark in marks])
+    shown = [
+        {"subject": mark.subject, "brokerGroup": mark.group, **held} for mark, held in zip(marks, counts, strict=True)
+    ]
     draining = [
         {"brokerGroup": name, "subject": ALL_SUBJECTS, "draining": True}
         for name, group in sorted(desk.registry.directory.groups.items())

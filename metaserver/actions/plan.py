@@ -30,6 +30,8 @@ class Plan:
     """Why it should not be done; `force=true` does it all the same."""
     subjects: frozenset[str] = frozenset()
     groups: frozenset[str] = frozenset()
+    watched: frozenset[str] = frozenset()
+    """Groups whose clients it reaches, if these are not the ones of `groups`."""
     everything: bool = False
     """It concerns the installation as a whole: a token that is limited to subjects or groups is not enough."""
     before: Any = None

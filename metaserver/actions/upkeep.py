@@ -10,7 +10,7 @@ from typing import Any
 
 from metaserver.access import is_valid
 from metaserver.actions import upkeep_plans
-from metaserver.actions.desk import Desk, wall_ms
+from metaserver.actions.desk import Desk, together, wall_ms
 from metaserver.actions.handler import Handler
 from metaserver.actions.plan import Plan
 from metaserver.actions.shapes import audit_json, broker_json, metaserver_json
@@ -93,7 +93,7 @@ async def _database(desk: Desk) -> dict[str, Any]:
 
 async def _brokers(desk: Desk) -> list[dict[str, Any]]:
     brokers = sorted(desk.registry.directory.brokers(), key=lambda broker: (broker.group, broker.role))
-    return list(await asyncio.gather(*(_broker(desk, broker) for broker in brokers)))
+    return await together([_broker(desk, broker) for broker in brokers])
 
 
 async def _broker(desk: Desk, broker: Broker) -> dict[str, Any]:

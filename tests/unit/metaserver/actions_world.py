@@ -159,10 +159,11 @@ class Hub:
     """Clients of this metaserver."""
 
     def __init__(self):
-        self.counts, self.infos, self.asked = [Counts(0, 0, 0)], [], 0
+        self.counts, self.infos, self.asked, self.groups = [Counts(0, 0, 0)], [], 0, []
 
     def old_routes(self, group, subject):
         self.asked += 1
+        self.groups.append(group)
         return self.counts.pop(0) if len(self.counts) > 1 else self.counts[0]
 
     def clients(self):

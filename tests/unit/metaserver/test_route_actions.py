@@ -55,6 +55,7 @@ async def test_extending_reaches_every_route_of_the_related_group(world):
     words = {"relatedBrokerGroup": "g1", "newBrokerGroup": "g2"}
     shown = await world.done("ExtendSubjectRoute", relatedSubject="*", dryRun="true", **words)
     assert shown["subjects"]["names"] == ["s1", "s2"] and world.groups_of("s1") == ("g1",)
+    assert world.hub.groups == ["g1"], "whom it reaches are the clients of the group that serves them now"
     assert (await world.done("ExtendSubjectRoute", relatedSubject="*", **words))["changed"] == 2
     assert [world.groups_of(name) for name in ("s1", "s2", "s3")] == [("g1", "g2"), ("g1", "g2"), ("g2",)]
     assert (await world.done("ExtendSubjectRoute", relatedSubject="s1", **words))["changed"] == 0

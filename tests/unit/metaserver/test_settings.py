@@ -28,6 +28,7 @@ def test_only_the_cluster_token_must_be_given():
         pytest.param(TOKEN | {"QMQ_METASERVER_HOST": "0.0.0.0"}, "advertised_ip", id="any host, no address"),
         pytest.param(TOKEN | {"QMQ_METASERVER_SWAP_HOLD_MS": "1000"}, "swap_hold_ms", id="hold too short"),
         pytest.param(TOKEN | {"QMQ_METASERVER_HTTP_PORT": "70000"}, "http_port", id="port too large"),
+        pytest.param(TOKEN | {"QMQ_METASERVER_PASSWORD_KEYS": "abc"}, "password_keys", id="no Fernet key"),
     ],
 )
 def test_wrong_settings_are_complained_about(environ, complaint):
