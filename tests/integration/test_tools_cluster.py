@@ -1,0 +1,112 @@
+"""Shell. The commands against a real cluster: consumers that are moved, producers that turn away, what Doctor names."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.integration.cluster_world import Probe, begin, consume_all, end, free_ports, running, send_all, until
+from tests.integration.tools_world import DONE, REFUSED, UNREACHABLE, run
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("cluster"), groups=("g1", "g2")) as cluster:
+        yield cluster
+
+
+def tool(cluster, command, *words, metaserver=None, token=None, **options):
+    return run(command, metaserver or cluster.metaserver, *words, token=token or cluster.token, **options)
+
+
+def data(cluster, command, *words, **options):
+    ended = tool(cluster, command, "--json", *words, **options)
+    assert ended.returncode == DONE, ended.stderr
+    return json.loads(ended.stdout)["data"]
+
+
+def lag(cluster, subject, group):
+    rows = data(cluster, "Lag", subject=subject, group=group)["lag"]
+    return sum(row["messages"] for row in rows)
+
+
+def findings(cluster, **options):
+    ended = tool(cluster, "Doctor", "--json", **options)
+    return ended.returncode, json.loads(ended.stdout)
+
+
+def failed(found):
+    return {finding["step"] for finding in found if finding["level"] == "FAIL"}
+
+
+def test_lag_consumers_and_a_reset_that_works(cluster):
+    """Weakness 33: QMQ's ResetOffset never sent a request. Here the group gets its messages again."""
+    send_all(cluster, "order.changed", 40)
+    consume_all(cluster, "order.changed", "billing", 40)
+    assert lag(cluster, "order.changed", "billing") == 0
+    shown = tool(cluster, "ResetOffset", "--yes", subject="order.changed", group="billing", to="earliest")
+    assert shown.returncode == DONE and "billing goes on with order.changed: earliest" in shown.stdout, shown.stderr
+    assert lag(cluster, "order.changed", "billing") == 40
+    again = consume_all(cluster, "order.changed", "billing", 40)
+    assert len({message for _, message in again}) == 40
+    tool(cluster, "ResetOffset", "--yes", subject="order.changed", group="billing", action=2)
+    assert lag(cluster, "order.changed", "billing") == 40
+    tool(cluster, "ResetOffset", "--yes", subject="order.changed", group="billing", action=1)
+    assert lag(cluster, "order.changed", "billing") == 0
+    consumers = tool(cluster, "Consumers", subject="order.changed").stdout
+    assert consumers.splitlines()[1].split()[:2] == ["order.changed", "billing"]
+
+
+def test_a_mark_waits_until_every_producer_knows_it(cluster):
+    with Probe(cluster) as probe:
+        (client,) = data(cluster, "Clients", subject="probe")["clients"]
+        assert client["produces"] and client["app"] == "test"
+        marked = tool(cluster, "MarkReadonly", "--yes", "--wait=20", brokerGroup="g1", subject="probe")
+        assert marked.stdout.splitlines()[1] == "no client holds the old route", marked.stderr
+        sent = len(probe.receipts)
+        until(lambda: len(probe.receipts) > sent + 20, "the probe goes on")
+        assert {receipt.broker_group for receipt in probe.receipts[sent + 1 :]} == {"g2"}
+        assert tool(cluster, "UnMarkReadonly", "--yes", brokerGroup="g1", subject="probe").returncode == DONE
+
+
+def test_doctor_finds_nothing_wrong_with_a_cluster_that_works(cluster):
+    status, found = findings(cluster)
+    assert (status, [finding for finding in found if finding["level"] != "OK"]) == (DONE, [])
+    steps = {finding["step"] for finding in found}
+    assert steps >= {
+        "name resolution", "HTTP port", "database", "clocks", "gRPC port", "token", "brokers", "groups", "metaservers",
+        "broker ports", "disks", "terms", "copies", "versions",
+    }  # fmt: skip
+    assert sum(finding["step"] == "broker ports" for finding in found) == 4
+
+
+def test_doctor_names_the_broker_that_is_down_and_its_ports(cluster):
+    end(cluster, "g2-b")
+    until(lambda: not all(row["up"] for row in data(cluster, "ListBrokers")), "the metaserver notices")
+    status, found = findings(cluster)
+    assert status == REFUSED and failed(found) >= {"brokers", "broker ports"}
+    assert all("g2" in finding["found"] and finding["do"] for finding in found if finding["level"] == "FAIL")
+    text = tool(cluster, "Doctor").stdout
+    assert "FAIL  broker ports" in text and "to look at" in text
+    begin(cluster, "g2-b")
+    until(lambda: findings(cluster)[0] == DONE, "all is well again")
+
+
+def test_doctor_names_the_step_that_keeps_it_from_going_on(cluster):
+    (closed,) = free_ports(1)
+    metrics = cluster.broker("g1", "master").metrics_port
+    for options, step in (
+        ({"metaserver": "no-such-host.invalid:8080"}, "name resolution"),
+        ({"metaserver": f"127.0.0.1:{closed}"}, "HTTP port"),
+        ({"metaserver": f"127.0.0.1:{metrics}"}, "HTTP"),
+        ({"token": "qmq_x_y"}, "token"),
+    ):
+        status, found = findings(cluster, **options)
+        assert status == REFUSED and failed(found) == {step} and found[-1]["step"] == step, found
+
+
+def test_a_metaserver_that_is_away_changes_nothing_and_ends_with_3(cluster):
+    (closed,) = free_ports(1)
+    ended = tool(cluster, "MarkReadonly", "--yes", metaserver=f"127.0.0.1:{closed}", brokerGroup="g1")
+    assert ended.returncode == UNREACHABLE and "Nothing was changed" in ended.stderr
