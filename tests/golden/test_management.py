@@ -14,6 +14,8 @@ from urllib.parse import urlencode
 import httpx
 
 from metaserver.access import Access
+from metaserver.actions import ACTIONS, Answer, Status
+from metaserver.actions.management import render
 from metaserver.http.app import build_app
 from metaserver.http.guard import Limits
 from metaserver.refusals import Refusals
@@ -79,3 +81,9 @@ def test_every_action_of_qmq_has_an_exchange():
         "RemoveSubjectBrokerGroup", "AddNewSubject", "ExtendSubjectRoute", "AddDb", "MarkReadonlyBrokerGroup",
         "UnMarkReadonlyBrokerGroup", "ResetOffset", "QuerySubjectRoute",
     }  # fmt: skip
+
+
+def test_an_unknown_outcome_is_no_refusal_in_any_style():
+    for name in ("AddBroker", "AddNewSubject", "AddSubjectBrokerGroup", "ListBrokerGroups"):
+        body = json.loads(render(ACTIONS[name], Answer(Status.UNKNOWN, "who knows"), {}).text)
+        assert body["status"] == Status.UNKNOWN, name
