@@ -256,25 +256,3 @@ class DataSource:
     status: int = 0
     """QMQ's numbers: 0 online, -1 offline."""
     update_time_ms: int = 0
-
-
-class ClientKey(NamedTuple):
-    """Names what one client does with one subject: no two rows share it."""
-
-    subject: str
-    client_type: int
-    """QMQ's numbers: 1 producer, 2 consumer."""
-    group: str
-    """Consumer group; empty for producers."""
-    client_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class ClientRow:
-    """A client that was seen with a subject."""
-
-    key: ClientKey
-    app: str = ""
-    room: str = ""
-    first_ms: int = 0
-    seen_ms: int = 0

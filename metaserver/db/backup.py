@@ -1,4 +1,4 @@
-"""Shell. All that operators and clients made the metaserver know, as one JSON value, and back.
+"""Shell. All that operators made the metaserver know, as one JSON value, and back.
 
 Layout, version 1: {"format": "qmq metadata", "version": 1, "schema": newest migration, "time": ms,
 "tables": {table: [{column: value}, …]}}, without the ids that a database counts up. What metaservers only tell each
@@ -33,7 +33,6 @@ PARENTS_FIRST = (
     tables.client_offline_state,
     tables.datasource_config,
     tables.api_token,
-    tables.client_meta_info,
     tables.audit_trail,
 )
 

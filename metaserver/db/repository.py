@@ -10,13 +10,12 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, text
 
-from metaserver.db import backup, clients, groups, operators, routes, sightings, tokens
+from metaserver.db import backup, groups, operators, routes, sightings, tokens
 from metaserver.db.apply import apply_all
 from metaserver.db.bad_rows import BadRows
 from metaserver.db.changes import Change
 from metaserver.db.routes import RouteOrder
 from metaserver.db.transactions import (
-    CLIENTS,
     DIRECTORY,
     ROUTES,
     SIGHTINGS,
@@ -27,7 +26,6 @@ from metaserver.db.transactions import (
 from metaserver.model import (
     AuditRow,
     Broker,
-    ClientRow,
     DataSource,
     Directory,
     MetaserverRow,
@@ -73,7 +71,7 @@ class Repository:
     def load_routes(self, after: int = 0) -> tuple[int, list[Route]]:
         """Return the version of all routes and those that changed after `after`; with 0, all.
 
-        One without groups was removed. Who could not read for a day reads all: removed ones are forgotten by then.
+        One without groups was removed. Who could not read for a month reads all: removed ones are forgotten by then.
         """
         return self._transactions.read(
             lambda connection: (
@@ -199,34 +197,3 @@ class Repository:
     def dump(self) -> dict[str, Any]:
         """Read everything, as a value that JSON can hold and `RestoreAll` takes."""
         return self._transactions.read(backup.dump)
-
-    # -- clients ----------------------------------------------------------------------------------------------------
-
-    def note_clients(self, rows: Sequence[ClientRow]) -> None:
-        """Write down that these clients are here now; their times are given here."""
-
-        def work(connection: Connection) -> None:
-            raise_versions(connection, CLIENTS)
-            clients.note_clients(connection, rows)
-
-        if rows:
-            self._transactions.write(work)
-
-    def list_clients(
-        self, subject: str = "", group: str = "", *, since_ms: int = 0, limit: int = 10_000
-    ) -> list[ClientRow]:
-        """Read clients that were ever seen, the last seen first; an empty word stands for all."""
-        return self._transactions.read(
-            lambda connection: clients.list_clients(
-                connection, subject=subject, group=group, since_ms=since_ms, limit=limit
-            )
-        )
-
-    def forget_clients(self, before_ms: int) -> int:
-        """Delete clients that were not seen since that time; return how many."""
-
-        def work(connection: Connection) -> int:
-            raise_versions(connection, CLIENTS)
-            return clients.forget_clients(connection, before_ms)
-
-        return self._transactions.write(work)

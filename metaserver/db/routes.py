@@ -19,8 +19,8 @@ from metaserver.db.tables import subject_route
 from metaserver.model import Route
 from qmq.subjects import check_name
 
-REMOVED_KEPT_MS = 24 * 3600 * 1000
-"""A metaserver that could not read for longer than this reads all routes anew."""
+REMOVED_KEPT_MS = 30 * 24 * 3600 * 1000
+"""Far longer than a metaserver runs without its database; such a one would have to read all routes anew."""
 
 RouteOrder = tuple[str, tuple[str, ...], int]
 """Subject, groups, expected version (0: there is none yet)."""

@@ -29,7 +29,7 @@ NAME_CHARS_MAX = 100
 """`qmq.subjects` allows 100 bytes, so no name is ever cut."""
 
 LONG_NAME_CHARS_MAX = 250
-"""A retry subject is made of two names and a prefix."""
+"""Urls, passwords, who did something: longer than names, and short enough to be a key on every database."""
 
 metadata = MetaData()
 
@@ -174,23 +174,6 @@ client_offline_state = Table(
     Column("consumer_group", name(), nullable=False),
     Column("state", Integer, nullable=False),  # 1: offline; online is the absence of a row
     UniqueConstraint("client_id", "subject_info", "consumer_group", name="uniq_offline"),
-    **OPTIONS,
-)
-
-client_meta_info = Table(
-    "client_meta_info",  # clients that were seen with a subject, and when last
-    metadata,
-    Column("id", Integer, primary_key=True, autoincrement=True),
-    Column("subject_info", name(LONG_NAME_CHARS_MAX), nullable=False),
-    Column("client_type", Integer, nullable=False),
-    Column("consumer_group", name(), nullable=False),
-    Column("client_id", name(), nullable=False),
-    Column("app_code", name(), nullable=False),
-    Column("room", name(), nullable=False),
-    Column("create_time", BigInteger, nullable=False),
-    Column("update_time", BigInteger, nullable=False),
-    UniqueConstraint("subject_info", "client_type", "consumer_group", "client_id", name="uniq_client"),
-    Index("client_update_time", "update_time"),
     **OPTIONS,
 )
 

@@ -23,7 +23,7 @@ from metaserver.db.tables import meta_version
 
 log = logging.getLogger("qmq.metaserver")
 
-CLIENTS, DIRECTORY, ROUTES, SIGHTINGS = "clients", "directory", "routes", "sightings"
+DIRECTORY, ROUTES, SIGHTINGS = "directory", "routes", "sightings"
 
 TRIES_MAX = 5
 """Two transactions that wait for each other are ended by the database, one of them to be repeated."""
@@ -83,9 +83,8 @@ class Transactions:
 
 
 def read_versions(connection: Connection) -> dict[str, int]:
-    names = (DIRECTORY, ROUTES, SIGHTINGS)
     rows = connection.execute(select(meta_version.c.name, meta_version.c.version))
-    return {row.name: row.version for row in rows if row.name in names}
+    return {row.name: row.version for row in rows}
 
 
 def raise_versions(connection: Connection, *names: str) -> list[int]:
@@ -94,8 +93,8 @@ def raise_versions(connection: Connection, *names: str) -> list[int]:
         row = meta_version.c.name == name
         if connection.execute(update(meta_version).where(row).values(version=meta_version.c.version + 1)).rowcount != 1:
             raise DatabaseUnusable(f"the table meta_version lacks its row {name}; restore the database")
-    rows = {row.name: row.version for row in connection.execute(select(meta_version.c.name, meta_version.c.version))}
-    return [rows[name] for name in names]
+    versions = read_versions(connection)
+    return [versions[name] for name in names]
 
 
 def _repeat(transaction: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ from metaserver.db.changes import AddSubject, RemoveGroup, SetMark, SetRoles, Se
 from metaserver.db.engine import open_database
 from metaserver.db.errors import AlreadyThere, GroupInUse, StaleTerm, StaleVersion, UnknownGroup
 from metaserver.db.repository import Repository
-from metaserver.model import AuditRow, BrokerKey, ClientKey, ClientRow, ReadonlyMark, SightingRow
+from metaserver.model import AuditRow, BrokerKey, ReadonlyMark, SightingRow
 from tests.support.directories import add_group
 
 METASERVERS = 4
@@ -180,13 +180,6 @@ def test_a_newer_session_of_a_broker_is_not_overwritten_by_an_older_one(race, en
     race(act)
     [stored] = repository.load_sightings()[1]
     assert (stored.session, stored.metaserver, stored.up) == ("new", "m2", True)
-
-
-def test_clients_that_several_metaservers_see_at_once_are_one_row_each(race, engine):
-    rows = [ClientRow(ClientKey("s", 2, "group", f"c{number}"), "app") for number in range(100)]
-    race(lambda own, number: own.note_clients(random.Random(number).sample(rows, len(rows))))
-    assert {client.key for client in Repository(engine).list_clients()} == {row.key for row in rows}
-    assert len(Repository(engine).list_clients()) == len(rows)
 
 
 def swap_until(url, term):

@@ -27,7 +27,7 @@ from metaserver.db.changes import (
 from metaserver.db.engine import open_database
 from metaserver.db.errors import GroupInUse, NotThere, StaleTerm, StaleVersion, UnknownGroup, ValueRefused
 from metaserver.db.repository import Repository
-from metaserver.model import AuditRow, ClientKey, ClientRow, DataSource, Offline, ReadonlyMark, TokenRow
+from metaserver.model import AuditRow, DataSource, Offline, ReadonlyMark, TokenRow
 from qmq.errors import InvalidName
 from tests.support.directories import add_group, brokers_of
 
@@ -163,7 +163,7 @@ def test_long_subjects_with_the_same_beginning_share_nothing(repository):
 
 
 def test_limits_of_all_columns_agree(repository):
-    """Weakness 5: group names have 30 characters, their marks 20; routes of ten groups overflow; retry subjects too."""
+    """Weakness 5: group names have 30 characters, their marks 20; routes of ten groups overflow."""
     name, subject = "g" * 100, "s" * 100
     add_group(repository, name)
     many = [f"{number:03d}" + "n" * 50 for number in range(100)]
@@ -173,9 +173,9 @@ def test_limits_of_all_columns_agree(repository):
     repository.change([SetMark(ReadonlyMark(subject, name)), SetRoute(subject, (name, *many), 0)])
     assert repository.load().marks == {ReadonlyMark(subject, name)}
     assert repository.load_routes()[1][0].groups == (name, *many)
-    key = ClientKey(f"%DEAD_RETRY%{subject}%{name}", 2, name, "c" * 100)
-    repository.note_clients([ClientRow(key)])
-    assert [client.key for client in repository.list_clients()] == [key]
+    offline = Offline(subject, name, "c" * 100)
+    repository.change([SetOffline(offline)])
+    assert repository.load().offline == {offline}
 
 
 # -- 4 ------------------------------------------------------------------------------------------------------------
@@ -264,24 +264,6 @@ def test_subject_can_be_removed_and_come_again(repository):
     [again] = repository.store_routes([("s", ("g2",), 0)])
     assert (again.groups, again.version) == (("g2",), 3)
     assert [route.groups for route in repository.load_routes(version)[1]] == [("g2",)]
-
-
-def test_clients_are_rows_that_go_again_and_use_up_no_ids(engine, repository):
-    """Weakness 8: the table of clients grows for ever, and each register uses up an id."""
-    rows = [ClientRow(ClientKey("s", 2, "group", f"c{number}"), "app") for number in range(3)]
-    for _ in range(5):
-        repository.note_clients(rows)
-    repository.note_clients([ClientRow(ClientKey("s", 1, "", "p"), "app")])
-    assert run_ids(engine) == [1, 2, 3, 4]
-    assert {client.key for client in repository.list_clients("s", "group")} == {row.key for row in rows}
-    run(engine, "UPDATE client_meta_info SET update_time = 1 WHERE client_id = 'c1'")
-    assert repository.forget_clients(2) == 1
-    assert len(repository.list_clients()) == 3
-
-
-def run_ids(engine):
-    with engine.connect() as connection:
-        return list(connection.execute(text("SELECT id FROM client_meta_info ORDER BY id")).scalars())
 
 
 # -- 9, 10 --------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from sqlalchemy.exc import OperationalError
 from qmq.rights import TokenRole, includes
 from tests.integration.metaserver_world import TOKEN, WAIT_S, World
 
-VOLATILE = {"metaserver", "broker_sighting", "client_meta_info", "sqlite_sequence"}
+VOLATILE = {"metaserver", "broker_sighting", "sqlite_sequence"}
 """Tables that change by themselves."""
 CHECKS = [content_type_conformance, response_schema_conformance, status_code_conformance]
 ROLES = [None, *TokenRole]

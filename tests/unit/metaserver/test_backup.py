@@ -22,7 +22,7 @@ from metaserver.db.changes import (
 from metaserver.db.engine import open_database
 from metaserver.db.errors import ValueRefused
 from metaserver.db.repository import Repository
-from metaserver.model import AuditRow, ClientKey, ClientRow, Offline, ReadonlyMark, TokenRow
+from metaserver.model import AuditRow, Offline, ReadonlyMark, TokenRow
 from tests.support.directories import add_group, brokers_of
 
 MARK = ReadonlyMark("*", "g1")
@@ -45,7 +45,6 @@ def filled(repository):
     repository.store_routes([(f"s{number}", ("g1",), 0) for number in range(3)])
     changes = [SetMark(MARK), SetOffline(Offline("s", "*", "*")), AddSubject("s", "ssd"), AddToken(TOKEN)]
     repository.change(changes, AuditRow("Ann", "here", "Everything"))
-    repository.note_clients([ClientRow(ClientKey("s", 2, "group", "c"), "app")])
     return repository
 
 
@@ -66,7 +65,6 @@ def test_dump_makes_an_empty_database_the_same(filled, tmp_path):
     ]
     assert other.load_tokens() == filled.load_tokens()
     assert [(row.who, row.action) for row in other.audit_trail()] == [("Ann", "Everything")]
-    assert other.list_clients() == filled.list_clients()
     engine.dispose()
 
 

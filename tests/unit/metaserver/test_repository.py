@@ -25,8 +25,6 @@ from metaserver.db.repository import Repository
 from metaserver.model import (
     AuditRow,
     Broker,
-    ClientKey,
-    ClientRow,
     MetaserverRow,
     Offline,
     ReadonlyMark,
@@ -181,7 +179,6 @@ def test_each_change_raises_the_version_of_what_it_touches_and_no_other(pair):
     assert raised(lambda: pair.store_routes([("t", ("g1",), 0)])) == {"routes"}
     assert raised(lambda: pair.store_sightings([SIGHTING])) == {"sightings"}
     assert raised(lambda: pair.change([], AuditRow("me", "here", "Look"))) == set()
-    assert raised(lambda: pair.note_clients([ClientRow(ClientKey("s", 1, "", "c"))])) == set()
     assert raised(lambda: pair.beat(MetaserverRow("m1", "h", "g", 1, "1"))) == set()
     assert pair.load().version == pair.versions()["directory"]
 

@@ -68,7 +68,7 @@ def create_shared() -> None:
         sa.Column("version", sa.BigInteger, nullable=False),
         **OPTIONS,
     )
-    op.bulk_insert(versions, [{"name": what, "version": 1} for what in ("clients", "directory", "routes", "sightings")])
+    op.bulk_insert(versions, [{"name": what, "version": 1} for what in ("directory", "routes", "sightings")])
     op.create_table(
         "broker_sighting",
         sa.Column("hostname", name(), primary_key=True),
@@ -90,21 +90,6 @@ def create_shared() -> None:
         sa.Column("beat", sa.BigInteger, nullable=False),
         sa.Column("version", name(), nullable=False),
         sa.Column("update_time", sa.BigInteger, nullable=False),
-        **OPTIONS,
-    )
-    op.create_table(
-        "client_meta_info",
-        sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
-        sa.Column("subject_info", name(250), nullable=False),
-        sa.Column("client_type", sa.Integer, nullable=False),
-        sa.Column("consumer_group", name(), nullable=False),
-        sa.Column("client_id", name(), nullable=False),
-        sa.Column("app_code", name(), nullable=False),
-        sa.Column("room", name(), nullable=False),
-        sa.Column("create_time", sa.BigInteger, nullable=False),
-        sa.Column("update_time", sa.BigInteger, nullable=False),
-        sa.UniqueConstraint("subject_info", "client_type", "consumer_group", "client_id", name="uniq_client"),
-        sa.Index("client_update_time", "update_time"),
         **OPTIONS,
     )
 
