@@ -61,6 +61,7 @@ class Database:
         self._repository: Repository | None = None
         self._probe: asyncio.Future[dict[str, int]] | None = None
         self._away_since: float | None = None
+        self._under_way: set[object] = set()
         self.reason = ""
         """Why it is away."""
 
@@ -131,6 +132,11 @@ class Database:
         return result.result()
 
     @property
+    def is_hanging(self) -> bool:
+        """Whether a call has not returned. Python would wait for its thread before the process ends."""
+        return bool(self._under_way)
+
+    @property
     def repository(self) -> Repository:
         """For calls on threads of one's own; raises DatabaseAway."""
         if self._repository is None:
@@ -155,8 +161,16 @@ class Database:
             return await self._on_thread(lambda: work(repository))
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
+        self._under_way.add(started := object())
+
+        def run() -> T:
+            try:
+                return work()
+            finally:
+                self._under_way.discard(started)
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, run)
         except (IntegrityError, DataError):
             raise  # it answers; what was asked is wrong
         except (SQLAlchemyError, OSError) as error:

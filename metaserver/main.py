@@ -187,6 +187,11 @@ class Metaserver:
         host = self._settings.advertised
         return MetaserverRow(self.id, f"{host}:{self.http_port}", f"{host}:{self.grpc_port}", 0, VERSION)
 
+    @property
+    def is_hanging(self) -> bool:
+        """Whether calls to the database have not returned."""
+        return self._database.is_hanging
+
     def _app(self) -> ASGIApp:
         settings = self._settings
         limits = Limits(settings.request_bytes_max, RESTORE_BYTES_MAX, BODY_TIMEOUT_MS)
@@ -227,12 +232,15 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()  # type: ignore[no-any-return]
 
 
-async def run(settings: MetaserverSettings) -> None:
+async def run(settings: MetaserverSettings) -> bool:
+    """Serve until a signal; return whether calls to the database still hang."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await Metaserver(settings).serve(stop)
+    metaserver = Metaserver(settings)
+    await metaserver.serve(stop)
+    return metaserver.is_hanging
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -250,8 +258,11 @@ def main(arguments: list[str] | None = None) -> int:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run(run(settings))
+            is_hanging = runner.run(run(settings))
     except (OSError, RuntimeError, QmqError, DatabaseUnusable) as error:
         print(f"metaserver: cannot serve: {error}", file=sys.stderr)
         return 1
+    if is_hanging:  # all is closed; only a thread waits for a database that stands still, and Python would wait for it
+        logging.shutdown()
+        os._exit(0)
     return 0

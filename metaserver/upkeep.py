@@ -18,7 +18,7 @@ from metaserver.model import Broker, MetaserverRow, ReplicaState
 from metaserver.registry import Registry
 from metaserver.rpc.broker_client import Brokers
 from metaserver.snapshot import Snapshots
-from qmq.errors import NotServed, OperatorError, QmqError
+from qmq.errors import NotServed, OperatorError
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -99,6 +99,8 @@ class Upkeep:
                 await self._show_life_once()
             except (DatabaseAway, CommitUnknown):
                 pass
+            except Exception:
+                log.exception("the metaservers' rows cannot be kept; the others think of us as silent")
             await asyncio.sleep(BEAT_S)
 
     async def _show_life_once(self) -> None:
@@ -117,8 +119,10 @@ class Upkeep:
             await asyncio.sleep(STORE_GAP_S)
             try:
                 await self._store_news()
-            except (QmqError, CommitUnknown) as error:
-                log.debug("heartbeats not stored: %s", error)
+            except (DatabaseAway, CommitUnknown):
+                await asyncio.sleep(AGAIN_S)
+            except Exception:
+                log.exception("what brokers say cannot be stored; it is tried again")
                 await asyncio.sleep(AGAIN_S)
 
     async def _store_news(self) -> None:

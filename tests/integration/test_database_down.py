@@ -17,7 +17,16 @@ from qmq.errors import QmqError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from tests.integration.cluster_world import until
-from tests.integration.installation_world import HEADERS, SUBJECT, TOKEN, Installation, Observers, end, installation
+from tests.integration.installation_world import (
+    HEADERS,
+    SUBJECT,
+    TOKEN,
+    Installation,
+    Observers,
+    end,
+    ended,
+    installation,
+)
 
 STEADY_S = 3.0
 METADATA = [("x-api-token", TOKEN)]
@@ -180,6 +189,16 @@ def test_weakness_23_metaserver_starts_from_its_snapshot_while_the_database_is_a
         all_know(world, up=True)
         assert offers(service.url, SUBJECT)
     assert observers.problems == []
+
+
+def test_metaserver_ends_in_order_while_the_database_stands_still(world, mariadb):
+    service = world.metaservers[1]
+    with mariadb.paused():
+        all_know(world, up=False)
+        service.signal(signal.SIGTERM)
+        assert ended(service, 10) and service.exit_status == 0
+    service.start()
+    until(lambda: world.answers(service.url), "it is back")
 
 
 def test_weakness_23_without_database_and_snapshot_it_says_so_and_ends(tmp_path, mariadb):
