@@ -182,7 +182,9 @@ def test_swap_of_what_changed_meanwhile_is_refused(known, term):
     "state, complete",
     [
         pytest.param(
-            ReplicaState(0, 7, writable=True, durability="fsync", slave_incarnation="disk b"), True, id="in step with it"
+            ReplicaState(0, 7, writable=True, durability="fsync", slave_incarnation="disk b"),
+            True,
+            id="in step with it",
         ),
         pytest.param(
             ReplicaState(0, 7, writable=True, durability="fsync", slave_incarnation="disk before it was wiped"),
@@ -206,3 +208,50 @@ def test_master_comes_back_with_its_own_disk_only():
     roles.check_registration(SLAVE, "emptied")
     with pytest.raises(OperatorError, match="another data directory"):
         roles.check_registration(MASTER, "emptied")
+
+
+def test_swap_of_two_stopped_brokers_is_one_change():
+    wanted = broker("b")
+    change, before = roles.swap_stopped(directory(), wanted, nobody)
+    assert before == MASTER and (change.term, change.half_swapped) == (7, False)
+    assert change.master == replace(SLAVE, role=Role.MASTER, complete=False)
+    assert change.slave == replace(MASTER, role=Role.SLAVE, complete=False)
+
+
+def test_swap_may_name_the_old_master_as_well():
+    change, before = roles.swap_stopped(directory(), broker("a", Role.SLAVE), nobody)
+    assert before == SLAVE and (change.master.hostname, change.slave.hostname) == ("b", "a")
+
+
+@pytest.mark.parametrize(
+    "known, wanted, up, complaint",
+    [
+        pytest.param(directory(), broker("b"), is_up("a"), "a:20881 .MASTER of g1. is running", id="master runs"),
+        pytest.param(directory(), broker("b"), is_up("b"), "b:20881 .SLAVE of g1. is running", id="slave runs"),
+        pytest.param(directory(), broker("c"), nobody, "none of them", id="third broker"),
+        pytest.param(directory(slave=None), broker("b"), nobody, "none of them", id="no slave"),
+        pytest.param(directory(slave=None, half_swapped=True), broker("b"), nobody, "half swapped", id="half swapped"),
+        pytest.param(Directory(), broker("b"), nobody, "no broker group g1", id="no group"),
+        pytest.param(
+            directory(slave=replace(SLAVE, complete=False)), broker("b"), nobody, "would lose the rest", id="incomplete"
+        ),
+    ],
+)
+def test_swap_of_stopped_brokers_is_refused(known, wanted, up, complaint):
+    with pytest.raises(OperatorError, match=complaint):
+        roles.swap_stopped(known, wanted, up)
+
+
+def test_swap_that_is_made_already_is_no_change():
+    assert roles.swap_stopped(directory(), broker("a"), is_up("a")) == (None, MASTER)
+
+
+def test_slave_is_removed_before_the_master():
+    change = roles.remove_broker(directory(), SLAVE, is_up("a"))
+    assert (change.master, change.slave, change.half_swapped) == (MASTER, None, False)
+    with pytest.raises(OperatorError, match="Swap them first"):
+        roles.remove_broker(directory(), MASTER, nobody)
+    with pytest.raises(OperatorError, match="is running"):
+        roles.remove_broker(directory(), SLAVE, is_up("b"))
+    last = roles.remove_broker(directory(slave=None), MASTER, nobody)
+    assert (last.master, last.slave) == (None, None)
