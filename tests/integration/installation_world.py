@@ -70,6 +70,7 @@ class Installation:
             "metrics_port": metrics, "data": str(self.folder / name / "data"), "metaserver": self.url, "token": TOKEN,
         }  # fmt: skip
         service = self._service(name, "broker", settings)
+        service.control = control
         service.place = {"hostname": name, "ip": HOST, "servePort": serve, "syncPort": sync}
         return service
 

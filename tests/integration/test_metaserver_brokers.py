@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import grpc
 import pytest
 
@@ -126,3 +129,47 @@ async def test_restart_keeps_terms_and_roles(world):
     assert (master_now.assignment.term, master_now.assignment.role) == (3, 0)
     assert (slave_now.assignment.term, slave_now.assignment.role) == (3, 1)
     assert (await world.group("g1"))["term"] == 3
+
+
+@in_world
+async def test_wiped_slave_is_not_complete_on_the_word_of_a_master_that_has_not_noticed(world):
+    master, slave = await world.pair()
+    registry = world.server.registry
+
+    async def complete(expected):
+        return registry.directory.groups["g1"].slave.complete is expected
+
+    await world.until(lambda: complete(True))
+    await slave.stop()
+    master.in_step_with = slave.incarnation  # and it goes on taking messages
+    wiped = await world.broker("g1-b", incarnation="wiped disk")
+    assert await complete(False)
+    master.say()
+    for _ in range(20):
+        await registry.catch_up()
+        assert await complete(False)
+    master.in_step_with = wiped.incarnation
+    await world.until(lambda: complete(True))
+
+
+@in_world
+async def test_heartbeats_go_on_while_every_call_to_the_database_hangs(world):
+    """Weakness 15: SQL on the threads that serve heartbeats."""
+    master, _ = await world.pair()
+    registry = world.server.registry
+    release = threading.Event()
+    registry.database.repository.versions = lambda: release.wait(20)
+    try:
+        await world.until(lambda: _async(not registry.database_is_up))
+        master.reasons = ["disk"]
+        master.say()
+        began = time.monotonic()
+        await world.until(lambda: _async(not registry.is_writable(registry.directory.groups["g1"])))
+        assert time.monotonic() - began < 0.5
+    finally:
+        release.set()
+        del registry.database.repository.versions
+
+
+async def _async(value):
+    return value

@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from deploy.control import manage
+from deploy.control import broker_state, manage
 from tests.integration.cluster_world import until
 from tests.integration.installation_world import TOKEN, Observers, end, installation
 
@@ -97,6 +97,11 @@ def test_both_say_the_same_of_a_broker_that_only_one_hears(world):
     for service in world.metaservers:
         until(lambda url=service.url: world.writable(url), f"g1 is writable at {service.name}")
         assert world.up(service.url) == {"b0": True, "b1": True}
+
+
+def test_master_names_the_disk_of_the_slave_that_is_in_step(world):
+    states = [broker_state(f"127.0.0.1:{broker.control}", TOKEN) for broker in world.brokers]
+    assert states[0].slave_incarnation == states[1].incarnation != "" and states[1].slave_incarnation == ""
 
 
 def test_mark_made_at_one_is_seen_at_the_other_within_a_second(world):
