@@ -11,6 +11,9 @@ from qmq.rights import TokenRole
 
 VIEWER, OPERATOR, ADMIN = TokenRole.VIEWER, TokenRole.OPERATOR, TokenRole.ADMIN
 
+MANY_WAIT_MS = 60_000
+"""For what may change 100,000 routes, which takes ten seconds."""
+
 BROKER_FIELDS = ("group", "role", "hostname", "ip", "servePort", "syncPort")
 GROUP_FIELDS = ("groupName", "master", "slaves", "updateTime", "brokerState", "tag", "kind", "ext")
 ROUTE_FIELDS = ("subject", "brokerGroups", "version", "updateTime")
@@ -83,6 +86,7 @@ _BROKERS = (
             _FORCE,
         ),
         changes=True,
+        wait_ms=MANY_WAIT_MS,
     ),
     Action(
         "SwapRoles",
@@ -157,6 +161,7 @@ _ROUTES = (
         OPERATOR,
         (_EVERY_SUBJECT, _GROUP, _FORCE),
         changes=True,
+        wait_ms=MANY_WAIT_MS,
         qmq_data=lambda _: {},
     ),
     Action(
@@ -169,6 +174,7 @@ _ROUTES = (
             Parameter("newBrokerGroup", "the group to add", required=True, kind=Kind.NAME),
         ),
         changes=True,
+        wait_ms=MANY_WAIT_MS,
         qmq_data=lambda data: f"added {data['newBrokerGroup']} to {data['changed']} subjects",
     ),
     Action(
@@ -187,6 +193,7 @@ _GROUPS = (
         OPERATOR,
         (_SUBJECTS, _GROUP, _WAIT),
         changes=True,
+        wait_ms=MANY_WAIT_MS,
         qmq_data=_result,
     ),
     Action(
@@ -206,6 +213,7 @@ _GROUPS = (
         OPERATOR,
         (_GROUP, _WAIT),
         changes=True,
+        wait_ms=MANY_WAIT_MS,
     ),
     Action("UndrainGroup", "let a drained group take subjects and producers again", OPERATOR, (_GROUP,), changes=True),
     Action(

@@ -14,7 +14,7 @@ from metaserver.actions.handler import Handler, PartlyDone
 from metaserver.actions.plan import Plan, refused
 from metaserver.actions.words import Words
 from metaserver.model import ALL_SUBJECTS, AuditRow, Group, Offline
-from qmq.errors import NotServed, OperatorError, QmqError
+from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import real_subject
 
@@ -55,7 +55,10 @@ async def _plan_reset(desk: Desk, words: Words) -> Plan:
 
 async def _carry_out_reset(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
     """Give the orders. Nothing is done that is not written down: the row comes first, what became of it second."""
-    await desk.registry.change((), replace(audit, result="begun"))
+    try:
+        await desk.registry.change((), replace(audit, result="begun"))
+    except OutcomeUnknown as error:
+        raise NotServed(f"no broker was asked, as the database failed: {error}") from error
     groups = [desk.find_group(name) for name in sorted(plan.groups)]
     done, failed = await _reset(desk, groups, words, _target(words), dry_run=False)
     after = {name: answer.after for name, answer in done.items()}
