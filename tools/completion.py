@@ -7,28 +7,28 @@ from collections.abc import Iterator
 from tools.command import Command, Kind, Option
 from tools.commands import COMMANDS
 
-_COMMON = ("--metaserver=", "--token-file=", "--json", "--help")
+_COMMON = {"--metaserver": True, "--token-file": True, "--json": False, "--help": False}
 _CHANGES = ("--dry-run", "--yes")
 
 
 def completion(shell: str) -> str:
     """Write the script that a shell sources."""
-    return {"bash": _bash, "zsh": _zsh}[shell]()
+    if shell == "bash":
+        return _script("=")
+    # zsh runs bash's functions. It puts a blank behind each word, so there the value stands as a word of its own.
+    return f"#compdef tools.sh\nautoload -U +X bashcompinit && bashcompinit\n{_script('')}"
 
 
-def _words(command: Command) -> list[str]:
-    return [*(word for option in command.options for word in _option(option)), *_COMMON, *_CHANGES * command.changes]
+def _words(command: Command, equals: str) -> Iterator[str]:
+    for name, takes_value in (*map(_option, command.options), *_COMMON.items()):
+        yield name + equals * takes_value
+    yield from _CHANGES * command.changes
 
 
-def _option(option: Option) -> Iterator[str]:
-    if option.kind is Kind.SECRET:
-        yield f"--{option.name}-file="
-    elif option.kind is Kind.FLAG:
-        yield f"--{option.name}"
-    else:
-        yield f"--{option.name}="
-        if option.alone:
-            yield f"--{option.name}"
+def _option(option: Option) -> tuple[str, bool]:
+    """How an option is offered, and whether a value has to follow."""
+    name = f"--{option.name}-file" if option.kind is Kind.SECRET else f"--{option.name}"
+    return name, not option.alone
 
 
 def _choices(command: Command) -> Iterator[tuple[str, str]]:
@@ -38,8 +38,10 @@ def _choices(command: Command) -> Iterator[tuple[str, str]]:
             yield f"--{option.name}", " ".join(option.choices)
 
 
-def _bash() -> str:
-    cases = "\n".join(f'        {name}) echo "{" ".join(_words(command))}" ;;' for name, command in COMMANDS.items())
+def _script(equals: str) -> str:
+    cases = "\n".join(
+        f'        {name}) echo "{" ".join(_words(command, equals))}" ;;' for name, command in COMMANDS.items()
+    )
     values = "\n".join(
         f'        {name}:{option}) echo "{choices}" ;;'
         for name, command in COMMANDS.items()
@@ -48,13 +50,8 @@ def _bash() -> str:
     return _BASH.format(names=" ".join([*COMMANDS, "completion"]), cases=cases, values=values)
 
 
-def _zsh() -> str:
-    # zsh runs bash's completion functions; its own caching would not make it faster.
-    return f"#compdef tools.sh\nautoload -U +X bashcompinit && bashcompinit\n{_bash()}"
-
-
 _BASH = """\
-# Completion of tools.sh for bash: source <(tools.sh completion bash)
+# Completion of tools.sh: source <(tools.sh completion bash), or zsh
 
 _qmq_tools_options() {{
     case "$1" in
@@ -69,7 +66,7 @@ _qmq_tools_values() {{
     esac
 }}
 
-# bash takes `=` for the end of a word, so `--role=vi` arrives as three words; zsh leaves it one.
+# bash takes `=` for the end of a word, so `--option=value` arrives as three words; zsh leaves it one.
 _qmq_tools() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" last="${{COMP_WORDS[COMP_CWORD-1]}}"
     local command="${{COMP_WORDS[1]:-}}" option="" prefix=""
