@@ -28,6 +28,7 @@ from metaserver.awake import AwakeClock
 from metaserver.database import Database, DatabaseAway
 from metaserver.db.changes import AddToken
 from metaserver.db.errors import DatabaseUnusable
+from metaserver.garbage import collect_rarely
 from metaserver.http.app import build_app
 from metaserver.http.guard import Limits
 from metaserver.http.routes import make_routes
@@ -239,7 +240,11 @@ async def run(settings: MetaserverSettings) -> bool:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     metaserver = Metaserver(settings)
-    await metaserver.serve(stop)
+    collecting = asyncio.create_task(collect_rarely())
+    try:
+        await metaserver.serve(stop)
+    finally:
+        collecting.cancel()
     return metaserver.is_hanging
 
 

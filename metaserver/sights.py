@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from metaserver.model import ALL_SUBJECTS, Directory, Group, ReadonlyMark
@@ -62,10 +61,9 @@ class Sights:
                     offered.append(group)
         return route_bytes(name, fields, "" if fields else NO_GROUP), groups, offered
 
-    def has_more_than(self, groups: Iterable[str]) -> bool:
+    def has_more_than(self, groups: tuple[str, ...]) -> bool:
         """Whether there is a group that a route of these could be extended by."""
-        listed = set(groups)
-        return len(self._sights) > len(listed) or any(name not in listed for name in self._sights)
+        return len(self._sights) > len(groups) or not self._sights.keys() <= set(groups)
 
 
 def _shown(group: Group) -> object:

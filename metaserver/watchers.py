@@ -150,6 +150,8 @@ class Audience:
                 self._index(topic, ())
                 self._remove(self._by_real, topic.real, topic)
                 ended.append(topic)
+        watch.seats.clear()  # no circles: the collector of those stops the process for long
+        watch.owed.clear()
         return ended
 
     def settle(
