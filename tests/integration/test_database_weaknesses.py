@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -52,6 +53,12 @@ def run(engine, statement, **values):
         return connection.execute(text(statement), values)
 
 
+def documented(beginning):
+    """The SQL that docs/databases.md tells an operator to run."""
+    lines = Path("docs/databases.md").read_text().splitlines()
+    return [line.rstrip(";") for line in lines if line.startswith(beginning)]
+
+
 def everything(repository):
     return {**repository.dump(), "time": 0}
 
@@ -73,6 +80,17 @@ def test_route_that_does_not_parse_stops_no_other(engine, repository, caplog, co
     assert stored.groups == (), "nothing overwrites it by itself"
     repository.change([SetRoute("bad", ("g2",), 0)])  # an operator repairs it
     assert {route.subject: route.groups for route in repository.load_routes()[1]}["bad"] == ("g2",)
+
+
+def test_row_repaired_in_sql_reaches_who_reads_what_changed(engine, repository):
+    repository.store_routes([("bad", ("g1",), 0), ("good", ("g1",), 0)])
+    run(engine, "UPDATE subject_route SET broker_group_json = 'x' WHERE subject_info = 'bad'")
+    seen, _ = repository.load_routes()
+    run(engine, "UPDATE subject_route SET broker_group_json = '[\"g2\"]' WHERE subject_info = 'bad'")
+    for statement in documented("UPDATE "):
+        run(engine, statement.replace("SUBJECT", "bad"))
+    version, [repaired] = repository.load_routes(seen)
+    assert (repaired.subject, repaired.groups, repaired.changed) == ("bad", ("g2",), version)
 
 
 def test_group_of_unknown_kind_or_broker_of_unknown_role_stops_no_other(engine, repository):
