@@ -27,11 +27,16 @@ KEY = "nBLTTCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A="
 
 
 class World:
-    """One metaserver's actions. Use it with `in_world`."""
+    """One metaserver's actions. Use it with `in_world`.
+
+    Args:
+        database: a file of SQLite, or the URL of another database.
+    """
 
     def __init__(self, database, *, keys=(KEY,)):
         self.metrics, clock = Metrics(), AwakeClock()
-        self.database = Database(f"sqlite:///{database}", timeout_ms=3000)
+        url = database if "://" in str(database) else f"sqlite:///{database}"
+        self.database = Database(url, timeout_ms=3000)
         self.liveness = Liveness("m1", timeout_ms=5000, started_ms=-60_000)
         self.registry = Registry(
             self.database, self.liveness, self.metrics, clock, lambda tokens: None, groups_min=1, groups_new=1
