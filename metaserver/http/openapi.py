@@ -31,6 +31,7 @@ _ERROR = {
         }
     },
 }
+_SECURITY: list[dict[str, Any]] = [{"token": []}, {"bearer": []}]
 _DONE = {
     "type": "object",
     "required": ["data", "message"],
@@ -40,7 +41,8 @@ _DONE = {
 
 def describe(actions: Iterable[Action], *, version: str) -> dict[str, Any]:
     """Return the document."""
-    paths: dict[str, Any] = {}
+    paths: dict[str, Any] = {path: {"get": operation} for path, operation in _others()}
+    paths["/management"] = {"post": _management()}
     for action in actions:
         operations = {"post": _operation(action, with_body=True)}
         if not action.changes:
@@ -57,7 +59,69 @@ def describe(actions: Iterable[Action], *, version: str) -> dict[str, Any]:
             },
             "schemas": {"Error": _ERROR, "Done": _DONE},
         },
-        "security": [{"token": []}, {"bearer": []}],
+        "security": _SECURITY,
+    }
+
+
+def _others() -> Iterable[tuple[str, dict[str, Any]]]:
+    """What is asked for by others than operators: who is open to all, who is not."""
+    yield "/health/live", _plain("whether the process runs")
+    ready = _plain("whether it serves, and whether its database answers", kind="application/json")
+    yield "/health/ready", ready | {"responses": ready["responses"] | {"503": {"description": "it stops"}}}
+    address = _plain("ip:port of the gRPC service")
+    yield "/meta/address", address | {"responses": address["responses"] | {"503": {"description": "it stops"}}}
+    yield (
+        "/metrics",
+        _plain("metrics for Prometheus") | {"security": _SECURITY, "x-role": "viewer"} | _errors("metrics"),
+    )
+    words = {
+        "subject": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        "held": {"type": "array", "items": {"type": "string"}, "description": "subject:version in hexadecimal"},
+        "app": {"type": "string"},
+        "clientId": {"type": "string"},
+        "produces": {"type": "string", "enum": ["true", "false"]},
+    }
+    yield (
+        "/meta/routes",
+        _plain("routes of subjects, for clients without gRPC")
+        | {
+            "security": _SECURITY,
+            "x-role": "client",
+            "parameters": [
+                {"name": name, "in": "query", "required": name == "subject", "schema": schema}
+                for name, schema in words.items()
+            ],
+        }
+        | _errors("routes", kind="application/json"),
+    )
+
+
+def _plain(summary: str, kind: str = "text/plain") -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "security": [],
+        "responses": {"200": {"description": summary, "content": {kind: {"schema": {}}}}},
+    }
+
+
+def _errors(summary: str, kind: str = "text/plain") -> dict[str, Any]:
+    done = {"200": {"description": summary, "content": {kind: {"schema": {}}}}}
+    return {"responses": done | _error_responses()}
+
+
+def _error_responses() -> dict[str, Any]:
+    by_status = sorted(errors.STATUS.items(), key=lambda item: item[1])
+    return {str(status): _content("Error", code) for code, status in by_status}
+
+
+def _management() -> dict[str, Any]:
+    schema = {"type": "object", "required": ["action"], "properties": {"action": {"type": "string"}}}
+    content: dict[str, Any] = {"application/json": {"schema": {}}, "text/plain": {"schema": {}}}
+    return {
+        "summary": "as QMQ's tools ask: `action` and its parameters in a form or the address; 200 in all cases",
+        "security": _SECURITY,
+        "requestBody": {"content": {"application/x-www-form-urlencoded": {"schema": schema}}},
+        "responses": {"200": {"description": "QMQ's three styles", "content": content}} | _error_responses(),
     }
 
 
@@ -67,8 +131,7 @@ def _operation(action: Action, *, with_body: bool) -> dict[str, Any]:
         "summary": action.summary,
         "description": f"Needs a token with the role {action.role}.",
         "x-role": str(action.role),
-        "responses": {"200": _content("Done", "the answer")}
-        | {str(status): _content("Error", code) for code, status in sorted(errors.STATUS.items(), key=_by_status)},
+        "responses": {"200": _content("Done", "the answer")} | _error_responses(),
     }
     if with_body:
         schema = {
@@ -85,10 +148,6 @@ def _operation(action: Action, *, with_body: bool) -> dict[str, Any]:
             for one in action.all_parameters
         ]
     return operation
-
-
-def _by_status(item: tuple[str, int]) -> int:
-    return item[1]
 
 
 def _content(schema: str, description: str) -> dict[str, Any]:
