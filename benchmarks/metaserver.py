@@ -106,7 +106,7 @@ class Metaserver:
         """Start it; return how long it took until it answered with the address that clients ask for."""
         settings = {
             "DATABASE": f"sqlite:///{self._dir / 'metaserver.db'}", "HTTP_PORT": self.http_port,
-            "GRPC_PORT": self.grpc_port, "CLUSTER_TOKEN": self.token, "LOG_LEVEL": "WARNING",
+            "GRPC_PORT": self.grpc_port, "CLUSTER_TOKEN": self.token, "LOG_LEVEL": "ERROR",
         }  # fmt: skip
         environ = os.environ | {f"QMQ_METASERVER_{name}": str(value) for name, value in settings.items()}
         began = time.monotonic()

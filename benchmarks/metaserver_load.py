@@ -27,6 +27,7 @@ HOT = "bench.hot"
 """The subject that every watcher watches."""
 OPTIONS = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # else all channels share one connection
 STARTED_AT_ONCE = 200
+FILL_AT_ONCE = 10
 PARTS = (0.5, 0.99, 1.0)
 
 
@@ -186,9 +187,13 @@ class Fill(Load):
 
     async def run(self) -> None:
         began, each = time.monotonic(), self.words["each"]
-        await asyncio.gather(
-            *(self._bring(range(begin, begin + each)) for begin in range(0, self.words["subjects"], each))
-        )
+        begins = iter(range(0, self.words["subjects"], each))
+
+        async def work() -> None:
+            for begin in begins:
+                await self._bring(range(begin, begin + each))
+
+        await asyncio.gather(*(work() for _ in range(FILL_AT_ONCE)))
         say(seconds=time.monotonic() - began)
 
     async def _bring(self, numbers: range) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import gc
 
-YOUNG, MIDDLE = 10_000, 10
-"""So many new objects start a collection of the young ones (3 ms); so many of these, one of those that stayed."""
+YOUNG, MIDDLE = 2_000, 10
+"""So many new objects start a collection of the young ones (1 ms); so many of these, one of those that stayed."""
 NEVER = 1 << 30
 FULL_S = 3600.0
 

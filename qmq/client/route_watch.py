@@ -32,8 +32,9 @@ HTTP_TIMEOUT_S = 3.0
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 3.0
 ANSWER_TIMEOUT_S = 5.0
 """A request for routes that is not answered by then went to a metaserver that is gone without a word."""
-POLL_AFTER_S = 1.0
-"""A restarted metaserver, or another one, is found over gRPC within a second."""
+POLL_AFTER_S = 4.0
+"""A restarted metaserver, or another one, is found over gRPC within a second or two, by thousands of clients at once
+within a few. Who still has no stream then, or half as much later, polls."""
 POLL_S = 5.0
 
 
@@ -182,7 +183,7 @@ class RouteWatch:
                 await self._poll_now.wait()
             self._poll_now.clear()
             if not is_polling:
-                is_polling = not await _set_within(self._stream_moved, POLL_AFTER_S)
+                is_polling = not await _set_within(self._stream_moved, POLL_AFTER_S * random.uniform(1.0, 1.5))
                 continue
             await self._poll()
             waits = [asyncio.ensure_future(event.wait()) for event in (self._stream_moved, self._poll_now)]
