@@ -22,6 +22,9 @@ LOCK_S = 10
 ANSWER_S = 30
 """How long one statement may take; loading 100,000 routes takes a second."""
 
+IDLE_S = 60
+"""A metaserver that stands still in the middle of a change holds locks: so long, then the server ends its transaction."""
+
 POOL_CONNECTIONS = 8
 """Changes wait for each other anyway; the rest is short reading."""
 
@@ -70,7 +73,7 @@ def connect(url: str) -> Engine:
             pool_size=POOL_CONNECTIONS,
             max_overflow=0,
             pool_timeout=CONNECT_S,
-            pool_recycle=600,
+            pool_recycle=IDLE_S * 3 // 4,  # before the server ends it
         )
         event.listen(engine, "begin", _begin)
         return engine
@@ -103,12 +106,17 @@ def _mariadb_arguments() -> dict[str, Any]:
         "write_timeout": ANSWER_S,
         "charset": "utf8mb4",
         # Without strict mode it would cut what is too long, and answer that all went well.
-        "init_command": f"SET SESSION sql_mode = 'STRICT_ALL_TABLES', innodb_lock_wait_timeout = {LOCK_S}",
+        "init_command": f"SET SESSION sql_mode = 'STRICT_ALL_TABLES', innodb_lock_wait_timeout = {LOCK_S}, "
+        f"wait_timeout = {IDLE_S}",
     }
 
 
 def _postgresql_arguments() -> dict[str, Any]:
-    milliseconds = {"lock_timeout": LOCK_S, "statement_timeout": ANSWER_S, "idle_in_transaction_session_timeout": 60}
+    milliseconds = {
+        "lock_timeout": LOCK_S,
+        "statement_timeout": ANSWER_S,
+        "idle_in_transaction_session_timeout": IDLE_S,
+    }
     return {
         "connect_timeout": CONNECT_S,
         "options": " ".join(f"-c {name}={seconds * 1000}" for name, seconds in milliseconds.items()),

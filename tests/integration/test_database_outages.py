@@ -15,7 +15,7 @@ from metaserver.db.engine import open_database
 from metaserver.db.errors import CommitUnknown
 from metaserver.db.repository import Repository
 from metaserver.db.tables import meta_version
-from metaserver.db.transactions import Transactions
+from metaserver.db.transactions import DIRECTORY, Transactions, raise_versions
 from metaserver.model import AuditRow, ReadonlyMark
 from tests.support.cable import cable_to
 from tests.support.directories import add_group
@@ -124,6 +124,18 @@ def test_database_that_is_away_is_an_error_at_once_and_used_again_when_it_is_bac
     assert list(repository.load().groups) == ["g1"]
     mark(repository)
     assert repository.load().marks == {MARK}
+
+
+def test_change_that_stands_still_holds_up_others_only_for_a_while(url, engine, monkeypatch):
+    monkeypatch.setattr(engines, "IDLE_S", 1)
+    stopped = open_database(url)
+    with stopped.connect() as connection:
+        connection.begin()
+        raise_versions(connection, DIRECTORY)
+        mark(Repository(engine))  # waits for that lock until the server ends the idle transaction
+        connection.invalidate()
+    assert Repository(engine).load().marks == {MARK}
+    stopped.dispose()
 
 
 def test_database_that_stands_still_is_given_up(database_server, url, monkeypatch):
