@@ -89,6 +89,9 @@ class Delivery:
     ) -> progress.Reset:
         """Let `group` go on elsewhere on `subject`; `answer` is called once both copies know it.
 
+        Messages that the group had acked are only kept by age: the slave may have dropped some that are still here, and
+        if it becomes the master before the group has them, they are skipped, and counted so.
+
         Raises:
             OperatorError, NotServed, NotMaster: that cannot be done now; says why. Nothing changed.
         """

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from qmq.codec import Buffer, decode_envelope, split_batch
 from qmq.log.frame import Frame, FrameKind
+from qmq.log.progress import decode_progress
 from qmq.remoting.commands import Produced
 from qmq.types import NO_EPOCH, Epoch
 from tests.simulation.events import Events, Violation
@@ -19,6 +20,7 @@ from tests.simulation.watched_log import WatchedLog
 if TYPE_CHECKING:
     from tests.simulation.clients import Consumer
     from tests.simulation.machine import Machine, Process
+    from tests.simulation.operator import Move
 
 
 @dataclass(slots=True)
@@ -45,10 +47,14 @@ class Oracle:
         self.sent: dict[str, str] = {}
         """Message id -> subject it was sent to."""
         self.delivered: dict[tuple[str, int], str] = {}
-        self.delivered_to: dict[str, set[tuple[str, int]]] = {}
-        """Consumer group -> (subject, sequence) its consumers received."""
         self._begins: dict[tuple[str, str], int] = {}
-        """(subject, consumer group) -> the sequence it began with, by its last master."""
+        """(subject, consumer group) -> the sequence it began with, by its last master, if nobody moved it since."""
+        self._deliveries = 0
+        self._delivered_last: dict[tuple[str, str, int], int] = {}
+        """(consumer group, subject, sequence) -> number of its last delivery, among all."""
+        self._positions: dict[tuple[Epoch, int], int] = {}
+        """(epoch, offset) of frames that say where a group stands -> deliveries before it was written."""
+        self._moves: list[Move] = []
         self._numbers: dict[tuple[str, int], int] = {}
         """(consumer, pull sequence) -> sequence."""
         self.first_answers: dict[tuple[int, int], int] = {}
@@ -72,13 +78,21 @@ class Oracle:
                 f"up to {committed.end} in {committed.epoch}"
             )
 
-    def group_begins(self, log: WatchedLog, subject: str, group: str, position: int) -> None:
-        """A new group's position is about to be written down. All of them ask for the earliest message."""
+    def group_begins(self, log: WatchedLog, epoch: Epoch, subject: str, group: str, position: int) -> None:
+        """A group's position is about to be written down. All new ones ask for the earliest message."""
+        self._positions[epoch, log.end] = self._deliveries
+        if (subject, group) in log.state.groups:
+            self._begins.pop((subject, group), None)  # an operator moves it
+            return
         oldest = log.frames(subject, 0, 1)
         expected = oldest[0].begin if oldest else log.state.next_sequence.get(subject, 0)
         if position != expected:
             raise Violation(f"I9: {group} begins {subject} at {position}, not at {expected}")
         self._begins[subject, group] = position
+
+    def moved(self, move: Move) -> None:
+        """An operator was told that a group is moved."""
+        self._moves.append(move)
 
     def _has_committed(self, log: WatchedLog) -> bool:
         if self.committed.end <= log.start:
@@ -179,7 +193,8 @@ class Oracle:
             raise Violation(f"I10: {envelope.id} was never sent to {subject}")
         if self.delivered.setdefault((subject, sequence), envelope.id) != envelope.id:
             raise Violation(f"I7: sequence {sequence} of {subject} is two messages")
-        self.delivered_to.setdefault(group, set()).add((subject, sequence))
+        self._deliveries += 1
+        self._delivered_last[group, subject, sequence] = self._deliveries
 
     def numbered(self, consumer: Consumer, pull_sequence: int, sequence: int) -> None:
         """A consumer is given a message under a number that it will ack."""
@@ -197,28 +212,36 @@ class Oracle:
         begin, end = max(log.start for log in logs), logs[0].end
         if first.disk.durable(first.bases(), begin, end) != second.disk.durable(second.bases(), begin, end):
             raise Violation("I14: the disks differ at the end although both logs read well")
-        stored = self._walk(logs[0])
+        stored, begins = self._walk(logs[0])
         self._check_messages(stored, logs[0])
         for group in groups:
-            self._check_group(group, stored, logs[0])
+            self._check_group(group, begins, logs[0])
+        for move in self._moves:
+            if move.offset >= logs[0].start and logs[0].chain_at(move.end) != move.chain:
+                raise Violation(f"I8: an operator was told that a group is moved by {move}, and no log knows it")
 
-    def _walk(self, log: WatchedLog) -> dict[tuple[str, int], str]:
+    def _walk(self, log: WatchedLog) -> tuple[dict[tuple[str, int], str], dict[tuple[str, str], tuple[int, int]]]:
+        """Return the messages, and where groups were put last: (sequence, deliveries before that)."""
         stored: dict[tuple[str, int], str] = {}
+        begins: dict[tuple[str, str], tuple[int, int]] = {}
         batches: dict[tuple[int, int], int] = {}
         at = log.start
         while at < log.end:
             chunk = log.read(at, log.end, 1 << 20)
             for frame in chunk.frames:
+                begin = frame.offset - chunk.begin + frame.body_at
+                body = chunk.data[begin : begin + frame.body_bytes]
+                if frame.kind == FrameKind.POSITION and not (progress := decode_progress(body)).consumer:
+                    since = self._positions[frame.epoch, frame.offset]
+                    begins[frame.subject, progress.group] = progress.entries[0][0], since
                 if frame.kind != FrameKind.MESSAGES:
                     continue
                 if frame.producer and batches.setdefault((frame.producer, frame.batch), frame.offset) != frame.offset:
                     raise Violation(f"I18: batch {frame.producer}/{frame.batch} stands twice in the log")
-                begin = frame.offset - chunk.begin + frame.body_at
-                body = chunk.data[begin : begin + frame.body_bytes]
                 for i, message in enumerate(split_batch(body, frame.count)):
                     stored[frame.subject, frame.first_sequence + i] = decode_envelope(bytes(message)).id
             at = chunk.end
-        return stored
+        return stored, begins
 
     def _check_messages(self, stored: dict[tuple[str, int], str], log: WatchedLog) -> None:
         kept = {subject: min(sequence for name, sequence in stored if name == subject) for subject, _ in stored}
@@ -239,14 +262,18 @@ class Oracle:
         if log.end < self.committed.end or not self._has_committed(log):
             raise Violation(f"I1: the log ends at {log.end}, without {self.committed}")
 
-    def _check_group(self, name: str, stored: dict[tuple[str, int], str], log: WatchedLog) -> None:
-        got = self.delivered_to.get(name, set())
+    def _check_group(self, name: str, begins: dict[tuple[str, str], tuple[int, int]], log: WatchedLog) -> None:
+        got = self._delivered_last
         for (subject, group), state in log.state.groups.items():
             if group != name:
                 continue
             end = log.state.next_sequence.get(subject, 0)
-            begin = self._begins[subject, group]
-            missing = [sequence for sequence in range(begin, end) if (subject, sequence) not in got]
+            # If retention took the frame that says so, nobody knows any more where an operator put it.
+            begin, since = begins.get((subject, group), (self._begins.get((subject, group), end), 0))
+            if (subject, group) not in self._begins:  # moved back: of acked messages, a copy may have dropped more
+                refs = log.frames(subject, 0, 1)
+                begin = max(begin, refs[0].begin if refs else end)
+            missing = [sequence for sequence in range(begin, end) if got.get((name, subject, sequence), 0) <= since]
             if missing:
                 raise Violation(f"I9: {name} never got {len(missing)} messages of {subject}, from {missing[0]} on")
             if state.position != end or state.returned or any(c.unacked for c in state.consumers.values()):

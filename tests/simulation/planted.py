@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+from broker.delivery import Delivery
 from broker.node import Node
 from broker.slave import Slave
 from broker.slave_watch import SlaveWatch
@@ -35,6 +36,8 @@ class Bug:
     patches: Callable[[], list[Patch]]
     first: int = 1
     """Where a search begins: shortly before the seed that found it last, to save time."""
+    moves: bool = False
+    """Whether it takes an operator who moves consumer groups."""
 
 
 @contextlib.contextmanager
@@ -49,7 +52,7 @@ def search(bug: Bug, seeds: range) -> Outcome | None:
     """Return the first seed that shows the bug."""
     with planted(bug):
         for seed in seeds:
-            outcome = simulate(seed)
+            outcome = simulate(seed, moves=bug.moves)
             if outcome.failure:
                 return outcome
     return None
@@ -262,6 +265,32 @@ def _acks_lost_with_a_departure() -> list[Patch]:
     return [mock.patch.dict(fold._KINDS, {frames.FrameKind.POSITION: position})]
 
 
+def _moved_group_counts_anew() -> list[Patch]:
+    """A group that is moved uses its pull sequences again."""
+    real = fold._position
+
+    def position(state: Any, frame: Frame, body: Buffer) -> None:
+        real(state, frame, body)
+        progress = fold.decode_progress(body)
+        if not progress.consumer:
+            state.groups[frame.subject, progress.group].floor = 0
+
+    return [mock.patch.dict(fold._KINDS, {frames.FrameKind.POSITION: position})]
+
+
+def _move_told_too_early() -> list[Patch]:
+    """An operator hears that a group is moved before both copies know it."""
+    real = Delivery.move_group
+
+    def move_group(self: Delivery, *where: Any, dry_run: bool, answer: Any) -> Any:
+        reset = real(self, *where, dry_run=dry_run, answer=lambda error: None)
+        process: Any = self._reign.host
+        process._after(0.01, lambda: answer(None))
+        return reset
+
+    return [mock.patch.object(Delivery, "move_group", move_group)]
+
+
 BUGS = [
     Bug("ack before fsync", _ack_before_fsync),
     Bug("confirm before fsync", _confirm_before_fsync),
@@ -277,4 +306,6 @@ BUGS = [
     Bug("one copy acknowledges", _one_copy_acknowledges),
     Bug("repeated batch is stored again", _repeated_batch_is_stored_again),
     Bug("messages of a consumer that left are lost", _acks_lost_with_a_departure),
+    Bug("moved group counts anew", _moved_group_counts_anew, moves=True),
+    Bug("move told too early", _move_told_too_early, first=200, moves=True),
 ]

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections import Counter
+from functools import partial
 from multiprocessing import Pool
 
 from tests.simulation.nemesis import FAULTS
@@ -28,20 +29,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=1, help="the first one (default 1)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     parser.add_argument("--seed", type=int, help="run this one only, and print its last events")
+    parser.add_argument("--moves", action="store_true", help="with an operator who moves consumer groups")
     options = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
     if options.seed is not None:
-        outcome = simulate(options.seed)
+        outcome = simulate(options.seed, moves=options.moves)
         print_outcome(outcome)
         return bool(outcome.failure)
-    return run(range(options.first, options.first + options.seeds), options.jobs)
+    return run(range(options.first, options.first + options.seeds), options.jobs, moves=options.moves)
 
 
-def run(seeds: range, jobs: int) -> int:
+def run(seeds: range, jobs: int, *, moves: bool = False) -> int:
     began, counts, failed = time.monotonic(), Counter[str](), []
     steps = acknowledged = delivered = 0
     with Pool(jobs, initializer=logging.disable, initargs=(logging.CRITICAL,)) as pool:
-        for outcome in pool.imap_unordered(simulate, seeds, chunksize=4):
+        for outcome in pool.imap_unordered(partial(simulate, moves=moves), seeds, chunksize=4):
             counts += outcome.counts
             steps += outcome.steps
             acknowledged += outcome.acknowledged

@@ -20,6 +20,7 @@ from tests.simulation.run import MUST_OCCUR
 from tests.simulation.world import Outcome, simulate
 
 SEEDS = range(10_001, 10_161)
+MOVES = range(10_001, 10_041)
 FOUND_WITHIN = 500
 
 
@@ -53,6 +54,16 @@ def test_the_seeds_do_enough_work_to_mean_something(outcomes: list[Outcome]) -> 
     assert sum(outcome.acknowledged for outcome in outcomes) > 10_000
     assert sum(outcome.delivered for outcome in outcomes) > 10_000
     assert sum(outcome.counts["swapped"] + outcome.counts["role change"] for outcome in outcomes) > 50
+
+
+def test_every_promise_is_kept_while_an_operator_moves_groups() -> None:
+    counts: Counter[str] = Counter()
+    for seed in MOVES:
+        outcome = simulate(seed, moves=True)
+        events = "\n".join(outcome.recent)
+        assert not outcome.failure, f"{events}\nseed {outcome.seed}: {outcome.failure}"
+        counts += outcome.counts
+    assert min(counts[name] for name in ("move told", "move refused")) > 0
 
 
 @pytest.mark.parametrize("seed", [3, 7, 11])

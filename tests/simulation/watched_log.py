@@ -26,6 +26,7 @@ class WatchedLog(MessageLog):
         """End of a frame -> chain there, for frames of this process."""
         self.frame_bytes: dict[int, bytes] = {}
         """Offset -> bytes, for the same frames."""
+        self.last_taken = 0
         super().__init__(disk, segment_bytes=segment_bytes, tail_bytes=tail_bytes)
 
     def _reload(self) -> None:
@@ -44,8 +45,10 @@ class WatchedLog(MessageLog):
         if kind == FrameKind.EPOCH:
             self._oracle.taking_office(self, fields["epoch"])
         if kind == FrameKind.POSITION and not (progress := decode_progress(body)).consumer:
-            self._oracle.group_begins(self, subject, progress.group, progress.entries[0][0])
-        return super().append(kind, subject, body, **fields)
+            self._oracle.group_begins(self, fields["epoch"], subject, progress.group, progress.entries[0][0])
+        frame = super().append(kind, subject, body, **fields)
+        self.last_taken = frame.offset
+        return frame
 
     def cut(self, to: int, why: str) -> str | None:
         if self.damage is None:

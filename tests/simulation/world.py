@@ -18,6 +18,7 @@ from tests.simulation.events import Events, Violation
 from tests.simulation.machine import Limits, Machine
 from tests.simulation.nemesis import Nemesis
 from tests.simulation.network import End, Network
+from tests.simulation.operator import Operator
 from tests.simulation.oracle import Oracle
 from tests.simulation.registry import Metaserver
 from tests.simulation.watched_log import WatchedLog
@@ -100,8 +101,9 @@ class Outcome:
 class World:
     """Everything that belongs to one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, moves: bool = False) -> None:
         self.events = Events(seed)
+        self._moves = moves
         self.swarm = swarm = Swarm.draw(self.events.rng)
         self.oracle = Oracle(self.events)
         self.network = Network(
@@ -143,9 +145,11 @@ class World:
         for machine in self.machines:
             machine.start()
         self.events.run_until(int(self.swarm.war_ms * 100))
-        nemesis = Nemesis(self)
+        nemesis, operator = Nemesis(self), Operator(self) if self._moves else None
         self.events.run_until(int(self.swarm.war_ms * 1000))
         nemesis.stop()
+        if operator is not None:
+            operator.stop()
         self._make_peace()
         if not self.events.run_until(self.events.now_us + PEACE_S * 1_000_000, self._is_well):
             raise Violation(f"I20: not well {PEACE_S} s after the last fault: {self.describe()}")
@@ -240,9 +244,9 @@ class World:
         return "; ".join(parts)
 
 
-def simulate(seed: int) -> Outcome:
-    """Run one seed to its end; a failure is in the outcome."""
-    world, failure = World(seed), ""
+def simulate(seed: int, *, moves: bool = False) -> Outcome:
+    """Run one seed to its end; a failure is in the outcome. `moves`: with an operator who moves consumer groups."""
+    world, failure = World(seed, moves=moves), ""
     try:
         world.run()
     except Violation as error:
