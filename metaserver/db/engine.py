@@ -23,7 +23,7 @@ ANSWER_S = 30
 """How long one statement may take; loading 100,000 routes takes a second."""
 
 IDLE_S = 60
-"""A metaserver that stands still in the middle of a change holds locks: so long, then the server ends its transaction."""
+"""A metaserver that stands still in the middle of a change holds locks: so long, until the server ends that change."""
 
 POOL_CONNECTIONS = 8
 """Changes wait for each other anyway; the rest is short reading."""
