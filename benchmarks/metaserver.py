@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.figures import Figure, rounded
-from benchmarks.machine import MIB, Clock, describe, resident_bytes
+from benchmarks.machine import MIB, Clock, cpu_seconds, describe, resident_bytes
 from benchmarks.metaserver_load import HOT, group_name, subject_name
 from deploy.plan import write_atomically
 from qmq.errors import QmqError
@@ -211,7 +211,17 @@ class Bench:
         for _ in range(3):
             self.server.stop()
             self._note("start_s", self.server.start(), "to the first answer, from SQLite")
+            self._note("start_cpu_s", cpu_seconds(self.server.pid), "CPU time of that, imports included")
+        self._await_brokers()
         self._note("rss_after_start_mib", resident_bytes(self.server.pid) / MIB)
+
+    def _await_brokers(self) -> None:
+        began = time.monotonic()
+        while not all(group["writable"] for group in self.server.act("ListBrokerGroups")):
+            if time.monotonic() - began > READY_S:
+                raise QmqError("the brokers did not come back; see load.log")
+            time.sleep(0.5)
+        self._note("brokers_back_s", time.monotonic() - began, f"{self._scale.groups * 2} connect again, all at once")
 
     def _watch(self) -> None:
         scale = self._scale

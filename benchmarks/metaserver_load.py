@@ -70,13 +70,21 @@ class Watcher:
         rng = random.Random(number)
         self._load, self._number = load, number
         self._subjects = [HOT, *(subject_name(rng.randrange(load.words["subjects"])) for _ in range(4))]
+        self._is_ready = False
         self.hot: dict[str, bool] = {}
 
     async def run(self, ready: asyncio.Queue[int]) -> None:
+        """Watch; come back after a moment when the metaserver had no time for the stream."""
+        while True:
+            try:
+                await self._watch(ready)
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(random.uniform(0.1, 1.0))
+
+    async def _watch(self, ready: asyncio.Queue[int]) -> None:
         stream = self._load.stub(self._number).WatchRoutes(metadata=self._load.metadata)
         request = pb.RouteRequest(subjects=self._subjects, app="bench", client_id=f"c{self._number}", produces=True)
         await stream.write(request)
-        is_first = True
         while (update := await stream.read()) is not grpc.aio.EOF:
             for route in update.routes:
                 if route.subject == HOT:
@@ -85,8 +93,8 @@ class Watcher:
             held = {route.subject: route.version for route in update.routes}
             if held:
                 await stream.write(pb.RouteRequest(held=held))
-            if is_first:
-                is_first = False
+            if not self._is_ready:
+                self._is_ready = True
                 ready.put_nowait(self._number)
 
 
