@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -29,6 +30,8 @@ STORE_GAP_S = 0.1
 AGAIN_S = 1.0
 """What could not be stored is tried again so often."""
 SNAPSHOT_GAP_S = 3.0
+SNAPSHOT_SHARE = 20
+"""A large snapshot takes its time; it gets a twentieth of it."""
 ASKED_AT_ONCE = 32
 
 
@@ -165,10 +168,13 @@ class Upkeep:
 
     async def _keep_snapshot(self) -> None:
         saved: object = None
+        gap_s = SNAPSHOT_GAP_S
         while True:
-            await asyncio.sleep(SNAPSHOT_GAP_S)
+            await asyncio.sleep(gap_s)
             if self._registry.is_loaded and saved != (revision := self._registry.revision):
+                began = time.monotonic()
                 await self._snapshots.save(self._registry)
+                gap_s = max(SNAPSHOT_GAP_S, SNAPSHOT_SHARE * (time.monotonic() - began))
                 saved = revision
 
 
