@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 HTTP_TIMEOUT_S = 3.0
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 3.0
 ANSWER_TIMEOUT_S = 5.0
-"""A request for routes that is not answered by then went to a metaserver that is gone without a word."""
+"""A request for routes that is not answered by then went to a metaserver that is gone without a word. Or to one to
+which all clients came back at once: so after each failure the next answer has twice the time, up to a minute."""
+ANSWER_TIMEOUT_S_MAX = 60.0
 POLL_AFTER_S = 4.0
 """A restarted metaserver, or another one, is found over gRPC within a second or two, by thousands of clients at once
 within a few. Who still has no stream then, or half as much later, polls."""
@@ -99,7 +101,8 @@ class RouteWatch:
         while True:
             try:
                 async with grpc.aio.insecure_channel(await self._address(), options=CHANNEL_OPTIONS) as channel:
-                    async for update in self._updates(channel):
+                    answer_s = min(ANSWER_TIMEOUT_S * 2 ** min(failures, 10), ANSWER_TIMEOUT_S_MAX)
+                    async for update in self._updates(channel, answer_s):
                         failures = 0
                         self._set_streams(True)
                         self._take([_route(route) for route in update.routes])
@@ -118,17 +121,17 @@ class RouteWatch:
             failures += 1
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
 
-    async def _updates(self, channel: grpc.aio.Channel) -> AsyncIterator[Any]:
-        """Yield the metaserver's updates; raises TimeoutError if it leaves a request unanswered."""
+    async def _updates(self, channel: grpc.aio.Channel, answer_s: float) -> AsyncIterator[Any]:
+        """Yield the metaserver's updates; raises TimeoutError if it leaves a request unanswered for so long."""
         stream = MetaserverStub(channel).WatchRoutes(self._requests(), metadata=(("x-api-token", self._token),))
         read = None
         try:
             while True:
                 read = asyncio.ensure_future(stream.read())
                 while not read.done():
-                    await asyncio.wait([read], timeout=ANSWER_TIMEOUT_S / 2)
+                    await asyncio.wait([read], timeout=answer_s / 2)
                     asked_at = self._asked_at
-                    if not read.done() and asked_at and asyncio.get_running_loop().time() - asked_at > ANSWER_TIMEOUT_S:
+                    if not read.done() and asked_at and asyncio.get_running_loop().time() - asked_at > answer_s:
                         raise TimeoutError("the metaserver does not answer")
                 update = read.result()
                 if update is grpc.aio.EOF:
