@@ -11,6 +11,7 @@ from typing import Any
 from tools.table import Block, Cell, Table, Tone
 
 WAIT_PARAMETER = "waitMs"
+LIST_TIMEOUT_S, CHANGE_TIMEOUT_S = 20.0, 90.0
 
 
 class Kind(Enum):
@@ -78,8 +79,8 @@ class Command:
     """Which command tells whether a change was made; {option} is filled in."""
     has_details: bool = False
     """The metaserver answers QMQ's fields, and all that it knows only if asked."""
-    timeout_s: float = 20
-    """Longer than the metaserver takes at most, its waiting for the database included."""
+    timeout_s: float = 0
+    """Longer than the metaserver takes at most, its waiting for database and brokers included; 0: the usual."""
     keep: Callable[[Any], tuple[str, dict[str, Any]]] | None = None
     """What goes into the file that a PATH option names, and what of the result is shown all the same."""
     needs: Callable[[Words], str] = lambda _: ""
@@ -97,7 +98,8 @@ class Command:
 
     def wait_s(self, words: Words) -> float:
         """How long to wait for the answer."""
-        return self.timeout_s + int(words.get(WAIT_PARAMETER, "0")) / 1000
+        usual_s = CHANGE_TIMEOUT_S if self.changes else LIST_TIMEOUT_S
+        return (self.timeout_s or usual_s) + int(words.get(WAIT_PARAMETER, "0")) / 1000
 
     def look_with(self, metaserver: object, values: Mapping[str, str]) -> str:
         """Write the command line that tells what became of a change."""

@@ -73,7 +73,7 @@ class Session:
 
     def _plan(self, words: Mapping[str, str]) -> Exit | None:
         """Show what would change and ask for it; return how the command ends here, None if it goes on."""
-        timeout_s = self.command.timeout_s
+        timeout_s = self.command.wait_s({})
         answer = post(self.metaserver, self.token, {**words, "dryRun": "true"}, timeout_s=timeout_s)
         reason = answer.message if answer.exit is not Exit.DONE else refusal(answer.data)
         if self.as_json and (self.dry_run or reason):
@@ -132,7 +132,7 @@ class Session:
     def _examine(self) -> Exit:
         def ask(action: str) -> Answer:
             words = {"action": action, **({"details": "true"} if action == "ListBrokers" else {})}
-            return post(self.metaserver, self.token, words, timeout_s=self.command.timeout_s)
+            return post(self.metaserver, self.token, words, timeout_s=self.command.wait_s({}))
 
         findings = list(examine(self.metaserver, ask, self.token))
         shown = [finding.json() for finding in findings]

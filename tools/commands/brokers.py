@@ -187,7 +187,6 @@ BROKERS = (
         _swapped,
         changes=True,
         look="ReplicaStatus --brokerGroup={brokerGroup}",
-        timeout_s=90,
     ),
     Command(
         "ListBrokers",

@@ -146,7 +146,6 @@ CONSUMERS = (
         changes=True,
         has_details=True,
         look="Consumers --subject={subject} --group={group}",
-        timeout_s=45,
         needs=_position_is_named_once,
     ),
     Command(
