@@ -151,7 +151,8 @@ class Directory:
         return found
 
     def is_marked(self, group: str, subject: str) -> bool:
-        return not self.marks.isdisjoint({ReadonlyMark(subject, group), ReadonlyMark(ALL_SUBJECTS, group)})
+        marks: frozenset[tuple[str, str]] = self.marks  # asked for each group of each route: no new object for it
+        return bool(marks) and ((subject, group) in marks or (ALL_SUBJECTS, group) in marks)
 
 
 @dataclass(frozen=True, slots=True)
