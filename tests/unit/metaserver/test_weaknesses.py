@@ -1,0 +1,100 @@
+"""Every known weakness of QMQ's metaserver and tools has a test here that would fail on it.
+
+A test says so in its docstring: "Weakness 4: …", or "Weakness 4 and 17: …". This module collects them, for the whole
+tree, and holds them against the list; `pytest -v` of it names the tests of each weakness.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+WEAKNESSES = {
+    1: "one bad row in the database stops every refresh at every metaserver",
+    2: "the database's errors are swallowed: cut names, no address, nothing updated, and the answer is ok",
+    3: "subjects longer than their column",
+    4: "names that differ in upper and lower case only are one row and two entries of a cache",
+    5: "limits of columns that disagree",
+    6: "changes without a repetition after a lost race, `*` half done",
+    7: "a group is taken out of routes while it holds messages, without a drain",
+    8: "nothing can be deleted, and tables grow for ever",
+    9: "routes that name groups which do not exist or are of the wrong kind",
+    10: "no version of the schema and no migrations",
+    11: "liveness is in the memory of one metaserver: false downs after a move, none after a restart",
+    12: "a heartbeat does not check who sends it from where; refusals of registrations are ignored",
+    13: "any process can claim any group; two masters without alarm",
+    14: "slaves are invisible",
+    15: "SQL in the way of requests: a slow database stalls everybody, and requests get no answer",
+    16: "a cache dies of the first error of the database",
+    17: "a subject with few groups depends on the database at each poll",
+    18: "an error empties a consumer's route",
+    19: "readonly everywhere has no effect on producers",
+    20: "readonly is advice, slow, and nobody knows who follows it",
+    21: "new routes ignore marks, states and load",
+    22: "the documented swap fails, and copies diverge silently",
+    23: "no stop in order, no health, a taken port unnoticed, no start without the database",
+    24: "a planned stop looks like a crash",
+    25: "clients poll everything, always",
+    26: "changes by GET without a token; lists are open",
+    27: "no authentication on the port of brokers and clients",
+    28: "tokens in clear text, with all rights, for ever",
+    29: "passwords of databases in clear text and on command lines",
+    30: "stack traces and SQL in answers",
+    31: "no limits: frames, idle connections, subjects",
+    32: "no audit trail",
+    33: "ResetOffset never works; exit status 0 for everything; no dry run",
+    34: "the tool gives up while the server goes on",
+    35: "ResetOffset is forgotten, half done, and knows no time",
+    36: "answers of three shapes, two languages and wrong charset",
+    37: "no query of one route, of marks, of offline states, of live clients",
+    38: "tools.sh ignores JAVA_HOME and splits arguments",
+    39: "shipped configuration that does not start; settings nobody reads; defaults that differ from the documents",
+    40: "tags can be set by SQL only",
+}
+
+_NAMED = re.compile(r"\bWeakness(?:es)? (\d+(?:(?:, | and |, and )\d+)*)")
+
+
+def named_in(path: Path, root: Path = ROOT) -> Iterator[tuple[int, str]]:
+    """Number of a weakness and node id of a test whose docstring names it."""
+    module = ast.parse(path.read_text(), str(path))
+    for parent in ast.walk(module):
+        for node in ast.iter_child_nodes(parent):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                owner = f"::{parent.name}" if isinstance(parent, ast.ClassDef) else ""
+                for numbers in _NAMED.findall(ast.get_docstring(node) or ""):
+                    for number in re.findall(r"\d+", numbers):
+                        yield int(number), f"{path.relative_to(root).as_posix()}{owner}::{node.name}"
+
+
+@pytest.fixture(scope="module")
+def tests_of() -> dict[int, list[str]]:
+    found = defaultdict(list)
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for number, test in named_in(path):
+            found[number].append(test)
+    return found
+
+
+@pytest.mark.parametrize("number", WEAKNESSES)
+def test_weakness_has_a_test(number, tests_of):
+    assert tests_of[number], f"no test's docstring begins with: Weakness {number}: ({WEAKNESSES[number]})"
+    print(number, WEAKNESSES[number], *tests_of[number], sep="\n    ")
+
+
+def test_no_test_names_a_weakness_that_does_not_exist(tests_of):
+    assert set(tests_of) <= set(WEAKNESSES)
+
+
+def test_docstrings_are_read_as_meant(tmp_path):
+    texts = {"one": "Weakness 4: x", "two": "Weaknesses 4, 17 and 20: x", "none": "4: no weakness"}
+    (tmp_path / "test_x.py").write_text("\n".join(f'def test_{name}():\n    "{text}"' for name, text in texts.items()))
+    found = [(number, node.rpartition("::")[2]) for number, node in named_in(tmp_path / "test_x.py", tmp_path)]
+    assert found == [(4, "test_one"), (4, "test_two"), (17, "test_two"), (20, "test_two")]

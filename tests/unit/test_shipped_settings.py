@@ -1,0 +1,50 @@
+"""Settings that are declared are read, and what ships starts with them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from broker.settings import BrokerSettings
+from metaserver.settings import MetaserverSettings
+from qmq.settings import load
+
+ROOT = Path(__file__).parents[2]
+KINDS = {"broker": BrokerSettings, "metaserver": MetaserverSettings}
+
+
+def names_read(package: str) -> set[str]:
+    """Names that anybody in the package looks up on something."""
+    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / package).rglob("*.py"))]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in nodes if isinstance(node.ctx, ast.Load)}
+
+
+@pytest.mark.parametrize("package", KINDS)
+def test_every_setting_is_read(package):
+    """Weakness 39: QMQ documents settings that nothing reads."""
+    declared = {field.name for field in dataclasses.fields(KINDS[package])}
+    assert declared - names_read(package) == set()
+
+
+@pytest.mark.parametrize("package", KINDS)
+def test_a_process_needs_to_be_told_only_what_has_no_default(package, tmp_path):
+    """Weakness 39: QMQ ships files without what is required, so that its watchdog and its backup do not start."""
+    fields = dataclasses.fields(KINDS[package])
+    needed = [field for field in fields if field.default is dataclasses.MISSING]
+    (tmp_path / "x.toml").write_text("\n".join(f'{field.name} = "{field.name}"' for field in needed))
+    settings = load(KINDS[package], prefix="QMQ_X", path=tmp_path / "x.toml", environ={})
+    defaults = {field.name: field.default for field in fields if field not in needed}
+    assert {name: getattr(settings, name) for name in defaults} == defaults
+
+
+@pytest.mark.parametrize("path", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]), ids=lambda path: path.name)
+def test_documents_state_settings_as_they_are(path):
+    """Weakness 39: QMQ's defaults differ from what its documents say."""
+    known = {field.name: field.default for kind in KINDS.values() for field in dataclasses.fields(kind)}
+    for name, value in re.findall(r"`([a-z0-9]+_[a-z0-9_]+)` \(default[: ]+`?([^`)\s]+)`?\)", path.read_text()):
+        assert name in known and str(known[name]) == value, f"{path.name}: {name} is said to be {value} by default"
