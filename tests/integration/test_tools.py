@@ -205,6 +205,15 @@ def test_answer_that_is_lost_after_sending(command, answer, status):
     assert ("look before you repeat it" in ended.stderr) == (status == UNKNOWN)
 
 
+def test_doctor_keeps_what_it_found_when_operators_actions_do_not_get_through():
+    """As behind a balancer that passes GET on and nothing else."""
+    with Stub(None) as stub:
+        ended = run("Doctor", stub.address, "--json")
+    found = json.loads(ended.stdout)
+    assert ended.returncode == REFUSED and found[-1]["step"] == "operators' actions"
+    assert [finding["step"] for finding in found[:2]] == ["name resolution", "HTTP port"]
+
+
 # Tokens and passwords.
 
 

@@ -95,7 +95,18 @@ class Stub:
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                """Health and address, as of a metaserver whose gRPC port is its HTTP port."""
+                content = stub.address.encode() if self.path == "/meta/address" else b"ok"
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
             def do_POST(self):
+                if stub.answer is None:
+                    self.send_error(405)
+                    return
                 body = self.rfile.read(int(self.headers["Content-Length"])).decode()
                 words = dict(parse_qsl(body, keep_blank_values=True))
                 stub.asked.append(words)

@@ -13,6 +13,7 @@ from typing import Any
 
 from tools.address import Address
 from tools.answer import Answer, Exit
+from tools.call import CallFailed
 from tools.doctor.finding import (
     Finding,
     fail,
@@ -42,6 +43,18 @@ def examine(address: Address, ask: Ask, token: str = "") -> Iterator[Finding]:
     """Look at all that can be reached, brokers' metrics with `token`; what stands on a failed step is left out."""
     if not (yield from _metaserver(address)):
         return
+    try:
+        yield from _installation(ask, token)
+    except CallFailed as error:
+        yield fail(
+            "operators' actions",
+            str(error),
+            "does the balancer pass POST /management on? The metaserver's log says more",
+        )
+
+
+def _installation(ask: Ask, token: str) -> Iterator[Finding]:
+    """Whatever a metaserver that answers knows: first its own findings, then what is seen from here."""
     facts = ask("Doctor")
     if facts.exit is not Exit.DONE:
         yield fail("token", facts.message, "give a token with the role viewer or more: QMQ_TOKEN or --token-file")
@@ -150,6 +163,9 @@ def _broker(token: str, row: Mapping[str, Any]) -> tuple[list[Finding], str]:
     except Unreachable:
         return findings, ""  # the port is a finding already
     clock = [judge_clock(who, page.clock)] if page.clock else []
+    if page.status != 200:
+        do = "use a token that may read its metrics"
+        return [*findings, *clock, warn("disks", f"{who} does not tell its metrics: {page.status}", do)], ""
     judged = judge_broker(who, row["role"], parse_metrics(page.text))
     return [*findings, *clock, *judged], read_version(page.text)
 
