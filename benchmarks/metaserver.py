@@ -281,12 +281,16 @@ class Bench:
 
     def _mark(self, suffix: str, watchers: list[Process]) -> None:
         """Mark and unmark one of the hot subject's groups; all clients watch that subject."""
-        group = self.server.act("QuerySubjectRoute", subject=HOT)
-        name = _first_group(group)
+        name = _first_group(self.server.act("QuerySubjectRoute", subject=HOT))
+        for process in watchers:
+            process.tell(group=name, writable=True)
+        for process in watchers:
+            process.hear()
         for number in range(self._scale.marks):
             writable = number % 2 == 1
             for process in watchers:
                 process.tell(group=name, writable=writable)
+            time.sleep(0.2)  # what they expect is read by then
             began = time.monotonic()
             self.server.act("UnMarkReadonlyBrokerGroup" if writable else "MarkReadonlyBrokerGroup", brokerGroup=name)
             heard = [process.hear() for process in watchers]
