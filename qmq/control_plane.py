@@ -26,6 +26,8 @@ SERVER_OPTIONS = [
     ("grpc.keepalive_timeout_ms", 5_000),
     # Accept the channel's questions above, instead of taking them for an attack.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    # From a busy machine they come late, then in bunches: with a limit, all clients there were cut off at once.
+    ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 """For every gRPC server of ours."""
