@@ -1,7 +1,12 @@
-"""Shell. A first message: sent to the cluster that `make run` started, and taken out again."""
+"""Shell. A first message: sent, and taken out again.
+
+    python -m deploy.hello                                                     to the cluster that `make run` started
+    python -m deploy.hello --metaserver 10.0.0.9:8080 --token-file shop.token  to any other
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -9,6 +14,8 @@ import sys
 from pathlib import Path
 
 import qmq
+from qmq.access import add_token_options, find_token
+from qmq.errors import QmqError
 
 
 async def hello(metaserver: str, token: str) -> None:
@@ -24,9 +31,28 @@ async def hello(metaserver: str, token: str) -> None:
             await message.ack()
 
 
-if __name__ == "__main__":
+def local_cluster() -> tuple[str, str]:
+    """Return metaserver and token of the cluster that `make run` started."""
     path = Path(os.environ.get("RUN_DIR", ".run")) / "cluster.json"
     if not path.exists():
-        sys.exit(f"{path} is not there: start a cluster with `make run` first")
+        sys.exit(f"{path} is not there: start a cluster with `make run` first, or name one with --metaserver")
     cluster = json.loads(path.read_text())
-    asyncio.run(hello(cluster["metaserver"], cluster["token"]))
+    return cluster["metaserver"], cluster["token"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m deploy.hello", description="Send a message and take it out again.")
+    parser.add_argument("--metaserver", help="host:port of a metaserver, or of nginx before several")
+    add_token_options(parser)
+    options = parser.parse_args()
+    if options.metaserver is None:
+        asyncio.run(hello(*local_cluster()))
+        return
+    try:
+        asyncio.run(hello(options.metaserver, find_token(options.token, token_file=options.token_file)))
+    except QmqError as error:
+        sys.exit(f"hello: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Pin every dependency of every extra, with hashes, for Python 3.11 and newer on Linux: deploy/lock.sh VENV
+# Pin every dependency, with hashes, for Python 3.11 and newer on Linux: deploy/lock.sh VENV
+# requirements.lock has those of every extra; requirements-server.lock, the same versions, what a server needs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv=${1:-.venv}/bin/uv
@@ -7,11 +8,16 @@ if [ ! -x "$uv" ]; then
     echo "no $uv yet: run 'make venv' first" >&2
     exit 1
 fi
-"$uv" pip compile pyproject.toml --all-extras --universal --python-version 3.11 --upgrade --quiet \
-    --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate \
-    --output-file requirements.lock
-sed -i '1i # Made by `make lock` from pyproject.toml. Do not edit.' requirements.lock
-if grep -nE '://|--(index|extra-index|find-links|trusted)' requirements.lock; then
-    echo "requirements.lock names a host" >&2
+compile() {
+    "$uv" pip compile pyproject.toml "$@" --universal --python-version 3.11 --quiet \
+        --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate
+}
+compile --all-extras --upgrade --output-file requirements.lock
+# With what builds qmq itself, because the environment is built without looking for anything else.
+echo 'setuptools>=77' | compile - --extra server --extra mariadb --extra postgresql --extra tools \
+    --constraint requirements.lock --output-file requirements-server.lock
+sed -i '1i # Made by `make lock` from pyproject.toml. Do not edit.' requirements.lock requirements-server.lock
+if grep -nE '://|--(index|extra-index|find-links|trusted)' requirements.lock requirements-server.lock; then
+    echo "a lock file names a host" >&2
     exit 1
 fi

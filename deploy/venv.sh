@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Set up a virtual environment from requirements.lock with plain pip: deploy/venv.sh DIRECTORY
+# Set up a virtual environment with plain pip: deploy/venv.sh DIRECTORY [LOCK]
+# LOCK is requirements.lock (everything, the default) or requirements-server.lock (brokers, metaservers and tools).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
+lock=${2:-requirements.lock}
 
 fits='import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))'
 if [ ! -x "$venv/bin/python" ]; then
@@ -23,6 +25,6 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 # An environment that was made by other means may have no pip.
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes -r "$lock"
 # Editable, so that `git pull` is enough; without dependencies, because the lock file has named them all.
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
