@@ -26,6 +26,8 @@ ASK_S = 2.0
 REVIEW_S = 5.0
 """How often the tokens of open connections are looked at: those revoked or expired end within this and the answer's
 validity, less than a minute."""
+REVIEWED_AT_ONCE = 100
+"""A metaserver that hangs costs each question its whole time; one after the other, the last would wait for minutes."""
 CLUSTER = Caller("cluster", TokenRole.CLUSTER)
 
 
@@ -91,8 +93,9 @@ class Access:
         try:
             while True:
                 await asyncio.sleep(REVIEW_S)
-                for token in list(self._guests):
-                    await self._review(token)
+                tokens = list(self._guests)
+                for begin in range(0, len(tokens), REVIEWED_AT_ONCE):
+                    await asyncio.gather(*map(self._review, tokens[begin : begin + REVIEWED_AT_ONCE]))
         finally:
             await self._disconnect()
 
@@ -114,20 +117,26 @@ class Access:
         return await asyncio.shield(task)
 
     async def _ask(self, token: str) -> Known:
+        stub = self._stub
         try:
             async with asyncio.timeout(ASK_S):
-                stub = self._stub or await self._connect()
+                stub = stub or await self._connect()
                 metadata = (("x-api-token", self._settings.token),)
                 answer = await stub.CheckToken(pb.TokenQuestion(token=token), metadata=metadata)
             caller = Caller(answer.name, TokenRole(answer.role), Scope(tuple(answer.subjects), tuple(answer.groups)))
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.NOT_FOUND:
                 return self._cache.refused(token, str(error.details()), now_ms=_now_ms())
-            await self._disconnect()  # the next question goes to whoever answers at the address then
+            await self._drop(stub)  # the next question goes to whoever answers at the address then
             raise NotServed(f"the metaserver does not answer: {error.details()}") from None
         except (TimeoutError, OSError, ValueError) as error:
-            await self._disconnect()
+            await self._drop(stub)
             raise NotServed(f"the metaserver does not answer: {error or 'not in time'}") from None
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            # Another question closed the connection. Nobody cancelled us, and who waits must not think so of himself.
+            raise NotServed("the connection to the metaserver was closed meanwhile") from None
         return self._cache.accepted(
             token, caller, valid_ms=answer.valid_ms, expires_in_ms=answer.expires_in_ms, now_ms=_now_ms()
         )
@@ -138,6 +147,11 @@ class Access:
             self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
             self._stub = MetaserverStub(self._channel)
         return self._stub
+
+    async def _drop(self, failed: MetaserverStub | None) -> None:
+        """Close a connection that gave no answer, unless that was done already."""
+        if failed is not None and failed is self._stub:
+            await self._disconnect()
 
     async def _disconnect(self) -> None:
         channel, self._channel, self._stub = self._channel, None, None

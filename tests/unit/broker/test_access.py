@@ -201,3 +201,19 @@ async def test_the_review_goes_on_by_itself(metaserver, access):
         module.REVIEW_S = module_review_s
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+@in_world
+async def test_a_question_without_an_answer_takes_no_other_one_with_it(metaserver, access):
+    """Closing the connection cancels what else was asked over it; a review that is cancelled would never run again."""
+    metaserver.answers |= {"a": answer("a"), "b": answer("b")}
+    metaserver.may_answer.clear()
+    first = asyncio.ensure_future(access.check("a"))
+    while not metaserver.asked:
+        await asyncio.sleep(0)
+    second = asyncio.ensure_future(access.check("b"))
+    while len(metaserver.asked) < 2:
+        await asyncio.sleep(0)
+    await access._disconnect()
+    results = await asyncio.gather(first, second, return_exceptions=True)
+    assert [type(result) for result in results] == [NotServed, NotServed]
