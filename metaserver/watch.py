@@ -197,7 +197,7 @@ class WatchHub:
         seats = [watch.seats[name] for name in names]
         for seat in seats:
             if version := held.get(seat.topic.name):
-                seat.sent = seat.used = version
+                seat.says(version)
         try:
             async with asyncio.timeout(STORE_WAIT_S):
                 while any(not seat.topic.route.version for seat in seats):

@@ -20,6 +20,9 @@ from qmq.rights import Caller
 NOTHING = RouteBytes(0, b"")
 """Of a topic whose route is being made."""
 
+UNSURE = -1
+"""As the version that a watcher was sent: whatever it has, it gets the route."""
+
 Send = Callable[[bytes], Awaitable[None]]
 
 
@@ -75,6 +78,12 @@ class Seat:
     def is_news(self) -> bool:
         """Whether the topic's route is another than the one that was sent."""
         return self.topic.route.version not in (0, self.sent)
+
+    def says(self, version: int) -> None:
+        """Note what its watcher says it uses, when it asks. If that is not what it was sent, it gets the route anew:
+        what is under way to it arrives after it wrote this, and another metaserver may have told it something."""
+        self.used = version
+        self.sent = version if self.sent in (0, version) else UNSURE
 
     def told(self) -> RouteBytes:
         """Note that the route is being sent, and return it."""
@@ -158,10 +167,10 @@ class Audience:
         self, topic: Topic, route: RouteBytes, groups: tuple[str, ...] = (), offered: Iterable[str] = ()
     ) -> bool:
         """Give a topic its content; return whether it is new."""
+        if groups != topic.groups:  # also if that does not show yet: groups that do not serve are not in the route
+            self._index(topic, groups)
         if route.version == topic.route.version:
             return False
-        if groups != topic.groups:
-            self._index(topic, groups)
         topic.route, topic.offered = route, frozenset(offered)
         return True
 

@@ -398,3 +398,40 @@ async def test_nothing_is_kept_of_clients_that_left(registry, hub):
     audience = hub._audience
     assert not any(client.watch.seats for client in clients), "circles stop the process when they are collected"
     assert not (audience.topics or audience.watches or audience._by_group or audience._by_real or hub._short)
+@with_hub()
+async def test_a_route_of_groups_that_do_not_serve_yet_is_told_as_soon_as_they_do(registry, hub):
+    """Nothing of it is seen before: the route looks the same with and without such a group."""
+    client = Client(hub)
+    await client.ask("a")
+    registry.routes["a"] = Route("a", ("g1", "g2", "g3"), 2)
+    registry.routes_version += 1
+    registry.changes.publish()
+    await asyncio.sleep(watch_module.GATHER_S * 3)
+    registry.change(groups={name: _group(name) for name in ("g1", "g2", "g3")})
+    await client.until_writable("a", g1=True, g2=True, g3=True)
+
+
+@with_hub()
+async def test_a_route_that_changed_back_before_the_client_heard_of_it_is_sent_again(registry, hub):
+    """What a client says it holds may have been written before what is under way to it arrives."""
+    client = Client(hub)
+    await client.ask("a")
+    topic, first = hub._audience.topics["a"], client.version("a")
+    client.stuck = asyncio.Event()
+    for marks in ([("a", "g1")], []):
+        registry.mark(*marks)
+        while (topic.route.version == first) is bool(marks):
+            await asyncio.sleep(0)
+        await asyncio.sleep(watch_module.GATHER_S)
+    await hub.ask(client.watch, ["a"], {"a": first})
+    client.stuck.set()
+    await client.until(lambda: len(client.updates) == 3)
+    assert client.updates[1:] == [["a"], ["a"]] and client.version("a") == first
+
+
+@with_hub()
+async def test_a_client_that_uses_what_it_was_not_sent_gets_what_is_valid(registry, hub):
+    """It may have heard of it from another metaserver, over HTTP."""
+    client = Client(hub)
+    await client.ask("a")
+    assert await client.ask("a", held={"a": 4711}) == ["a"]
