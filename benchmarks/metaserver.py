@@ -31,7 +31,6 @@ from benchmarks.metaserver_load import HOT, group_name, subject_name
 from deploy.plan import write_atomically
 from qmq.errors import QmqError
 
-READY_S = 600.0
 GOALS = {
     "start_s": 5.0,
     "rss_mib": 1024.0 * 1000**3 / (1 << 30),  # 1 GB
@@ -212,20 +211,11 @@ class Bench:
             self.server.stop()
             self._note("start_s", self.server.start(), "to the first answer, from SQLite")
             self._note("start_cpu_s", cpu_seconds(self.server.pid), "CPU time of that, imports included")
-        self._await_brokers()
         self._note("rss_after_start_mib", resident_bytes(self.server.pid) / MIB)
-
-    def _await_brokers(self) -> None:
-        began = time.monotonic()
-        while not all(group["writable"] for group in self.server.act("ListBrokerGroups")):
-            if time.monotonic() - began > READY_S:
-                raise QmqError("the brokers did not come back; see load.log")
-            time.sleep(0.5)
-        self._note("brokers_back_s", time.monotonic() - began, f"{self._scale.groups * 2} connect again, all at once")
 
     def _watch(self) -> None:
         scale = self._scale
-        lookups = self._start("lookups", connections=20, subjects=scale.subjects)
+        lookups = self._start("lookups", connections=50, subjects=scale.subjects)
         lookups.hear()
         first = self._watchers(0, scale.first_watchers, scale.first_watchers)
         self._say(f"{scale.first_watchers} clients watch, each with a connection of its own")
@@ -240,10 +230,13 @@ class Bench:
         self._say(f"{scale.watchers} clients watch")
         time.sleep(5)
         self._idle()
-        self._note_look_ups("look_up", lookups, scale.look_ups)
+        lookups.tell(count=scale.look_ups, per_s=200, new=False)
+        self._note_spread("look_up", lookups.hear(), "one more subject on a stream that is open, 200 per second")
+        lookups.tell(count=scale.look_ups // 3, per_s=50, new=True)
+        self._note_spread("new_client", lookups.hear(), "a new stream and its first route, 50 per second")
         self._look_up_http()
         self._mark("", [first, *others])
-        lookups.tell(count=scale.look_ups, per_s=100)
+        lookups.tell(count=scale.look_ups, per_s=100, new=False)
         self._mark("_busy", [first, *others])
         self._note_spread("look_up_busy", lookups.hear(), "while every client is told of marks and confirms them")
         self._note("rss_mib", resident_bytes(self.server.pid) / MIB)
@@ -261,10 +254,6 @@ class Bench:
         spent = clock.spent()
         note = f"of a core, with {self._scale.groups * 2} heartbeats per second"
         self._note("idle_cpu", spent.cpu_s["metaserver"] / spent.seconds, note)
-
-    def _note_look_ups(self, name: str, lookups: Process, count: int) -> None:
-        lookups.tell(count=count, per_s=200)
-        self._note_spread(name, lookups.hear(), "a new stream each, 200 per second")
 
     def _note_spread(self, name: str, spread: dict[str, float], note: str) -> None:
         self._note(f"{name}_p50_ms", spread["p50"], note)
@@ -293,6 +282,7 @@ class Bench:
             time.sleep(0.2)  # what they expect is read by then
             began = time.monotonic()
             self.server.act("UnMarkReadonlyBrokerGroup" if writable else "MarkReadonlyBrokerGroup", brokerGroup=name)
+            self._note(f"mark_answered{suffix}_s", time.monotonic() - began, "the operator has his answer")
             heard = [process.hear() for process in watchers]
             last = max(words["last"] for words in heard) - began
             key = "mark_to_all_producers" if suffix == "_2000" else "route_to_all_watchers"
