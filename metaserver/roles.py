@@ -184,7 +184,8 @@ def swap_roles(group: Group, *, term: int) -> RoleChange:
     return replace(
         _unchanged(group),
         master=replace(group.slave, role=Role.MASTER, complete=False),
-        slave=replace(group.master, role=Role.SLAVE, complete=True),
+        # Both logs are equal, but equal to all that was acknowledged only if no master goes on without its slave.
+        slave=replace(group.master, role=Role.SLAVE, complete=group.slave.complete),
     )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from metaserver import roles
 from metaserver.db.changes import SetRoles
 from metaserver.db.errors import StaleTerm
-from metaserver.model import AuditRow, Group, ReplicaState
+from metaserver.model import AuditRow, BrokerKey, Group, ReplicaState
 from metaserver.registry import Registry
 from metaserver.rpc.broker_client import Brokers
 from metaserver.settings import MetaserverSettings
@@ -135,6 +135,11 @@ class Swaps:
             raise OperatorError("it took too long; the master takes messages again")
         if current is None:
             raise OperatorError(f"{group.name} was removed meanwhile")
+        if _disks(current) != _disks(group):
+            raise OperatorError(
+                f"a broker of {group.name} came with another data directory meanwhile; look with ReplicaStatus, repeat "
+                "once its copy is whole"
+            )
         change = roles.swap_roles(current, term=group.term)
         await self._registry.change((SetRoles(change),), audit)
 
@@ -186,6 +191,11 @@ class Swaps:
             await self._brokers.cancel_swap(group.master)
         except QmqError as error:
             log.warning("cancel of swap not answered broker_group=%s, the hold runs out: %s", group.name, error)
+
+
+def _disks(group: Group) -> set[tuple[BrokerKey, str]]:
+    """Whose copies were compared. A slave that registers with an emptied disk raises no term."""
+    return {(broker.key, broker.incarnation) for broker in group.brokers}
 
 
 def _is_exchanged(before: Group, now: Group | None) -> bool:

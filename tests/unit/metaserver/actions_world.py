@@ -128,7 +128,7 @@ class Brokers:
     """Brokers as the metaserver sees them on their control ports."""
 
     def __init__(self):
-        self.states, self.progress, self.silent, self.resets = {}, {}, set(), []
+        self.states, self.progress, self.silent, self.resets, self.cancelled = {}, {}, set(), [], []
 
     def _reach(self, broker):
         if broker.key not in self.states or broker.group in self.silent:
@@ -136,6 +136,13 @@ class Brokers:
         return self.states[broker.key]
 
     async def replica_status(self, broker):
+        return self._reach(broker)
+
+    async def prepare_swap(self, broker, *, term, hold_ms, timeout_ms):
+        return self._reach(broker)
+
+    async def cancel_swap(self, broker):
+        self.cancelled.append(broker.hostname)
         return self._reach(broker)
 
     async def consumers(self, broker, *, subject="", group=""):

@@ -119,13 +119,6 @@ async def test_the_last_broker_takes_its_group_with_it(world):
 async def test_roles_are_swapped_with_a_row_of_the_trail(world):
     await world.running_pair("g1")
 
-    async def prepare(broker, *, term, hold_ms, timeout_ms):
-        return world.brokers.states[broker.key]
-
-    async def at_work(broker):
-        """As if the new assignments had reached both brokers by the time anybody looks."""
-        return world.brokers.states[broker.key]
-
     change = world.registry.change
 
     async def change_and_tell(changes, audit):
@@ -133,12 +126,32 @@ async def test_roles_are_swapped_with_a_row_of_the_trail(world):
         world.beat("g1-b")
         world.beat("g1-a")
 
-    world.brokers.prepare_swap, world.registry.change = prepare, change_and_tell
+    world.registry.change = change_and_tell
     swapped = await world.done("SwapRoles", brokerGroup="g1")
     assert (swapped["master"]["hostname"], swapped["slave"]["hostname"]) == ("g1-b", "g1-a")
     assert swapped["logEnd"] == 4096 and swapped["chain"] == f"{77:016x}" and swapped["writable"]
     newest = (await world.audit())[0]
     assert (newest.action, newest.before["term"], newest.after["term"]) == ("SwapRoles", 2, 3)
+
+
+@in_world
+async def test_a_slave_that_lost_its_disk_during_the_swap_does_not_become_the_master(world):
+    """Its registration raises no term: the swap would make an empty log that of the group."""
+    await world.running_pair("g1")
+    change = world.registry.change
+
+    async def emptied(changes, audit):
+        world.registry.change = change
+        slave = world.registry.directory.groups["g1"].slave
+        await world.database.write(
+            lambda repository: repository.store_registration(replace(slave, incarnation="empty", complete=False), slave)
+        )
+        await change(changes, audit)
+
+    world.registry.change = emptied
+    text = await world.refused("SwapRoles", brokerGroup="g1")
+    assert "another data directory meanwhile" in text and "changed nothing" in text
+    assert parts(world) == ("g1-a", "g1-b") and world.brokers.cancelled == ["g1-a"]
 
 
 @in_world

@@ -170,6 +170,12 @@ def test_swap_exchanges_both_at_once_and_the_new_slave_is_complete():
     assert (change.slave.hostname, change.slave.role, change.slave.complete) == ("a", Role.SLAVE, True)
 
 
+def test_a_swap_does_not_make_complete_what_the_master_never_waited_for():
+    """With durability `master`, the next master may acknowledge alone before its first heartbeat says so."""
+    change = roles.swap_roles(directory(slave=replace(SLAVE, complete=False)).groups["g1"], term=7)
+    assert not change.slave.complete
+
+
 @pytest.mark.parametrize(
     "known, term", [(directory(), 6), (directory(slave=None), 7), (directory(master=None), 7)], ids=str
 )
