@@ -113,16 +113,18 @@ class Registry:
         async with self._reading:
             versions = await self.database.probe()
             news = False
-            if versions["directory"] != self._seen["directory"]:
-                await self._read_directory()
-                news = True
-            if versions["routes"] != self._seen["routes"]:
-                await self._read_routes(versions["routes"])
-                news = True
-            if versions["sightings"] != self._seen["sightings"]:
-                await self._read_sightings(versions["sightings"])
-            self.is_loaded = True
-        self.publish(news=news)
+            try:
+                if versions["directory"] != self._seen["directory"]:
+                    await self._read_directory()
+                    news = True
+                if versions["routes"] != self._seen["routes"]:
+                    await self._read_routes(versions["routes"])
+                    news = True
+                if versions["sightings"] != self._seen["sightings"]:
+                    await self._read_sightings(versions["sightings"])
+                self.is_loaded = True
+            finally:  # what was read will not be read again, even if the next reading fails or is cancelled
+                self.publish(news=news)
 
     async def reload(self) -> None:
         """As `catch_up`: afterwards memory is what the database was at a moment after the call."""
@@ -320,7 +322,9 @@ class Registry:
         orders = self._orders(subjects)
         if orders:
             try:
-                self.take_routes(await self.database.write(lambda r: r.store_routes(orders)))
+                stored = await self.database.write(lambda r: r.store_routes(orders))
+                # What happened to a route since may have been read meanwhile; what was read is never older.
+                self.take_routes(route for route in stored if route.changed > self._seen["routes"])
                 self._metrics.routes_created.inc(len(orders))
                 self.publish(news=True)
             except (DatabaseAway, CommitUnknown):

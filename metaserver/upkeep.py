@@ -15,7 +15,7 @@ from metaserver.database import DatabaseAway
 from metaserver.db.errors import CommitUnknown
 from metaserver.db.repository import Repository
 from metaserver.liveness import Question
-from metaserver.model import Broker, MetaserverRow, ReplicaState
+from metaserver.model import Broker, BrokerKey, MetaserverRow, ReplicaState
 from metaserver.registry import Registry
 from metaserver.rpc.broker_client import Brokers
 from metaserver.snapshot import Snapshots
@@ -147,23 +147,24 @@ class Upkeep:
             except BaseException:
                 registry.news.set()
                 raise
-            registry.completeness.pop(key, None)
+            if registry.completeness.get(key) == (slave, term, complete):  # else its master says something newer
+                del registry.completeness[key]
 
     async def _watch_silence(self) -> None:
         """Notice who fell silent, and ask whom nobody hears."""
-        registry, asking = self._registry, set[asyncio.Task[None]]()
+        registry, asking = self._registry, dict[BrokerKey, asyncio.Task[None]]()
         try:
             while True:
                 registry.liveness.tick(now_ms=registry.now_ms())
                 registry.publish()
                 if not registry.is_stopping:
                     for question in registry.liveness.to_ask(now_ms=registry.now_ms()):
-                        task = asyncio.create_task(self.ask(question))
-                        asking.add(task)
-                        task.add_done_callback(asking.discard)
+                        # A question to a machine that is gone takes its whole time; while many wait, none waits twice.
+                        if question.key not in asking or asking[question.key].done():
+                            asking[question.key] = asyncio.create_task(self.ask(question))
                 await asyncio.sleep(TICK_S)
         finally:
-            for task in asking:
+            for task in asking.values():
                 task.cancel()
 
     async def _keep_snapshot(self) -> None:

@@ -398,6 +398,8 @@ async def test_nothing_is_kept_of_clients_that_left(registry, hub):
     audience = hub._audience
     assert not any(client.watch.seats for client in clients), "circles stop the process when they are collected"
     assert not (audience.topics or audience.watches or audience._by_group or audience._by_real or hub._short)
+
+
 @with_hub()
 async def test_a_route_of_groups_that_do_not_serve_yet_is_told_as_soon_as_they_do(registry, hub):
     """Nothing of it is seen before: the route looks the same with and without such a group."""

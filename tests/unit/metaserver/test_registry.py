@@ -1,0 +1,71 @@
+"""Shell. What is in memory stays true to a real SQLite database, however the reading of it is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from metaserver.database import DatabaseAway
+from metaserver.db.changes import RemoveRoute, SetMark, SetRoute
+from metaserver.model import AuditRow, ReadonlyMark
+from tests.unit.metaserver.actions_world import World
+
+ANOTHER = AuditRow("another metaserver", "", "change")
+
+
+async def opened(path: Path) -> World:
+    world = World(path / "database")
+    await world.open()
+    await world.pair()
+    return world
+
+
+def test_a_change_that_was_read_is_published_although_the_next_reading_failed(tmp_path, monkeypatch):
+    """Groups, routes and sightings are read one after the other; the database may go away in between."""
+
+    async def test() -> None:
+        world = await opened(tmp_path)
+        registry, read = world.registry, world.database.read
+        changes = [SetMark(ReadonlyMark("a", "g1")), SetRoute("a", ("g1",), 0)]
+        await world.database.write(lambda repository: repository.change(changes, ANOTHER))
+        with registry.changes.watch() as wake:
+            readings = 0
+
+            async def failing(*args, **options):
+                nonlocal readings
+                readings += 1
+                if readings == 2:
+                    raise DatabaseAway("in between")
+                return await read(*args, **options)
+
+            monkeypatch.setattr(world.database, "read", failing)
+            with pytest.raises(DatabaseAway):
+                await registry.catch_up()
+            assert registry.directory.marks and wake.is_set()
+            wake.clear()
+            await registry.catch_up()
+            assert registry.routes["a"].groups == ("g1",) and wake.is_set()
+
+    asyncio.run(test())
+
+
+def test_a_route_that_was_removed_while_the_answer_was_on_its_way_stays_removed(tmp_path, monkeypatch):
+    async def test() -> None:
+        world = await opened(tmp_path)
+        await world.start("g1-a")
+        write = world.database.write
+
+        async def late(work):
+            stored = await write(work)
+            (route,) = stored
+            await write(lambda repository: repository.change([RemoveRoute("a", route.version)], ANOTHER))
+            await world.registry.catch_up()
+            return stored
+
+        monkeypatch.setattr(world.database, "write", late)
+        assert await world.registry.routes_for(["a"]) == [[]]
+        assert not world.registry.routes
+
+    asyncio.run(test())
