@@ -76,6 +76,7 @@ class Liveness:
         self.peers = Peers(timeout_ms=timeout_ms)
         self._damping = Damping()
         self._presumed_until_ms = started_ms + timeout_ms
+        self._presuming = True
         self._sightings: dict[BrokerKey, Sighting] = {}
         self._claims: dict[BrokerKey, tuple[str, int]] = {}
         self._dirty: dict[BrokerKey, None] = {}
@@ -191,8 +192,15 @@ class Liveness:
 
     # -- doubts ---------------------------------------------------------------------------------------------------
 
+    def serve(self, *, now_ms: int) -> None:
+        """Brokers can come back from now on: what is presumed until they had the time holds for one timeout."""
+        self._presumed_until_ms, self._presuming = now_ms + self.timeout_ms, True
+
     def tick(self, *, now_ms: int) -> None:
         """Notice silence: of brokers whose stream stays open, and of metaservers. Call it many times a second."""
+        if self._presuming and now_ms >= self._presumed_until_ms:
+            self._presuming = False
+            self.version += 1  # who was told what was presumed must hear that it is over
         for sighting in self._sightings.values():
             if sighting.up and sighting.metaserver == self.own and not sighting.live:
                 continue  # it is being asked since its stream ended

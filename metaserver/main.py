@@ -126,6 +126,7 @@ class Metaserver:
         add_MetaserverServicer_to_server(rpc, rpc_server)
         add_route_methods(rpc, rpc_server)
         await rpc_server.start()
+        self.registry.liveness.serve(now_ms=self.registry.now_ms())
         tasks = [asyncio.create_task(work) for work in (upkeep.run(), self.hub.run())]
         serving = asyncio.create_task(http_server.serve(sockets=[listener]))
         log.info("metaserver serving http=%s:%d grpc_port=%d", self._settings.host, self.http_port, self.grpc_port)
@@ -180,7 +181,11 @@ class Metaserver:
         return rpc_server, listener
 
     async def _leave(self, rpc_server: grpc.aio.Server, upkeep: Upkeep) -> None:
-        """Let brokers and clients go elsewhere. Nobody is marked down: who beats elsewhere says so there."""
+        """Let brokers and clients go elsewhere. Nobody is marked down: who beats elsewhere says so there.
+
+        What brokers said is stored before their streams end: whoever starts next presumes that it still holds.
+        """
+        await upkeep.store()
         self.registry.stop()
         await asyncio.gather(rpc_server.stop(STOP_S), asyncio.sleep(MOVE_S))
 

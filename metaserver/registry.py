@@ -212,26 +212,36 @@ class Registry:
         except DatabaseAway:
             log.error("change stored but not read back action=%s: the database went away", audit.action)
 
+    async def settle(self) -> None:
+        """As `reload`, once every change that was under way is stored, or gone.
+
+        Raises:
+            DatabaseAway, CommitUnknown: nobody can say yet.
+        """
+        await self.database.probe()
+        await self._stand_in_line()
+        await self.catch_up()
+
+    async def _stand_in_line(self) -> None:
+        """Wait behind all changes that are under way: a broken connection's commit may still be on its way."""
+        try:
+            await self.database.write(lambda r: r.settle())
+        except AnswerLate:
+            raise
+        except CommitUnknown:
+            pass  # it had its turn, so whatever was before it is over
+
     async def _was_stored(self, audit: AuditRow, began_ms: int, error: CommitUnknown) -> bool:
         """Find out whether a change was stored whose commit was not answered: its audit row is part of it."""
         try:
             await self.database.probe()
-            if isinstance(error, AnswerLate):  # while the order itself is under way, its absence proves nothing
-                async with asyncio.timeout(LATE_S):
-                    await asyncio.shield(error.result)
-                return True
-        except DatabaseAway:
-            if self.database.is_up:
-                return False  # the late answer: it failed before the commit
-            raise OutcomeUnknown(f"{error}; {LOOK_FIRST}") from error
-        except TimeoutError:
-            raise OutcomeUnknown(f"{error}; {LOOK_FIRST}") from error
-        except CommitUnknown:
-            pass
-        try:
+            told = await _late_answer(error) if isinstance(error, AnswerLate) else None
+            if told is not None:
+                return told
+            await self._stand_in_line()
             rows = await self.database.read(lambda r: r.audit_trail(limit=AUDIT_ROWS_READ, since_ms=began_ms))
-        except DatabaseAway:
-            raise OutcomeUnknown(f"{error}; {LOOK_FIRST}") from error
+        except (DatabaseAway, CommitUnknown, TimeoutError) as failed:
+            raise OutcomeUnknown(f"{error}; {LOOK_FIRST}") from failed
         return any(_is_same(row, audit) for row in rows)
 
     # -- brokers --------------------------------------------------------------------------------------------------
@@ -420,6 +430,22 @@ class Registry:
             )
             for g in self.directory.groups.values()
         ]
+
+
+async def _late_answer(error: AnswerLate) -> bool | None:
+    """Whether a change that is under way gets stored; None: its connection broke in the commit.
+
+    Raises:
+        TimeoutError: it is still under way. QmqError: the repository refused it.
+    """
+    try:
+        async with asyncio.timeout(LATE_S):
+            await asyncio.shield(error.result)
+    except DatabaseAway:
+        return False  # it failed before the commit
+    except CommitUnknown:
+        return None
+    return True
 
 
 def _parts(change: RoleChange) -> str:

@@ -146,8 +146,8 @@ class Swaps:
     async def _settle(self, group: Group, error: OutcomeUnknown) -> None:
         """Find out whether a compare-and-set was stored although its answer got lost."""
         try:
-            await self._registry.reload()
-        except NotServed:
+            await self._registry.settle()
+        except (NotServed, OutcomeUnknown):
             raise OutcomeUnknown(
                 f"the database failed while it stored the roles of {group.name} ({error}); they are exchanged or as "
                 "before. ListBrokers tells once it is back"

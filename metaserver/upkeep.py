@@ -52,12 +52,19 @@ class Upkeep:
 
     async def stop(self) -> None:
         """Store what is known, give up our place among the metaservers. Bounded; the database may be away."""
+        await self.store()
         try:
-            await self._store_news()
             await self._registry.database.write(lambda r: r.remove_metaserver(self._own.id))
         except (DatabaseAway, CommitUnknown) as error:
             log.warning("stopping without the database: %s", error)
         await self._snapshots.save(self._registry)
+
+    async def store(self) -> None:
+        """Store now what brokers said. Bounded; the database may be away."""
+        try:
+            await self._store_news()
+        except (DatabaseAway, CommitUnknown) as error:
+            log.warning("what brokers said last is not stored: %s", error)
 
     async def ask(self, question: Question) -> None:
         """Ask a broker that nobody hears whether it is there, and note the answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from metaserver import roles
@@ -23,24 +24,41 @@ async def _add_broker(desk: Desk, words: Words) -> Plan:
 
 
 async def _replace_broker(desk: Desk, words: Words) -> Plan:
-    return broker_plans.replace_broker(
-        desk.registry.directory,
-        _broker(words),
-        desk.registry.may_be_up,
-        swap=words.flag("swap"),
-        accept_loss=words.flag("acceptLoss"),
-    )
+    async def plan() -> Plan:
+        return broker_plans.replace_broker(
+            desk.registry.directory,
+            _broker(words),
+            desk.registry.may_be_up,
+            swap=words.flag("swap"),
+            accept_loss=words.flag("acceptLoss"),
+        )
+
+    return await _asked_first(desk, desk.registry.directory.groups.get(words["brokerGroup"]), plan)
 
 
 async def _remove_broker(desk: Desk, words: Words) -> Plan:
-    registry, key = desk.registry, BrokerKey(words["hostname"], words.number("servePort"))
-    directory = registry.directory
-    running = {broker.key for broker in directory.brokers() if registry.may_be_up(broker)}
-    return await desk.on_all_routes(
-        lambda routes: broker_plans.remove_broker(
-            directory, routes, key, lambda broker: broker.key in running, forced=words.flag("force")
+    key = BrokerKey(words["hostname"], words.number("servePort"))
+
+    async def plan() -> Plan:
+        registry = desk.registry
+        directory = registry.directory
+        running = {broker.key for broker in directory.brokers() if registry.may_be_up(broker)}
+        return await desk.on_all_routes(
+            lambda routes: broker_plans.remove_broker(
+                directory, routes, key, lambda broker: broker.key in running, forced=words.flag("force")
+            )
         )
-    )
+
+    known = desk.registry.directory.find(key)
+    return await _asked_first(desk, desk.registry.directory.groups.get(known.group) if known else None, plan)
+
+
+async def _asked_first(desk: Desk, group: Group | None, plan: Callable[[], Awaitable[Plan]]) -> Plan:
+    """Plan; but before a refusal, ask the brokers: one that counts as running may have stopped this moment."""
+    made = await plan()
+    if made.reasons and group is not None and await desk.notice_stopped(group.brokers):
+        return await plan()
+    return made
 
 
 async def _plan_swap(desk: Desk, words: Words) -> Plan:

@@ -48,6 +48,8 @@ class RegistryPort(Protocol):
 ASKED_AT_ONCE = 64
 """Brokers or metaservers; each question is a connection."""
 CLIENTS_MAX = 100_000
+NOTICE_S, NOTICE_PAUSE_S = 1.5, 0.05
+"""A broker that does not answer may have died this moment: so long, until its stream is seen to have ended."""
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -153,6 +155,25 @@ class Desk:
     async def ask_consumers(self, group: Group, subject: str = "", consumer_group: str = "") -> pb.ConsumersAnswer:
         """Ask the master of a group how far its consumer groups are."""
         return await self.brokers.consumers(self.master_of(group), subject=subject, group=consumer_group)
+
+    async def notice_stopped(self, brokers: Iterable[Broker]) -> bool:
+        """Ask brokers that count as running whether they are; return whether one of them turned out not to be."""
+        running = [broker for broker in brokers if self.registry.may_be_up(broker)]
+        answers = await together([self._answers(broker) for broker in running])
+        silent = [broker for broker, answered in zip(running, answers, strict=True) if not answered]
+        ends = time.monotonic() + NOTICE_S
+        while any(self.registry.may_be_up(broker) for broker in silent) and time.monotonic() < ends:
+            await asyncio.sleep(NOTICE_PAUSE_S)
+        return any(not self.registry.may_be_up(broker) for broker in running)
+
+    async def _answers(self, broker: Broker) -> bool:
+        try:
+            await self.brokers.replica_status(broker)
+        except NotServed:
+            return False
+        except OperatorError:
+            pass  # it only does not know our token, say
+        return True
 
     def master_of(self, group: Group) -> Broker:
         if group.master is None:

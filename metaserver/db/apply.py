@@ -15,8 +15,9 @@ from metaserver.db.transactions import DIRECTORY, ROUTES, SIGHTINGS, raise_versi
 
 def apply_all(connection: Connection, changes: Sequence[c.Change]) -> None:
     """Apply all changes; whatever one of them raises ends the transaction, and nothing was changed."""
-    touched = sorted({name for change in changes for name in _touches(change)})
-    versions = dict(zip(touched, raise_versions(connection, *touched), strict=True)) if touched else {}
+    # One that only writes down what happened elsewhere takes its place in the line, too: `settle` waits for it.
+    touched = sorted({name for change in changes for name in _touches(change)} or {DIRECTORY})
+    versions = dict(zip(touched, raise_versions(connection, *touched), strict=True))
     changed = versions.get(ROUTES, 0)
     for are_routes, some in groupby(changes, lambda change: isinstance(change, c.SetRoute)):
         if are_routes:

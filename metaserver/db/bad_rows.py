@@ -1,4 +1,4 @@
-"""Core. Rows that cannot be understood, perhaps edited by hand: left out, logged once, counted. They stop no other."""
+"""Shell. Rows that cannot be understood, perhaps edited by hand: left out, logged once, counted. They stop no other."""
 
 from __future__ import annotations
 

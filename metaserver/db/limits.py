@@ -1,4 +1,4 @@
-"""Core. What a column can hold, checked before SQL: the three databases would each do something else with the rest."""
+"""Shell. What a column can hold, checked before SQL: the three databases would each do something else with the rest."""
 
 from __future__ import annotations
 

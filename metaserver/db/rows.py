@@ -1,4 +1,4 @@
-"""Core. Small things that reading and writing of every table needs."""
+"""Shell. Small things that reading and writing of every table needs."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 
 import pymysql
@@ -9,6 +11,8 @@ import pytest
 from sqlalchemy import event, make_url, select
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
+from metaserver.awake import AwakeClock
+from metaserver.database import Database, DatabaseAway
 from metaserver.db import engine as engines
 from metaserver.db.changes import SetMark
 from metaserver.db.engine import open_database
@@ -16,7 +20,10 @@ from metaserver.db.errors import CommitUnknown
 from metaserver.db.repository import Repository
 from metaserver.db.tables import meta_version
 from metaserver.db.transactions import DIRECTORY, Transactions, raise_versions
+from metaserver.liveness import Liveness
+from metaserver.metrics import Metrics
 from metaserver.model import AuditRow, ReadonlyMark
+from metaserver.registry import Registry
 from tests.support.cable import cable_to
 from tests.support.directories import add_group
 
@@ -49,9 +56,19 @@ def cable(database_server):
 @pytest.fixture
 def wired(url, cable):
     """An engine whose connections go through the cable."""
-    engine = open_database(make_url(url).set(port=cable.port).render_as_string(hide_password=False))
+    engine = open_database(through(cable, url))
     yield engine
     engine.dispose()
+
+
+def through(cable, url):
+    return make_url(url).set(port=cable.port).render_as_string(hide_password=False)
+
+
+def make_registry(database):
+    clock = AwakeClock()
+    liveness = Liveness("m1", timeout_ms=2000, started_ms=0)
+    return Registry(database, liveness, Metrics(), clock, lambda tokens: None, groups_min=1, groups_new=1)
 
 
 def mark(repository):
@@ -73,6 +90,63 @@ def test_change_whose_commit_broke_is_called_unknown_and_reading_tells(wired, ca
     assert len(witness.audit_trail()) == len(stored), "its audit row went the same way"
     mark(repository)
     assert witness.load().marks == {MARK}
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["arrives later", "is lost"])
+def test_change_whose_commit_is_still_on_its_way_is_called_stored_exactly_if_it_is(cable, url, engine, lost):
+    """The connection broke, and the server has not heard the commit yet: its absence at this moment proves nothing."""
+
+    async def change():
+        database = Database(through(cable, url), timeout_ms=10_000)
+        await database.open()
+        registry = make_registry(database)
+
+        def keep_back():
+            cable.hold_questions = True
+
+        def deliver_to_who_waits(_connection, _cursor, statement, *_):
+            if cable.is_holding.is_set() and "UPDATE meta_version" in statement:
+                threading.Timer(0.2, cable.deliver, kwargs={"lost": lost}).start()
+
+        at_commit(database._engine, keep_back)
+        event.listen(database._engine, "before_cursor_execute", deliver_to_who_waits)
+        try:
+            await registry.change([SetMark(MARK)], AuditRow("me", "here", "MarkReadonlyBrokerGroup"))
+            return True
+        except DatabaseAway as error:
+            assert "was not stored" in str(error)
+            return False
+        finally:
+            database.close()
+
+    told = asyncio.run(change())
+    cable.deliver(lost=lost)
+    witness = Repository(engine)
+    witness.settle()
+    assert told == (witness.load().marks == {MARK}) == (not lost)
+    assert len(witness.audit_trail()) == int(told)
+
+
+def test_settling_waits_for_a_change_that_only_writes_down_what_was_done(engine, url):
+    other = open_database(url)
+    is_stored, may_end = threading.Event(), threading.Event()
+
+    def stand_still():
+        is_stored.set()
+        may_end.wait()
+
+    at_commit(other, stand_still)
+    writing = threading.Thread(target=Repository(other).change, args=([], AuditRow("me", "here", "ResetOffset")))
+    writing.start()
+    is_stored.wait()
+    event.listen(
+        engine, "before_cursor_execute", lambda *_: threading.Timer(0.2, may_end.set).start(), once=True
+    )
+    repository = Repository(engine)
+    repository.settle()
+    assert len(repository.audit_trail()) == 1
+    writing.join()
+    other.dispose()
 
 
 def test_change_whose_server_died_at_its_commit_is_called_unknown(database_server, engine):

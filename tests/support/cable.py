@@ -21,9 +21,20 @@ class Cable:
         """Cut a connection, once, as soon as its client says something, before the server hears it."""
         self.cut_answers = False
         """Cut a connection, once, as soon as its server says something, before the client hears it."""
+        self.hold_questions = False
+        """Cut a connection, once, as soon as its client says something; the server hears it after `deliver`."""
+        self.is_holding = threading.Event()
+        self._is_delivered = threading.Event()
+        self._is_lost = False
         threading.Thread(target=self._accept, daemon=True).start()
 
+    def deliver(self, *, lost: bool = False) -> None:
+        """Let the server hear what `hold_questions` keeps; with `lost`, that the connection is cut instead."""
+        self._is_lost = lost
+        self._is_delivered.set()
+
     def close(self) -> None:
+        self._is_delivered.set()
         self._listener.close()
 
     def _accept(self) -> None:
@@ -41,6 +52,15 @@ class Cable:
             if self.cut_questions:
                 self.cut_questions = False
                 break
+            if self.hold_questions:
+                self.hold_questions = False
+                _cut(client)
+                self.is_holding.set()
+                self._is_delivered.wait()
+                if not self._is_lost:
+                    server.sendall(piece)
+                    return  # the pump of answers ends with the server's connection
+                break
             server.sendall(piece)
         _cut(client, server)
 
@@ -49,7 +69,10 @@ class Cable:
             if self.cut_answers:
                 self.cut_answers = False
                 break
-            client.sendall(piece)
+            try:
+                client.sendall(piece)
+            except OSError:
+                break  # it is cut
         _cut(client, server)
 
 

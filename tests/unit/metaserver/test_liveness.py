@@ -288,6 +288,17 @@ def test_after_our_start_a_known_master_without_any_row_is_presumed_until_it_had
     assert not signs.may_be_up(group().master, now_ms=START + 1000)
 
 
+def test_the_end_of_what_was_presumed_is_news_once():
+    signs = liveness(started_ms=0)
+    signs.serve(now_ms=START)
+    known = signs.version
+    signs.tick(now_ms=START + 999)
+    assert signs.is_writable(group(), now_ms=START + 999) and signs.version == known
+    for now in (START + 1000, START + 1100):
+        signs.tick(now_ms=now)
+        assert not signs.is_writable(group(), now_ms=now) and signs.version == known + 1
+
+
 def test_what_never_registered_is_not_presumed():
     signs = liveness(started_ms=START)
     assert not signs.is_writable(group(incarnation=""), now_ms=START)
