@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import urllib.request
 
 from qmq.types import Endpoint
@@ -43,5 +44,21 @@ def find_metaserver(url: str, *, timeout_s: float = 3.0) -> str:
         OSError: nobody answers.
         ValueError: what answers is no metaserver.
     """
-    with DIRECT.open(f"{url.rstrip('/')}/meta/address", timeout=timeout_s) as response:
-        return str(Endpoint.parse(str(response.read(1000), "utf-8").strip()))
+    answer = get(f"{url.rstrip('/')}/meta/address", timeout_s=timeout_s, bytes_max=1000)
+    return str(Endpoint.parse(str(answer, "utf-8").strip()))
+
+
+def get(request: str | urllib.request.Request, *, timeout_s: float, bytes_max: int) -> bytes:
+    """Get what an HTTP address of ours answers, `bytes_max` of it at most. Blocks.
+
+    Raises:
+        OSError: nobody answers; urllib's HTTPError is one. ValueError: what answers does not speak HTTP.
+    """
+    try:
+        with DIRECT.open(request, timeout=timeout_s) as response:
+            data: bytes = response.read(bytes_max)
+            return data
+    except http.client.HTTPException as error:
+        if isinstance(error, OSError):
+            raise
+        raise ValueError(f"what answers does not speak HTTP: {type(error).__name__}") from None

@@ -10,7 +10,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlencode
 
 from qmq.client.routing import GroupRoute, SubjectRoute
-from qmq.control_plane import DIRECT
+from qmq.control_plane import get
 from qmq.errors import AccessError
 from qmq.types import Endpoint
 
@@ -43,9 +43,7 @@ def poll(
 
 def _read(request: urllib.request.Request, timeout_s: float) -> bytes:
     try:
-        with DIRECT.open(request, timeout=timeout_s) as response:
-            data: bytes = response.read(ANSWER_BYTES_MAX)
-            return data
+        return get(request, timeout_s=timeout_s, bytes_max=ANSWER_BYTES_MAX)
     except HTTPError as error:
         with error:
             text = error.read(1000).decode("utf-8", "replace")

@@ -1,0 +1,51 @@
+"""Shell. What a process makes of whoever answers at the metaserver's address."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from qmq.client import route_poll
+from qmq.control_plane import find_metaserver
+
+
+@contextmanager
+def answering(data: bytes) -> Iterator[str]:
+    """Answer the next connection with these bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(data)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00", id="a gRPC port"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", id="broken chunks"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi", id="no address"),
+    ],
+)
+def test_what_is_no_metaserver_is_said_to_be_none(data):
+    """Any other error would end the broker, or the client's watch."""
+    with answering(data) as url, pytest.raises(ValueError):
+        find_metaserver(url)
+    with answering(data) as url, pytest.raises(ValueError):
+        route_poll.poll(url, ["a"], {}, token="t", app="a", client_id="c", produces=True, timeout_s=3)
+
+
+def test_a_metaserver_that_says_nothing_is_not_there():
+    with answering(b"") as url, pytest.raises(OSError):
+        find_metaserver(url)
