@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from metaserver.actions.plan import Plan, refused
+from metaserver.actions.route_plans import NAMED_MAX
 from metaserver.db.changes import RestoreAll
+from metaserver.db.dumps import header_fault, lost_masters
 
 KEPT = ("api_token", "audit_trail")
 """Tables of which rows do not make a metaserver count as used: the first admin token is there from the start."""
@@ -24,6 +26,10 @@ def restore(backup: Any, present: Mapping[str, Any], *, forced: bool) -> Plan:
     tables = backup.get("tables") if isinstance(backup, dict) else None
     if not isinstance(tables, dict) or not all(isinstance(rows, list) for rows in tables.values()):
         return refused("this is no backup of a metaserver; Backup makes one")
+    if fault := header_fault(backup, schema=present["schema"], tables=present["tables"]):
+        return refused(fault)
+    if lost := lost_masters(present["tables"], tables):
+        return refused(*lost[:NAMED_MAX], *([f"and {len(lost) - NAMED_MAX} more groups"] if lost[NAMED_MAX:] else []))
     before, after = _count(present["tables"]), _count(tables)
     used = {name: count for name, count in before.items() if count and name not in KEPT}
     objections = []

@@ -15,14 +15,13 @@ from sqlalchemy.exc import IntegrityError
 
 from metaserver.db import tables
 from metaserver.db.bad_rows import BadRows
+from metaserver.db.dumps import FORMAT, REMOVED, VERSION, header_fault, lost_masters, with_disks
 from metaserver.db.errors import ValueRefused
-from metaserver.db.groups import REMOVED, load_groups
+from metaserver.db.groups import load_groups
 from metaserver.db.limits import checked
 from metaserver.db.routes import load_routes
 from metaserver.db.rows import now_ms
 from metaserver.db.tokens import load_tokens
-
-FORMAT, VERSION = "qmq metadata", 1
 
 PARENTS_FIRST = (
     tables.broker_group,
@@ -41,25 +40,27 @@ Rows = list[dict[str, Any]]
 
 def dump(connection: Connection) -> dict[str, Any]:
     """Read everything as of one moment."""
-    schema = connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one()
     content = {table.name: _rows(connection, table) for table in PARENTS_FIRST}
-    return {"format": FORMAT, "version": VERSION, "schema": schema, "time": now_ms(), "tables": content}
+    return {"format": FORMAT, "version": VERSION, "schema": _schema(connection), "time": now_ms(), "tables": content}
 
 
 def restore(connection: Connection, dumped: Mapping[str, Any], changed: int) -> None:
     """Put a dump in the place of everything.
 
-    What must never go back does not: terms and versions of routes grow, a revoked token stays revoked, tokens that
-    are not in the dump stay, a slave counts as complete only after it was seen again, and the audit trail is only
-    taken over by an empty one.
+    What must never go back does not: terms and versions of routes grow, no group gets another master, nor a broker a
+    disk it had before, a revoked token stays revoked, tokens that are not in the dump stay, a slave counts as complete
+    only after it was seen again, and the audit trail is only taken over by an empty one.
 
     Raises:
-        ValueRefused: this is no dump, or a row of it makes no sense.
+        ValueRefused: this is no dump, a row of it makes no sense, or it names another master.
     """
     content = _check(connection, dumped)
+    present = {table.name: _rows(connection, table) for table in (tables.broker_group, tables.broker)}
+    if lost := lost_masters(present, content):
+        raise ValueRefused("; ".join(lost))
     _continue_terms(connection, content["broker_group"])
     _continue_routes(connection, content["subject_route"], changed)
-    content["broker"] = [{**row, "complete": False} for row in content["broker"]]
+    content["broker"] = with_disks(present, content)
     content["api_token"] = _merge_tokens(connection, content["api_token"])
     if connection.execute(select(tables.audit_trail.c.id).limit(1)).first() is not None:
         del content["audit_trail"]
@@ -85,15 +86,14 @@ def _columns(table: Table) -> list[Any]:
 
 
 def _check(connection: Connection, dumped: Mapping[str, Any]) -> dict[str, Rows]:
-    if dumped.get("format") != FORMAT or dumped.get("version") != VERSION:
-        raise ValueRefused(f"this is no dump of version {VERSION} of a metaserver's tables; Backup makes one")
-    schema = connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one()
-    if dumped.get("schema") != schema:
-        raise ValueRefused(f"the dump was made with tables of version {dumped.get('schema')}, these have {schema}")
-    content = dumped.get("tables")
-    if not isinstance(content, Mapping) or content.keys() != {table.name for table in PARENTS_FIRST}:
-        raise ValueRefused("the dump lacks tables, or has others")
-    return {table.name: _check_rows(table, content[table.name]) for table in PARENTS_FIRST}
+    names = [table.name for table in PARENTS_FIRST]
+    if fault := header_fault(dumped, schema=_schema(connection), tables=names):
+        raise ValueRefused(fault)
+    return {table.name: _check_rows(table, dumped["tables"][table.name]) for table in PARENTS_FIRST}
+
+
+def _schema(connection: Connection) -> str:
+    return str(connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one())
 
 
 def _check_rows(table: Table, rows: Any) -> Rows:

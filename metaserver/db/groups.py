@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Row, and_, delete, insert, or_, select, updat
 from sqlalchemy.exc import IntegrityError
 
 from metaserver.db.bad_rows import BadRows
+from metaserver.db.dumps import REMOVED
 from metaserver.db.errors import GroupInUse, NotThere, StaleTerm, UnknownGroup
 from metaserver.db.limits import checked
 from metaserver.db.rows import now_ms, parse_names
@@ -17,9 +18,6 @@ from metaserver.model import DELAY, NORMAL, Broker, BrokerKey, Group
 from metaserver.roles import RoleChange
 from qmq.subjects import check_name
 from qmq.types import Role
-
-REMOVED = 0
-"""As the kind of a group: it is no more. Its row keeps the term, in case the name is used again."""
 
 
 def load_groups(connection: Connection, bad: BadRows) -> dict[str, Group]:

@@ -72,9 +72,10 @@ def test_restore_takes_back_what_came_since_but_never_terms_nor_revocations(fill
     dump = through_json(filled.dump())
     add_group(filled, "g2")
     group = filled.load().groups["g1"]
+    slave = replace(brokers_of("g1")[1], hostname="third")
     filled.change(
         [
-            SetRoles(roles.swap_roles(group, term=group.term)),
+            SetRoles(replace(roles.swap_roles(group, term=group.term), master=group.master, slave=slave)),
             UnsetMark(MARK),
             SetRoute("s0", ("g2",), 1),
             SetRoute("new", ("g2",), 0),
@@ -97,6 +98,31 @@ def test_restore_takes_back_what_came_since_but_never_terms_nor_revocations(fill
     assert [row.action for row in filled.audit_trail()] == ["Restore", "Everything"]
     add_group(filled, "g2")
     assert filled.load().groups["g2"].term == 4, "no term of g2 is given out again"
+
+
+def test_restore_never_makes_another_broker_the_master(filled):
+    """The slave of then may have missed all that was acknowledged since; its term would be the newest all the same."""
+    master, slave = filled.load().groups["g1"].brokers
+    filled.store_registration(replace(master, incarnation="first"))
+    dump = through_json(filled.dump())
+    group = filled.load().groups["g1"]
+    filled.change([SetRoles(roles.swap_roles(group, term=group.term))])
+    before = filled.load()
+    with pytest.raises(ValueRefused, match="g1 is served by g1-b:20881, the backup has g1-a:20881"):
+        filled.change([RestoreAll(dump)])
+    dump["tables"]["broker"] = []
+    with pytest.raises(ValueRefused, match="has nobody in its place"):
+        filled.change([RestoreAll(dump)])
+    assert filled.load() == before
+
+
+def test_restore_never_forgets_whose_disk_a_master_has(filled):
+    """With a backup from before its first start, a master whose disk was emptied would be let in again."""
+    dump = through_json(filled.dump())
+    master = filled.load().groups["g1"].master
+    filled.store_registration(replace(master, incarnation="first"))
+    filled.change([RestoreAll(dump)])
+    assert filled.load().groups["g1"].master.incarnation == "first"
 
 
 def test_restored_route_goes_on_from_the_larger_version(filled):

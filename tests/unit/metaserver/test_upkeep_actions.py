@@ -111,6 +111,21 @@ async def test_a_metaserver_in_use_is_restored_only_by_force(world):
 
 
 @in_world
+async def test_a_dry_run_of_a_restore_refuses_what_the_restore_would(world):
+    await world.running_pair("g1")
+    backup = await world.done("Backup")
+    for spoil, text in (
+        ({"schema": "0001"}, "tables of version 0001"),
+        ({"version": 9}, "no backup of version 1"),
+        ({"tables": {"broker": []}}, "lacks tables"),
+        ({"tables": {**backup["tables"], "broker": []}}, "g1 is served by g1-a:20881"),
+    ):
+        words = {"backup": json.dumps(backup | spoil), "force": "true"}
+        assert text in await world.refused("Restore", **words, dryRun="true")
+        assert text in await world.refused("Restore", **words)
+
+
+@in_world
 async def test_what_is_no_backup_is_refused_whole(world):
     await world.pair("g1")
     backup = await world.done("Backup")
