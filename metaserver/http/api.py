@@ -1,21 +1,25 @@
-"""Shell. The JSON API: every operator's action at `/api/v1/<Action>`, and the document that describes them."""
+"""Shell. The JSON API: every operator's action at `/api/v1/<Action>`, read and described by FastAPI."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from fastapi import Body, Depends, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 
 from metaserver.actions import ACTIONS, Action, Answer, Status
-from metaserver.http import errors, openapi
+from metaserver.http import errors, problems
+from metaserver.http.describing import describe, make_route
 from metaserver.http.errors import HttpError, to_json
 from metaserver.http.guard import Endpoint, Refused, caller_of, needs
+from metaserver.http.models import Done, body_model, query_model, words_of
 from metaserver.http.running import ActionsPort, run_within
-from qmq.errors import InvalidName, InvalidRequest
 from qmq.rights import TokenRole
+
+PREFIX = "/api/v1"
 
 _CODES = {
     "InvalidRequest": errors.INVALID,
@@ -26,51 +30,74 @@ _CODES = {
 _STATUS_CODES = {Status.REFUSED: errors.REFUSED, Status.UNKNOWN: errors.UNKNOWN, Status.WAIT: errors.NOT_SERVED}
 
 
-def make_routes(actions: ActionsPort, *, version: str) -> list[Route]:
-    """Make the routes of all actions and of their description."""
-    document = to_json(openapi.describe(ACTIONS.values(), version=version))
+def make_routes(app: FastAPI, actions: ActionsPort) -> list[APIRoute]:
+    """Make the routes of all actions and of the description of `app`."""
 
     @needs(*TokenRole)
-    async def describe(request: Request) -> Response:
-        return Response(document, media_type="application/json")
+    async def document(request: Request) -> Response:
+        return Response(to_json(describe(app)), media_type="application/json")
 
-    routes = [Route(f"{openapi.PREFIX}/openapi.json", describe, methods=["GET"])]
+    routes = [make_route("GET", f"{PREFIX}/openapi.json", document, summary="this", include_in_schema=False)]
     for action in ACTIONS.values():
-        methods = ["POST"] if action.changes else ["GET", "POST"]
-        routes.append(Route(f"{openapi.PREFIX}/{action.name}", _endpoint(actions, action), methods=methods))
+        if not action.changes:
+            endpoint = _endpoint(actions, action, query_model(action), Query())
+            routes.append(_action_route("GET", action, endpoint, operation_id=f"get{action.name}"))
+        model = body_model(action)
+        is_needed = any(field.is_required() for field in model.model_fields.values())
+        endpoint = _endpoint(actions, action, model, Body() if is_needed else Body(default_factory=model))
+        routes.append(_action_route("POST", action, endpoint, operation_id=action.name))
     return routes
 
 
-def _endpoint(actions: ActionsPort, action: Action) -> Endpoint:
-    @needs(action.role)
-    async def run(request: Request) -> Response:
-        try:
-            words = await _read(action, request)
-        except (InvalidRequest, InvalidName) as error:
-            raise Refused(errors.INVALID, str(error)) from None
-        return _respond(await run_within(actions, action, words, caller_of(request)))
+def handle_errors(app: FastAPI) -> None:
+    """Let what FastAPI finds wrong with a request be answered as our own errors are."""
 
+    @app.exception_handler(RequestValidationError)
+    async def not_as_described(request: Request, error: RequestValidationError) -> Response:
+        text = problems.describe(error.errors(), ACTIONS.get(request.scope["route"].name))
+        return _refuse(HttpError(errors.INVALID, text))
+
+    @app.exception_handler(HTTPException)
+    async def not_readable(request: Request, error: HTTPException) -> Response:
+        return _refuse(HttpError(errors.INVALID, f"the body is no JSON: {error.detail}"))
+
+
+def _action_route(method: str, action: Action, endpoint: Endpoint, *, operation_id: str) -> APIRoute:
+    return make_route(
+        method, f"{PREFIX}/{action.name}", endpoint, summary=action.summary, role=action.role, name=action.name,
+        description=f"Needs a token with the role {action.role}.", operation_id=operation_id, response_model=Done,
+        response_description="the answer", dependencies=[Depends(_once)],
+    )  # fmt: skip
+
+
+def _endpoint(actions: ActionsPort, action: Action, model: type[BaseModel], source: Any) -> Endpoint:
+    @needs(action.role)
+    async def run(request: Request, given: BaseModel = source) -> Response:
+        return _respond(await run_within(actions, action, words_of(given), caller_of(request)))
+
+    run.__annotations__["given"] = model
     return run
 
 
-async def _read(action: Action, request: Request) -> Mapping[str, str]:
-    if request.method == "POST":
-        if request.query_params:
-            raise InvalidRequest("a POST has its parameters in its body, not in its address")
-        words = openapi.read_body(action, await request.body())
-    else:
-        words = openapi.read_query(action, request.query_params.multi_items())
-    if names := openapi.missing(action, words):
-        raise InvalidRequest(f"{', '.join(names)}: missing")
-    return words
+async def _once(request: Request) -> None:
+    """Refuse what FastAPI lets pass: parameters that come twice, or in the address beside a body."""
+    names = [name for name, _ in request.query_params.multi_items()]
+    if names and request.method == "POST":
+        raise Refused(errors.INVALID, "a POST has its parameters in its body, not in its address")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise Refused(errors.INVALID, f"{', '.join(twice)[:1000]}: given twice")
 
 
 def _respond(answer: Answer) -> Response:
+    """Encode by hand: FastAPI would look at each of 100,000 routes twice."""
     if answer.done:
         content: dict[str, Any] = {"data": answer.data, "message": answer.message}
         return Response(to_json(content), media_type="application/json")
     code = _CODES.get(answer.code) or _STATUS_CODES[answer.status]
     headers = {"Retry-After": "1"} if code == errors.NOT_SERVED else {}
     details = answer.details if answer.data is None else {**answer.details, "data": answer.data}
-    error = HttpError(code, answer.message, details=details, headers=headers)
+    return _refuse(HttpError(code, answer.message, details=details, headers=headers))
+
+
+def _refuse(error: HttpError) -> Response:
     return Response(error.body(), error.status, error.headers, media_type="application/json")

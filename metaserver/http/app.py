@@ -1,4 +1,4 @@
-"""Shell. The HTTP side of the metaserver, put together: each address with its endpoint, the guard around all of them.
+"""Shell. The HTTP side of the metaserver, put together: FastAPI with each address, the guard in front of it.
 
 TLS ends before it, at nginx (docs/access.md); this port is for the machine and its neighbours.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
+from fastapi.telemetry import TelemetryConfig
 from starlette.routing import Route
 
 from metaserver.access import Access
 from metaserver.http import api, management
+from metaserver.http.describing import JSON, STOPS, TEXT, make_route
 from metaserver.http.errors import to_json
 from metaserver.http.guard import Guard, Limits, needs, open_to_all
 from metaserver.http.running import ActionsPort
@@ -21,19 +23,38 @@ from metaserver.refusals import Refusals
 from qmq.rights import TokenRole
 from qmq.version import VERSION
 
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+"""What a metaserver is asked is told to nobody, whatever the environment says."""
+
 
 def build_app(
     actions: ActionsPort, access: Access, metrics: Metrics, refusals: Refusals, *, address: str,
     database_is_up: Callable[[], bool], limits: Limits, is_stopping: Callable[[], bool] = lambda: False,
     open_lists: bool = False, more: Iterable[Route] = (),
-) -> Guard:  # fmt: skip
+) -> FastAPI:  # fmt: skip
     """Make the application.
 
     Args:
         address: `ip:port` of the gRPC server, as others reach it.
         more: routes of other parts; each endpoint says with `needs` whom it lets in.
     """
+    app = FastAPI(
+        title="qmq metaserver", version=VERSION, openapi_url=None, docs_url=None, redoc_url=None,
+        telemetry=_NO_TELEMETRY,
+    )  # fmt: skip
+    app.add_middleware(Guard, access=access, refusals=refusals, limits=limits)
+    api.handle_errors(app)
+    # In the order in which they are tried: what clients ask for comes first.
+    app.router.routes.extend(_own_routes(address, metrics, database_is_up, is_stopping))
+    app.router.routes.extend(more)
+    app.router.routes.append(management.make_route(actions, open_lists=open_lists))
+    app.router.routes.extend(api.make_routes(app, actions))
+    return app
 
+
+def _own_routes(
+    address: str, metrics: Metrics, database_is_up: Callable[[], bool], is_stopping: Callable[[], bool]
+) -> list[Route]:
     @open_to_all
     async def meta_address(request: Request) -> Response:
         if is_stopping():
@@ -54,13 +75,14 @@ def build_app(
         facts = {"ready": not is_stopping(), "database": database_is_up()}
         return Response(to_json(facts), status_code=503 if is_stopping() else 200, media_type="application/json")
 
-    routes = [
-        Route("/meta/address", meta_address, methods=["GET"]),
-        Route("/management", management.make_endpoint(actions, open_lists=open_lists), methods=["POST"]),
-        Route("/metrics", read_metrics, methods=["GET"]),
-        Route("/health/live", live, methods=["GET"]),
-        Route("/health/ready", ready, methods=["GET"]),
-        *api.make_routes(actions, version=VERSION),
-        *more,
+    whether = "whether it serves, and whether its database answers"
+    return [
+        make_route(
+            "GET", "/meta/address", meta_address, summary="ip:port of the gRPC service", content=TEXT, responses=STOPS
+        ),
+        make_route(
+            "GET", "/metrics", read_metrics, summary="metrics for Prometheus", role=TokenRole.VIEWER, content=TEXT
+        ),
+        make_route("GET", "/health/live", live, summary="whether the process runs", content=TEXT),
+        make_route("GET", "/health/ready", ready, summary=whether, content=JSON, responses=STOPS),
     ]
-    return Guard(routes, access, refusals, limits)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Request, Response
 from starlette.routing import Match, Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from metaserver.access import Access
 from metaserver.http import errors
@@ -30,8 +29,10 @@ log = logging.getLogger("qmq.metaserver")
 
 TOKEN_HEADER = "X-Api-Token"
 BEARER = "bearer "
+PEER_CHARS_MAX = 100
+"""A proxy is trusted to say who asks, not to say it at length."""
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+Endpoint = Callable[..., Awaitable[Response]]
 E = TypeVar("E", bound=Callable[..., Any])
 
 
@@ -55,6 +56,10 @@ def asks_itself(endpoint: E) -> E:
     """Let the endpoint ask for the token with `Guard.identify`: its refusals have a form of their own."""
     endpoint.asks_itself = True  # type: ignore[attr-defined]
     return endpoint
+
+
+def is_open(endpoint: object) -> bool:
+    return getattr(endpoint, "is_open", False)
 
 
 def caller_of(request: Request) -> Caller:
@@ -83,14 +88,16 @@ class Refused(Exception):
 
 
 class Guard:
-    """The ASGI application: every request passes here on its way to its route. Created by `build_app`."""
+    """The ASGI middleware that every request passes before FastAPI sees it. Added by `build_app`."""
 
-    def __init__(self, routes: Sequence[Route], access: Access, refusals: Refusals, limits: Limits) -> None:
-        self.routes, self._access, self._refusals, self._limits = routes, access, refusals, limits
+    def __init__(self, app: ASGIApp, *, access: Access, refusals: Refusals, limits: Limits) -> None:
+        self._app, self._access, self._refusals, self._limits = app, access, refusals, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # no websockets, no lifespan
+        if scope["method"] == "HEAD":  # the server leaves the body out
+            scope = {**scope, "method": "GET"}
         has_begun = False
 
         async def noting(message: Message) -> None:
@@ -99,10 +106,10 @@ class Guard:
             await send(message)
 
         try:
-            route, caller = self._let_in(scope)
+            caller = self._let_in(scope)
             body = await self._read(receive, caller)
             scope["qmq.caller"] = caller
-            await route.handle(scope, _replay(body, receive), noting)
+            await self._app(scope, _replay(body, receive), noting)
         except Refused as refused:
             await _send(refused.error, scope, send)
         except Exception:
@@ -124,14 +131,14 @@ class Guard:
             self._refusals.note("http", peer, str(error))
             raise
 
-    def _let_in(self, scope: Scope) -> tuple[Route, Caller | None]:
+    def _let_in(self, scope: Scope) -> Caller | None:
         """Find the route and hold the caller's role against what it needs; without a caller: anybody."""
-        route, allowed = self._find(scope)
+        route, allowed = _find(scope)
         endpoint = route.endpoint if route else None
-        if route and getattr(endpoint, "is_open", False):
-            return route, None
+        if is_open(endpoint):
+            return None
         headers = dict(scope["headers"])
-        peer = scope["client"][0] if scope.get("client") else ""
+        peer = scope["client"][0][:PEER_CHARS_MAX] if scope.get("client") else ""
         try:
             caller = self.identify(headers, peer)
             if route is None:
@@ -141,23 +148,12 @@ class Guard:
         except MissingRight as error:
             raise Refused(errors.MISSING_RIGHT, str(error)) from None
         except AccessError as error:
-            if route and getattr(endpoint, "asks_itself", False):
+            if getattr(endpoint, "asks_itself", False):
                 scope["qmq.refusal"] = error
-                return route, None
+                return None
             headers_out = {"WWW-Authenticate": 'Bearer realm="qmq"'}
             raise Refused(errors.UNAUTHORIZED, str(error), headers=headers_out) from None
-        return route, caller
-
-    def _find(self, scope: Scope) -> tuple[Route | None, set[str]]:
-        """The route of this path and method; else the methods that the path has."""
-        allowed: set[str] = set()
-        for route in self.routes:
-            match, _ = route.matches(scope)
-            if match is Match.FULL:
-                return route, set()
-            if match is Match.PARTIAL:
-                allowed |= set(route.methods or ())
-        return None, allowed
+        return caller
 
     async def _read(self, receive: Receive, caller: Caller | None) -> bytes:
         limits = self._limits
@@ -182,6 +178,18 @@ class Guard:
 
 
 _CLOSE = {"Connection": "close"}
+
+
+def _find(scope: Scope) -> tuple[Route | None, set[str]]:
+    """The route of this path and method; else the methods that the path has."""
+    allowed: set[str] = set()
+    for route in scope["app"].routes:
+        match, _ = route.matches(scope)
+        if match is Match.FULL:
+            return route, set()
+        if match is Match.PARTIAL:
+            allowed |= set(route.methods or ())
+    return None, allowed
 
 
 def _no_route(scope: Scope, allowed: set[str]) -> Refused:

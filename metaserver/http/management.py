@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from urllib.parse import parse_qsl
 
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 
 from metaserver.actions import ACTIONS, Answer, Status
 from metaserver.actions.management import Body, no_such_action, refused_token, render
-from metaserver.http.guard import TOKEN_HEADER, Endpoint, asks_itself
+from metaserver.http import describing
+from metaserver.http.describing import JSON, TEXT
+from metaserver.http.guard import TOKEN_HEADER, asks_itself
 from metaserver.http.running import ActionsPort, run_within
 from qmq.errors import AccessError
 from qmq.rights import Caller, TokenRole
@@ -18,8 +20,12 @@ from qmq.rights import Caller, TokenRole
 ANYBODY = Caller("anybody", TokenRole.VIEWER)
 
 
-def make_endpoint(actions: ActionsPort, *, open_lists: bool) -> Endpoint:
-    """Make the endpoint. `open_lists`: what QMQ lists without a token is listed without one."""
+_FORM = {"type": "object", "required": ["action"], "properties": {"action": {"type": "string"}}}
+_BODY = {"content": {"application/x-www-form-urlencoded": {"schema": _FORM}}}
+
+
+def make_route(actions: ActionsPort, *, open_lists: bool) -> APIRoute:
+    """Make the route. `open_lists`: what QMQ lists without a token is listed without one."""
 
     @asks_itself
     async def manage(request: Request) -> Response:
@@ -40,7 +46,10 @@ def make_endpoint(actions: ActionsPort, *, open_lists: bool) -> Endpoint:
             return _respond(render(action, Answer(Status.REFUSED, str(error), code=type(error).__name__), words))
         return _respond(render(action, await run_within(actions, action, words, caller), words))
 
-    return manage
+    summary = "as QMQ's tools ask: `action` and its parameters in a form or the address; 200 in all cases"
+    return describing.make_route(
+        "POST", "/management", manage, summary=summary, content={**JSON, **TEXT}, extra={"requestBody": _BODY}
+    )
 
 
 async def _read_words(request: Request) -> Mapping[str, str]:

@@ -9,13 +9,13 @@ answer has those routes alone that differ: the content of gRPC's RouteUpdate as 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from fastapi import Query, Request, Response
+from fastapi.routing import APIRoute
 
 from metaserver.http import errors
+from metaserver.http.describing import JSON, make_route
 from metaserver.http.errors import to_json
 from metaserver.http.guard import Refused, caller_of, needs
 from metaserver.watch import TooManySubjects, WatchHub
@@ -25,28 +25,28 @@ from qmq.rights import TokenRole
 CLIENT_TEXT_CHARS_MAX = 100
 
 
-def make_routes(hub: WatchHub) -> list[Route]:
+def make_routes(hub: WatchHub) -> list[APIRoute]:
     """The endpoint, for `build_app`."""
 
     @needs(TokenRole.CLIENT)
-    async def meta_routes(request: Request) -> Response:
-        words = request.query_params
-        subjects = words.getlist("subject")
-        if not subjects:
-            raise Refused(errors.INVALID, "name at least one subject: ?subject=NAME")
+    async def meta_routes(
+        request: Request,
+        subject: Annotated[list[str], Query(min_length=1)],
+        held: Annotated[list[str], Query(default_factory=list, description="subject:version in hexadecimal")],
+        app: str = "", clientId: str = "", produces: Literal["true", "false"] = "false",
+    ) -> Response:  # fmt: skip
         try:
             routes = await hub.poll(
-                subjects, _versions(words.getlist("held")), caller_of(request),
-                app=words.get("app", "")[:CLIENT_TEXT_CHARS_MAX],
-                client_id=words.get("clientId", "")[:CLIENT_TEXT_CHARS_MAX],
-                produces=words.get("produces") == "true",
+                subject, _versions(held), caller_of(request), app=app[:CLIENT_TEXT_CHARS_MAX],
+                client_id=clientId[:CLIENT_TEXT_CHARS_MAX], produces=produces == "true",
             )  # fmt: skip
         except TooManySubjects as error:
             raise Refused(errors.INVALID, str(error)) from None
         answer = {"routes": [as_json(route.message) for route in routes]}
         return Response(to_json(answer), media_type="application/json", headers={"Cache-Control": "no-store"})
 
-    return [Route("/meta/routes", meta_routes, methods=["GET"])]
+    summary = "routes of subjects, for clients without gRPC"
+    return [make_route("GET", "/meta/routes", meta_routes, summary=summary, role=TokenRole.CLIENT, content=JSON)]
 
 
 def _versions(held: Iterable[str]) -> dict[str, int]:

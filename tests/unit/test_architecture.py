@@ -28,7 +28,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 The audit is no process but a Spark program: its benchmark calls it within a session that is warm.
 """
 
-IMPURE = {"asyncio", "time", "random", "uuid", "os", "socket", "threading", "grpc", "sqlalchemy", "starlette"}
+IMPURE = {
+    "asyncio", "time", "random", "uuid", "os", "socket", "threading", "grpc", "sqlalchemy", "fastapi", "starlette",
+}  # fmt: skip
 """A core sees clock, dice, disk and network only through ports: it gets them as arguments."""
 
 PURE = {"random.Random"}

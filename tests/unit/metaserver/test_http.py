@@ -263,6 +263,10 @@ def test_each_outcome_has_a_status_and_a_code(answer, status, code):
         pytest.param("AddBroker", b"[" * 900, "no JSON", id="deep"),
         pytest.param("AddBroker", b"\xff{}", "no JSON", id="no text"),
         pytest.param("AddBroker", b"[]", "no JSON object", id="array"),
+        pytest.param("AddBroker", b"null", "no JSON object", id="null"),
+        pytest.param("AddBroker", b"", "body is missing", id="no body"),
+        pytest.param("ListBrokers", b"null", "no JSON object", id="null where nothing is required"),
+        pytest.param("AddBroker", b"1" * 900, "no JSON object", id="long number"),
         pytest.param("AddBroker", b"{}", "brokerGroup, role, hostname, ip, servePort, syncPort: missing", id="empty"),
         pytest.param("AddBroker", json.dumps(MASTER | {"servePort": "1"}).encode(), "must be integer", id="text"),
         pytest.param("AddBroker", json.dumps(MASTER | {"servePort": True}).encode(), "must be integer", id="bool"),
@@ -271,6 +275,9 @@ def test_each_outcome_has_a_status_and_a_code(answer, status, code):
         pytest.param("AddBroker", json.dumps(MASTER | {"hostname": 5}).encode(), "must be string", id="number"),
         pytest.param("AddBroker", json.dumps(MASTER | {"dryRun": "true"}).encode(), "must be boolean", id="flag"),
         pytest.param("AddBroker", json.dumps(MASTER | {"serveport": 1}).encode(), "did you mean servePort", id="typo"),
+        pytest.param("AddBroker", json.dumps(MASTER | {"hostname": None}).encode(), "must be string", id="null word"),
+        pytest.param("AddBroker", json.dumps(MASTER | {"hostname": ""}).encode(), "of 1 to 100", id="empty word"),
+        pytest.param("ResetOffset", b'{"subject":"s","group":"g","code":"3"}', "must be one of 1, 2", id="choice"),
         pytest.param("AddBroker", json.dumps(MASTER | {"hostname": "\ud800"}).encode(), "not valid", id="surrogate"),
     ],
 )
@@ -335,7 +342,33 @@ async def test_the_document_describes_every_action(world):
         operations = document["paths"][f"/api/v1/{name}"]
         assert set(operations) == ({"post"} if action.changes else {"get", "post"})
         schema = operations["post"]["requestBody"]["content"]["application/json"]["schema"]
+        schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
         assert set(schema["properties"]) == {parameter.name for parameter in action.all_parameters}
+
+
+@in_http
+async def test_the_document_names_the_types_and_bounds_that_requests_are_held_against(world):
+    document = (await world.client.get("/api/v1/openapi.json", headers=world.headers("viewer"))).json()
+    add = document["components"]["schemas"]["AddBroker"]
+    assert add["required"] == [*MASTER] and add["additionalProperties"] is False
+    port, name, flag = (add["properties"][name] for name in ("servePort", "hostname", "dryRun"))
+    assert (port["type"], port["minimum"], port["maximum"]) == ("integer", 1, 65535)
+    assert (name["type"], name["minLength"], name["maxLength"]) == ("string", 1, 100)
+    assert (flag["type"], flag["default"]) == ("boolean", False)
+    assert document["components"]["schemas"]["ResetOffset"]["properties"]["code"]["enum"] == ["1", "2"]
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert (path in OPEN) is ("security" not in operation), path
+            assert set(operation["responses"]) <= {"200"} | {str(status) for status in errors.STATUS.values()}
+    assert set(document["components"]["schemas"]) == {*ACTIONS, "Done", "Error", "ErrorBody"}
+
+
+@in_http
+async def test_head_is_answered_as_get_is(world):
+    for path in (*OPEN, "/metrics"):
+        headers = world.headers("viewer")
+        assert (await world.client.head(path, headers=headers)).status_code == 200, path
+    assert (await world.client.head("/metrics")).status_code == 401
 
 
 @in_http

@@ -1,0 +1,109 @@
+"""Core. The parameters of each action as pydantic models: what FastAPI holds requests against, and describes."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+
+from metaserver.actions import Action, Kind, Parameter
+from metaserver.actions.words import NUMBER_DIGITS_MAX
+from metaserver.http import errors
+
+NUMBER_MAX = 2**53
+"""Larger ones do not survive every JSON reader."""
+
+_FLAGS = {"true": True, "false": False}
+
+
+class ErrorBody(BaseModel):
+    """What went wrong, for programs and for people."""
+
+    code: Literal[tuple(sorted(errors.STATUS))]  # type: ignore[valid-type]
+    message: str
+    action: str
+    details: dict[str, Any] = Field(default_factory=dict)
+
+
+class Error(BaseModel):
+    """The body of every error."""
+
+    error: ErrorBody
+
+
+class Done(BaseModel):
+    """The body of an action's answer."""
+
+    data: Any
+    message: str
+
+
+def body_model(action: Action) -> type[BaseModel]:
+    """The JSON body of an action: of the very types that it names."""
+    return _model(action, action.name, is_text=False)
+
+
+def query_model(action: Action) -> type[BaseModel]:
+    """The query of an action, whose numbers and flags are text."""
+    return _model(action, f"{action.name}Query", is_text=True)
+
+
+def words_of(given: BaseModel) -> dict[str, str]:
+    """What was given, as the words that actions read."""
+    return {name: _as_text(value) for name, value in given.model_dump(exclude_unset=True).items()}
+
+
+def bounds(parameter: Parameter) -> tuple[int, int]:
+    """The least and the most that a number may be."""
+    return (1, 65535) if parameter.kind is Kind.PORT else (parameter.least, min(parameter.most, NUMBER_MAX))
+
+
+def _model(action: Action, name: str, *, is_text: bool) -> type[BaseModel]:
+    fields: dict[str, Any] = {one.name: (_type(one, is_text), _field(one)) for one in action.all_parameters}
+    config = ConfigDict(strict=True, extra="forbid", field_title_generator=lambda name, _: name)
+    return create_model(name, __config__=config, __doc__=action.summary, **fields)
+
+
+def _type(parameter: Parameter, is_text: bool) -> Any:
+    """What the rules of names forbid beyond it, the action itself refuses with a reason."""
+    match parameter.kind:
+        case Kind.FLAG:
+            return Annotated[bool, BeforeValidator(_read_flag)] if is_text else bool
+        case Kind.NUMBER | Kind.PORT:
+            least, most = bounds(parameter)
+            return Annotated[int, Field(ge=least, le=most), BeforeValidator(_read_number if is_text else _whole)]
+        case Kind.CHOICE:
+            return Literal[parameter.choices]
+        case Kind.JSON:
+            return dict[str, Any]
+    return Annotated[str, Field(min_length=1 if parameter.required else None, max_length=parameter.chars_max)]
+
+
+def _field(parameter: Parameter) -> Any:
+    if parameter.required:
+        return Field(description=parameter.description)
+    if not parameter.default:  # no default at all is another thing than null, which the document would name
+        return Field(default_factory=lambda: None, description=parameter.description)
+    is_number = parameter.kind in (Kind.NUMBER, Kind.PORT)
+    default = int(parameter.default) if is_number else _FLAGS.get(parameter.default, parameter.default)
+    return Field(default=default, description=parameter.description)
+
+
+def _whole(value: object) -> object:
+    """JSON knows one kind of numbers: 1.0 is a whole one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _read_number(text: str) -> object:
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= NUMBER_DIGITS_MAX else text
+
+
+def _read_flag(text: str) -> object:
+    return _FLAGS.get(text, text)
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return json.dumps(value) if isinstance(value, dict) else str(value)
