@@ -20,13 +20,19 @@ class NoInput(Exception):
 
 
 def read_token(typed: str | None, path: str | None) -> str:
-    """Find the API token: typed (QMQ's way), in a file or standard input, or in QMQ_TOKEN; empty if nowhere."""
+    """Find the API token; empty if it is nowhere.
+
+    Typed (QMQ's way), in a file or standard input, in QMQ_TOKEN, or in the file that QMQ_TOKEN_FILE names.
+    """
     if typed is not None:
         complain("warning: --token=… stands in the process list; use QMQ_TOKEN or --token-file")
         return typed
     if path is not None:
         return read_secret(path, "token")
-    return os.environ.get("QMQ_TOKEN", "")
+    if token := os.environ.get("QMQ_TOKEN", ""):
+        return token
+    path = os.environ.get("QMQ_TOKEN_FILE")
+    return read_secret(path, "token") if path else ""
 
 
 def read_password(name: str, typed: str | None, path: str | None) -> str:

@@ -53,7 +53,8 @@ class Session:
             )
         token = read_token(options.token, options.token_file)
         if command.changes and not token:
-            raise NoInput(f"{command.name} needs a token: QMQ_TOKEN or --token-file (- is standard input)")
+            places = "QMQ_TOKEN, QMQ_TOKEN_FILE or --token-file (- is standard input)"
+            raise NoInput(f"{command.name} needs a token: {places}")
         values = _values(command, options)
         return cls(command, options.metaserver, token, values, options.json, dry_run, yes)
 

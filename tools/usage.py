@@ -144,7 +144,7 @@ def _add_common(sub: argparse.ArgumentParser, command: Command, environ: Mapping
     )  # fmt: skip
     common.add_argument(
         "--token-file", action=_Once, metavar="PATH",
-        help="file with the API token, - for standard input; default: the variable QMQ_TOKEN",
+        help="file with the API token, - for standard input; default: QMQ_TOKEN, or the file that QMQ_TOKEN_FILE names",
     )  # fmt: skip
     common.add_argument("--token", action=_Once, help="the API token, as QMQ takes it: the process list shows it")
     common.add_argument("--json", action="store_true", help="print the metaserver's answer as it is")

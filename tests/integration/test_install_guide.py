@@ -1,0 +1,229 @@
+"""Shell. docs/install.md is done as it is written: its own blocks, in their order, on real MariaDB and nginx.
+
+The test changes nothing but values of `install.env`: directories, addresses and ports. The word behind `sh` says what a
+block is for. Not run are
+
+- `packages`: the suite has its virtual environment and Debian's packages already;
+- `systemd`: no systemd here; the guide's `by-hand` block that follows does the same, and the unit files are compared
+  with it below;
+- `copies`: all is on one machine.
+
+A `repeat` block is repeated until it succeeds, as the guide tells its reader to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from configparser import RawConfigParser
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster_world import free_ports
+from tests.integration.installation_world import NGINX_MAIN
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "install.md"
+UNITS = ROOT / "deploy" / "systemd"
+HOST = "127.0.0.1"
+BLOCK_S = 90
+RUN = {"", "by-hand", "repeat"}
+NOT_RUN = {"packages", "systemd", "copies"}
+BLOCK = re.compile(r"^```sh ?([a-z-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ENV = re.compile(r"\b([A-Z][A-Z0-9]*_[A-Z]+)=(\S+)")
+
+
+@dataclass(frozen=True)
+class Block:
+    kind: str
+    text: str
+    step: str
+    """Heading above it."""
+
+
+def read_blocks() -> list[Block]:
+    guide = GUIDE.read_text()
+    headings = [(found.start(), found[1]) for found in re.finditer(r"^## (.*)$", guide, re.MULTILINE)]
+    return [
+        Block(found[1], found[2], max((h for h in headings if h[0] < found.start()), default=(0, ""))[1])
+        for found in BLOCK.finditer(guide)
+    ]
+
+
+class Shell:
+    """One bash, as a reader has one, which types a block after the other and stops at the first that fails."""
+
+    def __init__(self, folder, environ):
+        self._output = folder / "shell.log"
+        with self._output.open("wb") as output:
+            self._bash = subprocess.Popen(
+                ["bash"], stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=folder, env=environ, text=True
+            )
+        self._said = 0
+        self._number = 0
+        self.type("set -eo pipefail")
+
+    def type(self, text):
+        """Return what it printed."""
+        self._number += 1
+        done = f"== {self._number} done ==\n"
+        self._bash.stdin.write(f"{text}\necho; echo '{done.strip()}'\n")
+        self._bash.stdin.flush()
+        deadline = time.monotonic() + BLOCK_S
+        while not (said := self._output.read_text()[self._said :]).endswith(done):
+            assert self._bash.poll() is None, f"this ended with {self._bash.returncode}:\n{text}\n\n{said}"
+            assert time.monotonic() < deadline, f"this takes too long:\n{text}\n\n{said}"
+            time.sleep(0.05)
+        self._said += len(said)
+        return said.removesuffix(done)
+
+    def close(self):
+        self._bash.stdin.close()
+        self._bash.wait(BLOCK_S)
+
+
+class Reader:
+    """Who follows the guide, on a machine of his own: a folder."""
+
+    def __init__(self, folder, mariadb):
+        self.folder, self.etc, self.data = folder, folder / "etc", folder / "data"
+        self.blocks = read_blocks()
+        names = re.findall(r"\b([A-Z][A-Z0-9]*_(?:PORT|HTTP|GRPC|SERVE|SYNC|CONTROL|METRICS))=\d", self._text())
+        self.values = dict(zip(names, map(str, free_ports(len(names)))))
+        self.values |= dict.fromkeys(re.findall(r"\b([A-Z0-9]+_HOST)=", self._text()), HOST)
+        self.values |= {
+            "DB_PORT": str(mariadb.port), "QMQ_HOME": str(ROOT), "QMQ_PYTHON": sys.executable, "QMQ_ETC": str(self.etc),
+            "QMQ_DATA": str(self.data),
+        }  # fmt: skip
+        (folder / ".my.cnf").write_text(f"[client]\nuser=root\nsocket={mariadb.directory}/socket\n")
+        small = {"QMQ_BROKER_SEGMENT_BYTES": str(1 << 20), "QMQ_BROKER_DISK_FREE_LIMIT": "0"}  # fits any test machine
+        known = {name: value for name, value in os.environ.items() if not name.startswith("QMQ_")}
+        self.shell = Shell(folder, known | small | {"HOME": str(folder)})
+        self.nginx = None
+
+    def _text(self):
+        return "".join(block.text for block in self.blocks if block.step.startswith("2. "))
+
+    def follow(self, step):
+        """Do all of one step; return what it printed."""
+        blocks = [block for block in self.blocks if block.step.startswith(f"{step}. ")]
+        assert blocks, f"the guide has no step {step}"
+        return "".join(self._do(block) for block in blocks)
+
+    def _do(self, block):
+        if block.kind in NOT_RUN:
+            return ""
+        if block.step.startswith("2. "):
+            return self.shell.type(ENV.sub(self._value, block.text))
+        if block.kind == "repeat":
+            return self.shell.type(f"until {{ {block.text} }}; do sleep 1; done")
+        return self.shell.type(block.text)
+
+    def _value(self, found):
+        return f"{found[1]}={self.values.get(found[1], found[2])}"
+
+    def start_nginx(self):
+        (self.folder / "qmq.conf").write_text((self.etc / "nginx.conf").read_text())
+        (self.folder / "nginx.conf").write_text(NGINX_MAIN.format(folder=self.folder))
+        program = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
+        assert program, "these tests need Debian's nginx: apt-get install nginx"
+        command = [program, "-c", str(self.folder / "nginx.conf"), "-e", str(self.folder / "nginx.log")]
+        self.nginx = subprocess.Popen(command, start_new_session=True)
+
+    def end(self):
+        for file in sorted(self.data.glob("*.pid")):
+            try:
+                os.kill(int(file.read_text()), signal.SIGTERM)
+            except ProcessLookupError:
+                pass
+        self.shell.close()
+        if self.nginx:
+            self.nginx.terminate()
+            self.nginx.wait(BLOCK_S)
+
+
+@pytest.fixture
+def reader(mariadb, tmp_path):
+    someone = Reader(tmp_path, mariadb)
+    try:
+        yield someone
+    finally:
+        someone.end()
+        mariadb.execute("DROP DATABASE IF EXISTS qmq")
+        mariadb.execute("DROP USER IF EXISTS 'qmq'@'%'")
+
+
+def test_reader_comes_from_nothing_to_messages_a_swap_an_upgrade_and_one_metaserver_less(reader):
+    for step in (2, 4, 5, 6):
+        reader.follow(step)
+    secret = [path for path in reader.etc.iterdir() if path.stat().st_mode & 0o077 == 0]
+    assert {path.name for path in secret} == {"metaserver.env", "broker.env"}
+
+    assert reader.follow(7).count('"ready":true') == 2
+    reader.start_nginx()
+    first = (reader.etc / "admin.token").read_text()
+    listed = reader.follow(8)
+    assert all(f"{HOST}:{reader.values[name]}" in listed for name in ("M1_HTTP", "M2_HTTP"))
+    own = (reader.etc / "admin.token").read_text()
+    assert own.startswith("qmq_") and own != first and (reader.etc / "admin.token").stat().st_mode & 0o077 == 0
+
+    reader.follow(9)
+    well = reader.follow(10)
+    assert "FAIL" not in well.rsplit("name resolution", 1)[1]
+
+    hello = reader.follow(11)
+    assert "sent: stored" in hello and "got:  {'orderNo': '42'} {'pay'}" in hello
+    assert masters(reader) == ["b1"]
+    reader.follow(12)
+    assert masters(reader) == ["b2"]
+
+    reader.follow(13)
+    assert '"b2"' in (reader.etc / "metadata.json").read_text()
+    reader.follow(14)
+    assert "CREATE TABLE" in (reader.folder / "qmq-before-upgrade.sql").read_text()
+    assert "sent: stored" in reader.follow(11)
+    reader.follow(15)
+    left = reader.shell.type("tools.sh ListMetaservers")
+    assert f"{HOST}:{reader.values['M1_HTTP']}" in left
+
+
+def masters(reader):
+    """Hostnames of the masters, as the metaserver lists them."""
+    said = reader.shell.type("tools.sh ListBrokers")
+    return re.findall(r"\b(b\d)\b", "\n".join(line for line in said.splitlines() if "MASTER" in line))
+
+
+def test_every_block_is_of_a_known_kind_and_what_is_not_run_has_one_that_is():
+    blocks = read_blocks()
+    assert {block.kind for block in blocks} == RUN | NOT_RUN
+    assert len(blocks) == GUIDE.read_text().count("```") / 2
+    by_hand, by_systemd = (
+        re.findall(pattern, "".join(block.text for block in blocks if block.kind == kind), re.MULTILINE)
+        for kind, pattern in (
+            ("by-hand", r"^qmq_run (\w+) (\w+)$"),
+            ("systemd", r"^systemctl (?:enable --now|restart) qmq-(\w+)@(\w+)$"),
+        )
+    )
+    assert by_systemd == by_hand, "the two ways start and restart the same, in the same order"
+
+
+@pytest.mark.parametrize("module", ["metaserver", "broker"])
+def test_unit_runs_what_the_guide_runs_by_hand(module):
+    unit = RawConfigParser(strict=False)
+    unit.optionxform = str
+    unit.read(UNITS / f"qmq-{module}@.service")
+    service = unit["Service"]
+    given = dict(ENV.findall(next(block.text for block in read_blocks() if "QMQ_PYTHON=" in block.text)))
+    by_hand = f"{given['QMQ_PYTHON']} -m {module} --config {given['QMQ_ETC']}/%i.toml"
+    assert service["ExecStart"] == by_hand
+    assert service["EnvironmentFile"] == f"{given['QMQ_ETC']}/{module}.env"
+    assert service["WorkingDirectory"] == given["QMQ_DATA"] == f"/var/lib/{service['StateDirectory']}"
+    assert (service["Restart"], service["RestartSec"], service["KillSignal"]) == ("always", "1", "SIGTERM")
+    assert int(service["LimitNOFILE"]) >= 65536
