@@ -38,6 +38,7 @@ def replace_broker(
     return Plan(
         (StoreAddresses(broker),) if moved != before else (),
         groups=frozenset({broker.group}),
+        whole_groups=True,
         before=data,
         after=broker_json(moved),
         data=data,
@@ -91,6 +92,7 @@ def _role_plan(change: RoleChange, *, data: object) -> Plan:
     return Plan(
         (SetRoles(change),),
         groups=frozenset({change.group}),
+        whole_groups=True,
         before=parts_json(before.master, before.slave, before.term) if before else None,
         after=parts_json(change.master, change.slave, change.term + 1),
         data=data,

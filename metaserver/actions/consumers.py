@@ -202,7 +202,8 @@ def _is_offline(rules: frozenset[Offline], subject: str, group: str, consumer: s
 
 async def _switch(desk: Desk, words: Words) -> Plan:
     rule = Offline(words["subject"], words["consumerGroup"], words["clientId"])
-    return group_plans.switch_consumers(desk.registry.directory, rule, offline=words["state"] == "offline")
+    registry = desk.registry
+    return group_plans.switch_consumers(registry.directory, registry.routes, rule, offline=words["state"] == "offline")
 
 
 async def _list_offline(desk: Desk, words: Words) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from metaserver.actions.plan import Plan, refused
 from metaserver.db.changes import Change, SetGroupState, SetMark, SetOffline, UnsetMark, UnsetOffline
 from metaserver.model import ALL_SUBJECTS, Directory, Offline, ReadonlyMark, Route
+from qmq.subjects import real_subject
 
 Routes = Mapping[str, Route]
 
@@ -15,10 +16,11 @@ def mark_readonly(directory: Directory, routes: Routes, subject: str, group: str
     """Keep producers of a subject, or all, away from a group; or let them use it again."""
     if group not in directory.groups:
         return refused(_no_group(group))
-    if subject != ALL_SUBJECTS and subject not in routes and subject not in directory.subjects:
-        return refused(f"no subject {subject} is known; ListSubjectRoutes names them")
     mark = ReadonlyMark(subject, group)
     is_set = mark in directory.marks
+    is_known = subject == ALL_SUBJECTS or subject in routes or subject in directory.subjects
+    if not is_known and not is_set:  # the mark of a subject that was removed is still to be got rid of
+        return refused(f"no subject {subject} is known; ListSubjectRoutes names them")
     change = SetMark(mark) if readonly else UnsetMark(mark)
     marked = directory.readonly_subjects(group)
     after = sorted({*marked, subject} if readonly else {*marked} - {subject})
@@ -52,13 +54,13 @@ def set_draining(directory: Directory, routes: Routes, group: str, *, draining: 
     known = directory.groups.get(group)
     if known is None:
         return refused(_no_group(group))
-    objections = []
+    refusals = []
     others = [name for name, other in directory.groups.items() if name != group and other.master and not other.draining]
     if draining and not others:
-        objections.append(f"no other group would be left to take messages: {group} is the only one that is not drained")
+        refusals.append(f"no other group would be left to take messages: {group} is the only one that is not drained")
     return Plan(
         (SetGroupState(group, draining=draining),) if known.draining != draining else (),
-        refusals=tuple(objections),
+        refusals=tuple(refusals),
         subjects=served(routes, group, ALL_SUBJECTS),
         groups=frozenset({group}),
         before={"draining": known.draining},
@@ -75,17 +77,19 @@ def set_tag(directory: Directory, group: str, tag: str) -> Plan:
     return Plan(
         (SetGroupState(group, tag=tag),) if known.tag != tag else (),
         groups=frozenset({group}),
+        whole_groups=True,
         before={"tag": known.tag},
         after={"tag": tag},
         data={"brokerGroup": group, "tag": tag},
     )
 
 
-def switch_consumers(directory: Directory, rule: Offline, *, offline: bool) -> Plan:
+def switch_consumers(directory: Directory, routes: Routes, rule: Offline, *, offline: bool) -> Plan:
     """Switch consumers off or on.
 
     Switching all consumers of a subject and group on ends the rules for single ones too, as QMQ does it.
     """
+    route = routes.get(real_subject(rule.subject))
     ended = [] if offline else sorted(other for other in directory.offline if _covers(rule, other))
     changes: list[Change] = [UnsetOffline(other) for other in ended]
     if offline and rule not in directory.offline:
@@ -96,6 +100,7 @@ def switch_consumers(directory: Directory, rule: Offline, *, offline: bool) -> P
         tuple(changes),
         refusals=tuple(f"they stay off by the rule {_rule(other)}; end that one" for other in still),
         subjects=frozenset({rule.subject}) - {ALL_SUBJECTS},
+        groups=frozenset(route.groups if route else ()),
         everything=rule.subject == ALL_SUBJECTS,
         before=[offline_json(other) for other in sorted(directory.offline) if other.subject == rule.subject],
         after=[offline_json(other) for other in after if other.subject == rule.subject],
@@ -111,7 +116,12 @@ def served(routes: Routes, group: str, subject: str) -> frozenset[str]:
     """Subjects that a group serves: one of them, or all."""
     if subject != ALL_SUBJECTS:
         return frozenset({subject})
-    return frozenset(route.subject for route in routes.values() if group in route.groups)
+    return served_by(routes, {group})
+
+
+def served_by(routes: Routes, groups: Collection[str]) -> frozenset[str]:
+    """Subjects that any of these groups serves."""
+    return frozenset(route.subject for route in routes.values() if any(name in groups for name in route.groups))
 
 
 def _covers(wide: Offline, narrow: Offline) -> bool:

@@ -49,8 +49,6 @@ def render(action: Action, answer: Answer, given: Mapping[str, str]) -> Body:
         return _json(_envelope(answer.status, answer.message, data))
     if action.style is Style.MAP or (action.style is Style.RAW and action.changes):
         shown = {"error": answer.message, **answer.details}
-        if answer.status is not Status.REFUSED:  # which QMQ has not; a tool must tell them apart
-            shown["status"] = int(answer.status)
         if answer.status is not Status.REFUSED:  # QMQ's tools know no other; ours have to tell them apart
             shown["status"] = int(answer.status)
         return _json(shown if answer.data is None else {**shown, "data": answer.data})

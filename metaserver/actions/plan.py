@@ -32,6 +32,8 @@ class Plan:
     groups: frozenset[str] = frozenset()
     watched: frozenset[str] = frozenset()
     """Groups whose clients it reaches, if these are not the ones of `groups`."""
+    whole_groups: bool = False
+    """It reaches whatever `groups` serve: the runner adds their subjects."""
     everything: bool = False
     """It concerns the installation as a whole: a token that is limited to subjects or groups is not enough."""
     before: Any = None

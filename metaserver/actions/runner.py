@@ -7,12 +7,14 @@ import logging
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from metaserver.actions import brokers, consumers, databases, groups, routes, tokens, upkeep
 from metaserver.actions.action import DRY_RUN, Action, Answer, Status
 from metaserver.actions.catalog import ACTIONS
 from metaserver.actions.desk import Desk
+from metaserver.actions.group_plans import served_by
 from metaserver.actions.handler import Handler, PartlyDone
 from metaserver.actions.plan import Plan, one_text, preview
 from metaserver.actions.words import Words, read_words, recorded, unknown_word
@@ -115,6 +117,9 @@ class Actions:
         await self._desk.registry.reload()
         assert handler.plan is not None, "an action looks or plans"
         plan = await handler.plan(self._desk, words)
+        if plan.whole_groups:
+            served = await self._desk.on_all_routes(lambda routes: served_by(routes, plan.groups))
+            plan = replace(plan, subjects=plan.subjects | served)
         _require_scope(caller, plan)
         return plan
 
@@ -176,6 +181,8 @@ def _require_scope(caller: Caller, plan: Plan) -> None:
         _require_everything(caller)
     for group in plan.groups:
         caller.require_group(group)
+    if caller.scope.subjects and plan.groups and not plan.subjects:
+        raise MissingRight(f"token {caller.name!r} is limited to some subjects; this concerns whole broker groups")
     for subject in plan.subjects if caller.scope.subjects else ():
         if not any(caller.scope.may(right, subject) for right in (PRODUCE, CONSUME)):
             raise MissingRight(f"token {caller.name!r} may not change {subject!r}: it is limited to other subjects")

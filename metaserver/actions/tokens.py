@@ -18,6 +18,9 @@ DAY_MS = 24 * 3600 * 1000
 
 
 async def _add(desk: Desk, words: Words) -> Plan:
+    for name in ("subjects", "groups"):
+        if words.is_given(name) and not words.names(name):  # a script's empty variables would make it unlimited
+            return refused(f"{name} {words[name]!r} names none; leave it away for a token that is not limited")
     known = await desk.database.read(lambda repository: repository.load_tokens())
     try:
         row, text = new_token(

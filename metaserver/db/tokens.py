@@ -13,6 +13,7 @@ from metaserver.db.limits import checked
 from metaserver.db.rows import now_ms, parse_names, to_json
 from metaserver.db.tables import api_token, audit_trail
 from metaserver.model import AuditRow, TokenRow
+from qmq.rights import TokenRole
 
 AUDIT_ROWS_MAX = 1000
 """Rows of one answer; who wants more asks again from the last id on."""
@@ -80,6 +81,10 @@ def load_audit(
 
 
 def _token(row: Row[Any]) -> TokenRow:
+    """Read a row of `api_token`; raises ValueError for one that makes no sense. The key of the installation is a
+    setting: no row gives its rights, whether edited by hand or out of a backup."""
+    if TokenRole(row.role) is TokenRole.CLUSTER:
+        raise ValueError(f"no token has the role {row.role}")
     return TokenRow(
         id=row.id,
         name=row.name,

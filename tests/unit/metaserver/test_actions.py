@@ -163,6 +163,34 @@ async def test_a_token_changes_only_what_is_in_its_scope(world):
 
 
 @in_world
+async def test_who_is_limited_to_subjects_does_not_change_what_others_use(world):
+    """Whoever exchanges a group's brokers reaches every subject of it, and those to come."""
+    await world.pair("g1")
+    await world.routed("shop.a", "other")
+    of_shop, of_g2 = caller("admin", subjects=["shop.*"]), caller("admin", groups=["g2"])
+    replaced, removed = place("g1", 1, "g1-c"), {"hostname": "g1-b", "servePort": 20881}
+    for name, words in (("ReplaceBroker", replaced), ("RemoveBroker", removed), ("SetGroupTag", {"brokerGroup": "g1"})):
+        assert "'other'" in await world.refused(name, of_shop, **words)
+    assert "whole broker groups" in await world.refused("AddBroker", of_shop, **place("g2", 0, "g2-a"))
+    off = {"state": "offline", "subject": "other"}
+    assert "'g1'" in await world.refused("OnOffline", of_g2, **off)
+    assert (await world.run("ReplaceBroker", caller("admin", subjects=["shop.*", "other"]), **replaced)).done
+
+
+@in_world
+async def test_a_preview_of_changed_roles_counts_what_the_group_serves(world):
+    await world.pair("g1")
+    await world.pair("g2")
+    await world.routed("s1", "s2", groups=("g1", "g2"))
+    await world.routed("s3", groups=("g2",))
+    world.hub.counts = [Counts(3, 0, 9)]
+    shown = await world.done("ReplaceBroker", **place("g1", 1, "g1-c"), dryRun="true")
+    assert shown["blastRadius"] == "2 subjects, 1 group, 9 clients" and shown["subjects"]["names"] == ["s1", "s2"]
+    shown = await world.done("OnOffline", state="offline", subject="s3", dryRun="true")
+    assert shown["blastRadius"] == "1 subject, 1 group, 9 clients"
+
+
+@in_world
 async def test_a_lost_race_is_decided_anew(world):
     """Weakness 6: QMQ reads, computes and compares once, and leaves the loss to the operator."""
     await world.pair("g1")

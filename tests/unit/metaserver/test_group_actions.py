@@ -50,6 +50,17 @@ async def test_marks_are_of_groups_and_subjects_that_exist(world):
 
 
 @in_world
+async def test_the_mark_of_a_subject_that_was_removed_can_be_taken_back(world):
+    await world.pair("g1")
+    await world.pair("g2")
+    await world.routed("s1", groups=("g1", "g2"))
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="s1")
+    await world.done("RemoveSubject", subject="s1")
+    await world.done("UnMarkReadonlyBrokerGroup", brokerGroup="g1", subject="s1")
+    assert not world.registry.directory.marks
+
+
+@in_world
 async def test_a_mark_may_have_as_many_characters_as_a_group(world):
     """Weakness 5: QMQ's groups have 30 characters, of which a mark holds 20."""
     await world.done("AddBroker", **place("g" * 100, 0, "h1"))

@@ -66,6 +66,23 @@ async def test_a_token_is_shown_once(world):
 
 
 @in_world
+async def test_a_scope_of_nothing_makes_no_token_without_limits(world):
+    for name in ("subjects", "groups"):
+        text = await world.refused("AddToken", **{"name": "shop", "role": "client", name: " , "})
+        assert f"{name} ' , ' names none" in text
+    assert not await world.done("ListTokens")
+
+
+@in_world
+async def test_a_backup_gives_nobody_the_rights_of_the_installations_key(world):
+    await world.done("AddToken", name="me", role="admin")
+    backup = await world.done("Backup")
+    backup["tables"]["api_token"][0]["role"] = "cluster"
+    assert "make no sense" in await world.refused("Restore", backup=json.dumps(backup), force="true")
+    assert [token["role"] for token in await world.done("ListTokens")] == ["admin"]
+
+
+@in_world
 async def test_two_tokens_of_one_name_may_be_valid_for_rotation(world):
     first = await world.done("AddToken", name="shop", role="client")
     await world.done("AddToken", name="shop", role="client")
