@@ -225,8 +225,9 @@ def test_token_comes_from_the_environment_a_file_or_standard_input(tmp_path):
             run("ListBrokers", stub.address),
             run("ListBrokers", stub.address, token=None, token_file=file),
             run("ListBrokers", stub.address, token=None, token_file="-", stdin=f"{TOKEN}\n"),
+            run("ListBrokers", stub.address, token=None, environ={"QMQ_TOKEN_FILE": str(file)}),
         ]
-    assert [(way.returncode, way.stderr) for way in ways] == [(DONE, "")] * 3 and stub.tokens == [TOKEN] * 3
+    assert [(way.returncode, way.stderr) for way in ways] == [(DONE, "")] * 4 and stub.tokens == [TOKEN] * 4
 
 
 def test_token_on_the_command_line_works_as_in_qmq_with_a_warning():

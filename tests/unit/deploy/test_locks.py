@@ -1,0 +1,32 @@
+"""The lock file of servers: made of the same versions as the other one, with all that a server needs."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def pins(lock: str) -> set[str]:
+    return set(re.findall(r"^([a-z0-9-]+)(?:\[[a-z,]+\])?(==\S+)", (ROOT / lock).read_text(), re.MULTILINE))
+
+
+def test_servers_have_the_versions_that_the_tests_ran_with():
+    assert pins("requirements-server.lock") < pins("requirements.lock")
+
+
+def test_lock_of_servers_has_what_brokers_metaservers_and_tools_ask_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], "setuptools"]
+    asked += [need for extra in ("server", "mariadb", "postgresql", "tools") for need in extras[extra]]
+    names = {re.split(r"[\[>=; ]", need)[0] for need in asked}
+    assert names <= {name for name, _ in pins("requirements-server.lock")}
+
+
+def test_every_pin_has_a_hash():
+    for text in (path.read_text() for path in sorted(ROOT.glob("requirements*.lock"))):
+        pinned = [entry for entry in re.split(r"\n(?! )", text) if "==" in entry]
+        assert pinned and all("--hash=sha256:" in entry for entry in pinned)
