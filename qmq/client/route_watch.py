@@ -123,7 +123,9 @@ class RouteWatch:
 
     async def _updates(self, channel: grpc.aio.Channel, answer_s: float) -> AsyncIterator[Any]:
         """Yield the metaserver's updates; raises TimeoutError if it leaves a request unanswered for so long."""
-        stream = MetaserverStub(channel).WatchRoutes(self._requests(), metadata=(("x-api-token", self._token),))
+        is_over = asyncio.Event()
+        requests = self._requests(is_over)
+        stream = MetaserverStub(channel).WatchRoutes(requests, metadata=(("x-api-token", self._token),))
         read = None
         try:
             while True:
@@ -142,12 +144,15 @@ class RouteWatch:
             if read is not None:
                 read.cancel()
             stream.cancel()
+            # Of a stream that the other end ended, grpc goes on to ask for requests; they are meant for the next one.
+            is_over.set()
+            self._ask_now.set()
 
-    async def _requests(self) -> AsyncIterator[Any]:
+    async def _requests(self, is_over: asyncio.Event) -> AsyncIterator[Any]:
         """Yield what to say on a new stream: all subjects; later those that are added or asked for again, and what
         is in use by now."""
         self._wanted, self._unconfirmed = list(self._subjects), {}
-        while True:
+        while not is_over.is_set():
             if self._wanted or self._unconfirmed:
                 subjects, self._wanted = self._wanted, []
                 held, self._unconfirmed = self._unconfirmed, {}
@@ -206,7 +211,10 @@ class RouteWatch:
         except (OSError, ValueError) as error:
             log.debug("routes not polled metaserver=%s reason=%s", self._metaserver, error)
         else:
-            self._take(routes)
+            self.refused = None
+            if routes and not self._streams:  # else they are older than what the stream brought
+                self._take(routes)
+                self._wanted = list(self._subjects)  # a stream that is being opened was told of other versions
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:

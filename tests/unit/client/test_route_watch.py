@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -217,5 +218,53 @@ def test_a_consumer_goes_on_while_its_route_is_refused():
                 await until(lambda: len(metaserver.updates) >= 4)
                 await producer.send(Message("a", {"n": 2}))
                 assert len(await puller.pull(10, timeout=5)) == 1
+
+    run(test())
+
+
+def test_what_is_asked_after_a_stream_ended_is_asked_of_the_next_one(monkeypatch):
+    monkeypatch.setattr(route_watch, "ANSWER_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr(route_watch, "POLL_AFTER_S", 1000.0)
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, _), watching(metaserver, "a") as client:
+            await until(lambda: client.writable("a"))
+            for number in range(3):
+                metaserver.requests.clear()
+                await metaserver.stop_grpc()
+                await metaserver.start_grpc()
+                await until(lambda: metaserver.requests)
+                client.watch.watch(f"b{number}")
+                await until(lambda number=number: client.writable(f"b{number}"))
+
+    run(test())
+
+
+def test_a_poll_that_a_stream_overtook_changes_nothing(monkeypatch):
+    """Its answer is the older one, and the metaserver would not send the newer one again."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            await metaserver.block_grpc()
+            polling, go_on = threading.Event(), threading.Event()
+            poll = route_watch.route_poll.poll
+
+            def late(*args, **options):
+                routes = poll(*args, **options)
+                polling.set()
+                go_on.wait(10)
+                return routes
+
+            monkeypatch.setattr(route_watch.route_poll, "poll", late)
+            async with watching(metaserver, "a") as client:
+                await until(polling.is_set)
+                metaserver.set_group(broker, writable=False)
+                await metaserver.unblock_grpc()
+                await until(lambda: client.writable("a") == {"g1": False})
+                confirmed = metaserver.confirmed()
+                go_on.set()
+                client.watch.watch("b")
+                await until(lambda: client.writable("b"))
+                assert client.writable("a") == {"g1": False} and metaserver.confirmed()["a"] == confirmed["a"]
 
     run(test())
