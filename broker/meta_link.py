@@ -33,6 +33,9 @@ BEAT_S = 1.0
 RETRIES_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Waits after failures in a row. The first is none: another metaserver is there when one ends, and /meta/address names
 it. Up to half of a wait is added at random, so that not all brokers come at once."""
+STEADY_S = 3.0
+"""Who was served for so long begins with the first wait again. Two machines with a copy of one broker's disk and name
+end each other's heartbeats; they must not do it a hundred times a second."""
 REGISTER_S = 5.0
 ALONE_AFTER_S = 3.0
 """How long a broker that starts waits for the metaserver before it takes up the part it had."""
@@ -71,6 +74,8 @@ class MetaLink:
         self._metadata = (("x-api-token", settings.token),)
         self._is_refused = False
         self._failures = 0
+        self._served_since: float | None = None
+        """On the clock of the loop; None: not since the last failure."""
 
     async def run(self) -> None:
         """Register, beat; again after every failure."""
@@ -82,9 +87,16 @@ class MetaLink:
                     await self._live(MetaserverStub(channel))
             except (grpc.aio.AioRpcError, NotServed, OperatorError) as error:
                 self.failed(error)
+            if self._served_since is not None and loop.time() - self._served_since >= STEADY_S:
+                self._failures = 0
+            self._served_since = None
             wait_s = RETRIES_S[min(self._failures, len(RETRIES_S) - 1)]
             self._failures += 1
             await asyncio.sleep(wait_s * random.uniform(1.0, 1.5))
+
+    def served(self, now_s: float) -> None:
+        """Take note that a metaserver hears us."""
+        self._served_since = self._served_since or now_s
 
     def failed(self, error: Exception) -> None:
         """Take note of why the metaserver does not serve us."""
@@ -116,7 +128,7 @@ class MetaLink:
         )  # fmt: skip
         self._assign(await stub.Register(identity, metadata=self._metadata, timeout=REGISTER_S))
         async for assignment in stub.Heartbeat(self._beats(), metadata=self._metadata):
-            self._failures = 0  # it hears us
+            self.served(asyncio.get_running_loop().time())
             self._assign(assignment)
         raise NotServed("the metaserver ended the heartbeat")
 

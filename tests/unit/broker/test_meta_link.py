@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import grpc
 import grpc.aio
 import pytest
 
-from broker.meta_link import MetaLink
+from broker import meta_link
+from broker.meta_link import RETRIES_S, MetaLink
 from broker.settings import BrokerSettings
 from qmq.errors import NotServed
 
@@ -44,3 +46,41 @@ def test_broker_takes_up_its_old_part_only_if_nobody_told_it_not_to(error, start
     link.failed(error)
     link.start_alone()
     assert node.started == starts
+
+
+@pytest.mark.parametrize(
+    ("served_s", "waits"),
+    [
+        pytest.param(0.01, list(RETRIES_S), id="another process with the same name takes over again and again"),
+        pytest.param(60, [0.0] * len(RETRIES_S), id="metaservers that end after a while"),
+    ],
+)
+def test_broker_waits_longer_each_time_unless_it_was_served_for_a_while(monkeypatch, served_s, waits):
+    """Two machines with a copy of one broker's disk and name would else end each other's heartbeats without a pause."""
+    link, now, waited = MetaLink(SimpleNamespace(node=Node()), SETTINGS), 100.0, []
+
+    async def find():
+        return "127.0.0.1:9"
+
+    async def live(stub):
+        nonlocal now
+        link.served(now)
+        now += served_s
+        raise refusal(grpc.StatusCode.ABORTED)
+
+    async def sleep(seconds):
+        waited.append(seconds)
+        if len(waited) == len(waits):
+            raise asyncio.CancelledError
+
+    async def body():
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now, raising=False)
+        await link.run()
+
+    monkeypatch.setattr(link, "_find", find)
+    monkeypatch.setattr(link, "_live", live)
+    monkeypatch.setattr(meta_link.asyncio, "sleep", sleep)
+    monkeypatch.setattr(meta_link.random, "uniform", lambda low, high: 1.0)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(body())
+    assert waited == waits
