@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -120,7 +120,7 @@ class Metaserver:
         """
         await self._learn()
         rpc_server, listener = self._open_ports()
-        http_server = _HttpServer(self._app())
+        http_server = _HttpServer(self._app(), trusted_proxies=self._settings.trusted_proxies)
         upkeep = Upkeep(self.registry, self._brokers, self._snapshots, self._row(), poll_ms=self._settings.poll_ms)
         rpc = MetaserverRpc(self.registry, self.hub, self._access, self._metrics, upkeep.ask)
         add_MetaserverServicer_to_server(rpc, rpc_server)
@@ -212,10 +212,12 @@ class Metaserver:
 class _HttpServer(uvicorn.Server):
     """uvicorn without its own handling of signals: this process has two servers to stop."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, trusted_proxies: Iterable[str]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
+                proxy_headers=True,
+                forwarded_allow_ips=list(trusted_proxies),
                 log_config=None,
                 access_log=False,
                 lifespan="off",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,9 @@ class MetaserverSettings:
         (), why="keys that encrypt passwords of databases in the table: the first one, the others only decrypt"
     )
     open_lists: bool = setting(False, why="QMQ's lists are answered without a token, as QMQ does")
+    trusted_proxies: tuple[str, ...] = setting(
+        ("127.0.0.1",), why="addresses and networks of nginx: whom to believe who asks (X-Forwarded-For), for the audit"
+    )
     new_subjects_per_minute: int = setting(
         10_000, least=1, most=10_000_000, why="of one token's clients, so that none fills the tables"
     )
@@ -75,6 +79,11 @@ class MetaserverSettings:
             complaints.append("swap_hold_ms: must be longer than swap_catch_up_ms and broker_timeout_ms together")
         if not all(_is_key(key) for key in self.password_keys):
             complaints.append("password_keys: one is not 32 bytes in URL-safe base64; Fernet.generate_key() makes one")
+        complaints += [
+            f"trusted_proxies: {text!r} is no address and no network such as 10.0.0.0/24"
+            for text in self.trusted_proxies
+            if not _is_network(text)
+        ]
         if complaints:
             raise InvalidSettings(complaints)
 
@@ -98,3 +107,11 @@ def _is_key(text: str) -> bool:
         return len(base64.urlsafe_b64decode(text)) == 32
     except ValueError:
         return False
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        return False
+    return True

@@ -7,6 +7,7 @@ import re
 import sqlite3
 
 import grpc
+import httpx
 import pytest
 
 from metaserver.access import RPC_ROLES
@@ -237,3 +238,40 @@ def test_a_failing_database_shows_nothing_of_itself(tmp_path, table):
         assert (await world.http.get("/health/live")).status_code == 200
 
     in_world(body)(tmp_path)
+
+
+OPERATOR, PROXY = "203.0.113.7", "127.0.0.2"
+
+
+@pytest.mark.parametrize(
+    "trusted, sender, forwarded, peer",
+    [
+        pytest.param((), "127.0.0.1", OPERATOR, "127.0.0.1", id="nobody is believed"),
+        pytest.param(("127.0.0.1",), "127.0.0.1", OPERATOR, OPERATOR, id="nginx on this machine"),
+        pytest.param(("127.0.0.1",), PROXY, OPERATOR, PROXY, id="a stranger who claims to be another"),
+        pytest.param((PROXY,), PROXY, OPERATOR, OPERATOR, id="nginx on another machine"),
+        pytest.param(("127.0.0.2/31",), PROXY, OPERATOR, OPERATOR, id="nginx in a network"),
+        pytest.param((PROXY,), PROXY, f"10.9.9.9, {OPERATOR}", OPERATOR, id="what a caller put before it"),
+        pytest.param((PROXY,), PROXY, "x" * 1000, "x" * 100, id="long nonsense"),
+    ],
+)
+def test_the_audit_trail_names_the_operators_address_as_trusted_proxies_tell_it(
+    tmp_path, trusted, sender, forwarded, peer
+):
+    async def ask(world):
+        way = httpx.AsyncHTTPTransport(local_address=sender)
+        async with httpx.AsyncClient(base_url=world.url, transport=way) as client:
+            headers = {"X-Api-Token": TOKEN, "X-Forwarded-For": forwarded}
+            words = {"name": "shop", "role": "client"}
+            assert (await client.post("/api/v1/AddToken", json=words, headers=headers)).status_code == 200
+        rows = (await world.done("AuditTrail", who="cluster", name="AddToken"))["rows"]
+        assert [row["peer"] for row in rows] == [peer]
+
+    async def with_setting():
+        world = await World(tmp_path / "metaserver.db", trusted_proxies=trusted).start()
+        try:
+            await ask(world)
+        finally:
+            await world.close()
+
+    asyncio.run(with_setting())

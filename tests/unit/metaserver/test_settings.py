@@ -19,6 +19,13 @@ def test_only_the_cluster_token_must_be_given():
     assert settings.cluster_token == "one token" and settings.advertised == "127.0.0.1"
 
 
+def test_the_proxy_on_this_machine_is_trusted_and_others_are_named():
+    assert read(**TOKEN).trusted_proxies == ("127.0.0.1",)
+    more = read(**TOKEN, QMQ_METASERVER_TRUSTED_PROXIES="10.0.0.7, 10.1.0.0/16,::1")
+    assert more.trusted_proxies == ("10.0.0.7", "10.1.0.0/16", "::1")
+    assert read(**TOKEN, QMQ_METASERVER_TRUSTED_PROXIES="").trusted_proxies == ()
+
+
 @pytest.mark.parametrize(
     "environ, complaint",
     [
@@ -28,6 +35,8 @@ def test_only_the_cluster_token_must_be_given():
         pytest.param(TOKEN | {"QMQ_METASERVER_HOST": "0.0.0.0"}, "advertised_ip", id="any host, no address"),
         pytest.param(TOKEN | {"QMQ_METASERVER_SWAP_HOLD_MS": "1000"}, "swap_hold_ms", id="hold too short"),
         pytest.param(TOKEN | {"QMQ_METASERVER_HTTP_PORT": "70000"}, "http_port", id="port too large"),
+        pytest.param(TOKEN | {"QMQ_METASERVER_TRUSTED_PROXIES": "::1,*"}, "trusted_proxies: '\\*'", id="anybody"),
+        pytest.param(TOKEN | {"QMQ_METASERVER_TRUSTED_PROXIES": "10.0.0.7/24"}, "trusted_proxies", id="no network"),
         pytest.param(TOKEN | {"QMQ_METASERVER_PASSWORD_KEYS": "abc"}, "password_keys", id="no Fernet key"),
     ],
 )
