@@ -7,6 +7,7 @@ import pytest
 from broker.assignment import Assignment
 from broker.offline import Offline
 from qmq.errors import ErrorCode
+from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Role
 from tests.unit.broker.world import Client, Group
 
@@ -49,6 +50,13 @@ def test_others_are_served(rule):
     pull = consumer.pull()
     group.settle()
     assert ids(consumer, pull) == ["m0"]
+
+
+@pytest.mark.parametrize("derived", [retry_subject("s", "g"), dead_letter_subject("s", "g")])
+def test_consumer_that_is_switched_off_is_handed_no_retries_of_the_subject_either(derived):
+    key = (derived, "g", "c")
+    assert key in Offline([("s", "g", "c")]) and key in Offline([(derived, "g", "*")])
+    assert key not in Offline([("t", "g", "c")])
 
 
 def test_pull_of_a_consumer_that_is_switched_off_ends_with_no_message_in_time():
