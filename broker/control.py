@@ -22,7 +22,7 @@ from qmq.errors import CorruptFrame, NotServed, OperatorError, QmqError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
 from qmq.rights import Caller
-from qmq.rpc_access import RpcDoor
+from qmq.rpc_access import RpcDoor, caller
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,13 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
         )  # fmt: skip
 
     async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> AsyncIterator[pb.LogChunk]:
-        """Stream frames as they are stored. Bytes that are damaged are sent as they are too: the reader names them."""
+        """Stream frames as they are stored. Bytes that are damaged are sent as they are too: the reader names them.
+
+        PERMISSION_DENIED: the token is limited to some subjects, and these are frames of all.
+        """
+        if not caller().scope.all_subjects:
+            text = f"token {caller().name!r} is limited to some subjects; the log holds those of all"
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
         message_log, positions, me = self._service.node.log, self._service.reader_positions, object()
         end = min(request.end, message_log.flushed_end)
         at = await asyncio.to_thread(message_log.next_frame, max(request.begin, message_log.start))

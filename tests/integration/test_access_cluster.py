@@ -107,6 +107,12 @@ def test_a_scope_decides_what_a_client_produces_and_consumes(cluster):
         assert subscribe(wire, "paid.card").code == ErrorCode.SUCCESS
 
 
+def test_who_is_limited_to_subjects_does_not_read_the_log_of_all(cluster):
+    token, master = make(cluster, "operator", "limited", subjects="order"), cluster.broker("g1", "master")
+    assert call(master, "ReadLog", token) == grpc.StatusCode.PERMISSION_DENIED
+    assert call(master, "DescribeLog", token) == grpc.StatusCode.OK
+
+
 def test_a_token_of_another_group_is_refused(cluster):
     code, text = log_in(cluster.broker("g1", "master").serve_port, make(cluster, "client", "elsewhere", groups="g2,h*"))
     assert code == ErrorCode.MISSING_RIGHT and "may not use broker group 'g1'" in text
