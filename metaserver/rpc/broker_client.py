@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,6 +14,19 @@ from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import NotServed, OperatorError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
+
+_SILENT = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
+"""Nobody answered, or not in time."""
+_REFUSALS = frozenset(
+    {
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+"""What a broker says before it changes anything. A broker that fails otherwise may have done what it was told."""
 
 
 class Brokers:
@@ -56,7 +69,7 @@ class Brokers:
         """Let a master set where a consumer group goes on; it answers when slave and disk know it."""
         async with self._stub(broker) as (stub, metadata):
             call = stub.ResetOffset(request, **metadata, timeout=self._timeout_ms / 1000)
-            answer: pb.ResetOffsetAnswer = await self._call(broker, call)
+            answer: pb.ResetOffsetAnswer = await self._call(broker, call, silent=lambda code: code not in _REFUSALS)
             return answer
 
     @asynccontextmanager
@@ -67,12 +80,14 @@ class Brokers:
     async def _ask(self, broker: Broker, call: Any) -> ReplicaState:
         return state_from_message(await self._call(broker, call))
 
-    async def _call(self, broker: Broker, call: Any) -> Any:
+    async def _call(
+        self, broker: Broker, call: Any, *, silent: Callable[[grpc.StatusCode], bool] = _SILENT.__contains__
+    ) -> Any:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
             text = f"{broker.key} ({broker.role.name} of {broker.group})"
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            if silent(error.code()):
                 where = f"{broker.ip}:{broker.control_port}"
                 raise NotServed(f"{text} did not answer at {where}: {error.details()}") from error
             raise OperatorError(f"{text} refused: {error.details()}") from error

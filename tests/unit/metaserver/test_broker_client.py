@@ -1,0 +1,53 @@
+"""Shell. What an order to a broker comes to when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from metaserver.model import Broker
+from metaserver.rpc.broker_client import Brokers
+from qmq.errors import NotServed, OperatorError
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
+from qmq.types import Role
+
+HOST = "127.0.0.1"
+
+
+def reset_at_a_broker_that(fails):
+    """Order a reset at a broker whose method ends with `fails`, a status or an exception."""
+
+    class Failing(BrokerServicer):
+        async def ResetOffset(self, request, context):
+            if isinstance(fails, grpc.StatusCode):
+                await context.abort(fails, "so it is")
+            raise fails
+
+    async def body():
+        server = grpc.aio.server()
+        add_BrokerServicer_to_server(Failing(), server)
+        port = server.add_insecure_port(f"{HOST}:0")
+        await server.start()
+        try:
+            broker = Broker("g1", Role.MASTER, "h1", HOST, 1, 2, control_port=port)
+            await Brokers("token", timeout_ms=5000).reset_offset(broker, pb.ResetOffsetRequest())
+        finally:
+            await server.stop(0)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("fails", [grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INTERNAL, ValueError("a bug")])
+def test_a_reset_at_a_broker_that_failed_may_have_happened(fails):
+    """Told as refused, it would be repeated, or not looked for."""
+    with pytest.raises(NotServed):
+        reset_at_a_broker_that(fails)
+
+
+@pytest.mark.parametrize("status", [grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.PERMISSION_DENIED])
+def test_a_reset_that_a_broker_refused_changed_nothing(status):
+    with pytest.raises(OperatorError, match="h1:1 .MASTER of g1. refused: so it is"):
+        reset_at_a_broker_that(status)
