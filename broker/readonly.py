@@ -22,7 +22,7 @@ class Reason(StrEnum):
 
 
 _WAY_OUT = {
-    Reason.OPERATOR: "an operator marked it: UnMarkReadonly ends it",
+    Reason.OPERATOR: "an operator marked or drains it: UnMarkReadonly or UndrainGroup ends it",
     Reason.SLAVE_DOWN: "its slave is missing: start it, or ReplaceBroker",
     Reason.SLAVE_LAG: "its slave is behind and catches up",
     Reason.DISK: "its disk is nearly full: make room",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from metaserver import roles
 from metaserver.db.changes import SetRoles
 from metaserver.db.errors import StaleTerm
-from metaserver.model import AuditRow, BrokerKey, Group, ReplicaState
+from metaserver.model import ALL_SUBJECTS, AuditRow, BrokerKey, Group, ReplicaState
 from metaserver.registry import Registry
 from metaserver.rpc.broker_client import Brokers
 from metaserver.settings import MetaserverSettings
@@ -163,8 +163,9 @@ class Swaps:
                 f"the roles of {name} are exchanged (term {term}), but the new master did not report in time; look "
                 "with ReplicaStatus. Do not swap back before it answers"
             )
-        marked = self._registry.directory.is_marked(name, "*")
-        return marked is False and await self._wait_until(lambda: self._writable(name), WRITABLE_WAIT_MS)
+        directory = self._registry.directory
+        kept_closed = directory.is_marked(name, ALL_SUBJECTS) or directory.groups[name].draining
+        return not kept_closed and await self._wait_until(lambda: self._writable(name), WRITABLE_WAIT_MS)
 
     def _reigns(self, name: str, term: int) -> bool:
         group = self._registry.directory.groups[name]

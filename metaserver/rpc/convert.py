@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metaserver.model import Broker, BrokerKey, Directory, Group, ReplicaState
+from metaserver.model import ALL_SUBJECTS, Broker, BrokerKey, Directory, Group, ReplicaState
 from metaserver.roles import parse_broker
 from metaserver.routing import GroupRoute
 from qmq.errors import InvalidRequest
@@ -69,9 +69,16 @@ def assignment_for(directory: Directory, key: BrokerKey) -> pb.Assignment | None
         role=int(broker.role),
         master=_address(group.master),
         slave=_address(group.slave),
-        readonly_subjects=directory.readonly_subjects(group.name),
+        readonly_subjects=_readonly_subjects(directory, group),
         offline=[pb.Offline(subject=o.subject, group=o.group, consumer=o.consumer) for o in sorted(directory.offline)],
     )
+
+
+def _readonly_subjects(directory: Directory, group: Group) -> list[str]:
+    """What a broker refuses. A group that is drained takes nothing either: a producer with an old route would else fill
+    it until the moment in which its routes go, and nobody would consume that any more."""
+    marked = directory.readonly_subjects(group.name)
+    return [ALL_SUBJECTS, *marked] if group.draining and ALL_SUBJECTS not in marked else marked
 
 
 def route_message(subject: str, groups: list[GroupRoute]) -> pb.SubjectRoute:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from metaserver.model import Offline
+from metaserver.model import BrokerKey, Offline
+from metaserver.rpc.convert import assignment_for
 from metaserver.watchers import Counts
 from tests.unit.metaserver.actions_world import in_world, left, place
 
@@ -58,6 +59,24 @@ async def test_the_mark_of_a_subject_that_was_removed_can_be_taken_back(world):
     await world.done("RemoveSubject", subject="s1")
     await world.done("UnMarkReadonlyBrokerGroup", brokerGroup="g1", subject="s1")
     assert not world.registry.directory.marks
+
+
+@in_world
+async def test_brokers_of_a_drained_group_refuse_messages(world):
+    """A producer whose old route reached nobody to correct it would fill a group that its consumers leave."""
+    await world.pair("g1")
+    await world.pair("g2")
+
+    def refused(hostname):
+        assignment = assignment_for(world.registry.directory, BrokerKey(hostname, 20881))
+        return list(assignment.readonly_subjects)
+
+    assert refused("g1-a") == []
+    await world.done("DrainGroup", brokerGroup="g1")
+    assert refused("g1-a") == refused("g1-b") == ["*"] and refused("g2-a") == []
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="*")
+    await world.done("UndrainGroup", brokerGroup="g1")
+    assert refused("g1-a") == ["*"], "the mark stays"
 
 
 @in_world
