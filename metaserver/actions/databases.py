@@ -10,6 +10,7 @@ from metaserver.actions.plan import Plan, refused
 from metaserver.actions.shapes import source_json
 from metaserver.actions.words import Words
 from metaserver.db.changes import AddDataSource, RemoveDataSource
+from metaserver.db.tables import LONG_NAME_CHARS_MAX
 from metaserver.model import DataSource
 from qmq.errors import OperatorError
 
@@ -19,6 +20,8 @@ async def _add(desk: Desk, words: Words) -> Plan:
         stored = desk.vault.encrypt(words["password"])
     except OperatorError as refusal:
         return refused(str(refusal))
+    if len(stored) > LONG_NAME_CHARS_MAX:
+        return refused(f"password is too long: encrypted it has {len(stored)} characters, {LONG_NAME_CHARS_MAX} fit")
     known = await _find(desk, url := _url(words))
     source = DataSource(url, words["username"], stored, words["room"])
     shown = source_json(source)

@@ -21,6 +21,8 @@ from qmq.rights import Caller
 
 DATABASE_WAIT_MS = 60_000
 """A dump of 100,000 subjects takes seconds."""
+BY_OPERATOR = "operator"
+"""A broker's reason to take no messages that is no trouble: a mark or a drain, which its group's line tells."""
 EXPIRES_SOON_MS = 14 * 24 * 3600 * 1000
 
 
@@ -107,8 +109,8 @@ async def _broker(desk: Desk, broker: Broker) -> dict[str, Any]:
         return _check(name, False, str(error), "start it, or open its control port to the metaservers", facts)
     if not facts["up"]:
         return _check(name, False, "answers, but sends no heartbeats", "look whether it reaches the metaserver", facts)
-    if state.readonly_reasons:
-        reasons = ", ".join(state.readonly_reasons)
+    if troubles := [reason for reason in state.readonly_reasons if reason != BY_OPERATOR]:
+        reasons = ", ".join(troubles)
         return _check(name, False, f"takes no messages: {reasons}", "ReplicaStatus and its log say more", facts)
     return _check(name, True, "up", facts=facts)
 

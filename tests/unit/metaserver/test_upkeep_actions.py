@@ -41,6 +41,14 @@ async def test_without_a_key_no_password_is_stored_and_the_refusal_says_how_to_s
     assert "password_keys" in text and "Fernet.generate_key()" in text and "hunter2" not in text
 
 
+@in_world
+async def test_a_password_too_long_to_be_stored_is_refused_by_the_dry_run_as_well(world):
+    long = DB | {"password": "p" * 200}
+    for words in ({"dryRun": "true"}, {}):
+        assert "password is too long" in await world.refused("AddDb", **long, **words)
+    await world.done("AddDb", **(DB | {"password": "p" * 100}))
+
+
 def test_a_password_stays_readable_while_keys_are_rotated():
     old, new = "nBLTTCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A=", "AAAATCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A="
     stored = Vault([old]).encrypt("hunter2")
@@ -170,6 +178,8 @@ async def test_the_doctor_names_what_is_wrong_and_what_to_do(world):
     await world.running_pair("g1")
     healthy = await world.done("Doctor")
     assert healthy["healthy"], [check for check in healthy["checks"] if not check["ok"]]
+    world.beat("g1-a", writable=False, readonly_reasons=("operator",))
+    assert (await world.done("Doctor"))["checks"][1]["ok"], "a mark is no trouble"
     await world.pair("g2")
     await world.done("AddToken", name="ending", role="client", days=3)
     world.stop("g1-b")
