@@ -15,6 +15,7 @@ from metaserver.metrics import Metrics
 from metaserver.model import Broker, BrokerKey, ReplicaState
 from metaserver.registry import Ask, Registry
 from metaserver.rpc import convert
+from metaserver.rpc.visits import Visits
 from qmq.errors import MissingRight, NotServed, OperatorError, QmqError
 from qmq.proto import qmq_pb2 as pb
 from qmq.rpc_access import caller
@@ -35,6 +36,7 @@ class BrokerRpc:
     _metrics: Metrics
     _ask: Ask
     _logged: set[str]
+    visits: Visits
 
     async def Register(self, request: pb.BrokerIdentity, context: Context) -> pb.Assignment:
         key = BrokerKey(request.hostname, request.serve_port)
@@ -71,7 +73,7 @@ class BrokerRpc:
         if first is None:
             return
         broker, session = await self._join(first, context)
-        with self._registry.directory_changes.watch() as wake:
+        with self._registry.directory_changes.watch() as wake, self.visits.open(context):
             reader = asyncio.create_task(self._read_beats(broker.key, session, first, requests, wake))
             try:
                 sent: pb.Assignment | None = None

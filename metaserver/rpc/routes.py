@@ -13,6 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from metaserver.metrics import Metrics
+from metaserver.rpc.visits import Visits
 from metaserver.watch import TooManySubjects, WatchHub
 from qmq.proto import qmq_pb2 as pb
 from qmq.rpc_access import caller
@@ -28,6 +29,7 @@ class RouteRpc:
 
     _hub: WatchHub
     _metrics: Metrics
+    visits: Visits
 
     async def WatchRoutes(self, requests: object, context: Context) -> None:
         """Serve a client until it leaves. Takes and gives bytes, see `add_route_methods`."""
@@ -39,13 +41,14 @@ class RouteRpc:
             caller=replace(caller(), peer=str(context.peer())), send=context.write,
         )  # fmt: skip
         try:
-            while request is not None:
-                self._metrics.route_requests.inc()
-                self._hub.confirm(watch, request.held)
-                if request.subjects:  # else it only says what it holds
-                    await self._hub.ask(watch, request.subjects, request.held)
-                request = await _read(context)
-            await asyncio.Event().wait()  # it asks no more and goes on listening
+            with self.visits.open(context):
+                while request is not None:
+                    self._metrics.route_requests.inc()
+                    self._hub.confirm(watch, request.held)
+                    if request.subjects:  # else it only says what it holds
+                        await self._hub.ask(watch, request.subjects, request.held)
+                    request = await _read(context)
+                await asyncio.Event().wait()  # it asks no more and goes on listening
         except TooManySubjects as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:

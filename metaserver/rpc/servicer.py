@@ -8,6 +8,7 @@ from metaserver.registry import Ask, Registry
 from metaserver.rpc.brokers import BrokerRpc
 from metaserver.rpc.routes import RouteRpc
 from metaserver.rpc.tokens import TokenRpc
+from metaserver.rpc.visits import Visits
 from metaserver.watch import WatchHub
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer
 
@@ -23,3 +24,4 @@ class MetaserverRpc(BrokerRpc, RouteRpc, TokenRpc, MetaserverServicer):  # type:
         self._registry, self._hub, self._access, self._metrics = registry, hub, access, metrics
         self._ask = ask
         self._logged: set[str] = set()
+        self.visits = Visits(access)
