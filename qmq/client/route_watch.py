@@ -38,6 +38,8 @@ POLL_AFTER_S = 4.0
 """A restarted metaserver, or another one, is found over gRPC within a second or two, by thousands of clients at once
 within a few. Who still has no stream then, or half as much later, polls."""
 POLL_S = 5.0
+REFRESH_S = 5.0
+"""A broker that stays away is missed with every attempt to connect, by all of its clients."""
 
 
 class RouteWatch:
@@ -58,6 +60,7 @@ class RouteWatch:
         self._unconfirmed: dict[str, int] = {}
         self._ask_now, self._poll_now = asyncio.Event(), asyncio.Event()
         self._asked_at: float | None = None
+        self._refreshed_at = -REFRESH_S
         self._streams = False
         self._stream_moved = asyncio.Event()
         """Set when `_streams` changes."""
@@ -73,8 +76,10 @@ class RouteWatch:
             self._poll_now.set()
 
     def refresh(self) -> None:
-        """Ask for all routes again: something showed that they are old."""
-        if self._asked_at is None and self._subjects:
+        """Ask for all routes again: something showed that they are old. Seldom: the metaserver tells of changes."""
+        now_s = asyncio.get_running_loop().time()
+        if self._asked_at is None and self._subjects and now_s - self._refreshed_at >= REFRESH_S:
+            self._refreshed_at = now_s
             self._wanted = list(self._subjects)
             self._ask_now.set()
 

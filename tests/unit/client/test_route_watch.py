@@ -268,3 +268,20 @@ def test_a_poll_that_a_stream_overtook_changes_nothing(monkeypatch):
                 assert client.writable("a") == {"g1": False} and metaserver.confirmed()["a"] == confirmed["a"]
 
     run(test())
+
+
+def test_a_broker_that_stays_away_does_not_make_its_clients_ask_all_the_time():
+    """Each attempt to connect says that routes may be old; a thousand clients of one dead broker are a storm."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, _), watching(metaserver, "a", "b") as client:
+            await until(lambda: len(metaserver.confirmed()) == 2)
+            metaserver.requests.clear()
+            for number in range(5):
+                client.watch.refresh()
+                await until(lambda: metaserver.requests and client.watch._asked_at is None)
+                client.watch.watch(f"new{number}")
+                await until(lambda number=number: client.writable(f"new{number}"))
+            assert sum("a" in request.subjects for request in metaserver.requests) == 1
+
+    run(test())
