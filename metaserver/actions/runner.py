@@ -144,7 +144,7 @@ class Actions:
             try:
                 await self._desk.registry.reload()
                 await self._desk.database.write(lambda repository: repository.settle())
-                rows = await self._desk.database.read(lambda repository: repository.audit_trail(about=request))
+                rows = await self._desk.database.read(lambda repository: repository.audit_trail(about=[request]))
             except (NotServed, OutcomeUnknown):
                 await asyncio.sleep(SETTLE_PAUSE_S)
                 continue

@@ -27,7 +27,7 @@ EXPIRES_SOON_MS = 14 * 24 * 3600 * 1000
 
 
 async def _audit_trail(desk: Desk, words: Words) -> Any:
-    about = words["brokerGroup"] or words["subject"] or words["request"]
+    about = [words[name] for name in ("brokerGroup", "subject", "request") if words[name]]
     rows = await desk.database.read(
         lambda repository: repository.audit_trail(
             words.number("before") or None,

@@ -182,9 +182,9 @@ class Repository:
         who: str = "",
         action: str = "",
         since_ms: int = 0,
-        about: str = "",
+        about: Iterable[str] = (),
     ) -> list[AuditRow]:
-        """Read the newest rows first, those with an id below `before`; `about` is a text among the parameters."""
+        """Read the newest rows first, those with an id below `before`; `about`: they name all of these."""
         return self._transactions.read(
             lambda connection: tokens.load_audit(
                 connection, before=before, limit=limit, who=who, action=action, since_ms=since_ms, about=about

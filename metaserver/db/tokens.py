@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, insert, or_, select, update
 
 from metaserver.db.bad_rows import BadRows
 from metaserver.db.errors import AlreadyThere, NotThere
@@ -62,9 +63,10 @@ def add_audit(connection: Connection, audit: AuditRow) -> None:
 
 
 def load_audit(
-    connection: Connection, *, before: int | None, limit: int, who: str, action: str, since_ms: int, about: str
-) -> list[AuditRow]:
-    """Read the newest rows first; `before` is an id, `about` a text that the parameters contain."""
+    connection: Connection, *, before: int | None, limit: int, who: str, action: str, since_ms: int,
+    about: Iterable[str],
+) -> list[AuditRow]:  # fmt: skip
+    """Read the newest rows first; `before` is an id, `about`: names that stand in parameters, before or after."""
     columns = audit_trail.c
     query = select(audit_trail).order_by(columns.id.desc()).limit(min(limit, AUDIT_ROWS_MAX))
     if before is not None:
@@ -75,8 +77,9 @@ def load_audit(
         query = query.where(columns.action == action)
     if since_ms:
         query = query.where(columns.time >= since_ms)
-    if about:
-        query = query.where(columns.parameters_json.contains(about, autoescape=True))
+    written = (columns.parameters_json, columns.before_json, columns.after_json)
+    for name in about:
+        query = query.where(or_(*(text.contains(to_json(name), autoescape=True) for text in written)))
     return [_audit(row) for row in connection.execute(query)]
 
 

@@ -261,8 +261,10 @@ def test_audit_trail_is_read_page_by_page_and_by_what_was_done(repository):
     assert [row.id for row in repository.audit_trail(trail[1].id, 2)] == [trail[2].id, trail[3].id]
     assert [row.action for row in repository.audit_trail(who="Ann")] == ["Action3", "Action1"]
     assert [row.action for row in repository.audit_trail(action="Action2")] == ["Action2"]
-    assert [row.action for row in repository.audit_trail(about="100%_3")] == ["Action3"]
-    assert repository.audit_trail(about="0__") == [], "a text, not a pattern"
+    assert [row.action for row in repository.audit_trail(about=["100%_3"])] == ["Action3"]
+    assert repository.audit_trail(about=["0__"]) == [], "a name, not a pattern"
+    assert repository.audit_trail(about=["100%"]) == [], "the whole name"
+    assert [row.action for row in repository.audit_trail(about=["a", "100%_2"])] == ["Action2"], "all of them"
     assert repository.audit_trail(since_ms=newest.time_ms + 1) == []
 
 

@@ -91,6 +91,22 @@ async def test_a_backup_gives_nobody_the_rights_of_the_installations_key(world):
 
 
 @in_world
+async def test_the_trail_of_a_group_and_a_subject_has_all_that_changed_them_and_nothing_else(world):
+    for group in ("g1", "g11", "g2"):
+        await world.pair(group)
+    await world.routed("s1", "s11", groups=("g1", "g11"))
+    await world.done("RemoveSubjectBrokerGroup", subject="*", brokerGroup="g11", force="true")
+    await world.done("RemoveBroker", hostname="g1-b", servePort=20881)
+
+    async def actions(**words):
+        return [row["action"] for row in (await world.done("AuditTrail", **words))["rows"]]
+
+    assert await actions(brokerGroup="g1") == ["RemoveBroker", "RemoveSubjectBrokerGroup", "AddBroker", "AddBroker"]
+    assert await actions(subject="s1", brokerGroup="g11") == ["RemoveSubjectBrokerGroup"]
+    assert await actions(subject="s1", brokerGroup="g2") == await actions(subject="s") == []
+
+
+@in_world
 async def test_two_tokens_of_one_name_may_be_valid_for_rotation(world):
     first = await world.done("AddToken", name="shop", role="client")
     await world.done("AddToken", name="shop", role="client")
