@@ -22,6 +22,8 @@ async def hello(metaserver: str, token: str) -> None:
     async with qmq.Producer(metaserver=metaserver, app="hello", token=token) as producer:
         receipt = await producer.send(qmq.Message("order.changed", {"orderNo": "42"}, tags={"pay"}))
         print(f"sent: {receipt.outcome} {receipt.reason}".rstrip())
+        if not receipt.is_stored:
+            sys.exit(1)
         print(f"      in {receipt.broker_group}, sequence {receipt.sequence}, id {receipt.message_id}")
 
     consumer = qmq.Consumer(metaserver=metaserver, app="hello", token=token)

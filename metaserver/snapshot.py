@@ -22,8 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import make_url
-
+from metaserver.db.engine import name_of
 from metaserver.model import (
     Broker,
     BrokerKey,
@@ -77,7 +76,7 @@ class Snapshots:
     """
 
     def __init__(self, path: Path | None, database: str) -> None:
-        self._path, self._database = path, make_url(database).render_as_string(hide_password=True)
+        self._path, self._database = path, name_of(database)
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._problem = ""
 

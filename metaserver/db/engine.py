@@ -37,6 +37,7 @@ _DRIVERS = {
     "mysql": "mysql+pymysql",
     "mariadb": "mariadb+pymysql",
 }
+_KNOWN = "sqlite:///FILE, mariadb://USER:PASSWORD@HOST/NAME or postgresql://USER:PASSWORD@HOST/NAME"
 _EXTRAS = {"postgresql": "postgresql", "mysql": "mariadb", "mariadb": "mariadb"}
 
 
@@ -87,15 +88,26 @@ def for_reading(engine: Engine) -> Engine:
     return engine.execution_options(**{READING: True})
 
 
-def _parse(url: str) -> URL:
+def name_of(url: str) -> str:
+    """Return `url` without its password. Raises DatabaseUnusable."""
+    return _url(url).render_as_string(hide_password=True)
+
+
+def _url(url: str) -> URL:
     try:
-        parsed = make_url(url)
+        return make_url(url)
+    except (ArgumentError, ValueError):  # whose texts may hold what was to be the password
+        raise DatabaseUnusable(f"the setting `database` is no URL; qmq uses {_KNOWN}") from None
+
+
+def _parse(url: str) -> URL:
+    parsed = _url(url)
+    try:
         backend = parsed.get_backend_name()
-    except (ArgumentError, NoSuchModuleError) as error:
-        raise DatabaseUnusable(f"the setting `database` is no SQLAlchemy URL: {error}") from None
+    except NoSuchModuleError as error:
+        raise DatabaseUnusable(f"the setting `database`: {error}; qmq uses {_KNOWN}") from None
     if backend not in _DRIVERS:
-        known = "sqlite:///FILE, mariadb://USER:PASSWORD@HOST/NAME or postgresql://USER:PASSWORD@HOST/NAME"
-        raise DatabaseUnusable(f"the setting `database` names {backend}; qmq uses {known}")
+        raise DatabaseUnusable(f"the setting `database` names {backend}; qmq uses {_KNOWN}")
     return parsed if "+" in parsed.drivername else parsed.set(drivername=_DRIVERS[backend])
 
 

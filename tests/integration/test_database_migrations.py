@@ -173,7 +173,7 @@ def test_metaservers_that_start_at_once_migrate_once(empty, database_url):
 @pytest.mark.parametrize(
     ("url", "complaint"),
     [
-        pytest.param("nonsense", "is no SQLAlchemy URL", id="no url"),
+        pytest.param("nonsense", "is no URL", id="no url"),
         pytest.param("oracle://host/name", "names oracle; qmq uses sqlite", id="another database"),
         pytest.param("nosuch://host/name", "names nosuch; qmq uses sqlite", id="no database"),
     ],
