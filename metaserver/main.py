@@ -116,7 +116,7 @@ class Metaserver:
         """Open both ports, serve until `stop`, close them.
 
         Raises:
-            OSError, RuntimeError: a port is taken. CannotServe, DatabaseUnusable: why, and what to do.
+            CannotServe, DatabaseUnusable: why, and what to do.
         """
         await self._learn()
         rpc_server, listener = self._open_ports()
@@ -127,7 +127,7 @@ class Metaserver:
         add_route_methods(rpc, rpc_server)
         await rpc_server.start()
         self.registry.liveness.serve(now_ms=self.registry.now_ms())
-        tasks = [asyncio.create_task(work) for work in (upkeep.run(), self.hub.run(), rpc.visits.run())]
+        tasks = [asyncio.create_task(work) for work in (upkeep.run(), self.hub.run())]
         serving = asyncio.create_task(http_server.serve(sockets=[listener]))
         log.info("metaserver serving http=%s:%d grpc_port=%d", self._settings.host, self.http_port, self.grpc_port)
         if started:
@@ -156,7 +156,11 @@ class Metaserver:
             await self._make_first_token()
         except DatabaseAway as error:
             if not self._snapshots.load(self.registry):
-                raise CannotServe(f"{error}, and there is no snapshot of it to serve from. Start it first") from error
+                raise CannotServe(
+                    f"the database does not answer: {self._database.reason or error}; and there is no snapshot to "
+                    "serve from. Start it, or mend the setting `database`: docs/databases.md has its form and the "
+                    "user's rights"
+                ) from error
 
     async def _make_first_token(self) -> None:
         """Make an admin's token, if there never was one, and print it: the only time it can be seen."""
@@ -175,8 +179,14 @@ class Metaserver:
         settings = self._settings
         door = make_door(self._access, self._refusals)
         rpc_server = grpc.aio.server(interceptors=[door], options=SERVER_OPTIONS)
-        self.grpc_port = rpc_server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
-        listener = socket.create_server((settings.host, settings.http_port), backlog=1024)
+        try:
+            self.grpc_port = rpc_server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
+        except RuntimeError as error:
+            raise CannotServe(_port_taken(settings.host, settings.grpc_port, "grpc_port")) from error
+        try:
+            listener = socket.create_server((settings.host, settings.http_port), backlog=1024)
+        except OSError as error:
+            raise CannotServe(_port_taken(settings.host, settings.http_port, "http_port")) from error
         self.http_port = listener.getsockname()[1]
         return rpc_server, listener
 
@@ -230,6 +240,13 @@ class _HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _port_taken(host: str, port: int, name: str) -> str:
+    return (
+        f"cannot listen on {host}:{port}: another program does, or the address is not this machine's; stop that one, "
+        f"or set host or {name}"
+    )
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
