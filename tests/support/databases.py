@@ -1,8 +1,8 @@
 """Shell. Real MariaDB and PostgreSQL servers for tests, from the programs that Debian's packages install.
 
 A server lives in a directory of its own below the temporary directory, on a free loopback port, and belongs to a test
-session. Its processes end with it, also when the test session is killed. Tests that ask for `database_url` run once
-for each kind of database, each time with an empty one.
+session. Its processes end with it, also when the test session is killed. Tests that ask for `database_url` or
+`migrated_url` run once for each kind of database, each time with an empty one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from sqlalchemy import URL, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
+
+from metaserver.db.engine import open_database
+from metaserver.db.tables import metadata
 
 START_S = 60
 """A server needs a second or two; a busy machine may take long."""
@@ -49,6 +52,7 @@ class DatabaseServer:
         self.port = _free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = count(1)
+        self._migrated: tuple[str, dict[str, list[dict[str, Any]]]] | None = None
         self._initialize()
 
     @property
@@ -102,6 +106,30 @@ class DatabaseServer:
         name = f"test_{next(self._numbers)}"
         self.execute(f"CREATE DATABASE {name}")
         return self.url(name)
+
+    @contextmanager
+    def migrated_database(self) -> Iterator[str]:
+        """A database with empty tables of the newest version: the same each time, as making tables takes seconds."""
+        if self._migrated is None:
+            url = self.create_database()
+            engine = open_database(url)
+            with engine.connect() as connection:
+                rows = {
+                    table.name: [dict(row) for row in connection.execute(table.select()).mappings()]
+                    for table in metadata.sorted_tables
+                }
+            engine.dispose()
+            self._migrated = url, rows
+        url, rows = self._migrated
+        yield url
+        engine = create_engine(url)
+        with engine.begin() as connection:
+            for table in reversed(metadata.sorted_tables):
+                connection.execute(table.delete())
+            for table in metadata.sorted_tables:
+                if rows[table.name]:
+                    connection.execute(table.insert(), rows[table.name])
+        engine.dispose()
 
     def drop_database(self, url: str) -> None:
         self.execute(f"DROP DATABASE IF EXISTS {make_url(url).database}")
@@ -253,6 +281,17 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
     url = server.create_database()
     yield url
     server.drop_database(url)
+
+
+@pytest.fixture(params=KINDS)
+def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a database whose tables are made, and empty; for tests that change rows only. One of each kind."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'metaserver.db'}"
+        return
+    server: DatabaseServer = request.getfixturevalue(request.param)
+    with server.migrated_database() as url:
+        yield url
 
 
 @contextmanager

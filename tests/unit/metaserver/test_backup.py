@@ -30,8 +30,8 @@ TOKEN = TokenRow("t1", "Ann", "operator", "salt", "hash", ("s",), (), 1000)
 
 
 @pytest.fixture
-def repository(database_url):
-    engine = open_database(database_url)
+def repository(migrated_url):
+    engine = open_database(migrated_url)
     yield Repository(engine)
     engine.dispose()
 
