@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from metaserver.actions.plan import Plan, refused
-from metaserver.db.changes import Change, SetGroupState, SetMark, SetOffline, UnsetMark, UnsetOffline
+from metaserver.db.changes import Change, DecidedOn, SetGroupState, SetMark, SetOffline, UnsetMark, UnsetOffline
 from metaserver.model import ALL_SUBJECTS, Directory, Offline, ReadonlyMark, Route
 from qmq.subjects import real_subject
 
@@ -58,8 +58,10 @@ def set_draining(directory: Directory, routes: Routes, group: str, *, draining: 
     others = [name for name, other in directory.groups.items() if name != group and other.master and not other.draining]
     if draining and not others:
         refusals.append(f"no other group would be left to take messages: {group} is the only one that is not drained")
+    change = SetGroupState(group, draining=draining)
+    changes = (DecidedOn(directory.version), change) if draining else (change,)  # else two could drain the last two
     return Plan(
-        (SetGroupState(group, draining=draining),) if known.draining != draining else (),
+        changes if known.draining != draining else (),
         refusals=tuple(refusals),
         subjects=served(routes, group, ALL_SUBJECTS),
         groups=frozenset({group}),

@@ -18,7 +18,7 @@ from metaserver.actions.group_plans import served_by
 from metaserver.actions.handler import Handler, PartlyDone
 from metaserver.actions.plan import Plan, one_text, preview
 from metaserver.actions.words import Words, read_words, recorded, unknown_word
-from metaserver.db.errors import StaleTerm, StaleVersion
+from metaserver.db.errors import StaleDirectory, StaleTerm, StaleVersion
 from metaserver.metrics import Metrics
 from metaserver.model import AuditRow
 from qmq.errors import MissingRight, NotServed, OperatorError, OutcomeUnknown, QmqError
@@ -105,7 +105,7 @@ class Actions:
             try:
                 data = await self._carry_out(handler, words, plan, audit)
                 break
-            except (StaleTerm, StaleVersion):  # somebody else was first: decide on what is there now
+            except (StaleTerm, StaleVersion, StaleDirectory):  # somebody else was first: decide on what is there now
                 if attempt == TRIES_MAX or handler.carry_out:
                     raise
         if handler.afterwards:

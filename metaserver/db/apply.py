@@ -10,6 +10,7 @@ from sqlalchemy import Connection
 
 from metaserver.db import backup, groups, operators, routes, tokens
 from metaserver.db import changes as c
+from metaserver.db.errors import StaleDirectory
 from metaserver.db.transactions import DIRECTORY, ROUTES, SIGHTINGS, raise_versions
 
 
@@ -18,6 +19,8 @@ def apply_all(connection: Connection, changes: Sequence[c.Change]) -> None:
     # One that only writes down what happened elsewhere takes its place in the line, too: `settle` waits for it.
     touched = sorted({name for change in changes for name in _touches(change)} or {DIRECTORY})
     versions = dict(zip(touched, raise_versions(connection, *touched), strict=True))
+    if any(isinstance(change, c.DecidedOn) and change.version + 1 != versions[DIRECTORY] for change in changes):
+        raise StaleDirectory
     changed = versions.get(ROUTES, 0)
     for are_routes, some in groupby(changes, lambda change: isinstance(change, c.SetRoute)):
         if are_routes:
@@ -57,6 +60,8 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
             routes.remove_route(connection, change.subject, change.version, routes_version)
         case c.AddSubject():
             operators.add_subject(connection, change.name, change.tag)
+        case c.DecidedOn():
+            pass  # compared before anything was changed
         case c.SetGroupState():
             _set_group_state(connection, change)
         case c.RemoveGroup():

@@ -68,6 +68,14 @@ class AddSubject:
 
 
 @dataclass(frozen=True, slots=True)
+class DecidedOn:
+    """Compare the version of the directory: the other changes are right only if nothing in it changed since. Raises
+    StaleDirectory."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class SetGroupState:
     """Set what is not None. Raises UnknownGroup."""
 
@@ -148,6 +156,7 @@ Change = (
     | SetRoute
     | RemoveRoute
     | AddSubject
+    | DecidedOn
     | SetGroupState
     | RemoveGroup
     | SetOffline

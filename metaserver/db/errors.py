@@ -30,6 +30,13 @@ class StaleVersion(OperatorError):
         super().__init__(f"somebody else changed the route of {subject} at this moment; look at it, then repeat")
 
 
+class StaleDirectory(OperatorError):
+    """Somebody else changed groups, brokers or marks since they were read. Nothing was changed now; decide again."""
+
+    def __init__(self) -> None:
+        super().__init__("somebody else changed groups or marks at this moment; look at them, then repeat")
+
+
 class ValueRefused(OperatorError):
     """A value does not fit its column: too long, too large, or text that databases would alter. Nothing is cut."""
 

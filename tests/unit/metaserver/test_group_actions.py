@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from metaserver.db.changes import SetGroupState
 from metaserver.model import BrokerKey, Offline
 from metaserver.rpc.convert import assignment_for
 from metaserver.watchers import Counts
@@ -59,6 +60,22 @@ async def test_the_mark_of_a_subject_that_was_removed_can_be_taken_back(world):
     await world.done("RemoveSubject", subject="s1")
     await world.done("UnMarkReadonlyBrokerGroup", brokerGroup="g1", subject="s1")
     assert not world.registry.directory.marks
+
+
+@in_world
+async def test_two_operators_do_not_drain_the_last_two_groups(world):
+    await world.pair("g1")
+    await world.pair("g2")
+    change = world.registry.change
+
+    async def after_another(changes, audit):
+        world.registry.change = change
+        await world.database.write(lambda repository: repository.change([SetGroupState("g2", draining=True)]))
+        await change(changes, audit)
+
+    world.registry.change = after_another
+    assert "g1 is the only one" in await world.refused("DrainGroup", brokerGroup="g1")
+    assert not world.registry.directory.groups["g1"].draining
 
 
 @in_world
