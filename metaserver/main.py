@@ -127,7 +127,7 @@ class Metaserver:
         add_route_methods(rpc, rpc_server)
         await rpc_server.start()
         self.registry.liveness.serve(now_ms=self.registry.now_ms())
-        tasks = [asyncio.create_task(work) for work in (upkeep.run(), self.hub.run())]
+        tasks = [asyncio.create_task(work) for work in (upkeep.run(), self.hub.run(), rpc.visits.run())]
         serving = asyncio.create_task(http_server.serve(sockets=[listener]))
         log.info("metaserver serving http=%s:%d grpc_port=%d", self._settings.host, self.http_port, self.grpc_port)
         if started:
