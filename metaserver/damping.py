@@ -7,6 +7,7 @@ office again and again waits until it lasted a while. A new term and an operator
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from metaserver.model import BrokerKey, ReplicaState
@@ -35,6 +36,11 @@ class Damping:
 
     def __init__(self) -> None:
         self._histories: dict[BrokerKey, _History] = {}
+
+    def forget(self, keys: Iterable[BrokerKey]) -> None:
+        """Drop what is known about brokers that no longer exist."""
+        for key in keys:
+            self._histories.pop(key, None)
 
     def damped(self, key: BrokerKey, state: ReplicaState, *, now_ms: int) -> ReplicaState:
         """Return what to tell others of `state`: the same, or not writable yet."""

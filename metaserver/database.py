@@ -69,10 +69,6 @@ class Database:
     def is_up(self) -> bool:
         return self._repository is not None and self._away_since is None
 
-    @property
-    def away_ms(self) -> int:
-        return 0 if self._away_since is None else round((time.monotonic() - self._away_since) * 1000)
-
     async def open(self) -> None:
         """Connect, migrate. Without a time limit: a migration may take long.
 

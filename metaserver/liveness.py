@@ -184,6 +184,8 @@ class Liveness:
 
     def forget(self, keys: Iterable[BrokerKey]) -> None:
         """Drop what is known about brokers that no longer exist."""
+        keys = list(keys)
+        self._damping.forget(keys)
         for key in keys:
             self._claims.pop(key, None)
             self._dirty.pop(key, None)
@@ -353,5 +355,3 @@ def _row(key: BrokerKey, sighting: Sighting, *, begins: bool) -> SightingRow:
     return SightingRow(
         key, sighting.session, sighting.metaserver, sighting.incarnation, sighting.up, sighting.state, begins=begins
     )
-
-

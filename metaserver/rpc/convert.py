@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from metaserver.model import ALL_SUBJECTS, Broker, BrokerKey, Directory, Group, ReplicaState
 from metaserver.roles import parse_broker
-from metaserver.routing import GroupRoute
 from qmq.errors import InvalidRequest
 from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import check_name
@@ -79,16 +78,6 @@ def _readonly_subjects(directory: Directory, group: Group) -> list[str]:
     it until the moment in which its routes go, and nobody would consume that any more."""
     marked = directory.readonly_subjects(group.name)
     return [ALL_SUBJECTS, *marked] if group.draining and ALL_SUBJECTS not in marked else marked
-
-
-def route_message(subject: str, groups: list[GroupRoute]) -> pb.SubjectRoute:
-    return pb.SubjectRoute(subject=subject, groups=[_group_route(route.group, route.writable) for route in groups])
-
-
-def _group_route(group: Group, writable: bool) -> pb.BrokerGroupRoute:
-    return pb.BrokerGroupRoute(
-        broker_group=group.name, master=_address(group.master), writable=writable, term=group.term
-    )
 
 
 def _address(broker: Broker | None) -> pb.BrokerAddress | None:

@@ -1,4 +1,4 @@
-"""Core. Other metaservers' counters, timed with a clock of one's own; a clock that stands still; damping of flapping."""
+"""Core. Other metaservers' counters, timed with one's own clock; a clock that stands still; damping of flapping."""
 
 from __future__ import annotations
 
@@ -104,3 +104,10 @@ def test_what_operators_order_and_what_happens_rarely_is_passed_on_at_once(order
     damping = Damping()
     now = orders(damping)
     assert damping.damped(KEY, READY, now_ms=now).writable
+
+
+def test_nothing_is_kept_of_brokers_that_were_removed():
+    damping = Damping()
+    damping.damped(KEY, READY, now_ms=0)
+    damping.forget([KEY])
+    assert not damping._histories
