@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
 import socket
@@ -36,7 +37,8 @@ SETTINGS = {"segment_bytes": SEGMENT_BYTES, "lease_ms": 1000, "slave_wait_ms": 1
 @contextmanager
 def running(run_dir, *, groups=("g1",), restart_s=0.1, **broker):
     """Run a cluster with small segments and short leases, on ports that other clusters hardly use."""
-    first = random.SystemRandom().randrange(21_500, 32_000, 50)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # tests that run side by side choose elsewhere
+    first = random.SystemRandom().randrange(21_500 + worker % 4 * 2_500, 24_000 + worker % 4 * 2_500, 50)
     settings = SETTINGS | broker
     with Cluster(
         run_dir, groups=groups, broker=settings, http_port=first, broker_port=first + 2, restart_s=restart_s
