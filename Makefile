@@ -25,8 +25,8 @@ stop: $(STAMP) ## stop what `make run` started
 demo: $(STAMP) ## produce, consume, lose a master, swap, audit; INPUT=file.csv or file.ndjson for your own rows
 	@exec $(PY) -m deploy.demo $(if $(INPUT),--input "$(INPUT)")
 
-test: $(STAMP) ## all tests, JOBS (default 2) files at a time; ARGS="-k name" for some of them
-	@$(PY) -m pytest -n $(or $(JOBS),2) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(STAMP) ## all tests, JOBS (default 3) files at a time; ARGS="-k name" for some of them
+	@$(PY) -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP) ## ruff
 	@$(PY) -m ruff check .
