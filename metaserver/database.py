@@ -86,21 +86,24 @@ class Database:
         Raises:
             DatabaseAway: no answer yet.
         """
-        if self._probe is None:
+        earlier = self._probe
+        if earlier is not None and not earlier.done():
+            await self._answer(earlier)  # it tells that the database is there, not how it is since we were called
+        if self._probe is None or self._probe is earlier:
             self._probe = asyncio.ensure_future(self._on_thread(self._ask_versions))
+            self._probe.add_done_callback(_heard)
+        return await self._answer(self._probe)
+
+    async def _answer(self, probe: asyncio.Future[dict[str, int]]) -> dict[str, int]:
         try:
             async with asyncio.timeout(self._timeout_ms / 1000):
-                versions = await asyncio.shield(self._probe)
+                versions = await asyncio.shield(probe)
         except TimeoutError:
             self._is_away("no answer in time")
             raise DatabaseAway(self.reason) from None
-        except (DatabaseAway, DatabaseUnusable) as error:
-            self._probe = None
-            if isinstance(error, DatabaseUnusable):
-                self._is_away(str(error))
-                raise DatabaseAway(self.reason) from error
-            raise
-        self._probe = None
+        except DatabaseUnusable as error:
+            self._is_away(str(error))
+            raise DatabaseAway(self.reason) from error
         self._is_back()
         return versions
 

@@ -19,7 +19,7 @@ from metaserver import roles, routing
 from metaserver.awake import AwakeClock
 from metaserver.changes import Changes
 from metaserver.database import AnswerLate, Database, DatabaseAway
-from metaserver.db.changes import Change, RestoreAll, SetRoles
+from metaserver.db.changes import Change, Order, RestoreAll, SetRoles
 from metaserver.db.errors import CommitUnknown, StaleTerm
 from metaserver.liveness import Liveness, Question
 from metaserver.metrics import GroupReading, Metrics
@@ -200,12 +200,17 @@ class Registry:
         log.info("roles changed broker_group=%s term=%d %s", change.group, change.term + 1, _parts(change))
 
     async def _store(self, changes: tuple[Change, ...], audit: AuditRow) -> None:
-        began_ms = time.time_ns() // 1_000_000
+        began_ms, order = time.time_ns() // 1_000_000, Order()
         try:
             many = any(isinstance(change, RestoreAll) for change in changes) or len(changes) > MANY
-            await self.database.write(lambda r: r.change(changes, audit), timeout_ms=LOAD_MS if many else 0)
+            await self.database.write(lambda r: r.change(changes, audit, order), timeout_ms=LOAD_MS if many else 0)
         except CommitUnknown as error:
-            if not await self._was_stored(audit, began_ms, error):
+            try:
+                stored = await self._was_stored(audit, began_ms, error)
+            except OutcomeUnknown:
+                order.is_withdrawn = True  # it may not even have begun; who looks for it later must not be overtaken
+                raise
+            if not stored:
                 raise DatabaseAway("the connection broke, and the change was not stored") from error
         try:
             await self.catch_up()

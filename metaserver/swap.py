@@ -75,7 +75,7 @@ class Swaps:
         writable = await self._finish(name, group.term + 1)
         duration_ms = round((time.monotonic() - began) * 1000)
         log.info("roles swapped broker_group=%s term=%d duration_ms=%d", name, group.term + 1, duration_ms)
-        return Swapped(self._registry.directory.groups[name], at_end, writable, duration_ms)
+        return Swapped(self._swapped(name), at_end, writable, duration_ms)
 
     def ready(self, name: str) -> Group:
         """Return the group if, by all that is known now, its roles can be swapped. Raises OperatorError: why not."""
@@ -164,16 +164,23 @@ class Swaps:
                 "with ReplicaStatus. Do not swap back before it answers"
             )
         directory = self._registry.directory
-        kept_closed = directory.is_marked(name, ALL_SUBJECTS) or directory.groups[name].draining
+        kept_closed = directory.is_marked(name, ALL_SUBJECTS) or self._swapped(name).draining
         return not kept_closed and await self._wait_until(lambda: self._writable(name), WRITABLE_WAIT_MS)
 
     def _reigns(self, name: str, term: int) -> bool:
-        group = self._registry.directory.groups[name]
+        group = self._swapped(name)
         state = self._registry.state(group.master) if group.master else None
         return group.term > term or (state is not None and state.reigns(term))
 
     def _writable(self, name: str) -> bool:
-        return self._registry.is_writable(self._registry.directory.groups[name])
+        return self._registry.is_writable(self._swapped(name))
+
+    def _swapped(self, name: str) -> Group:
+        """The group after its swap. Raises OutcomeUnknown: another operator removed it since."""
+        group = self._registry.directory.groups.get(name)
+        if group is None:
+            raise OutcomeUnknown(f"the roles of {name} were exchanged, but the group was removed at the same time")
+        return group
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_ms: int) -> bool:
         try:

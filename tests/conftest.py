@@ -17,6 +17,12 @@ hypothesis.settings.register_profile(
     max_examples=200,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
+hypothesis.settings.register_profile(
+    "long",  # pytest --hypothesis-profile=long: many more of them, and others each time
+    deadline=None,
+    max_examples=5000,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("same everywhere")
 
 # Settings of whoever runs the tests must not reach the processes that they start.

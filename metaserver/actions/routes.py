@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from metaserver.actions import route_plans
@@ -12,7 +13,8 @@ from metaserver.actions.plan import Plan
 from metaserver.actions.route_plans import Contents
 from metaserver.actions.shapes import route_json
 from metaserver.actions.words import Words
-from metaserver.model import Route
+from metaserver.db.changes import DecidedOn
+from metaserver.model import ALL_SUBJECTS, Route
 from qmq.errors import OperatorError
 from qmq.subjects import real_subject
 
@@ -28,20 +30,27 @@ async def _add_group(desk: Desk, words: Words) -> Plan:
 
 
 async def _extend(desk: Desk, words: Words) -> Plan:
-    directory = desk.registry.directory
+    directory, decided_on = desk.registry.directory, _decided_on(desk, words["relatedSubject"])
     named = words["relatedSubject"], words["relatedBrokerGroup"], words["newBrokerGroup"]
-    return await desk.on_all_routes(lambda routes: route_plans.extend(directory, routes, *named))
+    plan = await desk.on_all_routes(lambda routes: route_plans.extend(directory, routes, *named))
+    return replace(plan, changes=(*decided_on, *plan.changes)) if plan.changes else plan
 
 
 async def _remove_group(desk: Desk, words: Words) -> Plan:
     subject, group = words["subject"], words["brokerGroup"]
     contents, takes_messages = await desk.contents(group, subject), desk.takes_messages(group)
-    directory, forced = desk.registry.directory, words.flag("force")
-    return await desk.on_all_routes(
+    directory, forced, decided_on = desk.registry.directory, words.flag("force"), _decided_on(desk, subject)
+    plan = await desk.on_all_routes(
         lambda routes: route_plans.remove_group(
             directory, routes, subject, group, contents=contents, takes_messages=takes_messages, forced=forced
         )
     )
+    return replace(plan, changes=(*decided_on, *plan.changes)) if plan.changes else plan
+
+
+def _decided_on(desk: Desk, subject: str) -> tuple[DecidedOn, ...]:
+    """For `*`: a route that is made or changed meanwhile may need the change too, so that no route may."""
+    return (DecidedOn(routes=desk.registry.routes_version),) if subject == ALL_SUBJECTS else ()
 
 
 async def _remove_subject(desk: Desk, words: Words) -> Plan:

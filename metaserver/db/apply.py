@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import assert_never
 
@@ -19,8 +19,9 @@ def apply_all(connection: Connection, changes: Sequence[c.Change]) -> None:
     # One that only writes down what happened elsewhere takes its place in the line, too: `settle` waits for it.
     touched = sorted({name for change in changes for name in _touches(change)} or {DIRECTORY})
     versions = dict(zip(touched, raise_versions(connection, *touched), strict=True))
-    if any(isinstance(change, c.DecidedOn) and change.version + 1 != versions[DIRECTORY] for change in changes):
-        raise StaleDirectory
+    for change in changes:
+        if isinstance(change, c.DecidedOn):
+            _compare(change, versions)
     changed = versions.get(ROUTES, 0)
     for are_routes, some in groupby(changes, lambda change: isinstance(change, c.SetRoute)):
         if are_routes:
@@ -30,8 +31,17 @@ def apply_all(connection: Connection, changes: Sequence[c.Change]) -> None:
                 _apply(connection, change, changed)
 
 
+def _compare(decided_on: c.DecidedOn, raised: Mapping[str, int]) -> None:
+    for name, version in ((DIRECTORY, decided_on.version), (ROUTES, decided_on.routes)):
+        if version is not None and version + 1 != raised[name]:
+            raise StaleDirectory
+
+
 def _touches(change: c.Change) -> tuple[str, ...]:
     match change:
+        case c.DecidedOn():
+            versions = ((DIRECTORY, change.version), (ROUTES, change.routes))
+            return tuple(name for name, version in versions if version is not None)
         case c.SetRoute() | c.RemoveRoute():
             return (ROUTES,)
         case c.RemoveGroup():

@@ -13,6 +13,13 @@ from metaserver.model import Broker, DataSource, Offline, ReadonlyMark, TokenRow
 from metaserver.roles import RoleChange
 
 
+class Order:
+    """A change that is under way. Any thread may look at it."""
+
+    is_withdrawn = False
+    """Set before somebody is told that it is unknown: what has not reached its commit by then, never does."""
+
+
 @dataclass(frozen=True, slots=True)
 class SetRoles:
     """Compare the term, raise it, set both roles at once. Raises StaleTerm."""
@@ -69,10 +76,11 @@ class AddSubject:
 
 @dataclass(frozen=True, slots=True)
 class DecidedOn:
-    """Compare the version of the directory: the other changes are right only if nothing in it changed since. Raises
-    StaleDirectory."""
+    """Compare the version of the directory, or that of all routes: the other changes are right only if nothing in it
+    changed since. Raises StaleDirectory."""
 
-    version: int
+    version: int | None = None
+    routes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,10 @@ class CommitUnknown(OutcomeUnknown):
     """The connection broke while a change was committed: it is stored as a whole, or not at all. Read, then decide."""
 
 
+class Withdrawn(OperatorError):
+    """Whoever ordered this change has been told since that it may not be stored. It was not."""
+
+
 class StaleTerm(OperatorError):
     """Somebody else changed the group since it was read. Nothing was changed now; look, then decide again."""
 
@@ -31,10 +35,10 @@ class StaleVersion(OperatorError):
 
 
 class StaleDirectory(OperatorError):
-    """Somebody else changed groups, brokers or marks since they were read. Nothing was changed now; decide again."""
+    """Somebody else changed groups, marks or routes since they were read. Nothing was changed now; decide again."""
 
     def __init__(self) -> None:
-        super().__init__("somebody else changed groups or marks at this moment; look at them, then repeat")
+        super().__init__("somebody else changed groups, marks or routes at this moment; look at them, then repeat")
 
 
 class ValueRefused(OperatorError):

@@ -13,7 +13,8 @@ from sqlalchemy import Connection, Engine, text
 from metaserver.db import backup, groups, operators, routes, sightings, tokens
 from metaserver.db.apply import apply_all
 from metaserver.db.bad_rows import BadRows
-from metaserver.db.changes import Change
+from metaserver.db.changes import Change, Order
+from metaserver.db.errors import Withdrawn
 from metaserver.db.routes import RouteOrder
 from metaserver.db.transactions import (
     DIRECTORY,
@@ -151,8 +152,8 @@ class Repository:
 
     # -- operators --------------------------------------------------------------------------------------------------
 
-    def change(self, changes: Iterable[Change], audit: AuditRow | None = None) -> None:
-        """Apply all changes and write down who made them, in one transaction.
+    def change(self, changes: Iterable[Change], audit: AuditRow | None = None, order: Order | None = None) -> None:
+        """Apply all changes and write down who made them, in one transaction; none of it if `order` is withdrawn.
 
         Raises:
             OperatorError, InvalidName: one of them is refused, so all are. CommitUnknown: read, then decide.
@@ -163,11 +164,16 @@ class Repository:
             apply_all(connection, listed)
             if audit is not None:
                 tokens.add_audit(connection, audit)
+            if order is not None and order.is_withdrawn:
+                raise Withdrawn("the database took too long, and the change was given up")
 
         self._transactions.write(work)
 
     def settle(self) -> None:
-        """Wait until every change that was under way is stored, or gone: this one stands behind it in the line."""
+        """Wait until every change that was under way is stored, or gone: this one stands behind it in the line.
+
+        A change that has not begun yet, on a thread that hangs say, is in no line: withdraw it first.
+        """
         self._transactions.write(lambda connection: raise_versions(connection, DIRECTORY, ROUTES))
 
     def load_tokens(self) -> list[TokenRow]:

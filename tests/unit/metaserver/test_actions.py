@@ -239,10 +239,10 @@ class BrokenCommit:
     def __init__(self, monkeypatch, *, stored):
         change = Repository.change
 
-        def broken(repository, changes, audit=None):
+        def broken(repository, changes, audit=None, order=None):
             monkeypatch.setattr(Repository, "change", change)
             if stored:
-                change(repository, changes, audit)
+                change(repository, changes, audit, order)
             raise CommitUnknown("the connection broke")
 
         monkeypatch.setattr(Repository, "change", broken)

@@ -1,0 +1,130 @@
+"""Virtual time, and every wait for the world in the machine's hands: SQL and calls to brokers become jobs in a list.
+
+The loop runs what is ready and stops there. Nothing else happens until the machine carries out a job with a fate of
+its choice, or lets time go by. No thread, no socket, no clock: the same steps give the same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+WHOSE: contextvars.ContextVar[Any] = contextvars.ContextVar("whose")
+"""The task of ours, such as an operator's action, that a job is part of."""
+
+WRITES: contextvars.ContextVar[bool] = contextvars.ContextVar("writes", default=False)
+"""Set while a change is ordered."""
+
+
+@dataclass(eq=False)
+class Job:
+    """Something that code under test waits for: a transaction, or a broker's answer."""
+
+    whose: Any
+    call: Callable[[], Any]
+    future: asyncio.Future[Any]
+    kind: str = "sql"
+    writes: bool = False
+    """It is to change the database."""
+
+    def resolve(self, result: Any, error: BaseException | None) -> None:
+        if self.future.done():  # who waited for it gave up
+            return
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+class _NothingToSelect:
+    """A loop of ours has no sockets."""
+
+    def select(self, timeout: float | None) -> list[Any]:
+        return []
+
+
+@dataclass
+class _State:
+    now: float = 1_000.0
+    dice: Random = field(default_factory=lambda: Random(1))
+    jobs: list[Job] = field(default_factory=list)
+
+
+class Loop(asyncio.BaseEventLoop):
+    """An event loop whose time stands still until somebody moves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._selector = _NothingToSelect()
+        self.state = _State()
+        self.on_job: Callable[[Job], None] = lambda job: self.state.jobs.append(job)
+        self.errors: list[dict[str, Any]] = []
+        self.tasks: dict[asyncio.Task[Any], Any] = {}
+        """Task that is not done -> whose it is."""
+        self.set_task_factory(self._make_task)
+        self.set_exception_handler(lambda _, context: self.errors.append(context))
+
+    def time(self) -> float:
+        return self.state.now
+
+    def _process_events(self, events: list[Any]) -> None: ...
+
+    def _write_to_self(self) -> None: ...
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+        job = Job(WHOSE.get(), lambda: func(*args), self.create_future(), writes=WRITES.get())
+        self.on_job(job)
+        return job.future
+
+    def ask(self, call: Callable[[], Any]) -> Awaitable[Any]:
+        """Let the machine carry out a call to a broker."""
+        job = Job(WHOSE.get(), call, self.create_future(), "broker")
+        self.on_job(job)
+        return job.future
+
+    def _make_task(self, loop: Any, work: Any, context: contextvars.Context | None = None) -> asyncio.Task[Any]:
+        task = asyncio.Task(work, loop=loop, context=context)
+        self.tasks[task] = context.get(WHOSE) if context is not None else WHOSE.get()
+        task.add_done_callback(lambda done: self.tasks.pop(done, None))
+        return task
+
+    def begin(self, whose: Any, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a task; all its jobs are `whose`."""
+        context = contextvars.copy_context()
+        context.run(WHOSE.set, whose)
+        return self.create_task(work, context=context)
+
+    def run_ready(self) -> None:
+        """Run until everybody waits for a job or for a later time."""
+        with self.own_clock():
+            for _ in range(10_000):
+                if not self._ready and not self._due():
+                    return
+                self.call_soon(self.stop)
+                self.run_forever()
+        raise AssertionError("tasks keep each other busy without waiting for anything")
+
+    @contextmanager
+    def own_clock(self) -> Iterator[None]:
+        """Within: nobody sees another time than the loop's, or other dice."""
+        real = time.monotonic, time.monotonic_ns, time.time_ns, secrets._sysrand  # type: ignore[attr-defined]
+        nanoseconds = lambda: round(self.state.now * 1e9)
+        time.monotonic, time.monotonic_ns, time.time_ns = self.time, nanoseconds, nanoseconds
+        secrets._sysrand = self.state.dice  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            time.monotonic, time.monotonic_ns, time.time_ns, secrets._sysrand = real  # type: ignore[attr-defined]
+
+    def _due(self) -> bool:
+        return any(not handle.cancelled() and handle.when() <= self.state.now for handle in self._scheduled)
+
+    def next_timer(self) -> float | None:
+        return min((handle.when() for handle in self._scheduled if not handle.cancelled()), default=None)

@@ -1,0 +1,428 @@
+"""Two operators and a failing metaserver, interleaved at random on the same broker groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any, TypeVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from tests.state_machine.boxes import Box
+from tests.state_machine.database import AWAY, FINE, LOST, Fate, Template, read_tables
+from tests.state_machine.oracle import Violation, differing
+from tests.state_machine.world import Errand, World, place, populate
+
+FATES = [FINE] * 10 + [
+    LOST,
+    LOST,
+    AWAY,
+    Fate("uncommitted"),
+    Fate("hiccup", 2),
+    Fate("hiccup", 4),
+    *(Fate("broken", at) for at in range(1, 8)),
+]
+
+# What a step may be about. A list: one of these; a tuple: each of these.
+WHO = ["master", "slave", "master", "slave", "spare", *"abcdef"]
+BOXES = [*"aabbcdef"]
+GROUPS = ["g1", "g1", "g1", "g2", "g3"]
+SUBJECTS = ["s1", "s2", "*", "*"]
+NUMBERS = [0, 1]
+FLAGS = ["false", "false", "true"]
+CHOICES = list(range(100))
+
+ACTIONS = [
+    (["AddBroker", "ReplaceBroker"], WHO, GROUPS, NUMBERS, FLAGS, FLAGS),
+    ("RemoveBroker", WHO, GROUPS, FLAGS),
+    (["SwapRoles", "DrainGroup", "UndrainGroup"], GROUPS),
+    (["MarkReadonlyBrokerGroup", "UnMarkReadonlyBrokerGroup"], GROUPS, SUBJECTS),
+    (["AddSubjectBrokerGroup", "RemoveSubjectBrokerGroup"], GROUPS, SUBJECTS, FLAGS),
+    ("RemoveSubjectBrokerGroup", GROUPS, "*", "true"),
+    ("ExtendSubjectRoute", GROUPS, GROUPS, SUBJECTS),
+    ("RemoveSubject", SUBJECTS, FLAGS),
+    ("OnOffline", SUBJECTS, ["online", "offline"]),
+    (["ListBrokers", "ListBrokerGroups", "ReplicaStatus"],),
+]
+
+
+def strategy(values: Any) -> st.SearchStrategy[Any]:
+    if isinstance(values, tuple):
+        return st.tuples(*map(strategy, values))
+    if not isinstance(values, list):
+        return st.just(values)
+    if any(isinstance(value, list | tuple) for value in values):
+        return st.one_of(list(map(strategy, values)))
+    return st.sampled_from(values)
+
+
+def pick(values: Any, dice: Random) -> Any:
+    if isinstance(values, tuple):
+        return tuple(pick(value, dice) for value in values)
+    return pick(dice.choice(values), dice) if isinstance(values, list) else values
+
+
+F = TypeVar("F", bound=Callable[..., None])
+STEPS: dict[str, tuple[int, dict[str, Any]]] = {}
+"""What may happen: how often, and with which values."""
+
+
+def step(weight: int, **values: Any) -> Callable[[F], F]:
+    def note(method: F) -> F:
+        STEPS[method.__name__] = weight, values
+        return method
+
+    return note
+
+
+Ideas = list[tuple[str, dict[str, str]]]
+
+
+class Machine(RuleBasedStateMachine):
+    """`template` is set by the test."""
+
+    template: Template
+    steps = 0
+    examples = 0
+    counts: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(self.template)
+        self.operators: list[Errand | None] = [None, None]
+        type(self).examples += 1
+
+    @initialize(populated=st.sampled_from([True, True, True, False]))
+    def begin(self, populated: bool) -> None:
+        self.world.start()
+        if populated:
+            populate(self.world)
+
+    # Operators.
+
+    @step(2, who=NUMBERS, at=NUMBERS, action=ACTIONS)
+    def operate(self, who: int, at: int, action: tuple[Any, ...]) -> None:
+        server = self.world.servers[at]
+        if self.world.busy(self.operators[who]) or server.process is None:
+            self.proceed(0, FINE)
+            return
+        self.operators[who] = self.world.operate(server, action[0], self.words(*action), f"operator {who}")
+
+    @step(
+        5,
+        group=GROUPS,
+        about=["roles", "roles", "routes", "marks"],
+        choices=(CHOICES, CHOICES),
+        at=(NUMBERS, NUMBERS),
+    )
+    def both_operate(self, group: str, about: str, choices: tuple[int, int], at: tuple[int, int]) -> None:
+        """Both operators begin something that makes sense for the same group, at the same moment."""
+        for who, (choice, number) in enumerate(zip(choices, at)):
+            server = self.world.servers[number]
+            if about == "routes" and who:
+                group = {"g1": "g2", "g2": "g1"}.get(group, group)  # of a route of both, each takes away one
+            likely = getattr(self, f"likely_{about}")(group, choice // 10)
+            if likely and not self.world.busy(self.operators[who]) and server.process:
+                what, words = likely[choice % len(likely)]
+                self.operators[who] = self.world.operate(server, what, words, f"operator {who}")
+
+    def likely_roles(self, group: str, choice: int) -> Ideas:
+        """What an operator may want to do with the brokers of a group as it is."""
+        parts = self.world.oracle.decided.parts().get(group, (None, None))
+        master, slave = (self.world.brokers.boxes[key[0]] if key else None for key in parts)
+        spares = [box for box in self.world.brokers.boxes.values() if box.key not in self.world.oracle.decided.places]
+        spare = spares[choice % len(spares)] if spares else self.world.brokers.boxes["f"]
+        ideas = [
+            ("AddBroker", place(spare, group, role)) for role, holder in enumerate([master, slave]) if holder is None
+        ]
+        if master and slave and (master.process or slave.process):
+            ideas += [("SwapRoles", {"brokerGroup": group})] * 3
+        if slave and not slave.process:
+            ideas += [("ReplaceBroker", place(spare, group, 1)), ("ReplaceBroker", place(slave, group, 0))]
+            ideas += [("ReplaceBroker", place(slave, group, 0) | {"swap": "true"})]
+            ideas += [("RemoveBroker", {"hostname": slave.name, "servePort": "20881", "force": "true"})]
+        if master and not slave:
+            ideas += [("ReplaceBroker", place(spare, group, 1))]
+            ideas += [("RemoveBroker", {"hostname": master.name, "servePort": "20881", "force": "true"})]
+        return ideas
+
+    def likely_routes(self, group: str, choice: int) -> Ideas:
+        other = next((name for name in self.world.oracle.decided.states if name != group), "g3")
+        subject = f"s{choice % 2 + 1}"
+        force = {"force": "true"}
+        return [
+            ("ExtendSubjectRoute", {"relatedSubject": "*", "relatedBrokerGroup": group, "newBrokerGroup": other}),
+            ("ExtendSubjectRoute", {"relatedSubject": subject, "relatedBrokerGroup": group, "newBrokerGroup": other}),
+            ("AddSubjectBrokerGroup", {"brokerGroup": group, "subject": subject}),
+            ("RemoveSubjectBrokerGroup", {"brokerGroup": group, "subject": "*", **force}),
+            ("RemoveSubjectBrokerGroup", {"brokerGroup": group, "subject": subject, **force}),
+        ]
+
+    def likely_marks(self, group: str, choice: int) -> Ideas:
+        words = {"brokerGroup": group, "subject": "*" if choice % 2 else "s1"}
+        marks = [("MarkReadonlyBrokerGroup", words), ("UnMarkReadonlyBrokerGroup", words)]
+        return marks + [("DrainGroup", {"brokerGroup": group}), ("UndrainGroup", {"brokerGroup": group})]
+
+    @step(4, who=NUMBERS, fate=[LOST, LOST, Fate("uncommitted"), AWAY, Fate("broken", 4), None, None])
+    def strike(self, who: int, fate: Fate | None) -> None:
+        """What an operator changes meets a failure, or takes long."""
+        errand = self.operators[who]
+        if errand and self.world.busy(errand) and errand.server.process is errand.process:
+            self.world.strike(errand, fate)
+
+    @step(1)
+    def release(self) -> None:
+        self.world.release()
+
+    def words(self, what: str, *chosen: Any) -> dict[str, str]:
+        """An operator's parameters, with the brokers named that he would name."""
+        match what, *chosen:
+            case "AddBroker", who, group, role, *_:
+                return place(self.box(who, group), group, role)
+            case "ReplaceBroker", who, group, role, swap, loss:
+                return place(self.box(who, group), group, role) | {"swap": swap, "acceptLoss": loss}
+            case "RemoveBroker", who, group, force:
+                return {"hostname": self.box(who, group).name, "servePort": "20881", "force": force}
+            case "SwapRoles" | "DrainGroup" | "UndrainGroup", group:
+                return {"brokerGroup": group}
+            case "MarkReadonlyBrokerGroup" | "UnMarkReadonlyBrokerGroup", group, subject:
+                return {"brokerGroup": group, "subject": subject}
+            case "AddSubjectBrokerGroup", group, subject, _:
+                return {"brokerGroup": group, "subject": subject.replace("*", "s3")}
+            case "RemoveSubjectBrokerGroup", group, subject, force:
+                return {"brokerGroup": group, "subject": subject, "force": force}
+            case "ExtendSubjectRoute", group, other, subject:
+                return {"relatedSubject": subject, "relatedBrokerGroup": group, "newBrokerGroup": other}
+            case "RemoveSubject", subject, force:
+                return {"subject": subject.replace("*", "s3"), "force": force}
+            case "OnOffline", subject, state:
+                return {"state": state, "subject": subject, "consumerGroup": "cg", "clientId": "*"}
+        return {}
+
+    def box(self, who: str, group: str) -> Box:
+        boxes = self.world.brokers.boxes
+        decided = self.world.oracle.decided
+        parts = decided.parts().get(group, (None, None))
+        spare = next((box.key for box in boxes.values() if box.key not in decided.places), None)
+        key = {"master": parts[0], "slave": parts[1], "spare": spare}.get(who) or (who, 0)
+        return boxes.get(key[0], boxes["f"])
+
+    @step(1, who=NUMBERS)
+    def give_up(self, who: int) -> None:
+        """The operator's connection ends before the answer came."""
+        errand = self.operators[who]
+        if errand and errand.task and self.world.busy(errand):
+            self.world.note(f"operator gives up: {errand}")
+            errand.given_up = True
+            errand.task.cancel()
+            self.world.run()
+
+    # The world.
+
+    @step(5, which=[0, 1, 2, 3], fate=FATES)
+    def proceed(self, which: int, fate: Fate) -> None:
+        if self.world.jobs:
+            self.world.carry_out(self.world.jobs[which % len(self.world.jobs)], fate)
+
+    @step(2)
+    def finish(self) -> None:
+        self.world.finish()
+
+    @step(1, group=GROUPS)
+    def burn(self, group: str) -> None:
+        """The slave's machine burns down and comes back with an empty disk; what the master said before comes late."""
+        world, parts = self.world, self.world.oracle.decided.parts().get(group, (None, None))
+        master, slave = (world.brokers.boxes[key[0]] if key else None for key in parts)
+        if master and slave and master.process and slave.process:
+            world.note(f"{slave.name} burns down")
+            world.speak(master)
+            world.stop_box(slave, closes=True)
+            world.finish()
+            world.brokers.change_disk(slave, None)
+            world.start_box(slave, world.servers[0])
+            world.finish()
+            world.deliver(master)
+            world.stop_box(master, closes=False)
+            world.wait(0.3)
+            world.stop_box(slave, closes=True)
+            world.wait(3)
+
+    @step(1, group=GROUPS, at=NUMBERS)
+    def dissolve(self, group: str, at: int) -> None:
+        """An operator removes both brokers of a group, and with the last one the group."""
+        world, server = self.world, self.world.servers[at]
+        keys = [key for key in reversed(world.oracle.decided.parts().get(group, ())) if key]
+        if server.process is None or not keys or self.world.busy(self.operators[0]):
+            return
+        for name, _ in keys:
+            world.stop_box(world.brokers.boxes[name], closes=True)
+        world.wait(3)
+        for name, port in keys:
+            words = {"hostname": name, "servePort": str(port), "force": "true"}
+            if server.process:
+                world.operate(server, "RemoveBroker", words)
+                world.finish()
+
+    @step(2, seconds=[0.1, 0.3, 1, 3], stuck=[False, False, True])
+    def wait(self, seconds: float, stuck: bool) -> None:
+        self.world.note(f"{seconds} s go by" + (", and nobody's questions are answered" if stuck else ""))
+        self.world.wait(seconds, stuck=stuck)
+
+    @step(
+        3,
+        what=["crash", "crash", "start", "start", "away", "back", "back"],
+        at=NUMBERS,
+        arrive=[0, 1, 2, 3],
+    )
+    def server(self, what: str, at: int, arrive: int) -> None:
+        """Something happens to a metaserver. Of what a crashed one sent to the database, some arrives."""
+        server = self.world.servers[at]
+        self.world.note(f"{server.name}: {what}")
+        match what:
+            case "crash":
+                self.world.release()
+                under_way = [job for job in self.world.jobs if job.whose.server is server]
+                server.kill()
+                for job in under_way[arrive:]:
+                    self.world.jobs.remove(job)
+                for job in under_way[:arrive]:
+                    self.world.carry_out(job)
+            case "start" if server.process is None:
+                server.start()
+                self.world.run()
+            case "away" | "back":
+                server.is_away = what == "away"
+
+    # Brokers and clients.
+
+    @step(2, group=GROUPS, what=["stop", "outage", "start"], at=NUMBERS)
+    def group(self, group: str, what: str, at: int) -> None:
+        """Both brokers of a group stop, perhaps for long enough that everybody noticed; or they start."""
+        self.world.note(f"{group}: {what}")
+        for key in self.world.oracle.decided.parts().get(group, ()):
+            box = self.world.brokers.boxes[key[0]] if key else None
+            if box and what != "start" and box.process:
+                self.world.stop_box(box, closes=True)
+            elif box and what == "start" and not box.process:
+                self.world.start_box(box, self.world.servers[at])
+        if what == "outage":
+            self.world.wait(3)
+
+    @step(
+        2,
+        who=WHO,
+        group=GROUPS,
+        what=["stop", "vanish", "start", "new disk", "old disk", "reconnect"],
+        at=NUMBERS,
+    )
+    def broker(self, who: str, group: str, what: str, at: int) -> None:
+        """Something happens to a broker, or to the disk in its machine."""
+        box, server = self.box(who, group), self.world.servers[at]
+        self.world.note(f"{box.name}: {what}, {server.name}")
+        match what:
+            case "stop" | "vanish" if box.process:
+                self.world.stop_box(box, closes=what == "stop")
+            case "start" if not box.process:
+                self.world.start_box(box, server)
+            case "reconnect" if box.process:
+                self.world.connect(box, server)
+            case "new disk" | "old disk":
+                for other in self.world.brokers.boxes.values():  # what was said before, and comes late
+                    self.world.speak(other)
+                self.world.stop_box(box, closes=True)
+                self.world.brokers.change_disk(box, None if what == "new disk" else 0)
+                self.world.start_box(box, server)
+
+    @step(1, seconds=[0.1, 1, 3])
+    def all_is_well(self, seconds: float) -> None:
+        """A quiet time: everything that has a part runs, and copies catch up."""
+        world = self.world
+        world.note(f"all is well for {seconds} s")
+        for server in world.servers:
+            server.is_away = False
+            if server.process is None:
+                server.start()
+                world.run()
+        world.finish()
+        for key in list(world.oracle.decided.places):
+            box = world.brokers.boxes[key[0]]
+            if not box.process:
+                world.start_box(box, world.servers[0])
+        world.wait(seconds)
+        for box in world.brokers.boxes.values():
+            if world.brokers.sync(box):
+                world.brokers.produce(box)
+        world.wait(1)
+
+    @step(2, name=BOXES, what=["speak", "deliver", "learn", "sync", "produce"])
+    def broker_does(self, name: str, what: str) -> None:
+        box, brokers = self.world.brokers.boxes[name], self.world.brokers
+        self.world.note(f"{name}: {what}")
+        if what == "sync":
+            brokers.sync(box)
+        elif what == "produce":
+            brokers.produce(box)
+        else:
+            getattr(self.world, what)(box)
+
+    @step(1, at=NUMBERS, subject=["s1", "s2", "s3"])
+    def client_asks(self, at: int, subject: str) -> None:
+        server = self.world.servers[at]
+        if server.process:
+            self.world.ask_route(server, subject)
+
+    @rule(chosen=st.deferred(lambda: CHOSEN))
+    def step(self, chosen: tuple[str, dict[str, Any]]) -> None:
+        """One rule of many kinds: were they rules, a run would do without half of them."""
+        name, words = chosen
+        getattr(self, name)(**words)
+        type(self).steps += 1
+
+    def teardown(self) -> None:
+        """Everything is mended; one poll later every metaserver knows what the database holds."""
+        try:
+            if not self.world.oracle.broken:
+                self.converge()
+        finally:
+            if type(self).counts is not None:
+                type(self).counts.update(self.world.counts)
+            self.world.close()
+
+    def converge(self) -> None:
+        for server in self.world.servers:
+            server.is_away = False
+            if server.process is None:
+                server.start()
+                self.world.run()
+        self.world.finish()
+        self.world.release()
+        self.world.finish()
+        for _ in range(20):
+            decided = self.world.oracle.decided
+            self.world.wait(1.7)
+            if decided == self.world.oracle.decided:
+                break
+        for server in self.world.servers:
+            for difference in differing(read_tables(self.world.database), server.process.registry):
+                raise Violation(f"{server.name} knows {difference}")
+
+
+NAMES = [name for name, (weight, _) in STEPS.items() for _ in range(weight)]
+CHOSEN = st.sampled_from(NAMES).flatmap(
+    lambda name: st.tuples(st.just(name), st.fixed_dictionaries({k: strategy(v) for k, v in STEPS[name][1].items()}))
+)
+
+
+def walk(kind: type[Machine], seed: int, steps: int) -> None:
+    """A run by plain dice: Hypothesis likes small and repeated values, which shows well and searches badly."""
+    dice, machine = Random(seed), kind()
+    try:
+        machine.begin(populated=dice.random() < 0.8)
+        for _ in range(steps):
+            name = dice.choice(NAMES)
+            machine.step((name, {key: pick(values, dice) for key, values in STEPS[name][1].items()}))
+    except BaseException:
+        machine.world.close()
+        raise
+    machine.teardown()

@@ -1,0 +1,211 @@
+"""Known bugs, each planted into the real code for a while. A machine that does not find them proves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+from metaserver import roles
+from metaserver.actions import routes as actions
+from metaserver.database import Database, DatabaseAway
+from metaserver.db import apply, changes, groups, operators, routes, transactions
+from metaserver.db.bad_rows import BadRows
+from metaserver.db.repository import Repository
+from metaserver.registry import Registry
+
+Patch = contextlib.AbstractContextManager[Any]
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    patches: Callable[[], list[Patch]]
+    first: int = 1
+    """Where a search begins: shortly before the walk that found it last, to save time."""
+
+
+@contextlib.contextmanager
+def planted(bug: Bug) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for patch in bug.patches():
+            stack.enter_context(patch)
+        yield
+
+
+def _terms_are_not_compared() -> list[Patch]:
+    """Whoever writes last wins."""
+    real = groups._raise_term
+
+    def raise_term(connection: Any, change: roles.RoleChange, now: int) -> None:
+        term = groups._term(connection, change.group)
+        if change.before is not None and term is not None:
+            stored = tuple(groups._brokers(connection, change.group).values())
+            holders = {broker.role: broker for broker in stored}
+            before = replace(change.before, master=holders.get(roles.Role.MASTER), slave=holders.get(roles.Role.SLAVE))
+            change = replace(change, term=term, before=before)
+        real(connection, change, now)
+
+    return [mock.patch.object(groups, "_raise_term", raise_term)]
+
+
+def _versions_of_routes_are_not_compared() -> list[Patch]:
+    """Whoever writes last wins."""
+    real = routes.set_routes
+
+    def set_routes(connection: Any, orders: Any, changed: int) -> None:
+        stored, _ = routes._read(connection, [subject for subject, _, _ in orders], BadRows())
+        newest = {subject: route.version for subject, route in stored.items()}
+        real(connection, [(subject, names, newest.get(subject, 0)) for subject, names, _ in orders], changed)
+
+    return [mock.patch.object(routes, "set_routes", set_routes)]
+
+
+def _routes_are_compared_one_by_one_only() -> list[Patch]:
+    """What `*` does not change is not looked at again, nor what is new."""
+    return [mock.patch.object(actions, "_decided_on", lambda desk, subject: ())]
+
+
+def _an_answer_from_before_the_question_counts() -> list[Patch]:
+    """A question that the database answered late is not asked again."""
+
+    async def probe(self: Database) -> dict[str, int]:
+        asked = self._probe = self._probe or asyncio.ensure_future(self._on_thread(self._ask_versions))
+        asked.add_done_callback(lambda probe: probe.cancelled() or probe.exception())
+        versions = await self._answer(asked)
+        self._probe = None
+        return versions
+
+    return [mock.patch.object(Database, "probe", probe)]
+
+
+def _a_change_that_was_given_up_is_stored() -> list[Patch]:
+    """What did not even begin before it was looked for is carried out later."""
+    return [mock.patch.object(changes.Order, "is_withdrawn", property(lambda order: False, lambda order, value: None))]
+
+
+def _audit_row_is_stored_afterwards() -> list[Patch]:
+    """The change in one transaction, its row of the audit trail in the next."""
+    real = Repository.change
+
+    def change(self: Repository, ordered: Iterable[Any], audit: Any = None, order: Any = None) -> None:
+        real(self, ordered)
+        real(self, (), audit)
+
+    return [mock.patch.object(Repository, "change", change)]
+
+
+def _one_transaction_for_each_subject() -> list[Patch]:
+    """`*` is done route by route, the audit row with the last one."""
+    real = Repository.change
+
+    def change(self: Repository, ordered: Iterable[Any], audit: Any = None, order: Any = None) -> None:
+        *most, last = list(ordered) or [None]
+        for one in most:
+            real(self, [one])
+        real(self, [last] if last else [], audit)
+
+    return [mock.patch.object(Repository, "change", change)]
+
+
+def _lost_answers_count_as_failures() -> list[Patch]:
+    """Nobody looks whether a change was stored whose commit was not answered."""
+
+    async def was_stored(*_: Any) -> bool:
+        return False
+
+    return [mock.patch.object(Registry, "_was_stored", was_stored)]
+
+
+def _late_answers_count_as_failures() -> list[Patch]:
+    """The change is looked for while it may still be under way."""
+
+    async def was_stored(self: Registry, audit: Any, began_ms: int, error: Exception) -> bool:
+        await self.database.probe()
+        rows = await self.database.read(lambda r: r.audit_trail(limit=200))
+        return any(dict(row.parameters) == dict(audit.parameters) for row in rows)
+
+    return [mock.patch.object(Registry, "_was_stored", was_stored)]
+
+
+def _done_is_said_although_the_database_is_away() -> list[Patch]:
+    real = Registry.change
+
+    async def change(self: Registry, ordered: Any, audit: Any) -> None:
+        with contextlib.suppress(DatabaseAway):
+            await real(self, ordered, audit)
+
+    return [mock.patch.object(Registry, "change", change)]
+
+
+def _incomplete_slaves_are_promoted() -> list[Patch]:
+    real = roles._promote
+    return [
+        mock.patch.object(roles, "_promote", lambda directory, group, broker, _: real(directory, group, broker, True))
+    ]
+
+
+def _a_new_disk_is_as_complete_as_the_old_one() -> list[Patch]:
+    """What a master says is taken to be about whatever disk the slave has by now."""
+
+    def slave_complete(group: Any, state: Any) -> bool | None:
+        if not state.writable or not state.reigns(group.term):
+            return None
+        return bool(state.durability != "master")
+
+    return [mock.patch.object(roles, "slave_complete", slave_complete)]
+
+
+def _a_master_may_come_back_with_another_disk() -> list[Patch]:
+    return [mock.patch.object(roles, "check_registration", lambda broker, incarnation: None)]
+
+
+def _changes_are_not_announced() -> list[Patch]:
+    """The version that other metaservers poll is not raised."""
+    real = transactions.raise_versions
+
+    def raise_versions(connection: Any, *names: str) -> list[int]:
+        real(connection, *(name for name in names if name != "directory"))
+        versions = transactions.read_versions(connection)
+        return [versions.get(name, 0) for name in names]
+
+    return [mock.patch.object(apply, "raise_versions", raise_versions)]
+
+
+def _a_mark_is_forgotten() -> list[Patch]:
+    """It is answered and recorded, but not stored."""
+    return [mock.patch.object(operators, "set_mark", lambda connection, mark: None)]
+
+
+def _terms_begin_anew_with_a_group() -> list[Patch]:
+    """A group that is removed takes its term along."""
+    return [mock.patch.object(groups, "remove_group", _delete_group)]
+
+
+def _delete_group(connection: Any, group: str, term: int) -> None:
+    marks, named = groups.readonly_broker_group_setting, groups.broker_group
+    connection.execute(groups.delete(marks).where(marks.c.broker_group == group))
+    connection.execute(groups.delete(named).where(named.c.group_name == group))
+
+
+BUGS = [
+    Bug("terms are not compared", _terms_are_not_compared),
+    Bug("versions of routes are not compared", _versions_of_routes_are_not_compared, first=115),
+    Bug("routes are compared one by one only", _routes_are_compared_one_by_one_only),
+    Bug("an answer from before the question counts", _an_answer_from_before_the_question_counts),
+    Bug("a change that was given up is stored", _a_change_that_was_given_up_is_stored, first=110),
+    Bug("audit row is stored afterwards", _audit_row_is_stored_afterwards),
+    Bug("one transaction for each subject", _one_transaction_for_each_subject),
+    Bug("lost answers count as failures", _lost_answers_count_as_failures),
+    Bug("late answers count as failures", _late_answers_count_as_failures),
+    Bug("done is said although the database is away", _done_is_said_although_the_database_is_away),
+    Bug("incomplete slaves are promoted", _incomplete_slaves_are_promoted, first=20),
+    Bug("a new disk is as complete as the old one", _a_new_disk_is_as_complete_as_the_old_one, first=32),
+    Bug("a master may come back with another disk", _a_master_may_come_back_with_another_disk),
+    Bug("changes are not announced", _changes_are_not_announced),
+    Bug("a mark is forgotten", _a_mark_is_forgotten),
+    Bug("terms begin anew with a group", _terms_begin_anew_with_a_group),
+]

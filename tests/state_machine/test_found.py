@@ -1,0 +1,106 @@
+"""What the machine found, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.state_machine.database import Template
+from tests.state_machine.oracle import DONE, REFUSED, UNKNOWN
+from tests.state_machine.world import Errand, World, add_groups, populate
+
+
+@pytest.fixture
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    template = Template(tmp_path_factory.mktemp("schema"))
+    add_groups(template)
+    world = World(template)
+    world.start()
+    populate(world)
+    yield world
+    world.close()
+    template.close()
+
+
+def until_it_writes(world: World, errand: Errand) -> None:
+    while job := next((job for job in world.jobs if job.whose is errand and not job.writes), None):
+        world.carry_out(job)
+
+
+def carry_out_all(world: World, errand: Errand) -> None:
+    """All that its metaserver asks, until it is answered; another metaserver's questions wait."""
+    while world.busy(errand):
+        world.carry_out(next(job for job in world.jobs if job.whose.server is errand.server))
+
+
+def extend(world: World) -> Errand:
+    """At this moment s1 and s2 are served by both groups, s3 and s4 by g1."""
+    words = {"relatedSubject": "*", "relatedBrokerGroup": "g1", "newBrokerGroup": "g2"}
+    extending = world.operate(world.servers[0], "ExtendSubjectRoute", words)
+    until_it_writes(world, extending)
+    assert extending.commits == 0
+    return extending
+
+
+def test_all_subjects_are_extended_although_another_operator_takes_the_group_from_some(world: World) -> None:
+    """Weakness 6: those that had the group already were not compared, and so were left without it."""
+    extending = extend(world)
+    removing = {"subject": "*", "brokerGroup": "g2", "force": "true"}
+    removed = world.operate(world.servers[1], "RemoveSubjectBrokerGroup", removing)
+    carry_out_all(world, removed)
+    world.finish()
+    assert (removed.status, extending.status) == (DONE, DONE)
+    assert world.oracle.decided.serving("g2") == {"s1", "s2", "s3", "s4"}
+
+
+def test_all_subjects_are_extended_although_a_client_brings_a_new_one(world: World) -> None:
+    """Weakness 6: `*` is every subject that there is when it is stored."""
+    extending = extend(world)
+    asking = world.ask_route(world.servers[1], "s9")
+    carry_out_all(world, asking)
+    assert "s9" in world.oracle.decided.routes
+    world.finish()
+    assert extending.status == DONE
+    assert world.oracle.decided.serving("g1") <= world.oracle.decided.serving("g2")
+
+
+def test_a_change_that_was_said_not_to_be_stored_is_not_stored_later(world: World) -> None:
+    """Weakness 34: the tool gave up, the server went on. Its thread may only begin once nobody waits for it."""
+    marking = world.operate(world.servers[0], "MarkReadonlyBrokerGroup", {"brokerGroup": "g1", "subject": "s1"})
+    world.strike(marking, None)
+    world.wait(10)
+    assert marking.status == REFUSED
+    world.release()
+    world.finish()
+    assert not world.oracle.decided.marks
+
+
+def test_a_late_answer_about_an_earlier_moment_decides_nothing(world: World) -> None:
+    """Weakness 6: what is read before an action is read after it was ordered, also when the database stood still."""
+    first, second = world.servers
+    world.wait(3, stuck=True)
+    for job in [job for job in world.jobs if job.whose.server is first]:
+        world.carry_out(job)
+    mark = {"brokerGroup": "g1", "subject": "s1"}
+    carry_out_all(world, world.operate(second, "MarkReadonlyBrokerGroup", mark))
+    assert world.oracle.decided.marks == {("s1", "g1")}
+    carry_out_all(world, world.operate(first, "UnMarkReadonlyBrokerGroup", mark))
+    assert not world.oracle.decided.marks
+
+
+def test_a_group_that_is_removed_while_its_swap_is_finished_is_no_error_of_ours(world: World) -> None:
+    """Weakness 30: what nobody expected gets a typed answer."""
+    swapping = world.operate(world.servers[0], "SwapRoles", {"brokerGroup": "g1"})
+    while not swapping.commits:
+        world.carry_out(next(job for job in world.jobs if job.whose is swapping))
+    for name in "ab":
+        world.stop_box(world.brokers.boxes[name], closes=True)
+    world.wait(0.5)
+    for name in "ab":  # the new slave first
+        words = {"hostname": name, "servePort": "20881", "force": "true"}
+        removing = world.operate(world.servers[1], "RemoveBroker", words)
+        world.wait(0.2)
+        assert removing.status == DONE
+    world.wait(1)
+    assert swapping.status == UNKNOWN

@@ -1,0 +1,73 @@
+"""Two operators, two metaservers that fail, one database that fails: interleaved at random, 10,000 steps.
+
+`pytest tests/state_machine --hypothesis-profile=long` makes more of them, each time others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.state_machine.database import Template
+from tests.state_machine.machine import Machine, walk
+from tests.state_machine.oracle import Violation
+from tests.state_machine.planted import BUGS, Bug, planted
+from tests.state_machine.world import add_groups
+
+STEPS = 10_000
+STEPS_PER_RUN = 50
+FOUND_WITHIN = 300
+
+MUST_OCCUR = [
+    "AddBroker DONE", "AddBroker REFUSED", "ReplaceBroker DONE", "ReplaceBroker REFUSED",
+    "SwapRoles DONE", "SwapRoles REFUSED", "SwapRoles UNKNOWN", "RemoveBroker DONE", "MarkReadonlyBrokerGroup DONE",
+    "RemoveSubjectBrokerGroup DONE", "ExtendSubjectRoute DONE", "DrainGroup DONE", "OnOffline DONE",
+    "SwapRoles WAIT", "ReplaceBroker WAIT",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Template]:
+    template = Template(tmp_path_factory.mktemp("schema"))
+    add_groups(template)
+    yield template
+    template.close()
+
+
+def run(template: Template, **chosen: object) -> type[Machine]:
+    """Run the machine; whatever it finds is raised, with the story that leads to it."""
+
+    class Run(Machine):
+        steps, examples, counts = 0, 0, Counter[str]()
+
+    Run.template = template
+    run_state_machine_as_test(Run, settings=settings(stateful_step_count=STEPS_PER_RUN, **chosen))  # type: ignore[arg-type]
+    return Run
+
+
+def test_what_operators_are_told_is_true_and_no_change_is_half_done(template: Template) -> None:
+    """Weakness 6: QMQ's actions read, compute and write without looking again, and do `*` subject by subject."""
+    done = run(template, max_examples=settings().max_examples * 23 // 20)  # some begin late or end early
+    assert done.steps >= STEPS
+    assert [name for name in MUST_OCCUR if not done.counts[name]] == []
+
+
+@pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in BUGS])
+def test_a_planted_bug_is_found(bug: Bug, template: Template) -> None:
+    kind = type("Run", (Machine,), {"template": template})
+    with planted(bug), pytest.raises(Violation) as found:
+        for seed in range(bug.first, bug.first + FOUND_WITHIN):
+            walk(kind, seed, STEPS_PER_RUN)
+    print(f"{bug.name}: walk {seed}: {found.value}")
