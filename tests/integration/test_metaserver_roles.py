@@ -73,10 +73,10 @@ def test_swap_whose_commit_was_not_answered_finds_out(tmp_path, monkeypatch, sto
         master, _ = await world.pair()
         change = Repository.change
 
-        def lose_answer(repository, changes, audit=None):
+        def lose_answer(repository, changes, audit=None, order=None):
             monkeypatch.setattr(Repository, "change", change)
             if stored:
-                change(repository, changes, audit)
+                change(repository, changes, audit, order)
             raise CommitUnknown("connection lost")
 
         monkeypatch.setattr(Repository, "change", lose_answer)
@@ -96,7 +96,7 @@ def test_swap_during_which_the_database_goes_away_has_an_unknown_outcome(tmp_pat
         def away(*_, **__):
             raise OperationalError("SELECT", {}, OSError("connection lost"))
 
-        def lose_answer(repository, changes, audit=None):
+        def lose_answer(repository, changes, audit=None, order=None):
             monkeypatch.setattr(Repository, "audit_trail", away)
             monkeypatch.setattr(Repository, "versions", away)
             raise CommitUnknown("connection lost")
