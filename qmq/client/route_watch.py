@@ -158,6 +158,7 @@ class RouteWatch:
         is in use by now."""
         self._wanted, self._unconfirmed = list(self._subjects), {}
         while not is_over.is_set():
+            self._ask_now.clear()  # first: who asks while grpc writes, at the yield, is heard on the next turn
             if self._wanted or self._unconfirmed:
                 subjects, self._wanted = self._wanted, []
                 held, self._unconfirmed = self._unconfirmed, {}
@@ -167,7 +168,6 @@ class RouteWatch:
                 yield pb.RouteRequest(
                     subjects=subjects, app=self._app, client_id=self._client_id, produces=self._produces, held=held
                 )
-            self._ask_now.clear()
             await self._ask_now.wait()
 
     async def _address(self) -> str:

@@ -285,3 +285,16 @@ def test_a_broker_that_stays_away_does_not_make_its_clients_ask_all_the_time():
             assert sum("a" in request.subjects for request in metaserver.requests) == 1
 
     run(test())
+
+
+def test_a_subject_that_is_added_while_a_request_is_written_is_asked_for():
+    """Else its first message waits until something else changes."""
+
+    async def test() -> None:
+        watch = Client(FakeMetaserver(), "a").watch
+        requests = watch._requests(asyncio.Event())
+        assert (await anext(requests)).subjects == ["a"]
+        watch.watch("b")
+        assert (await anext(requests)).subjects == ["b"]
+
+    run(test())
