@@ -19,6 +19,14 @@ and Spark reads it without copying (all integers little-endian):
               0 to 7 zeros    so that the length is a multiple of 8
 
 The producer builds a batch and its CRC-32; broker, slave, consumer and Spark get the same bytes.
+
+A batch with tags or order keys is followed by its labels, from which a broker sees which messages a consumer wants and
+which have to wait for another, without looking into them (all integers little-endian; a whole number of 8 bytes):
+
+    0     u64 x n  labels: bits 0 to 31: bit `crc32(tag) % 32` of each tag; bits 32 to 63: the order key, 0 without one
+    8n    u32      CRC-32 of the labels
+    8n+4  u32      magic "QML1"
+
 Source: reference of QMQ's wire protocol, sections 3 and 4; design, section 2.
 """
 
@@ -26,10 +34,11 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
+from zlib import crc32
 
 from qmq.errors import InvalidMessage, InvalidRequest
 from qmq.message import Message, Value
@@ -293,3 +302,74 @@ def decode_message(data: bytes) -> Message:
     message = Message(envelope.subject, properties, tags=envelope.tags, id=envelope.id)
     message.created_ms = envelope.created_ms
     return message
+
+
+def with_properties(data: bytes, extra: Mapping[str, str]) -> bytes:
+    """Give an encoded message more properties, in place of those of the same names; the rest stays byte for byte.
+
+    Raises:
+        InvalidMessage: the bytes are no message, or a name or value is longer than 32,767 bytes.
+    """
+    begin = properties_begin(data)
+    added = {_string("a property's name", name): _string(f"property {name!r}", value) for name, value in extra.items()}
+    kept, at, end = [], begin, len(data)
+    try:
+        while at < end:
+            name_end = at + 2 + (data[at] << 8 | data[at + 1])
+            value_end = name_end + 2 + (data[name_end] << 8 | data[name_end + 1])
+            if data[at:name_end] not in added:
+                kept.append(data[at:value_end])
+            at = value_end
+    except IndexError:
+        raise InvalidMessage("not QMQ's encoding of properties: it ends within a string") from None
+    if at > end:
+        raise InvalidMessage("a string ends past its message")
+    body = b"".join((*kept, *(name + value for name, value in added.items())))
+    return data[: begin - 4] + _I32.pack(len(body)) + body
+
+
+_LABELS_END = struct.Struct("<I4s")
+_LABELS_MAGIC = b"QML1"
+
+
+def tag_bits(tags: Iterable[str]) -> int:
+    """Return the bits of `tags` in a label. Two tags may share a bit: a set bit says "maybe", a clear one "no"."""
+    bits = 0
+    for tag in tags:
+        bits |= 1 << crc32(tag.encode()) % 32
+    return bits
+
+
+def label_of(tags: Iterable[str], order_key: str | None) -> int:
+    """Return a message's label. Two order keys may share one; their messages then wait for each other too."""
+    key = 0 if order_key is None else crc32(order_key.encode()) or 1
+    return key << 32 | tag_bits(tags)
+
+
+def labels_bytes(count: int) -> int:
+    """Return the size of the label section of a batch of `count`."""
+    return 8 * count + _LABELS_END.size
+
+
+def encode_labels(labels: Sequence[int]) -> bytes:
+    """Build the section that follows a batch."""
+    data = array("Q", labels).tobytes()
+    return data + _LABELS_END.pack(crc32(data), _LABELS_MAGIC)
+
+
+def decode_labels(tail: Buffer, count: int) -> array[int]:
+    """Read the labels of a batch of `count`; `tail` is their section, or anything that ends with it.
+
+    Raises:
+        ValueError: there is no such section, or it is damaged.
+    """
+    size = labels_bytes(count)
+    if len(tail) < size:
+        raise ValueError(f"the labels of {count} messages do not fit into {len(tail)} bytes")
+    section = memoryview(tail)[len(tail) - size :]
+    crc, magic = _LABELS_END.unpack_from(section, 8 * count)
+    if magic != _LABELS_MAGIC or crc32(section[: 8 * count]) != crc:
+        raise ValueError("the labels of the batch do not match their CRC")
+    labels = array("Q")
+    labels.frombytes(section[: 8 * count])
+    return labels

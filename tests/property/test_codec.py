@@ -143,3 +143,55 @@ def test_what_cannot_be_encoded_is_refused(message):
 def test_the_longest_value_passes():
     longest = "v" * 32_767
     assert codec.decode_message(codec.encode_message(Message("s", {"k": longest}, id="1"), 0))["k"] == longest
+
+
+@given(encoded, st.dictionaries(texts, texts, max_size=4), st.dictionaries(texts, texts, max_size=4))
+def test_added_properties_replace_those_of_their_names_and_leave_the_rest(data, first, second):
+    before, changed = codec.decode_message(data), codec.with_properties(codec.with_properties(data, first), second)
+    after = codec.decode_message(changed)
+    assert after.properties == {**before.properties, **first, **second}
+    assert (after.subject, after.id, after.tags, after.created_ms) == (
+        before.subject, before.id, before.tags, before.created_ms,
+    )  # fmt: skip
+    assert codec.with_properties(changed, second) == changed
+
+
+@given(encoded)
+def test_properties_are_not_added_to_what_is_no_message(data):
+    for length in range(len(data)):
+        with pytest.raises(InvalidMessage):
+            codec.with_properties(data[:length], {"name": "value"})
+
+
+labels = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=12)
+
+
+@given(labels, st.binary(max_size=40))
+def test_labels_come_back_as_they_were(labels, front):
+    section = codec.encode_labels(labels)
+    assert len(section) == codec.labels_bytes(len(labels)) and len(section) % 8 == 0
+    assert list(codec.decode_labels(section, len(labels))) == labels
+    assert list(codec.decode_labels(memoryview(front + section), len(labels))) == labels
+
+
+@given(labels)
+def test_damaged_labels_are_refused(labels):
+    section = codec.encode_labels(labels)
+    for position in range(len(section)):
+        damaged = bytearray(section)
+        damaged[position] ^= 1
+        with pytest.raises(ValueError, match="CRC"):
+            codec.decode_labels(damaged, len(labels))
+        with pytest.raises(ValueError, match="do not fit"):
+            codec.decode_labels(section[:position], len(labels))
+    with pytest.raises(ValueError, match="do not fit"):
+        codec.decode_labels(section, len(labels) + 1)
+
+
+@given(st.sets(words), st.sets(words), st.one_of(st.none(), words))
+def test_a_label_never_denies_a_tag_that_is_there(tags, wanted, key):
+    label = codec.label_of(tags | wanted, key)
+    assert label & codec.tag_bits(wanted) == codec.tag_bits(wanted)
+    assert label >> 32 == (0 if key is None else label >> 32)
+    assert (label >> 32 == 0) == (key is None)
+    assert label < 2**64
