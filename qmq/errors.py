@@ -20,6 +20,8 @@
     ├── NotServed             nobody can serve this now: wait, the client retries by itself
     │   ├── NoRoute               the metaserver knows no broker group for the subject
     │   └── QueueFull             the producer's own queue: nothing was taken, send again later
+    ├── RetryLater            raised by a handler: hand the message over again later
+    ├── DeadLetter            raised by a handler: never hand it over again, keep it for people to look at
     ├── OperatorError         an operator's action was refused; nothing changed
     └── LogError              this copy of a log needs repair, or its process must end
         ├── CorruptFrame          fetch the range from the other broker
@@ -31,6 +33,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from enum import IntEnum
 
 
@@ -221,6 +224,29 @@ class BrokenInvariant(LogError):
     """Our own bug was about to do harm; it was stopped."""
 
     code = ErrorCode.BROKEN_INVARIANT
+
+
+class RetryLater(QmqError):
+    """Raised by a handler: hand me this message again, after `delay_s` seconds or at `at`. Nothing failed.
+
+    Args:
+        delay_s: seconds from now, at most a day.
+        at: a datetime with its time zone, instead of the delay.
+    """
+
+    def __init__(self, delay_s: float | None = None, *, at: datetime | None = None) -> None:
+        if (delay_s is None) == (at is None):
+            raise InvalidRequest("RetryLater takes delay_s or at, one of them")
+        if at is not None and at.tzinfo is None:
+            raise InvalidRequest(f"{at} has no time zone: nobody can tell when that is")
+        if delay_s is not None and not delay_s >= 0:
+            raise InvalidRequest(f"a delay is 0 s or more, not {delay_s}")
+        super().__init__(f"retry in {delay_s} s" if at is None else f"retry at {at.isoformat()}")
+        self.delay_s, self.at = delay_s, at
+
+
+class DeadLetter(QmqError):
+    """Raised by a handler: trying this message again is of no use. It becomes a dead letter, with this reason."""
 
 
 def require(condition: bool, invariant: str) -> None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame, InvalidAck
-from qmq.log.frame import NO_CHAIN, Frame, FrameKind
-from qmq.log.progress import decode_progress
+from qmq.log.frame import FLAG_ORDERED, NO_CHAIN, Frame, FrameKind
+from qmq.log.progress import DEFERRED, PASSED, Progress, decode_progress
 from qmq.types import NO_EPOCH, Epoch
 
 PRODUCERS_MAX = 4096
@@ -30,6 +31,9 @@ A count of reigns would not do: two histories that part may have as many, and a 
 """
 
 
+_FIRST = itemgetter(0)
+
+
 class EpochStart(NamedTuple):
     """Where an epoch begins, and the chain before it."""
 
@@ -38,54 +42,127 @@ class EpochStart(NamedTuple):
     chain: int
 
 
+Taken = tuple[int, int, int]
+"""(first sequence, messages, times): messages that a consumer holds no more."""
+
+
 @dataclass(slots=True)
 class Consumer:
-    """Progress of one consumer. `unacked` holds [first pull sequence, first sequence, messages], ascending."""
+    """Progress of one consumer. `unacked` holds [first pull sequence, first sequence, messages, times], ascending;
+    `times` says how often they were handed out by now, to whomever."""
 
     next_pull: int = 0
-    acked_end: int = 0
-    unacked: deque[list[int]] = field(default_factory=deque)
+    unacked: list[list[int]] = field(default_factory=list)
 
-    def check_ack(self, begin: int, end: int) -> bool:
-        """Return whether an ack of pull sequences `[begin, end)` brings something new.
-
-        Raises:
-            InvalidAck: the range is empty, was not handed out, or would jump over messages that are not acked.
-        """
-        if not begin < end:
-            raise InvalidAck(f"ack of [{begin}, {end}) is empty")
-        if end > self.next_pull:
-            raise InvalidAck(f"ack of [{begin}, {end}) ends past {self.next_pull}, the next pull sequence to hand out")
-        if not self.unacked or end <= self.unacked[0][0]:
-            return False
-        if begin > self.unacked[0][0]:
-            raise InvalidAck(f"ack of [{begin}, {end}) jumps over {self.unacked[0][0]}, which is not acked")
-        return True
-
-    def ack(self, end: int) -> None:
-        self.acked_end = max(self.acked_end, end)
-        while self.unacked and self.unacked[0][0] < end:
-            first = self.unacked[0]
-            done = min(end - first[0], first[2])
-            if done == first[2]:
-                self.unacked.popleft()
-            else:
-                first[0], first[1], first[2] = first[0] + done, first[1] + done, first[2] - done
+    @property
+    def acked_end(self) -> int:
+        """Below this pull sequence everything is settled. It never goes back."""
+        return self.unacked[0][0] if self.unacked else self.next_pull
 
     @property
     def unacked_messages(self) -> int:
         return sum(entry[2] for entry in self.unacked)
 
+    def hold(self, pull_sequence: int, sequence: int, messages: int, times: int) -> None:
+        """Note that messages were handed out."""
+        self.next_pull = pull_sequence + messages
+        if self.unacked:
+            last = self.unacked[-1]
+            if (last[0] + last[2], last[1] + last[2], last[3]) == (pull_sequence, sequence, times):
+                last[2] += messages
+                return
+        self.unacked.append([pull_sequence, sequence, messages, times])
+
+    def held(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return which parts of pull sequences `[begin, end)` are not settled yet, as ranges.
+
+        Raises:
+            InvalidAck: the range is empty, or was not handed out.
+        """
+        if not begin < end:
+            raise InvalidAck(f"[{begin}, {end}) is empty")
+        if end > self.next_pull:
+            raise InvalidAck(f"[{begin}, {end}) ends past {self.next_pull}, the next pull sequence to hand out")
+        found: list[tuple[int, int]] = []
+        for at in range(self._find(begin), len(self.unacked)):
+            first, _, messages, _ = self.unacked[at]
+            if first >= end:
+                break
+            piece = max(begin, first), min(end, first + messages)
+            if found and found[-1][1] == piece[0]:
+                found[-1] = found[-1][0], piece[1]
+            else:
+                found.append(piece)
+        return found
+
+    def take(self, begin: int, end: int) -> list[Taken]:
+        """Hold pull sequences `[begin, end)` no more; return what that was."""
+        taken: list[Taken] = []
+        kept: list[list[int]] = []
+        start = at = self._find(begin)
+        while at < len(self.unacked) and self.unacked[at][0] < end:
+            first, sequence, messages, times = self.unacked[at]
+            low, high = max(begin, first), min(end, first + messages)
+            taken.append((sequence + low - first, high - low, times))
+            if low > first:
+                kept.append([first, sequence, low - first, times])
+            if high < first + messages:
+                kept.append([high, sequence + high - first, first + messages - high, times])
+            at += 1
+        self.unacked[start:at] = kept
+        return taken
+
+    def _find(self, begin: int) -> int:
+        """Return the place of the first entry that ends behind `begin`."""
+        at = bisect_right(self.unacked, begin, key=_FIRST) - 1
+        return at + (at < 0 or self.unacked[at][0] + self.unacked[at][2] <= begin)
+
 
 @dataclass(slots=True)
 class Group:
-    """A group's progress on one subject. `returned`: [first sequence, messages] that a consumer left behind."""
+    """A group's progress on one subject.
+
+    `returned` holds [first sequence, messages, times, due_ms], ascending and disjoint: messages before `position` that
+    no consumer has now. They were handed out `times` times before, and not to be handed out again before `due_ms`.
+    """
 
     position: int
     floor: int = 0
     """First pull sequence that was given to none of the consumers that left."""
-    returned: deque[list[int]] = field(default_factory=deque)
+    returned: list[list[int]] = field(default_factory=list)
     consumers: dict[str, Consumer] = field(default_factory=dict)
+    is_broadcast: bool = False
+    """It is one consumer's own, which gets all messages."""
+    left_ms: int = 0
+    """When the group began, or the last consumer left."""
+
+    def give_back(self, sequence: int, messages: int, times: int, due_ms: int) -> None:
+        """Let messages wait for whoever may have them next."""
+        returned = self.returned
+        at = bisect_right(returned, sequence, key=_FIRST)
+        if at and (before := returned[at - 1])[0] + before[1] == sequence and before[2:] == [times, due_ms]:
+            before[1] += messages
+            at -= 1
+        else:
+            returned.insert(at, [sequence, messages, times, due_ms])
+        if at + 1 < len(returned):
+            entry, after = returned[at], returned[at + 1]
+            if entry[0] + entry[1] == after[0] and entry[2:] == after[2:]:
+                entry[1] += after[1]
+                del returned[at + 1]
+
+    def take_returned(self, sequence: int, messages: int) -> int | None:
+        """Take messages out of one entry; return how often they were handed out. None: they are not there."""
+        at = bisect_right(self.returned, sequence, key=_FIRST) - 1
+        if at < 0:
+            return None
+        first, count, times, due_ms = self.returned[at]
+        rest = first + count - sequence - messages
+        if rest < 0:
+            return None
+        kept = [[first, sequence - first, times, due_ms], [sequence + messages, rest, times, due_ms]]
+        self.returned[at : at + 1] = [part for part in kept if part[1]]
+        return times
 
 
 class StoredBatch(NamedTuple):
@@ -108,6 +185,8 @@ class State:
     next_sequence: dict[str, int] = field(default_factory=dict)
     groups: dict[tuple[str, str], Group] = field(default_factory=dict)
     producers: dict[int, dict[int, StoredBatch]] = field(default_factory=dict)
+    ordered: dict[str, int] = field(default_factory=dict)
+    """Subjects with order keys, and the first sequence of a batch that had one."""
 
     @property
     def epoch(self) -> Epoch:
@@ -155,6 +234,8 @@ def _messages(state: State, frame: Frame, body: Buffer) -> None:
     if frame.first_sequence != expected:
         raise CorruptFrame(frame.offset, f"{subject} continues at {frame.first_sequence}, not at {expected}")
     state.next_sequence[subject] = expected + frame.count
+    if frame.flags & FLAG_ORDERED:
+        state.ordered.setdefault(subject, expected)
     if frame.producer:
         window = state.producers.pop(frame.producer, None) or {}
         window[frame.batch] = StoredBatch(expected, frame.count, frame.end)
@@ -170,57 +251,84 @@ def _pull(state: State, frame: Frame, body: Buffer) -> None:
     group = state.groups.get((frame.subject, progress.group))
     if group is None:
         raise CorruptFrame(frame.offset, f"pull of {progress.group}, which has no position on {frame.subject}")
-    consumer = group.consumers.setdefault(progress.consumer, Consumer())
     for pull_sequence, sequence, messages in progress.entries:
-        if pull_sequence < consumer.next_pull:
-            raise CorruptFrame(frame.offset, f"pull sequence {pull_sequence} was handed out before")
-        if sequence >= group.position:
-            group.position = sequence + messages
-        else:
-            _take_returned(group, frame, sequence, messages)
-        consumer.unacked.append([pull_sequence, sequence, messages])
-        consumer.next_pull = pull_sequence + messages
+        times = _leave_group(group, frame, sequence, messages)
+        if pull_sequence == DEFERRED:
+            group.give_back(sequence, messages, times, 0)
+        elif pull_sequence != PASSED:
+            consumer = group.consumers.setdefault(progress.consumer, Consumer())
+            if pull_sequence < consumer.next_pull:
+                raise CorruptFrame(frame.offset, f"pull sequence {pull_sequence} was handed out before")
+            consumer.hold(pull_sequence, sequence, messages, times + 1)
 
 
-def _take_returned(group: Group, frame: Frame, sequence: int, messages: int) -> None:
-    for entry in group.returned:
-        if entry[0] <= sequence and sequence + messages <= entry[0] + entry[1]:
-            rest = [[entry[0], sequence - entry[0]], [sequence + messages, entry[0] + entry[1] - sequence - messages]]
-            at = group.returned.index(entry)
-            group.returned.remove(entry)
-            for part in reversed([part for part in rest if part[1]]):
-                group.returned.insert(at, part)
-            return
-    raise CorruptFrame(frame.offset, f"sequences {sequence} to {sequence + messages} are handed out, not returned")
+def _leave_group(group: Group, frame: Frame, sequence: int, messages: int) -> int:
+    """Take messages from those that a group has to give; return how often they were handed out before."""
+    if sequence == group.position:
+        group.position += messages
+        return 0
+    times = group.take_returned(sequence, messages)
+    if times is None:
+        raise CorruptFrame(frame.offset, f"sequences {sequence} to {sequence + messages} are not the group's to give")
+    return times
+
+
+def _holder(state: State, frame: Frame, progress: Progress) -> tuple[Group, Consumer]:
+    group = state.groups.get((frame.subject, progress.group))
+    consumer = group.consumers.get(progress.consumer) if group else None
+    if group is None or consumer is None:
+        raise CorruptFrame(frame.offset, f"{progress.consumer} of {progress.group} holds nothing of {frame.subject}")
+    return group, consumer
+
+
+def _take(consumer: Consumer, frame: Frame, begin: int, end: int) -> list[Taken]:
+    try:
+        held = consumer.held(begin, end)
+    except InvalidAck as error:
+        raise CorruptFrame(frame.offset, str(error)) from None
+    if not held:
+        raise CorruptFrame(frame.offset, f"nothing of [{begin}, {end}) is held any more")
+    return consumer.take(begin, end)
 
 
 def _ack(state: State, frame: Frame, body: Buffer) -> None:
     progress = decode_progress(body)
-    group = state.groups.get((frame.subject, progress.group))
-    consumer = group.consumers.get(progress.consumer) if group else None
-    ((begin, end, _),) = progress.entries
-    try:
-        fresh = consumer is not None and consumer.check_ack(begin, end)
-    except InvalidAck as error:
-        raise CorruptFrame(frame.offset, str(error)) from None
-    if consumer is None or not fresh:
-        raise CorruptFrame(frame.offset, f"ack of [{begin}, {end}) by {progress.consumer}, who holds nothing of it")
-    consumer.ack(end)
+    _, consumer = _holder(state, frame, progress)
+    for begin, end, _ in progress.entries:
+        _take(consumer, frame, begin, end)
+
+
+def _nack(state: State, frame: Frame, body: Buffer) -> None:
+    progress = decode_progress(body)
+    group, consumer = _holder(state, frame, progress)
+    for begin, end, due_ms in progress.entries:
+        for sequence, messages, times in _take(consumer, frame, begin, end):
+            group.give_back(sequence, messages, times, due_ms)
 
 
 def _position(state: State, frame: Frame, body: Buffer) -> None:
     progress = decode_progress(body)
     key = (frame.subject, progress.group)
-    if not progress.consumer:
-        known = state.groups.get(key)  # a reset counts as a departure of everybody: late acks hit nothing
-        given = [consumer.next_pull for consumer in known.consumers.values()] + [known.floor] if known else [0]
-        state.groups[key] = Group(position=progress.entries[0][0], floor=max(given))
-        return
     group = state.groups.get(key)
-    if group is None:
-        raise CorruptFrame(frame.offset, f"{progress.consumer} leaves {progress.group}, which has no position")
+    if progress.consumer:
+        if group is None:
+            raise CorruptFrame(frame.offset, f"{progress.consumer} leaves {progress.group}, which has no position")
+        _leave(group, progress)
+        group.left_ms = frame.timestamp_ms
+    elif progress.entries:  # a group that is moved counts as a departure of everybody: late acks hit nothing
+        given = [consumer.next_pull for consumer in group.consumers.values()] + [group.floor] if group else [0]
+        position, is_broadcast, _ = progress.entries[0]
+        state.groups[key] = Group(position, max(given), is_broadcast=bool(is_broadcast), left_ms=frame.timestamp_ms)
+    elif state.groups.pop(key, None) is None:
+        raise CorruptFrame(frame.offset, f"{progress.group} is forgotten, which has no position")
+
+
+def _leave(group: Group, progress: Progress) -> None:
+    """What a consumer did not ack waits for the others. What it never began with does not count as handed out."""
+    ((told, _, _),) = progress.entries
     consumer = group.consumers.pop(progress.consumer, Consumer())
-    group.returned.extend([sequence, messages] for _, sequence, messages in consumer.unacked)
+    for _, sequence, messages, times in consumer.unacked:
+        group.give_back(sequence, messages, times - told, 0)
     group.floor = max(group.floor, consumer.next_pull)
 
 
@@ -234,11 +342,12 @@ _KINDS: dict[int, Callable[[State, Frame, Buffer], None]] = {
     FrameKind.ACK: _ack,
     FrameKind.POSITION: _position,
     FrameKind.EPOCH: _epoch,
+    FrameKind.NACK: _nack,
 }
 
 
-# A snapshot: u32 CRC-32 of the rest, u32 version 1, then zlib-compressed JSON.
-_VERSION = 1
+# A snapshot: u32 CRC-32 of the rest, u32 version 2, then zlib-compressed JSON.
+_VERSION = 2
 
 
 def encode_snapshot(state: State) -> bytes:
@@ -251,11 +360,12 @@ def encode_snapshot(state: State) -> bytes:
         "epochs": [[*e.epoch, e.offset, e.chain] for e in state.epochs],
         "next_sequence": state.next_sequence,
         "groups": [
-            [subject, name, g.position, g.floor, list(g.returned),
-             [[c, p.next_pull, p.acked_end, list(p.unacked)] for c, p in g.consumers.items()]]
+            [subject, name, g.position, g.floor, g.returned, g.is_broadcast, g.left_ms,
+             [[c, p.next_pull, p.unacked] for c, p in g.consumers.items()]]
             for (subject, name), g in state.groups.items()
         ],
         "producers": [[p, [[b, *stored] for b, stored in window.items()]] for p, window in state.producers.items()],
+        "ordered": state.ordered,
     }  # fmt: skip
     packed = _VERSION.to_bytes(4, "little") + zlib.compress(json.dumps(plain).encode(), 1)
     return zlib.crc32(packed).to_bytes(4, "little") + packed
@@ -272,9 +382,10 @@ def decode_snapshot(data: Buffer) -> State:
     state = State(plain["end"], plain["chain"], plain["high_watermark"], plain["timestamp_ms"])
     state.epochs = [EpochStart(Epoch(term, boot), offset, chain) for term, boot, offset, chain in plain["epochs"]]
     state.next_sequence = plain["next_sequence"]
-    for subject, name, position, floor, returned, consumers in plain["groups"]:
+    for subject, name, position, floor, returned, is_broadcast, left_ms, consumers in plain["groups"]:
         state.groups[subject, name] = Group(
-            position, floor, deque(returned), {c: Consumer(n, a, deque(u)) for c, n, a, u in consumers}
+            position, floor, returned, {c: Consumer(n, u) for c, n, u in consumers}, is_broadcast, left_ms
         )
     state.producers = {p: {b: StoredBatch(*stored) for b, *stored in window} for p, window in plain["producers"]}
+    state.ordered = plain["ordered"]
     return state

@@ -4,8 +4,8 @@ All integers little-endian; version 1; every frame begins at a multiple of 8.
 
     offset  size  field
     0       4     magic "QMF1" (its last byte is the version)
-    4       1     kind: 1 messages, 2 pull, 3 ack, 4 position, 5 epoch
-    5       1     flags: 1 written while the slave was missing
+    4       1     kind: 1 messages, 2 pull, 3 ack, 4 position, 5 epoch, 6 nack
+    5       1     flags: 1 written while the slave was missing, 2 labelled, 4 ordered (qmq.codec: labels of a batch)
     6       2     subject bytes s
     8       4     count: messages in the body; 0 for other kinds
     12      4     body bytes b, a multiple of 8
@@ -53,6 +53,10 @@ FRAME_BYTES_MAX = 64 << 20
 """No frame is longer, so a length that says so is damage and is not followed."""
 
 FLAG_ALONE = 1
+FLAG_LABELLED = 2
+"""Labels of the messages stand behind the batch."""
+FLAG_ORDERED = 4
+"""Some message of the batch has an order key."""
 NO_CHAIN = 0
 """The chain before the first frame of a log."""
 
@@ -63,6 +67,7 @@ class FrameKind(IntEnum):
     ACK = 3
     POSITION = 4
     EPOCH = 5
+    NACK = 6
 
 
 class Frame(NamedTuple):
@@ -164,7 +169,7 @@ def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None
     if previous_chain is not None:
         if chain_of(previous_chain, bytes(view[at : at + _CHAINED.size]), body_crc, field) != chain:
             raise CorruptFrame(offset, "it continues another history (wrong chain)")
-    if not 1 <= kind <= 5 or body_bytes % 8:
+    if not 1 <= kind <= 6 or body_bytes % 8:
         raise CorruptFrame(offset, f"kind {kind} with {body_bytes} bytes of body is unknown to this version")
     return Frame(
         kind, flags, field[:subject_bytes].decode("utf-8", "replace"), count, body_bytes, Epoch(term, boot), own_offset,

@@ -1,6 +1,6 @@
-"""Core. Bodies of pull, ack, position and epoch frames: how consumption is written down.
+"""Core. Bodies of pull, ack, nack, position and epoch frames: how consumption is written down.
 
-One layout for pull, ack and position (integers little-endian), padded with zeros to a multiple of 8:
+One layout for all but epoch (integers little-endian), padded with zeros to a multiple of 8:
 
     0         u16 bytes of the group g, u16 bytes of the consumer c, u32 entries n
     8         n x (u64, u64, u64)
@@ -8,9 +8,14 @@ One layout for pull, ack and position (integers little-endian), padded with zero
 
     frame      consumer   entries
     pull       yes        n x (first pull sequence, first sequence, messages): handed out to this consumer
-    ack        yes        1 x (begin, end, 0): pull sequences, half-open, done
-    position   no         1 x (position, 0, 0): a new group starts at this sequence of the subject
-    position   yes        none: this consumer left; what it did not ack goes back to its group
+                              (PASSED, first sequence, messages): over for the group without being handed out
+                              (DEFERRED, first sequence, messages): gone over for now; they wait with what was returned
+    ack        yes        n x (begin, end, 0): pull sequences, half-open, done
+    nack       yes        n x (begin, end, due): pull sequences, half-open; they come again, not before due (ms; 0: now)
+    position   no         1 x (position, broadcast, 0): the group starts at this sequence; broadcast is 1 or 0
+    position   no         none: the group is forgotten
+    position   yes        1 x (told, 0, 0): this consumer left, what it did not ack goes back to its group. told is 1 if
+                              it said that it did not begin with any of that, 0 if it vanished
 
 An epoch frame's body is JSON: who took office and why.
 """
@@ -27,6 +32,8 @@ _HEAD = struct.Struct("<HHI")
 _ENTRY = struct.Struct("<QQQ")
 
 Entry = tuple[int, int, int]
+PASSED, DEFERRED = (1 << 64) - 1, (1 << 64) - 2
+"""In place of a pull sequence: these messages are not handed out."""
 
 
 class Progress(NamedTuple):

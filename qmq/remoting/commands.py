@@ -8,6 +8,7 @@
     204   ACK            consumer -> broker    Acked
     205   HEARTBEAT      consumer -> broker    empty
     206   UNSUBSCRIBE    consumer -> broker    empty
+    207   NACK           consumer -> broker    Acked
     210   HELLO          slave -> master       Agreement (qmq.replication)
     211   FRAMES         master <-> slave      one-way: u64 offset, frames
     212   CONFIRM        slave -> master       one-way: Confirmation
@@ -39,6 +40,7 @@ class Command(IntEnum):
     ACK = 204
     HEARTBEAT = 205
     UNSUBSCRIBE = 206
+    NACK = 207
     HELLO = 210
     FRAMES = 211
     CONFIRM = 212
@@ -71,9 +73,10 @@ def decode_json(body: Buffer, **kinds: type) -> dict[str, Any]:
 # AUTHENTICATE: JSON token str, app str -> JSON broker_group str, packet_bytes_max int, message_bytes_max int,
 # window_bytes int (un-acknowledged bytes a producer may have on this connection).
 
-# PRODUCE:  0 u64 producer id, 8 u64 batch number, 16 u32 messages, 20 u32 CRC-32 of the batch, 24 u16 s, 26 subject s,
-#           then the batch (qmq.codec).
-_PRODUCE = struct.Struct("<QQIIH")
+# PRODUCE:  0 u64 producer id, 8 u64 batch number, 16 u32 messages, 20 u32 CRC-32 of the body, 24 u16 s, 26 u16 flags
+#           (2 labelled, 4 ordered: qmq.log.frame), 28 subject s, then the body: the batch, and its labels if the flags
+#           say so (qmq.codec).
+_PRODUCE = struct.Struct("<QQIIHH")
 
 
 class Produce(NamedTuple):
@@ -82,26 +85,27 @@ class Produce(NamedTuple):
     count: int  # type: ignore[assignment]  # shadows tuple.count
     crc: int
     subject: str
+    flags: int
     body: memoryview
 
 
-def produce_header(producer: int, batch: int, count: int, crc: int, subject: str) -> bytes:
+def produce_header(producer: int, batch: int, count: int, crc: int, subject: str, flags: int = 0) -> bytes:
     """Pack what stands in front of the batch."""
     name = subject.encode()
-    return _PRODUCE.pack(producer, batch, count, crc, len(name)) + name
+    return _PRODUCE.pack(producer, batch, count, crc, len(name), flags) + name
 
 
 def decode_produce(body: memoryview) -> Produce:
     """Parse a PRODUCE; the CRC is checked here, before anything is stored (W4)."""
     try:
-        producer, batch, count, crc, length = _PRODUCE.unpack_from(body)
+        producer, batch, count, crc, length, flags = _PRODUCE.unpack_from(body)
         data = body[_PRODUCE.size + length :]
         subject = str(body[_PRODUCE.size : _PRODUCE.size + length], "utf-8")
     except (struct.error, UnicodeDecodeError) as error:
         raise InvalidRequest(f"not a PRODUCE: {error}") from None
     if crc32(data) != crc:
         raise InvalidRequest("the batch does not match its CRC: it was damaged on its way; send it again")
-    return Produce(producer, batch, count, crc, subject, data)
+    return Produce(producer, batch, count, crc, subject, flags, data)
 
 
 def produced_subject(body: memoryview) -> bytes:
@@ -147,8 +151,11 @@ def decode_produced(body: memoryview) -> Produced:
     return Produced(first_sequence, stored, durability, refused)
 
 
-# SUBSCRIBE: JSON subject str, group str, consumer str, start "latest"|"earliest" (for a new group), held_end int: the
-#            first pull sequence that this consumer does not hold; a new process says 0 and gets all that is un-acked.
+# SUBSCRIBE: JSON subject str, group str, consumer str, start "latest"|"earliest"|"since" and since_ms int (for a new
+#            group: messages stored at that time or later), broadcast bool (a new group is this consumer's own),
+#            held_end int: the first pull sequence that this consumer does not hold; a new process says 0, and what is
+#            un-acked goes back to the group, deliveries_max int: hand-overs of a message before it is a dead letter (0:
+#            no limit), tags list of str (none: all messages), tag_mode "any"|"all".
 #            -> JSON subscription int (valid on this connection), acked_end int, lease_ms int.
 
 # PULL:     0 u32 subscription, 4 u32 messages at most, 8 u32 bytes at most (a larger message comes alone),
@@ -175,8 +182,10 @@ def decode_pull(body: memoryview) -> Pull:
 
 # Pulled:   one or more pieces of one batch each, back to back, in order of pull sequence:
 #           0 u64 pull sequence of its first message, 8 u64 its sequence, 16 u32 messages, 20 u32 batch bytes,
-#           24 u32 CRC-32 of the batch, 28 u32 flags (1: progress is on the master alone), then the batch.
-_PIECE = struct.Struct("<QQIIII")
+#           24 u32 CRC-32 of the batch, 28 u16 flags (1: progress is on the master alone), 30 u16 times: how often they
+#           were handed out, this time included (65,535: or more often), then the batch.
+TIMES_MAX = 65_535
+_PIECE = struct.Struct("<QQIIIHH")
 PIECE_BYTES = _PIECE.size
 
 
@@ -185,11 +194,14 @@ class Piece(NamedTuple):
     sequence: int
     count: int  # type: ignore[assignment]  # shadows tuple.count
     flags: int
+    times: int
     body: memoryview
 
 
-def piece_header(pull_sequence: int, sequence: int, count: int, body_bytes: int, crc: int, flags: int) -> bytes:
-    return _PIECE.pack(pull_sequence, sequence, count, body_bytes, crc, flags)
+def piece_header(
+    pull_sequence: int, sequence: int, count: int, body_bytes: int, crc: int, flags: int, times: int
+) -> bytes:
+    return _PIECE.pack(pull_sequence, sequence, count, body_bytes, crc, flags, min(times, TIMES_MAX))
 
 
 def decode_pulled(body: memoryview) -> Iterator[Piece]:
@@ -197,35 +209,89 @@ def decode_pulled(body: memoryview) -> Iterator[Piece]:
     at = 0
     while at < len(body):
         try:
-            pull_sequence, sequence, count, body_bytes, crc, flags = _PIECE.unpack_from(body, at)
+            pull_sequence, sequence, count, body_bytes, crc, flags, times = _PIECE.unpack_from(body, at)
         except struct.error as error:
             raise InvalidRequest(f"not an answer to PULL: {error}") from None
         batch = body[at + PIECE_BYTES : at + PIECE_BYTES + body_bytes]
         if len(batch) != body_bytes or crc32(batch) != crc:
             raise InvalidRequest("pulled messages do not match their CRC: they were damaged on their way")
-        yield Piece(pull_sequence, sequence, count, flags, batch)
+        yield Piece(pull_sequence, sequence, count, flags, times, batch)
         at += PIECE_BYTES + body_bytes
 
 
-# ACK:      0 u32 subscription, 4 u64 begin, 12 u64 end: pull sequences, half-open. Answer: 0 u64 acked end.
-_ACK = struct.Struct("<IQQ")
+# ACK:      0 u32 subscription, then n x (u64 begin, u64 end): pull sequences, half-open, ascending, anywhere in what is
+#           un-acked. What is settled already does no harm. Answer: 0 u64 acked end: everything below is settled.
+_U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
+_RANGE = struct.Struct("<QQ")
+RANGES_MAX = 10_000
+"""In one ACK or NACK."""
 
 
 class Ack(NamedTuple):
     subscription: int
-    begin: int
-    end: int
+    ranges: list[tuple[int, int]]
 
 
 def encode_ack(ack: Ack) -> bytes:
-    return _ACK.pack(*ack)
+    return _U32.pack(ack.subscription) + b"".join(_RANGE.pack(*one) for one in ack.ranges)
 
 
 def decode_ack(body: memoryview) -> Ack:
-    if len(body) != _ACK.size:
-        raise InvalidRequest(f"an ACK has {_ACK.size} bytes, not {len(body)}")
-    return Ack(*_ACK.unpack(body))
+    count, rest = divmod(len(body) - _U32.size, _RANGE.size)
+    if rest or not 0 < count <= RANGES_MAX:
+        raise InvalidRequest(f"{len(body)} bytes are no ACK of 1 to {RANGES_MAX} ranges")
+    return Ack(_U32.unpack_from(body)[0], list(_RANGE.iter_unpack(body[_U32.size :])))
+
+
+# NACK:     0 u32 subscription, 4 u32 n, n x (u64 begin, u64 end, u64 delay ms, u32 verdict), then the reason, UTF-8.
+#           The messages of a range come again after the delay, or become dead letters. Answer: as for ACK.
+DELAY_MS_MAX = 24 * 3600 * 1000
+REASON_BYTES_MAX = 1_000
+_NACK = struct.Struct("<II")
+_NACK_ENTRY = struct.Struct("<QQQI")
+
+
+class Verdict(IntEnum):
+    """What becomes of messages that a consumer could not handle."""
+
+    RETRY = 0
+    DEAD_LETTER = 1
+
+
+class NackEntry(NamedTuple):
+    begin: int
+    end: int
+    delay_ms: int
+    verdict: int
+
+
+class Nack(NamedTuple):
+    subscription: int
+    entries: list[NackEntry]
+    reason: str
+
+
+def encode_nack(nack: Nack) -> bytes:
+    """Pack a NACK; a reason that is too long is cut."""
+    entries = b"".join(_NACK_ENTRY.pack(*entry) for entry in nack.entries)
+    reason = nack.reason.encode("utf-8", "replace")[:REASON_BYTES_MAX]
+    return _NACK.pack(nack.subscription, len(nack.entries)) + entries + reason
+
+
+def decode_nack(body: memoryview) -> Nack:
+    try:
+        subscription, count = _NACK.unpack_from(body)
+        end = _NACK.size + count * _NACK_ENTRY.size
+        if not 0 < count <= RANGES_MAX or not end <= len(body) <= end + REASON_BYTES_MAX:
+            raise InvalidRequest(f"{len(body)} bytes are no NACK of {count} entries and a reason")
+        entries = [NackEntry(*entry) for entry in _NACK_ENTRY.iter_unpack(body[_NACK.size : end])]
+    except struct.error as error:
+        raise InvalidRequest(f"not a NACK: {error}") from None
+    for entry in entries:
+        if entry.delay_ms > DELAY_MS_MAX or entry.verdict not in Verdict._value2member_map_:
+            raise InvalidRequest(f"a NACK asks for at most {DELAY_MS_MAX} ms, with verdict 0 or 1; not {entry}")
+    return Nack(subscription, entries, str(body[end:], "utf-8", "replace"))
 
 
 def encode_acked(acked_end: int) -> bytes:
