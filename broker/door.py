@@ -7,9 +7,20 @@ import logging
 from typing import TYPE_CHECKING
 
 from broker.access import Access
+from broker.overload import ConnectionState, Flow
 from broker.settings import BrokerSettings
 from broker.tokens import Limits, check_broker, check_client
-from qmq.errors import AccessError, InvalidMessage, InvalidName, InvalidRequest, MissingRight, NotServed, QmqError
+from qmq.codec import Buffer
+from qmq.errors import (
+    AccessError,
+    ErrorCode,
+    InvalidMessage,
+    InvalidName,
+    InvalidRequest,
+    MissingRight,
+    NotServed,
+    QmqError,
+)
 from qmq.remoting.commands import Command, decode_json, encode_json
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
@@ -33,6 +44,11 @@ class _Guest(Connection):
         super().__init__(door, packet_bytes_max)
         self._door = door
 
+    def answer(self, request: Packet, *parts: Buffer, code: int = ErrorCode.SUCCESS) -> None:
+        super().answer(request, *parts, code=code)
+        if request.code == Command.PRODUCE and self._door.flow.state is ConnectionState.FLOW:
+            self._door.follow_flow()
+
     def refuse(self, request: Packet, error: QmqError) -> None:
         if isinstance(error, InvalidName | InvalidMessage | InvalidRequest | MissingRight):
             self._door.tell_once(self, error)
@@ -46,6 +62,8 @@ class Door:
         self._service, self._allowed, self._settings, self._access = service, allowed, settings, access
         self._is_client = Command.PRODUCE in allowed
         self._is_in = False
+        self.app = ""
+        self.flow = Flow(settings.window_bytes)
         self._token = ""
         self._limits: Limits | None = None
         self._login: asyncio.Task[None] | None = None
@@ -63,12 +81,24 @@ class Door:
         if packet.code in self._allowed and self._is_in:
             if self._limits is None or self._is_within_limits(self._limits, connection, packet):
                 self._service.packet_received(connection, packet)
+                if packet.code == Command.PRODUCE:
+                    self.flow.produces = True
+                    self.follow_flow()
+                elif packet.code == Command.SUBSCRIBE:
+                    self.flow.consumes = True
         elif packet.code == Command.AUTHENTICATE and self._login is None:
             self._authenticate(connection, packet)
         elif not self._is_in:
             self._turn_away(connection, packet, AccessError("say who you are first: AUTHENTICATE with an API token"))
         else:
             connection.refuse(packet, InvalidRequest(f"command {packet.code} is not served on this port"))
+
+    def follow_flow(self) -> None:
+        """Stop reading, or go on, as the window and the process's memory say now."""
+        service, flow = self._service, self.flow
+        if flow.follow(self.connection.unacked_bytes, memory_is_short=service.memory_alarm.is_on):
+            service.stops[flow.state] += 1
+        self.connection.read(flow.state is ConnectionState.RUNNING)
 
     def _is_within_limits(self, limits: Limits, connection: Connection, packet: Packet) -> bool:
         service = self._service
@@ -86,13 +116,13 @@ class Door:
             connection.refuse(packet, error)
             connection.close(str(error))
             return
-        token, app = fields["token"], fields["app"][:100]
+        token, self.app = fields["token"], fields["app"][:100]
         if (caller := self._access.own(token)) is not None:
             self._let_in(connection, packet, token, caller)
         else:
-            self._login = asyncio.ensure_future(self._look_up(connection, packet, token, app))
+            self._login = asyncio.ensure_future(self._look_up(connection, packet, token))
 
-    async def _look_up(self, connection: Connection, packet: Packet, token: str, app: str) -> None:
+    async def _look_up(self, connection: Connection, packet: Packet, token: str) -> None:
         try:
             caller = await self._access.check(token)
             if connection.is_open:
@@ -100,7 +130,7 @@ class Door:
         except MissingRight as error:
             self._turn_away(connection, packet, error)
         except AccessError as error:
-            self._turn_away(connection, packet, AccessError(f"the token of {app!r} is not valid here: {error}"))
+            self._turn_away(connection, packet, AccessError(f"the token of {self.app!r} is not valid here: {error}"))
         except NotServed as error:
             self._turn_away(connection, packet, error)
         finally:
@@ -113,6 +143,8 @@ class Door:
         if self._is_client and caller.role != TokenRole.CLUSTER:
             self._limits = Limits(caller, self._access.new_subjects)
         self._is_in, self._token = True, token
+        if self._is_client:
+            self._service.doors[self] = None
         self._access.entered(token, self)
         connection.allow_packets(settings.packet_bytes_max if self._is_client else SYNC_PACKET_BYTES_MAX)
         connection.answer(
@@ -139,6 +171,7 @@ class Door:
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         self._service.connections -= 1
+        self._service.doors.pop(self, None)
         self._access.left(self._token, self)
         self._service.guarded(lambda: self._service.node.link_lost(connection))
 

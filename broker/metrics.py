@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
 from wsgiref.simple_server import WSGIServer
@@ -15,6 +16,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from broker.metrics_door import MetricsDoor, serve_door
+from broker.overload import ConnectionState
 from broker.readonly import Reason
 from broker.reign import PRODUCE_MS_BUCKETS
 from broker.service import Service
@@ -55,6 +57,7 @@ class BrokerCollector(Collector):
         for reason in Reason:
             reasons.add_metric([group, reason.value], float(reason.value in node.readonly_reasons))
         yield reasons
+        yield from self._flow(group)
         yield self._produce_seconds(group)
         yield from self._lags(group)
         received = CounterMetricFamily(
@@ -85,6 +88,8 @@ class BrokerCollector(Collector):
         yield "disk_free_bytes", "Free space on the disk of the log", service.disk_free_bytes
         yield "disk_free_limit_bytes", "Free space below which no message is taken", self._settings.disk_free_limit
         yield "connections", "Open connections of clients and slave", service.connections
+        yield "memory_bytes", "Memory of this process alone", service.memory_bytes
+        yield "memory_limit_bytes", "Memory above which producers wait", service.memory_alarm.limit_bytes
         yield "sync_cost_seconds", "Recent mean time of a small fsync", service.sync_us / 1e6
         if master is not None:
             lag = message_log.end - master.gate.matched_end if not master.gate.alone else message_log.end
@@ -106,6 +111,23 @@ class BrokerCollector(Collector):
         yield "commits", "Writes with fsync", service.commits
         yield "sync_seconds", "Time spent in writes with fsync", service.sync_seconds
 
+    def _flow(self, group: str) -> Iterator[Metric]:
+        labels = ["broker_group", "state"]
+        now = GaugeMetricFamily(
+            "qmq_broker_client_connections", "Clients' connections by state; flow and blocked ones are not read",
+            labels=labels,
+        )  # fmt: skip
+        stops = CounterMetricFamily(
+            "qmq_broker_stopped_connections", "How often a producer's connection was not read any more", labels=labels
+        )
+        counts = Counter(door.flow.state for door in self._service.doors)
+        for state in ConnectionState:
+            now.add_metric([group, state.value], counts[state])
+            if state is not ConnectionState.RUNNING:
+                stops.add_metric([group, state.value], self._service.stops[state])
+        yield now
+        yield stops
+
     def _produce_seconds(self, group: str) -> Metric:
         counters = self._service.node.counters
         running = list(accumulate(counters.produce_ms_counts))
@@ -123,9 +145,7 @@ class BrokerCollector(Collector):
         state = self._service.node.log.state
         for (subject, name), progress in state.groups.items():
             returned = sum(entry[1] for entry in progress.returned)
-            lag.add_metric(
-                [group, subject, name], state.next_sequence.get(subject, 0) - progress.position + returned
-            )
+            lag.add_metric([group, subject, name], state.next_sequence.get(subject, 0) - progress.position + returned)
             held = sum(consumer.unacked_messages for consumer in progress.consumers.values())
             unacked.add_metric([group, subject, name], held)
         yield lag

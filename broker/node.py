@@ -338,8 +338,13 @@ class Node:
             self._begin_role()
 
     def set_disk_full(self, is_full: bool) -> None:
+        """Said in each tick, as the next one, so that a new reign knows it too."""
         if self.master is not None and self.master.readonly.change(Reason.DISK, is_full) and is_full:
             log.error("disk nearly full group=%s: the group is readonly", self.group)
+
+    def set_memory_short(self, is_short: bool) -> None:
+        if self.master is not None and self.master.readonly.change(Reason.MEMORY, is_short) and is_short:
+            log.error("memory over its limit group=%s: producers wait, consumers go on", self.group)
 
 
 def _is_other_history(begin: int, data: bytes, damage: Damage) -> bool:

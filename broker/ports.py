@@ -20,6 +20,8 @@ class Link(Protocol):
 
     peer: str
     writable: bool
+    unacked_bytes: int
+    """Bytes of batches that came on it and wait for both disks; kept by `broker.producing`."""
 
     @property
     def is_open(self) -> bool: ...

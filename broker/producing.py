@@ -30,7 +30,6 @@ class Producing:
 
     def __init__(self, reign: Reign, wake: Callable[[str], None]) -> None:
         self._reign, self._wake = reign, wake
-        self._held_bytes: dict[Link, int] = {}
 
     def produce(self, link: Link, packet: Packet) -> None:
         reign = self._reign
@@ -45,7 +44,7 @@ class Producing:
         if produce.subject not in state.next_sequence:
             check_name("subject", produce.subject)
         reign.readonly.check(reign.group, produce.subject)
-        self._check_window(link, len(packet.body))
+        self._check_window(link)
         body, count, crc, refused = self._storable(produce)
         if not count:
             reign.counters.refused_messages += len(refused)
@@ -93,14 +92,13 @@ class Producing:
 
     def _hold(self, link: Link, packet: Packet, end: int, body: bytes) -> None:
         """Answer when both disks have everything before `end`."""
-        size, held, reign = len(packet.body), self._held_bytes, self._reign
-        held[link] = held.get(link, 0) + size
+        size, reign = len(packet.body), self._reign
+        link.unacked_bytes += size
         packet = _without_body(packet)
         began_ms = reign.host.monotonic_ms()
 
         def answer(error: QmqError | None) -> None:
-            if link in held:
-                held[link] -= size
+            link.unacked_bytes -= size
             if error is not None:
                 link.refuse(packet, error)
                 return
@@ -111,13 +109,10 @@ class Producing:
 
         reign.gate.stored(end, answer)
 
-    def _check_window(self, link: Link, size: int) -> None:
-        held = self._held_bytes.get(link, 0)
-        if held and held + size > self._reign.settings.window_bytes:
-            raise Overloaded(f"this connection has {held} un-acknowledged bytes; wait for answers")
-
-    def link_lost(self, link: Link) -> None:
-        self._held_bytes.pop(link, None)
+    def _check_window(self, link: Link) -> None:
+        """A full window is refused; what fills it may be one packet over it."""
+        if link.unacked_bytes >= self._reign.settings.window_bytes:
+            raise Overloaded(f"this connection has {link.unacked_bytes} un-acknowledged bytes; wait for answers")
 
 
 def _without_body(packet: Packet) -> Packet:

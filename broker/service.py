@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import Any
 
-from broker import retention
+from broker import memory, retention
 from broker.access import Access
 from broker.door import SYNC_PACKET_BYTES_MAX, Door
 from broker.node import Node
+from broker.overload import ConnectionState, DiskWatch, MemoryAlarm
 from broker.settings import BrokerSettings
 from qmq.errors import (
     AccessError,
@@ -46,9 +48,18 @@ INLINE_COMMIT_BYTES = 64 * 1024
 TOLD_MAX = 1000
 """Mistakes of clients that are remembered, so that each is logged once."""
 RECONNECT_S = 0.2
+GIVE_BACK_S = 1.0
+"""While memory is short, how often what is free in it goes back to the system."""
+BLOCKED_READ_MAX = 32
+"""Blocked connections that are read in a tick: each request gets its refusal in the end, and no kernel gives up a
+connection whose other end is full."""
+HOUSE_S = 1.0
 
 CLIENT_COMMANDS = frozenset(
-    {Command.PRODUCE, Command.SUBSCRIBE, Command.PULL, Command.ACK, Command.HEARTBEAT, Command.UNSUBSCRIBE}
+    {
+        Command.PRODUCE, Command.SUBSCRIBE, Command.PULL, Command.ACK, Command.NACK, Command.HEARTBEAT,
+        Command.UNSUBSCRIBE,
+    }  # fmt: skip
 )
 SYNC_COMMANDS = frozenset({Command.HELLO, Command.FRAMES, Command.CONFIRM, Command.SNAPSHOT})
 
@@ -68,6 +79,14 @@ class Service:
         self.commits = 0
         self.sync_seconds = 0.0
         self.connections = 0
+        self.doors: dict[Door, None] = {}
+        """Of clients; of those that are blocked, the one read longest ago comes first."""
+        self.memory_alarm = MemoryAlarm(int(settings.memory_limit * memory.ram_bytes()))
+        self.memory_bytes = 0
+        self.stops = dict.fromkeys(ConnectionState, 0)
+        """How often connections came into each state."""
+        self._disk_watch = DiskWatch(settings.disk_free_limit)
+        self._given_back_at = 0.0
         self._role_changed = asyncio.Event()
         self._turn_is_due = False
         self._loop: asyncio.AbstractEventLoop
@@ -217,11 +236,39 @@ class Service:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            self._look_at_limits()
             self.guarded(self.node.tick)
             reported = (type(self.node.role), self.node.writable, tuple(self.node.readonly_reasons))
             if reported != self._last_reported:
                 self._last_reported = reported
                 self.state_changed.set()
+
+    def _look_at_limits(self) -> None:
+        now_ms, node, alarm = self.monotonic_ms(), self.node, self.memory_alarm
+        if self._disk_watch.is_due(now_ms, node.log.end):
+            self._disk_watch.measured(self._disk.free_bytes(), now_ms, node.log.end)
+        node.set_disk_full(self._disk_watch.is_full)
+        self.memory_bytes = memory.used_bytes()
+        if alarm.measured(self.memory_bytes):
+            log.warning(
+                "memory alarm %s used=%d limit=%d", "on" if alarm.is_on else "off", self.memory_bytes, alarm.limit_bytes
+            )
+            for door in self.doors:
+                door.follow_flow()
+        node.set_memory_short(alarm.is_on)
+        if alarm.is_on:
+            self._while_memory_is_short()
+
+    def _while_memory_is_short(self) -> None:
+        for door in list(
+            islice((door for door in self.doors if door.flow.state is ConnectionState.BLOCKED), BLOCKED_READ_MAX)
+        ):
+            del self.doors[door]
+            self.doors[door] = None
+            door.connection.read(True)  # until one request came
+        if self._loop.time() - self._given_back_at > GIVE_BACK_S:
+            self._given_back_at = self._loop.time()
+            self._read_threads.submit(memory.give_back)
 
     async def _follow_master(self) -> None:
         """While this is a slave: keep one connection to the master's sync port."""
@@ -253,13 +300,10 @@ class Service:
             task.cancel()
 
     async def _keep_house(self) -> None:
-        """Every few seconds: free disk space and retention."""
+        """Retention: every ten seconds, and ten times as often while the disk is full."""
         while True:
-            free = self._disk.free_bytes()
-            self.node.set_disk_full(free < self._settings.disk_free_limit)
-            near = free < 2 * self._settings.disk_free_limit + (1 << 30)
             self.guarded(self._drop_unless_damaged)
-            await asyncio.sleep(0.1 if near else 10.0)
+            await asyncio.sleep(HOUSE_S if self._disk_watch.is_full else 10 * HOUSE_S)
 
     def _drop_unless_damaged(self) -> None:
         try:

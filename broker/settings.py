@@ -41,11 +41,17 @@ class BrokerSettings:
     window_bytes: int = setting(32 * MIB, unit="bytes", least=MIB, why="un-acknowledged bytes a connection may have")
 
     lease_ms: int = setting(30_000, unit="ms", least=500, why="silence after which a consumer's messages go back")
+    broadcast_forget_hours: float = setting(
+        24.0, unit="h", least=0.01, why="absence after which a broadcast consumer's progress is forgotten"
+    )
     slave_lag_bytes_max: int = setting(256 * MIB, unit="bytes", least=1, why="unconfirmed bytes that make readonly")
     slave_lag_ms_max: int = setting(5_000, unit="ms", least=10, why="age of an unconfirmed frame that makes readonly")
     slave_wait_ms: int = setting(5_000, unit="ms", least=0, why="wait of a restarted master for its slave")
     catch_up_bytes_per_s: int = setting(256 * MIB, unit="bytes/s", least=1024, why="rate at which a slave is seeded")
     disk_free_limit: int = setting(1 << 30, unit="bytes", least=0, why="free space below which the group is readonly")
+    memory_limit: float = setting(
+        0.4, unit="of RAM", least=0.0001, most=1.0, why="memory above which producers wait; consumers never do"
+    )
     inline_sync_us_max: float = setting(
         500.0, unit="us", least=0, why="fsyncs known to be faster than this run on the loop: no thread hop"
     )

@@ -46,6 +46,9 @@ class Connection(asyncio.BufferedProtocol):
         self._waiting: dict[int, Answered] = {}
         self._opaque = 0
         self.writable = True
+        self.unacked_bytes = 0
+        """For a broker's part towards producers (broker.ports.Link)."""
+        self._is_read = True
         self.peer = "?"
         self.lost_reason = ""
 
@@ -101,6 +104,12 @@ class Connection(asyncio.BufferedProtocol):
     def allow_packets(self, packet_bytes_max: int) -> None:
         """Take larger packets from now on."""
         self._reader.packet_bytes_max = packet_bytes_max
+
+    def read(self, is_read: bool) -> None:
+        """Read from the socket, or let the other end wait until it is full; packets that are in already are handled."""
+        if is_read is not self._is_read and self._transport is not None and not self._transport.is_closing():
+            self._is_read = is_read
+            (self._transport.resume_reading if is_read else self._transport.pause_reading)()
 
     @property
     def is_open(self) -> bool:
