@@ -1,5 +1,5 @@
-"""Shell. The broker's gRPC port: state and swap for the metaserver, consumers for operators, the log for
-repair and Spark."""
+"""Shell. The broker's gRPC port: state and swap for the metaserver, consumers and messages for operators, the log
+for repair and Spark."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import grpc
 import grpc.aio
 
 from broker import progress
+from broker.browsing import Browsing
 from broker.meta_link import state_message
 from broker.service import Service
 from broker.settings import BrokerSettings
 from broker.tokens import CONTROL_ROLES
 from qmq.control_plane import SERVER_OPTIONS
-from qmq.errors import CorruptFrame, NotServed, OperatorError, QmqError
+from qmq.errors import CallError, CorruptFrame, DiskFailed, MissingRight, NotServed, OperatorError, QmqError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
-from qmq.rights import Caller
+from qmq.rights import CONSUME, Caller
 from qmq.rpc_access import RpcDoor, caller
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
 
     def __init__(self, service: Service, settings: BrokerSettings) -> None:
         self._service, self._settings = service, settings
+        self._browsing = Browsing(service)
         self._loop = asyncio.get_running_loop()
 
     async def serve(self) -> None:
@@ -96,8 +98,7 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
                     await asyncio.sleep(0)  # others want to be served meanwhile
             oldest_ms = await asyncio.to_thread(self._timestamps, [one.oldest_offset for one in groups])
         except CorruptFrame as problem:
-            self._service.guarded(partial(node.found_damage, problem))
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{problem}; it is being repaired, ask again")
+            await self._being_repaired(problem, context)
         except QmqError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return pb.ConsumersAnswer(groups=map(_group_message, groups, oldest_ms))
@@ -112,6 +113,28 @@ class Control(BrokerServicer):  # type: ignore[misc]  # generated code has no ty
                     raise
                 found.append(0)  # retention took it meanwhile
         return found
+
+    async def _being_repaired(self, problem: CorruptFrame, context: Any) -> None:
+        self._service.guarded(partial(self._service.node.found_damage, problem))
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{problem}; it is being repaired, ask again")
+
+    async def Browse(self, request: pb.BrowseRequest, context: Any) -> pb.BrowseAnswer:
+        """PERMISSION_DENIED: the token may not consume from the subject. Others: see qmq.proto."""
+        answer = pb.BrowseAnswer()
+        try:
+            caller().require_subject(CONSUME, request.subject)
+            answer = await self._browsing.answer(request)
+        except DiskFailed as error:
+            self._service.fail(error)
+        except CorruptFrame as problem:
+            await self._being_repaired(problem, context)
+        except MissingRight as error:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        except CallError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except QmqError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return answer
 
     async def ResetOffset(self, request: pb.ResetOffsetRequest, context: Any) -> pb.ResetOffsetAnswer:
         """FAILED_PRECONDITION: refused, nothing changed. DEADLINE_EXCEEDED, UNAVAILABLE: it may or may not stay."""

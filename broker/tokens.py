@@ -28,6 +28,7 @@ CONTROL_ROLES: Mapping[str, frozenset[TokenRole]] = {
     "DescribeLog": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
     "ReadLog": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
     "Consumers": frozenset({TokenRole.OPERATOR}),
+    "Browse": frozenset({TokenRole.OPERATOR, TokenRole.CLIENT}),
     "PrepareSwap": frozenset({TokenRole.CLUSTER}),
     "CancelSwap": frozenset({TokenRole.CLUSTER}),
     "ResetOffset": frozenset({TokenRole.CLUSTER}),

@@ -201,6 +201,82 @@ class RouteUpdate(_message.Message):
     routes: _containers.RepeatedCompositeFieldContainer[SubjectRoute]
     def __init__(self, version: _Optional[int] = ..., routes: _Optional[_Iterable[_Union[SubjectRoute, _Mapping]]] = ...) -> None: ...
 
+class BrowseRequest(_message.Message):
+    __slots__ = ("subject", "begin", "end", "since_ms", "until_ms", "newest_first", "id", "properties", "tags", "messages_max", "with_properties")
+    class PropertiesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    SINCE_MS_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_MS_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIRST_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PROPERTIES_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_MAX_FIELD_NUMBER: _ClassVar[int]
+    WITH_PROPERTIES_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    begin: int
+    end: int
+    since_ms: int
+    until_ms: int
+    newest_first: bool
+    id: str
+    properties: _containers.ScalarMap[str, str]
+    tags: _containers.RepeatedScalarFieldContainer[str]
+    messages_max: int
+    with_properties: bool
+    def __init__(self, subject: _Optional[str] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., since_ms: _Optional[int] = ..., until_ms: _Optional[int] = ..., newest_first: _Optional[bool] = ..., id: _Optional[str] = ..., properties: _Optional[_Mapping[str, str]] = ..., tags: _Optional[_Iterable[str]] = ..., messages_max: _Optional[int] = ..., with_properties: _Optional[bool] = ...) -> None: ...
+
+class BrowsedMessage(_message.Message):
+    __slots__ = ("sequence", "offset", "stored_ms", "created_ms", "id", "tags", "bytes", "properties", "problem")
+    class PropertiesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    STORED_MS_FIELD_NUMBER: _ClassVar[int]
+    CREATED_MS_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROPERTIES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    offset: int
+    stored_ms: int
+    created_ms: int
+    id: str
+    tags: _containers.RepeatedScalarFieldContainer[str]
+    bytes: int
+    properties: _containers.ScalarMap[str, str]
+    problem: str
+    def __init__(self, sequence: _Optional[int] = ..., offset: _Optional[int] = ..., stored_ms: _Optional[int] = ..., created_ms: _Optional[int] = ..., id: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., properties: _Optional[_Mapping[str, str]] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class BrowseAnswer(_message.Message):
+    __slots__ = ("messages", "begin", "end", "first_sequence", "end_sequence")
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    END_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[BrowsedMessage]
+    begin: int
+    end: int
+    first_sequence: int
+    end_sequence: int
+    def __init__(self, messages: _Optional[_Iterable[_Union[BrowsedMessage, _Mapping]]] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., first_sequence: _Optional[int] = ..., end_sequence: _Optional[int] = ...) -> None: ...
+
 class ConsumersRequest(_message.Message):
     __slots__ = ("subject", "group")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]

@@ -325,6 +325,11 @@ class BrokerStub:
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.ResetOffsetRequest.SerializeToString,
                 response_deserializer=qmq_dot_proto_dot_qmq__pb2.ResetOffsetAnswer.FromString,
                 _registered_method=True)
+        self.Browse = channel.unary_unary(
+                '/qmq.Broker/Browse',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.BrowseRequest.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.BrowseAnswer.FromString,
+                _registered_method=True)
 
 
 class BrokerServicer:
@@ -378,6 +383,14 @@ class BrokerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Browse(self, request, context):
+        """Look at messages that both copies have, bounded in number, bytes and time; consumers notice nothing.
+        FAILED_PRECONDITION: not the master, or what was to be read is being repaired. INVALID_ARGUMENT: what is wrong.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BrokerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -415,6 +428,11 @@ def add_BrokerServicer_to_server(servicer, server):
                     servicer.ResetOffset,
                     request_deserializer=qmq_dot_proto_dot_qmq__pb2.ResetOffsetRequest.FromString,
                     response_serializer=qmq_dot_proto_dot_qmq__pb2.ResetOffsetAnswer.SerializeToString,
+            ),
+            'Browse': grpc.unary_unary_rpc_method_handler(
+                    servicer.Browse,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.BrowseRequest.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.BrowseAnswer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -606,6 +624,33 @@ class Broker:
             '/qmq.Broker/ResetOffset',
             qmq_dot_proto_dot_qmq__pb2.ResetOffsetRequest.SerializeToString,
             qmq_dot_proto_dot_qmq__pb2.ResetOffsetAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Browse(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Broker/Browse',
+            qmq_dot_proto_dot_qmq__pb2.BrowseRequest.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.BrowseAnswer.FromString,
             options,
             channel_credentials,
             insecure,

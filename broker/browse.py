@@ -1,0 +1,193 @@
+"""Core. Looks at the messages of a subject where they are stored, for people: no consumer group, no progress, nobody
+who consumes is disturbed.
+
+One look is many small steps, so that nobody waits for it: `next_frames` says, on the loop, what to read; `look_through`
+goes through what was read, on any thread. Filters are byte strings that must stand in an encoded message, so that
+most frames are passed over without decoding anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from broker.progress import sequences_kept
+from qmq.codec import Buffer, decode_envelope, decode_properties, split_batch
+from qmq.errors import InvalidMessage, InvalidRequest
+from qmq.log import MessageLog
+from qmq.log.frame import Frame
+from qmq.log.index import FrameRef
+from qmq.subjects import check_subject
+
+MESSAGES_MAX, MESSAGES_DEFAULT = 1_000, 100
+ANSWER_BYTES_MAX = 4 << 20
+"""Of encoded messages; the first one always fits."""
+STEP_FRAMES, STEP_BYTES = 256, 4 << 20
+"""Read at a time: some ten milliseconds of a thread."""
+
+
+class Filter(NamedTuple):
+    """Which messages are wanted: those with all of this. Empty: every one."""
+
+    id: str = ""
+    tags: frozenset[str] = frozenset()
+    properties: Mapping[str, str] = {}
+
+    def needles(self) -> list[bytes]:
+        """Return what stands in the encoding of each message that is wanted."""
+        properties = [_string(name) + _string(value) for name, value in self.properties.items()]
+        return [*([_string(self.id)] if self.id else []), *properties, *map(_string, self.tags)]
+
+
+class Found(NamedTuple):
+    """One message as it is stored. `offset` is that of its frame; `problem` says why it cannot be decoded."""
+
+    sequence: int
+    offset: int
+    stored_ms: int
+    bytes: int
+    created_ms: int = 0
+    id: str = ""
+    tags: tuple[str, ...] = ()
+    properties: Mapping[str, str] = {}
+    problem: str = ""
+
+
+def borders(log: MessageLog, subject: str) -> Generator[FrameRef, bool, int]:
+    """Look for a border between older and newer messages: yield frames, to be sent whether they are older; return the
+    first sequence that is not. Between the steps, messages may come and go."""
+    low, high = sequences_kept(log, subject)
+    while low < high:
+        refs = log.frames(subject, (low + high) // 2, 1)
+        if not refs:
+            break
+        if (yield refs[0]):
+            low = refs[0].end
+        else:
+            high = min(refs[0].begin, high)
+    return low
+
+
+def visible_end(log: MessageLog, subject: str, limit: int) -> int:
+    """Return the end of the messages of `subject` whose frames end at or before the offset `limit`."""
+    search = borders(log, subject)
+    try:
+        ref = next(search)
+        while True:
+            ref = search.send(ref.offset + ref.length <= limit)
+    except StopIteration as found:
+        return int(found.value)
+
+
+@dataclass(slots=True)
+class Browse:
+    """One look at sequences `[begin, end)` of a subject; what is left of them when it stops is left to look at.
+
+    Args:
+        limit: offset up to which both copies have the log: nothing behind it is shown.
+    """
+
+    log: MessageLog
+    subject: str
+    limit: int
+    begin: int
+    end: int
+    newest_first: bool = False
+    wanted: Filter = Filter()
+    messages_max: int = MESSAGES_DEFAULT
+    found: list[Found] = field(default_factory=list)
+    _bytes: int = 0
+    _is_full: bool = False
+
+    def __post_init__(self) -> None:
+        check_subject(self.subject)
+        if not 0 < self.messages_max <= MESSAGES_MAX:
+            raise InvalidRequest(f"a look is at 1 to {MESSAGES_MAX} messages, not {self.messages_max}")
+        first, _ = sequences_kept(self.log, self.subject)
+        self.begin = max(self.begin, first)
+        self.end = max(min(self.end, visible_end(self.log, self.subject, self.limit)), self.begin)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left, or the answer is full."""
+        return self.begin >= self.end or self._is_full
+
+    def next_frames(self) -> list[FrameRef]:
+        """Say which frames to read next, in the order in which they lie; none: retention took what was left."""
+        begin = max(self.begin, self.end - STEP_FRAMES) if self.newest_first else self.begin
+        refs = [ref for ref in self.log.frames(self.subject, begin, STEP_FRAMES) if ref.begin < self.end]
+        if not refs:
+            self.begin = self.end
+        ahead = refs[::-1] if self.newest_first else refs
+        size = taken = 0
+        for ref in ahead:
+            size += ref.length
+            if taken and size > STEP_BYTES:
+                break
+            taken += 1
+        return sorted(ahead[:taken])
+
+    def look_through(self, frames: list[tuple[Frame, Buffer]]) -> None:
+        """Take what is wanted out of frames that were read, until the answer is full."""
+        needles = self.wanted.needles()
+        for frame, body in reversed(frames) if self.newest_first else frames:
+            if self._is_full:
+                return
+            self._look_into(frame, bytes(body), needles)
+
+    def _look_into(self, frame: Frame, body: bytes, needles: list[bytes]) -> None:
+        first = frame.first_sequence
+        low, high = max(self.begin, first), min(self.end, first + frame.count)
+        if all(needle in body for needle in needles):
+            messages = list(split_batch(body, frame.count))
+            for sequence in reversed(range(low, high)) if self.newest_first else range(low, high):
+                if not self._take(frame, sequence, bytes(messages[sequence - first]), needles):
+                    return
+        if self.newest_first:
+            self.end = min(self.end, low)
+        else:
+            self.begin = max(self.begin, high)
+
+    def _take(self, frame: Frame, sequence: int, data: bytes, needles: list[bytes]) -> bool:
+        """Look at one message; return whether there is room for another."""
+        if all(needle in data for needle in needles):
+            found = _decode(frame, sequence, data)
+            if _is_wanted(found, self.wanted):
+                if self.found and self._bytes + len(data) > ANSWER_BYTES_MAX:
+                    self._is_full = True
+                    return False
+                self.found.append(found)
+                self._bytes += len(data)
+        if self.newest_first:
+            self.end = sequence
+        else:
+            self.begin = sequence + 1
+        self._is_full = len(self.found) >= self.messages_max
+        return not self._is_full
+
+
+def _string(text: str) -> bytes:
+    """A string in QMQ's encoding of a message: its length and UTF-8. Too long for one: nothing has it."""
+    data = text.encode("utf-8", "surrogatepass")
+    return min(len(data), 0xFFFF).to_bytes(2, "big") + data
+
+
+def _decode(frame: Frame, sequence: int, data: bytes) -> Found:
+    found = Found(sequence, frame.offset, frame.timestamp_ms, len(data))
+    try:
+        envelope = decode_envelope(data)
+        properties = decode_properties(data, envelope.body_begin)
+    except InvalidMessage as error:
+        return found._replace(problem=str(error))
+    return found._replace(
+        created_ms=envelope.created_ms, id=envelope.id, tags=tuple(sorted(envelope.tags)), properties=properties
+    )
+
+
+def _is_wanted(found: Found, wanted: Filter) -> bool:
+    return (
+        wanted.id in ("", found.id)
+        and wanted.tags <= set(found.tags)
+        and wanted.properties.items() <= found.properties.items()
+    )

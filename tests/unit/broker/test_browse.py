@@ -1,0 +1,208 @@
+"""Core. Looking at messages where they are stored: what is shown, in which order, within which bounds."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from broker import browse
+from broker.browse import Browse, Filter, borders, visible_end
+from qmq.codec import encode_message, join_batch
+from qmq.errors import InvalidName, InvalidRequest
+from qmq.log.frame import FrameKind
+from qmq.message import Message
+from tests.unit.log.logs import Copy
+
+END = 1 << 63
+
+
+def a_log(**options) -> Copy:
+    copy = Copy(**options)
+    copy.office()
+    return copy
+
+
+def add(copy: Copy, *messages: Message, timestamp_ms: int = 5):
+    """Append one batch, and make it durable."""
+    body = join_batch([encode_message(one, 77) for one in messages])
+    subject = messages[0].subject
+    first = copy.log.state.next_sequence.get(subject, 0)
+    frame = copy.append(
+        FrameKind.MESSAGES, subject, body, count=len(messages), first_sequence=first, timestamp_ms=timestamp_ms
+    )
+    copy.flush()
+    return frame
+
+
+def order(id: str, tags=(), subject: str = "s", **properties) -> Message:
+    return Message(subject, properties, tags=tags, id=id)
+
+
+def step(one: Browse) -> None:
+    """One step, as the broker takes them: what the tail has is not read from disk."""
+    refs = one.next_frames()
+    in_tail = {ref.offset: found for ref in refs if (found := one.log.tail_body(ref.offset)) is not None}
+    read = {
+        frame.offset: (frame, body) for frame, body in one.log.read_bodies([r for r in refs if r.offset not in in_tail])
+    }
+    one.look_through([(in_tail | read)[ref.offset] for ref in refs])
+
+
+def look(copy: Copy, begin: int = 0, end: int = END, *, limit: int | None = None, **options) -> Browse:
+    """One call, as far as it goes."""
+    one = Browse(copy.log, "s", copy.log.end if limit is None else limit, begin, end, **options)
+    while not one.is_over:
+        step(one)
+    return one
+
+
+def all_ids(copy: Copy, **options) -> list[str]:
+    """Ask on until nothing is left."""
+    found, begin, end = [], 0, END
+    while begin < end:
+        one = look(copy, begin, end, **options)
+        found += [message.id for message in one.found]
+        begin, end = one.begin, one.end
+    return found
+
+
+def test_a_message_is_shown_as_it_was_sent_with_its_place():
+    copy = a_log()
+    add(copy, order("m0"))
+    frame = add(copy, order("m1"), order("m2", ["b", "a"], orderNo=7, paid=True), timestamp_ms=1_234)
+    shown = look(copy).found[2]
+    assert (shown.sequence, shown.offset, shown.stored_ms, shown.created_ms) == (2, frame.offset, 1_234, 77)
+    assert (shown.id, shown.tags, shown.properties) == ("m2", ("a", "b"), {"orderNo": "7", "paid": "true"})
+    assert shown.bytes == len(encode_message(order("m2", ["b", "a"], orderNo=7, paid=True), 77)) and not shown.problem
+
+
+@pytest.mark.parametrize("newest_first", [False, True], ids=["oldest first", "newest first"])
+@pytest.mark.parametrize("tail_bytes", [0, 1 << 20], ids=["from disk", "from memory"])
+@pytest.mark.parametrize("seed", range(8))
+def test_asking_on_shows_every_message_once_in_order(newest_first, tail_bytes, seed, monkeypatch):
+    rng, copy = Random(seed), a_log(tail_bytes=tail_bytes)
+    monkeypatch.setattr(browse, "STEP_FRAMES", rng.choice([1, 2, 7]))
+    monkeypatch.setattr(browse, "STEP_BYTES", rng.choice([1, 500, 1 << 20]))
+    ids = []
+    for _ in range(40):
+        batch = [f"m{len(ids) + at}" for at in range(rng.randint(1, 6))]
+        ids += batch
+        add(copy, *[order(id, text="x" * rng.randrange(80)) for id in batch])
+        add(copy, order("other", subject="t"))
+    assert len(copy.log.bases) > 3
+    expected = ids[::-1] if newest_first else ids
+    assert all_ids(copy, newest_first=newest_first, messages_max=rng.choice([1, 3, 1_000])) == expected
+
+
+@pytest.mark.parametrize("newest_first", [False, True], ids=["oldest first", "newest first"])
+def test_a_range_of_sequences_is_kept_to(newest_first):
+    copy = a_log()
+    for at in range(5):
+        add(copy, *[order(f"m{at * 4 + i}") for i in range(4)])
+    shown = look(copy, 3, 9, newest_first=newest_first).found
+    expected = range(3, 9)
+    assert [one.sequence for one in shown] == list(reversed(expected) if newest_first else expected)
+    assert look(copy, 20, 30).found == [] and look(copy, 9, 3).found == []
+
+
+def test_nothing_above_the_high_watermark_is_shown():
+    copy = a_log()
+    frames = [add(copy, order(f"m{at}"), order(f"n{at}")) for at in range(9)]
+    for at, frame in enumerate(frames):
+        for limit in (frame.end, frame.end + 7):
+            assert visible_end(copy.log, "s", limit) == 2 * at + 2
+            assert len(look(copy, limit=limit).found) == 2 * at + 2
+            assert look(copy, limit=limit, newest_first=True, messages_max=1).found[0].id == f"n{at}"
+    assert look(copy, limit=frames[0].end - 1).found == []
+
+
+def test_the_border_between_older_and_newer_is_found_over_segments():
+    copy = a_log(tail_bytes=0)
+    for at in range(30):
+        add(copy, order(f"m{at}", text="x" * 150), order(f"n{at}"), timestamp_ms=1_000 * at)
+        add(copy, order("other", subject="t"), timestamp_ms=1_000 * at)
+    assert len(copy.log.bases) > 3
+    for since_ms, expected in ((0, 0), (1, 2), (1_000, 2), (17_000, 34), (17_001, 36), (29_000, 58), (29_001, 60)):
+        search = borders(copy.log, "s")
+        with pytest.raises(StopIteration) as found:
+            ref = next(search)
+            while True:
+                ref = search.send(copy.log.timestamp_at(ref.offset) < since_ms)
+        assert found.value.value == expected
+
+
+@pytest.mark.parametrize(
+    "wanted, expected",
+    [
+        (Filter(id="m1"), ["m1"]),
+        (Filter(id="m"), []),
+        (Filter(tags=frozenset({"paid"})), ["m1", "m2"]),
+        (Filter(tags=frozenset({"paid", "late"})), ["m2"]),
+        (Filter(properties={"no": "1"}), ["m0", "m2"]),
+        (Filter(properties={"no": "1", "to": "x"}), ["m2"]),
+        (Filter(properties={"no": ""}), []),
+        (Filter(id="m2", tags=frozenset({"late"}), properties={"to": "x"}), ["m2"]),
+        (Filter(id="m2", tags=frozenset({"early"})), []),
+        (Filter(properties={"text": "y" * 40_000}), []),
+        (Filter(properties={"no": "1\ud800"}), []),
+    ],
+)  # fmt: skip
+def test_what_is_wanted_is_found(wanted, expected):
+    copy = a_log()
+    add(copy, order("m0", no=1), order("m1", ["paid"], no=11, text="no1"))
+    add(copy, order("m2", ["paid", "late"], no=1, to="x"), order("m3", ["unpaid"], to="x", text="\0\x02no\0\x011"))
+    assert all_ids(copy, wanted=wanted) == expected
+
+
+def test_text_of_one_property_is_not_taken_for_another():
+    """The bytes that are looked for first may stand anywhere."""
+    copy = a_log()
+    add(copy, order("m0", text="\0\x02no\0\x011"))
+    assert all_ids(copy, wanted=Filter(properties={"no": "1"})) == []
+
+
+def test_an_answer_is_bounded_in_bytes_but_holds_one_message_at_least(monkeypatch):
+    monkeypatch.setattr(browse, "ANSWER_BYTES_MAX", 600)
+    copy = a_log()
+    add(copy, order("big", text="x" * 900), *[order(f"m{at}", text="x" * 100) for at in range(9)])
+    first = look(copy)
+    assert [one.id for one in first.found] == ["big"]
+    second = look(copy, first.begin, first.end)
+    assert 0 < len(second.found) < 9 and sum(one.bytes for one in second.found) <= 600
+    assert len(all_ids(copy)) == len(all_ids(copy, newest_first=True)) == 10
+
+
+def test_what_retention_took_is_passed_over():
+    copy = a_log(tail_bytes=0)
+    while len(copy.log.bases) < 4:
+        add(copy, order(f"m{copy.log.state.next_sequence.get('s', 0)}", text="x" * 200))
+    count = copy.log.state.next_sequence["s"]
+    behind = Browse(copy.log, "s", copy.log.end, 0, END)
+    copy.log.drop_oldest_segment()
+    first = copy.log.frames("s", 0, 1)[0].begin
+    while not behind.is_over:
+        step(behind)
+    assert [one.sequence for one in behind.found] == list(range(first, count)) and first > 0
+    gone = Browse(copy.log, "s", copy.log.end, 0, first)
+    assert gone.is_over and gone.found == []
+
+
+def test_a_message_that_nobody_can_decode_is_shown_with_the_reason():
+    copy = a_log()
+    body = join_batch([b"\xff" * 40, encode_message(order("m1"), 0)])
+    copy.append(FrameKind.MESSAGES, "s", body, count=2, first_sequence=0)
+    copy.flush()
+    bad, good = look(copy).found
+    assert bad.problem and not bad.id and bad.bytes == 40 and good.id == "m1"
+    assert all_ids(copy, wanted=Filter(id="m1")) == ["m1"]
+
+
+def test_unknown_subjects_are_empty_and_illegal_ones_refused():
+    copy = a_log()
+    assert look(copy).found == []
+    with pytest.raises(InvalidName):
+        Browse(copy.log, "a/b", copy.log.end, 0, END)
+    for most in (0, browse.MESSAGES_MAX + 1):
+        with pytest.raises(InvalidRequest, match="1 to 1000 messages"):
+            look(copy, messages_max=most)
