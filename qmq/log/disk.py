@@ -56,7 +56,7 @@ class Disk(Protocol):
         """Return the whole of a file that never changes again; nothing if there is none, or it has bad blocks."""
 
     def create(self, name: str, size: int) -> None:
-        """Make a file of `size` zeros, durably."""
+        """Make a file of `size` zeros, durably; an empty one, which grows, on a disk that is nearly full."""
 
     def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
         """Write the buffers one behind the other at `offset`."""
@@ -159,7 +159,9 @@ class RealDisk:
             path = self._root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             file = self._descriptors[name] = _Descriptor(path, os.O_CREAT | os.O_TRUNC)
-            if size:
+            # A nearly full disk keeps its rest for what must go on: a segment that grows with its frames of progress
+            # needs a part of it, one that is reserved ahead would take all, or find too little and end the process.
+            if size and self.free_bytes() >= 2 * size:
                 os.posix_fallocate(file.fd, 0, size)
             os.fsync(file.fd)
             self._sync_folders(path)

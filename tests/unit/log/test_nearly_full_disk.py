@@ -1,0 +1,58 @@
+"""Core. A nearly full disk: a log goes on with what is left instead of asking for a whole segment at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qmq.log import RealDisk
+from qmq.log.segments import log_name
+from tests.unit.log.logs import Copy
+
+SEGMENT_BYTES = 64 << 10
+
+
+class NearlyFull(RealDisk):
+    """A real disk, on which others have left so much."""
+
+    left = 1 << 30
+
+    def free_bytes(self) -> int:
+        return self.left
+
+
+@pytest.fixture
+def disk(tmp_path: Path):
+    disk = NearlyFull(tmp_path)
+    yield disk
+    disk.close()
+
+
+def test_segment_takes_no_more_than_it_needs_of_a_nearly_full_disk(disk: NearlyFull):
+    copy = Copy(disk, segment_bytes=SEGMENT_BYTES)
+    copy.office()
+    copy.flush()
+    assert disk.size(log_name(copy.log.bases[0])) == SEGMENT_BYTES
+    disk.left = 2 * SEGMENT_BYTES - 1
+    while len(copy.log.bases) < 2:
+        copy.fill(1, size=4000)
+    assert disk.size(log_name(copy.log.bases[1])) < SEGMENT_BYTES // 16
+
+
+@pytest.mark.parametrize("torn", [0, 1, 50])
+def test_segment_that_grew_is_recovered_to_its_last_whole_frame(disk: NearlyFull, torn: int):
+    copy = Copy(disk, segment_bytes=SEGMENT_BYTES)
+    copy.office()
+    disk.left = 0
+    while len(copy.log.bases) < 3:
+        copy.fill(3, size=4000)
+    before = copy.messages("last").offset
+    copy.flush()
+    end, name, base = copy.log.end, log_name(copy.log.bases[-1]), copy.log.bases[-1]
+    if torn:
+        disk.truncate(name, end - base - torn)
+    assert copy.reopen().end == (before if torn else end) and copy.log.damage is None
+    copy.fill(3, name="after")
+    last = copy.log.end
+    assert copy.reopen().end == last
