@@ -37,7 +37,7 @@ def test_segment_takes_no_more_than_it_needs_of_a_nearly_full_disk(disk: NearlyF
     disk.left = 2 * SEGMENT_BYTES - 1
     while len(copy.log.bases) < 2:
         copy.fill(1, size=4000)
-    assert disk.size(log_name(copy.log.bases[1])) < SEGMENT_BYTES // 16
+    assert disk.size(log_name(copy.log.bases[1])) < SEGMENT_BYTES // 4
 
 
 @pytest.mark.parametrize("torn", [0, 1, 50])
