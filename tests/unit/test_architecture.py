@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 MAY_IMPORT: dict[str, set[str]] = {
     "qmq": set(),
+    "qmq.testing": {"qmq", "broker"},
     "broker": {"qmq"},
     "metaserver": {"qmq"},
     "tools": {"qmq"},
@@ -25,7 +26,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Package of ours -> other packages of ours that it may import. Whoever needs a process starts it, as a process.
 
-The audit is no process but a Spark program: its benchmark calls it within a session that is warm.
+The audit is no process but a Spark program: its benchmark calls it within a session that is warm. And `qmq.testing` is
+no part of the library but a world for the broker's core, as the simulator is; only tests may know it, those of
+applications and ours.
 """
 
 IMPURE = {
@@ -49,16 +52,23 @@ class Module:
 
     @property
     def package(self) -> str:
-        return self.name.partition(".")[0]
+        return package_of(self.name)
 
     @property
     def last(self) -> str:
         return self.name.rpartition(".")[2]
 
 
+def package_of(name: str) -> str:
+    """Return the package of ours that `name`, dotted, belongs to; of others' names, the first part."""
+    inner = ".".join(name.split(".")[:2])
+    return inner if inner in MAY_IMPORT else name.partition(".")[0]
+
+
 def read_modules(root: Path) -> list[Module]:
     """Parse every source file of ours below `root`, except what protoc wrote."""
-    paths = (path for package in MAY_IMPORT for path in sorted((root / package).rglob("*.py")))
+    packages = sorted({package.partition(".")[0] for package in MAY_IMPORT})
+    paths = (path for package in packages for path in sorted((root / package).rglob("*.py")))
     return [read_module(root, path) for path in paths if "_pb2" not in path.name]
 
 
@@ -93,7 +103,7 @@ def wrong_arrows(modules: list[Module]) -> list[str]:
     return [
         f"{module.name} imports {target}"
         for module in modules
-        for target in sorted({name.partition(".")[0] for name in module.imports} & {*MAY_IMPORT, "tests"})
+        for target in sorted(set(map(package_of, module.imports)) & {*MAY_IMPORT, "tests"})
         if target != module.package and target not in MAY_IMPORT[module.package]
     ]
 
@@ -149,6 +159,11 @@ CASES = [
     pytest.param("deploy/a.py", "from broker import service", wrong_arrows, id="runner knows what it starts"),
     pytest.param("benchmarks/a.py", "import broker.service", wrong_arrows, id="benchmark reaches into a process"),
     pytest.param("qmq/a.py", "from tests import conftest", wrong_arrows, id="product knows its tests"),
+    pytest.param("qmq/testing/a.py", "import metaserver", wrong_arrows, id="memory broker knows the metaserver"),
+    pytest.param(
+        "qmq/client/a.py", "from qmq.testing import Broker", wrong_arrows, id="client knows the memory broker"
+    ),
+    pytest.param("tools/a.py", "from qmq import testing", wrong_arrows, id="tool knows the memory broker"),
     pytest.param("broker/a.py", "from .main import run", imports_of_main, id="relative import of main"),
     pytest.param("broker/a.py", "import broker.main", imports_of_main, id="import of main"),
     pytest.param("qmq/a.py", "import time", impure_cores, id="core sees the clock"),
@@ -162,7 +177,7 @@ CASES = [
 @pytest.mark.parametrize("path, code, rule", CASES)
 def test_the_rule_notices(tmp_path, path, code, rule):
     for module in ("broker/main.py", path):
-        (tmp_path / module).parent.mkdir(exist_ok=True)
+        (tmp_path / module).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / "broker" / "main.py").write_text('"""Shell. Builds and joins."""\n')
     (tmp_path / path).write_text(f'"""Core. Planted."""\n{code}\n')
     assert len(rule(read_modules(tmp_path))) == 1
@@ -179,11 +194,12 @@ def test_what_is_allowed_stays_allowed(tmp_path):
     for path, text in {
         "qmq/values.py": '"""Core. Values."""\nimport struct\nfrom random import Random\n',
         "qmq/__init__.py": "from qmq.values import X\n",
+        "qmq/testing/pair.py": '"""Shell. Plays a world."""\nfrom broker.node import Node\nfrom qmq import values\n',
         "broker/__main__.py": '"""Shell. Starts."""\nfrom broker.main import main\n',
         "broker/main.py": '"""Shell. Joins."""\nimport asyncio\nfrom qmq import values\nfrom broker import service\n',
         "broker/service.py": '"""Shell. Acts."""\nopen("x")\n',
         "benchmarks/speed.py": '"""Shell. Measures."""\nfrom deploy.local import Cluster\n',
     }.items():
-        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     assert [complaint for rule in RULES for complaint in rule(read_modules(tmp_path))] == []

@@ -1,0 +1,144 @@
+"""Shell. The parts of a broker in memory, joined: both copies, their ports, the metaserver, and the wishes of tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from itertools import chain
+
+from broker.settings import BrokerSettings
+from qmq.codec import decode_message, split_batch
+from qmq.errors import QmqError
+from qmq.message import Message
+from qmq.testing.door import Door
+from qmq.testing.metaserver import Metaserver
+from qmq.testing.pair import Clock, Copy, Pair
+from qmq.testing.standing import Standing, Wish, standing
+
+TICK_S = 0.1
+"""A broker's own pace, for leases and retries that come due without `advance`."""
+
+
+class Machine:
+    """Made, used and closed on one event loop, by `qmq.testing.broker`."""
+
+    def __init__(self, group: str, settings: BrokerSettings) -> None:
+        self.refusals: deque[QmqError] = deque()
+        self.metaserver = Metaserver(group)
+        self._clock = Clock()
+        self._wishes: list[Wish] = []
+        self._failure: Exception | None = None
+        self._readonly: frozenset[str] = frozenset()
+        self._pair = Pair(
+            group=group, settings=settings, clock=self._clock, happened=self._happened, failed=self._failed
+        )
+        self._doors: dict[Copy, Door] = {
+            copy: Door(copy, group=group, settings=settings, refusals=self.refusals) for copy in self._pair.copies
+        }
+        self._step_ms = settings.lease_ms // 3
+        """A clock that goes faster than consumers can say that they live goes in steps, and they say it at each."""
+        self._looks_soon = False
+        self._ticking = asyncio.ensure_future(self._tick())
+
+    async def open(self) -> None:
+        for door in self._doors.values():
+            await door.open()
+        self._pair.begin_reign()
+        while not self._pair.is_ready:
+            await asyncio.sleep(0)
+            self.check()
+        self._tell_routes()
+        await self.metaserver.open()
+
+    async def close(self) -> None:
+        self._ticking.cancel()
+        await asyncio.gather(self._ticking, return_exceptions=True)
+        await asyncio.gather(*(door.close() for door in self._doors.values()), self.metaserver.close())
+
+    def check(self) -> None:
+        """Raise what the cores raised and never should."""
+        if self._failure is not None:
+            raise RuntimeError("the broker in memory broke down; this is a bug of qmq") from self._failure
+
+    # Asked by tests.
+
+    def messages(self, subject: str) -> list[Message]:
+        log = self._pair.log
+        refs = log.frames(subject, 0, 1 << 30)
+        found = [(log.tail_body(ref.offset) or log.read_bodies([ref])[0], ref) for ref in refs]
+        batches = (split_batch(body, frame.count) for (frame, body), _ in found)
+        return [decode_message(bytes(data)) for data in chain.from_iterable(batches)]
+
+    def standing(self, subject: str, group: str) -> Standing:
+        master = self._pair.master
+        consumers = {one.consumer for one in master.subscriptions if (one.subject, one.group) == (subject, group)}
+        return standing(self._pair.log.state, subject, group, consumers=len(consumers), now_ms=self._clock.now_ms())
+
+    def advance(self, ms: int) -> None:
+        while ms > 0:
+            step = min(ms, self._step_ms)
+            self._clock.skipped_ms += step
+            for door in self._doors.values():
+                door.renew_leases()
+            self._pair.tick()
+            ms -= step
+
+    def mark(self, *, readonly: str | None) -> None:
+        self._readonly = frozenset() if readonly is None else self._readonly | {readonly}
+        self._pair.mark_readonly(self._readonly)
+        self._tell_routes()
+
+    def drop(self) -> None:
+        for door in self._doors.values():
+            door.drop_all("the test dropped all connections")
+
+    def swap(self) -> None:
+        self._pair.swap()
+        self._tell_routes()
+
+    def _tell_routes(self) -> None:
+        port = self._doors[self._pair.copies[0]].port
+        self.metaserver.tell(port=port, term=self._pair.term, readonly=self._readonly)
+
+    # Wishes.
+
+    def watch(self, wish: Wish) -> Wish:
+        self._wishes.append(wish)
+        self._happened()
+        return wish
+
+    def give_up(self, wish: Wish, timeout: float) -> str:
+        """Forget a wish; say why it did not come true."""
+        if wish in self._wishes:
+            self._wishes.remove(wish)
+        found = self.standing(wish.subject, wish.group).text(self._clock.now_ms())
+        return f"not {wish.what} within {timeout} s; {found}"
+
+    def _happened(self) -> None:
+        """Something may have come true: look once for all that happens in this turn of the loop."""
+        if self._wishes and not self._looks_soon:
+            self._looks_soon = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looks_soon = False
+        if not self._pair.is_ready:
+            return
+        for wish in list(self._wishes):
+            found = self.standing(wish.subject, wish.group)
+            if wish.is_met(found):
+                self._wishes.remove(wish)
+                wish.granted.set_result(None)
+            elif wish.skip_delays and found.delayed and not found.held:
+                self.advance(found.next_due_ms - self._clock.now_ms())
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._pair.tick()
+
+    def _failed(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        wishes, self._wishes = self._wishes, []
+        for wish in wishes:
+            wish.granted.set_exception(error)

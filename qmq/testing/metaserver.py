@@ -1,0 +1,134 @@
+"""Shell. A metaserver that knows one broker group, which serves every subject: routes over gRPC, and over HTTP for
+clients that no gRPC reaches, such as those in a forked process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+from zlib import crc32
+
+import grpc.aio
+
+from qmq.control_plane import SERVER_OPTIONS
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server
+
+
+class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no types
+    """Made with the broker; ends with it. `tell` changes the routes and lets every client know."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._port = self._term = 0
+        self._readonly: frozenset[str] = frozenset()
+        self._watches: set[_Watch] = set()
+        self._http: asyncio.Server | None = None
+        self._grpc: Any = None
+        self._grpc_port = 0
+        self.url = ""
+
+    async def open(self) -> None:
+        self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        add_MetaserverServicer_to_server(self, self._grpc)
+        self._grpc_port = self._grpc.add_insecure_port("127.0.0.1:0")
+        await self._grpc.start()
+        self._http = await asyncio.start_server(self._serve_http, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._http.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        if self._http is not None:
+            self._http.close()
+        await self._grpc.stop(None)
+
+    def tell(self, *, port: int, term: int, readonly: frozenset[str]) -> None:
+        """Take over where the master listens, in which term, and for which subjects the group is readonly."""
+        self._port, self._term, self._readonly = port, term, readonly
+        for watch in self._watches:
+            watch.moved.set()
+
+    def route(self, subject: str) -> pb.SubjectRoute:
+        """Make the route of a subject; its version is a hash of what it says."""
+        group = pb.BrokerGroupRoute(
+            broker_group=self._group, master=pb.BrokerAddress(ip="127.0.0.1", serve_port=self._port),
+            writable=self._readonly.isdisjoint({subject, "*"}), term=self._term,
+        )  # fmt: skip
+        route = pb.SubjectRoute(subject=subject, groups=[group])
+        route.version = crc32(route.SerializeToString(deterministic=True)) + 1
+        return route
+
+    # Over gRPC.
+
+    async def WatchRoutes(
+        self, requests: AsyncIterator[pb.RouteRequest], context: Any
+    ) -> AsyncIterator[pb.RouteUpdate]:
+        watch = _Watch(requests)
+        self._watches.add(watch)
+        try:
+            while True:
+                await watch.moved.wait()
+                watch.moved.clear()
+                routes = [
+                    route for subject, held in watch.held.items() if (route := self.route(subject)).version != held
+                ]
+                if routes or watch.is_asked:
+                    watch.is_asked = False
+                    watch.held.update({route.subject: route.version for route in routes})
+                    yield pb.RouteUpdate(version=1, routes=routes)
+        finally:
+            self._watches.discard(watch)
+            watch.listening.cancel()
+
+    # Over HTTP.
+
+    async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            url = urlsplit(head.split(b" ", 2)[1].decode())
+            body = self._answer(url.path, parse_qs(url.query))
+            status = b"404 Not Found" if body is None else b"200 OK"
+            answer = body or b""
+            writer.write(
+                b"HTTP/1.1 %b\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (status, len(answer)) + answer
+            )
+            await writer.drain()
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError, IndexError):
+            pass  # what a client does not understand, or does not wait for, is its own affair
+        finally:
+            writer.close()
+
+    def _answer(self, path: str, words: dict[str, list[str]]) -> bytes | None:
+        if path == "/meta/address":
+            return b"127.0.0.1:%d" % self._grpc_port
+        if path != "/meta/routes":
+            return None
+        held = dict(word.rsplit(":", 1) for word in words.get("held", []))
+        routes = [self.route(subject) for subject in words.get("subject", [])]
+        changed = [_as_json(route) for route in routes if held.get(route.subject) != f"{route.version:016x}"]
+        return json.dumps({"routes": changed}).encode()
+
+
+class _Watch:
+    """One client's stream: the subjects it asked for, and the version of each route that it was sent or has."""
+
+    def __init__(self, requests: AsyncIterator[pb.RouteRequest]) -> None:
+        self.held: dict[str, int] = {}
+        self.is_asked = False
+        self.moved = asyncio.Event()
+        self.listening = asyncio.ensure_future(self._listen(requests))
+
+    async def _listen(self, requests: AsyncIterator[pb.RouteRequest]) -> None:
+        async for request in requests:
+            for subject in request.subjects:
+                self.held[subject] = request.held.get(subject, 0)
+                self.is_asked = True
+            self.moved.set()
+
+
+def _as_json(route: pb.SubjectRoute) -> dict[str, object]:
+    (group,) = route.groups
+    master = {"ip": group.master.ip, "servePort": group.master.serve_port}
+    groups = [{"brokerGroup": group.broker_group, "term": group.term, "writable": group.writable, "master": master}]
+    return {"subject": route.subject, "version": f"{route.version:016x}", "refused": "", "groups": groups}

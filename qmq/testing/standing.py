@@ -1,0 +1,93 @@
+"""Core. How far a consumer group is, as a test asks for it: what it has still to be given, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from qmq.log.fold import State
+from qmq.subjects import parse_derived, retry_subject
+
+
+class Standing(NamedTuple):
+    """Messages of a subject, and of the group's own `%RETRY%` subject, that the group has not settled."""
+
+    subject: str
+    group: str
+    is_known: bool
+    """Whether the group ever subscribed."""
+    consumers: int = 0
+    """How many of them are connected."""
+    waiting: int = 0
+    """May be handed out now, as soon as a consumer asks."""
+    delayed: int = 0
+    """Wait until their retry is due."""
+    held: int = 0
+    """Were handed out and neither acked nor nacked."""
+    next_due_ms: int = 0
+    """When the first of the delayed ones may be handed out, on the broker's clock; 0: there are none."""
+
+    @property
+    def is_consumed(self) -> bool:
+        return self.is_known and not self.waiting and not self.delayed and not self.held
+
+    def text(self, now_ms: int) -> str:
+        """Say it to whoever waited in vain."""
+        name = f"group {self.group!r} of subject {self.subject!r}"
+        if not self.is_known:
+            return f"{name}: nobody has subscribed"
+        if self.is_consumed:
+            return f"{name}: everything is settled"
+        delay = f", the first for {(self.next_due_ms - now_ms) / 1000:.1f} s" if self.delayed else ""
+        return (
+            f"{name}: {self.waiting} messages to be handed out, {self.delayed} wait for their retry{delay}, "
+            f"{self.held} are held by its {self.consumers} consumers"
+        )
+
+
+def standing(state: State, subject: str, group: str, *, consumers: int, now_ms: int) -> Standing:
+    """Count what `group`, of which so many consumers are connected, has not settled of `subject`."""
+    found = Standing(subject, group, (subject, group) in state.groups, consumers)
+    names = [subject] if parse_derived(subject) else [subject, retry_subject(subject, group)]
+    for name in names:
+        if (known := state.groups.get((name, group))) is None:
+            continue
+        due = [entry for entry in known.returned if entry[3] <= now_ms]
+        later = [entry for entry in known.returned if entry[3] > now_ms]
+        firsts = [entry[3] for entry in later] + ([found.next_due_ms] if found.next_due_ms else [])
+        new = state.next_sequence.get(name, 0) - known.position
+        found = found._replace(
+            waiting=found.waiting + new + sum(entry[1] for entry in due),
+            delayed=found.delayed + sum(entry[1] for entry in later),
+            held=found.held + sum(consumer.unacked_messages for consumer in known.consumers.values()),
+            next_due_ms=min(firsts, default=0),
+        )
+    return found
+
+
+@dataclass(eq=False)
+class Wish:
+    """What a test waits for. `granted` ends when it came true."""
+
+    subject: str
+    group: str
+    what: str
+    is_met: Callable[[Standing], bool]
+    skip_delays: bool = False
+    """Whether the clock may be put forward to the next retry when only such messages are left."""
+    granted: Future[None] = field(default_factory=Future)
+
+
+def consumed(subject: str, group: str, skip_delays: bool) -> Wish:
+    return Wish(subject, group, "consumed", lambda found: found.is_consumed, skip_delays)
+
+
+def delayed(subject: str, group: str, messages: int) -> Wish:
+    return Wish(subject, group, f"{messages} delayed", lambda found: found.delayed >= messages)
+
+
+def subscribed(subject: str, group: str, consumers: int) -> Wish:
+    what = f"{consumers} consumers subscribed"
+    return Wish(subject, group, what, lambda found: found.is_known and found.consumers >= consumers)
