@@ -1,10 +1,7 @@
-"""Core. Consumption: who gets which messages next, and what an ack means.
+"""Core. Who consumes: subscriptions of connections, their leases, and pulls that wait.
 
 Made by a master when it takes office. All progress is frames of the message log (qmq.log.fold); what lives here is
-only about connections: subscriptions, pulls that wait, leases.
-
-A subscription hands out first what its consumer has pulled before and not acked, from the pull sequence on that the
-consumer says it does not hold; then what consumers that left have returned; then new messages.
+only about connections. Which messages a pull gets is decided in `broker.hand_out`.
 """
 
 from __future__ import annotations
@@ -12,25 +9,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from broker.ports import Link
-from broker.skipped import Gap, Skipped
-from qmq.errors import InvalidAck, Overloaded, SubscriptionReplaced, UnknownSubscription, require
+from qmq.errors import InvalidAck, Overloaded, SubscriptionReplaced, UnknownSubscription
 from qmq.log import MessageLog
-from qmq.log.fold import Consumer, Group
-from qmq.log.index import FrameRef
-from qmq.log.progress import Entry
-from qmq.remoting.commands import Ack, Pull
+from qmq.log.fold import Consumer
+from qmq.remoting.commands import Pull
 from qmq.remoting.packet import Packet
-from qmq.subjects import check_name
+from qmq.subjects import check_name, check_subject
 
 PULLS_IN_FLIGHT_MAX = 64
 """Per subscription; more are refused, so that one consumer cannot fill the broker's memory."""
-PULL_BYTES_MAX = 8 << 20
-PULL_MESSAGES_MAX = 10_000
-UNACKED_MESSAGES_MAX = 200_000
-"""Per consumer; at the limit its pulls wait for its acks."""
 
 
 class WaitingPull(NamedTuple):
@@ -49,6 +40,11 @@ class Subscription:
     consumer: str
     resend: int
     """First pull sequence that this connection was not given."""
+    deliveries_max: int = 0
+    """Hand-overs of a message before it becomes a dead letter; 0: no limit."""
+    tags: frozenset[str] = frozenset()
+    """Only messages with one of these, or with `all_tags` all of them; empty: every message."""
+    all_tags: bool = False
     waiting: deque[WaitingPull] = field(default_factory=deque)
     in_flight: int = 0
     owed: deque[Callable[[], bool]] = field(default_factory=deque)
@@ -68,30 +64,6 @@ class Subscription:
             self.owed.popleft()
 
 
-class Part(NamedTuple):
-    """Messages `[begin, end)`, by sequence, of one frame, numbered from `pull_sequence` on."""
-
-    pull_sequence: int
-    begin: int
-    end: int
-    ref: FrameRef
-
-
-class HandOut(NamedTuple):
-    """What a pull is answered with. `entries` go into a pull frame; none if all of it was pulled before.
-
-    Without parts there is nothing to answer with: all of it is gone, as `gaps` say.
-    """
-
-    parts: list[Part]
-    entries: list[Entry]
-    gaps: list[Gap]
-
-    @property
-    def data_end(self) -> int:
-        return max(part.ref.offset + part.ref.length for part in self.parts)
-
-
 class Consumption:
     """Subscriptions of a broker and what each may have next. Used on the loop only; ends with the reign."""
 
@@ -102,7 +74,13 @@ class Consumption:
         self._by_link: dict[Link, dict[int, Subscription]] = {}
         self._by_consumer: dict[tuple[str, str, str], Subscription] = {}
         self._waiting: dict[str, dict[Subscription, None]] = {}
-        self.skipped = Skipped()
+        self.skipped: dict[tuple[str, str], int] = {}
+        """(subject, consumer group) -> messages that retention took before the group acked them."""
+        self._due: list[tuple[int, str]] = []
+        """(ms of the wall clock, subject): when returned messages may be handed out again, soonest first."""
+        for (subject, _), group in log.state.groups.items():
+            for entry in group.returned:
+                self.note_due(subject, entry[3])
         self._seen = {
             (subject, name, consumer): now_ms
             for (subject, name), group in log.state.groups.items()
@@ -112,19 +90,23 @@ class Consumption:
     # Subscriptions and leases.
 
     def subscribe(
-        self, link: Link, *, subject: str, group: str, consumer: str, held_end: int, now_ms: int
-    ) -> Subscription:
+        self, link: Link, *, subject: str, group: str, consumer: str, held_end: int, now_ms: int,
+        deliveries_max: int = 0, tags: frozenset[str] = frozenset(), all_tags: bool = False,
+    ) -> Subscription:  # fmt: skip
         """Begin to serve `consumer` on this connection; an older connection of it is served no more.
 
         Raises:
             InvalidAck: what the consumer holds was not handed out in this history, or given to others. It must forget
                 it, or what this history handed out in its place would never reach it.
         """
-        for what, name in (("subject", subject), ("consumer group", group), ("consumer id", consumer)):
-            check_name(what, name)
+        check_subject(subject)
+        check_name("consumer group", group)
+        check_name("consumer id", consumer)
         key = (subject, group, consumer)
         self._check_held(*key, held_end)
-        subscription = Subscription(self._next_id, link, subject, group, consumer, held_end)
+        subscription = Subscription(
+            self._next_id, link, subject, group, consumer, held_end, deliveries_max, tags, all_tags
+        )
         self._next_id += 1
         if (older := self._by_consumer.get(key)) is not None:
             for waiting in older.waiting:
@@ -139,18 +121,12 @@ class Consumption:
 
     def _check_held(self, subject: str, name: str, consumer: str, held_end: int) -> None:
         """A master that is deposed and does not know it hands out what is safe, as the next one does with other
-        numbers. Within a reign they are dense: so what is held up to `held_end` ends inside what this history handed
-        out, or before all that is un-acked in it. Who left, or whose group was moved, holds nothing any more.
-        """
-        group = self._log.state.groups.get((subject, name), Group(position=0))
-        known = group.consumers.get(consumer)
+        numbers. Who left, or whose group was moved, holds nothing any more."""
+        known = self.consumer(subject, name, consumer)
         if known is None:
             if held_end:
                 raise InvalidAck(f"what {consumer} held was given back, or its group was moved; begin anew")
-            return
-        below = [entry for entry in known.unacked if entry[0] < held_end]
-        in_doubt = bool(below) and below[-1][0] + below[-1][2] < held_end
-        if in_doubt or held_end > self._log.state.next_pull(group, consumer):
+        elif not known.was_given(held_end):
             raise InvalidAck(f"{consumer} holds messages up to {held_end} of a master that was deposed; begin anew")
 
     def find(self, link: Link, id: int, now_ms: int) -> Subscription:
@@ -196,13 +172,16 @@ class Consumption:
         gone = [key for key, seen_ms in self._seen.items() if now_ms - seen_ms > self._lease_ms]
         for key in gone:
             self.left(*key)
-        return [key for key in gone if self._consumer(*key) is not None]
+        return [key for key in gone if self.consumer(*key) is not None]
 
     def left(self, subject: str, group: str, consumer: str) -> None:
         self._seen.pop((subject, group, consumer), None)
-        self.skipped.forget((subject, group, consumer))
 
-    def _consumer(self, subject: str, group: str, consumer: str) -> Consumer | None:
+    def is_present(self, subject: str, group: str) -> bool:
+        """Whether the group has a consumer whose lease goes on."""
+        return any(key[:2] == (subject, group) for key in self._seen)
+
+    def consumer(self, subject: str, group: str, consumer: str) -> Consumer | None:
         known = self._log.state.groups.get((subject, group))
         return known.consumers.get(consumer) if known else None
 
@@ -258,135 +237,25 @@ class Consumption:
                     self.wait(subscription, waiting)
         return over
 
-    # What is handed out.
+    # Returned messages.
 
-    def hand_out(self, subscription: Subscription, pull: Pull, data_limit: int) -> HandOut | None:
-        """Choose what this pull gets now; None if there is nothing.
+    def note_due(self, subject: str, due_ms: int) -> None:
+        """Messages of the subject wait until `due_ms`."""
+        if due_ms:
+            heappush(self._due, (due_ms, subject))
 
-        Args:
-            data_limit: only messages whose frame ends at or before this offset. While the slave is missing, that is
-                the high watermark.
+    def due(self, now_ms: int) -> list[str]:
+        """Take away and return the subjects with messages that are due by now."""
+        subjects: dict[str, None] = {}
+        while self._due and self._due[0][0] <= now_ms:
+            subjects[heappop(self._due)[1]] = None
+        return list(subjects)
 
-        The caller writes `entries` as a pull frame before it answers, and moves `subscription.resend` behind them.
-        """
-        group = self._log.state.groups[subscription.subject, subscription.group]
-        messages_max = min(pull.messages_max, PULL_MESSAGES_MAX)
-        bytes_max = min(pull.bytes_max, PULL_BYTES_MAX)
-        require(messages_max > 0, "a pull that asks for nothing is refused before it waits")
-        cut = _Budget(messages_max, bytes_max, data_limit)
-        consumer = group.consumers.get(subscription.consumer)
-        if consumer is not None and subscription.resend < consumer.next_pull:
-            found = self._unacked(subscription, consumer, cut)
-            if found:
-                return _hand_out(found, [])
-            if cut.is_stopped:
-                return None
-            subscription.resend = consumer.next_pull
-        if consumer is not None and consumer.unacked_messages >= UNACKED_MESSAGES_MAX:
-            return None
-        return self._fresh(subscription, group, cut)
-
-    def _unacked(self, subscription: Subscription, consumer: Consumer, cut: _Budget) -> list[Part | Gap]:
-        parts: list[Part | Gap] = []
-        for pull_sequence, sequence, messages in consumer.unacked:
-            skip = max(subscription.resend - pull_sequence, 0)
-            if skip >= messages:
-                continue
-            parts += self._parts(subscription, sequence + skip, sequence + messages, pull_sequence + skip, cut)
-            if cut.is_stopped:
-                break
-        return parts
-
-    def _fresh(self, subscription: Subscription, group: Group, cut: _Budget) -> HandOut | None:
-        state = self._log.state
-        pull_sequence = state.next_pull(group, subscription.consumer)
-        parts: list[Part | Gap] = []
-        end = state.next_sequence.get(subscription.subject, 0)
-        for sequence, messages in [*group.returned, (group.position, end - group.position)]:
-            found = self._parts(subscription, sequence, sequence + messages, pull_sequence, cut)
-            parts += found
-            if found:
-                pull_sequence = found[-1].pull_sequence + found[-1].end - found[-1].begin
-            if cut.is_stopped:
-                break
-        if not parts:
-            return None
-        entries: list[Entry] = []
-        for part in parts:
-            if entries and entries[-1][1] + entries[-1][2] == part.begin and not _is_border(group, part.begin):
-                entries[-1] = (entries[-1][0], entries[-1][1], entries[-1][2] + part.end - part.begin)
-            else:
-                entries.append((part.pull_sequence, part.begin, part.end - part.begin))
-        return _hand_out(parts, entries)
-
-    def _parts(
-        self, subscription: Subscription, begin: int, end: int, pull_sequence: int, cut: _Budget
-    ) -> list[Part | Gap]:
-        """Cut sequences `[begin, end)` into parts of frames, as far as the budget and the limit allow."""
-        parts: list[Part | Gap] = []
-        while begin < end and not cut.is_stopped:
-            refs = self._log.frames(subscription.subject, begin, min(cut.messages, 256) or 1)
-            first = min(refs[0].begin if refs else end, end)
-            if first > begin:  # retention took what this group had not acked: go on behind it
-                parts.append(Gap(pull_sequence, begin, first))
-                pull_sequence, begin = pull_sequence + first - begin, first
-            for ref in refs:
-                if begin >= end or cut.is_stopped:
-                    break
-                last = begin + cut.allows(ref, min(end, ref.end) - begin)
-                if last == begin:
-                    break
-                parts.append(Part(pull_sequence, begin, last, ref))
-                pull_sequence, begin = pull_sequence + last - begin, last
-        return parts
-
-    def note_skipped(self, subscription: Subscription, gaps: list[Gap]) -> None:
-        """Count messages that this subscription went over because they are gone."""
-        consumer = self._consumer(*subscription.key)
-        if gaps:
-            self.skipped.note(subscription.key, gaps, consumer.acked_end if consumer else 0)
-
-    def check_ack(self, subscription: Subscription, ack: Ack) -> bool:
-        """Return whether the ack brings something new; raises InvalidAck."""
-        consumer = self._consumer(subscription.subject, subscription.group, subscription.consumer)
-        return (consumer or Consumer()).check_ack(ack.begin, ack.end)
+    def note_skipped(self, subject: str, group: str, messages: int) -> None:
+        """Count messages that the group will never get because they are gone."""
+        self.skipped[subject, group] = self.skipped.get((subject, group), 0) + messages
 
 
 def moved(group: str) -> InvalidAck:
     """What a consumer is told that holds messages from before."""
     return InvalidAck(f"an operator moved {group}; begin anew")
-
-
-def _hand_out(found: list[Part | Gap], entries: list[Entry]) -> HandOut:
-    parts = [part for part in found if isinstance(part, Part)]
-    return HandOut(parts, entries, [gap for gap in found if isinstance(gap, Gap)])
-
-
-def _is_border(group: Group, sequence: int) -> bool:
-    """Return whether a new range begins here: what was returned is taken from one entry at a time."""
-    return sequence == group.position or any(entry[0] == sequence for entry in group.returned)
-
-
-@dataclass(slots=True)
-class _Budget:
-    """What a pull may still get. The first message always fits, however large it is."""
-
-    messages: int
-    bytes: int
-    data_limit: int
-    is_untouched: bool = True
-    is_stopped: bool = False
-
-    def allows(self, ref: FrameRef, wanted: int) -> int:
-        """Return how many of `wanted` messages of the frame fit, by their mean size, and spend them."""
-        if ref.offset + ref.length > self.data_limit:
-            self.is_stopped = True
-            return 0
-        mean = ref.length / (ref.end - ref.begin)
-        fitting = max(int(self.bytes / mean), 0)  # the first message may have overdrawn the budget
-        taken = min(wanted, self.messages, max(fitting, 1) if self.is_untouched else fitting)
-        self.is_stopped = taken < wanted
-        self.messages -= taken
-        self.bytes -= int(mean * taken)
-        self.is_untouched = self.is_untouched and not taken
-        return taken

@@ -1,25 +1,34 @@
 """Core. A master's part towards consumers: write down who gets what, hand it over when that is safe, take acks.
 
-Which messages a pull gets is decided in `broker.consume`; here it becomes frames and answers.
+Which messages a pull gets is decided in `broker.hand_out`; here it becomes frames and answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 from zlib import crc32
 
 from broker import progress
-from broker.consume import Consumption, HandOut, Subscription, WaitingPull, moved
+from broker.consume import Consumption, Subscription, WaitingPull, moved
+from broker.dead_letters import DeadLetters
+from broker.hand_out import HandOut, choose
 from broker.offline import Offline
 from broker.ports import Link
 from broker.reign import Reign, answering
-from qmq.codec import Buffer, slice_batch
+from qmq.codec import TAGS_MAX, Buffer, labels_bytes, slice_batch
 from qmq.errors import CorruptFrame, ErrorCode, InvalidRequest, LogError, NotServed, OperatorError, QmqError
-from qmq.log.frame import FLAG_ALONE, Frame, FrameKind
+from qmq.log.fold import Consumer
+from qmq.log.frame import FLAG_ALONE, FLAG_LABELLED, Frame, FrameKind
+from qmq.log.progress import Entry
 from qmq.remoting import commands
+from qmq.remoting.commands import Verdict
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import AckGate, Answer
+from qmq.subjects import DEAD_LETTER, parse_derived
+
+FORGET_EVERY_MS = 60_000
 
 
 class Delivery:
@@ -30,34 +39,49 @@ class Delivery:
         self.consumption = Consumption(
             reign.log, lease_ms=reign.settings.lease_ms, now_ms=reign.host.monotonic_ms()
         )
+        self._dead_letters = DeadLetters(reign, self.consumption, self.wake)
         self._woken: dict[str, None] = {}
         self._offline = Offline()
+        self._forgot_ms = 0
 
     # Requests.
 
     def subscribe(self, link: Link, packet: Packet) -> None:
         reign = self._reign
         reign.check_may_progress()
-        f = commands.decode_json(packet.body, subject=str, group=str, consumer=str, start=str, held_end=int)
-        if f["start"] not in ("latest", "earliest"):
-            raise InvalidRequest(f"start is 'latest' or 'earliest', not {f['start']!r}")
+        f = _terms(packet)
         subject, group, consumer = f["subject"], f["group"], f["consumer"]
         subscription = self.consumption.subscribe(
             link, subject=subject, group=group, consumer=consumer, held_end=f["held_end"],
-            now_ms=reign.host.monotonic_ms(),
+            now_ms=reign.host.monotonic_ms(), deliveries_max=f["deliveries_max"], tags=frozenset(f["tags"]),
+            all_tags=f["tag_mode"] == "all",
         )  # fmt: skip
-        state = reign.log.state
-        if (subject, group) not in state.groups:
+        known = self.consumption.consumer(*subscription.key)
+        if (subject, group) not in reign.log.state.groups:
             # The position of a new group is written down at once, or a restart would move it (W8).
-            latest = state.next_sequence.get(subject, 0)
-            refs = reign.log.frames(subject, 0, 1) if f["start"] == "earliest" else []
-            position = refs[0].begin if refs else latest
-            reign.append_progress(FrameKind.POSITION, (subject, group, ""), [(position, 0, 0)])
-        known = state.groups[subject, group].consumers.get(consumer)
+            position = self._first_position(subject, f["start"], f["since_ms"])
+            entry = position, int(f["broadcast"]), 0
+            reign.append_progress(FrameKind.POSITION, (subject, group, ""), [entry])
+        elif known is not None and known.unacked and not f["held_end"]:
+            # A new process of an old name: what the old one began with counts as handed out, or a message that kills
+            # each process that gets it would never become a dead letter.
+            self._consumer_leaves(subscription.key, told=False)
+            known = None
         answer = commands.encode_json(
             subscription=subscription.id, acked_end=known.acked_end if known else 0, lease_ms=reign.settings.lease_ms
         )
         reign.answer_when_safe(link, packet, answer)
+
+    def _first_position(self, subject: str, start: str, since_ms: int) -> int:
+        log = self._reign.log
+        try:
+            first, end = progress.sequences_kept(log, subject)
+            if start == "since":
+                return progress.first_since(log, subject, since_ms)
+        except CorruptFrame as problem:
+            self._reign.found_damage(problem)
+            raise NotServed("this copy is damaged where it had to be read, and is being repaired; ask again") from None
+        return first if start == "earliest" else end
 
     def pull(self, link: Link, packet: Packet) -> None:
         reign = self._reign
@@ -78,11 +102,63 @@ class Delivery:
         reign.check_may_progress()
         ack = commands.decode_ack(packet.body)
         subscription = self.consumption.find(link, ack.subscription, reign.host.monotonic_ms())
-        if self.consumption.check_ack(subscription, ack):
-            reign.append_progress(FrameKind.ACK, subscription.key, [(ack.begin, ack.end, 0)])
-            reign.counters.acked_messages += ack.end - ack.begin
-            self._serve([subscription])  # it may have waited at its limit of un-acked messages
-        reign.answer_when_safe(link, packet, commands.encode_acked(ack.end))
+        consumer = self._consumer(subscription)
+        held = [one for begin, end in ack.ranges for one in consumer.held(begin, end)]
+        if held:
+            reign.append_progress(FrameKind.ACK, subscription.key, _entries(held))
+            reign.counters.acked_messages += sum(end - begin for begin, end in held)
+            self._freed(subscription)
+        reign.answer_when_safe(link, packet, commands.encode_acked(consumer.acked_end))
+
+    def nack(self, link: Link, packet: Packet) -> None:
+        """Give messages back for a later hand-over, or for good; the answer comes when that is done."""
+        reign = self._reign
+        reign.check_may_progress()
+        nack = commands.decode_nack(packet.body)
+        subscription = self.consumption.find(link, nack.subscription, reign.host.monotonic_ms())
+        consumer = self._consumer(subscription)
+        now_ms = reign.host.now_ms()
+        later: list[Entry] = []
+        dead: list[tuple[int, int]] = []
+        for begin, end, delay_ms, verdict in nack.entries:
+            held = consumer.held(begin, end)
+            if verdict == Verdict.DEAD_LETTER:
+                dead += held
+            else:
+                later += [(*one, now_ms + delay_ms if delay_ms else 0) for one in held]
+        if dead:
+            self._check_may_bury(subscription)
+        if later:
+            reign.append_progress(FrameKind.NACK, subscription.key, later)
+            reign.counters.nacked_messages += sum(end - begin for begin, end, _ in later)
+            for _, _, due_ms in later:
+                self.consumption.note_due(subscription.subject, due_ms)
+            self.wake(subscription.subject)
+
+        def answer(error: QmqError | None) -> None:
+            if error is not None:
+                link.refuse(packet, error)
+                return
+            self._freed(subscription)
+            reign.answer_when_safe(link, packet, commands.encode_acked(self._consumer(subscription).acked_end))
+
+        self._dead_letters.bury(subscription.key, dead, nack.reason, answer)
+
+    def _check_may_bury(self, subscription: Subscription) -> None:
+        if _is_dead_letter(subscription.subject):
+            raise InvalidRequest("a dead letter does not become one again; ack it, or let it come again")
+        if self._reign.gate.alone:
+            raise NotServed(f"the slave of {self._reign.group} is missing, and nothing new is stored before it is back")
+
+    def _consumer(self, subscription: Subscription) -> Consumer:
+        return self.consumption.consumer(*subscription.key) or Consumer()
+
+    def _freed(self, subscription: Subscription) -> None:
+        """Messages were settled: the consumer may have waited at its limit; others for messages of the same keys."""
+        if subscription.subject in self._reign.log.state.ordered:
+            self.wake(subscription.subject)
+        else:
+            self._serve([subscription])
 
     def move_group(
         self, subject: str, group: str, to: str, value: int, *, dry_run: bool, answer: Answer
@@ -106,7 +182,8 @@ class Delivery:
             # Consumers would act on it at once, and a master that never heard of it would undo it.
             raise OperatorError(f"the slave of {reign.group} is missing and would not know it: start it first")
         if not dry_run:
-            reign.append_progress(FrameKind.POSITION, (subject, group, ""), [(reset.after, 0, 0)])
+            is_broadcast = reign.log.state.groups[subject, group].is_broadcast
+            reign.append_progress(FrameKind.POSITION, (subject, group, ""), [(reset.after, int(is_broadcast), 0)])
             self.consumption.move(subject, group)
             reign.gate.stored(reign.log.end, answer)
         return reset
@@ -125,7 +202,8 @@ class Delivery:
         self.consumption.forget(subscription)
         self.consumption.left(*subscription.key)
         if subscription.consumer in reign.log.state.groups[subscription.subject, subscription.group].consumers:
-            self._consumer_leaves(subscription.key, answering(link, packet, b""))
+            self._consumer_leaves(subscription.key, told=True)
+            reign.gate.progress(reign.log.end, 0, answering(link, packet, b""))
         else:
             link.answer(packet)
 
@@ -153,12 +231,31 @@ class Delivery:
         for waiting in self.consumption.overdue(now_ms):
             waiting.link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
 
-    def end_leases(self, now_ms: int) -> None:
-        for key in self.consumption.expired(now_ms):
-            self._consumer_leaves(key, None)
+    def tick(self, now_ms: int) -> None:
+        """Retries that are due, consumers that are gone, groups that nobody needs. `now_ms` never jumps."""
+        for subject in self.consumption.due(self._reign.host.now_ms()):
+            self.wake(subject)
+        if self._reign.may_progress:
+            for key in self.consumption.expired(now_ms):
+                self._consumer_leaves(key, told=False)
+            self._dead_letters.go_on()
+            if now_ms - self._forgot_ms >= FORGET_EVERY_MS:
+                self._forgot_ms = now_ms
+                self._forget_broadcasts()
+        self.serve_woken()
+
+    def _forget_broadcasts(self) -> None:
+        """A broadcast consumer that stays away would pin the log, and its like would fill the memory (W20)."""
+        reign = self._reign
+        oldest_ms = reign.host.now_ms() - int(reign.settings.broadcast_forget_hours * 3_600_000)
+        for (subject, name), group in list(reign.log.state.groups.items()):
+            if group.is_broadcast and group.left_ms < oldest_ms and not group.consumers:
+                if not self.consumption.is_present(subject, name):
+                    reign.append_progress(FrameKind.POSITION, (subject, name, ""), [])
 
     def resign(self, error: QmqError) -> None:
         """The reign is over: whoever waits asks the next master."""
+        self._dead_letters.resign(error)
         for subscription in self.consumption.all_waiting():
             while subscription.waiting:
                 waiting = self.consumption.take_waiting(subscription)
@@ -176,37 +273,36 @@ class Delivery:
             if subscription.key in self._offline:
                 continue
             while subscription.waiting and subscription.link.writable:
+                pull, now_ms = subscription.waiting[0].pull, reign.host.now_ms()
                 try:
-                    hand_out = self.consumption.hand_out(subscription, subscription.waiting[0].pull, limit)
+                    hand_out = choose(reign.log, subscription, pull, data_limit=limit, now_ms=now_ms)
                 except CorruptFrame as problem:  # an index had to be made again, and its segment is damaged
                     reign.found_damage(problem)
                     return
                 if hand_out is None:
                     break
-                if not hand_out.parts:
-                    self._skip(subscription, hand_out)
-                    continue
-                self._hand_over(subscription, self.consumption.take_waiting(subscription), hand_out)
+                self._write_down(subscription, hand_out)
+                if hand_out.parts:
+                    self._hand_over(subscription, self.consumption.take_waiting(subscription), hand_out)
 
-    def _skip(self, subscription: Subscription, hand_out: HandOut) -> None:
-        """Write down that all of this is gone, or it would be looked for and counted again by every pull."""
+    def _write_down(self, subscription: Subscription, hand_out: HandOut) -> None:
         reign = self._reign
         if hand_out.entries:
             reign.append_progress(FrameKind.PULL, subscription.key, hand_out.entries)
-        self.consumption.note_skipped(subscription, hand_out.gaps)
-        begin, subscription.resend = hand_out.gaps[0].pull_sequence, hand_out.gaps[-1].pull_end
-        consumer = reign.log.state.groups[subscription.subject, subscription.group].consumers[subscription.consumer]
-        if consumer.unacked[0][0] == begin:  # else its next ack reaches over them
-            reign.append_progress(FrameKind.ACK, subscription.key, [(begin, subscription.resend, 0)])
+        if hand_out.gone:  # or they would be looked for and counted again by every consumer that comes back
+            reign.append_progress(FrameKind.ACK, subscription.key, _entries(hand_out.gone))
+        if hand_out.skipped:
+            self.consumption.note_skipped(subscription.subject, subscription.group, hand_out.skipped)
+        ends = [part.pull_sequence + part.end - part.begin for part in hand_out.parts[-1:]]
+        ends += [end for _, end in (*hand_out.gone[-1:], *hand_out.dead[-1:])]
+        subscription.resend = max((subscription.resend, *ends))
+        if hand_out.dead:
+            reason = f"handed out {subscription.deliveries_max} times, and never acked"
+            self._dead_letters.bury(subscription.key, hand_out.dead, reason, _nobody_waits)
 
     def _hand_over(self, subscription: Subscription, waiting: WaitingPull, hand_out: HandOut) -> None:
-        """Write down who gets what, and send it when that is safe and the bytes are at hand, whichever is later."""
+        """Send it when that is safe and the bytes are at hand, whichever is later."""
         reign = self._reign
-        if hand_out.entries:
-            reign.append_progress(FrameKind.PULL, subscription.key, hand_out.entries)
-        self.consumption.note_skipped(subscription, hand_out.gaps)
-        last = hand_out.parts[-1]
-        subscription.resend = last.pull_sequence + last.end - last.begin
         subscription.in_flight += 1
         reign.counters.pulled_messages += sum(part.end - part.begin for part in hand_out.parts)
         answer = _PullAnswer(subscription, waiting.packet, hand_out, reign.gate)
@@ -230,14 +326,47 @@ class Delivery:
         else:
             answer.read(bodies)
 
-    def _consumer_leaves(self, key: tuple[str, str, str], answer: Answer | None) -> None:
-        """What the consumer did not ack goes back to its group; others get it next (W1)."""
+    def _consumer_leaves(self, key: tuple[str, str, str], *, told: bool) -> None:
+        """What the consumer did not ack goes back to its group; others get it next (W1).
+
+        Args:
+            told: it said that it did not begin with any of that; else nobody knows what it did before it vanished.
+        """
         reign = self._reign
-        reign.append_progress(FrameKind.POSITION, key, [])
+        reign.append_progress(FrameKind.POSITION, key, [(int(told), 0, 0)])
         self.wake(key[0])
         reign.counters.returned_consumers += 1
-        if answer is not None:
-            reign.gate.progress(reign.log.end, 0, answer)
+
+
+def _terms(packet: Packet) -> dict[str, Any]:
+    """Read a SUBSCRIBE; raises InvalidRequest."""
+    f = commands.decode_json(
+        packet.body, subject=str, group=str, consumer=str, start=str, since_ms=int, broadcast=bool, held_end=int,
+        deliveries_max=int, tags=list, tag_mode=str,
+    )  # fmt: skip
+    if f["start"] not in ("latest", "earliest", "since"):
+        raise InvalidRequest(f"start is 'latest', 'earliest' or 'since', not {f['start']!r}")
+    if f["tag_mode"] not in ("any", "all"):
+        raise InvalidRequest(f"tag_mode is 'any' or 'all', not {f['tag_mode']!r}")
+    if len(f["tags"]) > TAGS_MAX or not all(isinstance(tag, str) and tag for tag in f["tags"]):
+        raise InvalidRequest(f"tags are at most {TAGS_MAX} words")
+    if min(f["deliveries_max"], f["held_end"], f["since_ms"]) < 0:
+        raise InvalidRequest("deliveries_max, held_end and since_ms are 0 or more")
+    if _is_dead_letter(f["subject"]):
+        f["deliveries_max"] = 0
+    return f
+
+
+def _is_dead_letter(subject: str) -> bool:
+    derived = parse_derived(subject)
+    return derived is not None and derived.kind == DEAD_LETTER
+
+
+def _entries(ranges: list[tuple[int, int]]) -> list[Entry]:
+    return [(begin, end, 0) for begin, end in ranges]
+
+
+def _nobody_waits(error: QmqError | None) -> None: ...
 
 
 class _PullAnswer:
@@ -280,12 +409,15 @@ class _PullAnswer:
         buffers: list[Buffer] = []
         for part in self.hand_out.parts:
             frame, body = self.bodies[part.ref.offset]
-            crc, begin = frame.body_crc, frame.first_sequence
-            if part.begin != begin or part.end != begin + frame.count:
+            crc, begin, count = frame.body_crc, frame.first_sequence, part.end - part.begin
+            if count != frame.count:
                 body = slice_batch(body, frame.count, part.begin - begin, part.end - begin)
                 crc = crc32(body)
-            count = part.end - part.begin
-            buffers += (commands.piece_header(part.pull_sequence, part.begin, count, len(body), crc, flags), body)
+            elif frame.flags & FLAG_LABELLED:
+                body = memoryview(body)[: len(body) - labels_bytes(frame.count)]
+                crc = crc32(body)
+            header = commands.piece_header(part.pull_sequence, part.begin, count, len(body), crc, flags, part.times)
+            buffers += (header, body)
         self.subscription.link.answer(self.packet, *buffers)
         return True
 

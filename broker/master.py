@@ -55,6 +55,7 @@ class Master:
             Command.SUBSCRIBE: self._delivery.subscribe,
             Command.PULL: self._delivery.pull,
             Command.ACK: self._delivery.ack,
+            Command.NACK: self._delivery.nack,
             Command.HEARTBEAT: self._delivery.heartbeat,
             Command.UNSUBSCRIBE: self._delivery.unsubscribe,
             Command.HELLO: self._slave_watch.hello,
@@ -80,7 +81,6 @@ class Master:
 
     def link_lost(self, link: Link) -> None:
         self._delivery.consumption.link_lost(link)
-        self._producing.link_lost(link)
         self._slave_watch.link_lost(link)
 
     def writable_again(self, link: Link) -> None:
@@ -100,11 +100,10 @@ class Master:
         self._slave_watch.committed(end, chain)
 
     def tick(self, now_ms: int) -> None:
-        """Called about every 100 ms: deadlines, the slave's lag, leases."""
+        """Called about every 100 ms: deadlines, the slave's lag, leases, retries."""
         self._delivery.answer_overdue(now_ms)
         self._slave_watch.tick(now_ms)
-        if self._reign.may_progress:
-            self._delivery.end_leases(now_ms)
+        self._delivery.tick(now_ms)
 
     def resign(self) -> None:
         """The reign is over: whoever waits asks the next master, and repeats what may be stored."""
@@ -183,4 +182,4 @@ class Master:
     @property
     def skipped(self) -> dict[tuple[str, str], int]:
         """Messages that retention took before the group acked them, per (subject, consumer group)."""
-        return self._delivery.consumption.skipped.messages
+        return self._delivery.consumption.skipped

@@ -132,9 +132,9 @@ def _counted(group: Group, after: int, first: int, end: int) -> Reset:
 
 def _unacked(group: Group, end: int) -> list[tuple[int, int]]:
     """Return the sequences `[begin, end)` that the group has not acked, in no order."""
-    ranges = [(begin, begin + messages) for begin, messages in group.returned]
+    ranges = [(entry[0], entry[0] + entry[1]) for entry in group.returned]
     for consumer in group.consumers.values():
-        ranges += [(begin, begin + messages) for _, begin, messages in consumer.unacked]
+        ranges += [(begin, begin + messages) for _, begin, messages, _ in consumer.unacked]
     return [*ranges, (group.position, end)] if group.position < end else ranges
 
 

@@ -35,6 +35,8 @@ class Counters:
     refused_messages: int = 0
     pulled_messages: int = 0
     acked_messages: int = 0
+    nacked_messages: int = 0
+    dead_letters: int = 0
     returned_consumers: int = 0
 
 

@@ -19,8 +19,9 @@ def needed_from(log: MessageLog) -> int:
     """Return the offset of the oldest message that some group has not acked; the log's end if there is none."""
     needed = log.end
     for (subject, _), group in log.state.groups.items():
-        sequences = [group.position, *(entry[0] for entry in group.returned)]
-        sequences += [consumer.unacked[0][1] for consumer in group.consumers.values() if consumer.unacked]
+        sequences = [group.position, *(entry[0] for entry in group.returned[:1])]
+        # Not the first entries alone: messages that came back are older than what was handed out before them.
+        sequences += [entry[1] for consumer in group.consumers.values() for entry in consumer.unacked]
         for ref in log.frames(subject, min(sequences), 1):
             needed = min(needed, ref.offset)
     return needed

@@ -53,6 +53,8 @@ class Consumer:
 
     next_pull: int = 0
     unacked: list[list[int]] = field(default_factory=list)
+    reign_ends: list[int] = field(default_factory=list)
+    """Where the numbers end that each reign gave out, as far as any of them may be un-acked."""
 
     @property
     def acked_end(self) -> int:
@@ -65,13 +67,24 @@ class Consumer:
 
     def hold(self, pull_sequence: int, sequence: int, messages: int, times: int) -> None:
         """Note that messages were handed out."""
-        self.next_pull = pull_sequence + messages
+        ends = self.reign_ends
+        if not ends or ends[-1] - 1 >> REIGN_BITS != pull_sequence >> REIGN_BITS:
+            self.reign_ends = ends = [end for end in ends if end > self.acked_end]
+            ends.append(0)
+        self.next_pull = ends[-1] = pull_sequence + messages
         if self.unacked:
             last = self.unacked[-1]
             if (last[0] + last[2], last[1] + last[2], last[3]) == (pull_sequence, sequence, times):
                 last[2] += messages
                 return
         self.unacked.append([pull_sequence, sequence, messages, times])
+
+    def was_given(self, end: int) -> bool:
+        """Return whether this history gave out all numbers below `end`, which its reign ends with, or settled them."""
+        reign = end - 1 >> REIGN_BITS
+        return end <= self.acked_end or any(
+            end <= given and given - 1 >> REIGN_BITS == reign for given in self.reign_ends
+        )
 
     def held(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Return which parts of pull sequences `[begin, end)` are not settled yet, as ranges.
@@ -361,7 +374,7 @@ def encode_snapshot(state: State) -> bytes:
         "next_sequence": state.next_sequence,
         "groups": [
             [subject, name, g.position, g.floor, g.returned, g.is_broadcast, g.left_ms,
-             [[c, p.next_pull, p.unacked] for c, p in g.consumers.items()]]
+             [[c, p.next_pull, p.unacked, p.reign_ends] for c, p in g.consumers.items()]]
             for (subject, name), g in state.groups.items()
         ],
         "producers": [[p, [[b, *stored] for b, stored in window.items()]] for p, window in state.producers.items()],
@@ -384,7 +397,7 @@ def decode_snapshot(data: Buffer) -> State:
     state.next_sequence = plain["next_sequence"]
     for subject, name, position, floor, returned, is_broadcast, left_ms, consumers in plain["groups"]:
         state.groups[subject, name] = Group(
-            position, floor, returned, {c: Consumer(n, u) for c, n, u in consumers}, is_broadcast, left_ms
+            position, floor, returned, {c: Consumer(n, u, e) for c, n, u, e in consumers}, is_broadcast, left_ms
         )
     state.producers = {p: {b: StoredBatch(*stored) for b, *stored in window} for p, window in plain["producers"]}
     state.ordered = plain["ordered"]

@@ -24,6 +24,7 @@ import json
 import struct
 from collections.abc import Iterator
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -241,7 +242,13 @@ def decode_ack(body: memoryview) -> Ack:
     count, rest = divmod(len(body) - _U32.size, _RANGE.size)
     if rest or not 0 < count <= RANGES_MAX:
         raise InvalidRequest(f"{len(body)} bytes are no ACK of 1 to {RANGES_MAX} ranges")
-    return Ack(_U32.unpack_from(body)[0], list(_RANGE.iter_unpack(body[_U32.size :])))
+    return Ack(_U32.unpack_from(body)[0], _ascending(list(_RANGE.iter_unpack(body[_U32.size :]))))
+
+
+def _ascending(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    if any(before[1] > after[0] for before, after in pairwise(ranges)):
+        raise InvalidRequest("ranges of pull sequences ascend and do not overlap")
+    return ranges
 
 
 # NACK:     0 u32 subscription, 4 u32 n, n x (u64 begin, u64 end, u64 delay ms, u32 verdict), then the reason, UTF-8.
@@ -291,6 +298,7 @@ def decode_nack(body: memoryview) -> Nack:
     for entry in entries:
         if entry.delay_ms > DELAY_MS_MAX or entry.verdict not in Verdict._value2member_map_:
             raise InvalidRequest(f"a NACK asks for at most {DELAY_MS_MAX} ms, with verdict 0 or 1; not {entry}")
+    _ascending([(entry.begin, entry.end) for entry in entries])
     return Nack(subscription, entries, str(body[end:], "utf-8", "replace"))
 
 

@@ -7,6 +7,7 @@ does all of it until nothing is left to do.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -23,7 +24,7 @@ from qmq.log import Commit, MessageLog
 from qmq.log.memory_disk import FaultyDisk
 from qmq.message import Message
 from qmq.remoting import commands
-from qmq.remoting.commands import Ack, Command, Produced, Pull
+from qmq.remoting.commands import Ack, Command, Nack, NackEntry, Produced, Pull, Verdict
 from qmq.remoting.packet import ONE_WAY, Packet
 from qmq.replication.identity import IdentityFile
 from qmq.types import Role
@@ -43,6 +44,7 @@ class FakeLink:
 
     def __init__(self, peer: str) -> None:
         self.peer, self.writable, self.is_open, self.reason = peer, True, True, ""
+        self.unacked_bytes = 0
         self.answers: dict[int, tuple[int, bytes]] = {}
         self.order: list[int] = []
         self.told: deque[tuple[Command, bytes]] = deque()
@@ -233,12 +235,15 @@ class Client:
     # Consuming.
 
     def subscribe(
-        self, consumer: str = "c1", *, subject: str = "s", group: str = "g", start: str = "earliest", held_end: int = 0
-    ) -> int:
-        return self.send(
-            Command.SUBSCRIBE,
-            commands.encode_json(subject=subject, group=group, consumer=consumer, start=start, held_end=held_end),
-        )
+        self, consumer: str = "c1", *, subject: str = "s", group: str = "g", start: str = "earliest",
+        held_end: int = 0, since_ms: int = 0, broadcast: bool = False, deliveries_max: int = 0, tags: Iterable[str] = (),
+        tag_mode: str = "any",
+    ) -> int:  # fmt: skip
+        body = commands.encode_json(
+            subject=subject, group=group, consumer=consumer, start=start, since_ms=since_ms, broadcast=broadcast,
+            held_end=held_end, deliveries_max=deliveries_max, tags=list(tags), tag_mode=tag_mode,
+        )  # fmt: skip
+        return self.send(Command.SUBSCRIBE, body)
 
     def subscription(self, opaque: int) -> int:
         self.last_subscription = commands.decode_json(self.body(opaque))["subscription"]
@@ -259,8 +264,24 @@ class Client:
     def flags(self, opaque: int) -> set[int]:
         return {piece.flags for piece in commands.decode_pulled(memoryview(self.body(opaque)))}
 
+    def times(self, opaque: int) -> list[int]:
+        """Return how often each message of a pull was handed out."""
+        pieces = commands.decode_pulled(memoryview(self.body(opaque)))
+        return [piece.times for piece in pieces for _ in range(piece.count)]
+
     def ack(self, begin: int, end: int, subscription: int = 0) -> int:
-        return self.send(Command.ACK, commands.encode_ack(Ack(subscription or self.last_subscription, begin, end)))
+        return self.ack_ranges((begin, end), subscription=subscription)
+
+    def ack_ranges(self, *ranges: tuple[int, int], subscription: int = 0) -> int:
+        ack = Ack(subscription or self.last_subscription, list(ranges))
+        return self.send(Command.ACK, commands.encode_ack(ack))
+
+    def nack(
+        self, begin: int, end: int, *, delay_ms: int = 0, dead: bool = False, reason: str = "", subscription: int = 0
+    ) -> int:
+        entry = NackEntry(begin, end, delay_ms, Verdict.DEAD_LETTER if dead else Verdict.RETRY)
+        nack = Nack(subscription or self.last_subscription, [entry], reason)
+        return self.send(Command.NACK, commands.encode_nack(nack))
 
 
 def message(subject: str, id: str, size: int = 0) -> bytes:

@@ -10,7 +10,7 @@ from qmq.log import MessageLog
 from qmq.log.fold import State, apply
 from qmq.log.frame import Frame, FrameKind, decode_frames
 from qmq.log.memory_disk import FaultyDisk, MemoryDisk
-from qmq.log.progress import encode_office, encode_progress
+from qmq.log.progress import DEFERRED, PASSED, encode_office, encode_progress
 from qmq.log.segments import read_raw, segment_bases
 from qmq.message import Message
 from qmq.types import Epoch
@@ -94,30 +94,29 @@ def a_frame(copy: Copy, rng: Random) -> Frame:
     subject, consumer = rng.choice(["a", "b"]), rng.choice(["c1", "c2"])
     group = state.groups.get((subject, "g"))
     known = group.consumers.get(consumer) if group else None
-    kind = rng.choice(["messages", "messages", "messages", "pull", "pull", "ack", "leave", "epoch"])
+    kind = rng.choice(["messages", "messages", "messages", "pull", "pull", "ack", "nack", "leave", "forget", "epoch"])
     if kind == "epoch" and rng.random() < 0.3:
         return copy.office(Epoch(copy.epoch.term + rng.randrange(2), copy.epoch.boot + 1))
     if group is None and kind != "messages":
         return copy.progress(FrameKind.POSITION, "", (0, 0, 0), subject=subject)
     if kind == "pull" and group is not None:
         ranges = [*group.returned, [group.position, state.next_sequence.get(subject, 0) - group.position]]
-        sequence, there = rng.choice(ranges)
+        sequence, there = rng.choice(ranges)[:2]
         if there:
             taken = rng.randint(1, there)
             skipped = rng.randrange(there - taken + 1) if sequence < group.position else 0
-            entry = (state.next_pull(group, consumer), sequence + skipped, taken)
-            return copy.progress(FrameKind.PULL, consumer, entry, subject=subject)
-    if kind == "ack" and known is not None and known.unacked:
-        held = sum(entry[2] for entry in known.unacked)
-        begin, wanted = known.unacked[0][0], rng.randint(1, held)
-        end = begin
-        for first, _, messages in known.unacked:
-            taken = min(wanted, messages)
-            end, wanted = first + taken, wanted - taken
-            if not wanted:
-                break
-        return copy.progress(FrameKind.ACK, consumer, (begin, end, 0), subject=subject)
+            number = rng.choice([state.next_pull(group, consumer)] * 4 + [PASSED, DEFERRED])
+            return copy.progress(FrameKind.PULL, consumer, (number, sequence + skipped, taken), subject=subject)
+    if kind in ("ack", "nack") and known is not None and known.unacked:
+        first, _, messages, _ = rng.choice(known.unacked)
+        begin = first + rng.randrange(messages)
+        end, due_ms = rng.randint(begin + 1, first + messages), rng.randrange(1000)
+        if kind == "ack":
+            return copy.progress(FrameKind.ACK, consumer, (begin, end, 0), subject=subject)
+        return copy.progress(FrameKind.NACK, consumer, (begin, end, due_ms), subject=subject)
     if kind == "leave" and known is not None:
-        return copy.progress(FrameKind.POSITION, consumer, subject=subject)
+        return copy.progress(FrameKind.POSITION, consumer, (rng.randrange(2), 0, 0), subject=subject)
+    if kind == "forget" and group is not None and not group.consumers:
+        return copy.progress(FrameKind.POSITION, "", subject=subject)
     ids = [f"{copy.log.end}-{i}" for i in range(rng.randint(1, 3))]
     return copy.messages(*ids, subject=subject, size=rng.randrange(60), producer=rng.randrange(3), batch=copy.log.end)

@@ -1,0 +1,211 @@
+"""Core. Dead letters: messages that a group could not handle, stored once more where people look at them.
+
+The copy is a message of `%DEAD_RETRY%subject%group` in the same log, with what is known of its fate among its
+properties; right behind it stands the ack of the original. A copy carries the original's sequence as its batch number:
+whoever finds the original still un-acked, because the process ended between the two, does not store it again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from zlib import crc32
+
+from broker.consume import Consumption
+from broker.reign import Reign
+from qmq.codec import Buffer, join_batch, slice_batch, split_batch, with_properties
+from qmq.errors import CorruptFrame, InvalidAck, InvalidMessage, LogError, NotServed, QmqError
+from qmq.log.frame import Frame, FrameKind
+from qmq.log.index import FrameRef
+from qmq.replication.ack_gate import Answer
+from qmq.subjects import dead_letter_subject, parse_derived
+
+Key = tuple[str, str, str]
+
+READ_BYTES = 4 << 20
+"""Frames read at once; a larger one comes alone."""
+READ_FRAMES = 64
+
+TIMES, REASON, SEQUENCE = "qmq_times", "qmq_deadReason", "qmq_deadSequence"
+
+
+@dataclass(eq=False, slots=True)
+class _Burial:
+    """Pull sequences of a consumer that become dead letters."""
+
+    key: Key
+    ranges: deque[tuple[int, int]]
+    reason: str
+    answer: Answer
+    is_reading: bool = False
+
+
+class DeadLetters:
+    """Made by `broker.delivery`; ends with the reign. `wake(subject)` is called when a subject got messages."""
+
+    def __init__(self, reign: Reign, consumption: Consumption, wake: Callable[[str], None]) -> None:
+        self._reign, self._consumption, self._wake = reign, consumption, wake
+        self._burials: deque[_Burial] = deque()
+        self._is_over = False
+
+    def bury(self, key: Key, ranges: list[tuple[int, int]], reason: str, answer: Answer) -> None:
+        """Make dead letters of what the consumer `key` still holds of these pull sequences; then call `answer`."""
+        burial = _Burial(key, deque(ranges), reason, answer)
+        self._burials.append(burial)
+        self._go_on(burial)
+
+    def go_on(self) -> None:
+        """Take up what had to wait: for the slave, or for a swap that did not come."""
+        for burial in list(self._burials):
+            self._go_on(burial)
+
+    def resign(self, error: QmqError) -> None:
+        """The reign is over: what is not done is still un-acked, and the next master's."""
+        self._is_over = True
+        burials, self._burials = self._burials, deque()
+        for burial in burials:
+            burial.answer(error)
+
+    def _go_on(self, burial: _Burial) -> None:
+        while burial.ranges and not burial.is_reading and self._may_store():
+            self._step(burial)
+        if not burial.ranges and not burial.is_reading and burial in self._burials:
+            self._burials.remove(burial)
+            burial.answer(None)
+
+    def _may_store(self) -> bool:
+        """Nothing new is stored on one copy alone, and nothing at all by whom is no master any more."""
+        return self._reign.may_progress and not self._reign.gate.alone and not self._is_over
+
+    def _step(self, burial: _Burial) -> None:
+        """Bury what lies in the next few frames; read them first if they are not in memory."""
+        reign, log, (subject, *_) = self._reign, self._reign.log, burial.key
+        found = self._held(burial)
+        if found is None:
+            burial.ranges.popleft()
+            return
+        sequence, messages = found
+        try:
+            refs = [ref for ref in log.frames(subject, sequence, READ_FRAMES) if ref.begin < sequence + messages]
+        except CorruptFrame as problem:
+            self._damaged(burial, problem)
+            return
+        if not refs or refs[0].begin > sequence:
+            gone = min(refs[0].begin - sequence if refs else messages, messages)
+            self._settle(burial, gone)
+            self._consumption.note_skipped(subject, burial.key[1], gone)
+            return
+        refs = _few(refs)
+        bodies = [log.tail_body(ref.offset) for ref in refs]
+        if all(found is not None for found in bodies):
+            self._store(burial, [found for found in bodies if found is not None])
+            return
+        burial.is_reading = True
+        reign.host.read(partial(log.read_bodies, refs), partial(self._read, burial))
+
+    def _read(self, burial: _Burial, bodies: list[tuple[Frame, Buffer]] | LogError) -> None:
+        burial.is_reading = False
+        if self._is_over:
+            return
+        if isinstance(bodies, CorruptFrame):
+            self._damaged(burial, bodies)
+            return
+        if isinstance(bodies, LogError):
+            raise bodies
+        if self._may_store():
+            self._store(burial, bodies)
+        self._go_on(burial)
+
+    def _damaged(self, burial: _Burial, problem: CorruptFrame) -> None:
+        """The messages stay un-acked; who asked asks again after the repair."""
+        self._reign.found_damage(problem)
+        burial.ranges.clear()
+        if burial in self._burials:
+            self._burials.remove(burial)
+            burial.answer(NotServed("this copy is damaged where it had to be read, and is being repaired; ask again"))
+
+    def _held(self, burial: _Burial) -> tuple[int, int] | None:
+        """Return (sequence, messages) of what the consumer still holds at the beginning of the first range; None if
+        that is nothing."""
+        consumer = self._consumption.consumer(*burial.key)
+        begin, end = burial.ranges[0]
+        try:
+            held = consumer.held(begin, end) if consumer is not None else []
+        except InvalidAck:
+            held = []  # it left, and what it holds since is other messages
+        if consumer is None or not held:
+            return None
+        burial.ranges[0] = held[0][0], end
+        entry = next(entry for entry in consumer.unacked if entry[0] + entry[2] > held[0][0])
+        return entry[1] + held[0][0] - entry[0], min(held[0][1], entry[0] + entry[2]) - held[0][0]
+
+    def _store(self, burial: _Burial, bodies: list[tuple[Frame, Buffer]]) -> None:
+        """Store copies of what is still held in these frames, and settle it."""
+        for frame, body in bodies:
+            found = self._held(burial) if burial.ranges else None
+            if found is None:
+                return
+            sequence, messages = found
+            begin = sequence - frame.first_sequence
+            end = min(begin + messages, frame.count)
+            if not 0 <= begin < end:
+                return  # it was settled meanwhile: look anew
+            cut = slice_batch(body, frame.count, begin, end)
+            for at, data in enumerate(split_batch(cut, end - begin)):
+                self._copy(burial, sequence + at, bytes(data))
+            self._settle(burial, end - begin)
+
+    def _copy(self, burial: _Burial, sequence: int, data: bytes) -> None:
+        reign, (subject, group, _) = self._reign, burial.key
+        name, state = dead_letter_subject(subject, group), reign.log.state
+        producer = _producer(subject, group)
+        if state.repeated(producer, sequence) is not None:
+            return
+        fate = {TIMES: str(self._times(burial)), REASON: burial.reason, SEQUENCE: str(sequence)}
+        try:
+            data = with_properties(data, fate)
+        except InvalidMessage:
+            pass  # whatever these bytes are, they are kept as they came
+        body = join_batch([data])
+        reign.log.append(
+            FrameKind.MESSAGES, name, body, body_crc=crc32(body), epoch=reign.epoch, count=1,
+            high_watermark=reign.gate.high_watermark, timestamp_ms=reign.host.now_ms(),
+            first_sequence=state.next_sequence.get(name, 0), producer=producer, batch=sequence,
+        )  # fmt: skip
+        reign.counters.dead_letters += 1
+        self._wake(name)
+        reign.host.turn_soon()
+
+    def _times(self, burial: _Burial) -> int:
+        consumer = self._consumption.consumer(*burial.key)
+        begin = burial.ranges[0][0]
+        entries = consumer.unacked if consumer is not None else []
+        return next((entry[3] for entry in entries if entry[0] <= begin < entry[0] + entry[2]), 0)
+
+    def _settle(self, burial: _Burial, messages: int) -> None:
+        """Ack the first messages of the burial's first range."""
+        begin, end = burial.ranges[0]
+        self._reign.append_progress(FrameKind.ACK, burial.key, [(begin, begin + messages, 0)])
+        if begin + messages < end:
+            burial.ranges[0] = begin + messages, end
+        else:
+            burial.ranges.popleft()
+
+
+def _few(refs: list[FrameRef]) -> list[FrameRef]:
+    """As many of the first frames as may be read at once."""
+    size = 0
+    for at, ref in enumerate(refs):
+        size += ref.length
+        if at and size > READ_BYTES:
+            return refs[:at]
+    return refs
+
+
+def _producer(subject: str, group: str) -> int:
+    """The number under which a group's dead letters are stored."""
+    data = dead_letter_subject(subject, group).encode() + (b"" if parse_derived(subject) is None else b"\0mailbox")
+    return int.from_bytes(blake2b(data, digest_size=8).digest()) or 1

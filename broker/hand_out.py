@@ -1,0 +1,209 @@
+"""Core. Which messages a pull gets: what its consumer has and does not hold, what others returned, what is new.
+
+Decided on the fold and the index alone; `broker.delivery` writes the decision down before anything leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from broker.consume import Subscription
+from qmq.errors import require
+from qmq.log import MessageLog
+from qmq.log.fold import Consumer, Group
+from qmq.log.index import FrameRef
+from qmq.log.progress import PASSED, Entry
+from qmq.remoting.commands import Pull
+
+PULL_BYTES_MAX = 8 << 20
+PULL_MESSAGES_MAX = 10_000
+UNACKED_MESSAGES_MAX = 200_000
+"""Per consumer; at the limit its pulls wait for its acks."""
+RETURNED_RANGES_MAX = 100_000
+"""Per group; a group that fails with so much gets its retries, but nothing new."""
+FRAMES_AT_ONCE = 256
+
+
+class Part(NamedTuple):
+    """Messages `[begin, end)`, by sequence, of one frame, numbered from `pull_sequence` on."""
+
+    pull_sequence: int
+    begin: int
+    end: int
+    ref: FrameRef
+    times: int
+    """How often they were handed out, this time included."""
+
+
+@dataclass(slots=True)
+class HandOut:
+    """What a pull is answered with, and what must be written down for that. There may be nothing to answer with."""
+
+    parts: list[Part] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    """For a pull frame."""
+    gone: list[tuple[int, int]] = field(default_factory=list)
+    """Pull sequences of un-acked messages that retention took: nobody will ever ack them."""
+    dead: list[tuple[int, int]] = field(default_factory=list)
+    """Pull sequences that were handed out too often: they become dead letters instead of leaving once more."""
+    skipped: int = 0
+    """Messages that the group never acked and that retention took."""
+
+    @property
+    def data_end(self) -> int:
+        return max(part.ref.offset + part.ref.length for part in self.parts)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.parts or self.entries or self.gone or self.dead)
+
+
+def choose(
+    log: MessageLog, subscription: Subscription, pull: Pull, *, data_limit: int, now_ms: int
+) -> HandOut | None:
+    """Choose what a pull gets now; None if there is nothing.
+
+    Args:
+        data_limit: only messages whose frame ends at or before this offset. While the slave is missing, that is the
+            high watermark.
+        now_ms: of the wall clock, by which retries become due.
+
+    The caller writes everything down before it answers, and moves `subscription.resend` behind it.
+    """
+    require(pull.messages_max > 0, "a pull that asks for nothing is refused before it waits")
+    group = log.state.groups[subscription.subject, subscription.group]
+    consumer = group.consumers.get(subscription.consumer)
+    choice = Choice(log, subscription, pull, data_limit)
+    if consumer is not None and subscription.resend < consumer.next_pull:
+        choice.again(consumer)
+        if not choice.made.is_empty:
+            return choice.made
+        if choice.is_over:
+            return None
+        subscription.resend = consumer.next_pull
+    if consumer is None or consumer.unacked_messages < UNACKED_MESSAGES_MAX:
+        choice.more(group, now_ms)
+    return None if choice.made.is_empty else choice.made
+
+
+class Choice:
+    """One decision, as it is made."""
+
+    def __init__(self, log: MessageLog, subscription: Subscription, pull: Pull, data_limit: int) -> None:
+        self._log, self._subscription = log, subscription
+        self._cut = _Budget(min(pull.messages_max, PULL_MESSAGES_MAX), min(pull.bytes_max, PULL_BYTES_MAX), data_limit)
+        self.made = HandOut()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the pull gets no more, though there may be more."""
+        return self._cut.is_stopped
+
+    def again(self, consumer: Consumer) -> None:
+        """Hand out what the consumer has, from the pull sequence on that this connection was not given."""
+        limit, made = self._subscription.deliveries_max, self.made
+        for pull_sequence, sequence, messages, times in consumer.unacked:
+            skip = max(self._subscription.resend - pull_sequence, 0)
+            if skip >= messages:
+                continue
+            if limit and times > limit:
+                made.dead.append((pull_sequence, pull_sequence + messages))
+                continue
+            at, end = sequence + skip, sequence + messages
+            while at < end and not self.is_over:
+                part, at_next = self._next(at, end, pull_sequence + at - sequence, times)
+                if part is None and at_next > at:
+                    made.gone.append((pull_sequence + at - sequence, pull_sequence + at_next - sequence))
+                    made.skipped += at_next - at
+                at = at_next
+            if self.is_over:
+                return
+
+    def more(self, group: Group, now_ms: int) -> None:
+        """Hand out what the group has to give: what came back and is due, then what is new."""
+        state, subscription, limit = self._log.state, self._subscription, self._subscription.deliveries_max
+        pull_sequence = state.next_pull(group, subscription.consumer)
+        for sequence, messages, times, due_ms in group.returned:
+            if due_ms > now_ms:
+                continue
+            if limit and times >= limit:
+                self.made.entries.append((pull_sequence, sequence, messages))
+                self.made.dead.append((pull_sequence, pull_sequence + messages))
+                pull_sequence += messages
+                continue
+            pull_sequence = self._give(sequence, sequence + messages, pull_sequence, times + 1)
+            if self.is_over:
+                return
+        if len(group.returned) < RETURNED_RANGES_MAX:
+            self._give(group.position, state.next_sequence.get(subscription.subject, 0), pull_sequence, 1)
+
+    def _give(self, begin: int, end: int, pull_sequence: int, times: int) -> int:
+        """Hand out sequences `[begin, end)`, as far as budget and limit allow; return the next pull sequence."""
+        entries, at = self.made.entries, begin
+        while at < end and not self.is_over:
+            part, at_next = self._next(at, end, pull_sequence, times)
+            if part is not None:
+                last = entries[-1] if entries else (PASSED, 0, 0)
+                if at > begin and last[0] != PASSED:
+                    entries[-1] = last[0], last[1], last[2] + at_next - at
+                else:
+                    entries.append((pull_sequence, at, at_next - at))
+                pull_sequence += at_next - at
+            elif at_next > at:
+                entries.append((PASSED, at, at_next - at))
+                self.made.skipped += at_next - at
+            at = at_next
+        return pull_sequence
+
+    def _next(self, begin: int, end: int, pull_sequence: int, times: int) -> tuple[Part | None, int]:
+        """Add the next part of `[begin, end)`; return it, and where the one behind it begins.
+
+        None: what lies before that is gone, because retention took it; or nothing more fits.
+        """
+        ref = self._cut.frame_at(self._log, self._subscription.subject, begin)
+        first = min(ref.begin, end) if ref else end
+        if ref is None or first > begin:
+            return None, first
+        last = begin + self._cut.allows(ref, min(end, ref.end) - begin)
+        if last == begin:
+            return None, begin
+        part = Part(pull_sequence, begin, last, ref, times)
+        self.made.parts.append(part)
+        return part, last
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What a pull may still get. The first message always fits, however large it is."""
+
+    messages: int
+    bytes: int
+    data_limit: int
+    is_untouched: bool = True
+    is_stopped: bool = False
+    refs: list[FrameRef] = field(default_factory=list)
+    """Frames looked up ahead, the next one last."""
+
+    def frame_at(self, log: MessageLog, subject: str, sequence: int) -> FrameRef | None:
+        """Return the frame that holds `sequence`, or the next one behind it."""
+        refs = self.refs
+        while refs and refs[-1].end <= sequence:
+            refs.pop()
+        if not refs or refs[-1].begin > sequence:  # perhaps there are others before it
+            self.refs = refs = log.frames(subject, sequence, min(self.messages, FRAMES_AT_ONCE) or 1)[::-1]
+        return refs[-1] if refs else None
+
+    def allows(self, ref: FrameRef, wanted: int) -> int:
+        """Return how many of `wanted` messages of the frame fit, by their mean size, and spend them."""
+        if ref.offset + ref.length > self.data_limit:
+            self.is_stopped = True
+            return 0
+        mean = ref.length / (ref.end - ref.begin)
+        fitting = max(int(self.bytes / mean), 0)  # the first message may have overdrawn the budget
+        taken = min(wanted, self.messages, max(fitting, 1) if self.is_untouched else fitting)
+        self.is_stopped = taken < wanted or taken == self.messages
+        self.messages -= taken
+        self.bytes -= int(mean * taken)
+        self.is_untouched = self.is_untouched and not taken
+        return taken
