@@ -1,9 +1,9 @@
 """Shell. `make bench-metaserver`: one metaserver with 100,000 subjects, 2,000 broker groups and 20,000 clients.
 
-    fill     groups are restored from a backup, their 4,000 brokers beat, clients bring the subjects into being
-    start    the metaserver starts again, with all of that in its database
-    watch    a group is marked readonly and unmarked: when the first and the last client know, and have confirmed it
-    look up  clients come, ask for one subject, and go, while nothing happens and while marks are changed
+fill     groups are restored from a backup, their 4,000 brokers beat, clients bring the subjects into being
+start    the metaserver starts again, with all of that in its database
+watch    a group is marked readonly and unmarked: when the first and the last client know, and have confirmed it
+look up  clients come, ask for one subject, and go, while nothing happens and while marks are changed
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ class Process:
         command = [sys.executable, "-m", "benchmarks.metaserver_load", json.dumps(words)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def tell(self, **words: Any) -> None:
         assert self._process.stdin
         self._process.stdin.write(json.dumps(words).encode() + b"\n")
@@ -110,9 +114,7 @@ class Metaserver:
         environ = os.environ | {f"QMQ_METASERVER_{name}": str(value) for name, value in settings.items()}
         began = time.monotonic()
         with (self._dir / "metaserver.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "metaserver"], env=environ, stdout=log, stderr=log
-            )
+            self._process = subprocess.Popen([sys.executable, "-m", "metaserver"], env=environ, stdout=log, stderr=log)
         while time.monotonic() - began < 120:
             try:
                 if self._ask("GET", "/meta/address")[0] == 200:
@@ -280,7 +282,8 @@ class Bench:
             for process in watchers:
                 process.tell(group=name, writable=writable)
             time.sleep(0.2)  # what they expect is read by then
-            began = time.monotonic()
+            pids = {"metaserver": self.server.pid, **{f"clients{n}": one.pid for n, one in enumerate(watchers)}}
+            began, clock = time.monotonic(), Clock(pids)
             self.server.act("UnMarkReadonlyBrokerGroup" if writable else "MarkReadonlyBrokerGroup", brokerGroup=name)
             self._note(f"mark_answered{suffix}_s", time.monotonic() - began, "the operator has his answer")
             heard = [process.hear() for process in watchers]
@@ -288,7 +291,13 @@ class Bench:
             key = "mark_to_all_producers" if suffix == "_2000" else "route_to_all_watchers"
             self._note(f"{key}{suffix}_s", last, "from the operator's request to the last client")
             self._note(f"first_told{suffix}_s", min(words["first"] for words in heard) - began)
+            self._note_cpu(suffix, clock.spent().cpu_s, sum(words["told"] for words in heard))
             time.sleep(1.5)
+
+    def _note_cpu(self, suffix: str, cpu_s: dict[str, float], told: int) -> None:
+        server_us = cpu_s.pop("metaserver") / told * 1e6
+        self._note(f"server_cpu_per_told{suffix}_us", server_us, "CPU time until the last client, heartbeats included")
+        self._note(f"client_cpu_per_told{suffix}_us", sum(cpu_s.values()) / told * 1e6, "the same of simulated clients")
 
     # Bookkeeping.
 

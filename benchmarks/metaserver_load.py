@@ -13,12 +13,14 @@ import random
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from benchmarks.figures import percentile
+from qmq.client.route_watch import CONFIRM_WITHIN_S
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
@@ -72,6 +74,8 @@ class Watcher:
         self._subjects = [HOT, *(subject_name(rng.randrange(load.words["subjects"])) for _ in range(4))]
         self._is_ready = False
         self.hot: dict[str, bool] = {}
+        self._unconfirmed: dict[str, int] = {}
+        self._confirming: asyncio.Task[None] | None = None
 
     async def run(self, ready: asyncio.Queue[int]) -> None:
         """Watch; come back after a moment when the metaserver had no time for the stream."""
@@ -92,10 +96,18 @@ class Watcher:
                     self._load.saw(self)
             held = {route.subject: route.version for route in update.routes}
             if held:
-                await stream.write(pb.RouteRequest(held=held))
+                self._unconfirmed |= held
+                if self._confirming is None or self._confirming.done():
+                    self._confirming = asyncio.create_task(self._confirm(stream))
             if not self._is_ready:
                 self._is_ready = True
                 ready.put_nowait(self._number)
+
+    async def _confirm(self, stream: Any) -> None:
+        await asyncio.sleep(random.uniform(0.0, CONFIRM_WITHIN_S))
+        held, self._unconfirmed = self._unconfirmed, {}
+        with suppress(grpc.aio.AioRpcError):  # who reads the stream hears of it
+            await stream.write(pb.RouteRequest(held=held))
 
 
 class Watchers(Load):
@@ -114,7 +126,7 @@ class Watchers(Load):
             return
         self._seen[watcher] = time.monotonic()
         if len(self._seen) == len(self._watchers):
-            say(first=min(self._seen.values()), last=max(self._seen.values()))
+            say(first=min(self._seen.values()), last=max(self._seen.values()), told=len(self._seen))
             self._expected = None
 
     async def run(self) -> None:

@@ -109,7 +109,7 @@ class Metaserver:
         desk = Desk(
             self.registry, self._database, self._brokers, swaps, clients, Vault(settings.password_keys),
             bad_rows=lambda: self._database.bad_rows, version=VERSION, own_id=self.id,
-        )
+        )  # fmt: skip
         return Actions(desk, self._metrics)
 
     async def serve(self, stop: asyncio.Event, started: asyncio.Event | None = None) -> None:

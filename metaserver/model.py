@@ -7,7 +7,7 @@ a new one. What brokers report about themselves is not in it but in `metaserver.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -129,6 +129,28 @@ class Directory:
     subjects: Mapping[str, SubjectInfo] = field(default_factory=dict)
     version: int = 0
     """Raised by each change of what is in here."""
+    groups_version: int = -1
+    """Another one after each change of groups and brokers; -1: not known."""
+
+    def beside(
+        self, *, marks: frozenset[ReadonlyMark], offline: frozenset[Offline], subjects: Mapping[str, SubjectInfo],
+        version: int,
+    ) -> Directory:  # fmt: skip
+        """The same groups and brokers, with other things beside them."""
+        found = replace(self, marks=marks, offline=offline, subjects=subjects, version=version)
+        found.__dict__["_by_key"] = self._by_key
+        return found
+
+    def told_anew(self, before: Directory) -> frozenset[BrokerKey]:
+        """Brokers that must be told of the difference: of their group, its marks, or consumers that are off."""
+        if self.offline != before.offline:
+            return frozenset(self._by_key) | frozenset(before._by_key)
+        names = {mark.group for mark in self.marks ^ before.marks}
+        if self.groups is not before.groups:
+            every = self.groups.keys() | before.groups.keys()
+            names |= {name for name in every if self.groups.get(name) is not before.groups.get(name)}
+        found = (directory.groups[name] for directory in (self, before) for name in names if name in directory.groups)
+        return frozenset(broker.key for group in found for broker in group.brokers)
 
     def brokers(self) -> list[Broker]:
         return [broker for group in self.groups.values() for broker in group.brokers]

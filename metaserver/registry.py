@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 from metaserver import roles, routing
 from metaserver.awake import AwakeClock
@@ -78,13 +77,13 @@ class Registry:
         self._seen: dict[str, int] = {"directory": -1, "routes": -1, "sightings": -1}
         self._published = -1
         self._loads = Loads()
-        self.routes: Mapping[str, Route] = MappingProxyType(self._routes)
+        self.routes: Mapping[str, Route] = self._routes
         self.directory = Directory()
         self.tokens: list[TokenRow] = []
         self.changes = Changes()
         """Anything that a client may see."""
         self.directory_changes = Changes()
-        """Groups, brokers, marks and offline states: what brokers are told."""
+        """What brokers are told: groups, brokers, marks and offline states; each change is about some brokers' keys."""
         self.completeness: dict[BrokerKey, tuple[Broker, int, bool]] = {}
         """What masters say about their slaves and the database does not have yet."""
         self.news = asyncio.Event()
@@ -131,7 +130,8 @@ class Registry:
         await self.catch_up()
 
     async def _read_directory(self) -> None:
-        directory, tokens = await self.database.read(lambda r: (r.load(), r.load_tokens()), timeout_ms=LOAD_MS)
+        known = self.directory
+        directory, tokens = await self.database.read(lambda r: (r.load(known), r.load_tokens()), timeout_ms=LOAD_MS)
         self.take_directory(directory, tokens)
         self._seen["directory"] = directory.version
 
@@ -149,11 +149,11 @@ class Registry:
         self._seen["sightings"] = seen
 
     def take_directory(self, directory: Directory, tokens: list[TokenRow]) -> None:
-        gone = {broker.key for broker in self.directory.brokers()} - {broker.key for broker in directory.brokers()}
-        self.directory, self.tokens = directory, tokens
-        self.liveness.forget(gone)
+        before, self.directory, self.tokens = self.directory, directory, tokens
+        if directory.groups is not before.groups:
+            self.liveness.forget(broker.key for broker in before.brokers() if directory.find(broker.key) is None)
         self._take_tokens(tokens)
-        self.directory_changes.publish()
+        self.directory_changes.publish(directory.told_anew(before))
 
     def take_routes(self, routes: Iterable[Route], *, all_of_them: bool = False) -> None:
         """Know these routes; those without groups are gone."""
@@ -165,7 +165,7 @@ class Registry:
             before = self._routes.get(route.subject)
             if before is not None and before.version > route.version and not all_of_them:
                 continue  # what was just stored may be read late
-            self._loads.moved(before.groups if before else (), route.groups)
+            self._loads.moved(route.subject, before.groups if before else (), route.groups)
             if route.groups:
                 self._routes[route.subject] = route
             else:
@@ -383,6 +383,10 @@ class Registry:
             if state is not None and state.log_end:
                 found[group.name] = state.log_end - state.log_start
         return found
+
+    def routes_of(self, groups: Iterable[str]) -> dict[str, Route]:
+        """The routes that list one of these groups, by subject."""
+        return {subject: self._routes[subject] for group in groups for subject in self._loads.of(group)}
 
     # -- answers --------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,7 @@ Consumers keep every group of the route whatever its state: only `writable` says
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -61,18 +60,24 @@ def _kept_open(group: Group, subject: str, directory: Directory) -> bool:
 
 
 class Loads:
-    """How many subjects each group serves. Told of every route that comes, changes or goes."""
+    """Which subjects each group serves. Told of every route that comes, changes or goes."""
 
     def __init__(self) -> None:
-        self._subjects: Counter[str] = Counter()
+        self._subjects: dict[str, set[str]] = {}
 
-    def moved(self, before: Iterable[str], after: Iterable[str]) -> None:
+    def moved(self, subject: str, before: Iterable[str], after: Iterable[str]) -> None:
         """Note that a route listed the groups `before` and lists `after` now; either may be empty."""
-        self._subjects.subtract(before)
-        self._subjects.update(after)
+        for group in before:
+            self._subjects[group].discard(subject)
+        for group in after:
+            self._subjects.setdefault(group, set()).add(subject)
+
+    def of(self, group: str) -> Set[str]:
+        return self._subjects.get(group, frozenset())
 
     def subjects(self, group: str) -> int:
-        return self._subjects[group]
+        """How many they are."""
+        return len(self.of(group))
 
 
 _Entry = tuple[int, float, str]
@@ -100,7 +105,7 @@ class Placement:
         self._groups_min, self._groups_new = groups_min, max(groups_new, groups_min)
         candidates = [group for group in directory.groups.values() if serves(group) and not group.draining]
         names = [group.name for group in candidates]
-        self._step = 1.0 / _mean(max(loads.subjects(name), 0) for name in names)
+        self._step = 1.0 / _mean(loads.subjects(name) for name in names)
         self._open: dict[str, list[_Entry]] = {}
         self._spare: list[_Entry] = []
         shares = _shares(names, stored_bytes or {})

@@ -33,6 +33,8 @@ class RegistryPort(Protocol):
     @property
     def routes_version(self) -> int: ...
 
+    def routes_of(self, groups: Iterable[str]) -> dict[str, Route]: ...
+
     async def reload(self) -> None: ...
 
     async def change(self, changes: Iterable[Change], audit: AuditRow) -> None: ...
@@ -51,6 +53,8 @@ class RegistryPort(Protocol):
 ASKED_AT_ONCE = 64
 """Brokers or metaservers; each question is a connection."""
 CLIENTS_MAX = 100_000
+ROUTES_AT_ONCE = 1_000
+"""About a millisecond's work; a thread would only begin after several, as it has to wait for the loop's."""
 NOTICE_S, NOTICE_PAUSE_S = 1.5, 0.05
 """A broker that does not answer may have died this moment: so long, until its stream is seen to have ended."""
 
@@ -117,6 +121,11 @@ class Desk:
     async def on_all_routes(self, work: Callable[[dict[str, Route]], R]) -> R:
         """Run `work` on a copy of all routes, on a thread: there may be 100,000, and the loop must go on."""
         return await asyncio.to_thread(work, dict(self.registry.routes))
+
+    async def on_routes_of(self, groups: Iterable[str], work: Callable[[dict[str, Route]], R]) -> R:
+        """Run `work` on the routes that list one of these groups; as `on_all_routes`, if they are many."""
+        routes = self.registry.routes_of(groups)
+        return work(routes) if len(routes) <= ROUTES_AT_ONCE else await asyncio.to_thread(work, routes)
 
     async def blast(self, plan: Plan) -> Blast:
         """Count whom a plan reaches."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from metaserver.actions.plan import Plan, refused
 from metaserver.db.changes import Change, DecidedOn, SetGroupState, SetMark, SetOffline, UnsetMark, UnsetOffline
@@ -118,12 +118,7 @@ def served(routes: Routes, group: str, subject: str) -> frozenset[str]:
     """Subjects that a group serves: one of them, or all."""
     if subject != ALL_SUBJECTS:
         return frozenset({subject})
-    return served_by(routes, {group})
-
-
-def served_by(routes: Routes, groups: Collection[str]) -> frozenset[str]:
-    """Subjects that any of these groups serves."""
-    return frozenset(route.subject for route in routes.values() if any(name in groups for name in route.groups))
+    return frozenset(route.subject for route in routes.values() if group in route.groups)
 
 
 def _covers(wide: Offline, narrow: Offline) -> bool:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from metaserver.actions import group_plans
 from metaserver.actions.desk import Desk, OldRoutes, together
 from metaserver.actions.handler import Handler
 from metaserver.actions.plan import LISTED_MAX, Plan
 from metaserver.actions.words import Words
-from metaserver.model import ALL_SUBJECTS
+from metaserver.model import ALL_SUBJECTS, Route
+
+R = TypeVar("R")
 
 LOOK_AGAIN_S = 0.1
 """Routes reach clients within tens of milliseconds."""
@@ -27,14 +30,24 @@ async def _unmark(desk: Desk, words: Words) -> Plan:
 
 async def _plan_mark(desk: Desk, words: Words, *, readonly: bool) -> Plan:
     directory, subject, group = desk.registry.directory, words["subject"], words["brokerGroup"]
-    return await desk.on_all_routes(
-        lambda routes: group_plans.mark_readonly(directory, routes, subject, group, readonly=readonly)
-    )
+    return await _on_routes(
+        desk, subject, group,
+        lambda routes: group_plans.mark_readonly(directory, routes, subject, group, readonly=readonly),
+    )  # fmt: skip
+
+
+async def _on_routes(desk: Desk, subject: str, group: str, work: Callable[[Mapping[str, Route]], R]) -> R:
+    """Run `work` on the routes that a mark of this subject, or of all, concerns."""
+    if subject == ALL_SUBJECTS:
+        return await desk.on_routes_of({group}, work)
+    return work(desk.registry.routes)
 
 
 async def _after_mark(desk: Desk, words: Words, plan: Plan) -> Any:
     directory, group = desk.registry.directory, words["brokerGroup"]
-    without = await desk.on_all_routes(lambda routes: group_plans.stranded(directory, routes, group, plan.subjects))
+    without = await _on_routes(
+        desk, words["subject"], group, lambda routes: group_plans.stranded(directory, routes, group, plan.subjects)
+    )
     held = await wait_for_old_routes(desk, group, words["subject"], words.number("waitMs"))
     return {**plan.data, **held, "withoutOtherGroup": {"count": len(without), "names": without[:LISTED_MAX]}}
 
@@ -84,8 +97,8 @@ async def _undrain(desk: Desk, words: Words) -> Plan:
 
 async def _plan_draining(desk: Desk, words: Words, *, draining: bool) -> Plan:
     directory, group = desk.registry.directory, words["brokerGroup"]
-    return await desk.on_all_routes(
-        lambda routes: group_plans.set_draining(directory, routes, group, draining=draining)
+    return await desk.on_routes_of(
+        {group}, lambda routes: group_plans.set_draining(directory, routes, group, draining=draining)
     )
 
 

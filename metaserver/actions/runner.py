@@ -14,7 +14,6 @@ from metaserver.actions import brokers, consumers, databases, groups, routes, to
 from metaserver.actions.action import DRY_RUN, Action, Answer, Status
 from metaserver.actions.catalog import ACTIONS
 from metaserver.actions.desk import Desk
-from metaserver.actions.group_plans import served_by
 from metaserver.actions.handler import Handler, PartlyDone
 from metaserver.actions.plan import Plan, one_text, preview
 from metaserver.actions.words import Words, read_words, recorded, unknown_word
@@ -118,8 +117,7 @@ class Actions:
         assert handler.plan is not None, "an action looks or plans"
         plan = await handler.plan(self._desk, words)
         if plan.whole_groups:
-            served = await self._desk.on_all_routes(lambda routes: served_by(routes, plan.groups))
-            plan = replace(plan, subjects=plan.subjects | served)
+            plan = replace(plan, subjects=plan.subjects | self._desk.registry.routes_of(plan.groups).keys())
         _require_scope(caller, plan)
         return plan
 

@@ -11,7 +11,13 @@ from sqlalchemy import Connection
 from metaserver.db import backup, groups, operators, routes, tokens
 from metaserver.db import changes as c
 from metaserver.db.errors import StaleDirectory
-from metaserver.db.transactions import DIRECTORY, ROUTES, SIGHTINGS, raise_versions
+from metaserver.db.transactions import DIRECTORY, ROUTES, SIGHTINGS, leave_groups, raise_versions
+
+LEAVE_GROUPS = (
+    c.DecidedOn, c.SetMark, c.UnsetMark, c.SetRoute, c.RemoveRoute, c.AddSubject, c.SetOffline, c.UnsetOffline,
+    c.AddDataSource, c.RemoveDataSource, c.AddToken, c.RevokeToken,
+)  # fmt: skip
+"""Changes after which each group and each broker is as before."""
 
 
 def apply_all(connection: Connection, changes: Sequence[c.Change]) -> None:
@@ -19,6 +25,8 @@ def apply_all(connection: Connection, changes: Sequence[c.Change]) -> None:
     # One that only writes down what happened elsewhere takes its place in the line, too: `settle` waits for it.
     touched = sorted({name for change in changes for name in _touches(change)} or {DIRECTORY})
     versions = dict(zip(touched, raise_versions(connection, *touched), strict=True))
+    if DIRECTORY in touched and all(isinstance(change, LEAVE_GROUPS) for change in changes):
+        leave_groups(connection)
     for change in changes:
         if isinstance(change, c.DecidedOn):
             _compare(change, versions)

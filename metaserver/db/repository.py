@@ -21,6 +21,8 @@ from metaserver.db.transactions import (
     ROUTES,
     SIGHTINGS,
     Transactions,
+    groups_version,
+    leave_groups,
     raise_versions,
     read_versions,
 )
@@ -53,20 +55,29 @@ class Repository:
         self._transactions.read(lambda connection: connection.execute(text("SELECT 1")))
 
     def versions(self) -> dict[str, int]:
-        """Return the versions of `directory`, `routes` and `sightings`, each raised by every change of them."""
+        """Return the versions of `directory`, `routes` and `sightings`, each raised by every change of them, and what
+        says how far groups took part."""
         return self._transactions.read(read_versions)
 
-    def load(self) -> Directory:
-        """Read groups, brokers, marks, subjects and consumers that are off as of one moment; routes are not in it."""
-        return self._transactions.read(self._load)
+    def load(self, known: Directory | None = None) -> Directory:
+        """Read groups, brokers, marks, subjects and consumers that are off as of one moment; routes are not in it.
 
-    def _load(self, connection: Connection) -> Directory:
-        return Directory(
-            groups=groups.load_groups(connection, self.bad_rows),
+        Args:
+            known: an earlier reading. Groups that did not change since are the same objects; none is read if none did.
+        """
+        return self._transactions.read(lambda connection: self._load(connection, known or Directory()))
+
+    def _load(self, connection: Connection, known: Directory) -> Directory:
+        versions = read_versions(connection)
+        if groups_version(versions) != known.groups_version:
+            read = groups.load_groups(connection, self.bad_rows)
+            same = {name: group for name, group in known.groups.items() if read.get(name) == group}
+            known = Directory(groups=read | same, groups_version=groups_version(versions))
+        return known.beside(
             marks=operators.load_marks(connection),
             offline=operators.load_offline(connection),
             subjects=operators.load_subjects(connection),
-            version=read_versions(connection)[DIRECTORY],
+            version=versions[DIRECTORY],
         )
 
     def load_routes(self, after: int = 0) -> tuple[int, list[Route]]:
@@ -174,7 +185,12 @@ class Repository:
 
         A change that has not begun yet, on a thread that hangs say, is in no line: withdraw it first.
         """
-        self._transactions.write(lambda connection: raise_versions(connection, DIRECTORY, ROUTES))
+
+        def work(connection: Connection) -> None:
+            raise_versions(connection, DIRECTORY, ROUTES)
+            leave_groups(connection)
+
+        self._transactions.write(work)
 
     def load_tokens(self) -> list[TokenRow]:
         """Read all tokens; they belong to the version `directory`."""

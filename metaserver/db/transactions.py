@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -24,6 +24,11 @@ from metaserver.db.tables import meta_version
 log = logging.getLogger("qmq.metaserver")
 
 DIRECTORY, ROUTES, SIGHTINGS = "directory", "routes", "sightings"
+
+BESIDE_GROUPS = "beside_groups"
+"""Counts down with each change of the directory that leaves groups and brokers as they are. Its sum with the version of
+the directory, which counts up, names what they are, so that nobody reads them again for a mark. Who raises the one
+alone, as an older program does, or both, makes others read them."""
 
 TRIES_MAX = 5
 """Two transactions that wait for each other are ended by the database, one of them to be repeated."""
@@ -95,6 +100,17 @@ def raise_versions(connection: Connection, *names: str) -> list[int]:
             raise DatabaseUnusable(f"the table meta_version lacks its row {name}; restore the database")
     versions = read_versions(connection)
     return [versions[name] for name in names]
+
+
+def leave_groups(connection: Connection) -> None:
+    """Note that a transaction which raises the directory's version leaves groups and brokers as they are."""
+    row = meta_version.c.name == BESIDE_GROUPS
+    connection.execute(update(meta_version).where(row).values(version=meta_version.c.version - 1))
+
+
+def groups_version(versions: Mapping[str, int]) -> int:
+    """Another one after each change of groups or brokers."""
+    return versions[DIRECTORY] + versions[BESIDE_GROUPS]
 
 
 def _repeat(transaction: Callable[[], T]) -> T:

@@ -73,7 +73,7 @@ class BrokerRpc:
         if first is None:
             return
         broker, session = await self._join(first, context)
-        with self._registry.directory_changes.watch() as wake, self.visits.open(context):
+        with self._registry.directory_changes.watch(broker.key) as wake, self.visits.open(context):
             reader = asyncio.create_task(self._read_beats(broker.key, session, first, requests, wake))
             try:
                 sent: pb.Assignment | None = None

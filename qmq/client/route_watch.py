@@ -34,6 +34,9 @@ ANSWER_TIMEOUT_S = 5.0
 """A request for routes that is not answered by then went to a metaserver that is gone without a word. Or to one to
 which all clients came back at once: so after each failure the next answer has twice the time, up to a minute."""
 ANSWER_TIMEOUT_S_MAX = 60.0
+CONFIRM_WITHIN_S = 1.0
+"""Routes that were taken over are confirmed after a random part of this: a change may reach 20,000 clients, and what
+the first ones confirm must not stand in the way of telling the others."""
 POLL_AFTER_S = 4.0
 """A restarted metaserver, or another one, is found over gRPC within a second or two, by thousands of clients at once
 within a few. Who still has no stream then, or half as much later, polls."""
@@ -58,6 +61,8 @@ class RouteWatch:
         self._held: dict[str, int] = {}
         """Versions of the routes in use."""
         self._unconfirmed: dict[str, int] = {}
+        self._confirming: asyncio.TimerHandle | None = None
+        """Until it is time to confirm them."""
         self._ask_now, self._poll_now = asyncio.Event(), asyncio.Event()
         self._asked_at: float | None = None
         self._refreshed_at = -REFRESH_S
@@ -96,8 +101,13 @@ class RouteWatch:
         taken = {route.subject: route.version for route in routes if not route.refused}
         self._held |= taken
         self._unconfirmed |= taken
-        if taken:
-            self._ask_now.set()
+        if taken and self._confirming is None:
+            wait_s = random.uniform(0.0, CONFIRM_WITHIN_S)
+            self._confirming = asyncio.get_running_loop().call_later(wait_s, self._confirm)
+
+    def _confirm(self) -> None:
+        self._confirming = None
+        self._ask_now.set()
 
     # Over gRPC.
 
@@ -154,12 +164,12 @@ class RouteWatch:
             self._ask_now.set()
 
     async def _requests(self, is_over: asyncio.Event) -> AsyncIterator[Any]:
-        """Yield what to say on a new stream: all subjects; later those that are added or asked for again, and what
-        is in use by now."""
+        """Yield what to say on a new stream: all subjects, with what is in use of them; later those that are added or
+        asked for again, and, when it is time for that, what is in use by now."""
         self._wanted, self._unconfirmed = list(self._subjects), {}
         while not is_over.is_set():
             self._ask_now.clear()  # first: who asks while grpc writes, at the yield, is heard on the next turn
-            if self._wanted or self._unconfirmed:
+            if self._wanted or (self._unconfirmed and self._confirming is None):
                 subjects, self._wanted = self._wanted, []
                 held, self._unconfirmed = self._unconfirmed, {}
                 held |= {subject: self._held[subject] for subject in subjects if subject in self._held}

@@ -21,7 +21,7 @@ from metaserver.db.tables import meta_version, metadata, subject_route
 from metaserver.model import ReadonlyMark
 from qmq.types import Role
 
-NEWEST = "0002"
+NEWEST = "0003"
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_rows_of_the_version_before_are_kept(empty, database_url):
 def test_database_of_a_newer_version_is_refused(empty, database_url):
     open_database(database_url).dispose()
     run(empty, "UPDATE alembic_version SET version_num = '0999'")
-    with pytest.raises(DatabaseUnusable, match="0999, this program knows versions up to 0002: a newer qmq"):
+    with pytest.raises(DatabaseUnusable, match="0999, this program knows versions up to 0003: a newer qmq"):
         open_database(database_url)
     assert version(empty) == "0999"
 
@@ -148,9 +148,9 @@ def test_migration_that_fails_half_way_is_undone_or_refused_at_the_next_start(em
         assert version(empty) == NEWEST
         return
     for _ in range(2):
-        with pytest.raises(DatabaseUnusable, match="from 0001 to 0002 stopped half way.* Restore the copy"):
+        with pytest.raises(DatabaseUnusable, match="from 0001 to 0003 stopped half way.* Restore the copy"):
             open_database(database_url)
-    run(empty, "UPDATE alembic_version SET version_num = '0002'")  # as if only the last step had been missing
+    run(empty, f"UPDATE alembic_version SET version_num = '{NEWEST}'")  # as if only the last step had been missing
     open_database(database_url).dispose()
     assert "unfinished_migration" not in tables(empty)
 
@@ -166,7 +166,7 @@ def test_metaservers_that_start_at_once_migrate_once(empty, database_url):
     with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("spawn")) as pool:
         assert list(pool.map(start, [database_url] * 8)) == [(1, [])] * 8
     with empty.connect() as connection:
-        assert connection.execute(text("SELECT count(*) FROM meta_version")).scalar() == 3
+        assert connection.execute(text("SELECT count(*) FROM meta_version")).scalar() == 4
         assert connection.execute(text("SELECT count(*) FROM alembic_version")).scalar() == 1
 
 

@@ -54,6 +54,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(route_watch, "POLL_AFTER_S", 0.05)
     monkeypatch.setattr(route_watch, "POLL_S", 0.05)
     monkeypatch.setattr(route_watch, "RETRY_S_MAX", 0.1)
+    monkeypatch.setattr(route_watch, "CONFIRM_WITHIN_S", 0.0)
 
 
 def test_a_new_stream_brings_what_differs_from_what_is_in_use():
@@ -83,6 +84,28 @@ def test_what_is_in_use_is_confirmed():
             await until(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
             assert client.writable("a") == {"g1": False}
             assert [len(request.subjects) for request in metaserver.requests] == [1, 0, 0]
+
+    run(test())
+
+
+def test_confirming_waits_for_its_moment_and_holds_up_nothing_that_is_asked(monkeypatch):
+    monkeypatch.setattr(route_watch, "CONFIRM_WITHIN_S", 1e9)
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
+            await until(lambda: client.brought == ["a"])
+            client.watch.watch("b")
+            await until(lambda: client.brought == ["a", "b"])
+            a, b = metaserver.route("a").version, metaserver.route("b").version
+            assert [(list(said.subjects), dict(said.held)) for said in metaserver.requests] == [
+                (["a"], {}),
+                (["b"], {"a": a}),
+            ]
+            metaserver.requests.clear()
+            await metaserver.stop_grpc()
+            await metaserver.start_grpc()
+            await until(lambda: metaserver.requests)
+            assert metaserver.requests[0].held == {"a": a, "b": b}, "a new stream says it at once"
 
     run(test())
 

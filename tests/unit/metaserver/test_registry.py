@@ -69,3 +69,40 @@ def test_a_route_that_was_removed_while_the_answer_was_on_its_way_stays_removed(
         assert not world.registry.routes
 
     asyncio.run(test())
+
+
+def test_a_change_wakes_the_brokers_that_it_concerns_and_no_others(tmp_path):
+    async def test() -> None:
+        world = await opened(tmp_path)
+        await world.pair("g2")
+        registry, changes = world.registry, world.registry.directory_changes
+        one, other = (registry.directory.groups[name].master.key for name in ("g1", "g2"))
+        with changes.watch(one) as woken, changes.watch(other) as left:
+
+            async def run(*args, **words) -> tuple[bool, bool]:
+                woken.clear()
+                left.clear()
+                await world.done(*args, **words)
+                return woken.is_set(), left.is_set()
+
+            assert await run("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="*") == (True, False)
+            assert await run("UnMarkReadonlyBrokerGroup", brokerGroup="g1", subject="*") == (True, False)
+            assert await run("DrainGroup", brokerGroup="g2") == (False, True)
+            assert await run("AddNewSubject", subject="s", tag="t") == (False, False)
+            offline = {"subject": "s", "consumerGroup": "c", "clientId": "*", "state": "offline"}
+            assert await run("OnOffline", **offline) == (True, True)
+            assert await run("RemoveBroker", hostname="g2-b", servePort=20881) == (False, True)
+
+    asyncio.run(test())
+
+
+def test_routes_of_a_group_are_those_that_list_it(tmp_path):
+    async def test() -> None:
+        world = await opened(tmp_path)
+        registry = world.registry
+        await registry.change([SetRoute("a", ("g1",), 0), SetRoute("b", ("g1",), 0)], ANOTHER)
+        assert registry.routes_of(["g1"]) == registry.routes and registry.routes_of(["g2"]) == {}
+        await registry.change([RemoveRoute("a", 1)], ANOTHER)
+        assert registry.routes_of(["g1", "g2"]).keys() == {"b"}
+
+    asyncio.run(test())

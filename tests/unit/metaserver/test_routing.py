@@ -79,7 +79,8 @@ def test_new_subjects_avoid_what_is_readonly_and_go_where_least_is():
     """Weakness 21: QMQ's new routes ignore marks, states, load and disk, and are thrown by dice."""
     directory, is_writable = world(writable="abcdef", readonly="g", marks=[("*", "a")], full="h")
     loads = Loads()
-    loads.moved((), "bbbbcc")
+    for subject, groups in {"one": "bc", "two": "bc", "three": "b", "four": "b"}.items():
+        loads.moved(subject, (), groups)
     chosen = placement(directory, is_writable, loads=loads, groups_new=2).choose("s")
     assert chosen == ("d", "e")
 
@@ -101,8 +102,8 @@ def test_subjects_born_in_an_outage_are_spread_as_well():
 def test_a_group_that_comes_later_gets_the_next_subjects():
     directory, is_writable = world(writable="abc")
     loads = Loads()
-    for _ in range(100):
-        loads.moved((), "ab")
+    for number in range(100):
+        loads.moved(f"old{number}", (), "ab")
     chosen = [placement(directory, is_writable, loads=loads, groups_new=2).choose(f"s{number}") for number in range(5)]
     assert all("c" in groups for groups in chosen)
 
@@ -116,11 +117,13 @@ def test_bytes_count_where_they_are_known():
 
 def test_loads_follow_routes_that_change_and_go():
     loads = Loads()
-    loads.moved((), ("a", "b"))
-    loads.moved(("a", "b"), ("a", "c"))
-    assert [loads.subjects(name) for name in "abc"] == [1, 0, 1]
-    loads.moved(("a", "c"), ())
-    assert loads.subjects("a") == 0
+    loads.moved("s", (), ("a", "b"))
+    loads.moved("t", (), ("a",))
+    loads.moved("s", ("a", "b"), ("a", "c"))
+    assert [loads.of(name) for name in "abcd"] == [{"s", "t"}, set(), {"s"}, set()]
+    assert [loads.subjects(name) for name in "abcd"] == [2, 0, 1, 0]
+    loads.moved("s", ("a", "c"), ())
+    assert loads.of("a") == {"t"}
 
 
 @pytest.mark.parametrize(
