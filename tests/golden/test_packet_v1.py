@@ -23,18 +23,21 @@ REQUESTS, ANSWERS, REFUSED = (
 def _pieces(rows):
     for row in rows:
         body = bytes.fromhex(row["body"])
-        header = (row["pull_sequence"], row["sequence"], row["count"], len(body), crc32(body), row["flags"])
-        yield commands.piece_header(*header) + body
+        place = row["pull_sequence"], row["sequence"], row["count"]
+        yield commands.piece_header(*place, len(body), crc32(body), row["flags"], row["times"]) + body
 
 
 ENCODE = {
     "AUTHENTICATE": lambda m: commands.encode_json(**m),
     "PRODUCE": lambda m: (
-        commands.produce_header(m["producer"], m["batch"], m["count"], m["crc"], m["subject"])
+        commands.produce_header(m["producer"], m["batch"], m["count"], m["crc"], m["subject"], m["flags"])
         + bytes.fromhex(m["body"])
     ),
     "PULL": lambda m: commands.encode_pull(commands.Pull(**m)),
     "ACK": lambda m: commands.encode_ack(commands.Ack(**m)),
+    "NACK": lambda m: commands.encode_nack(
+        commands.Nack(m["subscription"], [commands.NackEntry(*row) for row in m["entries"]], m["reason"])
+    ),
     "HEARTBEAT": lambda m: b"",
     "FRAMES": lambda m: commands.offset_header(m["offset"]) + bytes.fromhex(m["data"]),
     "CONFIRM": lambda m: commands.encode_confirmation(
@@ -54,7 +57,12 @@ DECODE = {
         (p := commands.decode_produce(body))._asdict() | {"body": p.body.hex()}
     ),
     "PULL": lambda body: commands.decode_pull(body)._asdict(),
-    "ACK": lambda body: commands.decode_ack(body)._asdict(),
+    "ACK": lambda body: (
+        (ack := commands.decode_ack(body))._asdict() | {"ranges": [list(one) for one in ack.ranges]}
+    ),
+    "NACK": lambda body: (
+        (nack := commands.decode_nack(body))._asdict() | {"entries": [list(entry) for entry in nack.entries]}
+    ),
     "HEARTBEAT": lambda body: {},
     "FRAMES": lambda body: dict(zip(("offset", "data"), (lambda o, d: (o, d.hex()))(*commands.split_offset(body)))),
     "CONFIRM": lambda body: (

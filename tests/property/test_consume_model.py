@@ -20,8 +20,9 @@ from qmq.log.fold import (
     decode_snapshot,
     encode_snapshot,
 )
+from qmq.log.fold import Group as GroupProgress
 from qmq.log.frame import FrameKind, decode_frames
-from qmq.log.progress import encode_progress
+from qmq.log.progress import DEFERRED, PASSED, encode_progress
 from qmq.remoting.commands import Command, encode_json
 from qmq.types import Epoch
 from tests.unit.broker.world import Client, Group
@@ -39,25 +40,37 @@ class Plain:
         self.acked: set[int] = set()
         self.held: dict[str, dict[int, int]] = defaultdict(dict)
         self.given: set[tuple[str, int]] = set()
+        self.times: dict[int, int] = defaultdict(int)
         self.stored = 0
 
     def check(self, state: State) -> None:
         group = state.groups["s", "g"]
-        assert {s for first, count in group.returned for s in range(first, first + count)} == self.returned
+        returned = [(first + i, times) for first, count, times, _ in group.returned for i in range(count)]
+        assert {s for s, _ in returned} == self.returned
+        assert [s for s, _ in returned] == sorted(self.returned), "in order, each once"
+        assert all(times == self.times[s] for s, times in returned)
         assert set(range(group.position, self.stored)) == self.new
         for name in CONSUMERS:
             known = group.consumers.get(name, Consumer())
-            held = {p + i: s + i for p, s, count in known.unacked for i in range(count)}
+            held = {p + i: s + i for p, s, count, _ in known.unacked for i in range(count)}
             assert held == self.held[name]
+            assert all(t == self.times[s + i] for _, s, count, t in known.unacked for i in range(count))
+            assert known.acked_end == min(held, default=known.next_pull)
             assert known.unacked_messages == len(held)
         parts = [self.new, self.returned, self.acked, *(set(held.values()) for held in self.held.values())]
         assert sum(map(len, parts)) == self.stored == len(set().union(*parts)), "each message is in one place"
 
 
+def ranges(group: GroupProgress, plain: Plain) -> list[tuple[int, int]]:
+    """What the group has to give: sequences `[begin, end)`."""
+    found = [(entry[0], entry[0] + entry[1]) for entry in group.returned]
+    return found + ([(group.position, plain.stored)] if group.position < plain.stored else [])
+
+
 def step(copy: Copy, plain: Plain, rng: Random) -> None:
     state, name = copy.log.state, rng.choice(CONSUMERS)
     group, held = state.groups["s", "g"], plain.held[name]
-    match rng.choice(["produce", "pull", "pull", "ack", "leave", "reign"]):
+    match rng.choice(["produce", "pull", "pull", "ack", "nack", "pass", "leave", "reign"]):
         case "produce":
             count = rng.randint(1, 4)
             copy.messages(*[f"m{plain.stored + i}" for i in range(count)], size=0)
@@ -68,8 +81,7 @@ def step(copy: Copy, plain: Plain, rng: Random) -> None:
             pool = sorted(plain.returned) if plain.returned and rng.random() < 0.7 else sorted(plain.new)
             skipped = rng.randrange(2) if pool and pool[0] in plain.returned else 0  # new ones come in their order
             wanted = pool[skipped:][: rng.randint(1, 5)]
-            ranges = [[entry[0], entry[0] + entry[1]] for entry in group.returned] + [[group.position, plain.stored]]
-            for begin, end in ranges:
+            for begin, end in ranges(group, plain):
                 run = [s for s in wanted if begin <= s < end]
                 if run:
                     entries.append((pull, run[0], len(run)))
@@ -77,20 +89,35 @@ def step(copy: Copy, plain: Plain, rng: Random) -> None:
                         assert (name, pull + i) not in plain.given, "a pull sequence is used once (W2, W13)"
                         plain.given.add((name, pull + i))
                         held[pull + i] = sequence
+                        plain.times[sequence] += 1
                         plain.new.discard(sequence)
                         plain.returned.discard(sequence)
                     pull += len(run)
             if entries:
                 copy.progress(FrameKind.PULL, name, *entries)
         case "ack" if held:
-            pulls = sorted(held)
-            done = pulls[: rng.randint(1, len(pulls))]
-            begin = rng.choice([done[0], max(done[0] - 2, 0)])
-            assert group.consumers[name].check_ack(begin, done[-1] + 1)
-            copy.progress(FrameKind.ACK, name, (begin, done[-1] + 1, 0))
+            first, last = sorted(rng.choices(sorted(held), k=2))
+            done = [pull for pull in held if first <= pull <= last]
+            copy.progress(FrameKind.ACK, name, (first, last + 1, 0))
             plain.acked |= {held.pop(pull) for pull in done}
+        case "nack" if held:
+            first, last = sorted(rng.choices(sorted(held), k=2))
+            copy.progress(FrameKind.NACK, name, (first, last + 1, rng.randrange(3)))
+            plain.returned |= {held.pop(pull) for pull in list(held) if first <= pull <= last}
+        case "pass" if found := ranges(group, plain):
+            begin, end = rng.choice(found)
+            begin = rng.randrange(begin, end) if begin < group.position else begin
+            run = range(begin, rng.randint(begin + 1, end))
+            number = rng.choice([PASSED, DEFERRED])
+            copy.progress(FrameKind.PULL, name, (number, begin, len(run)))
+            plain.new.difference_update(run)
+            plain.returned.difference_update(run)
+            (plain.acked if number == PASSED else plain.returned).update(run)
         case "leave" if name in group.consumers:
-            copy.progress(FrameKind.POSITION, name)
+            told = rng.randrange(2)
+            copy.progress(FrameKind.POSITION, name, (told, 0, 0))
+            for sequence in held.values():
+                plain.times[sequence] -= told
             plain.returned |= set(held.values())
             held.clear()
         case "reign":
@@ -140,7 +167,7 @@ def test_late_ack_of_an_earlier_life_hits_nothing():
         first = state.next_pull(group, "c1")
         copy.progress(FrameKind.PULL, "c1", (first, 0, 3))
         if change == "leave":
-            copy.progress(FrameKind.POSITION, "c1")
+            copy.progress(FrameKind.POSITION, "c1", (0, 0, 0))
         elif change == "reset":
             copy.progress(FrameKind.POSITION, "", (0, 0, 0))
         else:
@@ -150,9 +177,9 @@ def test_late_ack_of_an_earlier_life_hits_nothing():
         second = state.next_pull(group, "c1")
         assert second >= first + 3
         copy.progress(FrameKind.PULL, "c1", (second, 0 if change != "reign" else 3, 1))
-        assert not group.consumers["c1"].check_ack(first, first + 3)
+        assert not group.consumers["c1"].held(first, first + 3)
         with pytest.raises(InvalidAck):
-            group.consumers["c1"].check_ack(second + 1, second + 2)
+            group.consumers["c1"].held(second + 1, second + 2)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +191,10 @@ def test_late_ack_of_an_earlier_life_hits_nothing():
         (FrameKind.ACK, "c1", [(1 << 50, (1 << 50) + 1, 0)], "ack of what was not handed out"),
         (FrameKind.ACK, "c2", [(0, 1, 0)], "ack of somebody else's messages"),
         (FrameKind.ACK, "c1", [(0, 0, 0)], "empty ack"),
+        (FrameKind.NACK, "c1", [(1 << 50, (1 << 50) + 1, 0)], "nack of what was not handed out"),
+        (FrameKind.NACK, "c2", [(0, 1, 0)], "nack of somebody else's messages"),
+        (FrameKind.PULL, "c2", [(PASSED, 0, 1)], "what somebody has is passed over"),
+        (FrameKind.PULL, "c2", [(DEFERRED, 5, 1)], "a hole before what is deferred"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else "",
 )

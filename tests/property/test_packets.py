@@ -85,10 +85,11 @@ def test_a_large_packet_does_not_change_after_it_was_returned():
     assert [packet.opaque for packet in packets] == [0, 1, 2]
 
 
-@given(U64, U64, U32, names, st.binary(max_size=100))
-def test_a_produce_comes_back_as_it_was_and_damage_is_noticed(producer, batch, count, subject, data):
-    header = commands.produce_header(producer, batch, count, crc32(data), subject)
-    assert commands.decode_produce(memoryview(header + data)) == (producer, batch, count, crc32(data), subject, data)
+@given(U64, U64, U32, names, st.integers(0, 7), st.binary(max_size=100))
+def test_a_produce_comes_back_as_it_was_and_damage_is_noticed(producer, batch, count, subject, flags, data):
+    header = commands.produce_header(producer, batch, count, crc32(data), subject, flags)
+    read = commands.decode_produce(memoryview(header + data))
+    assert read == (producer, batch, count, crc32(data), subject, flags, data)
     for position in range(len(header), len(header) + len(data)):
         damaged = bytearray(header + data)
         damaged[position] ^= 1
@@ -104,11 +105,14 @@ def test_what_was_produced_comes_back_as_it_was(produced):
     assert commands.decode_produced(memoryview(commands.encode_produced(produced))) == produced
 
 
-@given(st.lists(st.tuples(U64, U64, U32, st.integers(0, 1), st.binary(max_size=80)), max_size=5))
+piece = st.tuples(U64, U64, U32, st.integers(0, 1), st.integers(0, commands.TIMES_MAX), st.binary(max_size=80))
+
+
+@given(st.lists(piece, max_size=5))
 def test_pulled_pieces_come_back_as_they_were_and_damage_is_noticed(rows):
     data = b"".join(
-        commands.piece_header(pull, sequence, count, len(body), crc32(body), flags) + body
-        for pull, sequence, count, flags, body in rows
+        commands.piece_header(pull, sequence, count, len(body), crc32(body), flags, times) + body
+        for pull, sequence, count, flags, times, body in rows
     )
     assert list(commands.decode_pulled(memoryview(data))) == rows
     for cut in range(1, commands.PIECE_BYTES):
@@ -121,10 +125,37 @@ def test_a_pull_comes_back_as_it_was(pull):
     assert commands.decode_pull(memoryview(commands.encode_pull(pull))) == pull
 
 
-@given(st.builds(commands.Ack, U32, U64, U64), U64)
+ascending = st.lists(U64, min_size=2, max_size=12).map(sorted).map(lambda ends: list(zip(ends[::2], ends[1::2])))
+
+
+@given(st.builds(commands.Ack, U32, ascending), U64)
 def test_an_ack_comes_back_as_it_was(ack, end):
     assert commands.decode_ack(memoryview(commands.encode_ack(ack))) == ack
     assert commands.decode_acked(memoryview(commands.encode_acked(end))) == end
+
+
+@given(ascending, st.data(), U32, st.text(max_size=30))
+def test_a_nack_comes_back_as_it_was(ranges, data, subscription, reason):
+    delays, verdicts = st.integers(0, commands.DELAY_MS_MAX), st.sampled_from(commands.Verdict)
+    entries = [commands.NackEntry(*one, data.draw(delays), data.draw(verdicts)) for one in ranges]
+    nack = commands.Nack(subscription, entries, reason)
+    assert commands.decode_nack(memoryview(commands.encode_nack(nack))) == nack
+
+
+def test_ranges_that_overlap_are_refused():
+    with pytest.raises(InvalidRequest, match="overlap"):
+        commands.decode_ack(memoryview(commands.encode_ack(commands.Ack(1, [(0, 5), (4, 6)]))))
+    entries = [commands.NackEntry(3, 4, 0, 0), commands.NackEntry(0, 1, 0, 0)]
+    with pytest.raises(InvalidRequest, match="ascend"):
+        commands.decode_nack(memoryview(commands.encode_nack(commands.Nack(1, entries, ""))))
+
+
+@pytest.mark.parametrize(
+    "entry", [commands.NackEntry(0, 1, commands.DELAY_MS_MAX + 1, 0), commands.NackEntry(0, 1, 0, 2)]
+)
+def test_a_delay_or_verdict_that_nobody_knows_is_refused(entry):
+    with pytest.raises(InvalidRequest):
+        commands.decode_nack(memoryview(commands.encode_nack(commands.Nack(1, [entry], ""))))
 
 
 @given(st.builds(commands.Confirmation, st.builds(Epoch, U32, U32), U64, U64))
@@ -148,6 +179,7 @@ def test_a_field_of_another_type_is_refused(field):
 DECODERS = [
     lambda body: commands.decode_json(body, token=str),
     commands.decode_produce,
+    commands.decode_nack,
     commands.decode_produced,
     commands.decode_pull,
     lambda body: list(commands.decode_pulled(body)),

@@ -236,8 +236,8 @@ class Client:
 
     def subscribe(
         self, consumer: str = "c1", *, subject: str = "s", group: str = "g", start: str = "earliest",
-        held_end: int = 0, since_ms: int = 0, broadcast: bool = False, deliveries_max: int = 0, tags: Iterable[str] = (),
-        tag_mode: str = "any",
+        held_end: int = 0, since_ms: int = 0, broadcast: bool = False, deliveries_max: int = 0,
+        tags: Iterable[str] = (), tag_mode: str = "any",
     ) -> int:  # fmt: skip
         body = commands.encode_json(
             subject=subject, group=group, consumer=consumer, start=start, since_ms=since_ms, broadcast=broadcast,

@@ -1,0 +1,260 @@
+"""Core. Messages that a consumer did not get done come again: later, counted, to whom is there; and hold up nobody."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker import hand_out
+from qmq.errors import ErrorCode
+from qmq.log.frame import FrameKind, decode_frames
+from qmq.log.progress import decode_progress
+from qmq.remoting import commands
+from qmq.remoting.commands import Command
+from tests.unit.broker.world import Client, Group
+
+
+def a_group(*ids: str, **settings) -> tuple[Group, Client]:
+    """A group with these messages in one batch, and a consumer that has subscribed."""
+    group = Group.made(**settings).start()
+    client = Client(group.a)
+    if ids:
+        client.produce(*ids)
+    client.subscribe()
+    group.settle()
+    return group, client
+
+
+def pulled(group: Group, client: Client, **terms) -> list[tuple[int, int, str]]:
+    opaque = client.pull(**terms)
+    group.settle()
+    return client.pulled(opaque) if client.link.answers[opaque][0] == 0 else []
+
+
+def ids(group: Group, client: Client, **terms) -> list[str]:
+    return [id for _, _, id in pulled(group, client, **terms)]
+
+
+def test_nacked_message_comes_again_after_its_delay_and_not_before():
+    group, client = a_group("m0", "m1")
+    first = pulled(group, client)[0][0]
+    client.nack(first, first + 1, delay_ms=5_000)
+    group.settle()
+    waiting = client.pull(timeout_ms=60_000)
+    group.a.wait(4_999)
+    group.settle()
+    assert not client.answered(waiting)
+    group.a.wait(1)
+    group.settle()
+    assert [id for _, _, id in client.pulled(waiting)] == ["m0"], "the pull that waits is answered when it is due"
+    assert client.times(waiting) == [2]
+    assert client.pulled(waiting)[0][0] > first + 1, "under a number of its own"
+
+
+def test_retry_that_is_due_wakes_another_consumer_of_the_group():
+    group, client = a_group("m0")
+    first = pulled(group, client)[0][0]
+    other = Client(group.a, "other")
+    opaque = other.subscribe("c2")
+    group.settle()
+    waiting = other.pull(other.subscription(opaque), timeout_ms=60_000)
+    client.nack(first, first + 1)
+    group.settle()
+    assert [id for _, _, id in other.pulled(waiting)] == ["m0"]
+
+
+def test_each_hand_over_is_counted_whoever_gets_it_and_after_a_swap():
+    """A message that is only ever abandoned reaches the dead letter (QMQ: never)."""
+    group, client = a_group("m0")
+    first = pulled(group, client)[0][0]
+    client.nack(first, first + 1)
+    group.settle()
+    opaque = client.pull()
+    group.settle()
+    assert client.times(opaque) == [2]
+    group.swap(2)
+    late = Client(group.a)
+    opaque = late.subscribe("c1")
+    group.settle()
+    opaque = late.pull(late.subscription(opaque))
+    group.settle()
+    assert late.times(opaque) == [3], "a new process under the old name: what the old one began with counts"
+
+
+def test_who_gives_back_what_it_never_began_with_does_not_count():
+    group, client = a_group("m0")
+    pulled(group, client)
+    client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=1))
+    client.subscribe()
+    group.settle()
+    opaque = client.pull(client.subscription(client.opaque))
+    group.settle()
+    assert client.times(opaque) == [1]
+
+
+def test_consumer_that_falls_silent_has_its_messages_counted_and_given_to_others():
+    """W1: QMQ acks them and drops them."""
+    group, client = a_group("m0", "m1")
+    pulled(group, client)
+    other = Client(group.a, "other")
+    opaque = other.subscribe("c2")
+    group.settle()
+    waiting = other.pull(other.subscription(opaque), timeout_ms=120_000)
+    client.lost()
+    group.a.host.clock_ms += 20_000
+    other.send(Command.HEARTBEAT, b"")
+    group.a.wait(10_001)
+    group.settle()
+    assert [id for _, _, id in other.pulled(waiting)] == ["m0", "m1"]
+    assert other.times(waiting) == [2, 2]
+
+
+def test_consumer_that_reconnects_keeps_what_it_holds_and_is_not_counted():
+    group, client = a_group("m0", "m1")
+    held = pulled(group, client, most=1)
+    client.lost()
+    again = Client(group.a)
+    opaque = again.subscribe(held_end=held[-1][0] + 1)
+    group.settle()
+    opaque = again.pull(again.subscription(opaque))
+    group.settle()
+    assert [id for _, _, id in again.pulled(opaque)] == ["m1"]
+    again.ack(held[0][0], held[0][0] + 1)
+    group.settle()
+    assert again.body(again.opaque)
+
+
+def test_ack_in_the_middle_settles_just_that_and_a_slow_message_holds_up_nobody():
+    """QMQ: one slow message holds back the acks of all later ones."""
+    group, client = a_group("slow", "m1", "m2", "m3")
+    first = pulled(group, client)[0][0]
+    opaque = client.ack_ranges((first + 1, first + 2), (first + 3, first + 4))
+    group.settle()
+    assert commands.decode_acked(memoryview(client.body(opaque))) == first, "everything below is settled"
+    client.lost()
+    group.a.wait(30_001)
+    other = Client(group.a, "other")
+    opaque = other.subscribe("c2")
+    group.settle()
+    other.subscription(opaque)
+    assert ids(group, other) == ["slow", "m2"]
+
+
+def test_ack_or_nack_that_is_repeated_changes_nothing():
+    group, client = a_group("m0", "m1", "m2")
+    first = pulled(group, client)[0][0]
+    client.nack(first + 1, first + 2, delay_ms=1_000)
+    client.ack_ranges((first, first + 1))
+    group.settle()
+    end = group.a.log.end
+    opaques = [client.nack(first + 1, first + 2, delay_ms=9_000), client.ack_ranges((first, first + 2))]
+    group.settle()
+    assert group.a.log.end == end, "nothing was written"
+    assert all(commands.decode_acked(memoryview(client.body(opaque))) == first + 2 for opaque in opaques)
+
+
+@pytest.mark.parametrize("kind", ["ack", "nack", "dead"])
+def test_what_was_never_handed_out_cannot_be_settled(kind):
+    group, client = a_group("m0", "m1")
+    first = pulled(group, client, most=1)[0][0]
+    send = {
+        "ack": lambda: client.ack(first, first + 2),
+        "nack": lambda: client.nack(first + 1, first + 2),
+        "dead": lambda: client.nack(first, first + 5, dead=True),
+    }
+    opaque = send[kind]()
+    group.settle()
+    assert client.code(opaque) == ErrorCode.INVALID_ACK
+    assert group.a.log.state.groups["s", "g"].consumers["c1"].unacked == [[first, 0, 1, 1]]
+
+
+def test_retries_wait_while_new_messages_go_on():
+    """A poison message blocks nobody."""
+    group, client = a_group("poison")
+    first = pulled(group, client)[0][0]
+    client.nack(first, first + 1, delay_ms=60_000)
+    client.produce("m1")
+    group.settle()
+    assert ids(group, client) == ["m1"]
+
+
+def test_group_that_fails_with_all_it_gets_is_given_retries_and_nothing_new(monkeypatch):
+    monkeypatch.setattr(hand_out, "RETURNED_RANGES_MAX", 2)
+    group, client = a_group("m0", "m1", "m2", "m3", "m4")
+    for delay_ms in (1_000, 2_000):  # of different times, so that they do not become one range
+        number = pulled(group, client, most=1)[0][0]
+        client.nack(number, number + 1, delay_ms=delay_ms)
+        group.settle()
+    assert ids(group, client) == []
+    group.a.wait(1_000)
+    assert ids(group, client) == ["m0"]
+    assert ids(group, client) == ["m2", "m3", "m4"], "with one range less there is room"
+
+
+def test_nacks_and_their_times_are_the_same_on_the_slave_and_after_a_restart():
+    group, client = a_group("m0", "m1", "m2")
+    first = pulled(group, client)[0][0]
+    client.nack(first + 1, first + 2, delay_ms=7_000)
+    group.settle()
+    due = group.a.host.now_ms() + 7_000
+    for broker in (group.a, group.b):
+        assert broker.log.state.groups["s", "g"].returned == [[1, 1, 1, due]]
+    group.swap(2)
+    new = Client(group.a)
+    opaque = new.subscribe("c2")
+    group.settle()
+    waiting = new.pull(new.subscription(opaque), timeout_ms=60_000)
+    group.a.wait(7_001)
+    group.settle()
+    assert [id for _, _, id in new.pulled(waiting)] == ["m1"]
+
+
+def test_a_new_group_begins_at_a_time():
+    group, client = a_group()
+    client.produce("early")
+    group.settle()
+    group.a.host.clock_ms += 5_000
+    since_ms = group.a.host.now_ms()
+    client.produce("late")
+    group.settle()
+    opaque = client.subscribe("c9", group="g9", start="since", since_ms=since_ms)
+    group.settle()
+    client.subscription(opaque)
+    assert ids(group, client) == ["late"]
+
+
+def test_a_broadcast_consumer_that_stays_away_is_forgotten_and_others_are_not():
+    """W20: QMQ never removes the progress of one."""
+    group, client = a_group("m0", lease_ms=30_000, broadcast_forget_hours=1.0)
+    opaque = client.subscribe("host1", group="host1", broadcast=True)
+    group.settle()
+    client.subscription(opaque)
+    assert ids(group, client) == ["m0"]
+    client.lost()
+    for _ in range(61):
+        group.a.wait(60_001)
+        group.settle()
+    assert list(group.a.log.state.groups) == [("s", "g")]
+    assert group.b.log.state.groups.keys() == group.a.log.state.groups.keys()
+
+
+def test_a_broadcast_consumer_that_only_listens_is_not_forgotten():
+    group, client = a_group(lease_ms=30_000, broadcast_forget_hours=1.0)
+    client.subscribe("host1", group="host1", broadcast=True)
+    group.settle()
+    for _ in range(200):
+        group.a.host.clock_ms += 20_000
+        client.send(Command.HEARTBEAT, b"")
+        group.a.wait(1)
+        group.settle()
+    assert ("s", "host1") in group.a.log.state.groups
+
+
+def test_frames_of_a_retry_say_what_happened():
+    group, client = a_group("m0")
+    first = pulled(group, client)[0][0]
+    client.nack(first, first + 1, delay_ms=1_000)
+    group.settle()
+    data = group.a.log.read(0, group.a.log.end, 1 << 20).data
+    frame, body = next(found for found in decode_frames(data, 0, 0) if found[0].kind == FrameKind.NACK)
+    assert decode_progress(body) == ("g", "c1", ((first, first + 1, group.a.host.now_ms() + 1_000),))
+    assert frame.subject == "s"
