@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import urllib.request
 
 from qmq.types import Endpoint
@@ -35,6 +36,30 @@ SERVER_OPTIONS = [
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens HTTP addresses of our own processes."""
+
+
+_runs_grpc = _lost_grpc = False
+
+
+def grpc_begins() -> None:
+    """Take note that this process has gRPC's threads from now on."""
+    global _runs_grpc
+    _runs_grpc = True
+
+
+def has_grpc() -> bool:
+    """Return whether gRPC may be used. A process that was forked from one that used it inherits its locks, but not its
+    threads: calls are never answered, or never return."""
+    return not _lost_grpc
+
+
+def _after_fork() -> None:
+    global _lost_grpc
+    _lost_grpc = _lost_grpc or _runs_grpc
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def find_metaserver(url: str, *, timeout_s: float = 3.0) -> str:

@@ -4,7 +4,8 @@
 subjects that were named and every change of them. A new stream, at whichever metaserver, says which versions the
 client uses and brings those alone that differ. What was taken over is confirmed, so that an operator knows when
 nobody uses an old route any more. As long as there is no stream, routes are polled over HTTP, while gRPC is tried
-again and again. While no metaserver answers at all, the last known routes stay in use.
+again and again. While no metaserver answers at all, the last known routes stay in use. A forked process cannot use
+gRPC if its parent did: it polls from the beginning.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import grpc.aio
 
 from qmq.client import route_poll
 from qmq.client.routing import GroupRoute, SubjectRoute
-from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
+from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver, grpc_begins, has_grpc
 from qmq.errors import AccessError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
@@ -90,6 +91,9 @@ class RouteWatch:
 
     async def run(self) -> None:
         """Watch until cancelled."""
+        if not has_grpc():
+            await self._poll_without_stream(is_polling=True)
+        grpc_begins()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._stream_always())
             tasks.create_task(self._poll_without_stream())
@@ -191,9 +195,8 @@ class RouteWatch:
 
     # Over HTTP.
 
-    async def _poll_without_stream(self) -> None:
+    async def _poll_without_stream(self, *, is_polling: bool = False) -> None:
         """Poll as long as there is no stream, but not for the moment that a new one takes."""
-        is_polling = False
         while True:
             self._stream_moved.clear()
             if self._streams:

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import grpc.aio
 
-from qmq.control_plane import SERVER_OPTIONS
+from qmq.control_plane import SERVER_OPTIONS, grpc_begins
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server
 
@@ -31,6 +31,7 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
         self.url = ""
 
     async def open(self) -> None:
+        grpc_begins()
         self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
         add_MetaserverServicer_to_server(self, self._grpc)
         self._grpc_port = self._grpc.add_insecure_port("127.0.0.1:0")
