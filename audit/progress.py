@@ -1,9 +1,12 @@
-"""Core. Whether pulls, acks and positions follow from the log, decided by the fold that the brokers themselves use.
+"""Core. Whether pulls, acks, nacks and positions follow from the log, decided by the fold that the brokers use.
 
 `qmq.log.fold.apply` says what a progress frame does and which one is impossible. It sees the frames of one subject
 after the other here; what lies between them does not matter to it. Beyond the fold, a pull that hands out more
-than the subject holds is named. Where a log begins behind its retention, a group that is older than the log is
-taken as its first frame shows it.
+than the subject holds is named.
+
+Where a log begins behind its retention, it says nothing about what was handed out before. So of a group that is older
+than the log, what frames say of messages that are older than the log is believed, and of pull sequences before the
+first one that the log gives out; everything else is judged.
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ import pyarrow as pa
 from qmq.errors import QmqError
 from qmq.log.fold import Consumer, Group, State, apply
 from qmq.log.frame import Frame, FrameKind, decode_header
-from qmq.log.progress import Progress, decode_progress
+from qmq.log.progress import DEFERRED, Progress, decode_progress
+
+ANY = 1 << 63
+"""No subject has so many messages."""
 
 FINDING_ROWS = pa.schema(
     [("what", pa.string()), ("copy", pa.string()), ("offset", pa.int64()), ("end", pa.int64()),
@@ -32,15 +38,26 @@ class Judge:
         self._state = State()
         self._subject_end: int | None = None
         self._given_up: set[str] = set()
+        self._old: set[str] = set()
+        """Groups that are older than the log."""
+        self._numbers: dict[tuple[str, str], int] = {}
+        """(group, consumer) -> the first pull sequence that it is given in this log."""
+        self._first = ANY
+        """The first message of the subject in this log."""
 
     def judge(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Take a `run` or `progress` fact with `copy` and `start`, the log's; yield what is wrong with it."""
         if self._of != (row["copy"], row["subject"]):
             self._of, self._state, self._given_up = (row["copy"], row["subject"]), State(), set()
+            self._old, self._numbers, self._first = set(), {}, ANY
             self._subject_end = 0 if row["start"] == 0 else None
         if row["kind"] == "run":
             # It counts from its end on: a frame between its first and its last knows better, by `last`.
             self._subject_end = row["last"]
+            if self._first == ANY:
+                self._first = row["first"]
+                for name in self._old:
+                    self._state.groups[row["subject"], name].position = self._first
             return
         frame = decode_header(bytes.fromhex(row["header"]), 0, row["offset"], None)
         body = bytes.fromhex(row["body"])
@@ -75,15 +92,53 @@ class Judge:
             yield f"{name}: {getattr(error, 'reason', error)}; the rest of this group is not judged"
 
     def _learn(self, frame: Frame, said: Progress) -> None:
-        """Take over a group or a consumer that the log knew before it begins, as this frame shows it."""
+        """Take over what the log knew before it begins, as this frame shows it."""
         key = (frame.subject, said.group)
         group = self._state.groups.get(key)
         if group is None:
-            if frame.kind == FrameKind.POSITION and not said.consumer:
-                return
-            begin = min((entry[1] for entry in said.entries), default=0) if frame.kind == FrameKind.PULL else 0
-            group = self._state.groups[key] = Group(position=begin)
-        if said.consumer and said.consumer not in group.consumers and frame.kind == FrameKind.ACK:
-            begin, end, _ = said.entries[0]
-            consumer = group.consumers[said.consumer] = Consumer(next_pull=end)
-            consumer.unacked.append([begin, 0, end - begin])
+            if frame.kind == FrameKind.POSITION and said.entries and not said.consumer:
+                return  # a new group, or one that is moved: nothing from before counts
+            group = self._state.groups[key] = Group(position=self._first)
+            self._old.add(said.group)
+        if said.group not in self._old:
+            return
+        if frame.kind == FrameKind.PULL:
+            self._learn_pull(group, said)
+        elif frame.kind in (FrameKind.ACK, FrameKind.NACK):
+            consumer = group.consumers.setdefault(said.consumer, Consumer())
+            for begin, end, _ in said.entries:
+                end = min(end, self._numbers.get((said.group, said.consumer), end))
+                if begin < end:
+                    _hold_unknown(consumer, begin, end)
+        elif not said.consumer:
+            self._old.discard(said.group)
+
+    def _learn_pull(self, group: Group, said: Progress) -> None:
+        numbers = [number for number, _, _ in said.entries if number < DEFERRED]
+        if numbers:
+            self._numbers.setdefault((said.group, said.consumer), numbers[0])
+        for _, sequence, messages in said.entries:
+            if sequence < self._first == group.position < sequence + messages:
+                group.position = sequence  # it hands out the last old ones and the first new ones
+            elif sequence < self._first:
+                _return_unknown(group, sequence, min(sequence + messages, self._first))
+
+
+def _hold_unknown(consumer: Consumer, begin: int, end: int) -> None:
+    """Let a consumer hold these pull sequences, of messages that nobody can name any more."""
+    consumer.next_pull = max(consumer.next_pull, end)
+    consumer.take(begin, end)
+    consumer.unacked.append([begin, -end, end - begin, 1])
+    consumer.unacked.sort()
+
+
+def _return_unknown(group: Group, begin: int, end: int) -> None:
+    """Let a group have these messages to give, whatever it was thought to have of them."""
+    kept, behind = [], [0, 0]
+    for first, messages, times, due_ms in group.returned:
+        parts = (first, min(first + messages, begin)), (max(first, end), first + messages)
+        kept += [[low, high - low, times, due_ms] for low, high in parts if low < high]
+        if first <= end < first + messages:
+            behind = [times, due_ms]  # one range with them
+    group.returned = sorted(kept)
+    group.give_back(begin, end - begin, *behind)

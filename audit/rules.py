@@ -200,7 +200,7 @@ def progress(facts: DataFrame, damaged: DataFrame, start: int) -> DataFrame:
     hurt = damaged.groupBy(F.col("d_copy").alias("copy")).agg(F.min("d_offset").alias("hurt"))
     rows = kinds.join(F.broadcast(hurt), "copy", "left").where("hurt is null or offset < hurt")
     rows = rows.withColumn("start", F.lit(start))
-    columns = ("copy", "subject", "offset", "end", "kind", "last", "header", "body", "start")
+    columns = ("copy", "subject", "offset", "end", "kind", "first", "last", "header", "body", "start")
     ordered = (
         rows.select(*columns).repartition("copy", "subject").sortWithinPartitions("copy", "subject", "offset")
     )

@@ -1,0 +1,109 @@
+"""Core. The audit's judge of progress: silent on every history that brokers write, from whichever frame on it reads it;
+loud when a frame does not follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+from zlib import crc32
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from audit.progress import Judge
+from qmq.log.frame import FrameKind, decode_frames, encode_header, subject_field
+from qmq.log.progress import DEFERRED, PASSED, encode_progress
+from tests.unit.log.logs import Copy, a_frame
+
+READ = FrameKind.PULL, FrameKind.ACK, FrameKind.NACK, FrameKind.POSITION
+
+
+def rows(copy: Copy, start: int = 0) -> Iterator[dict[str, Any]]:
+    """What Spark feeds the judge of a log that begins at `start`: one subject after the other."""
+    data = copy.whole()
+    frames = [(frame, bytes(body)) for frame, body in decode_frames(data, 0, 0) if frame.offset >= start]
+    for subject in sorted({frame.subject for frame, _ in frames} - {""}):
+        for frame, body in frames:
+            row = {"copy": "a", "subject": subject, "offset": frame.offset, "start": start, "last": None}
+            if frame.subject != subject:
+                continue
+            if frame.kind == FrameKind.MESSAGES:
+                yield row | {"kind": "run", "first": frame.first_sequence, "last": frame.first_sequence + frame.count}
+            elif frame.kind in READ:
+                header = data[frame.offset : frame.offset + frame.body_at]
+                yield row | {"kind": "progress", "header": header.hex(), "body": body.hex()}
+
+
+def findings(copy: Copy, start: int = 0) -> list[str]:
+    copy.flush()
+    judge = Judge()
+    return [found["text"] for row in rows(copy, start) for found in judge.judge(row)]
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=150, deadline=None)
+def test_a_legal_history_has_no_findings_from_whichever_frame_on_it_is_read(seed):
+    rng, copy = Random(seed), Copy(segment_bytes=1 << 20)
+    copy.office()
+    starts = [0] + [a_frame(copy, rng).end for _ in range(120)]
+    assert findings(copy) == []
+    for start in rng.sample(starts, 12):
+        assert findings(copy, start) == [], f"from {start} on"
+
+
+def forged(copy: Copy, kind: FrameKind, consumer: str, entries: list[tuple[int, int, int]]) -> dict[str, Any]:
+    """A row of a frame behind the log's end that no broker would write."""
+    body = encode_progress("g", consumer, entries)
+    header, frame = encode_header(
+        kind=kind, flags=0, subject="s", field=subject_field("s"), count=0, body_bytes=len(body), body_crc=crc32(body),
+        epoch=copy.epoch, offset=copy.log.end, high_watermark=0, timestamp_ms=5, first_sequence=0, producer=0, batch=0,
+        previous_chain=copy.log.chain,
+    )  # fmt: skip
+    row = {"copy": "a", "subject": "s", "offset": frame.offset, "start": 0, "last": None, "kind": "progress"}
+    return row | {"header": header.hex(), "body": body.hex()}
+
+
+def a_history() -> tuple[Copy, int]:
+    """c1 holds messages 0 to 3, as pull sequences from the returned one on."""
+    copy = Copy(segment_bytes=1 << 20)
+    copy.office()
+    copy.progress(FrameKind.POSITION, "", (0, 0, 0), subject="s")
+    copy.messages(*"abcdef", subject="s", size=0)
+    first = copy.log.state.next_pull(copy.log.state.groups["s", "g"], "c1")
+    copy.progress(FrameKind.PULL, "c1", (first, 0, 4), subject="s")
+    return copy, first
+
+
+@pytest.mark.parametrize(
+    "kind, consumer, entries, why",
+    [
+        (FrameKind.PULL, "c2", [(1 << 60, 1, 1)], "a message that another consumer has"),
+        (FrameKind.PULL, "c2", [(1 << 60, 5, 1)], "a hole before what is new"),
+        (FrameKind.PULL, "c2", [(1 << 60, 4, 9)], "more than there is"),
+        (FrameKind.PULL, "c2", [(PASSED, 2, 1)], "what somebody has is passed over"),
+        (FrameKind.PULL, "c2", [(DEFERRED, 2, 1)], "what somebody has is put off"),
+        (FrameKind.NACK, "c1", [(1 << 60, (1 << 60) + 1, 0)], "a nack of what was not handed out"),
+        (FrameKind.ACK, "c1", [(1 << 60, (1 << 60) + 1, 0)], "an ack of what was not handed out"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " in value else "",
+)
+def test_a_frame_that_does_not_follow_is_a_finding(kind, consumer, entries, why):
+    copy, _ = a_history()
+    copy.flush()
+    judge = Judge()
+    assert not [found for row in rows(copy) for found in judge.judge(row)]
+    assert list(judge.judge(forged(copy, kind, consumer, entries))), why
+
+
+def test_in_a_log_that_begins_later_what_is_handed_out_in_it_is_judged_all_the_same():
+    copy, first = a_history()
+    start = copy.log.end
+    copy.messages("g", "h", subject="s", size=0)
+    copy.progress(FrameKind.PULL, "c2", (first, 4, 4), subject="s")
+    copy.flush()
+    judge = Judge()
+    assert not [found for row in rows(copy, start) for found in judge.judge(row)]
+    row = forged(copy, FrameKind.PULL, "c3", [(1 << 60, 6, 1)]) | {"start": start}
+    assert list(judge.judge(row)), "message 6 is with c2"
