@@ -18,7 +18,7 @@ from qmq.log.fold import StoredBatch
 from qmq.log.frame import Frame, FrameKind
 from qmq.remoting import commands
 from qmq.remoting.commands import Produce, Produced
-from qmq.remoting.packet import Packet
+from qmq.remoting.packet import Packet, PacketReader
 from qmq.subjects import check_name
 from qmq.types import Durability
 
@@ -110,8 +110,10 @@ class Producing:
         reign.gate.stored(end, answer)
 
     def _check_window(self, link: Link) -> None:
-        """A full window is refused; what fills it may be one packet over it."""
-        if link.unacked_bytes >= self._reign.settings.window_bytes:
+        """Refuse what comes beyond the window and what may have been read together with the packet that filled it: only
+        a connection that consumes as well is read on (broker.overload)."""
+        window = self._reign.settings.window_bytes
+        if link.unacked_bytes >= window + min(window, PacketReader.STAGING_BYTES):
             raise Overloaded(f"this connection has {link.unacked_bytes} un-acknowledged bytes; wait for answers")
 
 

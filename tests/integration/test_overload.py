@@ -1,0 +1,128 @@
+"""Shell. Limits of a real broker: producers wait or are told, consumers go on, and it ends by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import ExitStack
+from threading import Thread
+
+import pytest
+
+import qmq
+from broker.memory import ram_bytes
+from qmq.errors import ErrorCode
+from qmq.remoting import commands
+from qmq.remoting.commands import Command, Pull
+from tests.integration.cluster_world import (
+    Wire,
+    begin,
+    consume_all,
+    end,
+    metrics,
+    produce_body,
+    producer,
+    reasons,
+    running,
+    send_all,
+    subscribe,
+    until,
+)
+
+MIB = 1 << 20
+LIMIT_BYTES = 160 * MIB
+"""More than a broker has without load, less than what the stalled consumers below make it hold."""
+
+
+def connections(cluster, state):
+    return metrics(cluster, cluster.broker("g1", "master"))[
+        f'qmq_broker_client_connections{{broker_group="g1",state="{state}"}}'
+    ]
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    with running(
+        tmp_path, segment_bytes=64 * MIB, window_bytes=MIB, memory_limit=LIMIT_BYTES / ram_bytes(),
+        slave_lag_ms_max=60_000, tail_bytes=0,  # nor do they share what the broker has in memory anyway
+    ) as cluster:  # fmt: skip
+        yield cluster
+
+
+def test_producer_that_ignores_its_window_is_read_no_faster_than_it_is_answered(cluster):
+    send_all(cluster, "s", 1)
+    slave = cluster.service(cluster.broker("g1", "slave").hostname)
+    with Wire(cluster.broker("g1", "master").serve_port, token=cluster.token) as wire:
+        slave.signal(signal.SIGSTOP)
+        bodies = [produce_body("s", {"x": "x" * 30_000}, {"x": "y" * 30_000}) for _ in range(400)]
+        sending = Thread(target=lambda: [wire.request(Command.PRODUCE, body) for body in bodies])
+        sending.start()
+        until(lambda: connections(cluster, "flow") == 1, "the window is full")
+        slave.signal(signal.SIGCONT)
+        codes = [wire.answer().code for _ in range(400)]
+        sending.join()
+        until(lambda: connections(cluster, "running") == 1, "it is read again")
+    assert set(codes) == {0}, "it was not even asked too much"
+
+
+class Stalled:
+    """Consumers that ask for much, read nothing, and hold what they were handed."""
+
+    def __init__(self, cluster, subject, count):
+        self._open = ExitStack()
+        for number in range(count):
+            wire = self._open.enter_context(Wire(cluster.broker("g1", "master").serve_port, token=cluster.token))
+            subscription = subscribe(wire, subject, f"stalled{number}")
+            for _ in range(8):
+                wire.request(Command.PULL, commands.encode_pull(Pull(subscription, 10_000, 8 * MIB, 60_000)))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._open.close()
+
+
+def test_memory_over_its_limit_stops_producers_and_no_consumer_and_ends_by_itself(cluster):
+    send_all(cluster, "big", 1200, size=30_000)
+    master = cluster.broker("g1", "master")
+
+    async def send():
+        async with producer(cluster, timeout_s=60.0) as sender:
+            assert (await sender.send(qmq.Message("s", {"n": 1}))).is_stored
+            with Stalled(cluster, "big", 16):
+                until(lambda: reasons(cluster, master) == ["memory"], "memory is over its limit")
+                late = asyncio.create_task(sender.send(qmq.Message("s", {"n": 2})))
+                await asyncio.to_thread(until, lambda: connections(cluster, "blocked") == 1, "the producer is blocked")
+                there = await asyncio.to_thread(consume_all, cluster, "big", "g", 1200)
+                assert len(there) == 1200 and connections(cluster, "blocked") == 1 and not late.done()
+            return await late
+
+    assert asyncio.run(send()).is_stored
+    assert reasons(cluster, master) == [] and connections(cluster, "blocked") == 0
+
+
+def test_blocked_producer_is_told_why(cluster):
+    send_all(cluster, "big", 1200, size=30_000)
+    master = cluster.broker("g1", "master")
+    with Wire(master.serve_port, token=cluster.token) as wire, Stalled(cluster, "big", 16):
+        until(lambda: reasons(cluster, master) == ["memory"], "memory is over its limit")
+        for number in range(5):
+            answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": number}))
+            assert answer.code == ErrorCode.READ_ONLY and b"memory_limit" in bytes(answer.body)
+
+
+def test_full_disk_refuses_producers_and_serves_consumers(cluster):
+    send_all(cluster, "s", 500)
+    names = [broker.hostname for broker in cluster.plan.brokers]
+    end(cluster, *names)
+    for name in names:
+        config = cluster.service(name).config
+        config.write_text(config.read_text().replace("disk_free_limit = 0", f"disk_free_limit = {1 << 60}"))
+    begin(cluster, *names)
+    master = cluster.broker("g1", "master")
+    until(lambda: reasons(cluster, master) == ["disk"], "the disk is full")
+    with Wire(master.serve_port, token=cluster.token) as wire:
+        answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": 1}))
+        assert answer.code == ErrorCode.READ_ONLY and b"disk is nearly full" in bytes(answer.body)
+    assert len(consume_all(cluster, "s", "g", 500)) == 500
