@@ -7,39 +7,48 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from qmq.client.batching import Outcome, Receipt, Receipts
-    from qmq.client.consumer import Consumer, Puller
-    from qmq.client.holding import ReceivedMessage
+    from qmq.client.consumer import Consumer
+    from qmq.client.listener import Listener
     from qmq.client.producer import Producer
+    from qmq.client.puller import Puller
+    from qmq.client.received import ReceivedMessage
+    from qmq.client.session import MasterChanged
     from qmq.errors import (
         AccessError,
         ClientClosed,
+        DeadLetter,
         InvalidMessage,
         InvalidName,
         InvalidRequest,
         QmqError,
         QueueFull,
+        RetryLater,
         SubscriptionReplaced,
     )
     from qmq.message import Message
 
 _PUBLIC = {
     "Consumer": "client.consumer",
+    "Listener": "client.listener",
+    "MasterChanged": "client.session",
     "Message": "message",
     "Outcome": "client.batching",
     "Producer": "client.producer",
-    "Puller": "client.consumer",
+    "Puller": "client.puller",
     "Receipt": "client.batching",
-    "ReceivedMessage": "client.holding",
+    "ReceivedMessage": "client.received",
     "Receipts": "client.batching",
 } | dict.fromkeys(
     (
         "AccessError",
         "ClientClosed",
+        "DeadLetter",
         "InvalidMessage",
         "InvalidName",
         "InvalidRequest",
         "QmqError",
         "QueueFull",
+        "RetryLater",
         "SubscriptionReplaced",
     ),
     "errors",
@@ -50,9 +59,12 @@ __all__ = [
     "AccessError",
     "ClientClosed",
     "Consumer",
+    "DeadLetter",
     "InvalidMessage",
     "InvalidName",
     "InvalidRequest",
+    "Listener",
+    "MasterChanged",
     "Message",
     "Outcome",
     "Producer",
@@ -62,6 +74,7 @@ __all__ = [
     "Receipt",
     "ReceivedMessage",
     "Receipts",
+    "RetryLater",
     "SubscriptionReplaced",
 ]
 

@@ -1,21 +1,23 @@
-"""Shell. Brings a subscription's messages from one broker group and carries its acks there, over reconnects."""
+"""Shell. Brings messages of one subject from one broker group and carries decisions there, over reconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from typing import Protocol
 
-from qmq.client.holding import HeldPiece, Holding, ReceivedMessage
+from qmq.client.holding import HeldPiece, Holding, Refusal, SentAck, SentNack
 from qmq.client.link import Link
+from qmq.client.received import ReceivedMessage
+from qmq.client.terms import Terms
 from qmq.codec import batch_ends
-from qmq.errors import AccessError, CallError, InvalidAck, QmqError, UnknownSubscription
+from qmq.errors import AccessError, CallError, ClientClosed, InvalidAck, QmqError, UnknownSubscription
 from qmq.remoting import commands
-from qmq.remoting.commands import Ack, Command, Piece, Pull
+from qmq.remoting.commands import Ack, Command, Nack, Piece, Pull, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -23,23 +25,16 @@ PULLS_IN_FLIGHT = 4
 """A feed's share of the prefetch is asked for in so many pulls: one is worked on, one waits, two are on their way."""
 ACK_WAIT_S = 0.004
 """An ack is an fsync on both copies, which messages wait behind: one per message would double them."""
-ACKS_IN_FLIGHT = 4
+REQUESTS_IN_FLIGHT = 4
+"""Acks, and nacks, that wait for their answer."""
 PULL_TIMEOUT_MS = 10_000
 """How long a broker holds a pull while there is nothing. Only a bound: it answers as soon as there is."""
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 2.0
+MANY_TIMES = 5
+"""Somebody should look at what was handed over more often than this."""
 
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What a subscription asks for; `prefetch_*` bound what is on its way or waits, `unacked_max` what is not acked."""
-
-    subject: str
-    group: str
-    consumer: str
-    start: str
-    prefetch_messages: int
-    prefetch_bytes: int
-    unacked_max: int
+FOR_GROUP = "qmq_consumerGroupName"
+"""QMQ's way to send a message to one group of a subject. The others take it as done."""
 
 
 class Parcel:
@@ -47,7 +42,7 @@ class Parcel:
 
     __slots__ = ("messages", "at", "feed", "size")
 
-    def __init__(self, messages: list[ReceivedMessage], feed: Feed | None, size: int) -> None:
+    def __init__(self, messages: list[ReceivedMessage], feed: Feed, size: int) -> None:
         self.messages, self.feed, self.size = messages, feed, size
         self.at = 0
 
@@ -77,16 +72,21 @@ class Feed:
     Answers that belong to an earlier subscription (before a reconnect, or a reset) carry an old `turn` and are ignored.
     """
 
-    def __init__(self, owner: FeedOwner, link: Link) -> None:
-        self._owner, self._link = owner, link
+    def __init__(self, owner: FeedOwner, link: Link, source: str) -> None:
+        self._owner, self._link, self.source = owner, link, source
+        self.policy = owner.terms.policy
         self.holding = Holding()
         self.lease_ms = 0
         self.buffered = self.buffered_bytes = 0
+        self._is_mailbox = source != owner.terms.subject
+        self._pulls_max = 1 if self._is_mailbox else PULLS_IN_FLIGHT
+        self._ack_wait_s = 0.0 if owner.terms.most_once else ACK_WAIT_S  # there, somebody waits for each
         self._subscription: int | None = None
         self._turn = 0
-        self._pulls = self._acks = 0
-        self._ack_scheduled = self._is_full = self._stopped = False
+        self._pulls = self._asked = self._acks = self._nacks = 0
+        self._send_scheduled = self._is_full = self._stopped = self._flushes = self._closed = False
         self._failures = 0
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
 
     # Subscribing.
 
@@ -103,28 +103,32 @@ class Feed:
         """The link lost its connection; answers to what was in flight will never come."""
         self._turn += 1
         self._subscription = None
-        self._pulls = self._acks = 0
+        self._pulls = self._asked = self._acks = self._nacks = 0
 
     def stop_pulling(self) -> None:
         self._stopped = True
 
     def unsubscribe(self) -> asyncio.Future[memoryview] | None:
-        """Give back what is not acked; return the answer to wait for, None if the broker cannot be told."""
+        """Give back what is not decided; return the answer to wait for, None if the broker cannot be told."""
         connection, subscription = self._link.connection, self._subscription
         self.lost()
+        self._closed = True
+        self.holding.drop()
         if connection is None or subscription is None:
             return None
         return connection.request(Command.UNSUBSCRIBE, commands.encode_json(subscription=subscription))
 
     def _subscribe(self) -> None:
         self.lost()
-        connection = self._link.connection
-        if connection is None or self._stopped:
+        if self._link.connection is None or self._closed or (self._stopped and not self.holding.held):
             return
         terms = self._owner.terms
+        is_plain = not self._is_mailbox  # what is in the mailbox is for this group, whatever it is
         body = commands.encode_json(
-            subject=terms.subject, group=terms.group, consumer=terms.consumer, start=terms.start,
-            held_end=self.holding.held_end,
+            subject=self.source, group=terms.group, consumer=terms.consumer, held_end=self.holding.held_end,
+            start=terms.start if is_plain else "earliest", since_ms=terms.since_ms, broadcast=terms.broadcast,
+            deliveries_max=terms.policy.deliveries_max, tags=list(terms.tags) if is_plain else [],
+            tag_mode=terms.tag_mode,
         )  # fmt: skip
         self._request(Command.SUBSCRIBE, body, self._subscribed)
 
@@ -172,21 +176,23 @@ class Feed:
         """The broker does not know that we hold what we acked: forget all of it, and take what it hands out now."""
         log.warning(
             "ack refused, messages come again subject=%s group=%s broker_group=%s error=%s",
-            self._owner.terms.subject, self._owner.terms.group, self._link.broker_group, refusal,
+            self.source, self._owner.terms.group, self._link.broker_group, refusal,
         )  # fmt: skip
         self.lost()
         self.holding.drop()
         self.holding = Holding()
         self._owner.drop()
         self._subscribe()
+        self._owner.settled()
 
     def _subscribed(self, body: memoryview) -> None:
         fields = commands.decode_json(body, subscription=int, acked_end=int, lease_ms=int)
         self._subscription, self.lease_ms = fields["subscription"], fields["lease_ms"]
         self._failures = 0
         self.holding.subscribed(fields["acked_end"])
-        self._send_acks()
+        self._send()
         self.fill()
+        self._owner.settled()
 
     # Pulling.
 
@@ -197,39 +203,44 @@ class Feed:
         terms, feeds = self._owner.terms, self._owner.feeds_count
         messages = max(1, terms.prefetch_messages // (feeds * PULLS_IN_FLIGHT))
         size = max(1, terms.prefetch_bytes // (feeds * PULLS_IN_FLIGHT))
-        while self._subscription is not None and self._pulls < PULLS_IN_FLIGHT:
-            if self._pulls and (
-                self.buffered + (self._pulls + 1) * messages > PULLS_IN_FLIGHT * messages
-                or self.buffered_bytes + (self._pulls + 1) * size > PULLS_IN_FLIGHT * size
-            ):
-                return
-            if self.buffered >= messages * PULLS_IN_FLIGHT or self.buffered_bytes >= size * PULLS_IN_FLIGHT:
-                return
-            if self._has_too_many():
+        while self._subscription is not None and self._pulls < self._pulls_max and self._has_room(messages, size):
+            wanted = min(messages, terms.unacked_max - self.holding.held - self._asked)
+            self._note_full(self.holding.held >= terms.unacked_max)
+            if wanted <= 0:
                 return
             self._pulls += 1
-            pull = Pull(self._subscription, messages, size, PULL_TIMEOUT_MS)
-            self._request(Command.PULL, commands.encode_pull(pull), self._pulled)
+            self._asked += wanted
+            pull = Pull(self._subscription, wanted, size, PULL_TIMEOUT_MS)
+            self._request(Command.PULL, commands.encode_pull(pull), partial(self._pulled, wanted))
 
-    def _has_too_many(self) -> bool:
-        is_full = self.holding.held >= self._owner.terms.unacked_max
+    def _has_room(self, messages: int, size: int) -> bool:
+        """Whether one more pull of so much fits into this feed's share; the first may go over it by itself."""
+        messages_max, bytes_max = self._pulls_max * messages, self._pulls_max * size
+        if self._pulls:
+            coming = self._pulls + 1
+            return (
+                self.buffered + coming * messages <= messages_max and self.buffered_bytes + coming * size <= bytes_max
+            )
+        return self.buffered < messages_max and self.buffered_bytes < bytes_max
+
+    def _note_full(self, is_full: bool) -> None:
         if is_full and not self._is_full:
             log.warning(
                 "too many messages are not acked, pulling stops subject=%s group=%s unacked=%d",
-                self._owner.terms.subject, self._owner.terms.group, self.holding.held,
+                self.source, self._owner.terms.group, self.holding.held,
             )  # fmt: skip
         self._is_full = is_full
-        return is_full
 
-    def _pulled(self, body: memoryview) -> None:
+    def _pulled(self, asked: int, body: memoryview) -> None:
         self._pulls -= 1
+        self._asked -= asked
         for piece in commands.decode_pulled(body):
             self._received(piece)
         self.fill()
 
     def _received(self, piece: Piece) -> None:
         """Make messages of a piece. About 0.5 µs each: nothing is decoded, and no call per message but the object."""
-        held = self.holding.received(piece.pull_sequence, piece.count, self, self._link.broker_group)
+        held = self.holding.received(piece.pull_sequence, piece.count, piece.times, self, self._link.broker_group)
         if held is None:
             return
         part, skipped = held
@@ -240,9 +251,33 @@ class Feed:
         sequences: Iterable[int] = range(piece.sequence + skipped, piece.sequence + piece.count)
         subject = repeat(self._owner.terms.subject)
         messages = list(map(ReceivedMessage, subject, sequences, encoded, repeat(part), range(len(encoded))))
-        self.buffered += len(messages)
-        self.buffered_bytes += len(data)
-        self._owner.arrived(Parcel(messages, self, len(data)))
+        if piece.times > MANY_TIMES:
+            log.warning(
+                "messages come again and again subject=%s group=%s broker_group=%s sequence=%d messages=%d times=%d",
+                self.source, self._owner.terms.group, part.broker_group, piece.sequence + skipped, len(messages),
+                piece.times,
+            )  # fmt: skip
+        if FOR_GROUP.encode() in data:
+            messages = self._without_those_of_others(part, messages)
+        if messages:
+            self.buffered += len(messages)
+            self.buffered_bytes += len(data)
+            self._owner.arrived(Parcel(messages, self, len(data)))
+
+    def _without_those_of_others(self, piece: HeldPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
+        """Take as done what names another group as its receiver."""
+        mine = []
+        for message in messages:
+            try:
+                is_mine = message.get(FOR_GROUP, self._owner.terms.group) == self._owner.terms.group
+            except QmqError:  # its handler will find out
+                is_mine = True
+            if is_mine:
+                mine.append(message)
+            else:
+                piece.mark(message._at)
+                self.done(piece)
+        return mine
 
     def taken(self, parcel: Parcel) -> None:
         """All messages of a parcel were taken."""
@@ -250,24 +285,67 @@ class Feed:
         self.buffered_bytes -= parcel.size
         self.fill()
 
-    # Acking.
+    # Deciding.
+
+    def on_loop(self, call: Callable[[], None]) -> None:
+        """Call now, or on the event loop if this is another thread."""
+        if threading.get_ident() == self._thread:
+            call()
+            return
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            raise ClientClosed("the consumer's event loop has ended; the message comes again") from None
 
     def done(self, piece: HeldPiece) -> None:
         """Something was marked; what is marked within the next moments goes in one ack."""
-        if not self._ack_scheduled:
-            self._ack_scheduled = True
-            asyncio.get_running_loop().call_later(ACK_WAIT_S, self._send_acks)
+        if not self._send_scheduled:
+            self._send_scheduled = True
+            self._loop.call_later(self._ack_wait_s, self._send)
 
-    def _send_acks(self) -> None:
-        self._ack_scheduled = False
-        while self._subscription is not None and self._acks < ACKS_IN_FLIGHT and (ack := self.holding.next_ack()):
+    def nack(self, piece: HeldPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None:
+        """Hand this message over again in `delay_s`, or never."""
+        due_ms = int((self._loop.time() + delay_s) * 1000)
+        self.holding.nack(Refusal(piece, at, due_ms, verdict, reason))
+        self.done(piece)
+
+    def flush(self) -> None:
+        """From now on send every decision, also those amid messages that are not decided."""
+        self._flushes = True
+        self._send()
+
+    def stop_flushing(self) -> None:
+        self._flushes = False
+
+    def _send(self) -> None:
+        """Send acks and nacks. First acks: they never wait for long, and what failed comes later anyway."""
+        self._send_scheduled = False
+        holding = self.holding
+        while self._subscription is not None and self._acks < REQUESTS_IN_FLIGHT:
+            if (ack := holding.next_ack(everything=self._flushes)) is None:
+                break
             self._acks += 1
-            self._request(Command.ACK, commands.encode_ack(Ack(self._subscription, *ack)), partial(self._acked, ack[1]))
-        if self._is_full:
-            self.fill()
+            self._request(
+                Command.ACK, commands.encode_ack(Ack(self._subscription, ack.ranges)), partial(self._acked, ack)
+            )
+        while self._subscription is not None and self._nacks < REQUESTS_IN_FLIGHT:
+            if (nack := holding.next_nack(int(self._loop.time() * 1000))) is None:
+                break
+            self._nacks += 1
+            body = commands.encode_nack(Nack(self._subscription, nack.entries, nack.reason))
+            self._request(Command.NACK, body, partial(self._nacked, nack))
 
-    def _acked(self, end: int, _: memoryview) -> None:
+    def _acked(self, ack: SentAck, _: memoryview) -> None:
         self._acks -= 1
-        self.holding.acked(end)
-        self._send_acks()
+        self.holding.acked(ack)
+        self._went_on()
+
+    def _nacked(self, nack: SentNack, _: memoryview) -> None:
+        self._nacks -= 1
+        self.holding.nacked(nack)
+        self._went_on()
+
+    def _went_on(self) -> None:
+        self._send()
+        self.fill()
         self._owner.settled()

@@ -1,123 +1,154 @@
-"""Core. What a consumer holds: messages it was handed and has not acked, and which range it may ack next.
+"""Core. What a consumer holds: messages it was handed, what became of each, and what its broker is to hear next.
 
 A broker numbers what it hands to a consumer with ascending pull sequences; they may jump (a new master's reign begins
-after a gap), so nothing is counted from them. An ack is a range `[begin, end)`, and everything un-acked below `begin`
-must be acked already: so what is acked is always a prefix of what was handed out, from the last ack's end to behind
-the last message of the done prefix. Jumps within it are fine.
+after a gap), so nothing is counted from them. Acks are ranges of them: of the oldest piece that is not wholly decided,
+what is done at its beginning; of every other piece, once each of its messages is decided, what is done in it. So a slow
+message holds back its own piece and no other, and a range never spans what was not handed out.
+
+A message is decided once: done, or nacked. What the broker has not confirmed when a connection is lost is sent again
+at the next one; it takes what it has settled already as settled.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Protocol
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from qmq.codec import decode_envelope, decode_properties, properties_begin
-from qmq.message import Message
+from qmq.client.retrying import RetryPolicy
+from qmq.remoting.commands import NackEntry, Verdict
+
+OPEN, DONE, SENT, SETTLED, NACKED = range(5)
+"""States of one message: not decided; done, the broker does not know; the ack is on its way; the broker keeps the
+decision; nacked, waits or is on its way."""
+
+ENTRIES_MAX = 1_000
+"""Ranges in one request: what a broker folds within a few hundred microseconds."""
+
+_DONE_RUN = re.compile(b"\1+")
 
 
 class Acker(Protocol):
-    """Who carries acks to the broker."""
+    """Who carries decisions to the broker: the feed that a piece came from."""
+
+    policy: RetryPolicy
+    source: str
 
     def done(self, piece: HeldPiece) -> None: ...
 
+    def nack(self, piece: HeldPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None: ...
+
+    def on_loop(self, call: Callable[[], None]) -> None: ...
+
 
 class HeldPiece:
-    """Consecutive pull sequences `[begin, end)` that were handed out together; `done[i]` is 1 when `begin + i` is done.
+    """Consecutive pull sequences `[begin, end)` that were handed out together; `states[i]` is that of `begin + i`.
 
+    `open` counts its messages that are not decided, `unsettled` those whose decision the broker has not confirmed.
     `is_dropped`: they are not held any more and will come again, as other messages.
     """
 
-    __slots__ = ("begin", "end", "done", "left", "acker", "broker_group", "is_dropped")
+    __slots__ = (
+        "begin", "end", "times", "states", "open", "unsettled", "acker", "broker_group", "is_dropped", "_decided",
+    )  # fmt: skip
 
-    def __init__(self, begin: int, count: int, acker: Acker, broker_group: str) -> None:
-        self.begin, self.end = begin, begin + count
-        self.done = bytearray(count)
-        self.left = count
+    def __init__(
+        self, begin: int, count: int, times: int, acker: Acker, broker_group: str, decided: list[HeldPiece]
+    ) -> None:
+        self.begin, self.end, self.times = begin, begin + count, times
+        self.states = bytearray(count)
+        self.open = self.unsettled = count
         self.acker = acker
         self.broker_group = broker_group
         self.is_dropped = False
+        self._decided = decided
 
     def mark(self, at: int) -> None:
-        """The message at position `at` is done; again is fine."""
-        if not self.done[at]:
-            self.done[at] = 1
-            self.left -= 1
+        """The message at position `at` is done; nothing happens if it was decided before."""
+        if not self.states[at]:
+            self.states[at] = DONE
+            self.open -= 1
+            if not self.open:
+                self._decided.append(self)
+
+    def refuse(self, at: int) -> bool:
+        """The message at position `at` is nacked; returns False if it was decided before."""
+        if self.states[at]:
+            return False
+        self.states[at] = NACKED
+        self.open -= 1
+        if not self.open:
+            self._decided.append(self)
+        return True
+
+    def settle(self, begin: int, end: int) -> None:
+        """The broker keeps the decisions on positions `[begin, end)`."""
+        part = self.states[begin:end]
+        self.open -= part.count(OPEN)
+        self.unsettled -= end - begin - part.count(SETTLED)
+        self.states[begin:end] = bytes((SETTLED,)) * (end - begin)
+
+    def open_positions(self, end: int) -> Iterator[int]:
+        """Yield the positions before `end` that are not decided."""
+        at = self.states.find(OPEN, 0, end)
+        while at >= 0:
+            yield at
+            at = self.states.find(OPEN, at + 1, end)
 
 
-class ReceivedMessage(Message):
-    """A message that a consumer was handed. Its id, tags and properties are decoded when they are first looked at.
+class SentAck(NamedTuple):
+    """An ack on its way: the ranges of pull sequences to send, ascending, and the parts of pieces that they are."""
 
-    `sequence` is its place among the subject's messages in `broker_group`.
-    """
+    ranges: list[tuple[int, int]]
+    parts: list[tuple[HeldPiece, int, int]]
 
-    __slots__ = ("sequence", "attempts", "_data", "_piece", "_at")
 
-    sequence: int
-    attempts: int
-    """How often a handler was given it and raised."""
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A nacked message; `due_ms` on the consumer's own clock, so that what is sent again late comes no later."""
 
-    def __init__(self, subject: str, sequence: int, data: bytes, piece: HeldPiece, at: int) -> None:
-        # Message's own attributes stay unset: reading one ends in __getattr__, which decodes. So a message costs
-        # 0.4 µs until somebody looks into it, 2 µs afterwards.
-        self.subject = subject
-        self.sequence = sequence
-        self.attempts = 0
-        self._data = data
-        self._piece = piece
-        self._at = at
-
-    @property
-    def broker_group(self) -> str:
-        return self._piece.broker_group
+    piece: HeldPiece
+    at: int
+    due_ms: int
+    verdict: Verdict
+    reason: str
 
     @property
     def pull_sequence(self) -> int:
-        """Its number among those handed to this consumer by `broker_group`."""
-        return self._piece.begin + self._at
+        return self.piece.begin + self.at
 
-    @property
-    def is_dropped(self) -> bool:
-        return self._piece.is_dropped
 
-    async def ack(self) -> None:
-        """This message is done. The ack travels in the background, together with others; closing waits for it.
+class SentNack(NamedTuple):
+    """A nack on its way: what to send, and what it is about."""
 
-        A broker learns of it when all that was handed out before is done too, in any order.
-        """
-        self._done()
-
-    def _done(self) -> None:
-        self._piece.mark(self._at)
-        self._piece.acker.done(self._piece)
-
-    def __getattr__(self, name: str) -> object:
-        """Decode what was not looked at yet; raises InvalidMessage if the producer sent something else."""
-        if name == "properties":
-            self.properties = decode_properties(self._data, properties_begin(self._data))
-        elif name in ("id", "tags", "created_ms"):
-            _, self.created_ms, _, self.id, self.tags, _ = decode_envelope(self._data)
-        else:
-            raise AttributeError(f"a message has no attribute {name!r}")
-        return object.__getattribute__(self, name)
+    entries: list[NackEntry]
+    reason: str
+    refusals: list[Refusal]
 
 
 class Holding:
     """What one consumer holds of one broker group, for one subscription.
 
-    Made by a subscription; lives through reconnects. `held_end` is what SUBSCRIBE tells a broker: it hands out again
-    all un-acked messages from there on, and `received` ignores what is held already.
+    Made by a feed; lives through reconnects. `held_end` is what SUBSCRIBE tells a broker: it hands out again all
+    un-acked messages from there on, and `received` ignores what is held already.
     """
 
     def __init__(self) -> None:
-        self._pieces: deque[HeldPiece] = deque()
+        self._pieces: OrderedDict[int, HeldPiece] = OrderedDict()
+        self._decided: list[HeldPiece] = []
+        """Pieces without an open message, of which acks may have to be sent."""
+        self._refusals: dict[str, list[Refusal]] = {}
+        """Nacks to be sent, by their reason: a request has one."""
+        self._nacks_sent: list[SentNack] = []
         self.held_end = 0
         self.held = 0
-        """Messages that were handed out and are not part of the done prefix."""
-        self.done_end = 0
-        self.sent_end = 0
-        self.acked_end = 0
+        """Messages that were handed out and are not settled, as far as we know."""
 
-    def received(self, begin: int, count: int, acker: Acker, broker_group: str) -> tuple[HeldPiece, int] | None:
+    def received(
+        self, begin: int, count: int, times: int, acker: Acker, broker_group: str
+    ) -> tuple[HeldPiece, int] | None:
         """Hold `[begin, begin + count)`; return the piece and how many of its first messages are held already.
 
         None: all of them are.
@@ -125,57 +156,150 @@ class Holding:
         skipped = max(0, min(self.held_end - begin, count))
         if skipped == count:
             return None
-        piece = HeldPiece(begin + skipped, count - skipped, acker, broker_group)
-        self._pieces.append(piece)
+        piece = HeldPiece(begin + skipped, count - skipped, times, acker, broker_group, self._decided)
+        self._pieces[piece.begin] = piece
         self.held_end = piece.end
         self.held += count - skipped
         return piece, skipped
 
-    def advance(self) -> bool:
-        """Move the done prefix over what was marked; return whether there is something new to ack."""
-        while self._pieces and not self._pieces[0].left:
-            piece = self._pieces.popleft()
-            self.held -= len(piece.done)
-            self.done_end = piece.end
-        if self._pieces:
-            # Not popped, so that its count in `held` stays whole until it is done.
-            piece = self._pieces[0]
-            undone = piece.done.find(0)
-            if undone:
-                self.done_end = piece.begin + undone
-        return self.done_end > self.sent_end
+    # Acks.
 
-    def next_ack(self) -> tuple[int, int] | None:
-        """Return the range to ack now and count it as sent; None if nothing new is done."""
-        if not self.advance():
+    def next_ack(self, *, everything: bool = False) -> SentAck | None:
+        """Return what to ack now and count it as sent; None if there is nothing.
+
+        Args:
+            everything: also what is done somewhere within pieces that are not wholly decided.
+        """
+        parts: list[tuple[HeldPiece, int, int]] = []
+        while self._decided and len(parts) < ENTRIES_MAX:
+            piece = self._decided.pop()
+            if not self._take_done(piece, len(piece.states), parts):
+                self._decided.append(piece)
+        for piece in self._undecided():
+            if len(parts) >= ENTRIES_MAX:
+                break
+            self._take_done(piece, len(piece.states) if everything else piece.states.find(OPEN), parts)
+            if not everything:
+                break
+        return SentAck(_joined(parts), parts) if parts else None
+
+    def _undecided(self) -> Iterator[HeldPiece]:
+        return (piece for piece in self._pieces.values() if piece.open)
+
+    @staticmethod
+    def _take_done(piece: HeldPiece, end: int, parts: list[tuple[HeldPiece, int, int]]) -> bool:
+        """Add what is done of a piece before position `end`; returns False if not all of it fits."""
+        for run in [found.span() for found in _DONE_RUN.finditer(piece.states, 0, end)]:
+            if len(parts) >= ENTRIES_MAX:
+                return False
+            piece.states[run[0] : run[1]] = bytes((SENT,)) * (run[1] - run[0])
+            parts.append((piece, *run))
+        return True
+
+    def acked(self, ack: SentAck) -> None:
+        """The broker keeps this ack."""
+        for piece, begin, end in ack.parts:
+            self._settle(piece, begin, end)
+
+    def _settle(self, piece: HeldPiece, begin: int, end: int) -> None:
+        before = piece.unsettled
+        piece.settle(begin, end)
+        self.held -= before - piece.unsettled
+        if not piece.unsettled:
+            self._pieces.pop(piece.begin, None)
+
+    # Nacks.
+
+    def nack(self, refusal: Refusal) -> None:
+        """Send this one when it is its turn; nothing happens if the message was decided before, or is not held."""
+        piece = refusal.piece
+        if not piece.is_dropped and piece.refuse(refusal.at):
+            self._refusals.setdefault(refusal.reason, []).append(refusal)
+
+    def begun(self, taken_ends: dict[HeldPiece, int]) -> list[tuple[HeldPiece, int]]:
+        """Return what the application was given and did not decide, as pieces and positions.
+
+        Args:
+            taken_ends: of pieces that were not taken as a whole, the position of the first message that was not.
+        """
+        return [
+            (piece, at)
+            for piece in self._undecided()
+            for at in piece.open_positions(taken_ends.get(piece, len(piece.states)))
+        ]
+
+    def next_nack(self, now_ms: int) -> SentNack | None:
+        """Return what to nack now and count it as sent; None if there is nothing."""
+        if not self._refusals:
             return None
-        begin, self.sent_end = self.sent_end, self.done_end
-        return begin, self.sent_end
+        reason, waiting = next(iter(self._refusals.items()))
+        refusals, left = waiting[:ENTRIES_MAX], waiting[ENTRIES_MAX:]
+        del self._refusals[reason]
+        if left:
+            self._refusals[reason] = left
+        refusals.sort(key=lambda one: one.pull_sequence)
+        entries: list[NackEntry] = []
+        for one in refusals:
+            begin = one.pull_sequence
+            entry = NackEntry(begin, begin + 1, max(0, one.due_ms - now_ms), one.verdict)
+            if entries and entries[-1].end == begin and entries[-1][2:] == entry[2:]:
+                entries[-1] = entries[-1]._replace(end=entry.end)
+            else:
+                entries.append(entry)
+        self._nacks_sent.append(SentNack(entries, reason, refusals))
+        return self._nacks_sent[-1]
 
-    def acked(self, end: int) -> None:
-        """The broker keeps the ack of everything below `end`."""
-        self.acked_end = max(self.acked_end, end)
+    def nacked(self, nack: SentNack) -> None:
+        """The broker keeps this nack."""
+        self._nacks_sent.remove(nack)
+        for one in nack.refusals:
+            self._settle(one.piece, one.at, one.at + 1)
+
+    # The whole.
 
     def subscribed(self, acked_end: int) -> None:
-        """A new subscription begins; acks without an answer are sent again from the broker's `acked_end` on.
+        """A new subscription begins: what has no answer is sent again, but for what is below the broker's `acked_end`.
 
-        What the broker counts as acked beyond our own prefix is not ours any more (our lease had ended).
+        What the broker counts as settled beyond our own decisions is not ours any more (our lease had ended).
         """
-        self.acked_end = self.sent_end = acked_end
-        while self._pieces and self._pieces[0].end <= acked_end:
-            self.held -= len(self._pieces.popleft().done)
-        if self._pieces:
-            piece = self._pieces[0]
-            for at in range(max(0, acked_end - piece.begin)):
-                piece.mark(at)
+        for piece in list(self._pieces.values()):
+            if piece.begin < acked_end:
+                self._settle(piece, 0, min(piece.end, acked_end) - piece.begin)
+            piece.states = piece.states.replace(b"\2", b"\1")
+        self._decided[:] = [piece for piece in self._pieces.values() if not piece.open]
+        sent, self._nacks_sent = self._nacks_sent, []
+        waiting = [one for refusals in self._refusals.values() for one in refusals]
+        self._refusals = {}
+        for one in [*(one for nack in sent for one in nack.refusals), *waiting]:
+            if one.piece.states[one.at] == NACKED:
+                self._refusals.setdefault(one.reason, []).append(one)
         self.held_end = max(self.held_end, acked_end)
 
     @property
+    def open(self) -> int:
+        """How many messages are not decided."""
+        return sum(piece.open for piece in self._pieces.values())
+
+    @property
     def is_settled(self) -> bool:
-        """Whether the broker keeps every ack that could be sent."""
-        return not self.advance() and self.acked_end >= self.done_end
+        """Whether the broker keeps every decision."""
+        return all(piece.open == piece.unsettled for piece in self._pieces.values())
 
     def drop(self) -> None:
         """Hold nothing any more."""
-        for piece in self._pieces:
+        for piece in self._pieces.values():
             piece.is_dropped = True
+        self._pieces.clear()
+        self._decided.clear()
+        self._refusals.clear()
+
+
+def _joined(parts: list[tuple[HeldPiece, int, int]]) -> list[tuple[int, int]]:
+    """Return the parts as ranges of pull sequences, ascending, those that touch as one."""
+    ranges: list[tuple[int, int]] = []
+    for begin, end in sorted((piece.begin + begin, piece.begin + end) for piece, begin, end in parts):
+        if ranges and ranges[-1][1] == begin:
+            ranges[-1] = ranges[-1][0], end
+        else:
+            ranges.append((begin, end))
+    return ranges

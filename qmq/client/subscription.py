@@ -1,62 +1,74 @@
-"""Shell. A subscription: a subject's messages for a consumer group, from all broker groups, in one buffer."""
+"""Shell. A subscription: a subject's messages for a consumer group, from all broker groups, in one buffer.
+
+A group has two sources in each broker group: the subject, and its mailbox, the retry subject that is its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
-from qmq.client.feed import Feed, Parcel, Terms
-from qmq.client.holding import ReceivedMessage
+from qmq.client.feed import Feed, Parcel
 from qmq.client.link import Link
+from qmq.client.received import ReceivedMessage
 from qmq.client.route_watch import RouteWatch
+from qmq.client.terms import Terms
 from qmq.errors import QmqError
+from qmq.remoting.commands import Verdict
 
 UNSUBSCRIBE_TIMEOUT_S = 2.0
 
 
 class Subscription:
-    """Made by a Consumer for a listener or a puller; used on its event loop until `close`."""
+    """Made by a session for a listener or a puller; used on its event loop until `close`.
 
-    def __init__(self, terms: Terms, watch: RouteWatch) -> None:
+    `on_failed` is called when it ends by itself; `error` says why.
+    """
+
+    def __init__(self, terms: Terms, watch: RouteWatch, on_failed: Callable[[], None]) -> None:
         self.terms = terms
         self.error: QmqError | None = None
         """Why it ended: another process uses the consumer id, or the broker does not accept a name."""
         self.is_closing = False
-        self._watch = watch
-        self._feeds: dict[str, Feed] = {}
+        self._watch, self._on_failed = watch, on_failed
+        self._feeds: dict[tuple[str, str], Feed] = {}
         self._parcels: deque[Parcel] = deque()
         self._takers: deque[asyncio.Future[None]] = deque()
         self._settlers: list[asyncio.Future[None]] = []
 
-    # Told by the consumer.
+    # Told by the session.
 
-    def feed(self, link: Link) -> Feed:
-        """Return the feed of a broker group; a new one begins to pull when the link is open."""
-        name = link.broker_group
-        if name not in self._feeds:
-            self._feeds[name] = Feed(self, link)
-            if link.is_open:
-                self._feeds[name].opened()
-        return self._feeds[name]
+    def feed(self, link: Link) -> None:
+        """Pull from a broker group, if not yet so; a new feed begins when the link is open."""
+        for source in (self.terms.subject, self.terms.mailbox):
+            key = (link.broker_group, source or "")
+            if source is not None and key not in self._feeds:
+                self._feeds[key] = Feed(self, link, source)
+                if link.is_open:
+                    self._feeds[key].opened()
 
     def link_opened(self, link: Link) -> None:
-        if feed := self._feeds.get(link.broker_group):
+        for feed in self._feeds_of(link.broker_group):
             feed.opened()
 
     def link_lost(self, link: Link) -> None:
-        if feed := self._feeds.get(link.broker_group):
+        for feed in self._feeds_of(link.broker_group):
             feed.lost()
 
     def lease_ms(self, broker_group: str) -> int | None:
         """Return the lease that the broker group gave; None if nothing is subscribed there now."""
-        feed = self._feeds.get(broker_group)
-        return feed.lease_ms if feed is not None and feed.is_subscribed else None
+        return min((feed.lease_ms for feed in self._feeds_of(broker_group) if feed.is_subscribed), default=None)
+
+    def _feeds_of(self, broker_group: str) -> list[Feed]:
+        return [feed for (name, _), feed in self._feeds.items() if name == broker_group]
 
     # Told by feeds.
 
     @property
     def feeds_count(self) -> int:
-        return len(self._feeds)
+        """How many share the prefetch; mailboxes, which are nearly always empty, come on top."""
+        return sum(source == self.terms.subject for _, source in self._feeds)
 
     def arrived(self, parcel: Parcel) -> None:
         self._parcels.append(parcel)
@@ -67,10 +79,10 @@ class Subscription:
         dropped = [parcel for parcel in self._parcels if parcel.messages[0].is_dropped]
         self._parcels = deque(parcel for parcel in self._parcels if not parcel.messages[0].is_dropped)
         for parcel in dropped:
-            if parcel.feed is not None:
-                parcel.feed.taken(parcel)
+            parcel.feed.taken(parcel)
 
     def settled(self) -> None:
+        """Something went on: whoever waits for a decision to be kept looks again."""
         waiting, self._settlers = self._settlers, []
         for future in waiting:
             if not future.done():
@@ -79,6 +91,8 @@ class Subscription:
     def failed(self, error: QmqError) -> None:
         self.error = self.error or error
         self.stop()
+        self.settled()
+        self._on_failed()
 
     def route_is_old(self) -> None:
         self._watch.refresh()
@@ -107,14 +121,7 @@ class Subscription:
         parcel.at = end
         if end == len(parcel.messages):
             self._parcels.popleft()
-            if parcel.feed is not None:
-                parcel.feed.taken(parcel)
-
-    def hand_again(self, message: ReceivedMessage) -> None:
-        """Offer a message once more whose handler failed; it is still held."""
-        if not message.is_dropped:
-            self._parcels.appendleft(Parcel([message], None, 0))
-            self._wake(1)
+            parcel.feed.taken(parcel)
 
     async def wait(self) -> None:
         """Wait until there may be something to take, or the subscription ends."""
@@ -122,7 +129,33 @@ class Subscription:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._takers.append(future)
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self._wake(1)  # what this one was woken for is still here
+            raise
+
+    async def confirmed(self, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
+        """Ack messages; return those whose ack the broker keeps, once it does. The others come again, or nobody knows.
+
+        Returns none at the end of the subscription: what may be acked by then was not handed out.
+        """
+        for message in messages:
+            message._done()
+        while self.error is None and any(not (one.is_dropped or one.is_settled) for one in messages):
+            await self.progress()
+        return [message for message in messages if message.is_settled]
+
+    async def progress(self) -> None:
+        """Wait until a broker keeps another decision, or the subscription fails."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._settlers.append(future)
         await future
+
+    def wake_all(self) -> None:
+        """Whoever waits for messages looks again, also at whether it should."""
+        self._wake(len(self._takers))
 
     def _wake(self, count: int) -> None:
         while self._takers and count:
@@ -140,22 +173,38 @@ class Subscription:
             feed.stop_pulling()
         self._wake(len(self._takers))
 
+    @property
+    def taken_open(self) -> int:
+        """How many messages were taken and are not decided."""
+        waiting = sum(len(parcel.messages) - parcel.at for parcel in self._parcels)
+        return sum(feed.holding.open for feed in self._feeds.values()) - waiting
+
     async def flush(self) -> None:
-        """Wait until brokers keep all acks that can be sent: those of messages before which everything is acked too."""
-        while self.error is None and not all(feed.holding.is_settled for feed in self._feeds.values()):
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._settlers.append(future)
-            await future
+        """Wait until brokers keep all decisions."""
+        try:
+            while self.error is None and not all(feed.holding.is_settled for feed in self._feeds.values()):
+                for feed in self._feeds.values():
+                    feed.flush()
+                await self.progress()
+        finally:
+            if not self.is_closing:
+                for feed in self._feeds.values():
+                    feed.stop_flushing()
 
     async def close(self, flush_s: float) -> None:
-        """Send what is acked, for up to `flush_s`, and give back what is not."""
+        """Send what is decided, for up to `flush_s`, and give back the rest: what was taken comes again as such."""
         self.stop()
+        untaken = {parcel.messages[parcel.at]._piece: parcel.messages[parcel.at]._at for parcel in self._parcels}
+        for feed in self._feeds.values():
+            for piece, at in feed.holding.begun(untaken):
+                feed.nack(piece, at, delay_s=0.0, verdict=Verdict.RETRY, reason="the consumer left")
         try:
             async with asyncio.timeout(flush_s):
                 await self.flush()
         except TimeoutError:
             pass  # these messages come again, to this consumer or to another
         answers = [answer for feed in self._feeds.values() if (answer := feed.unsubscribe())]
+        self._parcels.clear()
         if answers:
             await asyncio.wait(answers, timeout=UNSUBSCRIBE_TIMEOUT_S)
             for answer in answers:

@@ -15,7 +15,7 @@ from zlib import crc32
 import grpc
 import grpc.aio
 
-from qmq.codec import check_batch, join_batch, split_batch
+from qmq.codec import check_batch, decode_labels, join_batch, labels_bytes, split_batch
 from qmq.errors import (
     AccessError,
     InvalidAck,
@@ -24,10 +24,11 @@ from qmq.errors import (
     SubscriptionReplaced,
     UnknownSubscription,
 )
+from qmq.log.frame import FLAG_LABELLED
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server
 from qmq.remoting import commands
-from qmq.remoting.commands import Command
+from qmq.remoting.commands import Command, Verdict
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 
@@ -43,17 +44,22 @@ class Attempt:
     count: int
     subject: str
     body: bytes
+    labels: list[int] = field(default_factory=list)
 
 
 @dataclass
 class Subscriber:
     """A consumer's progress in a group, kept over connections as a broker keeps it in its log."""
 
-    acked_end: int = 0
     pulled: dict[int, int] = field(default_factory=dict)  # pull sequence -> sequence, un-acked
     next_pull: int = 0
     connection: Connection | None = None
     handed_end: int = 0
+    deliveries_max: int = 0
+
+    @property
+    def acked_end(self) -> int:
+        return min(self.pulled, default=self.next_pull)
 
 
 class FakeBroker:
@@ -72,7 +78,13 @@ class FakeBroker:
         self.subscribers: dict[tuple[str, str, str], Subscriber] = {}
         self.positions: dict[tuple[str, str], int] = {}
         self.returned: dict[tuple[str, str], list[int]] = defaultdict(list)
-        self.acks: list[tuple[int, int]] = []
+        self.times: dict[tuple[str, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        self.dead: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)  # sequence, reason
+        self.acks: list[list[tuple[int, int]]] = []
+        self.nacks: list[commands.Nack] = []
+        self.unsubscribes = 0
+        self.loses_answer_to: Command | None = None
+        """This command is carried out once more, and then the connections are cut in place of the answer."""
         self.subscribes: list[dict[str, object]] = []
         self.pulls: list[commands.Pull] = []
         self.ack_error: QmqError | None = None
@@ -129,6 +141,8 @@ class FakeBroker:
                     task.add_done_callback(self._tasks.discard)
                 case Command.ACK:
                     self._ack(connection, packet)
+                case Command.NACK:
+                    self._nack(connection, packet)
                 case Command.HEARTBEAT:
                     self.heartbeats += 1
                     connection.answer(packet)
@@ -146,14 +160,18 @@ class FakeBroker:
 
     def _produce(self, connection: Connection, packet: Packet) -> None:
         request = commands.decode_produce(packet.body)
-        body = bytes(request.body) if self.keep else b""
-        attempt = Attempt(request.producer, request.batch, request.count, request.subject, body)
+        batch, labels = request.body, []
+        if request.flags & FLAG_LABELLED:
+            labels = list(decode_labels(batch, request.count))
+            batch = batch[: -labels_bytes(request.count)]
+        body = bytes(batch) if self.keep else b""
+        attempt = Attempt(request.producer, request.batch, request.count, request.subject, body, labels)
         self.attempts.append(attempt)
         if self.on_produce(connection, packet, attempt):
             return
         if self.refuse_with is not None:
             raise self.refuse_with
-        connection.answer(packet, commands.encode_produced(self.store(attempt, request.body)))
+        connection.answer(packet, commands.encode_produced(self.store(attempt, batch)))
 
     def store(self, attempt: Attempt, body: memoryview | None = None) -> commands.Produced:
         """Store a batch once; a repeated one gets the answer of the first time."""
@@ -169,8 +187,7 @@ class FakeBroker:
                 log.extend(bytes(one) for at, one in enumerate(messages) if at not in refused)
             stored = attempt.count - len(refused)
             self.window[key] = commands.Produced(first, stored, 0, list(check.refused))
-            self._grown.set()
-            self._grown = asyncio.Event()
+            self.grown()
         return self.window[key]
 
     # Consume.
@@ -178,13 +195,19 @@ class FakeBroker:
     def _subscribe(self, connection: Connection, packet: Packet) -> None:
         if self.refuse_with is not None and isinstance(self.refuse_with, NotMaster):
             raise self.refuse_with
-        fields = commands.decode_json(packet.body, subject=str, group=str, consumer=str, start=str, held_end=int)
+        fields = commands.decode_json(
+            packet.body, subject=str, group=str, consumer=str, start=str, since_ms=int, held_end=int, broadcast=bool,
+            deliveries_max=int, tags=list, tag_mode=str,
+        )  # fmt: skip
         self.subscribes.append(fields)
         key = fields["subject"], fields["group"], fields["consumer"]
-        start = 0 if fields["start"] == "earliest" else len(self.subjects[fields["subject"]])
+        start = len(self.subjects[fields["subject"]]) if fields["start"] == "latest" else 0
         self.positions.setdefault(key[:2], start)
         subscriber = self.subscribers.setdefault(key, Subscriber(next_pull=self.reign << 32))
-        subscriber.connection = connection
+        if not fields["held_end"]:
+            self.returned[key[:2]].extend(subscriber.pulled.values())
+            subscriber.pulled.clear()
+        subscriber.connection, subscriber.deliveries_max = connection, fields["deliveries_max"]
         subscriber.handed_end = fields["held_end"]
         self._subscriptions = {place: other for place, other in self._subscriptions.items() if other != key}
         self._subscribed += 1
@@ -194,8 +217,17 @@ class FakeBroker:
             packet,
             commands.encode_json(subscription=number, acked_end=subscriber.acked_end, lease_ms=self.lease_ms),
         )
+        self.grown()
+
+    def grown(self) -> None:
+        """There may be something for pulls that wait."""
         self._grown.set()
         self._grown = asyncio.Event()
+
+    def add(self, subject: str, encoded: bytes) -> None:
+        """Store a message."""
+        self.subjects[subject].append(encoded)
+        self.grown()
 
     def _subscriber(self, connection: Connection, number: int) -> tuple[tuple[str, str, str], Subscriber]:
         key = self._subscriptions.get((connection, number))
@@ -226,31 +258,43 @@ class FakeBroker:
             connection.refuse(packet, error)
 
     def _hand_out(self, key: tuple[str, str, str], subscriber: Subscriber, pull: commands.Pull) -> list[bytes]:
-        log = self.subjects[key[0]]
+        log, group, times = self.subjects[key[0]], key[:2], self.times[key[:2]]
         again = [at for at in sorted(subscriber.pulled) if at >= subscriber.handed_end][: pull.messages_max]
         if again:
             subscriber.handed_end = again[-1] + 1
             sequences = [subscriber.pulled[at] for at in again]
-            pieces = [self._piece(at, [log[sequence]], sequence) for at, sequence in zip(again, sequences)]
+            pieces = [
+                self._piece(at, [log[sequence]], sequence, times[sequence]) for at, sequence in zip(again, sequences)
+            ]
             return [part for piece in pieces for part in piece]
-        returned = self.returned[key[:2]]
-        if returned:
-            sequences = [returned.pop(0)]
+        self._bury(key, subscriber)
+        if self.returned[group]:
+            sequences = [self.returned[group].pop(0)]
         else:
-            begin = self.positions[key[:2]]
+            begin = self.positions[group]
             sequences = list(range(begin, min(len(log), begin + pull.messages_max)))
-            self.positions[key[:2]] = begin + len(sequences)
+            self.positions[group] = begin + len(sequences)
         if not sequences:
             return []
         at = subscriber.next_pull
+        for sequence in sequences:
+            times[sequence] += 1
         subscriber.pulled.update(zip(range(at, at + len(sequences)), sequences, strict=True))
         subscriber.next_pull = subscriber.handed_end = at + len(sequences)
-        return self._piece(at, [log[sequence] for sequence in sequences], sequences[0])
+        return self._piece(at, [log[sequence] for sequence in sequences], sequences[0], times[sequences[0]])
+
+    def _bury(self, key: tuple[str, str, str], subscriber: Subscriber) -> None:
+        """What was handed out as often as it may is a dead letter."""
+        group, most = key[:2], subscriber.deliveries_max
+        over = [one for one in self.returned[group] if most and self.times[group][one] >= most]
+        for sequence in over:
+            self.returned[group].remove(sequence)
+            self.dead[group].append((sequence, "handed out too often"))
 
     @staticmethod
-    def _piece(at: int, messages: list[bytes], sequence: int) -> list[bytes]:
+    def _piece(at: int, messages: list[bytes], sequence: int, times: int) -> list[bytes]:
         body = join_batch(messages)
-        return [commands.piece_header(at, sequence, len(messages), len(body), crc32(body), 0), body]
+        return [commands.piece_header(at, sequence, len(messages), len(body), crc32(body), 0, times), body]
 
     def _ack(self, connection: Connection, packet: Packet) -> None:
         ack = commands.decode_ack(packet.body)
@@ -258,26 +302,59 @@ class FakeBroker:
         if self.ack_error is not None:
             error, self.ack_error = self.ack_error, None
             raise error
-        self.acks.append((ack.begin, ack.end))
-        if any(at < ack.begin for at in subscriber.pulled) or ack.end > subscriber.next_pull:
-            raise InvalidAck(f"[{ack.begin}, {ack.end}) was not handed out")
-        for at in [at for at in subscriber.pulled if at < ack.end]:
-            del subscriber.pulled[at]
-        subscriber.acked_end = max(subscriber.acked_end, ack.end)
-        connection.answer(packet, commands.encode_acked(subscriber.acked_end))
+        self.acks.append(ack.ranges)
+        for begin, end in ack.ranges:
+            self._settle(subscriber, begin, end)
+        self._answer_settled(connection, packet, subscriber)
+
+    def _nack(self, connection: Connection, packet: Packet) -> None:
+        nack = commands.decode_nack(packet.body)
+        key, subscriber = self._subscriber(connection, nack.subscription)
+        self.nacks.append(nack)
+        loop = asyncio.get_running_loop()
+        for entry in nack.entries:
+            for sequence in self._settle(subscriber, entry.begin, entry.end):
+                if entry.verdict == Verdict.DEAD_LETTER:
+                    self.dead[key[:2]].append((sequence, nack.reason))
+                else:
+                    loop.call_later(entry.delay_ms / 1000, self._due, key[:2], sequence)
+        self._answer_settled(connection, packet, subscriber)
+
+    def _due(self, group: tuple[str, str], sequence: int) -> None:
+        self.returned[group].append(sequence)
+        self.grown()
+
+    @staticmethod
+    def _settle(subscriber: Subscriber, begin: int, end: int) -> list[int]:
+        """Return the sequences of what was not settled before."""
+        if not begin < end <= subscriber.next_pull or begin >> 32 != (end - 1) >> 32:
+            raise InvalidAck(f"[{begin}, {end}) was not handed out")
+        return [subscriber.pulled.pop(at) for at in range(begin, end) if at in subscriber.pulled]
+
+    def _answer_settled(self, connection: Connection, packet: Packet, subscriber: Subscriber) -> None:
+        if self.loses_answer_to == packet.code:
+            self.loses_answer_to = None
+            self.cut()
+        else:
+            connection.answer(packet, commands.encode_acked(subscriber.acked_end))
 
     def _unsubscribe(self, connection: Connection, packet: Packet) -> None:
+        """What is given back was not begun with: it does not count as handed out."""
         number = commands.decode_json(packet.body, subscription=int)["subscription"]
         key, subscriber = self._subscriber(connection, number)
+        for sequence in subscriber.pulled.values():
+            self.times[key[:2]][sequence] -= 1
         self.returned[key[:2]].extend(subscriber.pulled.values())
         subscriber.pulled.clear()
         del self._subscriptions[connection, number]
+        self.unsubscribes += 1
         connection.answer(packet)
+        self.grown()
 
     def move_to(self, other: FakeBroker) -> None:
         """The other copy takes over: it has the same log, window and progress; this one is not master any more."""
         other.subjects, other.window, other.positions = self.subjects, self.window, self.positions
-        other.subscribers, other.returned = self.subscribers, self.returned
+        other.subscribers, other.returned, other.times = self.subscribers, self.returned, self.times
         for subscriber in self.subscribers.values():
             subscriber.next_pull = (self.reign + 1) << 32
         other.reign = self.reign + 1
@@ -363,9 +440,7 @@ class FakeMetaserver(MetaserverServicer):
             body = json.dumps({"routes": [as_json(route) for route in routes]}).encode()
             if f"x-api-token: {TOKEN}\r\n".encode() not in head.lower():
                 status, body = b"401 Unauthorized", b"unknown token"
-        writer.write(
-            b"HTTP/1.1 %b\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body
-        )
+        writer.write(b"HTTP/1.1 %b\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body)
         writer.close()
 
     async def WatchRoutes(

@@ -1,44 +1,76 @@
-"""Core. What a consumer holds and acks, against a plain set."""
+"""Core. What a consumer holds, acks and nacks, against plain sets."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qmq.client.holding import HeldPiece, Holding, ReceivedMessage
+from qmq.client.holding import HeldPiece, Holding, Refusal, SentAck, SentNack
+from qmq.client.received import ReceivedMessage
+from qmq.client.retrying import RetryPolicy
 from qmq.codec import batch_encoder
 from qmq.errors import InvalidMessage
 from qmq.message import Message
+from qmq.remoting.commands import Verdict
 
 
 class Acker:
     def __init__(self) -> None:
         self.told = 0
+        self.nacks: list[tuple[int, float, Verdict, str]] = []
+        self.policy = RetryPolicy(deliveries_max=3, delay_s=5.0)
+        self.source = "a"
 
     def done(self, piece: HeldPiece) -> None:
         self.told += 1
 
+    def nack(self, piece: HeldPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None:
+        if piece.refuse(at):
+            self.nacks.append((at, delay_s, verdict, reason))
+
+    def on_loop(self, call: partial[None]) -> None:
+        call()
+
 
 class Broker:
-    """The rules of a broker about acks, as plainly as they can be written."""
+    """The rules of a broker about acks and nacks, as plainly as they can be written."""
 
     def __init__(self) -> None:
+        self.handed: set[int] = set()
         self.unacked: set[int] = set()
+        self.nacked: list[int] = []
         self.next = 0
-        self.acked_end = 0
+
+    @property
+    def acked_end(self) -> int:
+        return min(self.unacked, default=self.next)
 
     def hand_out(self, count: int, jump: int) -> int:
         begin = self.next + jump
+        self.handed.update(range(begin, begin + count))
         self.unacked.update(range(begin, begin + count))
         self.next = begin + count
         return begin
 
-    def ack(self, begin: int, end: int) -> None:
-        assert begin < end <= self.next, "acks what was not handed out"
-        assert not any(at < begin for at in self.unacked), "jumps over something un-acked"
-        self.unacked = {at for at in self.unacked if at >= end}
-        self.acked_end = max(self.acked_end, end)
+    def ack(self, ack: SentAck) -> None:
+        before = 0
+        for begin, end in ack.ranges:
+            assert before <= begin < end
+            assert self.handed >= set(range(begin, end)), "acks what was not handed out"
+            assert not set(range(begin, end)) & set(self.nacked), "acks what was nacked before"
+            self.unacked -= set(range(begin, end))
+            before = end
+
+    def nack(self, nack: SentNack) -> None:
+        for entry in nack.entries:
+            numbers = set(range(entry.begin, entry.end))
+            assert self.handed >= numbers
+            assert numbers <= self.unacked | set(self.nacked), "nacks what was acked before"
+            self.nacked += sorted(numbers & self.unacked)
+            self.unacked -= numbers
 
 
 STEPS = st.lists(
@@ -46,8 +78,11 @@ STEPS = st.lists(
         st.tuples(st.just("pull"), st.integers(1, 6), st.sampled_from([0, 0, 0, 1, 1 << 32])),
         st.tuples(st.just("done"), st.integers(0, 1000)),
         st.tuples(st.just("done"), st.integers(0, 3)),
-        st.just(("ack",)),
-        st.just(("answer",)),
+        st.tuples(st.just("nack"), st.integers(0, 1000), st.sampled_from(["one reason", "another"])),
+        st.tuples(st.just("ack"), st.booleans()),
+        st.just(("send nack",)),
+        st.just(("answer ack",)),
+        st.just(("answer nack",)),
         st.tuples(st.just("reconnect"), st.booleans()),
     ),
     max_size=120,
@@ -55,95 +90,202 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_acks_cover_exactly_the_done_prefix_through_jumps_and_reconnects(steps):
+def test_each_decision_reaches_the_broker_once_through_jumps_and_reconnects(steps):
     broker, holding, acker = Broker(), Holding(), Acker()
     held: dict[int, tuple[HeldPiece, int]] = {}
     done: set[int] = set()
-    flying: list[tuple[int, int]] = []
+    nacked: set[int] = set()
+    acks: list[SentAck] = []
+    nacks: list[SentNack] = []
     for step in steps:
         match step:
             case ("pull", count, jump):
                 begin = broker.hand_out(count, jump)
-                received = holding.received(begin, count, acker, "g1")
+                received = holding.received(begin, count, 1, acker, "g1")
                 assert received is not None and received[1] == 0
                 held.update({begin + at: (received[0], at) for at in range(count)})
-            case ("done", choice) if open_ := sorted(held.keys() - done):
-                at = open_[choice % len(open_)]
-                held[at][0].mark(held[at][1])
-                held[at][0].mark(held[at][1])
-                done.add(at)
-            case ("ack",):
-                if ack := holding.next_ack():
-                    flying.append(ack)
-            case ("answer",) if flying:
-                begin, end = flying.pop(0)
-                broker.ack(begin, end)
-                holding.acked(end)
+            case ("done", choice) if held:
+                number = sorted(held)[choice % len(held)]
+                held[number][0].mark(held[number][1])
+                done |= {number} - nacked
+            case ("nack", choice, reason) if held:
+                number = sorted(held)[choice % len(held)]
+                piece, at = held[number]
+                holding.nack(Refusal(piece, at, due_ms=0, verdict=Verdict.RETRY, reason=reason))
+                nacked |= {number} - done
+            case ("ack", everything):
+                if ack := holding.next_ack(everything=everything):
+                    acks.append(ack)
+            case ("send nack",):
+                if nack := holding.next_nack(0):
+                    nacks.append(nack)
+            case ("answer ack",) if acks:
+                broker.ack(acks[0])
+                holding.acked(acks.pop(0))
+            case ("answer nack",) if nacks:
+                broker.nack(nacks[0])
+                holding.nacked(nacks.pop(0))
             case ("reconnect", arrived):
-                for begin, end in flying if arrived else []:
-                    broker.ack(begin, end)
-                flying.clear()
+                for ack in acks if arrived else []:
+                    broker.ack(ack)
+                for nack in nacks if arrived else []:
+                    broker.nack(nack)
+                acks.clear()
+                nacks.clear()
                 assert holding.held_end == (max(held) + 1 if held else 0)
                 holding.subscribed(broker.acked_end)
-        undone = held.keys() - done
-        prefix = {at for at in done if not undone or at < min(undone)}
-        assert broker.unacked >= undone, "never acked without being done"
-        assert holding.held >= len(undone)
-        holding.advance()
-        assert holding.done_end == max(prefix, default=-1) + 1 or holding.done_end <= broker.acked_end
-    for ack in flying:
-        broker.ack(*ack)
-    if ack := holding.next_ack():
-        broker.ack(*ack)
-    undone = held.keys() - done
-    assert broker.unacked == {at for at in held if undone and at >= min(undone)}
+        open_ = held.keys() - done - nacked
+        assert open_ <= broker.unacked, "nothing is settled without being decided"
+        assert holding.open == len(open_)
+        assert holding.held >= len(broker.unacked)
+    settle(broker, holding, acks, nacks)
+    assert broker.unacked == held.keys() - done - nacked
+    assert broker.nacked == sorted(set(broker.nacked), key=broker.nacked.index), "once each"
+    assert set(broker.nacked) == nacked
+    assert holding.is_settled and holding.held == len(broker.unacked)
+
+
+def settle(broker: Broker, holding: Holding, acks: list[SentAck], nacks: list[SentNack]) -> None:
+    while ack := acks.pop(0) if acks else holding.next_ack(everything=True):
+        broker.ack(ack)
+        holding.acked(ack)
+    while nack := nacks.pop(0) if nacks else holding.next_nack(0):
+        broker.nack(nack)
+        holding.nacked(nack)
+
+
+def pieces(holding: Holding, *counts: int) -> list[HeldPiece]:
+    """Hold pieces of so many messages each, one behind the other."""
+    made = []
+    for count in counts:
+        received = holding.received(holding.held_end, count, 1, Acker(), "g1")
+        assert received is not None
+        made.append(received[0])
+    return made
+
+
+def test_of_the_oldest_piece_the_beginning_is_acked_and_of_others_what_is_wholly_decided():
+    holding = Holding()
+    first, second, third = pieces(holding, 4, 4, 4)
+    for piece, at in [(first, 0), (first, 2), (second, 0), (third, 0), (third, 1), (third, 2), (third, 3)]:
+        piece.mark(at)
+    ack = holding.next_ack()
+    assert ack is not None and ack.ranges == [(0, 1), (8, 12)]
+    assert holding.next_ack() is None
+    everything = holding.next_ack(everything=True)
+    assert everything is not None and everything.ranges == [(2, 3), (4, 5)]
+
+
+def test_a_nacked_message_is_no_part_of_an_ack_and_settled_once_the_broker_said_so():
+    holding = Holding()
+    (piece,) = pieces(holding, 3)
+    holding.nack(Refusal(piece, 1, due_ms=1500, verdict=Verdict.RETRY, reason="why"))
+    piece.mark(0)
+    piece.mark(1)
+    piece.mark(2)
+    ack, nack = holding.next_ack(), holding.next_nack(500)
+    assert ack is not None and ack.ranges == [(0, 1), (2, 3)]
+    assert nack is not None and (nack.reason, nack.entries) == ("why", [(1, 2, 1000, Verdict.RETRY)])
+    holding.acked(ack)
+    assert (holding.held, holding.is_settled) == (1, False)
+    holding.nacked(nack)
+    assert (holding.held, holding.is_settled) == (0, True)
+
+
+def test_a_nack_that_is_sent_again_comes_no_later_for_that():
+    holding = Holding()
+    (piece,) = pieces(holding, 2)
+    for at in range(2):
+        holding.nack(Refusal(piece, at, due_ms=1000, verdict=Verdict.DEAD_LETTER, reason=""))
+    first = holding.next_nack(0)
+    assert first is not None and first.entries == [(0, 2, 1000, Verdict.DEAD_LETTER)]
+    holding.subscribed(0)
+    again = holding.next_nack(700)
+    assert again is not None and again.entries == [(0, 2, 300, Verdict.DEAD_LETTER)]
+    holding.subscribed(0)
+    late = holding.next_nack(2000)
+    assert late is not None and late.entries == [(0, 2, 0, Verdict.DEAD_LETTER)]
 
 
 def test_what_is_handed_out_again_is_not_held_twice():
     holding = Holding()
-    holding.received(10, 5, Acker(), "g1")
-    assert holding.received(10, 5, Acker(), "g1") is None
-    again = holding.received(12, 6, Acker(), "g1")
+    holding.received(10, 5, 1, Acker(), "g1")
+    assert holding.received(10, 5, 1, Acker(), "g1") is None
+    again = holding.received(12, 6, 1, Acker(), "g1")
     assert again is not None
     assert (again[0].begin, again[0].end, again[1]) == (15, 18, 3)
     assert (holding.held, holding.held_end) == (8, 18)
 
 
-def test_what_the_broker_counts_as_acked_is_not_ours_any_more():
+def test_what_the_broker_counts_as_settled_is_not_ours_any_more():
     holding = Holding()
-    holding.received(0, 4, Acker(), "g1")
-    second = holding.received(4, 4, Acker(), "g1")
-    assert second is not None
+    _, second = pieces(holding, 4, 4)
+    holding.nack(Refusal(second, 1, due_ms=0, verdict=Verdict.RETRY, reason=""))
     holding.subscribed(6)
-    assert holding.held == 4
-    assert holding.next_ack() is None
-    for at in (2, 3):
-        second[0].mark(at)
-    assert holding.next_ack() == (6, 8)
-    assert holding.held == 0
+    assert (holding.held, holding.open) == (2, 2)
+    assert holding.next_ack() is None and holding.next_nack(0) is None
+    for at in range(4):
+        second.mark(at)
+    ack = holding.next_ack()
+    assert ack is not None and ack.ranges == [(6, 8)]
 
 
-def received(message: Message) -> tuple[ReceivedMessage, Acker]:
+def test_what_was_dropped_is_neither_acked_nor_nacked():
+    holding = Holding()
+    (piece,) = pieces(holding, 2)
+    holding.drop()
+    piece.mark(0)
+    holding.nack(Refusal(piece, 1, due_ms=0, verdict=Verdict.RETRY, reason=""))
+    assert Holding().next_ack() is None
+    assert holding.next_nack(0) is None
+    assert piece.is_dropped
+
+
+def test_what_was_begun_and_not_decided_is_told_from_what_was_never_taken():
+    holding = Holding()
+    first, second, third = pieces(holding, 2, 3, 2)
+    first.mark(0)
+    assert holding.begun({second: 1, third: 0}) == [(first, 1), (second, 0)]
+
+
+def received(message: Message, times: int = 1) -> tuple[ReceivedMessage, Acker]:
     acker = Acker()
     data = batch_encoder(message.subject, 1234)(message)
-    return ReceivedMessage(message.subject, 7, data, HeldPiece(5, 3, acker, "g1"), 2), acker
+    return ReceivedMessage(message.subject, 7, data, HeldPiece(5, 3, times, acker, "g1", []), 2), acker
 
 
 def test_a_received_message_reads_like_the_one_that_was_sent():
-    message, _ = received(Message("order.changed", {"orderNo": "42", "sum": 7}, tags={"pay", "é"}, id="id-1"))
+    sent = Message("order.changed", {"orderNo": "42", "sum": 7}, tags={"pay", "é"}, id="id-1")
+    message, _ = received(sent, times=2)
     assert (message.subject, message.id, message.tags, message.created_ms) == (
         "order.changed", "id-1", {"pay", "é"}, 1234,
     )  # fmt: skip
     assert message.properties == {"orderNo": "42", "sum": "7"}
-    assert (message["sum"], message.get("none", 1)) == ("7", 1)
-    assert (message.sequence, message.pull_sequence, message.broker_group, message.attempts) == (7, 7, "g1", 0)
+    assert (message["sum"], message.get("none", 1), message.get_int("sum")) == ("7", 1, 7)
+    assert (message.sequence, message.pull_sequence, message.broker_group, message.times) == (7, 7, "g1", 2)
+    assert (message.order_key, message.retries_max) == (None, None)
     assert "order.changed" in repr(message)
     with pytest.raises(AttributeError):
         message.nothing  # noqa: B018
 
 
+def test_an_order_key_and_a_limit_of_retries_are_read_back():
+    message, _ = received(Message("a", {"n": 1}, id="1", order_key="k", retries_max=4))
+    assert (message.order_key, message.retries_max) == ("k", 4)
+
+
+def test_the_first_decision_on_a_message_counts():
+    message, acker = received(Message("a", {}, id="1"))
+    assert not message.is_decided
+    message.nack_nowait("first", delay=2)
+    message.ack_nowait()
+    message.dead_letter_nowait("third")
+    assert acker.nacks == [(2, 2.0, Verdict.RETRY, "first")]
+    assert message.is_decided and not message.is_settled
+
+
 def test_bytes_that_are_no_message_are_found_when_they_are_looked_at():
-    message = ReceivedMessage("a", 0, b"garbage" * 10, HeldPiece(0, 1, Acker(), "g1"), 0)
+    message = ReceivedMessage("a", 0, b"garbage" * 10, HeldPiece(0, 1, 1, Acker(), "g1", []), 0)
     with pytest.raises(InvalidMessage):
         message.properties  # noqa: B018
     with pytest.raises(InvalidMessage):

@@ -1,0 +1,159 @@
+"""Shell. A listener: workers that take messages and call the handler, and decide by what becomes of the call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import UTC, datetime
+from typing import cast
+
+from qmq.client.handling import AsyncHandler, HandlerThread, Handling
+from qmq.client.membership import Membership
+from qmq.client.received import ReceivedMessage
+from qmq.client.retrying import Refused, refused_by_error
+from qmq.client.subscription import Subscription
+from qmq.client.terms import Terms, check_concurrency
+from qmq.remoting.commands import Verdict
+
+log = logging.getLogger(__name__)
+
+HANDLED_IN_A_ROW = 64
+"""A handler that never waits for anything would keep the loop from reading; after so many it has its turn."""
+CANCEL_S = 5.0
+"""How long a handler that was cancelled may take to end."""
+
+
+class Listener(Membership):
+    """A handler that is called with the messages of a subject for a consumer group.
+
+    Made by `Consumer.listen`, found in `Consumer.listeners`. Its methods may be called from any thread.
+    """
+
+    def __init__(
+        self, terms: Terms, handling: Handling, *, concurrency: int, auto_ack: bool, drain_s: float, is_online: bool
+    ) -> None:
+        super().__init__(terms, drain_s=drain_s, is_online=is_online)
+        self._handling = handling
+        self._auto_ack = auto_ack
+        self._concurrency = check_concurrency(concurrency)
+        self._workers: set[asyncio.Task[None]] = set()
+
+    @property
+    def concurrency(self) -> int:
+        """How many handlers may run at the same time; may be changed at any time. With 1, they run in order."""
+        return self._concurrency
+
+    @concurrency.setter
+    def concurrency(self, concurrency: int) -> None:
+        self._concurrency = check_concurrency(concurrency)
+        self._change()
+
+    # The members' part.
+
+    def _joined(self, subscription: Subscription) -> None:
+        self._adapted(subscription)
+
+    def _adapted(self, subscription: Subscription) -> None:
+        """Have as many workers as asked for; those too many end by themselves, after the message that they handle."""
+        if subscription.is_closing:
+            return
+        for _ in range(self._concurrency - len(self._workers)):
+            worker = asyncio.create_task(self._work(subscription))
+            self._workers.add(worker)
+            worker.add_done_callback(self._worker_ended)
+        subscription.wake_all()
+
+    def _worker_ended(self, worker: asyncio.Task[None]) -> None:
+        self._workers.discard(worker)
+        if not worker.cancelled() and (error := worker.exception()) is not None:
+            log.error("worker ended, another begins subject=%s group=%s", self.subject, self.group, exc_info=error)
+            self._change()
+
+    async def _leaving(self, subscription: Subscription, deadline: float) -> None:
+        subscription.stop()
+        if self._workers:
+            _, late = await asyncio.wait(self._workers, timeout=deadline - asyncio.get_running_loop().time())
+            for worker in late:
+                log.warning("handler does not end, its message goes back subject=%s group=%s", self.subject, self.group)
+                worker.cancel()
+            if late:
+                await asyncio.wait(late, timeout=CANCEL_S)
+        if not self._auto_ack:
+            await self._decided(subscription, deadline)
+
+    # Workers.
+
+    async def _work(self, subscription: Subscription) -> None:
+        """One worker: a message at a time, from the buffer to the handler."""
+        thread = HandlerThread(f"qmq-{self.subject}-{self.group}") if self._handling.is_blocking else None
+        handle = self._handling.route(thread)
+        if self.terms.most_once:
+            handle = _after_ack(subscription, handle)
+        try:
+            await self._serve(subscription, handle)
+        finally:
+            if thread is not None:
+                thread.close()
+
+    async def _serve(self, subscription: Subscription, handle: AsyncHandler) -> None:
+        auto_ack, handled = self._auto_ack, 0
+        while not subscription.is_closing:
+            if len(self._workers) > self._concurrency:
+                self._workers.remove(cast(asyncio.Task[None], asyncio.current_task()))  # before the next one counts
+                return
+            message = subscription.take_one()
+            if message is None:
+                await subscription.wait()
+                continue
+            try:
+                await handle(message)
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise  # the drain ran out of patience; the message is given back
+                self._failed(message, error)
+            except Exception as error:
+                self._failed(message, error)
+            else:
+                if auto_ack:
+                    message._done()
+            handled += 1
+            if handled % HANDLED_IN_A_ROW == 0:
+                await asyncio.sleep(0)
+
+    def _failed(self, message: ReceivedMessage, error: BaseException) -> None:
+        """The handler raised: have the message handed over again, unless it was decided before."""
+        if message.is_decided or message.is_dropped:
+            log.warning(
+                "handler failed, its message was decided before subject=%s group=%s sequence=%d broker_group=%s",
+                self.subject, self.group, message.sequence, message.broker_group, exc_info=error,
+            )  # fmt: skip
+            return
+        decision = refused_by_error(message, self.terms.policy, error, datetime.now(UTC))
+        self._note(message, decision, error)
+        message._refuse(decision)
+
+    def _note(self, message: ReceivedMessage, decision: Refused, error: BaseException) -> None:
+        if decision.verdict == Verdict.DEAD_LETTER:
+            log.warning(
+                "message is a dead letter subject=%s group=%s sequence=%d broker_group=%s times=%d reason=%s",
+                self.subject, self.group, message.sequence, message.broker_group, message.times, decision.reason,
+                exc_info=error if decision.is_failure else None,
+            )  # fmt: skip
+        elif decision.is_failure:
+            log.warning(
+                "handler failed, message comes again subject=%s group=%s sequence=%d broker_group=%s times=%d "
+                "after_s=%.1f",
+                self.subject, self.group, message.sequence, message.broker_group, message.times, decision.delay_s,
+                exc_info=error,
+            )  # fmt: skip
+
+
+def _after_ack(subscription: Subscription, handle: AsyncHandler) -> AsyncHandler:
+    """At most once: the handler is called when the broker keeps the ack, and for a message that nobody has begun."""
+
+    async def handle_once(message: ReceivedMessage) -> None:
+        if await subscription.confirmed([message]) and message.times == 1:
+            await handle(message)
+
+    return handle_once

@@ -1,0 +1,141 @@
+"""Shell. A puller: the application asks for messages when it wants them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Protocol
+
+from qmq.client.holding import HeldPiece
+from qmq.client.membership import Membership
+from qmq.client.received import ReceivedMessage
+from qmq.client.session import Session
+from qmq.client.subscription import Subscription
+from qmq.client.terms import Terms
+from qmq.errors import ClientClosed, QmqError
+
+
+class Home(Protocol):
+    """The consumer that a puller belongs to."""
+
+    def entered(self, puller: Puller) -> Session: ...
+
+    async def left(self, puller: Puller) -> None: ...
+
+
+class Puller(Membership):
+    """Asks for messages; made by `Consumer.pull`, an async context manager.
+
+    Messages wait here before they are asked for; nothing is lost with them. On leaving, decisions are sent, and
+    messages that were not decided go back to the group at once.
+    """
+
+    def __init__(self, terms: Terms, home: Home, *, drain_s: float, is_online: bool) -> None:
+        super().__init__(terms, drain_s=drain_s, is_online=is_online)
+        self._home = home
+        self._task: asyncio.Task[None] | None = None
+        self._turned = asyncio.Event()
+        """Set while there is a subscription, and at the end."""
+
+    async def __aenter__(self) -> Puller:
+        if self._task is not None:
+            raise ClientClosed("a puller is opened once")
+        self._task = self.start(self._home.entered(self))
+        self._task.add_done_callback(lambda _: self._turned.set())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        try:
+            self.end()
+            if self._subscription is not None:
+                self._subscription.settled()  # who waits for decisions before going offline waits no more
+            with suppress(QmqError):
+                await self._task
+        finally:
+            await self._home.left(self)
+
+    async def pull(self, messages_max: int, *, timeout: float) -> list[ReceivedMessage]:
+        """Return up to `messages_max` messages; waits up to `timeout` seconds for the first one, then returns none.
+
+        With 0 seconds, it returns what is here. While the puller is stopped or offline there is nothing.
+
+        Raises:
+            QmqError: the subscription ended, for instance because another process uses the consumer id.
+        """
+        if messages_max <= 0:
+            return []
+        await asyncio.sleep(0)  # whoever pulls without a pause must not keep the loop from reading
+        try:
+            async with asyncio.timeout(timeout):
+                subscription, messages = await self._taken(messages_max)
+        except TimeoutError:
+            return []
+        if not self.terms.most_once:
+            return messages
+        return [message for message in await subscription.confirmed(messages) if message.times == 1]
+
+    async def _taken(self, messages_max: int) -> tuple[Subscription, list[ReceivedMessage]]:
+        while True:
+            subscription = await self._current()
+            if messages := subscription.take(messages_max):
+                return subscription, messages  # nothing is awaited from here on: a cancellation would lose them
+            await subscription.wait()
+
+    async def _current(self) -> Subscription:
+        while True:
+            if self._task is None or self._is_ended:
+                raise ClientClosed("the puller is not open: use it with `async with`")
+            subscription = self._subscription
+            if subscription is not None and subscription.error is not None:
+                raise subscription.error
+            if subscription is not None and not subscription.is_closing:
+                return subscription
+            if self._task.done():
+                self._task.result()
+                raise ClientClosed("the puller is closed")
+            await self._turned.wait()
+
+    async def ack(self, messages: Iterable[ReceivedMessage]) -> None:
+        """Mark messages as done, in any order. The acks travel in the background; `flush` waits for them."""
+        piece: HeldPiece | None = None
+        for message in messages:
+            if message._piece is not piece:
+                piece = message._piece
+                piece.acker.done(piece)
+            piece.mark(message._at)
+
+    async def nack(
+        self, messages: Iterable[ReceivedMessage], reason: str = "", *, delay: float | timedelta | None = None
+    ) -> None:
+        """Have messages handed over again, to any consumer of the group: see `ReceivedMessage.nack`."""
+        for message in messages:
+            message.nack_nowait(reason, delay=delay)
+
+    async def dead_letter(self, messages: Iterable[ReceivedMessage], reason: str) -> None:
+        """Have messages never handed over again: see `ReceivedMessage.dead_letter`."""
+        for message in messages:
+            message.dead_letter_nowait(reason)
+
+    async def flush(self) -> None:
+        """Wait until brokers keep what was decided."""
+        if self._subscription is not None:
+            await self._subscription.flush()
+
+    # The member's part.
+
+    def _joined(self, subscription: Subscription) -> None:
+        self._turned.set()
+
+    async def _leaving(self, subscription: Subscription, deadline: float) -> None:
+        self._turned.clear()
+        subscription.stop()
+        await self._decided(subscription, deadline)
+
+    def _waits_for_decisions(self) -> bool:
+        return not self._is_ended

@@ -1,0 +1,123 @@
+"""Core. A message as a consumer receives it, and what may be decided about it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+
+from qmq.client.holding import OPEN, SETTLED, HeldPiece
+from qmq.client.retrying import Refused, refused, refused_for_good
+from qmq.codec import decode_envelope, decode_properties, properties_begin
+from qmq.message import ORDER_KEY, RETRIES_MAX, Message
+
+
+class ReceivedMessage(Message):
+    """A message that a consumer was handed. Its id, tags and properties are decoded when they are first looked at.
+
+    `sequence` is its place among the messages of `source`, in `broker_group`. It is decided once, by `ack`, `nack` or
+    `dead_letter`; the first counts. Decisions travel in the background, together with others; closing waits for them.
+    The `_nowait` ones may be called from any thread.
+    """
+
+    __slots__ = ("sequence", "_data", "_piece", "_at")
+
+    sequence: int
+
+    def __init__(self, subject: str, sequence: int, data: bytes, piece: HeldPiece, at: int) -> None:
+        # Message's own attributes stay unset: reading one ends in __getattr__, which decodes. So a message costs
+        # 0.4 µs until somebody looks into it, 2 µs afterwards.
+        self.subject = subject
+        self.sequence = sequence
+        self._data = data
+        self._piece = piece
+        self._at = at
+
+    @property
+    def times(self) -> int:
+        """How often it was handed over to its group, this time included."""
+        return self._piece.times
+
+    @property
+    def broker_group(self) -> str:
+        return self._piece.broker_group
+
+    @property
+    def source(self) -> str:
+        """The subject that it lies in: `subject`, or the group's retry subject."""
+        return self._piece.acker.source
+
+    @property
+    def pull_sequence(self) -> int:
+        """Its number among those handed to this consumer out of `source` by `broker_group`."""
+        return self._piece.begin + self._at
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether it is not this consumer's any more: it comes again, here or elsewhere, as another object."""
+        return self._piece.is_dropped
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether it was acked, nacked or made a dead letter."""
+        return self._piece.states[self._at] != OPEN
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the broker keeps what was decided."""
+        return self._piece.states[self._at] == SETTLED and not self._piece.is_dropped
+
+    async def ack(self) -> None:
+        """This message is done."""
+        self.ack_nowait()
+
+    async def nack(self, reason: str = "", *, delay: float | timedelta | None = None) -> None:
+        """Hand this message over again, to any consumer of the group: after `delay` (seconds; else the listener's).
+
+        If it was handed over as often as it may, it becomes a dead letter instead, with `reason`.
+
+        Raises:
+            InvalidRequest: the delay is negative or longer than a day.
+        """
+        self.nack_nowait(reason, delay=delay)
+
+    async def dead_letter(self, reason: str) -> None:
+        """Never hand this message over again: keep it in the group's dead-letter subject, with `reason`."""
+        self.dead_letter_nowait(reason)
+
+    def ack_nowait(self) -> None:
+        """As `ack`."""
+        self._piece.acker.on_loop(self._done)
+
+    def nack_nowait(self, reason: str = "", *, delay: float | timedelta | None = None) -> None:
+        """As `nack`."""
+        self._refuse(refused(self, self._piece.acker.policy, reason, delay))
+
+    def dead_letter_nowait(self, reason: str) -> None:
+        """As `dead_letter`."""
+        self._refuse(refused_for_good(self, self._piece.acker.policy, reason))
+
+    def _done(self) -> None:
+        piece = self._piece
+        piece.mark(self._at)
+        piece.acker.done(piece)
+
+    def _refuse(self, decision: Refused) -> None:
+        piece = self._piece
+        verdict, delay_s, reason, _ = decision
+        piece.acker.on_loop(partial(piece.acker.nack, piece, self._at, delay_s=delay_s, verdict=verdict, reason=reason))
+
+    def __getattr__(self, name: str) -> object:
+        """Decode what was not looked at yet; raises InvalidMessage if the producer sent something else."""
+        if name == "properties":
+            self.properties = decode_properties(self._data, properties_begin(self._data))
+        elif name in ("id", "tags", "created_ms"):
+            _, self.created_ms, _, self.id, self.tags, _ = decode_envelope(self._data)
+        elif name == "order_key":
+            key = self.properties.get(ORDER_KEY)
+            self.order_key = None if key is None else str(key)
+        elif name == "retries_max":
+            number = str(self.properties.get(RETRIES_MAX, ""))
+            self.retries_max = int(number) if number.isascii() and number.isdecimal() else None
+        else:
+            raise AttributeError(f"a message has no attribute {name!r}")
+        return object.__getattribute__(self, name)

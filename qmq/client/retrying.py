@@ -1,0 +1,107 @@
+"""Core. What becomes of a message whose handler failed, or that the application refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import NamedTuple, Protocol
+
+from qmq.errors import DeadLetter, InvalidMessage, InvalidRequest, RetryLater
+from qmq.message import RETRIES_MAX, Value
+from qmq.remoting.commands import DELAY_MS_MAX, REASON_BYTES_MAX, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often a group tries a message.
+
+    `deliveries_max` hand-overs in all, 0 for no limit (nothing becomes a dead letter: a dead letter stays where it is);
+    `delay_s` between them, unless a handler says otherwise.
+    """
+
+    deliveries_max: int
+    delay_s: float
+
+
+class Refused(NamedTuple):
+    """What to tell the broker. `is_failure`: nobody asked for it, so somebody should hear of it."""
+
+    verdict: Verdict
+    delay_s: float
+    reason: str
+    is_failure: bool
+
+
+class Refusable(Protocol):
+    """A message that may be handed over again."""
+
+    @property
+    def times(self) -> int: ...
+
+    @property
+    def properties(self) -> Mapping[str, Value]: ...
+
+
+def refused_by_error(message: Refusable, policy: RetryPolicy, error: BaseException, now: datetime) -> Refused:
+    """Decide after a handler raised `error` at `now`."""
+    if isinstance(error, DeadLetter):
+        return refused_for_good(message, policy, str(error))
+    if not isinstance(error, RetryLater):
+        return refused(message, policy, text_of_error(error), None, is_failure=True)
+    delay_s = error.delay_s if error.at is None else max(0.0, (error.at - now).total_seconds())
+    try:
+        return refused(message, policy, str(error), delay_s)
+    except InvalidRequest as wrong:
+        return refused(message, policy, f"{error}: {wrong}", None, is_failure=True)
+
+
+def refused(
+    message: Refusable, policy: RetryPolicy, reason: str, delay: float | timedelta | None, *, is_failure: bool = False
+) -> Refused:
+    """Decide on a message that is to come again: after `delay` (seconds), or never if its limit is reached.
+
+    Raises:
+        InvalidRequest: the delay is negative or longer than a day.
+    """
+    delay_s = delay.total_seconds() if isinstance(delay, timedelta) else delay
+    delay_s = policy.delay_s if delay_s is None else check_delay(delay_s)
+    limit = _limit(message, policy)
+    if limit and message.times >= limit:
+        return Refused(Verdict.DEAD_LETTER, 0.0, f"handed over {message.times} times; {reason}", True)
+    return Refused(Verdict.RETRY, delay_s, reason, is_failure)
+
+
+def refused_for_good(message: Refusable, policy: RetryPolicy, reason: str) -> Refused:
+    """Decide on a message that is of no use to try again. A dead letter itself has no other place to go to."""
+    if policy.deliveries_max:
+        return Refused(Verdict.DEAD_LETTER, 0.0, reason, False)
+    return Refused(Verdict.RETRY, policy.delay_s, reason, True)
+
+
+def check_delay(delay_s: float) -> float:
+    """Return a delay that a broker takes: 0 s to a day; raises InvalidRequest."""
+    if not 0 <= delay_s <= DELAY_MS_MAX / 1000:
+        raise InvalidRequest(f"a delay is 0 to {DELAY_MS_MAX // 1000} s, not {delay_s}")
+    return delay_s
+
+
+def text_of_error(error: BaseException) -> str:
+    """Return an exception as a reason, however badly it was written."""
+    try:
+        return repr(error)[:REASON_BYTES_MAX]
+    except Exception:
+        return type(error).__name__
+
+
+def _limit(message: Refusable, policy: RetryPolicy) -> int:
+    """Return how often a message may be handed over; it may say so itself."""
+    if not policy.deliveries_max:
+        return 0
+    try:
+        own = str(message.properties.get(RETRIES_MAX, ""))
+    except InvalidMessage:  # bytes that no producer of ours has made
+        return policy.deliveries_max
+    if own.isascii() and own.isdecimal():  # QMQ writes -1 for "not set"
+        return max(1, int(own))
+    return policy.deliveries_max

@@ -1,0 +1,127 @@
+"""Shell. What a consumer in use has with its cluster: the watch on routes, a link per broker group, leases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qmq.client.link import Link
+from qmq.client.route_watch import RouteWatch
+from qmq.client.routing import Routing, SubjectRoute
+from qmq.client.subscription import Subscription
+from qmq.client.terms import Terms
+from qmq.errors import QmqError
+from qmq.remoting.commands import Command
+from qmq.types import Endpoint
+
+BEATS_IN_LEASE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class MasterChanged:
+    """A broker group has a new master. What it had handed over and did not know as acked may come again."""
+
+    broker_group: str
+    term: int
+
+
+class Session:
+    """Made when a consumer begins to listen or pull, closed when it has ended; used on its event loop."""
+
+    def __init__(
+        self, *, metaserver: str, token: str, app: str, client_id: str,
+        on_master_changed: Callable[[MasterChanged], None],
+    ) -> None:  # fmt: skip
+        self._token, self._app = token, app
+        self._on_master_changed = on_master_changed
+        self._routing = Routing()
+        self._masters: dict[str, tuple[Endpoint, int]] = {}
+        self._links: dict[str, Link] = {}
+        self._subscriptions: list[Subscription] = []
+        self._watch = RouteWatch(
+            metaserver=metaserver, token=token, app=app, client_id=client_id, produces=False,
+            on_routes=self._routes_changed,
+        )  # fmt: skip
+        self._tasks = [asyncio.create_task(self._watch.run()), asyncio.create_task(self._beat())]
+
+    def subscribe(self, terms: Terms, on_failed: Callable[[], None]) -> Subscription:
+        """Begin to receive; the subscription is the caller's to close, with `leave`."""
+        subscription = Subscription(terms, self._watch, on_failed)
+        self._subscriptions.append(subscription)
+        self._watch.watch(terms.subject)
+        self._feed(subscription)
+        return subscription
+
+    async def leave(self, subscription: Subscription, flush_s: float) -> None:
+        """Close a subscription: send what is decided, give back the rest."""
+        try:
+            await subscription.close(flush_s)
+        finally:
+            self._subscriptions.remove(subscription)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _routes_changed(self, routes: list[SubjectRoute]) -> None:
+        for name in self._routing.update(routes):
+            if name in self._links:
+                self._links[name].route_changed()
+            else:
+                self._links[name] = Link(name, owner=self, routing=self._routing, token=self._token, app=self._app)
+                self._tasks.append(asyncio.create_task(self._links[name].run()))
+        for subscription in self._subscriptions:
+            self._feed(subscription)
+        self._tell_of_masters(routes)
+
+    def _tell_of_masters(self, routes: list[SubjectRoute]) -> None:
+        """While a group has no master, the one before is remembered."""
+        for group in (group for route in routes for group in route.groups):
+            known = self._masters.get(group.broker_group)
+            if group.master is None or (known is not None and group.term < known[1]):
+                continue
+            self._masters[group.broker_group] = now = group.master, group.term
+            if known is not None and known != now:
+                self._on_master_changed(MasterChanged(group.broker_group, group.term))
+
+    def _feed(self, subscription: Subscription) -> None:
+        """Pull from every group that may hold messages, writable or not."""
+        if not subscription.is_closing:
+            for group in self._routing.groups_of(subscription.terms.subject):
+                subscription.feed(self._links[group.broker_group])
+
+    async def _beat(self) -> None:
+        """Renew the leases of all connections, a few times in each lease."""
+        owed: dict[str, asyncio.Future[memoryview]] = {}
+        while True:
+            leases = []
+            for name, link in self._links.items():
+                lease_ms = [lease for one in self._subscriptions if (lease := one.lease_ms(name))]
+                if not lease_ms or link.connection is None:
+                    owed.pop(name, None)
+                    continue
+                leases += lease_ms
+                if name in owed and not owed[name].done():
+                    link.drop("no answer to a heartbeat")
+                    continue
+                owed[name] = link.connection.request(Command.HEARTBEAT)
+                owed[name].add_done_callback(asyncio.Future.exception)
+            await asyncio.sleep(min(leases, default=1_000) / 1_000 / BEATS_IN_LEASE)
+
+    # Told by links.
+
+    def link_opened(self, link: Link) -> None:
+        for subscription in self._subscriptions:
+            subscription.link_opened(link)
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        for subscription in self._subscriptions:
+            subscription.link_lost(link)
+        self._watch.refresh()
+
+    def link_failed(self, link: Link, error: QmqError) -> None:
+        self._watch.refresh()
+
+    def link_writable(self, link: Link) -> None: ...

@@ -1,0 +1,98 @@
+"""Core. What an application asks for when it listens or pulls, checked as a whole before anything begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+
+from qmq.client.retrying import RetryPolicy, check_delay
+from qmq.codec import TAGS_MAX
+from qmq.errors import InvalidRequest
+from qmq.subjects import DEAD_LETTER, check_name, check_subject, parse_derived, retry_subject
+
+CONCURRENCY_MAX = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a subscription asks for; `prefetch_*` bound what is on its way or waits, `unacked_max` what is not settled.
+
+    `since_ms` counts if `start` is "since". A broadcast's group is the consumer itself.
+    """
+
+    subject: str
+    group: str
+    consumer: str
+    broadcast: bool
+    start: str
+    since_ms: int
+    tags: tuple[str, ...]
+    tag_mode: str
+    policy: RetryPolicy
+    most_once: bool
+    prefetch_messages: int
+    prefetch_bytes: int
+    unacked_max: int
+
+    @property
+    def mailbox(self) -> str | None:
+        """The subject of the messages that are meant for this group alone; None if it has none."""
+        if self.broadcast or parse_derived(self.subject) is not None:
+            return None
+        return retry_subject(self.subject, self.group)
+
+
+def make_terms(
+    *, subject: str, group: str, consumer: str, broadcast: bool, start: str | datetime, tags: Iterable[str],
+    tag_mode: str, retries_max: int, retry_delay: float, most_once: bool, prefetch_messages: int, prefetch_bytes: int,
+    unacked_max: int,
+) -> Terms:  # fmt: skip
+    """Check the arguments of `Consumer.listen` and `Consumer.pull`.
+
+    Raises:
+        InvalidName: subject or group.
+        InvalidRequest: anything else.
+    """
+    check_subject(subject)
+    broadcast = broadcast or not group
+    group = consumer if broadcast else check_name("consumer group", group)
+    begin, since_ms = _start(start)
+    if tag_mode not in ("any", "all"):
+        raise InvalidRequest(f'tag_mode is "any" or "all", not {tag_mode!r}')
+    if retries_max < 0:
+        raise InvalidRequest(f"retries_max is 0 or more, not {retries_max}")
+    if min(prefetch_messages, prefetch_bytes, unacked_max) < 1:
+        raise InvalidRequest("prefetch and unacked_max are at least 1")
+    derived = parse_derived(subject)
+    deliveries_max = 0 if derived is not None and derived.kind == DEAD_LETTER else max(1, retries_max)
+    policy = RetryPolicy(deliveries_max, check_delay(retry_delay))
+    return Terms(
+        subject, group, consumer, broadcast, begin, since_ms, _tags(tags), tag_mode, policy, most_once,
+        prefetch_messages, prefetch_bytes, unacked_max,
+    )  # fmt: skip
+
+
+def check_concurrency(concurrency: int) -> int:
+    if not 1 <= concurrency <= CONCURRENCY_MAX:
+        raise InvalidRequest(f"concurrency is 1 to {CONCURRENCY_MAX}, not {concurrency}")
+    return concurrency
+
+
+def _start(start: str | datetime) -> tuple[str, int]:
+    if isinstance(start, datetime):
+        if start.tzinfo is None:
+            raise InvalidRequest(f"start {start} has no time zone: nobody can tell when that is")
+        return "since", max(0, int(start.timestamp() * 1000))
+    if start not in ("latest", "earliest"):
+        raise InvalidRequest(f'start is "latest", "earliest" or a datetime with its time zone, not {start!r}')
+    return start, 0
+
+
+def _tags(tags: Iterable[str]) -> tuple[str, ...]:
+    words = list(tags)
+    if isinstance(tags, str) or not all(isinstance(word, str) and word for word in words):
+        raise InvalidRequest(f"tags are a list of words, none of them empty; not {tags!r}")
+    if len(words) > TAGS_MAX:
+        raise InvalidRequest(f"{len(words)} tags are more than {TAGS_MAX}")
+    return tuple(sorted(set(words)))

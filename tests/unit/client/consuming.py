@@ -1,0 +1,45 @@
+"""Shell. What tests of listeners and pullers share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import qmq
+from qmq.codec import batch_encoder
+from qmq.message import Message
+from tests.unit.client.fakes import TOKEN, FakeBroker, FakeMetaserver
+
+
+def consumer_of(metaserver: FakeMetaserver, **options: Any) -> qmq.Consumer:
+    return qmq.Consumer(metaserver=metaserver.url, app="test", token=TOKEN, **options)
+
+
+def fill(broker: FakeBroker, numbers: Iterable[int], subject: str = "a") -> None:
+    encode = batch_encoder(subject, 1)
+    for number in numbers:
+        broker.add(subject, encode(Message(subject, {"n": number}, id=f"{broker.name}-{number}")))
+
+
+async def pull_all(puller: qmq.Puller, count: int) -> list[qmq.ReceivedMessage]:
+    messages: list[qmq.ReceivedMessage] = []
+    while len(messages) < count:
+        messages += await puller.pull(count - len(messages), timeout=10)
+    return messages
+
+
+def ns(messages: Iterable[Message]) -> list[int]:
+    return [int(message["n"]) for message in messages]
+
+
+async def cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+def subscribes(broker: FakeBroker, subject: str = "a") -> list[dict[str, Any]]:
+    """What was asked for when `subject` was subscribed to."""
+    return [fields for fields in broker.subscribes if fields["subject"] == subject]
