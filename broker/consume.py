@@ -73,7 +73,8 @@ class Consumption:
         self._next_id = 1
         self._by_link: dict[Link, dict[int, Subscription]] = {}
         self._by_consumer: dict[tuple[str, str, str], Subscription] = {}
-        self._waiting: dict[str, dict[Subscription, None]] = {}
+        self._waiting: dict[str, dict[str, dict[Subscription, None]]] = {}
+        """Subject -> group -> those with pulls that wait, the one served longest ago first."""
         self.skipped: dict[tuple[str, str], int] = {}
         """(subject, consumer group) -> messages that retention took before the group acked them."""
         self._due: list[tuple[int, str]] = []
@@ -196,33 +197,50 @@ class Consumption:
         if len(subscription.waiting) + subscription.in_flight >= PULLS_IN_FLIGHT_MAX:
             raise Overloaded(f"more than {PULLS_IN_FLIGHT_MAX} pulls of one subscription at a time")
         subscription.waiting.append(waiting)
-        self._waiting.setdefault(subscription.subject, {})[subscription] = None
+        self._waiting.setdefault(subscription.subject, {}).setdefault(subscription.group, {})[subscription] = None
 
     def _stop_waiting(self, subscription: Subscription) -> None:
         subscription.waiting.clear()
-        waiting = self._waiting.get(subscription.subject)
-        if waiting is not None:
-            waiting.pop(subscription, None)
-            if not waiting:
-                del self._waiting[subscription.subject]
+        self._leave_line(subscription)
 
-    def waiting_on(self, subject: str) -> list[Subscription]:
-        """Return the subscriptions with pulls that wait on `subject`, the one served longest ago first."""
-        return list(self._waiting.get(subject, ()))
+    def _leave_line(self, subscription: Subscription) -> None:
+        subject, group = subscription.subject, subscription.group
+        groups = self._waiting.get(subject, {})
+        if subscription in (waiting := groups.get(group, {})):
+            del waiting[subscription]
+            if not waiting:
+                del groups[group]
+            if not groups:
+                del self._waiting[subject]
+
+    def groups_waiting_on(self, subject: str) -> list[tuple[str, str]]:
+        """Return (subject, group) of each group with pulls that wait on `subject`."""
+        return [(subject, group) for group in self._waiting.get(subject, ())]
+
+    def waiting_in(self, subject: str, group: str) -> list[Subscription]:
+        """Return the group's subscriptions with pulls that wait, the one served longest ago first."""
+        return list(self._waiting.get(subject, {}).get(group, ()))
 
     def all_waiting(self) -> list[Subscription]:
-        return [subscription for waiting in list(self._waiting.values()) for subscription in list(waiting)]
+        return [one for groups in self._waiting.values() for waiting in groups.values() for one in waiting]
+
+    def waiting_at(self, link: Link) -> list[Subscription]:
+        """Return the connection's subscriptions with pulls that wait."""
+        return [one for one in self._by_link.get(link, {}).values() if one.waiting]
 
     def take_waiting(self, subscription: Subscription) -> WaitingPull:
-        """Remove the oldest pull that waits, and put the subscription behind the others of its subject."""
+        """Remove the oldest pull that waits, and put the subscription behind the others of its group."""
         waiting = subscription.waiting.popleft()
-        turns = self._waiting[subscription.subject]
-        del turns[subscription]
+        self._leave_line(subscription)
         if subscription.waiting:
-            turns[subscription] = None
-        elif not turns:
-            del self._waiting[subscription.subject]
+            self._waiting.setdefault(subscription.subject, {}).setdefault(subscription.group, {})[subscription] = None
         return waiting
+
+    def give_up(self, subscription: Subscription, waiting: WaitingPull) -> None:
+        """Remove a pull that waits for nothing any more."""
+        subscription.waiting.remove(waiting)
+        if not subscription.waiting:
+            self._leave_line(subscription)
 
     def overdue(self, now_ms: int) -> list[WaitingPull]:
         """Take away and return the pulls whose time is over; they are answered with NO_MESSAGE."""

@@ -5,7 +5,7 @@ Which messages a pull gets is decided in `broker.hand_out`; here it becomes fram
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -17,13 +17,14 @@ from broker.hand_out import HandOut, choose
 from broker.offline import Offline
 from broker.ports import Link
 from broker.reign import Reign, answering
+from broker.turns import HAND_OUT_BYTES, OWED_BYTES_MAX, TRY_BYTES, Turns
 from qmq.codec import TAGS_MAX, Buffer, labels_bytes, slice_batch
 from qmq.errors import CorruptFrame, ErrorCode, InvalidRequest, LogError, NotServed, OperatorError, QmqError
 from qmq.log.fold import Consumer
 from qmq.log.frame import FLAG_ALONE, FLAG_LABELLED, Frame, FrameKind
 from qmq.log.progress import Entry
 from qmq.remoting import commands
-from qmq.remoting.commands import Verdict
+from qmq.remoting.commands import Pull, Verdict
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import AckGate, Answer
 from qmq.subjects import DEAD_LETTER, parse_derived
@@ -36,11 +37,10 @@ class Delivery:
 
     def __init__(self, reign: Reign) -> None:
         self._reign = reign
-        self.consumption = Consumption(
-            reign.log, lease_ms=reign.settings.lease_ms, now_ms=reign.host.monotonic_ms()
-        )
+        self.consumption = Consumption(reign.log, lease_ms=reign.settings.lease_ms, now_ms=reign.host.monotonic_ms())
         self._dead_letters = DeadLetters(reign, self.consumption, self.wake)
         self._woken: dict[str, None] = {}
+        self._turns = Turns()
         self._offline = Offline()
         self._forgot_ms = 0
 
@@ -93,9 +93,7 @@ class Delivery:
         subscription = self.consumption.find(link, pull.subscription, now_ms)
         waiting = WaitingPull(link, packet, pull, now_ms + pull.timeout_ms)
         self.consumption.wait(subscription, waiting)
-        self._serve([subscription])
-        if not pull.timeout_ms and waiting in subscription.waiting:
-            self.answer_overdue(now_ms)
+        self._offer(subscription)
 
     def ack(self, link: Link, packet: Packet) -> None:
         reign = self._reign
@@ -158,7 +156,7 @@ class Delivery:
         if subscription.subject in self._reign.log.state.ordered:
             self.wake(subscription.subject)
         else:
-            self._serve([subscription])
+            self._offer(subscription)
 
     def move_group(
         self, subject: str, group: str, to: str, value: int, *, dry_run: bool, answer: Answer
@@ -213,14 +211,47 @@ class Delivery:
         """Messages of `subject` came or came back; at the end of the turn those who wait for them are served."""
         self._woken[subject] = None
 
-    def serve_woken(self) -> None:
-        if self._woken:
-            woken, self._woken = self._woken, {}
-            for subject in woken:
-                self._serve(self.consumption.waiting_on(subject))
-
     def serve_all(self) -> None:
-        self._serve(self.consumption.all_waiting())
+        """Whoever waits may have something to get now."""
+        self._line_up(self.consumption.all_waiting())
+
+    def writable_again(self, link: Link) -> None:
+        self._line_up(self.consumption.waiting_at(link))
+
+    def _line_up(self, subscriptions: list[Subscription]) -> None:
+        for subscription in subscriptions:
+            self._turns.add(subscription)
+        self._reign.host.turn_soon()
+
+    def take_turns(self) -> None:
+        """At the end of a turn of the loop: serve who waits for what came, as long as one of ours may take."""
+        turns, woken = self._turns, self._woken
+        turns.begin()
+        if woken:
+            self._woken = {}
+            for subject in woken:
+                for key in self.consumption.groups_waiting_on(subject):
+                    turns.add(key)
+        while (entry := turns.next()) is not None:
+            if self._take_turn(entry):
+                turns.add(entry)
+        if not turns.is_over:
+            self._reign.host.turn_soon()
+
+    def _take_turn(self, entry: Subscription | tuple[str, str]) -> bool:
+        """Serve one pull; return whether there may be more for them."""
+        if isinstance(entry, Subscription):
+            return self._serve_or_tell(entry)
+        for subscription in self.consumption.waiting_in(*entry):
+            if self._serve(subscription):
+                # Else 199 of a group's 200 consumers would be tried in vain for each message.
+                return self._may_have_more(*entry)
+        return False
+
+    def _may_have_more(self, subject: str, name: str) -> bool:
+        state = self._reign.log.state
+        group = state.groups.get((subject, name))
+        return group is not None and (bool(group.returned) or group.position < state.next_sequence.get(subject, 0))
 
     def switch_off(self, rules: Iterable[tuple[str, str, str]]) -> None:
         """From now on hand nothing to these consumers; who is not among them any more is served at once."""
@@ -242,7 +273,6 @@ class Delivery:
             if now_ms - self._forgot_ms >= FORGET_EVERY_MS:
                 self._forgot_ms = now_ms
                 self._forget_broadcasts()
-        self.serve_woken()
 
     def _forget_broadcasts(self) -> None:
         """A broadcast consumer that stays away would pin the log, and its like would fill the memory (W20)."""
@@ -263,27 +293,56 @@ class Delivery:
 
     # Handing over.
 
-    def _serve(self, subscriptions: list[Subscription]) -> None:
-        """Answer pulls that wait, each subscription in its turn, as long as there is something for it."""
+    def _offer(self, subscription: Subscription) -> None:
+        """Serve a subscription at once, or in its turn if this one has done enough."""
+        while self._turns.has_time:
+            if not self._serve_or_tell(subscription):
+                return
+        self._line_up([subscription])
+
+    def _serve_or_tell(self, subscription: Subscription) -> bool:
+        """Serve a subscription; if there is nothing for it, answer the pulls that do not want to wait."""
+        if self._serve(subscription):
+            return True
+        for waiting in [waiting for waiting in subscription.waiting if not waiting.pull.timeout_ms]:
+            self.consumption.give_up(subscription, waiting)
+            waiting.link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
+        return False
+
+    def _serve(self, subscription: Subscription) -> bool:
+        """Answer the oldest pull that waits, if there is something for it; return whether there was."""
+        if not self._reign.may_progress or subscription.key in self._offline:
+            return False
+        while (pull := self._next_pull(subscription)) is not None:
+            hand_out = self._choose(subscription, pull)
+            if hand_out is None:
+                return False
+            self._write_down(subscription, hand_out)
+            if hand_out.parts:
+                self._hand_over(subscription, self.consumption.take_waiting(subscription), hand_out)
+                return True
+        return False
+
+    def _next_pull(self, subscription: Subscription) -> Pull | None:
+        """Return the oldest pull that waits and may be answered; what is overdue costs no work and no message."""
+        link, now_ms = subscription.link, self._reign.host.monotonic_ms()
+        while subscription.waiting and link.writable and link.owed_bytes < OWED_BYTES_MAX:
+            waiting = subscription.waiting[0]
+            if not waiting.pull.timeout_ms or waiting.deadline_ms > now_ms:
+                return waiting.pull
+            self.consumption.take_waiting(subscription)
+            link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
+        return None
+
+    def _choose(self, subscription: Subscription, pull: Pull) -> HandOut | None:
         reign = self._reign
-        if not reign.may_progress:
-            return
+        self._turns.spend(TRY_BYTES)
         limit = reign.gate.high_watermark if reign.gate.alone else reign.log.end
-        for subscription in subscriptions:
-            if subscription.key in self._offline:
-                continue
-            while subscription.waiting and subscription.link.writable:
-                pull, now_ms = subscription.waiting[0].pull, reign.host.now_ms()
-                try:
-                    hand_out = choose(reign.log, subscription, pull, data_limit=limit, now_ms=now_ms)
-                except CorruptFrame as problem:  # an index had to be made again, and its segment is damaged
-                    reign.found_damage(problem)
-                    return
-                if hand_out is None:
-                    break
-                self._write_down(subscription, hand_out)
-                if hand_out.parts:
-                    self._hand_over(subscription, self.consumption.take_waiting(subscription), hand_out)
+        try:
+            return choose(reign.log, subscription, pull, data_limit=limit, now_ms=reign.host.now_ms())
+        except CorruptFrame as problem:  # an index had to be made again, and its segment is damaged
+            reign.found_damage(problem)
+            return None
 
     def _write_down(self, subscription: Subscription, hand_out: HandOut) -> None:
         reign = self._reign
@@ -305,7 +364,9 @@ class Delivery:
         reign = self._reign
         subscription.in_flight += 1
         reign.counters.pulled_messages += sum(part.end - part.begin for part in hand_out.parts)
-        answer = _PullAnswer(subscription, waiting.packet, hand_out, reign.gate)
+        answer = _PullAnswer(subscription, waiting.packet, hand_out, reign.gate, self._settled)
+        subscription.link.owed_bytes += hand_out.bytes
+        self._turns.spend(HAND_OUT_BYTES + hand_out.bytes)
         subscription.owed.append(answer.send)
         bodies = [reign.log.tail_body(part.ref.offset) for part in hand_out.parts]
         answer.bodies = {found[0].offset: found for found in bodies if found is not None}
@@ -315,6 +376,12 @@ class Delivery:
             reign.host.read(partial(reign.log.read_bodies, refs), partial(self._bodies_read, answer))
         reign.gate.progress(reign.log.end, hand_out.data_end, answer.safe)
         reign.gate.release_now()
+
+    def _settled(self, link: Link, size: int) -> None:
+        """An answer left, or will not; pulls of the same connection may have waited for that."""
+        if link.owed_bytes >= OWED_BYTES_MAX > link.owed_bytes - size:
+            self._line_up(self.consumption.waiting_at(link))
+        link.owed_bytes -= size
 
     def _bodies_read(self, answer: _PullAnswer, bodies: list[tuple[Frame, Buffer]] | LogError) -> None:
         if isinstance(bodies, CorruptFrame):
@@ -372,13 +439,18 @@ def _nobody_waits(error: QmqError | None) -> None: ...
 class _PullAnswer:
     """An answer to a pull that waits for two things: that it is safe, and that its bytes were read."""
 
-    __slots__ = ("subscription", "packet", "hand_out", "bodies", "is_read", "_gate", "_is_safe", "_is_over")
+    __slots__ = (
+        "subscription", "packet", "hand_out", "bodies", "is_read", "_gate", "_settled", "_is_safe", "_is_over",
+    )  # fmt: skip
 
-    def __init__(self, subscription: Subscription, packet: Packet, hand_out: HandOut, gate: AckGate) -> None:
+    def __init__(
+        self, subscription: Subscription, packet: Packet, hand_out: HandOut, gate: AckGate,
+        settled: Callable[[Link, int], None],
+    ) -> None:  # fmt: skip
         self.subscription, self.packet, self.hand_out = subscription, packet, hand_out
         self.bodies: dict[int, tuple[Frame, Buffer]] = {}
         self.is_read = True
-        self._gate, self._is_safe, self._is_over = gate, False, False
+        self._gate, self._settled, self._is_safe, self._is_over = gate, settled, False, False
 
     def safe(self, error: QmqError | None) -> None:
         if error is not None:
@@ -386,6 +458,7 @@ class _PullAnswer:
             subscription.link.refuse(self.packet, error)
             subscription.in_flight -= 1
             subscription.resend = min(subscription.resend, self.hand_out.parts[0].pull_sequence)
+            self._settled(subscription.link, self.hand_out.bytes)
             self._is_over = True
         self._is_safe = True
         self.subscription.answer_in_order()
@@ -402,6 +475,7 @@ class _PullAnswer:
         if not self._is_safe or not self.is_read:
             return False
         self.subscription.in_flight -= 1
+        self._settled(self.subscription.link, self.hand_out.bytes)
         if self.subscription.is_over:
             self.subscription.link.refuse(self.packet, moved(self.subscription.group))
             return True
@@ -420,4 +494,3 @@ class _PullAnswer:
             buffers += (header, body)
         self.subscription.link.answer(self.packet, *buffers)
         return True
-

@@ -55,6 +55,11 @@ class HandOut:
         return max(part.ref.offset + part.ref.length for part in self.parts)
 
     @property
+    def bytes(self) -> int:
+        """About as many as the answer will have."""
+        return sum(part.ref.length * (part.end - part.begin) // (part.ref.end - part.ref.begin) for part in self.parts)
+
+    @property
     def is_empty(self) -> bool:
         return not (self.parts or self.entries or self.gone or self.dead)
 

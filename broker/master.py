@@ -87,11 +87,11 @@ class Master:
         if self._slave_watch.is_slave(link):
             self._slave_watch.ship()
         else:
-            self._delivery.serve_all()
+            self._delivery.writable_again(link)
 
     def end_of_turn(self) -> None:
         """Everything received by now was handled: wake pulls, ship to the slave; the node starts the fsync next."""
-        self._delivery.serve_woken()
+        self._delivery.take_turns()
         self._slave_watch.ship()
 
     def committed(self, end: int, chain: int) -> None:

@@ -22,6 +22,8 @@ class Link(Protocol):
     writable: bool
     unacked_bytes: int
     """Bytes of batches that came on it and wait for both disks; kept by `broker.producing`."""
+    owed_bytes: int
+    """Bytes of messages that were handed out to it and not sent yet; kept by `broker.delivery`."""
 
     @property
     def is_open(self) -> bool: ...

@@ -46,8 +46,8 @@ class Connection(asyncio.BufferedProtocol):
         self._waiting: dict[int, Answered] = {}
         self._opaque = 0
         self.writable = True
-        self.unacked_bytes = 0
-        """For a broker's part towards producers (broker.ports.Link)."""
+        self.unacked_bytes = self.owed_bytes = 0
+        """For a broker's core (broker.ports.Link)."""
         self._is_read = True
         self.peer = "?"
         self.lost_reason = ""

@@ -125,7 +125,8 @@ class Wire:
 
     def __init__(self, copy: Copy, peer: str) -> None:
         self._copy = copy
-        self.peer, self.writable, self.is_open, self.unacked_bytes = peer, True, True, 0
+        self.peer, self.writable, self.is_open = peer, True, True
+        self.unacked_bytes = self.owed_bytes = 0
         self.other: Wire
 
     def tell(self, command: Command, *parts: Buffer) -> None:

@@ -51,7 +51,7 @@ class End:
         self.owner: Owner | None = None
         self.other: End
         self.writable = True
-        self.unacked_bytes = 0
+        self.unacked_bytes = self.owed_bytes = 0
         self.is_open = True
         self.is_dead = False
         """The connection is broken, whether this end knows it or not."""

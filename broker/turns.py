@@ -1,0 +1,60 @@
+"""Core. Whose turn it is: pulls are served in turns of bounded work, the one served longest ago first.
+
+A turn ends when it has done enough, also if somebody still waits; the loop then looks at its sockets before the next
+one. So a backlog, a group of many consumers or a consumer with many pulls costs everybody else at most a turn.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from broker.consume import Subscription
+
+TURN_BYTES = 4 << 20
+"""What a turn may hand out: 2 to 5 ms of work."""
+TRY_BYTES = 16 << 10
+"""What looking for something counts for, found or not: 256 looks are a turn."""
+HAND_OUT_BYTES = 48 << 10
+"""What a hand-out counts for besides its bytes: frame of progress, answer, bookkeeping."""
+OWED_BYTES_MAX = 16 << 20
+"""Answers under way to one connection; at the limit its pulls wait. One that reads nothing costs this and what its
+socket takes, however much it asks for."""
+
+Entry: TypeAlias = Subscription | tuple[str, str]
+"""One consumer; or (subject, group): whichever of its consumers was served longest ago."""
+
+
+class Turns:
+    """Who waits for a turn. Made by the delivery; ends with the reign."""
+
+    def __init__(self) -> None:
+        self._queue: dict[Entry, None] = {}
+        self._left = TURN_BYTES
+
+    def begin(self) -> None:
+        self._left = TURN_BYTES
+
+    @property
+    def has_time(self) -> bool:
+        """Whether this turn may go on."""
+        return self._left > 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for a turn."""
+        return not self._queue
+
+    def add(self, entry: Entry) -> None:
+        """Put behind all others, unless it waits already."""
+        self._queue.setdefault(entry)
+
+    def spend(self, size: int) -> None:
+        self._left -= size
+
+    def next(self) -> Entry | None:
+        """Take away and return who comes next; None if nobody does in this turn."""
+        if not self._queue or self._left <= 0:
+            return None
+        entry = next(iter(self._queue))
+        del self._queue[entry]
+        return entry

@@ -1,0 +1,122 @@
+"""Turns of bounded work: who asks for much costs the others a turn, and who reads nothing costs bounded memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+import broker.delivery
+from broker.turns import OWED_BYTES_MAX, TURN_BYTES, Turns
+from qmq.errors import ErrorCode
+from tests.unit.broker.test_produce import a_group
+from tests.unit.broker.world import Client
+
+
+def consumers(group, count, *, subject="s", name="g"):
+    """Consumers of one consumer group, each on a connection of its own, that have subscribed."""
+    made = []
+    for number in range(count):
+        made.append(Client(group.a, f"{name}-{number}"))
+        opaque = made[-1].subscribe(f"{name}-{number}", subject=subject, group=name)
+        group.settle()
+        made[-1].subscription(opaque)
+    return made
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Counts for which group it was looked for messages."""
+    counts, choose = Counter(), broker.delivery.choose
+
+    def counting(log, subscription, *rest, **more):
+        counts[subscription.group] += 1
+        return choose(log, subscription, *rest, **more)
+
+    monkeypatch.setattr(broker.delivery, "choose", counting)
+    return counts
+
+
+def test_turn_ends_when_it_has_done_enough_and_the_next_one_goes_on_behind_it():
+    turns = Turns()
+    for name in "abc":
+        turns.add(("s", name))
+    served = []
+    for _ in range(2):
+        turns.begin()
+        while (entry := turns.next()) is not None:
+            served.append(entry[1])
+            turns.spend(TURN_BYTES // 2)
+            turns.add(entry)
+    assert served == ["a", "b", "c", "a"] and not turns.is_over
+
+
+def test_message_for_a_group_of_200_consumers_is_looked_for_once(looks):
+    group, client = a_group()
+    for consumer in [*consumers(group, 200, name="many"), *consumers(group, 2, name="few")]:
+        consumer.pull(timeout_ms=60_000)
+    looks.clear()
+    client.produce("m")
+    group.settle()
+    assert looks == {"many": 1, "few": 1}
+
+
+def test_consumers_of_a_group_are_served_in_turn():
+    group, client = a_group()
+    some = consumers(group, 3)
+    order = []
+    for round in range(2):
+        pulls = [(consumer, consumer.pull(timeout_ms=60_000)) for consumer in some]
+        for number in range(3):
+            client.produce(f"m{round}{number}")
+            group.settle()
+            order += [
+                some.index(one)
+                for one, opaque in pulls
+                if one.answered(opaque) and one.pulled(opaque)[0][2] == f"m{round}{number}"
+            ]
+    assert order == [0, 1, 2, 0, 1, 2]
+
+
+def test_consumer_with_a_backlog_and_many_pulls_costs_an_idle_subject_one_turn(looks):
+    group, client = a_group(message_bytes_max=1 << 20, tail_bytes=64 << 20)
+    (greedy,) = consumers(group, 1, subject="backlog", name="greedy")
+    (modest,) = consumers(group, 1, subject="idle", name="modest")
+    for number in range(100):
+        client.produce(f"m{number}", subject="backlog", size=30_000)
+        group.settle()
+    waiting = modest.pull(timeout_ms=60_000)
+    looks.clear()
+    many = [greedy.pull(most=5, bytes_max=8 << 20, timeout_ms=60_000) for _ in range(64)]
+    assert looks["greedy"] < 40
+    client.produce("lone", subject="idle")
+    group.a.host.turn()
+    assert looks["modest"] == 1
+    group.settle()
+    assert modest.answered(waiting) and sum(map(greedy.answered, many)) == 20
+
+
+def test_pull_that_nobody_waits_for_any_more_gets_no_message():
+    group, client = a_group()
+    (late,) = consumers(group, 1)
+    overdue, patient = late.pull(timeout_ms=50), late.pull(timeout_ms=60_000)
+    group.a.host.clock_ms += 51
+    client.produce("m")
+    group.settle()
+    assert late.code(overdue) == ErrorCode.NO_MESSAGE
+    assert [id for *_, id in late.pulled(patient)] == ["m"]
+
+
+def test_connection_that_reads_nothing_is_owed_so_much_and_no_more():
+    group, client = a_group(message_bytes_max=1 << 20)
+    (stalled,) = consumers(group, 1)
+    for number in range(700):
+        client.produce(f"m{number}", size=30_000)
+        group.settle()
+    for _ in range(60):
+        stalled.pull(most=20, timeout_ms=60_000)
+        group.a.host.turn()
+    link, reads = stalled.link, len(group.a.host.reads)
+    assert OWED_BYTES_MAX <= link.owed_bytes < OWED_BYTES_MAX + (1 << 20) and not link.answers.keys() - {1}
+    group.settle()
+    assert link.owed_bytes == 0 and reads and len(link.answers) > 30
