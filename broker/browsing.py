@@ -104,7 +104,11 @@ def _messages(found: list[Found], with_properties: bool) -> list[pb.BrowsedMessa
     return [
         pb.BrowsedMessage(
             sequence=one.sequence, offset=one.offset, stored_ms=one.stored_ms, created_ms=one.created_ms, id=one.id,
-            tags=one.tags, bytes=one.bytes, properties=one.properties if with_properties else {}, problem=one.problem,
+            tags=one.tags, bytes=one.bytes, properties=_properties(one) if with_properties else (), problem=one.problem,
         )
         for one in found
     ]  # fmt: skip
+
+
+def _properties(one: Found) -> list[pb.Property]:
+    return [pb.Property(name=name, value=value) for name, value in one.properties.items()]

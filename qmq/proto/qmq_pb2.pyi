@@ -236,13 +236,6 @@ class BrowseRequest(_message.Message):
 
 class BrowsedMessage(_message.Message):
     __slots__ = ("sequence", "offset", "stored_ms", "created_ms", "id", "tags", "bytes", "properties", "problem")
-    class PropertiesEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     STORED_MS_FIELD_NUMBER: _ClassVar[int]
@@ -259,9 +252,17 @@ class BrowsedMessage(_message.Message):
     id: str
     tags: _containers.RepeatedScalarFieldContainer[str]
     bytes: int
-    properties: _containers.ScalarMap[str, str]
+    properties: _containers.RepeatedCompositeFieldContainer[Property]
     problem: str
-    def __init__(self, sequence: _Optional[int] = ..., offset: _Optional[int] = ..., stored_ms: _Optional[int] = ..., created_ms: _Optional[int] = ..., id: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., properties: _Optional[_Mapping[str, str]] = ..., problem: _Optional[str] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., offset: _Optional[int] = ..., stored_ms: _Optional[int] = ..., created_ms: _Optional[int] = ..., id: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., properties: _Optional[_Iterable[_Union[Property, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class Property(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class BrowseAnswer(_message.Message):
     __slots__ = ("messages", "begin", "end", "first_sequence", "end_sequence")
