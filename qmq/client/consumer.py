@@ -89,7 +89,8 @@ class Consumer:
             retry_delay: seconds, at most a day.
             most_once: the broker keeps the ack before the handler is called: a crash loses messages, none comes twice.
             auto_ack: if not, returning decides nothing: `ack`, `nack` or `dead_letter` of the message do, whenever.
-            filters: wrap the handler, the first one outermost (see `qmq.client.handling`).
+            filters: wrap the handler, the first one outermost (see `qmq.client.handling`). One that promises something
+                of the ack, with an attribute `needs_auto_ack`, goes neither with `most_once` nor without `auto_ack`.
             prefetch_messages, prefetch_bytes: what may wait here or be on its way; 1,000, with `most_once` one for each
                 handler at a time.
             unacked_max: messages that a broker group handed out and that are not acked; then pulling stops.
@@ -106,6 +107,10 @@ class Consumer:
             prefetch_messages=prefetch_messages, prefetch_bytes=prefetch_bytes, unacked_max=unacked_max,
         )  # fmt: skip
         self._check_free(terms)
+        if not auto_ack or most_once:
+            for one in filters:
+                if getattr(one, "needs_auto_ack", False):
+                    raise InvalidRequest(f"{type(one).__name__} must know when a message is acked: after its handler")
 
         def register(handler: H) -> H:
             listener = Listener(

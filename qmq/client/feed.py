@@ -74,7 +74,7 @@ class Feed:
 
     def __init__(self, owner: FeedOwner, link: Link, source: str) -> None:
         self._owner, self._link, self.source = owner, link, source
-        self.policy = owner.terms.policy
+        self.policy, self.group = owner.terms.policy, owner.terms.group
         self.holding = Holding()
         self.lease_ms = 0
         self.buffered = self.buffered_bytes = 0

@@ -35,6 +35,7 @@ class Acker(Protocol):
 
     policy: RetryPolicy
     source: str
+    group: str
 
     def done(self, piece: HeldPiece) -> None: ...
 

@@ -38,6 +38,11 @@ class ReceivedMessage(Message):
         return self._piece.times
 
     @property
+    def group(self) -> str:
+        """The consumer group that it was handed to; of a broadcast, the consumer's own id."""
+        return self._piece.acker.group
+
+    @property
     def broker_group(self) -> str:
         return self._piece.broker_group
 
