@@ -1,0 +1,82 @@
+"""Core. The key of a message, and what a store of keys promises.
+
+A key is in one of three states:
+
+    absent      nobody handles the message, nobody has
+    claimed     somebody handles it, until a lease ends that is renewed meanwhile
+    handled     it is done
+
+    claim:   absent -> claimed; claimed -> claimed, by another, once the lease ended
+    renew:   claimed -> claimed, by its owner
+    finish:  claimed -> handled, by its owner
+    release: claimed -> absent, by its owner
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from hashlib import sha256
+from typing import NamedTuple, Protocol
+
+from qmq.client.received import ReceivedMessage
+from qmq.errors import InvalidRequest
+
+KeyOf = Callable[[ReceivedMessage], str]
+"""Names what a message is about: two messages of a subject with the same name are handled once by a group."""
+
+
+class State(Enum):
+    """What a claim found."""
+
+    OURS = "ours"
+    BUSY = "busy"
+    HANDLED = "handled"
+
+
+class Claim(NamedTuple):
+    """Answer to a claim. `left_s`: if another one handles the message, how long its lease lasts."""
+
+    state: State
+    left_s: float = 0.0
+
+
+class KeyStore(Protocol):
+    """Where keys are kept. Every change is one atomic step, seen by all that use the store.
+
+    `owner` is new with each claim. A call that raises may have been carried out or not.
+    """
+
+    async def claim(self, key: str, owner: str, lease_s: float) -> Claim:
+        """Claim `key` for `owner`, if nobody has handled it and nobody does."""
+
+    async def renew(self, key: str, owner: str, lease_s: float) -> bool:
+        """Begin the lease anew; False if the key is not `owner`'s any more."""
+
+    async def finish(self, key: str, owner: str) -> bool:
+        """Note that the message is handled; False if the key is not `owner`'s any more."""
+
+    async def release(self, key: str, owner: str) -> None:
+        """Forget the claim, if it is `owner`'s still."""
+
+
+def message_key(message: ReceivedMessage, name_of: KeyOf | None) -> str:
+    """Return `subject%group%id`, or with what `name_of` says instead of the id.
+
+    A % in subject or group is written as %25, so that two different messages never have the same key.
+
+    Raises:
+        InvalidRequest: the name is empty.
+    """
+    name = str(message.id) if name_of is None else name_of(message)
+    if not name:
+        raise InvalidRequest(f"the key of message {message.id} is empty")
+    return f"{message.subject.replace('%', '%25')}%{message.group.replace('%', '%25')}%{name}"
+
+
+def key_digest(key: str) -> str:
+    """Return 64 hexadecimal digits that stand for `key` in a database, whatever its length.
+
+    Databases cut long texts, and many take `Foo` for `foo` or ignore blanks at the end; two messages would then be one.
+    """
+    return sha256(key.encode()).hexdigest()

@@ -1,0 +1,92 @@
+"""Shell. Keys in a database that SQLAlchemy reaches: SQLite, MariaDB, MySQL, PostgreSQL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import TypeVar
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from qmq.idempotence.keys import Claim, State
+from qmq.idempotence.tables import CLAIMS, ClaimsTable
+from qmq.idempotence.threads import in_thread
+
+T = TypeVar("T")
+
+CLAIMS_MAX = 10
+"""A key may be given back between our insert and our look at it; each time, that is a message that failed elsewhere."""
+
+
+class SqlKeys:
+    """Keys in a table, for `Idempotence`; each step is a transaction of its own.
+
+    Args:
+        engine: an AsyncEngine, or an Engine, whose calls then run in threads.
+        table: name of the table; `create_table` makes it.
+        now_ms: the clock.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine | Engine, *, table: str = CLAIMS,
+        now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:  # fmt: skip
+        self._engine, self._table, self._now_ms = engine, ClaimsTable(table), now_ms
+
+    async def create_table(self) -> None:
+        """Make the table, unless it is there."""
+        await self._run(self._table.create)
+
+    async def forget(self, before: datetime) -> int:
+        """Delete the keys of messages that were handled before that moment; returns how many.
+
+        A message that comes again after that is handled again.
+        """
+        return await self._run(lambda connection: self._table.forget(connection, before, self._now_ms()))
+
+    async def claim(self, key: str, owner: str, lease_s: float) -> Claim:
+        def insert(connection: Connection) -> None:
+            self._table.insert(connection, key, owner, self._now_ms(), _ms(lease_s))
+
+        def take_over(connection: Connection) -> Claim | None:
+            return self._table.take_over(connection, key, owner, self._now_ms(), _ms(lease_s))
+
+        for _ in range(CLAIMS_MAX):
+            try:
+                await self._run(insert)
+                return Claim(State.OURS)
+            except IntegrityError:
+                if claim := await self._run(take_over):
+                    return claim
+        return Claim(State.BUSY, lease_s)
+
+    async def renew(self, key: str, owner: str, lease_s: float) -> bool:
+        return await self._run(
+            lambda connection: self._table.renew(connection, key, owner, self._now_ms(), _ms(lease_s))
+        )
+
+    async def finish(self, key: str, owner: str) -> bool:
+        return await self._run(lambda connection: self._table.finish(connection, key, owner, self._now_ms()))
+
+    async def release(self, key: str, owner: str) -> None:
+        await self._run(lambda connection: self._table.release(connection, key, owner))
+
+    async def _run(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` in a transaction and commit it."""
+        engine = self._engine
+        if isinstance(engine, AsyncEngine):
+            async with engine.begin() as connection:
+                return await connection.run_sync(work)
+
+        def run() -> T:
+            with engine.begin() as connection:
+                return work(connection)
+
+        return await in_thread(run)
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

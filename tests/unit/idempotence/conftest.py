@@ -1,0 +1,28 @@
+"""Shell. Stores of keys for tests: each kind, with a client for coroutines and with a blocking one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.redis import redis_server
+from tests.unit.idempotence.stores import ALL, SHARED, SQL, Stores, kind_name, stores_of
+
+__all__ = ["redis_server"]
+
+
+@pytest.fixture(params=ALL, ids=kind_name)
+def stores(request: pytest.FixtureRequest) -> Stores:
+    """Every kind of store."""
+    return stores_of(request, *request.param)
+
+
+@pytest.fixture(params=SHARED, ids=kind_name)
+def shared_stores(request: pytest.FixtureRequest) -> Stores:
+    """Those that several processes use; a claim there outlives whoever made it, until its lease ends."""
+    return stores_of(request, *request.param)
+
+
+@pytest.fixture(params=SQL, ids=kind_name)
+def sql_stores(request: pytest.FixtureRequest) -> Stores:
+    """Those in a database."""
+    return stores_of(request, *request.param)

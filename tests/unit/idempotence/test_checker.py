@@ -1,0 +1,318 @@
+"""Shell. The filter that lets a message through once: each way in which QMQ's checkers lose messages, shown impossible.
+
+`deliver` does what a consumer does with a filter: returning means acked, raising means that the message comes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from qmq.errors import DeadLetter, RetryLater
+from qmq.idempotence import Claim, Idempotence, MemoryKeys
+from qmq.idempotence.keys import State
+from tests.unit.idempotence.stores import Handed, blocking_sql_stores
+
+SHORT_S = 0.05
+
+
+class Handler:
+    """Notes which messages it handled; raises what it is told to, once each."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.handled: list[str] = []
+        self._errors = list(errors)
+
+    async def __call__(self, message):
+        if self._errors:
+            raise self._errors.pop(0)
+        self.handled.append(message.id)
+
+
+class FailingKeys:
+    """A store whose calls fail as often as told: before they are carried out, or after ("answer_of_")."""
+
+    def __init__(self, keys, **failures: int) -> None:
+        self._keys, self._failures = keys, failures
+
+    def __getattr__(self, name):
+        async def call(*arguments):
+            self._fail(name)
+            answer = await getattr(self._keys, name)(*arguments)
+            self._fail(f"answer_of_{name}")
+            return answer
+
+        return call
+
+    def _fail(self, name: str) -> None:
+        if self._failures.get(name, 0) > 0:
+            self._failures[name] -= 1
+            raise ConnectionError(f"{name} failed")
+
+
+async def deliver(check, message, handler):
+    """Hand it over once; True if it would be acked."""
+    try:
+        await check(message, handler)
+    except BaseException:
+        return False
+    return True
+
+
+async def deliver_until_acked(check, message, handler):
+    """Hand it over until it is acked, as long after as the consumer is told to wait."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                await check(message, handler)
+                return
+            except RetryLater as later:
+                await asyncio.sleep(min(later.delay_s, 0.2))
+            except Exception:
+                await asyncio.sleep(0)
+
+
+def test_a_message_that_comes_again_is_acked_and_not_handled_again(stores):
+    async def run():
+        async with stores() as (one, other):
+            handler, message = Handler(), Handed("id-1")
+            for keys in (one, other, one):
+                assert await deliver(Idempotence(keys), message, handler)
+            assert handler.handled == ["id-1"]
+
+    asyncio.run(run())
+
+
+def test_other_messages_groups_and_subjects_are_handled(stores):
+    async def run():
+        async with stores() as (one, _):
+            handler, check = Handler(), Idempotence(one)
+            messages = Handed("a"), Handed("b"), Handed("a", group="mail"), Handed("a", subject="order.sent")
+            for message in messages:
+                assert await deliver(check, message, handler)
+            assert handler.handled == ["a", "b", "a", "a"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(ValueError("bad"), id="exception"),
+        pytest.param(RetryLater(0.0), id="retry at once, in the same process"),
+        pytest.param(DeadLetter("broken"), id="dead letter, sent back later"),
+        pytest.param(asyncio.CancelledError(), id="cancelled"),
+        pytest.param(SystemExit(1), id="exit"),
+    ],
+)
+def test_whatever_the_handler_raises_the_message_is_not_acked_and_is_handled_when_it_comes_again(stores, error):
+    """QMQ: an error that is no exception keeps the key; a local retry begins before the key is gone. Both lose it."""
+
+    async def run():
+        async with stores() as (one, other):
+            handler, message = Handler(error), Handed("id-1")
+            with pytest.raises(type(error)):
+                await Idempotence(one)(message, handler)
+            assert handler.handled == []
+            assert await deliver(Idempotence(other), message, handler), "the key was given back before the failure"
+            assert handler.handled == ["id-1"]
+
+    asyncio.run(run())
+
+
+def test_cancelled_anywhere_the_message_is_handled_when_it_comes_again(stores):
+    async def run():
+        async with stores() as (one, other):
+            for turns in range(25):
+                handler, message = Handler(), Handed(f"id-{turns}")
+                task = asyncio.create_task(deliver(Idempotence(one, lease_s=0.2), message, handler))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+                is_acked = not task.cancelled() and task.result()
+                if not is_acked:
+                    await deliver_until_acked(Idempotence(other, lease_s=0.2), message, handler)
+                assert handler.handled, f"lost: cancelled after {turns} turns of the loop"
+
+    asyncio.run(run())
+
+
+def test_a_crash_between_claim_and_end_delays_the_message_by_the_lease_and_loses_nothing(shared_stores):
+    """QMQ: the key stays, and the message that comes again counts as done."""
+
+    async def run():
+        async with shared_stores() as (crashed, other):
+            handler, message = Handler(), Handed("id-1")
+            await crashed.claim("order.paid%stock%id-1", "owner that is gone", SHORT_S)
+            await deliver_until_acked(Idempotence(other, lease_s=SHORT_S), message, handler)
+            assert handler.handled == ["id-1"]
+
+    asyncio.run(run())
+
+
+def test_of_two_that_have_the_message_one_handles_it_and_the_other_asks_again_after_the_lease(stores):
+    async def run():
+        async with stores() as (one, other):
+            began, may_end = asyncio.Event(), asyncio.Event()
+
+            async def slow(message):
+                began.set()
+                await may_end.wait()
+
+            handler, message = Handler(), Handed("id-1")
+            first = asyncio.create_task(deliver(Idempotence(one, lease_s=60.0), message, slow))
+            await began.wait()
+            with pytest.raises(RetryLater) as later:
+                await Idempotence(other, lease_s=60.0)(message, handler)
+            assert 30.0 < later.value.delay_s <= 60.0
+            may_end.set()
+            assert await first
+            assert await deliver(Idempotence(other), message, handler)
+            assert handler.handled == [], "the first one did it"
+
+    asyncio.run(run())
+
+
+def test_a_handler_that_takes_longer_than_its_lease_keeps_its_message(shared_stores):
+    async def run():
+        async with shared_stores() as (one, other):
+            message, others = Handed("id-1"), []
+
+            async def slow(message):
+                """Lasts until others asked for the message well after the first lease."""
+                async with asyncio.timeout(30):
+                    loop = asyncio.get_running_loop()
+                    begin = loop.time()
+                    while loop.time() < begin + 1.5:
+                        others.append(await other.claim("order.paid%stock%id-1", "other", 0.5))
+                        await asyncio.sleep(0.05)
+
+            assert await deliver(Idempotence(one, lease_s=0.5), message, slow)
+            assert {claim.state for claim in others} == {State.BUSY}
+            assert await other.claim("order.paid%stock%id-1", "other", 0.5) == Claim(State.HANDLED)
+
+    asyncio.run(run())
+
+
+def test_who_lost_its_claim_meanwhile_does_not_ack(stores):
+    """It stood still for longer than its lease; what the other one makes of the message is not known yet."""
+
+    async def run():
+        async with stores() as (one, other):
+            watched, key = Owned(one), "order.paid%stock%id-1"
+
+            async def taken_over(message):
+                await one.release(key, watched.owner)
+                assert await other.claim(key, "other", 60.0) == Claim(State.OURS)
+
+            with pytest.raises(RetryLater):
+                await Idempotence(watched, lease_s=60.0)(Handed("id-1"), taken_over)
+
+    asyncio.run(run())
+
+
+class Owned:
+    """Notes the name under which the last claim was made."""
+
+    def __init__(self, keys):
+        self._keys, self.owner = keys, ""
+
+    async def claim(self, key, owner, lease_s):
+        self.owner = owner
+        return await self._keys.claim(key, owner, lease_s)
+
+    def __getattr__(self, name):
+        return getattr(self._keys, name)
+
+
+@pytest.mark.parametrize("step", ["claim", "answer_of_claim", "renew", "finish", "answer_of_finish", "release"])
+@pytest.mark.parametrize("error", [None, ValueError("bad")], ids=["handled", "handler fails"])
+def test_a_store_that_fails_at_any_step_loses_no_message(tmp_path, step, error):
+    async def run():
+        async with blocking_sql_stores(f"sqlite:///{tmp_path / 'keys.db'}") as (keys, _):
+            handler, check = (
+                Handler(*filter(None, [error])),
+                Idempotence(FailingKeys(keys, **{step: 1}), lease_s=SHORT_S),
+            )
+            await deliver_until_acked(check, Handed("id-1"), handler)
+            assert set(handler.handled) == {"id-1"}
+
+    asyncio.run(run())
+
+
+def test_the_handlers_own_error_is_what_counts_when_the_key_cannot_be_given_back():
+    async def run():
+        with pytest.raises(ValueError, match="bad"):
+            await Idempotence(FailingKeys(MemoryKeys(), release=1))(Handed("id-1"), Handler(ValueError("bad")))
+
+    asyncio.run(run())
+
+
+def test_a_failing_store_fails_the_message_unless_it_may_be_handled_anyway():
+    async def run():
+        handler = Handler()
+        with pytest.raises(ConnectionError):
+            await Idempotence(FailingKeys(MemoryKeys(), claim=1))(Handed("id-1"), handler)
+        assert handler.handled == []
+        assert await deliver(
+            Idempotence(FailingKeys(MemoryKeys(), claim=1), handle_anyway=True), Handed("id-1"), handler
+        )
+        assert await deliver(
+            Idempotence(FailingKeys(MemoryKeys(), finish=1), handle_anyway=True), Handed("id-2"), handler
+        )
+        assert handler.handled == ["id-1", "id-2"]
+        failing = Handler(ValueError("bad"))
+        assert not await deliver(
+            Idempotence(FailingKeys(MemoryKeys(), claim=1), handle_anyway=True), Handed("id-3"), failing
+        )
+
+    asyncio.run(run())
+
+
+def test_errors_that_count_as_done_keep_the_key_and_no_others_do():
+    """QMQ's idempotent-for, without its retry-for that has no effect."""
+
+    async def run():
+        keys = MemoryKeys()
+        check = Idempotence(keys, done_for=(LookupError,))
+        handler = Handler(KeyError("gone"), ValueError("bad"))
+        assert not await deliver(check, Handed("done"), handler)
+        assert not await deliver(check, Handed("failed"), handler)
+        assert await deliver(check, Handed("done"), handler)
+        assert await deliver(check, Handed("failed"), handler)
+        assert handler.handled == ["failed"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [RetryLater(0.0), DeadLetter("broken")], ids=["retry later", "dead letter"])
+def test_who_asks_for_the_message_again_has_not_done_it_whatever_counts_as_done(error):
+    async def run():
+        check, handler = Idempotence(MemoryKeys(), done_for=(Exception,)), Handler(error)
+        assert not await deliver(check, Handed("id-1"), handler)
+        assert await deliver(check, Handed("id-1"), handler)
+        assert handler.handled == ["id-1"]
+
+    asyncio.run(run())
+
+
+def test_an_empty_or_failing_key_fails_the_message():
+    async def run():
+        handler = Handler()
+        assert not await deliver(Idempotence(MemoryKeys(), key=lambda _: ""), Handed("id-1"), handler)
+        assert not await deliver(Idempotence(MemoryKeys(), key=lambda message: message["no"]), Handed("id-1"), handler)
+        assert handler.handled == []
+
+    asyncio.run(run())
+
+
+def test_it_leaves_no_task_behind():
+    async def run():
+        check = Idempotence(MemoryKeys())
+        for at in range(20):
+            await deliver(check, Handed(f"id-{at}"), Handler(*([ValueError()] if at % 2 else [])))
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
