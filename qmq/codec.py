@@ -41,13 +41,16 @@ from typing import NamedTuple
 from zlib import crc32
 
 from qmq.errors import InvalidMessage, InvalidRequest
-from qmq.message import Message, Value
+from qmq.message import ORDER_KEY, RESERVED, RETRIES_MAX, Message, text_of
 
 FLAG_TAGS = 4
 TAGS_MAX = 10
+ID_BYTES_MAX = 100
 VALUE_BYTES_MAX = 32_767
 """A longer value has a negative length for a Java client, which acks the message and never delivers it."""
 MESSAGE_BYTES_MIN = 1 + 8 + 8 + 2 + 2 + 4
+RETRIES_MOST = 2**31 - 1
+"""QMQ's consumers read the number into 32 bits."""
 BATCH_MESSAGES_MAX = 65_535
 """The answer to a batch counts its refused messages in 16 bits."""
 
@@ -58,16 +61,9 @@ _I32 = struct.Struct(">i")
 _U16 = struct.Struct(">H")
 _LENGTHS = [n.to_bytes(2, "big") for n in range(VALUE_BYTES_MAX + 1)]
 """A look-up is three times faster than packing; strings are what a producer spends its time on."""
+KEPT_MAX = 10_000
 _names: dict[str, bytes] = {}
-
-
-def text_of(value: Value) -> str:
-    """QMQ's spelling of a value."""
-    if value.__class__ is bool:
-        return "true" if value else "false"
-    if isinstance(value, str | int | float):
-        return str(value)
-    raise InvalidMessage(f"a property is a str, int, float or bool, not {type(value).__name__}")
+_tags: dict[frozenset[str], TagSection] = {}
 
 
 def _string(what: str, text: str) -> bytes:
@@ -84,8 +80,10 @@ def _name(name: str) -> bytes:
     """Encode a property's name. Names repeat, so they are kept, up to a bound."""
     if not isinstance(name, str):
         raise InvalidMessage(f"a property's name is a str, not {type(name).__name__}")
+    if name.startswith(RESERVED):
+        raise InvalidMessage(f"property {name!r}: names that begin with {RESERVED!r} are reserved")
     data = _string("a property's name", name)
-    if len(_names) < 10_000 and len(data) < 100:
+    if len(_names) < KEPT_MAX and len(data) < 100:
         _names[name] = data
     return data
 
@@ -96,24 +94,56 @@ def _properties(message: Message) -> bytes:
     for name, value in message.properties.items():
         key = names.get(name) or _name(name)
         if value.__class__ is not str:
-            value = text_of(value)
+            try:
+                value = text_of(value)
+            except InvalidMessage as error:
+                raise InvalidMessage(f"property {name!r}: {error}") from None
         try:
             data = value.encode()
             parts.append(key + _LENGTHS[len(data)] + data)
         except (IndexError, UnicodeEncodeError):
             raise InvalidMessage(
-                f"property {name!r} of message {message.id} is not valid Unicode or longer than {VALUE_BYTES_MAX} bytes"
+                f"property {name!r} is not valid Unicode or longer than {VALUE_BYTES_MAX} bytes"
             ) from None
+    if message.order_key is not None or message.retries_max is not None:
+        parts.append(encode_own(message))
     return b"".join(parts)
 
 
-def encode_tags(message: Message) -> bytes:
-    """Encode the tag section; raises InvalidMessage."""
-    if len(message.tags) > TAGS_MAX:
-        raise InvalidMessage(f"message {message.id} has {len(message.tags)} tags, more than {TAGS_MAX}")
-    if not all(isinstance(tag, str) and tag for tag in message.tags):
-        raise InvalidMessage(f"message {message.id} has a tag that is not a word")
-    return bytes([len(message.tags)]) + b"".join(_string("a tag", tag) for tag in sorted(message.tags))
+def encode_own(message: Message) -> bytes:
+    """Encode the properties in which a message's order key and limit of retries travel; raises InvalidMessage."""
+    data, key, retries = b"", message.order_key, message.retries_max
+    if key is not None:
+        if not isinstance(key, str) or not key:
+            raise InvalidMessage(f"an order key is a word, not {key!r}")
+        data = _string("", ORDER_KEY) + _string("the order key", key)
+    if retries is not None:
+        if not isinstance(retries, int) or retries.__class__ is bool or not 0 <= retries <= RETRIES_MOST:
+            raise InvalidMessage(f"retries_max is a whole number from 0 to {RETRIES_MOST}, not {retries!r}")
+        data += _string("", RETRIES_MAX) + _string("", str(retries))
+    return data
+
+
+class TagSection(NamedTuple):
+    """The tags of a message, encoded, and their bits in its label."""
+
+    data: bytes
+    bits: int
+
+
+def encode_tags(tags: Iterable[str]) -> TagSection:
+    """Encode the tag section; raises InvalidMessage. Sets of tags repeat, so they are kept, up to a bound."""
+    section = _tags.get(tags := frozenset(tags))
+    if section is None:
+        if len(tags) > TAGS_MAX:
+            raise InvalidMessage(f"{len(tags)} tags are more than {TAGS_MAX}")
+        if not all(isinstance(tag, str) and tag for tag in tags):
+            raise InvalidMessage("a tag is not a word")
+        data = bytes([len(tags)]) + b"".join(_string("a tag", tag) for tag in sorted(tags))
+        section = TagSection(data, tag_bits(tags))
+        if len(_tags) < KEPT_MAX and len(data) < 100:
+            _tags[tags] = section
+    return section
 
 
 def batch_encoder(subject: str, now_ms: int) -> _Encoder:
@@ -132,21 +162,35 @@ class _Encoder:
         self.tagged = _FIXED.pack(FLAG_TAGS, now_ms, now_ms, len(data)) + data
 
     def __call__(self, message: Message) -> bytes:
-        """Encode one message; raises InvalidMessage, which concerns this message alone."""
-        body = _properties(message)
+        """Encode one message; raises InvalidMessage, which names it and concerns it alone."""
         if message.id is None:
             raise InvalidMessage("a message without id cannot be encoded")
+        identity = encode_id(message.id)
         try:
-            identity = message.id.encode()
-        except UnicodeEncodeError:
-            raise InvalidMessage(f"message id {message.id[:20]!r} is not valid Unicode") from None
-        if not 0 < len(identity) <= 100:
-            raise InvalidMessage(f"message id {message.id[:20]!r}… has {len(identity)} bytes, not 1 to 100")
-        if message.tags:
-            return b"".join(
-                (self.tagged, _LENGTHS[len(identity)], identity, encode_tags(message), _I32.pack(len(body)), body)
-            )
-        return b"".join((self.plain, _LENGTHS[len(identity)], identity, _I32.pack(len(body)), body))
+            body = _properties(message)
+            front, tags = (self.tagged, encode_tags(message.tags).data) if message.tags else (self.plain, b"")
+        except InvalidMessage as error:
+            raise InvalidMessage(f"message {message.id}: {error}") from None
+        return b"".join((front, _LENGTHS[len(identity)], identity, tags, _I32.pack(len(body)), body))
+
+
+def encode_id(id: str) -> bytes:
+    """Encode the id of a message, without its length; raises InvalidMessage."""
+    if not isinstance(id, str):
+        raise InvalidMessage(f"a message's id is a str, not {type(id).__name__}")
+    try:
+        identity = id.encode()
+    except UnicodeEncodeError:
+        raise InvalidMessage(f"message id {id[:20]!r} is not valid Unicode") from None
+    if not 0 < len(identity) <= ID_BYTES_MAX:
+        raise InvalidMessage(f"message id {id[:20]!r}… has {len(identity)} bytes, not 1 to {ID_BYTES_MAX}")
+    return identity
+
+
+def label_of_message(message: Message) -> int:
+    """Return the label of a message that was encoded: 0 without tags and order key."""
+    bits = encode_tags(message.tags).bits if message.tags else 0
+    return bits if message.order_key is None else label_of((), message.order_key) | bits
 
 
 def join_batch(messages: Sequence[bytes]) -> bytes:

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any, overload
 
-Value = str | int | float | bool
-"""A property's value. QMQ stores text, so it is read back as `str`."""
+from qmq.errors import InvalidMessage
+
+Value = str | int | float | bool | datetime
+"""A property's value. QMQ stores text, so it is read back as `str`, or by a getter for its type."""
+
+RESERVED = "qmq_"
+"""How the names of properties begin that qmq itself sets."""
+ORDER_KEY, RETRIES_MAX = "qmq_orderKey", "qmq_maxRetryNum"
+JSON = "json"
+"""The property that holds the value of `Message.of_json`."""
+
+LARGE_UNITS = 8_192
+"""QMQ's size of a part of a large text, in units of UTF-16. Its UTF-8 is below the 32,767 bytes of a property."""
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MS = timedelta(milliseconds=1)
 
 
 class Message:
@@ -13,14 +29,17 @@ class Message:
 
     Args:
         subject: stream that the message belongs to.
-        properties: its content. Values travel as text in QMQ's spelling (`True` is "true"); each at most 32,767 bytes.
+        properties: its content. Values travel as text in QMQ's spelling (`True` is "true", a moment its ms since 1970
+            UTC); each at most 32,767 bytes: see `set_large`. Names that begin with "qmq_" are reserved.
         tags: at most 10 words that consumers may filter by.
-        id: unique and kept through every retry; made by the producer if it is not given.
+        id: at most 100 bytes, unique and kept through every retry; made by the producer if it is not given.
+        order_key: messages of one subject and key are handed to consumers one at a time, in the order of sending.
+        retries_max: how often it is tried again before it is a dead letter; else the listener says.
 
     A received message also has `created_ms`, the producer's clock in ms since 1970 UTC.
     """
 
-    __slots__ = ("subject", "properties", "tags", "id", "created_ms")
+    __slots__ = ("subject", "properties", "tags", "id", "order_key", "retries_max", "created_ms")
 
     def __init__(
         self,
@@ -29,24 +48,195 @@ class Message:
         *,
         tags: Iterable[str] = (),
         id: str | None = None,
+        order_key: str | None = None,
+        retries_max: int | None = None,
     ) -> None:
         self.subject = subject
         self.properties = properties if properties is not None else {}
-        self.tags = frozenset(tags) if tags else ()
+        self.tags = _tags(tags) if tags else ()
         self.id = id
+        self.order_key = order_key
+        self.retries_max = retries_max
         self.created_ms = 0
 
     subject: str
     properties: Mapping[str, Value]
     tags: frozenset[str] | tuple[()]
     id: str | None
+    order_key: str | None
+    retries_max: int | None
     created_ms: int
+
+    @classmethod
+    def of_json(
+        cls,
+        subject: str,
+        value: Any,
+        properties: Mapping[str, Value] | None = None,
+        *,
+        tags: Iterable[str] = (),
+        id: str | None = None,
+        order_key: str | None = None,
+        retries_max: int | None = None,
+    ) -> Message:
+        """Make a message that carries `value` as JSON, in the property "json", cut into parts if it is large.
+
+        Raises:
+            InvalidMessage: JSON cannot say it.
+        """
+        try:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidMessage(f"the value for {subject!r} is no JSON: {error}") from None
+        message = cls(subject, properties, tags=tags, id=id, order_key=order_key, retries_max=retries_max)
+        message.set_large(JSON, text)
+        return message
+
+    def json(self) -> Any:
+        """Return the value that `of_json` was given; raises InvalidMessage if there is none."""
+        text = self.get_large(JSON)
+        if text is None:
+            raise InvalidMessage(f"message {self.id} has no property {JSON!r}")
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidMessage(f"property {JSON!r} of message {self.id} is no JSON: {error}") from None
+
+    def copy_to(self, subject: str, *, id: str | None = None) -> Message:
+        """Make a message of the same content for `subject`: what qmq itself noted in the properties stays behind."""
+        properties = {name: value for name, value in self.properties.items() if not name.startswith(RESERVED)}
+        return Message(
+            subject, properties, tags=self.tags, id=id, order_key=self.order_key, retries_max=self.retries_max
+        )
+
+    # Properties.
 
     def __getitem__(self, name: str) -> Value:
         return self.properties[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.properties
+
     def get(self, name: str, default: Value | None = None) -> Value | None:
         return self.properties.get(name, default)
 
+    @overload
+    def get_int(self, name: str) -> int | None: ...
+
+    @overload
+    def get_int(self, name: str, default: int) -> int: ...
+
+    def get_int(self, name: str, default: int | None = None) -> int | None:
+        """Read a whole number; `default` if there is no such property, InvalidMessage if it is something else."""
+        value = self.properties.get(name)
+        try:
+            return default if value is None else int(_text(value))
+        except ValueError:
+            raise self._is_no(name, "a whole number") from None
+
+    @overload
+    def get_float(self, name: str) -> float | None: ...
+
+    @overload
+    def get_float(self, name: str, default: float) -> float: ...
+
+    def get_float(self, name: str, default: float | None = None) -> float | None:
+        """Read a number; `default` if there is no such property, InvalidMessage if it is something else."""
+        value = self.properties.get(name)
+        try:
+            return default if value is None else float(_text(value))
+        except ValueError:
+            raise self._is_no(name, "a number") from None
+
+    @overload
+    def get_bool(self, name: str) -> bool | None: ...
+
+    @overload
+    def get_bool(self, name: str, default: bool) -> bool: ...
+
+    def get_bool(self, name: str, default: bool | None = None) -> bool | None:
+        """Read "true" or "false"; `default` if there is no such property, InvalidMessage if it is something else."""
+        value = self.properties.get(name)
+        if value is None:
+            return default
+        text = _text(value).lower()
+        if text not in ("true", "false"):
+            raise self._is_no(name, '"true" or "false"')
+        return text == "true"
+
+    @overload
+    def get_datetime(self, name: str) -> datetime | None: ...
+
+    @overload
+    def get_datetime(self, name: str, default: datetime) -> datetime: ...
+
+    def get_datetime(self, name: str, default: datetime | None = None) -> datetime | None:
+        """Read a moment, in UTC; `default` if there is no such property, InvalidMessage if it is something else."""
+        value = self.properties.get(name)
+        try:
+            return default if value is None else _EPOCH + int(_text(value)) * _MS
+        except (ValueError, OverflowError):
+            raise self._is_no(name, "a moment in ms since 1970") from None
+
+    def _is_no(self, name: str, what: str) -> InvalidMessage:
+        found = repr(self.properties[name])
+        return InvalidMessage(f"property {name!r} of message {self.id} is {found[:100]}, not {what}")
+
+    # Large texts.
+
+    def set_large(self, name: str, text: str) -> None:
+        """Set a property of any length: above 8,192 characters as `name#part0`, `name#part1`, …, as QMQ does."""
+        properties = {key: value for key, value in self.properties.items() if not _is_part(key, name)}
+        properties.pop(name, None)
+        size = LARGE_UNITS if text.isascii() or max(text) <= "\uffff" else LARGE_UNITS // 2
+        if len(text) <= size:
+            properties[name] = text
+        else:
+            for part, begin in enumerate(range(0, len(text), size)):
+                properties[f"{name}#part{part}"] = text[begin : begin + size]
+        self.properties = properties
+
+    def get_large(self, name: str, default: str | None = None) -> str | None:
+        """Read what `set_large` has set, or a property that is not in parts."""
+        properties = self.properties
+        if (value := properties.get(name)) is not None:
+            return _text(value)
+        parts: list[str] = []
+        while (value := properties.get(f"{name}#part{len(parts)}")) is not None:
+            parts.append(_text(value))
+        return "".join(parts) if parts else default
+
     def __repr__(self) -> str:
-        return f"Message({self.subject!r}, {dict(self.properties)!r}, tags={set(self.tags)!r}, id={self.id!r})"
+        key = f", order_key={self.order_key!r}" if self.order_key is not None else ""
+        return f"Message({self.subject!r}, {dict(self.properties)!r}, tags={set(self.tags)!r}, id={self.id!r}{key})"
+
+
+def text_of(value: object) -> str:
+    """QMQ's spelling of a value.
+
+    Raises:
+        InvalidMessage: it is of another type, or a moment without time zone.
+    """
+    if value.__class__ is bool:
+        return "true" if value else "false"
+    if isinstance(value, str | int | float):
+        return str(value)
+    if not isinstance(value, datetime):
+        raise InvalidMessage(f"a property is a str, int, float, bool or datetime, not {type(value).__name__}")
+    if value.tzinfo is None:
+        raise InvalidMessage("a datetime without time zone names no moment")
+    return str((value - _EPOCH) // _MS)
+
+
+def _text(value: Value) -> str:
+    return value if value.__class__ is str else text_of(value)
+
+
+def _tags(tags: Iterable[str]) -> frozenset[str]:
+    if isinstance(tags, str):
+        raise InvalidMessage(f"tags are several words: {{{tags!r}}}, not {tags!r}")
+    return frozenset(tags)
+
+
+def _is_part(key: str, name: str) -> bool:
+    return key.startswith(f"{name}#part") and key[len(name) + 5 :].isdecimal()

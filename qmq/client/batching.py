@@ -15,25 +15,21 @@ and answers a repeated one with the receipt of the first time, so the rule that 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, StrEnum
 from functools import reduce
 from typing import NamedTuple, overload
 from zlib import crc32
 
-from qmq.codec import join_batch, slice_batch
-from qmq.errors import AccessError, AskAnotherBroker, CallError, QmqError
+from qmq.codec import decode_labels, encode_labels, slice_batch
+from qmq.errors import AccessError, AskAnotherBroker, CallError, InvalidMessage, OutcomeUnknown, QmqError
+from qmq.log.frame import label_flags
 from qmq.remoting.commands import Produced
 from qmq.types import Durability
 
 BATCH_MESSAGES_MAX = 1_000
 """Measured with 100-byte messages: below 500 the cost per packet shows, above 1,000 only latency grows."""
 BATCH_BYTES_MAX = 1 << 20
-NUMBERS_SPAN_MAX = 64
-"""A group remembers this many numbers of a producer; an older one could not be repeated safely."""
-PRODUCE_OVERHEAD_BYTES = 256
-"""Packet header, request header and subject are less than this."""
 
 
 class Outcome(StrEnum):
@@ -51,6 +47,7 @@ class Receipt(NamedTuple):
     """What a producer learns about one message.
 
     `sequence` is its place among the messages of its subject in `broker_group`; -1 if it is not known to be stored.
+    `error`: why it is not; its class tells what to do (qmq.errors), `reason` is its text.
     """
 
     outcome: Outcome
@@ -60,10 +57,22 @@ class Receipt(NamedTuple):
     sequence: int
     durability: Durability | None
     reason: str = ""
+    error: QmqError | None = None
 
     @property
     def is_stored(self) -> bool:
         return self.outcome is Outcome.STORED
+
+    def check(self) -> Receipt:
+        """Return the receipt of a stored message; raise the error of another."""
+        if self.error is not None:
+            raise self.error
+        return self
+
+
+def unstored(outcome: Outcome, message_id: str, subject: str, group: str, error: QmqError) -> Receipt:
+    """Make the receipt of a message that is not known to be stored."""
+    return Receipt(outcome, message_id, subject, group, -1, None, str(error), error)
 
 
 class Result(NamedTuple):
@@ -73,7 +82,7 @@ class Result(NamedTuple):
     broker_group: str
     first_sequence: int
     durability: Durability | None
-    reason: str
+    error: QmqError | None
     refused: dict[int, str]
 
 
@@ -83,21 +92,23 @@ Done = Callable[[Receipt], None]
 class Batch:
     """Messages of one subject that travel together; `blocks`, back to back, are the body of the request.
 
-    Made by a producer; ends when `result` is set.
+    `flags`: of the request; they say whether labels are the end of the body. Made by a producer; ends when `result` is
+    set.
     """
 
     __slots__ = (
-        "subject", "ids", "blocks", "body_bytes", "crc", "deadline_ms", "on_resolved",
+        "subject", "ids", "blocks", "flags", "body_bytes", "crc", "deadline_ms", "on_resolved",
         "order", "number", "doubtful", "result", "halves",
     )  # fmt: skip
 
     def __init__(
         self, subject: str, ids: Sequence[str], blocks: Sequence[bytes], deadline_ms: int,
-        on_resolved: Callable[[Batch], None],
+        on_resolved: Callable[[Batch], None], flags: int = 0,
     ) -> None:  # fmt: skip
         self.subject = subject
         self.ids = ids
         self.blocks = blocks
+        self.flags = flags
         self.body_bytes = sum(map(len, blocks))
         self.crc = reduce(lambda crc, block: crc32(block, crc), blocks, 0)
         self.deadline_ms = deadline_ms
@@ -118,13 +129,14 @@ class Batch:
 
     def split(self) -> tuple[Batch, Batch]:
         """Cut a batch that was never sent into two; it is resolved when both are."""
-        middle, body = len(self.ids) // 2, b"".join(self.blocks)
+        count, body = len(self.ids), b"".join(self.blocks)
+        labels = decode_labels(body, count) if self.flags else None
 
         def half(begin: int, end: int) -> Batch:
-            blocks = [slice_batch(body, len(self.ids), begin, end)]
-            return Batch(self.subject, self.ids[begin:end], blocks, self.deadline_ms, self._half_resolved)
+            blocks, flags = with_labels(slice_batch(body, count, begin, end), labels[begin:end] if labels else ())
+            return Batch(self.subject, self.ids[begin:end], blocks, self.deadline_ms, self._half_resolved, flags)
 
-        self.halves = half(0, middle), half(middle, len(self.ids))
+        self.halves = half(0, count // 2), half(count // 2, count)
         self.halves[0].order, self.halves[1].order = (*self.order, 0), (*self.order, 1)
         self.blocks = ()
         return self.halves
@@ -137,18 +149,27 @@ class Batch:
     def is_resolved(self) -> bool:
         return all(half.is_resolved for half in self.halves) if self.halves else self.result is not None
 
+    @property
+    def was_answered(self) -> bool:
+        """Whether some broker said what became of it; the batch is resolved."""
+        if self.halves:
+            return all(half.was_answered for half in self.halves)
+        assert self.result is not None
+        return self.result.broker_group != "" and self.result.outcome is not Outcome.UNKNOWN
+
     def receipt(self, position: int) -> Receipt:
         """Return what became of the message at `position`; the batch is resolved."""
         if self.halves:
             first, second = self.halves
             return first.receipt(position) if position < len(first) else second.receipt(position - len(first))
         assert self.result is not None
-        outcome, group, first_sequence, durability, reason, refused = self.result
-        if outcome is not Outcome.STORED:
-            return Receipt(outcome, self.ids[position], self.subject, group, -1, None, reason)
+        outcome, group, first_sequence, durability, error, refused = self.result
+        if error is not None:
+            return unstored(outcome, self.ids[position], self.subject, group, error)
         if refused:
             if position in refused:
-                return Receipt(Outcome.REFUSED, self.ids[position], self.subject, group, -1, None, refused[position])
+                why = InvalidMessage(refused[position])
+                return unstored(Outcome.REFUSED, self.ids[position], self.subject, group, why)
             first_sequence -= sum(1 for other in refused if other < position)
         return Receipt(outcome, self.ids[position], self.subject, group, first_sequence + position, durability)
 
@@ -163,14 +184,25 @@ class Batch:
         return refused if outcome is Outcome.REFUSED else 0
 
 
+def with_labels(batch: bytes, labels: Sequence[int]) -> tuple[list[bytes], int]:
+    """Return the blocks and flags of a request: the batch, and its labels unless none says anything."""
+    if not any(labels):
+        return [batch], 0
+    return [batch, encode_labels(labels)], label_flags(labels)
+
+
 def stored(group: str, produced: Produced) -> Result:
     return Result(
-        Outcome.STORED, group, produced.first_sequence, Durability(produced.durability), "", dict(produced.refused)
+        Outcome.STORED, group, produced.first_sequence, Durability(produced.durability), None, dict(produced.refused)
     )
 
 
-def not_stored(outcome: Outcome, group: str, reason: str) -> Result:
-    return Result(outcome, group, -1, None, reason, {})
+def refused(group: str, error: QmqError) -> Result:
+    return Result(Outcome.REFUSED, group, -1, None, error, {})
+
+
+def unknown(group: str, reason: str) -> Result:
+    return Result(Outcome.UNKNOWN, group, -1, None, OutcomeUnknown(reason), {})
 
 
 class Next(Enum):
@@ -190,173 +222,6 @@ def after_error(batch: Batch, error: QmqError) -> Next:
         return Next.UNKNOWN if batch.doubtful else Next.REFUSED
     batch.doubtful = True
     return Next.REPEAT
-
-
-class Limits(NamedTuple):
-    """What a broker's welcome allows on a connection."""
-
-    packet_bytes_max: int
-    window_bytes: int
-
-
-class GroupBatches:
-    """A producer's batches that carry a number of one broker group, from admission to result.
-
-    Numbers ascend from 1. The oldest unresolved and the newest are never more than 63 apart, so that each can be
-    repeated. After a lost connection all that was in flight is doubtful and goes first on the next one, in order.
-    """
-
-    def __init__(self, in_flight_max: int) -> None:
-        self._in_flight_max = in_flight_max
-        self._next_number = 1
-        self._unresolved: dict[int, Batch] = {}  # ascending, because numbers are given in order
-        self._in_flight: set[int] = set()
-        self._bytes_in_flight = 0
-        self.limits = Limits(1 << 30, 1 << 30)
-
-    @property
-    def load(self) -> int:
-        return len(self._in_flight)
-
-    @property
-    def has_repeats(self) -> bool:
-        return len(self._in_flight) < len(self._unresolved)
-
-    def unresolved(self) -> list[Batch]:
-        return list(self._unresolved.values())
-
-    def room_bytes(self) -> int:
-        """Return how large the body of a new batch may be now; 0 if no batch can be taken."""
-        if len(self._unresolved) >= self._in_flight_max or self.has_repeats:
-            return 0
-        if self._unresolved and self._next_number - next(iter(self._unresolved)) >= NUMBERS_SPAN_MAX:
-            return 0
-        return max(0, self._idle_room_bytes() - self._bytes_in_flight)
-
-    def _idle_room_bytes(self) -> int:
-        return min(self.limits.window_bytes, self.limits.packet_bytes_max - PRODUCE_OVERHEAD_BYTES)
-
-    def never_fits(self, body_bytes: int) -> bool:
-        """Say whether a body is too large even for an idle connection."""
-        return body_bytes > self._idle_room_bytes()
-
-    def admit(self, batch: Batch) -> None:
-        """Give a batch the next number and count it as in flight."""
-        batch.number = self._next_number
-        self._next_number += 1
-        self._unresolved[batch.number] = batch
-        self._sent(batch)
-
-    def _sent(self, batch: Batch) -> None:
-        self._in_flight.add(batch.number)
-        self._bytes_in_flight += batch.body_bytes
-
-    def next_repeat(self) -> Batch | None:
-        """Return the oldest batch that must be sent again, if the window has room for it; count it as in flight."""
-        for number, batch in self._unresolved.items():
-            if number not in self._in_flight:
-                if self._in_flight and self._bytes_in_flight + batch.body_bytes > self.limits.window_bytes:
-                    return None
-                self._sent(batch)
-                return batch
-        return None
-
-    def returned(self, batch: Batch) -> None:
-        """An attempt ended; the batch is not in flight any more."""
-        if batch.number in self._in_flight:
-            self._in_flight.remove(batch.number)
-            self._bytes_in_flight -= batch.body_bytes
-
-    def release(self, batch: Batch) -> None:
-        """The batch is resolved or goes to another group; its number is used up."""
-        self.returned(batch)
-        self._unresolved.pop(batch.number, None)
-
-    def connection_lost(self) -> None:
-        """Nobody will answer what is in flight: each of these may be stored or not."""
-        for number in self._in_flight:
-            self._unresolved[number].doubtful = True
-        self._in_flight.clear()
-        self._bytes_in_flight = 0
-
-    def expired(self, now_ms: int) -> list[Batch]:
-        return [batch for batch in self._unresolved.values() if batch.deadline_ms <= now_ms]
-
-
-class Waiting(NamedTuple):
-    """One message that was sent alone and waits for a batch."""
-
-    data: bytes
-    id: str
-    deadline_ms: int
-    done: Done
-
-
-class SubjectQueue:
-    """What waits to be sent for one subject: whole batches first, then single messages, which gather to batches."""
-
-    def __init__(self, subject: str) -> None:
-        self.subject = subject
-        self.ready: deque[Batch] = deque()
-        self.waiting: deque[Waiting] = deque()
-        self.waiting_bytes = 0
-        self._batches_made = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.ready or self.waiting)
-
-    def add(self, one: Waiting) -> None:
-        self.waiting.append(one)
-        self.waiting_bytes += len(one.data)
-
-    def add_batch(self, batch: Batch) -> None:
-        self._batches_made += 1
-        batch.order = (self._batches_made,)
-        self.ready.append(batch)
-
-    def put_back(self, *batches: Batch) -> None:
-        """Queue batches again that a group refused, where they were: before those that were made later."""
-        for batch in batches:
-            at = next((at for at, other in enumerate(self.ready) if other.order > batch.order), len(self.ready))
-            self.ready.insert(at, batch)
-
-    def next_bytes(self) -> int:
-        """Return the size of the smallest body that could be sent next."""
-        return self.ready[0].body_bytes if self.ready else len(self.waiting[0].data) + 16
-
-    def next_batch(self, bytes_max: int) -> Batch:
-        """Take the next batch of at most `bytes_max`; if even the first message is larger, that message alone."""
-        if self.ready:
-            return self.ready.popleft()
-        taken: list[Waiting] = []
-        size = 16
-        while self.waiting and len(taken) < BATCH_MESSAGES_MAX:
-            size += len(self.waiting[0].data) + 4
-            if taken and size > bytes_max:
-                break
-            taken.append(self.waiting.popleft())
-        self.waiting_bytes -= sum(len(one.data) for one in taken)
-
-        def resolved(batch: Batch) -> None:
-            for position, one in enumerate(taken):
-                one.done(batch.receipt(position))
-
-        batch = Batch(
-            self.subject, [one.id for one in taken], [join_batch([one.data for one in taken])],
-            taken[0].deadline_ms, resolved,
-        )  # fmt: skip
-        self._batches_made += 1
-        batch.order = (self._batches_made,)
-        return batch
-
-    def expire(self, now_ms: int, reason: str) -> None:
-        """Refuse what waited past its deadline; nothing here was ever in doubt."""
-        while self.ready and self.ready[0].deadline_ms <= now_ms:
-            self.ready.popleft().resolve(not_stored(Outcome.REFUSED, "", reason))
-        while self.waiting and self.waiting[0].deadline_ms <= now_ms:
-            one = self.waiting.popleft()
-            self.waiting_bytes -= len(one.data)
-            one.done(Receipt(Outcome.REFUSED, one.id, self.subject, "", -1, None, reason))
 
 
 class MessageIds:
@@ -389,6 +254,11 @@ class Receipts(Sequence[Receipt]):
         """Append a batch, or receipts of messages that went different ways."""
         self._ends.append(len(self) + len(part))
         self._parts.append(part)
+
+    def extend(self, others: Receipts) -> None:
+        """Append the receipts of messages that were sent after these."""
+        for part in others._parts:
+            self.add(part)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

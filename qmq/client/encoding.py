@@ -16,30 +16,35 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from qmq.client.batching import BATCH_BYTES_MAX, MessageIds
-from qmq.codec import VALUE_BYTES_MAX, batch_encoder, encode_tags, text_of
+from qmq.codec import KEPT_MAX, VALUE_BYTES_MAX, batch_encoder, encode_labels, encode_own, encode_tags
 from qmq.errors import InvalidMessage
-from qmq.message import Message
+from qmq.log.frame import label_flags
+from qmq.message import RESERVED, Message, text_of
 
 _LENGTHS = [n.to_bytes(2, "big").decode("latin-1") for n in range(VALUE_BYTES_MAX + 1)]
 _SIZES = [n.to_bytes(4, "big").decode("latin-1") for n in range(4_096)]
 BLOCK_BYTES = 32 * 1024
 """Measured: 16 to 64 KiB cost the same; with 512 KiB a message of 1 KiB takes twice as long."""
-_KEPT_MAX = 10_000
 _names: dict[str, str] = {}
 """Names of properties repeat; here they are with their length in front."""
 
 
 class EncodedRun(NamedTuple):
-    """The batch of `messages[begin:end]`; `error` says why the message at `end` cannot be encoded, if that ended it."""
+    """The batch of `messages[begin:end]`, its labels behind it if `flags` say so.
+
+    What ended it, if it was not full: `error` says why the message at `end` cannot be encoded, or that message has an
+    order key and has to go where its key goes.
+    """
 
     ids: list[str]
     blocks: list[bytes]
     end: int
     error: InvalidMessage | None
+    flags: int
 
 
 def encode_run(subject: str, messages: list[Message], begin: int, *, ids: MessageIds, now_ms: int) -> EncodedRun:
-    """Encode messages from `begin` on, until a batch is full or one cannot be encoded. Sets missing ids."""
+    """Encode messages from `begin` on, until a batch is full or one cannot be in it. Sets missing ids."""
     # One long function on purpose: a call per message or property would cost as much as what it does.
     encoder = batch_encoder(subject, now_ms)
     plain, tagged = encoder.plain.decode("latin-1"), encoder.tagged.decode("latin-1")
@@ -50,9 +55,12 @@ def encode_run(subject: str, messages: list[Message], begin: int, *, ids: Messag
     parts: list[str] = []
     message_bytes: list[int] = []
     run_ids: list[str] = []
+    labels: dict[int, int] = {}
     total, block_end, error = 0, BLOCK_BYTES, None
     for position in range(begin, len(messages)):
         message = messages[position]
+        if message.order_key is not None:
+            break
         identity = message.id
         mark = len(parts)
         is_plain = True
@@ -65,7 +73,8 @@ def encode_run(subject: str, messages: list[Message], begin: int, *, ids: Messag
             if not is_plain:
                 raise InvalidMessage("the encoder knows better")
             if message.tags:
-                tags = encode_tags(message).decode("latin-1")
+                section, labels[len(run_ids)] = encode_tags(message.tags)
+                tags = section.decode("latin-1")
                 parts += (tagged, lengths[len(identity)], identity, tags, "")
                 front = fixed_bytes + len(identity) + len(tags)
             else:
@@ -81,6 +90,9 @@ def encode_run(subject: str, messages: list[Message], begin: int, *, ids: Messag
                 key = names.get(name) or _name(name)
                 parts += (key, lengths[len(value)], value)
                 size += len(key) + 2 + len(value)
+            if message.retries_max is not None:
+                parts.append(own := encode_own(message).decode("latin-1"))
+                size += len(own)
             parts[size_at] = small_sizes[size] if size < small_sizes_end else size.to_bytes(4, "big").decode("latin-1")
             size += front
         except (InvalidMessage, UnicodeEncodeError, IndexError):
@@ -89,11 +101,15 @@ def encode_run(subject: str, messages: list[Message], begin: int, *, ids: Messag
                 data = encoder(message)
             except InvalidMessage as refusal:
                 error = refusal
+                labels.pop(len(run_ids), None)
                 break
             parts.append(data.decode("latin-1"))
             size = len(data)
+            if message.tags:
+                labels[len(run_ids)] = encode_tags(message.tags).bits
         if total + size > BATCH_BYTES_MAX and total:
             del parts[mark:]
+            labels.pop(len(run_ids), None)
             break
         total += size
         message_bytes.append(size)
@@ -107,13 +123,20 @@ def encode_run(subject: str, messages: list[Message], begin: int, *, ids: Messag
     parts.append("\0" * (-(4 * len(ends) + total) % 8))
     blocks[0] = ends.tobytes()
     blocks.append("".join(parts).encode("latin-1"))
-    return EncodedRun(run_ids, blocks, begin + len(run_ids), error)
+    flags = 0
+    if labels:
+        every = [labels.get(position, 0) for position in range(len(run_ids))]
+        flags = label_flags(every)
+        blocks.append(encode_labels(every))
+    return EncodedRun(run_ids, blocks, begin + len(run_ids), error, flags)
 
 
 def _name(name: str) -> str:
     """Put the length in front of a property's name. Names are kept, up to a bound."""
+    if not isinstance(name, str) or name.startswith(RESERVED):
+        raise InvalidMessage("the encoder says it better")
     data = name.encode()
     text = _LENGTHS[len(data)] + data.decode("latin-1")
-    if len(_names) < _KEPT_MAX and len(data) < 100:
+    if len(_names) < KEPT_MAX and len(data) < 100:
         _names[name] = text
     return text

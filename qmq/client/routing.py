@@ -7,8 +7,10 @@ only ever makes a group *rest* for a while; it never removes a route, so nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
 
 from qmq.types import Endpoint
 
@@ -39,6 +41,23 @@ class SubjectRoute:
     groups: tuple[GroupRoute, ...]
     refused: str = ""
     version: int = 0
+
+
+def group_of_key(key: int, groups: Sequence[str]) -> str:
+    """Return the broker group that an order key belongs to: the same for every producer that knows the same groups.
+
+    Rendezvous hashing: when a group comes or goes, only its own share of the keys changes groups.
+
+    Args:
+        key: the order key's 32 bits in a label (qmq.codec).
+        groups: not empty.
+    """
+    return max(groups, key=lambda group: (_weight(key, group), group))
+
+
+@lru_cache(maxsize=1 << 16)
+def _weight(key: int, group: str) -> bytes:
+    return blake2b(group.encode(), digest_size=8, key=key.to_bytes(4, "little")).digest()
 
 
 @dataclass(slots=True)

@@ -9,30 +9,32 @@ import asyncio
 import logging
 from functools import partial
 
-from qmq.client.batching import (
-    BATCH_BYTES_MAX,
-    Batch,
-    GroupBatches,
-    Limits,
-    Next,
-    Outcome,
-    SubjectQueue,
-    Waiting,
-    after_error,
-    not_stored,
-    stored,
-)  # fmt: skip
+from qmq.client.batching import BATCH_BYTES_MAX, Batch, Next, Result, after_error, refused, stored, unknown
+from qmq.client.breaker import FAILURES_MAX, Breaker
+from qmq.client.in_flight import GroupBatches, Limits
 from qmq.client.link import Link
+from qmq.client.queues import Backlog, Lanes, SubjectQueue, Waiting
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routing import Routing, SubjectRoute
-from qmq.errors import BrokerReadOnly, Overloaded, QmqError
+from qmq.errors import (
+    BrokerReadOnly,
+    ClientClosed,
+    MessageTooLarge,
+    NoRoute,
+    NotServed,
+    Overloaded,
+    QmqError,
+    QueueFull,
+)
+from qmq.log.frame import FLAG_ORDERED
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection
-from qmq.subjects import check_name
+from qmq.subjects import check_subject
 
 log = logging.getLogger(__name__)
 
+_NEVER_MS = 1 << 62
 TICK_S = 0.05
 """How often deadlines and the rests of groups are looked at; they are long compared with it."""
 
@@ -41,7 +43,8 @@ class _Group:
     """A broker group, as a producer uses it."""
 
     def __init__(self, link: Link, batches: GroupBatches) -> None:
-        self.link, self.batches = link, batches
+        self.link, self.batches, self.breaker = link, batches, Breaker()
+        self.name = link.broker_group
         self.progress_at = 0.0
         """When the connection last answered, or was given work while it had none."""
 
@@ -55,8 +58,9 @@ class Sender:
     """Made by a Producer; used on its event loop from `start` to `stop`."""
 
     def __init__(
-        self, *, metaserver: str, token: str, app: str, producer_id: int, in_flight_max: int, answer_timeout_s: float
-    ) -> None:
+        self, *, metaserver: str, token: str, app: str, producer_id: int, in_flight_max: int, answer_timeout_s: float,
+        backlog: Backlog,
+    ) -> None:  # fmt: skip
         self._token, self._app = token, app
         self._producer_id = producer_id
         self._in_flight_max = in_flight_max
@@ -65,11 +69,15 @@ class Sender:
         self._routing = Routing()
         self._groups: dict[str, _Group] = {}
         self._queues: dict[str, SubjectQueue] = {}
-        self._active: dict[str, SubjectQueue] = {}
+        self._lanes: dict[str, Lanes] = {}
+        self._waiting: dict[SubjectQueue, None] = {}
+        """Queues that are not empty."""
+        self._active: dict[SubjectQueue, None] = {}
+        """Those of them that some group may take from, the next one first."""
         self._waiters: list[asyncio.Future[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._pump_scheduled = False
-        self.queued_messages = self.queued_bytes = 0
+        self._backlog = backlog
         self._watch = RouteWatch(
             metaserver=metaserver, token=token, app=app, client_id=f"{producer_id:016x}", produces=True,
             on_routes=self._routes_changed,
@@ -81,44 +89,77 @@ class Sender:
         self._tasks = [self._loop.create_task(self._watch.run()), self._loop.create_task(self._tick())]
 
     async def stop(self) -> None:
-        """Disconnect. Whoever wants outcomes waits until `is_idle` first."""
+        """Disconnect. What has no outcome gets one here; whoever wants better ones waits until `is_idle` first."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for group in self._groups.values():
+            for batch in group.batches.unresolved():
+                self._end(group, batch, unknown(group.name, "the producer was closed before an answer came"))
+        for queue in list(self._waiting):
+            queue.expire(_NEVER_MS, ClientClosed("the producer was closed before the message was sent"))
+        self._waiting.clear()
+        self._wake()
 
     @property
     def is_idle(self) -> bool:
-        return not self._active and not any(group.batches.unresolved() for group in self._groups.values())
+        return not self._waiting and not any(group.batches.has_any for group in self._groups.values())
 
     def now_ms(self) -> int:
         return int(self._loop.time() * 1000)
 
-    def queue(self, subject: str) -> SubjectQueue:
-        """Return the queue of a subject; raises InvalidName."""
+    def queue(self, subject: str, label: int = 0) -> SubjectQueue:
+        """Return where a message of this subject and label has to wait; raises InvalidName."""
         queue = self._queues.get(subject)
         if queue is None:
-            queue = self._queues[subject] = SubjectQueue(check_name("subject", subject))
+            queue = self._queues[subject] = SubjectQueue(check_subject(subject), self._backlog)
             self._watch.watch(subject)
-        return queue
+        return self._lanes_of(subject).lane(label) if label >> 32 else queue
 
-    def add(self, subject: str, one: Waiting) -> None:
+    def _lanes_of(self, subject: str) -> Lanes:
+        lanes = self._lanes.get(subject)
+        if lanes is None:
+            lanes = self._lanes[subject] = Lanes(subject, self._backlog)
+            lanes.set_groups(group.broker_group for group in self._routing.groups_of(subject))
+        return lanes
+
+    def add(self, queue: SubjectQueue, one: Waiting) -> None:
         """Queue a single message."""
-        queue = self.queue(subject)
         queue.add(one)
-        self.queued_messages += 1
-        self.queued_bytes += len(one.data)
-        self._active[subject] = queue
+        self._note(queue)
         if not self._pump_scheduled:
             # Not at once: what else is sent in this turn of the loop then travels in the same batch.
             self._pump_scheduled = True
             self._loop.call_soon(self._pump)
 
-    def add_batch(self, batch: Batch) -> None:
+    def add_batch(self, queue: SubjectQueue, batch: Batch) -> None:
         """Queue a whole batch, and send it if there is room."""
-        queue = self.queue(batch.subject)
         queue.add_batch(batch)
-        self._active[batch.subject] = queue
+        self._note(queue)
         self._pump()
+
+    def refuse_stuck(self, queue: SubjectQueue, batch: Batch) -> None:
+        """Refuse a batch that waits although no group of its subject takes any now."""
+        if batch in queue.ready:
+            if not any(self._takes(group.broker_group) for group in self._routing.groups_of(queue.subject)):
+                queue.ready.remove(batch)
+                self._settle(queue)
+                batch.resolve(refused("", self._why_not(queue.subject)))
+
+    def _why_not(self, subject: str) -> QmqError:
+        """Return the error of a message that no group took."""
+        why, groups = self._routing.why_not(subject), self._routing.groups_of(subject)
+        return NotServed(why) if groups else NoRoute(why)
+
+    async def room(self, subject: str, label: int, size: int, deadline_ms: int) -> SubjectQueue | QueueFull:
+        """Wait for room for a message of `size` bytes; return the queue that has it, or why none had until then."""
+        while True:
+            queue = self.queue(subject, label)  # anew each time: keys may have changed groups
+            if self._backlog.has_room(queue, size):
+                return queue
+            if self.now_ms() >= deadline_ms:
+                return self._backlog.full()
+            await self.wait()
 
     async def wait(self) -> None:
         """Wait until something moved: a batch left a queue or was resolved."""
@@ -128,137 +169,171 @@ class Sender:
 
     # Choosing and sending.
 
+    def _note(self, queue: SubjectQueue) -> None:
+        """Something of this queue waits, or another group may take it now."""
+        if not queue:
+            return
+        self._waiting[queue] = None
+        if queue.group is None:
+            is_active = bool(self._routing.groups_of(queue.subject))
+        else:
+            is_active = bool(queue.group) and queue.under_way is None and not self._lanes[queue.subject].are_moving
+        if is_active:
+            self._active[queue] = None
+        else:
+            self._active.pop(queue, None)
+
+    def _settle(self, queue: SubjectQueue) -> None:
+        """Put a queue at the end of the line, or out of it if nothing of it waits."""
+        self._active.pop(queue, None)
+        self._waiting.pop(queue, None)
+        self._note(queue)
+
+    def _takes(self, name: str) -> bool:
+        """Say whether a group takes requests now."""
+        group, now_ms = self._groups[name], self.now_ms()
+        return group.can_send and group.breaker.allows(now_ms) and not self._routing.resting(name, now_ms)
+
     def _pump(self) -> None:
-        """Send what can be sent now: first what is in doubt, then a batch of each subject in turn."""
+        """Send what can be sent now: first what is in doubt, then a batch of each queue in turn."""
         self._pump_scheduled = False
         now_ms = self.now_ms()
         for name, group in self._groups.items():
-            if group.batches.has_repeats and group.can_send and not self._routing.resting(name, now_ms):
+            if group.batches.has_repeats and self._takes(name):
                 while group.can_send and (batch := group.batches.next_repeat()):
                     self._transmit(group, batch)
         moved = True
         while moved and self._active:
             moved = False
-            for queue in list(self._active.values()):
+            for queue in list(self._active):
                 if not any(group.can_send and group.batches.room_bytes() for group in self._groups.values()):
                     break
                 moved |= self._send_next(queue, now_ms)
         self._wake()
 
     def _send_next(self, queue: SubjectQueue, now_ms: int) -> bool:
-        """Send one batch of a subject; return False if there is no group for it now."""
+        """Send one batch of a queue; return False if there is no group for it now."""
         size = queue.next_bytes()
 
         def load(name: str) -> int | None:
             group = self._groups.get(name)
-            if group is None or not group.can_send:
+            if group is None or not group.can_send or queue.group not in (None, name):
                 return None
             room = group.batches.room_bytes()
-            return group.batches.load if room and (size <= room or group.batches.never_fits(size)) else None
+            if not room or size > room and not group.batches.never_fits(size) or not group.breaker.allows(now_ms):
+                return None
+            return group.batches.load
 
         name = self._routing.choose(queue.subject, now_ms=now_ms, load=load)
         if name is None:
             return False
         group = self._groups[name]
-        batch = self._take(queue, min(group.batches.room_bytes(), BATCH_BYTES_MAX))
+        batch = queue.next_batch(min(group.batches.room_bytes(), BATCH_BYTES_MAX))
         if not group.batches.never_fits(batch.body_bytes):
             group.batches.admit(batch)
             self._transmit(group, batch)
         elif len(batch) > 1:
             queue.put_back(*batch.split())
         else:
-            reason = f"{batch.body_bytes} bytes are more than {name} takes in one request"
-            batch.resolve(not_stored(Outcome.REFUSED, name, reason))
+            error = MessageTooLarge(f"{batch.body_bytes} bytes are more than {name} takes in one request")
+            self._end(group, batch, refused(name, error))
         self._settle(queue)
         return True
-
-    def _take(self, queue: SubjectQueue, bytes_max: int) -> Batch:
-        messages, size = len(queue.waiting), queue.waiting_bytes
-        batch = queue.next_batch(bytes_max)
-        self.queued_messages += len(queue.waiting) - messages
-        self.queued_bytes += queue.waiting_bytes - size
-        return batch
-
-    def _settle(self, queue: SubjectQueue) -> None:
-        """Put a subject at the end of the line, or out of it if nothing of it waits."""
-        self._active.pop(queue.subject, None)
-        if queue:
-            self._active[queue.subject] = queue
 
     def _transmit(self, group: _Group, batch: Batch) -> None:
         connection = group.link.connection
         assert connection is not None
         if group.batches.load == 1:
             group.progress_at = self._loop.time()
-        header = commands.produce_header(self._producer_id, batch.number, len(batch), batch.crc, batch.subject)
+        header = commands.produce_header(
+            self._producer_id, batch.number, len(batch), batch.crc, batch.subject, batch.flags
+        )
         connection.ask(partial(self._answered, group, connection, batch), Command.PRODUCE, header, *batch.blocks)
 
     # Answers.
 
-    def _answered(
-        self, group: _Group, connection: Connection, batch: Batch, answer: memoryview | QmqError
-    ) -> None:
+    def _answered(self, group: _Group, connection: Connection, batch: Batch, answer: memoryview | QmqError) -> None:
+        group.progress_at, now_ms = self._loop.time(), self.now_ms()
+        if connection.is_open:
+            group.breaker.answered()
+        elif group.breaker.failed(now_ms):
+            log.warning("broker does not answer group=%s failures=%d", group.name, FAILURES_MAX)
+            self._routing.failed(group.name, f"{FAILURES_MAX} requests in a row got no answer", now_ms=now_ms)
         if batch.result is not None:
             return  # its deadline passed before
-        group.progress_at = self._loop.time()
         if isinstance(answer, QmqError):
             self._failed(group, batch, answer)
         else:
             try:
-                result = stored(group.link.broker_group, commands.decode_produced(answer))
+                result = stored(group.name, commands.decode_produced(answer))
             except (QmqError, ValueError) as unreadable:
                 connection.close(f"unreadable answer to a produce: {unreadable}")  # which puts the batch in doubt
                 return
-            group.batches.release(batch)
-            self._routing.worked(group.link.broker_group)
-            batch.resolve(result)
+            self._routing.worked(group.name)
+            self._end(group, batch, result)
         self._pump()
 
+    def _end(self, group: _Group, batch: Batch, result: Result) -> None:
+        group.batches.release(batch)
+        batch.resolve(result)
+        self._lane_is_free(batch)
+
     def _failed(self, group: _Group, batch: Batch, error: QmqError) -> None:
-        name = group.link.broker_group
         match after_error(batch, error):
             case Next.REPEAT:
                 group.batches.returned(batch)
             case Next.MOVE:
                 group.batches.release(batch)
-                queue = self._queues[batch.subject]
+                queue = self._queue_of(group, batch)
                 queue.put_back(batch)
-                self._active[batch.subject] = queue
+                self._note(queue)
+                self._lane_is_free(batch)
             case final:
-                group.batches.release(batch)
-                outcome = Outcome.UNKNOWN if final is Next.UNKNOWN else Outcome.REFUSED
-                batch.resolve(not_stored(outcome, name, str(error)))
+                result = unknown(group.name, str(error)) if final is Next.UNKNOWN else refused(group.name, error)
+                self._end(group, batch, result)
                 return
-        self._routing.failed(name, str(error), now_ms=self.now_ms())
+        self._routing.failed(group.name, str(error), now_ms=self.now_ms())
         if not isinstance(error, BrokerReadOnly | Overloaded):
             self._watch.refresh()
+
+    def _queue_of(self, group: _Group, batch: Batch) -> SubjectQueue:
+        if batch.flags & FLAG_ORDERED:
+            return next(lane for lane in self._lanes[batch.subject] if lane.group == group.name)
+        return self._queues[batch.subject]
+
+    def _lane_is_free(self, batch: Batch) -> None:
+        """A batch of a lane is not under way any more: the next one may be, or the lanes may move."""
+        if batch.flags & FLAG_ORDERED:
+            self._renew(self._lanes[batch.subject])
+
+    def _renew(self, lanes: Lanes) -> None:
+        before = list(lanes)
+        lanes.move()
+        for queue in (*before, *lanes):
+            self._settle(queue)
 
     async def _tick(self) -> None:
         """Look at the clock: deadlines, connections that owe an answer, groups whose rest is over."""
         while True:
             await asyncio.sleep(TICK_S)
             now_ms = self.now_ms()
-            for name, group in self._groups.items():
+            for group in self._groups.values():
                 for batch in group.batches.expired(now_ms):
-                    group.batches.release(batch)
-                    reason = f"no answer before the deadline; last: {self._routing.why_not(batch.subject)}"
-                    batch.resolve(not_stored(Outcome.UNKNOWN, name, reason))
+                    why = self._routing.why_not(batch.subject)
+                    self._end(group, batch, unknown(group.name, f"no answer before the deadline; last: {why}"))
                 if group.batches.load and self._loop.time() - group.progress_at > self._answer_timeout_s:
                     group.link.drop(f"no answer for {self._answer_timeout_s} s")
-            for queue in list(self._active.values()):
+            for queue in list(self._waiting):
                 self._expire(queue, now_ms)
             self._pump()
 
     def _expire(self, queue: SubjectQueue, now_ms: int) -> None:
-        reason = self._routing.why_not(queue.subject)
         if self._watch.refused is not None and self._routing.route(queue.subject) is None:
-            now_ms, reason = 1 << 62, str(self._watch.refused)  # waiting would not make the token valid
-        messages, size = len(queue.waiting), queue.waiting_bytes
-        queue.expire(now_ms, reason)
-        self.queued_messages += len(queue.waiting) - messages
-        self.queued_bytes += queue.waiting_bytes - size
+            queue.expire(_NEVER_MS, self._watch.refused)  # waiting would not make the token valid
+        elif (deadline_ms := queue.first_deadline_ms()) is not None and deadline_ms <= now_ms:
+            queue.expire(now_ms, self._why_not(queue.subject))
         if not queue:
-            self._active.pop(queue.subject, None)
+            self._settle(queue)
 
     def _wake(self) -> None:
         if self._waiters:
@@ -277,7 +352,14 @@ class Sender:
                 self._groups[name] = _Group(link, GroupBatches(self._in_flight_max))
                 self._tasks.append(self._loop.create_task(link.run()))
             elif name in changed:
+                self._groups[name].breaker = Breaker()
                 self._groups[name].link.route_changed()
+        for subject in {route.subject for route in routes}:
+            if subject in self._queues:
+                self._note(self._queues[subject])
+            if (lanes := self._lanes.get(subject)) is not None:
+                lanes.set_groups(group.broker_group for group in self._routing.groups_of(subject))
+                self._renew(lanes)
         self._pump()
 
     def link_opened(self, link: Link) -> None:

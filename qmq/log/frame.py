@@ -32,7 +32,7 @@ they are a torn tail (see `qmq.log.recovery`).
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from hashlib import blake2b
 from typing import NamedTuple
@@ -59,6 +59,11 @@ FLAG_ORDERED = 4
 """Some message of the batch has an order key."""
 NO_CHAIN = 0
 """The chain before the first frame of a log."""
+
+
+def label_flags(labels: Sequence[int]) -> int:
+    """Return the flags of a batch that is followed by `labels`."""
+    return FLAG_LABELLED | (FLAG_ORDERED if max(labels) >> 32 else 0)
 
 
 class FrameKind(IntEnum):

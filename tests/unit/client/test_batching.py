@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qmq.client.batching import (
-    NUMBERS_SPAN_MAX,
     Batch,
-    GroupBatches,
-    Limits,
     MessageIds,
     Next,
     Outcome,
     Receipts,
-    SubjectQueue,
-    Waiting,
     after_error,
-    not_stored,
     stored,
+    unknown,
+    with_labels,
 )
 from qmq.client.encoding import encode_run
-from qmq.codec import batch_encoder, join_batch, split_batch
+from qmq.codec import batch_encoder, decode_labels, join_batch, label_of_message, labels_bytes, split_batch
 from qmq.errors import (
     AccessError,
     BrokerReadOnly,
@@ -69,104 +67,6 @@ def test_only_a_batch_without_doubt_goes_elsewhere_or_ends(error, doubtful, expe
     assert batch.doubtful == (expected is Next.REPEAT or doubtful)
 
 
-def test_a_lost_connection_puts_all_in_flight_in_doubt_and_repeats_them_in_order():
-    group = GroupBatches(in_flight_max=8)
-    batches = [batch_of() for _ in range(4)]
-    for batch in batches:
-        group.admit(batch)
-    group.release(batches[1])
-    group.connection_lost()
-    assert group.room_bytes() == 0, "new batches wait until the repeats are sent"
-    assert [group.next_repeat(), group.next_repeat(), group.next_repeat()] == [batches[0], batches[2], batches[3]]
-    assert [batch.number for batch in batches] == [1, 2, 3, 4]
-    assert all(batch.doubtful for batch in (batches[0], batches[2], batches[3]))
-    assert group.next_repeat() is None
-    assert group.room_bytes() > 0
-
-
-STEPS = st.tuples(st.sampled_from(["send", "answer", "fail", "lose", "repeat"]), st.integers(0, 63))
-
-
-@given(st.lists(STEPS, max_size=400))
-def test_numbers_never_span_more_than_a_group_remembers(steps):
-    group = GroupBatches(in_flight_max=64)
-    group.limits = Limits(packet_bytes_max=10_000, window_bytes=3_000)
-    open_batches: dict[int, Batch] = {}
-    flying: set[int] = set()
-    newest = 0
-    for step, choice in steps:
-        victim = sorted(flying)[choice % len(flying)] if flying else None
-        if step == "send" and group.room_bytes() >= 200:
-            batch = batch_of(size=100)
-            group.admit(batch)
-            open_batches[batch.number] = batch
-            flying.add(batch.number)
-            assert batch.number == newest + 1
-            newest = batch.number
-        elif step == "answer" and victim is not None:
-            group.release(open_batches.pop(victim))
-            flying.discard(victim)
-        elif step == "fail" and victim is not None:
-            group.returned(open_batches[victim])
-            flying.discard(victim)
-        elif step == "lose":
-            group.connection_lost()
-            flying.clear()
-        elif step == "repeat" and (repeated := group.next_repeat()):
-            assert repeated.number == min(set(open_batches) - flying), "the oldest first"
-            flying.add(repeated.number)
-        assert not open_batches or newest - min(open_batches) < NUMBERS_SPAN_MAX
-        assert sum(open_batches[number].body_bytes for number in flying) <= 3_000
-        assert group.load == len(flying)
-        assert group.unresolved() == [open_batches[number] for number in sorted(open_batches)]
-
-
-def test_an_unresolved_batch_stops_new_numbers_before_the_group_forgets_it():
-    group = GroupBatches(in_flight_max=16)
-    stuck = batch_of()
-    group.admit(stuck)
-    for _ in range(NUMBERS_SPAN_MAX - 1):
-        assert group.room_bytes() > 0
-        batch = batch_of()
-        group.admit(batch)
-        group.release(batch)
-    assert group.room_bytes() == 0, "number 65 would make the group forget number 1"
-    group.release(stuck)
-    assert group.room_bytes() > 0
-
-
-def test_a_message_that_is_alone_larger_than_the_room_is_taken_alone():
-    queue = SubjectQueue("a")
-    for size in (500, 10, 10):
-        queue.add(Waiting(b"x" * size, "id", 1000, lambda _: None))
-    assert [len(queue.next_batch(100)), len(queue.next_batch(100))] == [1, 2]
-    assert not queue
-    assert queue.waiting_bytes == 0
-
-
-def test_batches_that_come_back_stand_where_they_were():
-    queue = SubjectQueue("a")
-    made = [batch_of() for _ in range(4)]
-    for batch in made:
-        queue.add_batch(batch)
-    taken = [queue.next_batch(100), queue.next_batch(100), queue.next_batch(100)]
-    for batch in taken:
-        queue.put_back(batch)
-    assert list(queue.ready) == made
-
-
-def test_what_waited_past_its_deadline_is_refused_not_unknown():
-    queue, receipts = SubjectQueue("a"), []
-    queue.add(Waiting(b"x", "one", 1000, receipts.append))
-    queue.add(Waiting(b"x", "two", 2000, receipts.append))
-    late = batch_of(deadline_ms=900)
-    queue.add_batch(late)
-    queue.expire(1500, "nobody took it")
-    assert [(receipt.message_id, receipt.outcome) for receipt in receipts] == [("one", Outcome.REFUSED)]
-    assert late.receipt(0).outcome is Outcome.REFUSED
-    assert len(queue.waiting) == 1
-
-
 def test_receipts_count_sequences_around_refused_messages():
     batch = batch_of(5)
     batch.resolve(stored("g1", Produced(100, 3, 0, [(1, "too large"), (3, "too large")])))
@@ -182,7 +82,7 @@ def test_a_split_batch_is_resolved_when_both_halves_are_and_reads_like_one():
     third, fourth = second.split()
     assert [bytes(one) for one in split_batch(b"".join(fourth.blocks), len(fourth))] == [b"4", b"5"]
     first.resolve(stored("g1", Produced(10, 2, 0, [])))
-    fourth.resolve(not_stored(Outcome.UNKNOWN, "g2", "late"))
+    fourth.resolve(unknown("g2", "late"))
     assert resolved == []
     third.resolve(stored("g2", Produced(7, 1, 0, [])))
     assert resolved == [batch]
@@ -207,13 +107,15 @@ def test_receipts_read_like_a_list():
 
 VALUES = st.one_of(
     st.text(max_size=40), st.integers(), st.booleans(), st.floats(), st.just("x" * 32_768), st.just("\ud800"),
-    st.just("ü" * 16_384), st.just("x" * 32_767), st.just(None),
+    st.just("ü" * 16_384), st.just("x" * 32_767), st.just(None), st.datetimes(),
+    st.just(datetime(2026, 1, 2, tzinfo=UTC)),
 )  # fmt: skip
 MESSAGES = st.builds(
-    lambda properties, tags, id: Message("s.ü", properties, tags=tags, id=id),
-    st.dictionaries(st.text(max_size=5), VALUES, max_size=4),
+    lambda properties, tags, id, retries: Message("s.ü", properties, tags=tags, id=id, retries_max=retries),
+    st.dictionaries(st.one_of(st.text(max_size=5), st.just("qmq_times")), VALUES, max_size=4),
     st.sets(st.sampled_from(["a", "é", "", "t" * 200]), max_size=3),
     st.one_of(st.none(), st.text(max_size=8), st.just("i" * 101), st.just("ü" * 50)),
+    st.sampled_from([None, None, None, 0, 7, -1]),
 )
 
 
@@ -226,7 +128,8 @@ def test_a_run_is_encoded_to_the_bytes_of_the_codec(messages):
         taken = messages[begin : run.end]
         assert run.ids == [message.id for message in taken]
         if taken:
-            assert b"".join(run.blocks) == join_batch([encode(message) for message in taken])
+            batch = join_batch([encode(message) for message in taken])
+            assert (b"".join(run.blocks), run.flags) == joined(*with_labels(batch, list(map(label_of_message, taken))))
         begin = run.end
         if run.error is not None:
             with pytest.raises(InvalidMessage) as simple:
@@ -235,6 +138,24 @@ def test_a_run_is_encoded_to_the_bytes_of_the_codec(messages):
             begin += 1
     assert all(message.id == id for message, id in zip(messages, given_ids) if id is not None)
     assert all(message.id for message, id in zip(messages, given_ids) if id is None)
+
+
+def joined(blocks: list[bytes], flags: int) -> tuple[bytes, int]:
+    return b"".join(blocks), flags
+
+
+def test_a_run_ends_before_a_message_with_an_order_key():
+    messages = [Message("a", {"n": 1}), Message("a", {"n": 2}, order_key="k"), Message("a", {"n": 3})]
+    run = encode_run("a", messages, 0, ids=MessageIds("p"), now_ms=1)
+    assert (run.end, run.error, run.flags) == (1, None, 0)
+
+
+def test_labels_of_a_split_batch_follow_their_messages():
+    blocks, flags = with_labels(join_batch([b"1", b"2", b"3"]), [0, 5, 7 << 32])
+    first, second = Batch("a", list("abc"), blocks, 1000, lambda _: None, flags).split()
+    assert (first.flags, len(first.blocks), second.flags) == (0, 1, 6)
+    assert list(decode_labels(b"".join(second.blocks), 2)) == [5, 7 << 32]
+    assert second.body_bytes == len(join_batch([b"2", b"3"])) + labels_bytes(2)
 
 
 def test_runs_end_before_they_grow_too_large_and_lose_nothing():

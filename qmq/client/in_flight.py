@@ -1,0 +1,107 @@
+"""Core. A producer's batches that a broker group may have: their numbers, what is in flight, what must be repeated."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from qmq.client.batching import Batch
+
+NUMBERS_SPAN_MAX = 64
+"""A group remembers this many numbers of a producer; an older one could not be repeated safely."""
+PRODUCE_OVERHEAD_BYTES = 256
+"""Packet header, request header and subject are less than this."""
+
+
+class Limits(NamedTuple):
+    """What a broker's welcome allows on a connection."""
+
+    packet_bytes_max: int
+    window_bytes: int
+
+
+class GroupBatches:
+    """A producer's batches that carry a number of one broker group, from admission to result.
+
+    Numbers ascend from 1. The oldest unresolved and the newest are never more than 63 apart, so that each can be
+    repeated. After a lost connection all that was in flight is doubtful and goes first on the next one, in order.
+    """
+
+    def __init__(self, in_flight_max: int) -> None:
+        self._in_flight_max = in_flight_max
+        self._next_number = 1
+        self._unresolved: dict[int, Batch] = {}  # ascending, because numbers are given in order
+        self._in_flight: set[int] = set()
+        self._bytes_in_flight = 0
+        self.limits = Limits(1 << 30, 1 << 30)
+
+    @property
+    def load(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._unresolved)
+
+    @property
+    def has_repeats(self) -> bool:
+        return len(self._in_flight) < len(self._unresolved)
+
+    def unresolved(self) -> list[Batch]:
+        return list(self._unresolved.values())
+
+    def room_bytes(self) -> int:
+        """Return how large the body of a new batch may be now; 0 if no batch can be taken."""
+        if len(self._unresolved) >= self._in_flight_max or self.has_repeats:
+            return 0
+        if self._unresolved and self._next_number - next(iter(self._unresolved)) >= NUMBERS_SPAN_MAX:
+            return 0
+        return max(0, self._idle_room_bytes() - self._bytes_in_flight)
+
+    def _idle_room_bytes(self) -> int:
+        return min(self.limits.window_bytes, self.limits.packet_bytes_max - PRODUCE_OVERHEAD_BYTES)
+
+    def never_fits(self, body_bytes: int) -> bool:
+        """Say whether a body is too large even for an idle connection."""
+        return body_bytes > self._idle_room_bytes()
+
+    def admit(self, batch: Batch) -> None:
+        """Give a batch the next number and count it as in flight."""
+        batch.number = self._next_number
+        self._next_number += 1
+        self._unresolved[batch.number] = batch
+        self._sent(batch)
+
+    def _sent(self, batch: Batch) -> None:
+        self._in_flight.add(batch.number)
+        self._bytes_in_flight += batch.body_bytes
+
+    def next_repeat(self) -> Batch | None:
+        """Return the oldest batch that must be sent again, if the window has room for it; count it as in flight."""
+        for number, batch in self._unresolved.items():
+            if number not in self._in_flight:
+                if self._in_flight and self._bytes_in_flight + batch.body_bytes > self.limits.window_bytes:
+                    return None
+                self._sent(batch)
+                return batch
+        return None
+
+    def returned(self, batch: Batch) -> None:
+        """An attempt ended; the batch is not in flight any more."""
+        if batch.number in self._in_flight:
+            self._in_flight.remove(batch.number)
+            self._bytes_in_flight -= batch.body_bytes
+
+    def release(self, batch: Batch) -> None:
+        """The batch is resolved or goes to another group; its number is used up."""
+        self.returned(batch)
+        self._unresolved.pop(batch.number, None)
+
+    def connection_lost(self) -> None:
+        """Nobody will answer what is in flight: each of these may be stored or not."""
+        for number in self._in_flight:
+            self._unresolved[number].doubtful = True
+        self._in_flight.clear()
+        self._bytes_in_flight = 0
+
+    def expired(self, now_ms: int) -> list[Batch]:
+        return [batch for batch in self._unresolved.values() if batch.deadline_ms <= now_ms]

@@ -1,0 +1,234 @@
+"""Core. What waits in a producer: fair shares of the room, and messages in order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qmq.client.batching import Batch, Outcome, Receipt, stored
+from qmq.client.queues import Backlog, Lanes, SubjectQueue, Waiting
+from qmq.client.routing import group_of_key
+from qmq.codec import decode_labels, label_of, split_batch
+from qmq.errors import NoRoute, NotServed
+from qmq.remoting.commands import Produced
+from tests.unit.client.test_batching import batch_of
+
+LARGE = 1 << 30
+
+
+def queue_of(subject: str = "a", backlog: Backlog | None = None) -> SubjectQueue:
+    return SubjectQueue(subject, backlog or Backlog(LARGE, LARGE))
+
+
+def waiting(text: str = "x", *, key: str | None = None, deadline_ms: int = 1000, done=lambda _: None) -> Waiting:
+    return Waiting(text.encode(), text, deadline_ms, done, label_of((), key))
+
+
+def test_a_message_that_is_alone_larger_than_the_room_is_taken_alone():
+    queue = queue_of()
+    for size in (500, 10, 10):
+        queue.add(Waiting(b"x" * size, "id", 1000, lambda _: None))
+    assert [len(queue.next_batch(100)), len(queue.next_batch(100))] == [1, 2]
+    assert not queue
+    assert queue.waiting_bytes == 0
+
+
+def test_batches_that_come_back_stand_where_they_were():
+    queue = queue_of()
+    made = [batch_of() for _ in range(4)]
+    for batch in made:
+        queue.add_batch(batch)
+    taken = [queue.next_batch(100), queue.next_batch(100), queue.next_batch(100)]
+    for batch in taken:
+        queue.put_back(batch)
+    assert list(queue.ready) == made
+
+
+def test_what_waited_past_its_deadline_is_refused_not_unknown():
+    queue, receipts = queue_of(), []
+    queue.add(Waiting(b"x", "one", 1000, receipts.append))
+    queue.add(Waiting(b"x", "two", 2000, receipts.append))
+    late = batch_of(deadline_ms=900)
+    queue.add_batch(late)
+    queue.expire(1500, NotServed("nobody took it"))
+    assert [(receipt.message_id, receipt.outcome) for receipt in receipts] == [("one", Outcome.REFUSED)]
+    assert late.receipt(0).outcome is Outcome.REFUSED
+    assert len(queue.waiting) == 1
+
+
+def test_one_subject_alone_has_all_the_room_and_gives_it_back():
+    backlog = Backlog(10, LARGE)
+    queue, added = queue_of("a", backlog), 0
+    while backlog.has_room(queue, 1):
+        queue.add(waiting())
+        added += 1
+    assert added == 10
+    queue.next_batch(LARGE)
+    assert (backlog.messages, backlog.bytes) == (0, 0)
+
+
+def test_bytes_bound_what_waits_but_an_empty_producer_takes_a_message_of_any_size():
+    backlog = Backlog(LARGE, 100)
+    queue = queue_of("a", backlog)
+    assert backlog.has_room(queue, 5_000)
+    queue.add(waiting("x" * 60))
+    assert backlog.has_room(queue, 40) and not backlog.has_room(queue, 41)
+
+
+@given(st.integers(1, 12), st.integers(1, 3_000))
+def test_subjects_that_do_not_move_leave_room_for_the_others(stuck, messages_max):
+    """Gap of QMQ: three subjects without a broker stop a producer."""
+    backlog = Backlog(messages_max, LARGE)
+    queues = [queue_of(str(number), backlog) for number in range(stuck)]
+    moved = True
+    while moved:
+        moved = False
+        for queue in queues:
+            if backlog.has_room(queue, 1):
+                queue.add(waiting())
+                moved = True
+    assert backlog.messages <= messages_max * 9 / 8
+    room = 0
+    other = queue_of("moves", backlog)
+    while backlog.has_room(other, 1):
+        other.add(waiting())
+        room += 1
+    assert room >= messages_max // 9 // (8 * stuck + 1)
+
+
+def test_tags_and_keys_of_gathered_messages_stand_in_labels_behind_their_batch():
+    queue = queue_of()
+    queue.add(waiting("plain"))
+    queue.add(Waiting(b"tagged", "2", 1000, lambda _: None, label_of({"pay"}, None)))
+    batch = queue.next_batch(LARGE)
+    body = b"".join(batch.blocks)
+    assert batch.flags == 2
+    assert list(decode_labels(body, 2)) == [0, label_of({"pay"}, None)]
+    assert [bytes(one) for one in split_batch(body, 2)] == [b"plain", b"tagged"]
+
+
+def test_a_queue_without_labels_sends_none():
+    queue = queue_of()
+    queue.add(waiting())
+    batch = queue.next_batch(LARGE)
+    assert batch.flags == 0 and len(batch.blocks) == 1
+
+
+def lanes_of(*groups: str) -> Lanes:
+    lanes = Lanes("a", Backlog(LARGE, LARGE))
+    lanes.set_groups(groups)
+    return lanes
+
+
+def texts(lanes: Lanes) -> dict[str, list[str]]:
+    return {str(lane.group): [one.id for one in lane.waiting] for lane in lanes if lane.waiting}
+
+
+def test_a_message_in_order_waits_for_the_route_and_then_in_the_lane_of_its_key():
+    lanes = lanes_of()
+    for number in range(20):
+        one = waiting(str(number), key=f"k{number % 5}")
+        lanes.lane(one.label).add(one)
+    assert texts(lanes) == {"": [str(number) for number in range(20)]}
+    lanes.set_groups(["g2", "g1", "g3"])
+    for group, ids in texts(lanes).items():
+        assert ids == sorted(ids, key=int)
+        for id in ids:
+            assert group_of_key(label_of((), f"k{int(id) % 5}") >> 32, ["g1", "g2", "g3"]) == group
+
+
+def test_a_lane_has_one_batch_under_way_and_what_comes_back_is_first_again():
+    lanes = lanes_of("g1")
+    lane = lanes.lane(label_of((), "k"))
+    for text in "abc":
+        lane.add(waiting(text, key="k"))
+    batch = lane.next_batch(20)
+    assert (batch.ids, lane.under_way is not None) == (["a"], True)
+    lane.put_back(batch)
+    assert texts(lanes) == {"g1": ["a", "b", "c"]} and lane.under_way is None
+    batch = lane.next_batch(LARGE)
+    batch.resolve(stored("g1", Produced(0, 3, 0, [])))
+    assert lane.under_way is None and not lane
+
+
+def test_keys_do_not_change_groups_while_something_of_them_is_under_way():
+    lanes = lanes_of("g1")
+    label = label_of((), "k")
+    lanes.lane(label).add(waiting("first", key="k"))
+    batch = lanes.lane(label).next_batch(LARGE)
+    lanes.lane(label).add(waiting("second", key="k"))
+    lanes.set_groups(["g2"])
+    assert lanes.are_moving
+    lanes.lane(label).add(waiting("third", key="k"))
+    assert not lanes.move()
+    batch.resolve(stored("g1", Produced(0, 1, 0, [])))
+    assert lanes.move()
+    assert texts(lanes) == {"g2": ["second", "third"]}
+
+
+def test_a_route_without_groups_moves_no_key():
+    lanes = lanes_of("g1", "g2")
+    lanes.set_groups([])
+    assert not lanes.are_moving
+    assert lanes.lane(label_of((), "k")).group in ("g1", "g2")
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["add", "send", "answer", "back", "route"]), st.integers(0, 11)), max_size=120)
+)
+def test_messages_of_a_key_are_stored_in_their_order_whatever_happens(steps):
+    """No retry overtakes and no change of groups does: a slow model keeps each key's order of storing."""
+    lanes, under_way = lanes_of(), {}
+    stored_of: dict[str, list[int]] = defaultdict(list)
+    given_of: dict[str, int] = defaultdict(int)
+
+    def send() -> None:
+        for lane in lanes:
+            if lane and lane.group and lane.under_way is None and not lanes.are_moving:
+                under_way[lane] = lane.next_batch(60)
+
+    def answer(lane: SubjectQueue, batch: Batch) -> None:
+        for id in batch.ids:
+            key, number = id.split(":")
+            stored_of[key].append(int(number))
+        batch.resolve(stored("g", Produced(0, len(batch), 0, [])))
+        lanes.move()
+
+    for step, choice in steps:
+        if step == "add":
+            key = f"k{choice % 4}"
+            one = waiting(f"{key}:{given_of[key]}", key=key)
+            given_of[key] += 1
+            lanes.lane(one.label).add(one)
+        elif step == "send":
+            send()
+        elif step == "route":
+            lanes.set_groups(f"g{number}" for number in range(4) if choice >> number & 1)
+        elif under_way:
+            lane = list(under_way)[choice % len(under_way)]
+            batch = under_way.pop(lane)
+            if step == "answer":
+                answer(lane, batch)
+            else:
+                lane.put_back(batch)
+                lanes.move()
+    lanes.set_groups(["last"])
+    while under_way or any(lanes):
+        send()
+        for lane in list(under_way):
+            answer(lane, under_way.pop(lane))
+    assert stored_of == {key: list(range(count)) for key, count in given_of.items()}
+
+
+def test_what_no_group_took_in_time_says_so_with_its_error():
+    queue, receipts = queue_of(), []
+    queue.add(Waiting(b"x", "one", 1000, receipts.append))
+    error = NoRoute("no broker group serves 'a'")
+    queue.expire(1000, error)
+    [receipt] = receipts
+    assert receipt == Receipt(Outcome.REFUSED, "one", "a", "", -1, None, str(error), error)
+    with pytest.raises(NoRoute):
+        receipt.check()
