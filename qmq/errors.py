@@ -17,6 +17,7 @@
     │   ├── NotMaster             the route is old: fetch it again
     │   └── Overloaded            or wait, then ask this one again
     ├── OutcomeUnknown        maybe stored: repeat the same batch to the same group
+    │   └── NoAnswer              maybe handled: send the request again if it may be handled twice
     ├── NotServed             nobody can serve this now: wait, the client retries by itself
     │   ├── NoRoute               the metaserver knows no broker group for the subject
     │   └── QueueFull             the producer's own queue: nothing was taken, send again later
@@ -164,6 +165,10 @@ class OutcomeUnknown(QmqError):
     """The batch may or may not be stored. Repeat the same batch to the same group: it is stored once."""
 
     code, retryable = ErrorCode.OUTCOME_UNKNOWN, True
+
+
+class NoAnswer(OutcomeUnknown):
+    """Nobody answered a request in time. It may have been handled: ask again if it may be handled twice."""
 
 
 class NotServed(QmqError):

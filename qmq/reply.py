@@ -1,0 +1,162 @@
+"""Shell. Request and reply: send a message, and wait for what whoever handles it answers.
+
+A request names in its properties where the answer goes, and which request it answers:
+
+    qreply_subject   the subject that answers go to
+    qreply_id        "requester-number"; the answer carries it too, and the requester's part as its tag
+
+Each requester reads the subject of answers as a broadcast, from the brokers that it is sent to only what has its tag.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from types import TracebackType
+from typing import Protocol
+
+from qmq.client.batching import Outcome, Receipt
+from qmq.client.consumer import Consumer
+from qmq.client.puller import Puller
+from qmq.client.received import ReceivedMessage
+from qmq.errors import ClientClosed, InvalidRequest, NoAnswer, NotServed, QmqError
+from qmq.message import Message
+
+REPLY_SUBJECT, REPLY_ID = "qreply_subject", "qreply_id"
+
+CLOCKS_DIFFER = timedelta(seconds=60)
+"""Answers are read from so long before the requester began, by the brokers' clocks."""
+PULL_MESSAGES, PULL_TIMEOUT_S = 1_000, 60.0
+
+
+class Sends(Protocol):
+    """A producer, or what wraps one."""
+
+    async def send(self, message: Message) -> Receipt: ...
+
+
+class Requester:
+    """Sends requests and hands out their answers; an async context manager, used on one event loop.
+
+    Args:
+        producer: sends the requests; it is open, and stays so.
+        consumer: receives the answers, beside its listeners.
+        reply_subject: where answers go: one subject for all requests of an application, for instance "shop.answers".
+    """
+
+    def __init__(self, producer: Sends, consumer: Consumer, *, reply_subject: str) -> None:
+        self._producer, self._reply_subject = producer, reply_subject
+        self._name = secrets.token_hex(8)
+        start = datetime.now(UTC) - CLOCKS_DIFFER
+        self._puller = consumer.pull(reply_subject, broadcast=True, tags=(self._name,), start=start)
+        self._numbers = count(1)
+        self._waiting: dict[str, asyncio.Future[ReceivedMessage]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self.late_answers = 0
+        """Answers that nobody waited for any more, second ones of a request that was handled twice among them."""
+
+    async def __aenter__(self) -> Requester:
+        await self._puller.__aenter__()
+        self._reader = asyncio.create_task(self._read(self._puller))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        reader, self._reader = self._reader, None
+        try:
+            if reader is not None:
+                reader.cancel()
+                await asyncio.wait([reader])
+        finally:
+            self._fail(ClientClosed("the requester is closed"))
+            await self._puller.__aexit__(kind, error, trace)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without an answer yet."""
+        return len(self._waiting)
+
+    async def request(self, message: Message, *, timeout: float) -> ReceivedMessage:
+        """Send a message and return the answer; waits up to `timeout` seconds, sending included.
+
+        Raises:
+            NoAnswer: there was none in time. The request may have been handled, or may still be.
+            NotServed: the request was not stored; nobody handles it.
+            ClientClosed: the requester is not open, or was closed meanwhile.
+            QmqError: answers cannot be received.
+        """
+        self._check_open()
+        identity = f"{self._name}-{next(self._numbers)}"
+        message.properties = {**message.properties, REPLY_SUBJECT: self._reply_subject, REPLY_ID: identity}
+        future: asyncio.Future[ReceivedMessage] = asyncio.get_running_loop().create_future()
+        self._waiting[identity] = future
+        try:
+            async with asyncio.timeout(timeout) as clock:
+                receipt = await self._producer.send(message)
+                if receipt.outcome is Outcome.REFUSED:
+                    raise NotServed(f"request {receipt.message_id} is not stored: {receipt.reason}")
+                return await future
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            if future.done() and not future.cancelled():
+                return future.result()  # the answer came, and the receipt of the request did not
+            raise NoAnswer(f"no answer to message {message.id} within {timeout} s") from None
+        finally:
+            del self._waiting[identity]
+
+    def _check_open(self) -> None:
+        if self._reader is None:
+            raise ClientClosed("the requester is not open: use it with `async with`")
+        if self._reader.done():
+            self._reader.result()
+
+    async def _read(self, puller: Puller) -> None:
+        try:
+            while True:
+                answers = await puller.pull(PULL_MESSAGES, timeout=PULL_TIMEOUT_S)
+                for answer in answers:
+                    self._arrived(answer)
+                await puller.ack(answers)
+        except QmqError as error:
+            self._fail(error)
+            raise
+
+    def _arrived(self, answer: ReceivedMessage) -> None:
+        future = self._waiting.get(str(answer.get(REPLY_ID)))
+        if future is None or future.done():
+            self.late_answers += 1
+        else:
+            future.set_result(answer)
+
+    def _fail(self, error: QmqError) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+def is_request(message: Message) -> bool:
+    """Whether somebody waits for an answer to `message`."""
+    return REPLY_SUBJECT in message.properties and REPLY_ID in message.properties
+
+
+async def reply(producer: Sends, message: ReceivedMessage, answer: Message) -> Receipt:
+    """Answer a request: call it in the handler, before it returns. The answer's subject and tags are set here.
+
+    Raises:
+        InvalidRequest: nobody waits for an answer to `message`.
+        NotServed: the answer is not stored, or nobody knows; let the handler fail with it, and the request comes again.
+    """
+    if not is_request(message):
+        raise InvalidRequest(f"message {message.id} is no request: it says nowhere to answer to")
+    identity = str(message[REPLY_ID])
+    answer.subject = str(message[REPLY_SUBJECT])
+    answer.properties = {**answer.properties, REPLY_ID: identity}
+    answer.tags = frozenset({identity.partition("-")[0]})
+    receipt = await producer.send(answer)
+    if not receipt.is_stored:
+        raise NotServed(f"the answer to message {message.id} is not stored ({receipt.outcome}): {receipt.reason}")
+    return receipt

@@ -1,0 +1,226 @@
+"""Shell. Request and reply over a broker in memory: each request gets its own answer, or an error in time."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+import qmq
+from qmq.errors import InvalidMessage, NoAnswer, NotServed
+from qmq.reply import Requester, is_request, reply
+from qmq.testing import Broker
+
+QUERY, ANSWERS = "price.query", "price.answers"
+LONG_S = 30.0
+
+
+class Shop:
+    """A producer, a requester, and a service that answers with `answer`."""
+
+    def __init__(self, broker, producer, requester):
+        self.broker, self.producer, self.requester = broker, producer, requester
+
+    async def ask(self, number, timeout=LONG_S):
+        answer = await self.requester.request(qmq.Message(QUERY, {"n": number}), timeout=timeout)
+        return answer["square"]
+
+
+@asynccontextmanager
+async def shop(answer=None):
+    """Run a service whose handler is `answer(producer, message)`; by default it answers with the square of a number."""
+    async with Broker() as broker:
+        options = {"metaserver": broker.metaserver, "app": "shop"}
+        service, client = qmq.Consumer(**options), qmq.Consumer(**options)
+        async with qmq.Producer(**options) as producer:
+
+            @service.listen(QUERY, group="prices", start="earliest", concurrency=8, retry_delay=0.0)
+            async def on_query(message):
+                await (answer or squared)(producer, message)
+
+            running = asyncio.create_task(service.run())
+            try:
+                async with Requester(producer, client, reply_subject=ANSWERS) as requester:
+                    yield Shop(broker, producer, requester)
+            finally:
+                running.cancel()
+                await asyncio.wait([running])
+
+
+async def squared(producer, message):
+    await reply(producer, message, qmq.Message("", {"square": message.get_int("n") ** 2}))
+
+
+async def until(condition):
+    async with asyncio.timeout(LONG_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_each_of_many_requests_gets_its_own_answer():
+    async def run():
+        async with shop() as world:
+            answers = await asyncio.gather(*(world.ask(number) for number in range(200)))
+            assert answers == [str(number**2) for number in range(200)]
+            assert (world.requester.waiting, world.requester.late_answers) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_answers_come_over_lost_connections_and_another_master():
+    async def run():
+        async with shop() as world:
+            assert await world.ask(1) == "1"
+            for trouble in (world.broker.drop_connections, world.broker.swap_roles):
+                asking = asyncio.create_task(world.ask(3))
+                await asyncio.sleep(0)
+                trouble()
+                assert await asking == "9"
+
+    asyncio.run(run())
+
+
+def test_without_an_answer_in_time_the_error_says_so_and_nothing_waits_on():
+    async def silent(producer, message):
+        pass
+
+    async def run():
+        async with shop(silent) as world:
+            with pytest.raises(NoAnswer, match="no answer to message .* within 0.2 s"):
+                await world.ask(1, timeout=0.2)
+            assert world.requester.waiting == 0
+
+    asyncio.run(run())
+
+
+def test_late_and_second_answers_are_counted_and_answer_nothing():
+    async def run():
+        may_answer = asyncio.Event()
+
+        async def late(producer, message):
+            if message["n"] == "1":
+                await may_answer.wait()
+            await squared(producer, message)
+            await squared(producer, message)
+
+        async with shop(late) as world:
+            with pytest.raises(NoAnswer):
+                await world.ask(1, timeout=0.05)
+            assert await world.ask(2) == "4"
+            may_answer.set()
+            await until(lambda: world.requester.late_answers == 3)
+            assert await world.ask(3) == "9"
+
+    asyncio.run(run())
+
+
+def test_requesters_of_one_subject_get_their_own_answers_and_no_others():
+    async def run():
+        async with shop() as world:
+            other = qmq.Consumer(metaserver=world.broker.metaserver, app="shop")
+            async with Requester(world.producer, other, reply_subject=ANSWERS) as second:
+                answers = await asyncio.gather(
+                    *(world.ask(number) for number in range(20)),
+                    *(second.request(qmq.Message(QUERY, {"n": number}), timeout=LONG_S) for number in range(20)),
+                )
+                assert [answer["square"] for answer in answers[20:]] == answers[:20]
+                assert (world.requester.late_answers, second.late_answers) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_not_stored_fails_at_once():
+    async def run():
+        async with shop() as world:
+            world.broker.refuse_next(InvalidMessage("not today"))
+            with pytest.raises(NotServed, match="not stored: .*not today"):
+                await world.ask(1)
+            with pytest.raises(InvalidMessage):
+                await world.requester.request(qmq.Message(QUERY, {"n": object()}), timeout=LONG_S)
+            assert world.requester.waiting == 0
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_is_not_stored_fails_the_handler_and_the_request_comes_again():
+    async def run():
+        times = []
+
+        async def refused_once(producer, message):
+            times.append(message.times)
+            if len(times) == 1:
+                world.broker.refuse_next(InvalidMessage("not today"))
+            await squared(producer, message)
+
+        async with shop(refused_once) as world:
+            assert await world.ask(5) == "25"
+            assert times == [1, 2]
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_request_waits_no_more():
+    async def silent(producer, message):
+        pass
+
+    async def run():
+        async with shop(silent) as world:
+            asking = asyncio.create_task(world.ask(1))
+            await until(lambda: world.requester.waiting)
+            asking.cancel()
+            await asyncio.wait([asking])
+            assert asking.cancelled() and world.requester.waiting == 0
+
+    asyncio.run(run())
+
+
+def test_closing_ends_those_that_wait_and_refuses_others():
+    async def silent(producer, message):
+        pass
+
+    async def run():
+        async with shop(silent) as world:
+            client = qmq.Consumer(metaserver=world.broker.metaserver, app="shop")
+            async with Requester(world.producer, client, reply_subject=ANSWERS) as requester:
+                asking = asyncio.create_task(requester.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S))
+                await until(lambda: requester.waiting)
+            with pytest.raises(qmq.ClientClosed, match="the requester is closed"):
+                await asking
+            with pytest.raises(qmq.ClientClosed, match="not open"):
+                await requester.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S)
+            assert requester.waiting == 0
+
+    asyncio.run(run())
+
+
+def test_a_requester_whose_consumer_id_another_one_takes_says_so_to_all_that_wait():
+    async def silent(producer, message):
+        pass
+
+    async def run():
+        async with shop(silent) as world:
+            options = {"metaserver": world.broker.metaserver, "app": "shop", "consumer_id": "same"}
+            one = Requester(world.producer, qmq.Consumer(**options), reply_subject=ANSWERS)
+            two = Requester(world.producer, qmq.Consumer(**options), reply_subject=ANSWERS)
+            async with one:
+                asking = asyncio.create_task(one.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S))
+                await world.broker.wait_until_subscribed(ANSWERS, "same")
+                async with two:
+                    with pytest.raises(qmq.SubscriptionReplaced):
+                        await asking
+                    with pytest.raises(qmq.SubscriptionReplaced):
+                        await one.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S)
+
+    asyncio.run(run())
+
+
+def test_only_requests_are_answered():
+    async def run():
+        async with shop() as world:
+            message = qmq.Message(QUERY, {"n": 1}, id="id-1")
+            assert not is_request(message)
+            with pytest.raises(qmq.InvalidRequest, match="message id-1 is no request"):
+                await reply(world.producer, message, qmq.Message("", {}))
+
+    asyncio.run(run())
