@@ -345,6 +345,7 @@ def decode_message(data: bytes) -> Message:
     properties = decode_properties(data, envelope.body_begin)
     message = Message(envelope.subject, properties, tags=envelope.tags, id=envelope.id)
     message.created_ms = envelope.created_ms
+    message.order_key, message.retries_max = properties.get(ORDER_KEY), message.get_int(RETRIES_MAX)
     return message
 
 
