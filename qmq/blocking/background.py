@@ -1,0 +1,177 @@
+"""Shell. The event loop behind all blocking clients of a process: one thread, begun when it is first needed.
+
+Fork: a child process has no other threads than the one that forked, so it gets a loop of its own when it needs one, and
+never touches its parent's. What the parent had sent and not yet heard of stays the parent's.
+
+End: Python waits for threads that are no daemons before it takes the interpreter apart. One such thread, the keeper,
+waits until the program's own threads are through, then sees to it that everything sent so far gets its outcome; a
+handler of `atexit` does the same for what came later, and ends the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from qmq.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+END_S = 5.0
+"""For the loop's thread, after all clients were closed."""
+
+
+class Client(Protocol):
+    """What is to be ended with the process."""
+
+    def flush_at_exit(self) -> None:
+        """Wait, within the client's own bounds, until everything sent so far has its outcome."""
+
+    def close(self) -> None:
+        """Do so, and disconnect."""
+
+
+class Background:
+    """The loop and its thread. Made by `background`; ends with the process."""
+
+    def __init__(self) -> None:
+        self.clients: set[Client] = set()
+        """Those that are open."""
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(_Threads())
+        self._thread = threading.Thread(target=self._loop.run_forever, name="qmq", daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._keep, name="qmq keeper").start()
+
+    def call_soon(self, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Have `call` carried out on the loop; does not wait."""
+        self._loop.call_soon_threadsafe(lambda: call(*args, **kwargs))
+
+    def call_later(self, seconds: float, call: Callable[[], object]) -> None:
+        """Have `call` carried out after a while; to be called on the loop."""
+        self._loop.call_later(seconds, call)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin `work` on the loop; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do `work` on the loop and wait for it. Whatever breaks off the waiting, such as Ctrl-C, cancels the work.
+
+        Raises:
+            InvalidRequest: this is the loop's own thread, which would wait for itself.
+        """
+        self.check_may_wait(work)
+        future = self.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def check_may_wait(self, work: Coroutine[Any, Any, object] | None = None) -> None:
+        if threading.current_thread() is self._thread:
+            if work is not None:
+                work.close()
+            raise InvalidRequest("a callback must not wait: it is called on the thread that does the work")
+
+    def _keep(self) -> None:
+        """Wait for the program's own threads, then for what they sent."""
+        threading.main_thread().join()
+        this = threading.current_thread()
+        while others := [one for one in threading.enumerate() if one is not this and _is_waited_for(one)]:
+            others[0].join()
+        for client in list(self.clients):
+            with contextlib.suppress(Exception):
+                client.flush_at_exit()
+
+    def end(self) -> None:
+        """Close all clients, then the loop."""
+        for client in list(self.clients):
+            try:
+                client.close()
+            except Exception as error:
+                log.warning("client not closed as it should be: %r", error)
+        with contextlib.suppress(TimeoutError):
+            self.submit(_end_tasks()).result(END_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(END_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _end_tasks() -> None:
+    """Let everything end that still runs on this loop: gRPC leaves calls behind that were cancelled just now."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_waited_for(thread: threading.Thread) -> bool:
+    """Whether Python waits for this thread before the interpreter ends."""
+    return not thread.daemon and thread is not threading.main_thread()
+
+
+class _Threads(ThreadPoolExecutor):
+    """A thread for each call. The base class takes none once the main thread ended, when others may still send."""
+
+    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call(*args, **kwargs))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        threading.Thread(target=work, name="qmq call", daemon=True).start()
+        return future
+
+
+_background: Background | None = None
+_of_parents: list[Background] = []
+"""Kept, so that nothing of them is taken apart here: their sockets are the parent's."""
+lock = threading.Lock()
+"""Guards what is made when it is first needed: the loop, and the clients' sessions on it."""
+
+
+def background() -> Background:
+    """Return this process's loop; call it with `lock` held."""
+    global _background
+    if _background is None:
+        _background = Background()
+        atexit.register(_end, os.getpid())
+    return _background
+
+
+def current() -> Background | None:
+    """Return this process's loop, if it has one."""
+    return _background
+
+
+def _end(pid: int) -> None:
+    if _background is not None and pid == os.getpid():
+        _background.end()
+
+
+def _after_fork() -> None:
+    global _background, lock
+    if _background is not None:
+        _of_parents.append(_background)
+    _background, lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

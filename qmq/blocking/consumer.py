@@ -1,0 +1,313 @@
+"""Shell. The consumer for programs without an event loop: `qmq.Consumer`, driven from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Self, TypeVar
+
+from qmq.blocking import background as process
+from qmq.blocking.background import Background
+from qmq.client.consumer import Consumer as AsyncConsumer
+from qmq.client.consumer import Start, TagMode
+from qmq.client.handling import BlockingHandler, Filter
+from qmq.client.listener import Listener
+from qmq.client.puller import Puller as AsyncPuller
+from qmq.client.received import ReceivedMessage
+from qmq.client.session import MasterChanged
+from qmq.errors import ClientClosed, InvalidRequest, QmqError
+
+H = TypeVar("H", bound=BlockingHandler)
+C = TypeVar("C", bound=Callable[[MasterChanged], object])
+
+
+class Consumer:
+    """Receives messages, for listeners (`listen`, `run`) or pullers (`pull`), or both.
+
+    Listeners may be registered before a process forks: each process that calls `run` is a consumer of its own.
+
+    Args: see `qmq.Consumer`.
+    """
+
+    def __init__(
+        self, *, metaserver: str, app: str, token: str | None = None, consumer_id: str | None = None,
+        drain_s: float = 20.0, online: bool = True,
+    ) -> None:  # fmt: skip
+        self._make = partial(
+            AsyncConsumer, metaserver=metaserver, app=app, token=token, consumer_id=consumer_id, drain_s=drain_s
+        )
+        self._asked: list[Callable[[AsyncConsumer], object]] = []
+        """What was registered, to be registered again in a forked process."""
+        self._pid = os.getpid()
+        self._inner = self._make(online=online)
+        self._run: _Run | None = None
+
+    @property
+    def _own(self) -> AsyncConsumer:
+        """This process's consumer: a parent's has the parent's id, and its place in the groups."""
+        if self._pid != os.getpid():
+            self._pid, self._inner, self._run = os.getpid(), self._make(online=self._inner.is_online), None
+            for ask in self._asked:
+                ask(self._inner)
+        return self._inner
+
+    @property
+    def id(self) -> str:
+        """Name of this consumer in its groups."""
+        return self._own.id
+
+    # Listening.
+
+    def listen(
+        self, subject: str, *, group: str = "", broadcast: bool = False, tags: Iterable[str] = (),
+        tag_mode: TagMode = "any", concurrency: int = 1, start: Start = "latest", retries_max: int = 32,
+        retry_delay: float = 5.0, most_once: bool = False, auto_ack: bool = True, filters: Sequence[Filter] = (),
+        prefetch_messages: int | None = None, prefetch_bytes: int = 8 << 20, unacked_max: int = 100_000,
+    ) -> Callable[[H], H]:  # fmt: skip
+        """Decorate the function that handles messages of `subject` for the consumer group `group`.
+
+        Each of the `concurrency` handlers has a thread of its own. What it returns and raises, and the arguments, mean
+        what they mean in `qmq.Consumer.listen`. A handler that decides by itself (`auto_ack=False`) calls the
+        message's `ack_nowait`, `nack_nowait` or `dead_letter_nowait`.
+        """
+        tags, filters = list(tags), list(filters)
+
+        def register(handler: H) -> H:
+            if inspect.iscoroutinefunction(handler):
+                raise InvalidRequest("a handler here is a plain function; qmq.Consumer takes coroutine functions")
+
+            def ask(consumer: AsyncConsumer) -> None:
+                consumer.listen(
+                    subject, group=group, broadcast=broadcast, tags=tags, tag_mode=tag_mode, concurrency=concurrency,
+                    start=start, retries_max=retries_max, retry_delay=retry_delay, most_once=most_once,
+                    auto_ack=auto_ack, filters=filters, prefetch_messages=prefetch_messages,
+                    prefetch_bytes=prefetch_bytes, unacked_max=unacked_max,
+                )(handler)  # fmt: skip
+
+            self._on_loop(ask)
+            self._asked.append(ask)
+            return handler
+
+        return register
+
+    def _on_loop(self, ask: Callable[[AsyncConsumer], None]) -> None:
+        """Register on the loop if the consumer runs, as a listener that is added then begins at once."""
+        consumer, run = self._own, self._run
+        if run is None:
+            ask(consumer)
+            return
+
+        async def work() -> None:
+            ask(consumer)
+
+        run.background.run(work())
+
+    @property
+    def listeners(self) -> Mapping[tuple[str, str], Listener]:
+        """Handles of the listeners, by subject and group: to stop, resume, and change their concurrency."""
+        return self._own.listeners
+
+    def run(self) -> None:
+        """Call handlers until `stop`, SIGTERM or Ctrl-C; then finish those that run, send acks, give the rest back.
+
+        SIGTERM is taken care of in the main thread, unless the application handles it itself.
+
+        Raises:
+            QmqError: a subscription cannot go on, for instance because another process uses the consumer id.
+        """
+        consumer = self._own
+        with process.lock:
+            background = process.background()
+        background.check_may_wait()
+        if self._run is not None:
+            raise InvalidRequest("this consumer runs already")
+        self._run = run = _Run(background, consumer)
+        background.clients.add(self)
+        try:
+            with _sigterm_calls(run.stop):
+                run.wait()
+        finally:
+            background.clients.discard(self)
+            self._run = None
+
+    def stop(self) -> None:
+        """End `run` as SIGTERM does; may be called from any thread and returns at once."""
+        if self._pid == os.getpid() and (run := self._run) is not None:
+            run.stop()
+
+    def flush_at_exit(self) -> None:
+        """For the end of the process: end `run`, if a daemon thread is in it, and wait for that."""
+        self.close()
+
+    def close(self) -> None:
+        """As `stop`, and wait until `run` has ended."""
+        if self._pid == os.getpid() and (run := self._run) is not None:
+            run.stop()
+            run.wait()
+
+    # Pulling.
+
+    def pull(
+        self, subject: str, *, group: str = "", broadcast: bool = False, tags: Iterable[str] = (),
+        tag_mode: TagMode = "any", start: Start = "latest", retries_max: int = 32, retry_delay: float = 5.0,
+        most_once: bool = False, prefetch_messages: int = 4_000, prefetch_bytes: int = 16 << 20,
+        unacked_max: int = 1_000_000,
+    ) -> Puller:  # fmt: skip
+        """Return a puller for `with`; the arguments are those of `listen`: see `qmq.Consumer.pull`."""
+        puller = self._own.pull(
+            subject, group=group, broadcast=broadcast, tags=tags, tag_mode=tag_mode, start=start,
+            retries_max=retries_max, retry_delay=retry_delay, most_once=most_once, prefetch_messages=prefetch_messages,
+            prefetch_bytes=prefetch_bytes, unacked_max=unacked_max,
+        )  # fmt: skip
+        return Puller(puller)
+
+    # Together.
+
+    def offline(self) -> None:
+        """Take part in no group for now: see `qmq.Consumer.offline`."""
+        self._own.offline()
+
+    def online(self) -> None:
+        """Take part in the groups again."""
+        self._own.online()
+
+    @property
+    def is_online(self) -> bool:
+        return self._own.is_online
+
+    def on_master_changed(self, callback: C) -> C:
+        """Have `callback` called with each `MasterChanged`, on the thread that does the work: it must not wait.
+
+        What the old master had handed over, and not heard the ack of, may come again.
+        """
+        self._own.on_master_changed(callback)
+        self._asked.append(lambda consumer: consumer.on_master_changed(callback))
+        return callback
+
+
+class _Run:
+    """One call of `run`."""
+
+    def __init__(self, background: Background, consumer: AsyncConsumer) -> None:
+        self.background = background
+        self._stopped = asyncio.Event()
+        self._ended: Future[None] = background.submit(self._serve(consumer))
+
+    async def _serve(self, consumer: AsyncConsumer) -> None:
+        running = asyncio.create_task(consumer.run())
+        stopping = asyncio.create_task(self._stopped.wait())
+        await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        consumer.stop()
+        await running
+
+    def stop(self) -> None:
+        self.background.call_soon(self._stopped.set)
+
+    def wait(self) -> None:
+        """Wait for the end. If that is broken off, by Ctrl-C, the end begins, and is waited for."""
+        try:
+            self._ended.result()
+        except BaseException:
+            if not self._ended.done():
+                self.stop()
+                with contextlib.suppress(QmqError):
+                    self._ended.result()
+            raise
+
+
+class Puller:
+    """Asks for messages; made by `Consumer.pull`, a context manager, used from one thread at a time.
+
+    On leaving, decisions are sent, and messages that were not decided go back to the group at once.
+    """
+
+    def __init__(self, inner: AsyncPuller) -> None:
+        self._inner = inner
+        self._background: Background | None = None
+
+    def __enter__(self) -> Self:
+        with process.lock:
+            background = process.background()
+        background.run(self._inner.__aenter__())
+        background.clients.add(self)
+        self._background = background
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _home(self) -> Background:
+        if self._background is None or self._background is not process.current():
+            raise ClientClosed("the puller is not open here: use it with `with`, in the process that forked last")
+        return self._background
+
+    def pull(self, messages_max: int, *, timeout: float) -> list[ReceivedMessage]:
+        """Return up to `messages_max` messages; waits up to `timeout` seconds for the first one, then returns none.
+
+        Raises:
+            QmqError: the subscription ended, for instance because another process uses the consumer id.
+        """
+        return self._home.run(self._inner.pull(messages_max, timeout=timeout))
+
+    def ack(self, messages: Iterable[ReceivedMessage]) -> None:
+        """Mark messages as done, in any order. The acks travel in the background; `flush` waits for them."""
+        self._home.run(self._inner.ack(list(messages)))
+
+    def nack(
+        self, messages: Iterable[ReceivedMessage], reason: str = "", *, delay: float | timedelta | None = None
+    ) -> None:
+        """Have messages handed over again, to any consumer of the group: see `ReceivedMessage.nack`."""
+        self._home.run(self._inner.nack(list(messages), reason, delay=delay))
+
+    def dead_letter(self, messages: Iterable[ReceivedMessage], reason: str) -> None:
+        """Have messages never handed over again: see `ReceivedMessage.dead_letter`."""
+        self._home.run(self._inner.dead_letter(list(messages), reason))
+
+    def flush(self) -> None:
+        """Wait until brokers keep what was decided."""
+        self._home.run(self._inner.flush())
+
+    def stop(self) -> None:
+        """Take no more messages: see `qmq.client.membership`."""
+        self._inner.stop()
+
+    def resume(self) -> None:
+        """Take messages again."""
+        self._inner.resume()
+
+    def flush_at_exit(self) -> None:
+        """For the end of the process."""
+        self.close()
+
+    def close(self) -> None:
+        """Leave, as at the end of `with`."""
+        background, self._background = self._background, None
+        if background is not None and background is process.current():
+            background.clients.discard(self)
+            background.run(self._inner.__aexit__(None, None, None))
+
+
+@contextlib.contextmanager
+def _sigterm_calls(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` at SIGTERM, in the main thread, where the application has not its own idea of it."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: stop())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

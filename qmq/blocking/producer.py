@@ -1,0 +1,262 @@
+"""Shell. The producer for programs without an event loop: `qmq.Producer`, driven from any number of threads."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, wait
+from functools import partial
+from threading import Lock
+from types import TracebackType
+from typing import Self
+
+from qmq.blocking import background as process
+from qmq.blocking.background import Background
+from qmq.client.batching import Done, Receipt, Receipts
+from qmq.client.producer import Producer as AsyncProducer
+from qmq.errors import ClientClosed, QmqError, QueueFull
+from qmq.message import Message
+
+CHUNK_MESSAGES_MAX = 10_000
+CHUNK_BYTES_MAX = 16 << 20
+"""`send_many` reads so much in the caller's thread before it sends it: the pause until the last receipt of a chunk, a
+few milliseconds, is then small beside the time that the chunk takes."""
+TURN_MESSAGES_MAX = 1_000
+"""One batch, as the producer cuts them."""
+AGAIN_S = 0.01
+"""When the producer's queue is full, until it is tried again."""
+MESSAGE_BYTES = 200
+"""What a message counts for beside the texts in it."""
+
+
+class Producer:
+    """Sends messages; used from any thread, also by the workers of a web server. A context manager.
+
+    It connects when it is first used. A process that was forked connects anew when it first uses it, as a producer of
+    its own; messages that the parent had sent and not yet heard of stay the parent's. When the interpreter ends,
+    everything sent gets its outcome first, within `timeout_s`.
+
+    Args: see `qmq.Producer`.
+    """
+
+    def __init__(
+        self, *, metaserver: str, app: str, token: str | None = None, timeout_s: float = 30.0,
+        answer_timeout_s: float = 5.0, in_flight_max: int = 16, queue_messages_max: int = 100_000,
+        queue_bytes_max: int = 64 << 20,
+    ) -> None:  # fmt: skip
+        self._make = partial(
+            AsyncProducer, metaserver=metaserver, app=app, token=token, timeout_s=timeout_s,
+            answer_timeout_s=answer_timeout_s, in_flight_max=in_flight_max, queue_messages_max=queue_messages_max,
+            queue_bytes_max=queue_bytes_max,
+        )  # fmt: skip
+        self._make()  # wrong arguments are refused here, not in a worker an hour later
+        self._messages_max, self._bytes_max = queue_messages_max, queue_bytes_max
+        self._open: _Session | None = None
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        self._session()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def send(self, message: Message) -> Receipt:
+        """Send one message and wait for its receipt: see `qmq.Producer.send`."""
+        session = self._session()
+        return session.background.run(session.producer.send(message))
+
+    def send_many(self, messages: Iterable[Message]) -> Receipts:
+        """Send messages and wait for all receipts, in the order of the messages: see `qmq.Producer.send_many`.
+
+        The iterable is read in this thread, up to 10,000 messages or 16 MiB ahead.
+        """
+        session = self._session()
+        receipts = Receipts()
+        for chunk in _chunks(messages):
+            receipts.extend(session.background.run(session.producer.send_many(chunk)))
+        return receipts
+
+    def send_nowait(self, message: Message, on_done: Done | None = None) -> Future[Receipt]:
+        """Queue one message and return at once; the future brings its receipt, or the error of a message that can
+        never be sent. It cannot be cancelled.
+
+        Args:
+            on_done: called with the receipt on the thread that does the work, which must not wait.
+
+        Raises:
+            QueueFull: nothing was queued; send it again later.
+            ClientClosed: the producer is closed.
+        """
+        return self._session().put(message, on_done)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until every message that `send_nowait` took before has its outcome.
+
+        Raises:
+            TimeoutError: not all of them had it within `timeout` seconds; they go on.
+        """
+        if (session := self._open_here()) is not None:
+            session.flush(timeout)
+
+    def close(self) -> None:
+        """Send what waits, wait for its outcome (no longer than `timeout_s`), and disconnect."""
+        session, self._is_closed = self._open_here(), True
+        if session is not None:
+            session.close()
+
+    def flush_at_exit(self) -> None:
+        """For the end of the process: as `flush`; messages end by themselves, by their deadline."""
+        self.flush()
+
+    def _open_here(self) -> _Session | None:
+        """Return the session if it is this process's own."""
+        session = self._open
+        return session if session is not None and session.background is process.current() else None
+
+    def _session(self) -> _Session:
+        if (session := self._open_here()) is not None and not self._is_closed:
+            return session
+        with process.lock:
+            if self._is_closed:
+                raise ClientClosed("the producer is closed")
+            if (session := self._open_here()) is None:
+                session = self._open = _Session(self, process.background())
+            return session
+
+    def _new(self) -> AsyncProducer:
+        return self._make()
+
+
+class _Session:
+    """A producer's life in one process. Made when it is first used there."""
+
+    def __init__(self, owner: Producer, background: Background) -> None:
+        self.background = background
+        self.producer = owner._new()
+        self._owner = owner
+        self._messages_max, self._bytes_max = owner._messages_max, owner._bytes_max
+        self._lock = Lock()
+        self._outbox: deque[_Sent] = deque()
+        self._under_way: set[_Sent] = set()
+        self._bytes = 0
+        self._is_emptying = False
+        background.run(self.producer.__aenter__())
+        background.clients.add(owner)
+
+    def put(self, message: Message, on_done: Done | None) -> Future[Receipt]:
+        sent = _Sent(message, on_done)
+        with self._lock:
+            if len(self._under_way) >= self._messages_max or (
+                self._under_way and self._bytes + sent.size > self._bytes_max
+            ):
+                raise QueueFull(f"{len(self._under_way)} messages have no outcome yet, about {self._bytes} bytes")
+            self._under_way.add(sent)
+            self._bytes += sent.size
+            self._outbox.append(sent)
+            wakes, self._is_emptying = not self._is_emptying, True
+        if wakes:  # else the loop is about to look
+            self.background.call_soon(self._empty)
+        return sent.future
+
+    def _empty(self) -> None:
+        """On the loop: hand what was put here to the producer, some at a time, so that others have their turn."""
+        for _ in range(TURN_MESSAGES_MAX):
+            with self._lock:
+                if not self._outbox:
+                    self._is_emptying = False
+                    return
+                sent = self._outbox.popleft()
+            try:
+                self.producer.send_nowait(sent.message, partial(self._done, sent))
+            except QueueFull:  # by its true size, or because of what other threads send
+                self._outbox.appendleft(sent)
+                self.background.call_later(AGAIN_S, self._empty)
+                return
+            except QmqError as error:
+                self._done(sent, error)
+        self.background.call_soon(self._empty)
+
+    def _done(self, sent: _Sent, outcome: Receipt | QmqError) -> None:
+        """On the loop: tell whoever sent it, then forget it; `flush` waits for both."""
+        try:
+            if isinstance(outcome, QmqError):
+                sent.future.set_exception(outcome)
+            elif sent.on_done is not None:
+                sent.on_done(outcome)
+        finally:
+            if isinstance(outcome, Receipt):
+                sent.future.set_result(outcome)
+            with self._lock:
+                self._under_way.discard(sent)
+                self._bytes -= sent.size
+
+    def flush(self, timeout: float | None) -> None:
+        self.background.check_may_wait()
+        with self._lock:
+            futures = [sent.future for sent in self._under_way]
+        late = wait(futures, timeout).not_done
+        if late:
+            raise TimeoutError(f"{len(late)} messages have no outcome after {timeout} s")
+
+    def close(self) -> None:
+        self.flush(None)
+        self.background.run(self.producer.close())
+        self.background.clients.discard(self._owner)
+
+
+class _Sent:
+    """One message of `send_nowait` on its way."""
+
+    __slots__ = ("message", "on_done", "future", "size")
+
+    def __init__(self, message: Message, on_done: Done | None) -> None:
+        self.message, self.on_done = message, on_done
+        self.size = _size(message)
+        self.future: Future[Receipt] = _Receipt()
+        self.future.set_running_or_notify_cancel()
+
+
+class _Receipt(Future[Receipt]):
+    """A receipt to come. Only the process that sent the message hears of it; a forked one must not wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pid = os.getpid()
+
+    def result(self, timeout: float | None = None) -> Receipt:
+        self._check_process()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._check_process()
+        return super().exception(timeout)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid and not self.done():
+            raise ClientClosed("the message was sent by the process that this one was forked from")
+
+
+def _size(message: Message) -> int:
+    """Return about how many bytes a message takes in memory."""
+    size = MESSAGE_BYTES
+    for value in message.properties.values():
+        size += len(value) if isinstance(value, str) else 8
+    return size
+
+
+def _chunks(messages: Iterable[Message]) -> Iterator[list[Message]]:
+    """Cut messages into lists that are neither long nor large."""
+    chunk: list[Message] = []
+    size = 0
+    for message in messages:
+        chunk.append(message)
+        size += _size(message)
+        if len(chunk) >= CHUNK_MESSAGES_MAX or size >= CHUNK_BYTES_MAX:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk

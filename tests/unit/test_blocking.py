@@ -1,0 +1,603 @@
+"""Clients without an event loop: threads, callbacks, forks, and the end of the interpreter."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import pytest
+
+import qmq
+import qmq.blocking
+from qmq.client.batching import Outcome
+from qmq.errors import ClientClosed, InvalidMessage, InvalidRequest, QueueFull
+
+APP = {"app": "test"}
+
+
+@pytest.fixture
+def broker(qmq_blocking_broker):
+    return qmq_blocking_broker
+
+
+@pytest.fixture
+def producer(broker):
+    with qmq.blocking.Producer(metaserver=broker.metaserver, **APP) as producer:
+        yield producer
+
+
+def numbers(messages):
+    return [int(message["n"]) for message in messages]
+
+
+def message(n, subject="s"):
+    return qmq.Message(subject, {"n": n})
+
+
+# A producer in threads.
+
+
+def test_threads_that_share_a_producer_all_get_their_receipts(broker, producer):
+    receipts = []
+
+    def work(begin):
+        for n in range(begin, begin + 20):
+            receipts.append(producer.send(message(n)))
+
+    threads = [threading.Thread(target=work, args=(begin,)) for begin in range(0, 160, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(receipts) == 160 and all(receipt.is_stored for receipt in receipts)
+    assert sorted(numbers(broker.messages("s"))) == list(range(160))
+
+
+def test_send_many_stores_in_order_and_reads_the_iterable_in_the_callers_thread(broker, producer):
+    threads = set()
+
+    def source():
+        for n in range(25_000):
+            threads.add(threading.current_thread())
+            yield message(n)
+
+    receipts = producer.send_many(source())
+    assert len(receipts) == 25_000 and receipts.all_stored
+    assert threads == {threading.current_thread()}
+    assert numbers(broker.messages("s")) == list(range(25_000))
+    assert [receipt.sequence for receipt in receipts[9_998:10_002]] == [9_998, 9_999, 10_000, 10_001]
+
+
+def test_send_many_tells_which_message_was_refused(broker, producer):
+    receipts = producer.send_many([message(0), qmq.Message("s", {"n": "x" * 40_000}), message(2)])
+    assert [receipt.outcome for receipt in receipts] == [Outcome.STORED, Outcome.REFUSED, Outcome.STORED]
+
+
+def test_an_error_of_the_iterable_is_passed_on(producer):
+    def source():
+        yield message(0)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        producer.send_many(source())
+
+
+def test_send_nowait_brings_receipts_by_future_and_by_callback(broker, producer):
+    called = []
+    futures = [producer.send_nowait(message(n), called.append) for n in range(3_000)]
+    producer.flush()
+    assert [future.result().sequence for future in futures] == list(range(3_000))
+    assert [receipt.sequence for receipt in called] == list(range(3_000))
+    assert numbers(broker.messages("s")) == list(range(3_000))
+
+
+def test_a_message_that_can_never_be_sent_fails_its_future_alone(broker, producer):
+    bad = producer.send_nowait(qmq.Message("s", {"n": "x" * 40_000}))
+    good = producer.send_nowait(message(1))
+    assert isinstance(bad.exception(5), InvalidMessage)
+    assert good.result(5).is_stored
+
+
+def test_send_nowait_refuses_what_exceeds_its_bounds_and_loses_nothing_of_the_rest(broker):
+    broker.readonly()
+    with qmq.blocking.Producer(metaserver=broker.metaserver, queue_messages_max=10, **APP) as producer:
+        futures = [producer.send_nowait(message(n)) for n in range(10)]
+        with pytest.raises(QueueFull):
+            producer.send_nowait(message(10))
+        with pytest.raises(TimeoutError, match="10 messages"):
+            producer.flush(0.05)
+        broker.writable()
+        producer.flush()
+        assert all(future.result().is_stored for future in futures)
+    with qmq.blocking.Producer(metaserver=broker.metaserver, queue_bytes_max=10_000, **APP) as producer:
+        with pytest.raises(QueueFull):
+            for _ in range(100):
+                producer.send_nowait(qmq.Message("large", {"n": "x" * 5_000}))
+
+
+def test_a_message_on_its_way_cannot_be_cancelled(broker, producer):
+    future = producer.send_nowait(message(1))
+    assert not future.cancel()
+    assert future.result().is_stored
+
+
+def test_a_callback_that_waits_is_refused_instead_of_hanging(producer):
+    errors = []
+
+    def on_done(receipt):
+        try:
+            producer.send(message(2))
+        except InvalidRequest as error:
+            errors.append(error)
+
+    producer.send_nowait(message(1), on_done)
+    producer.flush()
+    assert len(errors) == 1
+
+
+def test_a_callback_may_send_on(broker, producer):
+    futures = []
+    producer.send_nowait(message(1), lambda receipt: futures.append(producer.send_nowait(message(2))))
+    producer.flush()
+    assert futures[0].result().is_stored
+    assert numbers(broker.messages("s")) == [1, 2]
+
+
+def test_a_refusal_of_the_broker_is_a_receipt(broker, producer):
+    broker.refuse_next(InvalidMessage("not today"))
+    receipt = producer.send(message(1))
+    assert receipt.outcome is Outcome.REFUSED and "not today" in receipt.reason
+
+
+def test_a_producer_connects_when_it_is_first_used_and_is_closed_for_good(broker):
+    producer = qmq.blocking.Producer(metaserver=broker.metaserver, **APP)
+    assert producer.send(message(1)).is_stored
+    producer.close()
+    producer.close()
+    with pytest.raises(ClientClosed):
+        producer.send(message(2))
+
+
+def test_wrong_arguments_are_refused_before_the_first_use():
+    with pytest.raises(InvalidRequest):
+        qmq.blocking.Producer(metaserver="http://127.0.0.1:1", in_flight_max=1_000, **APP)
+
+
+# A consumer.
+
+
+@pytest.fixture
+def consumer(broker):
+    return qmq.blocking.Consumer(metaserver=broker.metaserver, **APP)
+
+
+@contextmanager
+def running(consumer):
+    """Run a consumer in a thread of its own; what `run` raises is raised at the end."""
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(consumer.run)
+        try:
+            yield run
+        finally:
+            consumer.stop()
+        run.result(10)
+
+
+def test_a_listener_is_a_plain_function_in_a_thread_of_its_own(broker, producer, consumer):
+    seen = []
+
+    @consumer.listen("s", group="g", start="earliest")
+    def on_message(message):
+        seen.append((int(message["n"]), message.times, threading.current_thread()))
+
+    producer.send_many(message(n) for n in range(50))
+    with running(consumer):
+        broker.wait_until_consumed("s", "g")
+    assert [n for n, _, _ in seen] == list(range(50))
+    assert {times for _, times, _ in seen} == {1}
+    assert not {thread for _, _, thread in seen} & {threading.current_thread(), threading.main_thread()}
+
+
+def test_handlers_block_side_by_side(broker, producer, consumer):
+    barrier = threading.Barrier(4, timeout=10)
+
+    @consumer.listen("s", group="g", start="earliest", concurrency=4)
+    def on_message(message):
+        barrier.wait()
+
+    producer.send_many(message(n) for n in range(8))
+    with running(consumer):
+        broker.wait_until_consumed("s", "g", timeout=10)
+
+
+def test_a_handler_that_raises_is_tried_again_and_its_message_becomes_a_dead_letter(broker, producer, consumer):
+    seen = []
+
+    @consumer.listen("s", group="g", start="earliest", retries_max=3)
+    def on_message(message):
+        seen.append((int(message["n"]), message.times))
+        if message["n"] == "1":
+            raise ValueError("no such order")
+
+    producer.send_many(message(n) for n in range(3))
+    with running(consumer):
+        broker.wait_until_consumed("s", "g")
+    assert sorted(seen) == [(0, 1), (1, 1), (1, 2), (1, 3), (2, 1)]
+    (dead,) = broker.dead_letters("s", "g")
+    assert dead["n"] == "1" and "no such order" in dead["qmq_deadReason"]
+
+
+def test_a_handler_may_decide_by_itself(broker, producer, consumer):
+    seen = []
+
+    @consumer.listen("s", group="g", start="earliest", auto_ack=False)
+    def on_message(message):
+        seen.append(message.times)
+        message.ack_nowait() if message.times == 2 else message.nack_nowait("later", delay=60)
+
+    producer.send(message(0))
+    with running(consumer):
+        broker.wait_until_consumed("s", "g")
+    assert seen == [1, 2]
+
+
+def test_filters_wrap_plain_handlers(broker, producer, consumer):
+    seen = []
+
+    def twice(message, handle):
+        handle(message)
+        handle(message)
+
+    @consumer.listen("s", group="g", start="earliest", filters=[twice])
+    def on_message(message):
+        seen.append(message["n"])
+
+    producer.send(message(7))
+    with running(consumer):
+        broker.wait_until_consumed("s", "g")
+    assert seen == ["7", "7"]
+
+
+def test_a_listener_stops_resumes_and_changes_its_concurrency_while_it_runs(broker, producer, consumer):
+    seen = []
+
+    @consumer.listen("s", group="g", start="earliest")
+    def on_message(message):
+        seen.append(message["n"])
+
+    listener = consumer.listeners["s", "g"]
+    with running(consumer):
+        broker.wait_until_subscribed("s", "g")
+        listener.stop()
+        broker.wait_until_subscribed("s", "g", consumers=0)
+        producer.send(message(1))
+        with pytest.raises(TimeoutError, match="1 messages to be handed out"):
+            broker.wait_until_consumed("s", "g", timeout=0.1)
+        listener.concurrency = 3
+        listener.resume()
+        broker.wait_until_consumed("s", "g")
+    assert seen == ["1"] and listener.concurrency == 3
+
+
+def test_a_listener_that_is_added_while_the_consumer_runs_begins_at_once(broker, producer, consumer):
+    @consumer.listen("s", group="g")
+    def on_message(message): ...
+
+    with running(consumer):
+        broker.wait_until_subscribed("s", "g")
+
+        @consumer.listen("other", group="g", start="earliest")
+        def on_other(message): ...
+
+        producer.send(message(1, "other"))
+        broker.wait_until_consumed("other", "g")
+
+
+def test_coroutine_functions_and_second_runs_are_refused(broker, consumer):
+    with pytest.raises(InvalidRequest, match="plain function"):
+
+        @consumer.listen("s", group="g")
+        async def on_message(message): ...
+
+    @consumer.listen("s", group="g")
+    def on_plain_message(message): ...
+
+    with running(consumer):
+        broker.wait_until_subscribed("s", "g")
+        with pytest.raises(InvalidRequest, match="runs already"):
+            consumer.run()
+
+
+def test_run_raises_what_ends_its_subscription(broker):
+    consumers = [qmq.blocking.Consumer(metaserver=broker.metaserver, consumer_id="same", **APP) for _ in range(2)]
+    for one in consumers:
+        one.listen("s", group="g")(lambda message: None)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(consumers[0].run)
+        broker.wait_until_subscribed("s", "g")
+        second = pool.submit(consumers[1].run)
+        with pytest.raises(qmq.SubscriptionReplaced):
+            first.result(10)
+        consumers[1].stop()
+        second.result(10)
+
+
+def test_a_change_of_masters_is_told(broker, producer, consumer):
+    events = SimpleQueue()
+    consumer.on_master_changed(events.put)
+
+    @consumer.listen("s", group="g", start="earliest")
+    def on_message(message): ...
+
+    producer.send(message(1))
+    with running(consumer):
+        broker.wait_until_consumed("s", "g")
+        broker.swap_roles()
+        assert events.get(timeout=10).broker_group == "test"
+        producer.send(message(2))
+        broker.wait_until_consumed("s", "g")
+
+
+def test_a_puller_takes_acks_and_gives_back(broker, producer, consumer):
+    producer.send_many(message(n) for n in range(10))
+    with consumer.pull("s", group="g", start="earliest") as puller:
+        first = puller.pull(4, timeout=5)
+        puller.ack(first)
+        puller.flush()
+        second = puller.pull(2, timeout=5)
+        puller.nack(second, "later", delay=3600)
+        puller.dead_letter(puller.pull(1, timeout=5), "never")
+        puller.flush()
+        third = puller.pull(100, timeout=5)
+        assert numbers(first + second) == [0, 1, 2, 3, 4, 5]
+        assert numbers(third) == [7, 8, 9]
+        assert puller.pull(1, timeout=0) == []
+    assert numbers(broker.dead_letters("s", "g")) == [6]
+    with consumer.pull("s", group="g") as puller:
+        assert numbers(puller.pull(100, timeout=5)) == [7, 8, 9]  # what was not decided went back at once
+        broker.advance(3600)
+        assert numbers(puller.pull(100, timeout=5)) == [4, 5]
+    with pytest.raises(ClientClosed):
+        puller.pull(1, timeout=0)
+
+
+# A process of its own: how it forks and how it ends.
+
+HEAD = """
+import os, sys, threading, time, signal, multiprocessing
+import qmq, qmq.blocking
+metaserver = sys.argv[1]
+def message(n):
+    return qmq.Message("s", {"n": n})
+producer = qmq.blocking.Producer(metaserver=metaserver, app="test")
+consumer = qmq.blocking.Consumer(metaserver=metaserver, app="test")
+"""
+
+
+def start(broker, code):
+    command = [sys.executable, "-c", HEAD + textwrap.dedent(code), broker.metaserver]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def run(broker, code):
+    """Run a program to its end; return what it printed."""
+    process = start(broker, code)
+    try:
+        out, err = process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode == 0, err
+    assert err == ""
+    return out.split()
+
+
+def test_what_was_sent_is_stored_before_the_interpreter_ends(broker):
+    run(broker, "for n in range(1_000): producer.send_nowait(message(n))")
+    assert numbers(broker.messages("s")) == list(range(1_000))
+
+
+def test_threads_that_outlive_the_main_thread_lose_nothing(broker):
+    run(
+        broker,
+        """
+        def work():
+            time.sleep(0.1)
+            for n in range(100):
+                producer.send_nowait(message(n))
+        threading.Thread(target=work).start()
+        """,
+    )
+    assert numbers(broker.messages("s")) == list(range(100))
+
+
+def test_what_is_sent_while_the_interpreter_ends_is_stored(broker):
+    run(
+        broker,
+        """
+        import atexit
+        producer.send(message(0))
+        atexit.register(lambda: producer.send_nowait(message(1)))
+        """,
+    )
+    assert numbers(broker.messages("s")) == [0, 1]
+
+
+def test_the_end_does_not_wait_longer_than_the_timeout(broker):
+    broker.readonly()
+    began = time.monotonic()
+    run(
+        broker,
+        """
+        producer = qmq.blocking.Producer(metaserver=metaserver, app="test", timeout_s=0.5)
+        producer.send_nowait(message(0))
+        """,
+    )
+    assert time.monotonic() - began < 15
+    assert broker.messages("s") == []
+
+
+def test_a_forked_process_has_a_loop_and_a_producer_of_its_own(broker):
+    out = run(
+        broker,
+        """
+        producer.send(message(0))
+        pid = os.fork()
+        sequence = producer.send(message(1)).sequence
+        if pid:
+            assert os.waitpid(pid, 0)[1] == 0
+        print(sequence)
+        """,
+    )
+    assert sorted(out) == ["1", "2"]
+    assert numbers(broker.messages("s")) == [0, 1, 1]
+    ids = [message.id for message in broker.messages("s")]
+    assert len(set(ids)) == 3
+
+
+def test_a_forked_process_neither_repeats_nor_awaits_what_its_parent_sent(broker):
+    broker.readonly()
+    process = start(
+        broker,
+        """
+        future = producer.send_nowait(message(0))
+        time.sleep(0.3)
+        pid = os.fork()
+        if pid:
+            print("forked", flush=True)
+            assert os.waitpid(pid, 0)[1] == 0
+            print(future.result().outcome)
+        else:
+            try:
+                future.result()
+            except qmq.ClientClosed:
+                producer.flush()
+                producer.close()
+        """,
+    )
+    assert process.stdout.readline() == "forked\n"
+    broker.writable()
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "stored\n", "")
+    assert numbers(broker.messages("s")) == [0]
+
+
+def test_workers_forked_before_the_first_use_all_send(broker):
+    run(
+        broker,
+        """
+        def work(n):
+            producer.send_nowait(message(n))
+        context = multiprocessing.get_context("fork")
+        workers = [context.Process(target=work, args=(n,)) for n in range(4)]
+        for worker in workers: worker.start()
+        for worker in workers: worker.join()
+        """,
+    )
+    assert sorted(numbers(broker.messages("s"))) == [0, 1, 2, 3]
+
+
+def test_ctrl_c_ends_a_wait_and_the_program(broker):
+    broker.readonly()
+    process = start(
+        broker,
+        """
+        producer = qmq.blocking.Producer(metaserver=metaserver, app="test", timeout_s=1.0)
+        print("ready", flush=True)
+        try:
+            producer.send(message(0))
+        except KeyboardInterrupt:
+            print("interrupted")
+        """,
+    )
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)  # so that it most likely waits; it must end as said in any case
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "interrupted\n", "")
+
+
+LISTEN = """
+@consumer.listen("s", group="g", start="earliest")
+def on_message(message):
+    print("begun", flush=True)
+    time.sleep(0.5)
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "number, ends", [(signal.SIGTERM, "ended\n"), (signal.SIGINT, "interrupted\n")], ids=["SIGTERM", "Ctrl-C"]
+)
+def test_a_signal_ends_run_after_the_handler_that_runs(broker, producer, number, ends):
+    process = start(
+        broker,
+        LISTEN
+        + """
+try:
+    consumer.run()
+    print("ended")
+except KeyboardInterrupt:
+    print("interrupted")
+""",
+    )
+    producer.send_many([message(0), message(1)])
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "done\n" + ends, "")
+    broker.wait_until_subscribed("s", "g", consumers=0)
+    with pytest.raises(TimeoutError, match="1 messages to be handed out, 0 wait for their retry, 0 are held"):
+        broker.wait_until_consumed("s", "g", timeout=0.1)
+
+
+def test_a_consumer_in_a_daemon_thread_is_drained_at_the_end(broker, producer):
+    producer.send(message(0))
+    process = start(
+        broker,
+        LISTEN
+        + """
+threading.Thread(target=consumer.run, daemon=True).start()
+time.sleep(0.2)
+sys.stdin.readline()
+""",
+    )
+    assert process.stdout.readline() == "begun\n"
+    out, err = process.communicate("\n", timeout=30)
+    assert (process.returncode, out, err) == (0, "done\n", "")
+    broker.wait_until_consumed("s", "g", timeout=1)
+
+
+def test_forked_workers_are_consumers_of_their_own(broker, producer):
+    process = start(
+        broker,
+        """
+        @consumer.listen("s", group="g", start="earliest")
+        def on_message(message):
+            producer.send(qmq.Message("out", {"n": message["n"], "by": consumer.id}))
+
+        producer.send(message(0))
+        context = multiprocessing.get_context("fork")
+        workers = [context.Process(target=consumer.run) for _ in range(2)]
+        for worker in workers: worker.start()
+        sys.stdin.readline()
+        for worker in workers: worker.terminate()
+        for worker in workers:
+            worker.join()
+            assert worker.exitcode == 0
+        """,
+    )
+    broker.wait_until_subscribed("s", "g", consumers=2, timeout=10)
+    producer.send_many(message(n) for n in range(1, 100))
+    broker.wait_until_consumed("s", "g", timeout=10)
+    out, err = process.communicate("\n", timeout=30)
+    assert (process.returncode, out) == (0, ""), err
+    assert sorted(numbers(broker.messages("out"))) == list(range(100))
