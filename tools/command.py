@@ -24,14 +24,20 @@ class Kind(Enum):
     """`--force` alone, or `--force=true`."""
     SECRET = "SECRET"
     """Read from a file, standard input or a prompt; on the command line it works, with a warning."""
+    PAIR = "NAME=VALUE"
+    """May be given several times; together they are one JSON object."""
     FILE = "FILE"
     """The content of the file is sent; `-` is standard input."""
+    LINES = "FILE|-"
+    """A file that is read line by line as its lines are needed; `-` is standard input."""
     SECONDS = "SECONDS"
     """Sent as milliseconds."""
     PATH = "PATH"
     """A file to write."""
     MOMENT = "TIME"
     """`2026-01-31`, `2026-01-31T12:00:00Z` or `90m` ago; sent as milliseconds since 1970."""
+    START = "latest|earliest|TIME"
+    """A moment, or one of the two words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,9 @@ class Command:
     """Longer than the metaserver takes at most, its waiting for database and brokers included; 0: the usual."""
     keep: Callable[[Any], tuple[str, dict[str, Any]]] | None = None
     """What goes into the file that a PATH option names, and what of the result is shown all the same."""
+    runs: str = ""
+    """The module whose `run` carries it out: it speaks to brokers, as clients do, and is no action of the metaserver.
+    Imported then, as that takes longer than most commands."""
     needs: Callable[[Words], str] = lambda _: ""
     """What is wrong with these words together; empty: nothing."""
 

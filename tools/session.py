@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from tools.address import Address
@@ -52,7 +53,7 @@ class Session:
                 f"{command.name} changes something, and nobody is there to ask: --yes does it, --dry-run looks"
             )
         token = read_token(options.token, options.token_file)
-        if command.changes and not token:
+        if (command.changes or command.runs) and not token:
             places = "QMQ_TOKEN, QMQ_TOKEN_FILE or --token-file (- is standard input)"
             raise NoInput(f"{command.name} needs a token: {places}")
         values = _values(command, options)
@@ -60,6 +61,9 @@ class Session:
 
     def run(self) -> Exit:
         """Run the command; return the exit status. Raises OSError if a file cannot be written."""
+        if self.command.runs:
+            exit_status: Exit = import_module(self.command.runs).run(self)
+            return exit_status
         words = self.command.words(self.values)
         try:
             if self.command.name == "Doctor":
@@ -157,7 +161,7 @@ def _values(command: Command, options: argparse.Namespace) -> dict[str, str]:
     """Read what is not typed: secrets, and contents of files."""
     values: dict[str, str] = dict(options.values)
     paths = {option.name: getattr(options, f"option_{option.name}_file", None) for option in command.options}
-    files = [values[option.name] for option in command.options if option.kind is Kind.FILE]
+    files = [values[option.name] for option in command.options if option.kind in (Kind.FILE, Kind.LINES)]
     if [options.token_file, *paths.values(), *files].count(STANDARD_STREAM) > 1:
         raise NoInput("standard input can give one thing only; put the other into a file")
     for option in command.options:

@@ -29,9 +29,18 @@ def complain(text: str) -> None:
 
 
 def confirm(question: str) -> bool:
-    """Ask at the terminal; only `y` or `yes` is a yes."""
+    """Ask at the terminal, and wait for the answer."""
+    ask(question)
+    return is_yes(sys.stdin.readline())
+
+
+def ask(question: str) -> None:
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def is_yes(line: str) -> bool:
+    """Only `y` or `yes` is a yes."""
+    return line.strip().lower() in ("y", "yes")
 
 
 def show(blocks: Iterable[Block], stream: TextIO | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -53,6 +54,19 @@ class _Once(argparse.Action):
             parser.error(f"{option} is given twice")
         given.add(self.dest)
         setattr(namespace, self.dest, values)
+
+
+class _Pairs(argparse.Action):
+    """Gathers `name=value` of every time that the option is given."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        name, equals, value = values.partition("=")
+        pairs = json.loads(getattr(namespace, self.dest) or "{}")
+        if not name or not equals:
+            parser.error(f"{option}: {values!r} is not NAME=VALUE")
+        if name in pairs:
+            parser.error(f"{option}: {name} is given twice")
+        setattr(namespace, self.dest, json.dumps(pairs | {name: value}))
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str], *, now_ms: int) -> argparse.Namespace:
@@ -147,7 +161,8 @@ def _add_common(sub: argparse.ArgumentParser, command: Command, environ: Mapping
         help="file with the API token, - for standard input; default: QMQ_TOKEN, or the file that QMQ_TOKEN_FILE names",
     )  # fmt: skip
     common.add_argument("--token", action=_Once, help="the API token, as QMQ takes it: the process list shows it")
-    common.add_argument("--json", action="store_true", help="print the metaserver's answer as it is")
+    as_json = "print JSON" if command.runs else "print the metaserver's answer as it is"
+    common.add_argument("--json", action="store_true", help=as_json)
     if command.changes:
         common.add_argument("--dry-run", action="store_true", help="say what would change and for whom, no more")
         common.add_argument("--yes", action="store_true", help="do it without asking; needed without a terminal")
@@ -155,7 +170,8 @@ def _add_common(sub: argparse.ArgumentParser, command: Command, environ: Mapping
 
 def _add_option(sub: argparse.ArgumentParser, option: Option, now_ms: int) -> None:
     text = option.help + (f" (default: {option.default})" if option.default and "default" not in option.help else "")
-    shape: dict[str, Any] = {"action": _Once, "dest": _dest(option), "help": text.replace("%", "%%")}
+    action = _Pairs if option.kind is Kind.PAIR else _Once
+    shape: dict[str, Any] = {"action": action, "dest": _dest(option), "help": text.replace("%", "%%")}
     if option.alone:
         shape |= {"nargs": "?", "const": option.alone}
     if option.kind is Kind.FLAG:
@@ -166,7 +182,7 @@ def _add_option(sub: argparse.ArgumentParser, option: Option, now_ms: int) -> No
         sub.add_argument(f"--{option.name}-file", **shape | {"metavar": "PATH", "dest": f"{_dest(option)}_file"})
         sub.add_argument(f"--{option.name}", **shape | {"help": "the same, as QMQ takes it: the process list shows it"})
         return
-    read = partial(_moment, now_ms=now_ms) if option.kind is Kind.MOMENT else _READ.get(option.kind, str)
+    read = partial(_TIMES[option.kind], now_ms=now_ms) if option.kind in _TIMES else _READ.get(option.kind, str)
     required = option.default is None
     sub.add_argument(f"--{option.name}", **shape, required=required, choices=option.choices or None, type=read)
 
@@ -212,6 +228,10 @@ def _moment(text: str, *, now_ms: int) -> str:
     return str(round(moment.timestamp() * 1000))
 
 
+def _start(text: str, *, now_ms: int) -> str:
+    return text if text in ("latest", "earliest") else _moment(text, now_ms=now_ms)
+
+
 def _address(text: str) -> Address:
     try:
         return Address.parse(text)
@@ -219,4 +239,5 @@ def _address(text: str) -> Address:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+_TIMES = {Kind.MOMENT: _moment, Kind.START: _start}
 _READ = {Kind.NUMBER: _number, Kind.PORT: _port, Kind.SECONDS: _seconds, Kind.FLAG: _flag}

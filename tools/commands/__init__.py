@@ -9,6 +9,7 @@ from tools.commands.access import DATABASES, TOKENS, UPKEEP
 from tools.commands.brokers import BROKERS
 from tools.commands.consumers import CONSUMERS
 from tools.commands.installation import INSTALLATION
+from tools.commands.messages import MESSAGES
 from tools.commands.routes import GROUPS, ROUTES
 
 SECTIONS: Mapping[str, tuple[Command, ...]] = {
@@ -16,6 +17,7 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = {
     "producers and broker groups": GROUPS,
     "subjects and their routes": ROUTES,
     "consumers and clients": CONSUMERS,
+    "messages": MESSAGES,
     "databases of businesses": DATABASES,
     "tokens": TOKENS,
     "metadata and its history": UPKEEP,

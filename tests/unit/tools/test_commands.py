@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from importlib import import_module
 
 import pytest
 
@@ -32,7 +33,11 @@ QMQS = {
 }
 """QMQ's commands; `*`: required."""
 
+ASKING = {name: command for name, command in COMMANDS.items() if not command.runs}
+"""Commands that are actions of the metaserver; the others speak to brokers."""
+
 every_command = pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+every_asking_command = pytest.mark.parametrize("command", ASKING.values(), ids=ASKING)
 every_change = pytest.mark.parametrize(
     "command", [command for command in COMMANDS.values() if command.changes], ids=lambda command: str(command.name)
 )
@@ -64,14 +69,19 @@ def test_qmqs_defaults_are_kept():
 
 
 def test_every_action_has_a_command():
-    assert sorted(command.asks for command in COMMANDS.values()) == sorted(ACTIONS)
+    assert sorted(command.asks for command in ASKING.values()) == sorted(ACTIONS)
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - set(ASKING)))
+def test_what_runs_by_itself_can_be_run(name):
+    assert callable(import_module(COMMANDS[name].runs).run)
 
 
 def test_every_command_stands_once():
     assert sum(map(len, SECTIONS.values())) == len(COMMANDS)
 
 
-@every_command
+@every_asking_command
 def test_options_are_the_actions_parameters(command):
     action = ACTIONS[command.asks]
     assert set(sent(command)) == {parameter.name for parameter in action.parameters}
@@ -85,14 +95,14 @@ def test_options_are_the_actions_parameters(command):
         assert (option.kind is Kind.FLAG) == (parameter.kind is Wanted.FLAG), name
 
 
-@every_command
+@every_asking_command
 def test_commands_change_what_their_actions_change(command):
     action = ACTIONS[command.asks]
     assert command.changes == action.changes
     assert command.has_details == bool(action.result_fields or action.qmq_data)
 
 
-@every_command
+@every_asking_command
 def test_command_waits_longer_than_the_metaserver_takes(command):
     """Weakness 34: QMQ's tool gave up after 2 s, its server after 30: a failure was shown, the change made."""
     action = ACTIONS[command.asks]
@@ -102,7 +112,7 @@ def test_command_waits_longer_than_the_metaserver_takes(command):
         assert command.wait_s({WAIT_PARAMETER: str(longest)}) * 1000 >= action.wait_ms + longest + 5_000
 
 
-@every_command
+@every_asking_command
 @pytest.mark.parametrize("status", Status)
 def test_every_style_of_answer_is_understood(command, status):
     action, data = ACTIONS[command.asks], {"dryRun": True}

@@ -1,0 +1,497 @@
+"""Shell. Commands about messages against a real cluster: sent, looked at, followed, consumed, given back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import time
+from operator import itemgetter
+
+import grpc
+import pytest
+
+import qmq
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import BrokerStub
+from qmq.remoting import commands
+from qmq.remoting.commands import Command, Nack, NackEntry, Verdict
+from qmq.subjects import dead_letter_subject, retry_subject
+from tests.integration.cluster_world import Wire, begin, end, free_ports, producer, pull, running, send_all, until
+from tests.integration.tools_world import DONE, REFUSED, TOOLS, UNKNOWN, UNREACHABLE, USAGE, environment, run, typed
+from tools.address import Address
+from tools.commands import COMMANDS
+from tools.messages import redrive as redrive_module
+from tools.messages.brokers import find_masters
+from tools.messages.dead_letters import DeadLetters
+from tools.messages.redriving import Choice
+from tools.session import Session
+
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("cluster"), groups=("g1", "g2"), lease_ms=5_000) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def subject(request):
+    return f"s{sum(request.node.name.encode())}"
+
+
+@pytest.fixture(scope="module")
+def tokens(cluster):
+    def make(role, **words):
+        return cluster.manage("AddToken", name=f"plain {role} {words}"[:60], role=role, **words)["token"]
+
+    return {role: make(role) for role in ("viewer", "operator", "admin", "client")} | {
+        "narrow": make("client", subjects="consume:mine"),
+        "elsewhere": make("client", groups="g2"),
+    }
+
+
+def tool(cluster, command, *words, token=None, metaserver=None, **options):
+    return run(command, metaserver or cluster.metaserver, *words, token=token or cluster.token, **options)
+
+
+def lines(ended, status=DONE):
+    """What was printed with --json, one object a line."""
+    assert ended.returncode == status, (ended.stdout, ended.stderr)
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+def browse(cluster, *words, **options):
+    [answer] = lines(tool(cluster, "Browse", "--json", *words, **options))
+    assert answer["unasked"] == {}
+    return answer["messages"]
+
+
+def ids(messages):
+    return [message["id"] for message in messages]
+
+
+def send(cluster, *messages):
+    """Send messages one after the other; all must be stored."""
+
+    async def main():
+        async with producer(cluster) as sender:
+            return [await sender.send(message) for message in messages]
+
+    receipts = asyncio.run(main())
+    assert all(receipt.is_stored for receipt in receipts), receipts
+    return receipts
+
+
+def bury(cluster, subject, group, reasons):
+    """Let a consumer make dead letters of all messages that wait; the reason follows from the message's number."""
+    buried = 0
+    for name in ("g1", "g2"):
+        with Wire(cluster.broker(name, "master").serve_port, token=cluster.token) as wire:
+            fields = {"subject": subject, "group": group, "consumer": "c", "start": "earliest", "since_ms": 0}
+            fields |= {"broadcast": False, "held_end": 0, "deliveries_max": 32, "tags": [], "tag_mode": "any"}
+            answer = wire.ask(Command.SUBSCRIBE, commands.encode_json(**fields))
+            subscription = commands.decode_json(answer.body)["subscription"]
+            while pieces := pull(wire, subscription):
+                for piece in pieces:
+                    for at in range(piece.count):
+                        entry = NackEntry(
+                            piece.pull_sequence + at, piece.pull_sequence + at + 1, 0, Verdict.DEAD_LETTER
+                        )
+                        reason = reasons[(piece.sequence + at) % len(reasons)]
+                        nack = wire.ask(Command.NACK, commands.encode_nack(Nack(subscription, [entry], reason)))
+                        assert nack.code == 0, bytes(nack.body)
+                        buried += 1
+    return buried
+
+
+def failed(cluster, subject, count=COUNT, reasons=("timeout", "refused")):
+    """Messages of which each became a dead letter of group g."""
+    send_all(cluster, subject, count)
+    assert bury(cluster, subject, "g", reasons) == count
+
+
+def mailbox(cluster, subject):
+    return browse(cluster, "--limit=1000", "--order=oldest", subject=retry_subject(subject, "g"))
+
+
+def redrive(cluster, subject, *words, **options):
+    return tool(cluster, "Redrive", "--json", *words, subject=subject, group="g", **options)
+
+
+@pytest.fixture
+def process():
+    """Start commands that go on until they are told to end."""
+    started = []
+
+    def start(cluster, command, *words, **options):
+        started.append(
+            subprocess.Popen(
+                [TOOLS, command, f"--metaserver={cluster.metaserver}", *typed(options), *words],
+                env=environment(cluster.token, PYTHONUNBUFFERED="1"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )  # fmt: skip
+        )
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        one.communicate()
+
+
+# Produce.
+
+
+def test_each_message_that_is_sent_has_its_outcome(cluster, subject):
+    sent = lines(tool(cluster, "Produce", "--json", "--property", "a=1", "--tag=x", "--count=3", subject=subject))
+    assert [one["outcome"] for one in sent] == ["stored"] * 3
+    stored = {(one["brokerGroup"], one["sequence"], one["id"]) for one in sent}
+    shown = browse(cluster, subject=subject)
+    assert {(one["brokerGroup"], one["sequence"], one["id"]) for one in shown} == stored
+    assert all((one["tags"], one["properties"]) == (["x"], {"a": "1"}) for one in shown)
+
+
+def test_what_is_wrong_is_refused_alone_and_the_exit_status_says_so(cluster, subject):
+    text = '{"n": 1}\n{bad\n{"qmq_x": 1}\n{"properties": {"n": 2}, "id": "mine", "orderKey": "k"}\n'
+    ended = tool(cluster, "Produce", "--json", "--file=-", stdin=text, subject=subject)
+    sent = lines(ended, REFUSED)
+    assert [one["outcome"] for one in sent] == ["stored", "refused", "refused", "stored"]
+    assert "line 2" in sent[1]["reason"] and "qmq_" in sent[2]["reason"] and sent[3]["id"] == "mine"
+    [shown] = browse(cluster, id="mine", subject=subject)
+    assert (shown["properties"], shown["orderKey"]) == ({"n": "2"}, "k")
+
+
+def test_a_dry_run_sends_nothing(cluster, subject):
+    checked = lines(tool(cluster, "Produce", "--json", "--dry-run", '--json-body={"a": 5}', subject=subject))
+    assert checked == [{"outcome": "would be sent", "properties": {"a": 5}}]
+    assert tool(cluster, "Produce", "--dry-run", "--file=-", stdin="[]", subject=subject).returncode == REFUSED
+    assert browse(cluster, subject=subject) == []
+
+
+def test_who_is_away_or_does_not_let_us_in_is_named(cluster, subject, tokens):
+    (closed,) = free_ports(1)
+    for command in (
+        "Produce --property a=1",
+        "Consume --limit=1",
+        "Tail --limit=1",
+        "Browse",
+        "Redrive --group=g --yes",
+    ):
+        name, *words = command.split()
+        away = tool(cluster, name, *words, metaserver=f"127.0.0.1:{closed}", subject=subject)
+        assert away.returncode == UNREACHABLE and "cannot reach a metaserver" in away.stderr, command
+        refused = tool(cluster, name, *words, token="qmq_x_y", subject=subject)
+        assert refused.returncode == REFUSED and refused.stderr and refused.stdout == "", command
+    empty = tool(cluster, "Produce", "--file=-", stdin="\n", subject=subject)
+    assert empty.returncode == USAGE and "no message to send" in empty.stderr
+
+
+# Browse.
+
+
+def test_messages_are_found_by_place_time_id_property_and_tag(cluster, subject):
+    receipts = send(
+        cluster, *[qmq.Message(subject, {"no": n, "kind": n % 3}, id=f"m{n}", tags={f"t{n % 2}"}) for n in range(6)]
+    )
+    middle_ms = browse(cluster, id="m3", subject=subject)[0]["stored"]
+    until(lambda: time.time_ns() // 1_000_000 > middle_ms, "the clock goes on")
+    send(cluster, *[qmq.Message(subject, {"no": n, "kind": n % 3}, id=f"m{n}") for n in range(6, COUNT)])
+    newest = [f"m{n}" for n in reversed(range(COUNT))]
+    assert ids(browse(cluster, subject=subject)) == newest
+    assert ids(browse(cluster, "--order=oldest", "--limit=4", subject=subject)) == newest[::-1][:4]
+    assert ids(browse(cluster, property="no=7", subject=subject)) == ["m7"]
+    assert ids(browse(cluster, "--property=kind=1", "--property=no=4", subject=subject)) == ["m4"]
+    assert ids(browse(cluster, tag="t1", subject=subject)) == ["m5", "m3", "m1"]
+    assert ids(browse(cluster, tag="t1", id="m4", subject=subject)) == []
+    assert "m3" in ids(browse(cluster, since=middle_ms, subject=subject))
+    assert "m3" not in ids(browse(cluster, until=middle_ms, subject=subject))
+    both = [*browse(cluster, until=middle_ms, subject=subject), *browse(cluster, since=middle_ms, subject=subject)]
+    assert sorted(ids(both)) == sorted(newest)
+    place = receipts[2]
+    [at, *_] = browse(cluster, sequence=place.sequence, brokerGroup=place.broker_group, subject=subject)
+    assert (at["id"], at["sequence"], at["brokerGroup"]) == ("m2", place.sequence, place.broker_group)
+
+
+def test_people_see_a_table(cluster, subject):
+    send(cluster, qmq.Message(subject, {"text": "a\x1b[2J"}, id="m0"))
+    shown = tool(cluster, "Browse", subject=subject)
+    assert shown.returncode == DONE and shown.stdout.splitlines()[0].startswith("BROKER GROUP  SEQUENCE  STORED")
+    assert "m0" in shown.stdout and "\x1b" not in shown.stdout
+    assert tool(cluster, "Browse", subject="never.seen").stdout == "no such message\n"
+
+
+def test_looking_needs_the_right_to_consume(cluster, tokens):
+    send_all(cluster, "mine", 1)
+    send_all(cluster, "yours", 1)
+    for role in ("operator", "admin", "client", "narrow"):
+        assert ids(browse(cluster, token=tokens[role], subject="mine")) == ["m-0"], role
+    assert tool(cluster, "Browse", token=tokens["viewer"], subject="mine").returncode == REFUSED
+    for name in ("yours", dead_letter_subject("yours", "g")):
+        refused = tool(cluster, "Browse", token=tokens["narrow"], subject=name)
+        assert refused.returncode == REFUSED and "may not consume from" in refused.stderr
+    assert (
+        tool(cluster, "Browse", "--deadLetters", token=tokens["narrow"], subject="mine", group="g").returncode == DONE
+    )
+    refused = tool(cluster, "Browse", token=tokens["elsewhere"], subject="mine")
+    assert "may not use broker group 'g1'" in refused.stdout + refused.stderr
+
+
+def test_a_broker_group_that_does_not_answer_is_named_and_the_others_are_shown(cluster, subject):
+    receipts = send(cluster, *[qmq.Message(subject, {}, id=f"m{n}") for n in range(COUNT)])
+    end(cluster, cluster.broker("g2", "master").hostname)
+    try:
+        [answer] = lines(tool(cluster, "Browse", "--json", subject=subject), UNREACHABLE)
+    finally:
+        begin(cluster, cluster.broker("g2", "master").hostname)
+    assert sorted(ids(answer["messages"])) == sorted(r.message_id for r in receipts if r.broker_group == "g1")
+    assert list(answer["unasked"]) == ["g2"]
+    until(lambda: tool(cluster, "Browse", subject=subject).returncode == DONE, "it is back")
+
+
+def test_a_call_to_a_broker_is_bounded_and_only_its_master_answers(cluster, subject):
+    send_all(cluster, subject, COUNT)
+
+    def call(role, **fields):
+        plan = cluster.broker("g1", role)
+        with grpc.insecure_channel(f"127.0.0.1:{plan.control_port}") as channel:
+            metadata = (("x-api-token", cluster.token),)
+            return BrokerStub(channel).Browse(
+                pb.BrowseRequest(subject=subject, **fields), metadata=metadata, timeout=20
+            )
+
+    whole = call("master")
+    assert whole.begin == whole.end == whole.end_sequence == len(whole.messages) and whole.first_sequence == 0
+    if whole.messages:
+        one = call("master", messages_max=1, newest_first=True)
+        assert [m.sequence for m in one.messages] == [whole.end_sequence - 1] and one.end == whole.end_sequence - 1
+        assert not one.messages[0].properties and call("master", with_properties=True).messages[0].properties
+    for role, fields, code in (
+        ("slave", {}, grpc.StatusCode.FAILED_PRECONDITION),
+        ("master", {"messages_max": 1_001}, grpc.StatusCode.INVALID_ARGUMENT),
+    ):
+        with pytest.raises(grpc.RpcError) as refused:
+            call(role, **fields)
+        assert refused.value.code() == code
+
+
+# Tail.
+
+
+def test_tail_shows_what_is_stored_from_now_on_in_all_groups_and_over_a_swap(cluster, subject, process):
+    send(cluster, *[qmq.Message(subject, {"n": n}, id=f"old{n}") for n in range(5)])
+    tail = process(cluster, "Tail", "--last=2", "--json", subject=subject)
+    first = [json.loads(tail.stdout.readline())["id"] for _ in range(2)]
+    assert first == ["old3", "old4"]
+    sent = [f"new{n}" for n in range(COUNT)]
+    receipts = send(cluster, *[qmq.Message(subject, {}, id=id) for id in sent])
+    assert len({receipt.broker_group for receipt in receipts}) == 2
+    assert sorted(json.loads(tail.stdout.readline())["id"] for _ in sent) == sorted(sent)
+    assert tool(cluster, "SwapRoles", "--yes", brokerGroup="g1").returncode == DONE
+    more = [f"more{n}" for n in range(COUNT)]
+    send(cluster, *[qmq.Message(subject, {}, id=id) for id in more])
+    assert sorted(json.loads(tail.stdout.readline())["id"] for _ in more) == sorted(more)
+    tail.send_signal(signal.SIGINT)
+    assert tail.communicate(timeout=30)[0] == "" and tail.returncode == DONE
+
+
+def test_tail_leaves_no_consumer_group_behind_and_ends_at_its_limit(cluster, subject, process):
+    tail = process(cluster, "Tail", "--last=0", "--limit=2", "--tag=x", subject=subject)
+    while tail.poll() is None:
+        send(cluster, qmq.Message(subject, {"n": 1}, tags={"x"}), qmq.Message(subject, {"n": 2}, tags={"y"}))
+    shown, complaints = tail.communicate()
+    assert tail.returncode == DONE and complaints == ""
+    assert len(shown.splitlines()) == 2 and all("[x]" in line for line in shown.splitlines())
+    groups = json.loads(tool(cluster, "Consumers", "--json", subject=subject).stdout)["data"]["groups"]
+    assert groups == []
+
+
+# Consume.
+
+
+def test_what_is_only_looked_at_comes_again_and_what_is_acked_does_not(cluster, subject):
+    send_all(cluster, subject, COUNT)
+    options = {"group": "g", "start": "earliest", "wait": 3, "subject": subject}
+    assert len(lines(tool(cluster, "Consume", "--json", **options))) == COUNT
+    again = lines(tool(cluster, "Consume", "--json", "--ack", "--limit=5", **options))
+    assert len(again) == 5 and all(one["times"] >= 2 for one in again)
+    rest = lines(tool(cluster, "Consume", "--json", "--ack", **options))
+    assert sorted(ids(again) + ids(rest)) == sorted(f"m-{at}" for at in range(COUNT))
+    assert lines(tool(cluster, "Consume", "--json", **options)) == []
+
+
+def test_without_a_group_everybody_sees_everything(cluster, subject):
+    send(cluster, *[qmq.Message(subject, {"n": n}, id=f"m{n}", tags={f"t{n % 2}"}) for n in range(6)])
+    for _ in range(2):
+        seen = tool(cluster, "Consume", "--start=earliest", "--format=properties", "--limit=6", subject=subject)
+        assert sorted(json.loads(line)["n"] for line in seen.stdout.splitlines()) == list("012345"), seen.stderr
+    odd = lines(tool(cluster, "Consume", "--json", "--start=1h", "--tags=t1", "--limit=3", subject=subject))
+    assert sorted(ids(odd)) == ["m1", "m3", "m5"]
+
+
+# Dead letters.
+
+
+def test_dead_letters_are_looked_at_and_go_back_by_choice(cluster, subject, tmp_path):
+    """The whole way: sent, failed, looked at, planned, given back with a receipt, consumed."""
+    failed(cluster, subject)
+    letters = browse(cluster, "--deadLetters", "--limit=100", subject=subject, group="g")
+    assert sorted(ids(letters)) == sorted(f"m-{at}" for at in range(COUNT))
+    assert {one["properties"]["qmq_deadReason"] for one in letters} == {"timeout", "refused"}
+    timeouts = {one["id"] for one in letters if one["properties"]["qmq_deadReason"] == "timeout"}
+
+    [plan] = lines(redrive(cluster, subject, "--dry-run", "--reason=timeout"))
+    assert {one["id"] for one in plan["chosen"]} == timeouts and plan["deadLetters"] == COUNT
+    assert mailbox(cluster, subject) == []
+
+    out = tmp_path / "receipt.json"
+    [receipt] = lines(redrive(cluster, subject, "--yes", "--reason=timeout", out=out))
+    assert {one["id"] for one in receipt["moved"]} == timeouts and json.loads(out.read_text()) == receipt
+    assert not receipt["unknown"] and not receipt["left"] and out.stat().st_mode & 0o077 == 0
+    arrived = {(one["brokerGroup"], one["sequence"]): one for one in mailbox(cluster, subject)}
+    assert {(one["brokerGroup"], one["newSequence"]) for one in receipt["moved"]} == set(arrived)
+    for one in receipt["moved"]:
+        back = arrived[one["brokerGroup"], one["newSequence"]]
+        assert back["id"] == one["id"] and list(back["properties"]) == ["x"]
+
+    consumed = lines(tool(cluster, "Consume", "--json", "--ack", subject=subject, group="g", wait=3))
+    assert {one["id"] for one in consumed} == timeouts and len(consumed) == len(timeouts)
+    [rest] = lines(redrive(cluster, subject, "--yes"))
+    assert {one["id"] for one in rest["moved"]} == {f"m-{at}" for at in range(COUNT)} - timeouts
+    [nothing] = lines(redrive(cluster, subject, "--yes"))
+    assert (nothing["deadLetters"], nothing["moved"]) == (0, [])
+
+
+def test_dead_letters_are_chosen_by_id_and_time(cluster, subject):
+    failed(cluster, subject, 4)
+    before_ms = time.time_ns() // 1_000_000 + 1
+    until(lambda: time.time_ns() // 1_000_000 > before_ms, "the clock goes on")
+    send_all(cluster, subject, 4, name="late")
+    assert bury(cluster, subject, "g", ["late"]) == 4
+
+    def chosen(*words):
+        [plan] = lines(redrive(cluster, subject, "--dry-run", *words))
+        return sorted(ids(plan["chosen"]))
+
+    assert chosen("--id=m-2") == ["m-2"]
+    assert chosen(f"--since={before_ms}") == [f"late-{at}" for at in range(4)]
+    assert chosen(f"--until={before_ms}") == [f"m-{at}" for at in range(4)]
+    assert len(chosen("--limit=3")) == 3 and len(chosen()) == 8
+
+
+def test_two_redrives_at_once_give_no_dead_letter_back_twice(cluster, subject, process):
+    failed(cluster, subject, 60)
+    both = [process(cluster, "Redrive", "--json", "--yes", subject=subject, group="g", rate=200) for _ in range(2)]
+    moved = [one["id"] for redrive in both for one in json.loads(redrive.communicate(timeout=60)[0])["moved"]]
+    [rest] = lines(redrive(cluster, subject, "--yes"))
+    moved += ids(rest["moved"])
+    assert sorted(moved) == sorted(f"m-{at}" for at in range(60)) == sorted(ids(mailbox(cluster, subject)))
+
+
+def test_a_redrive_that_dies_in_between_loses_nothing(cluster, subject):
+    """Stored for the group, and not yet acked: it goes back once more, with the same id."""
+    failed(cluster, subject, 6)
+    session = Session(COMMANDS["Redrive"], Address.parse(cluster.metaserver), cluster.token, {}, True, False, True)
+
+    async def die():
+        sent = []
+        for master in await find_masters(session, subject):
+            source = await DeadLetters.open(master, cluster.token, subject, "g")
+            letters = list(Choice().of(master.broker_group, await source.take(), (0, 1 << 62)))
+            if letters:
+                await source.send_back(letters)
+                sent += [one.id for one in letters]
+            await source.close()
+        return sent
+
+    sent = asyncio.run(die())
+    assert sorted(sent) == [f"m-{at}" for at in range(6)]
+    [receipt] = lines(redrive(cluster, subject, "--yes"))
+    assert sorted(ids(receipt["moved"])) == sorted(sent)
+    assert sorted(ids(mailbox(cluster, subject))) == sorted(sent * 2)
+
+
+def test_a_redrive_that_is_killed_loses_nothing(cluster, subject, process):
+    """What it held is given back when its lease has ended."""
+    failed(cluster, subject, 60)
+    killed = process(cluster, "Redrive", "--yes", subject=subject, group="g", rate=20)
+    until(lambda: mailbox(cluster, subject), "some went back")
+    killed.kill()
+
+    def all_are_back():
+        lines(redrive(cluster, subject, "--yes"))
+        return set(ids(mailbox(cluster, subject))) == {f"m-{at}" for at in range(60)}
+
+    until(all_are_back, "the rest goes back")
+
+
+def test_an_interrupted_redrive_tells_what_it_did_and_the_rest_stays(cluster, subject, process, tmp_path):
+    failed(cluster, subject, 40)
+    out = tmp_path / "receipt.json"
+    slow = process(cluster, "Redrive", "--json", "--yes", subject=subject, group="g", rate=4, out=out)
+    until(lambda: mailbox(cluster, subject), "some went back")
+    slow.send_signal(signal.SIGINT)
+    text, complaints = slow.communicate(timeout=30)
+    assert slow.returncode == UNKNOWN, complaints
+    receipt = json.loads(text)
+    assert json.loads(out.read_text()) == receipt
+    assert "Browse" in complaints and f"--subject={subject} --deadLetters --group=g" in complaints
+    done = ids(receipt["moved"]) + ids(receipt["unknown"]) + ids(receipt["left"])
+    assert sorted(done) == sorted(f"m-{at}" for at in range(40)) and receipt["moved"] and receipt["left"]
+    [rest] = lines(redrive(cluster, subject, "--yes"))
+    assert set(ids(receipt["left"])) <= set(ids(rest["moved"]))
+    assert set(ids(mailbox(cluster, subject))) == {f"m-{at}" for at in range(40)}
+
+
+def test_of_too_many_to_hold_the_first_are_passed_over(cluster, subject, monkeypatch, capsys):
+    monkeypatch.setattr("tools.messages.redrive.HELD_MAX", 5)
+    monkeypatch.setattr("tools.messages.dead_letters.PULL_MESSAGES", 4)
+    failed(cluster, subject, 40)
+    last = max(browse(cluster, "--deadLetters", "--limit=99", subject=subject, group="g"), key=itemgetter("sequence"))
+    values = {option.name: option.default or "" for option in COMMANDS["Redrive"].options}
+    values |= {"subject": subject, "group": "g", "id": last["id"]}
+    address = Address.parse(cluster.metaserver)
+    assert redrive_module.run(Session(COMMANDS["Redrive"], address, cluster.token, values, True, False, True)) == DONE
+    assert ids(json.loads(capsys.readouterr().out)["moved"]) == [last["id"]]
+    [plan] = lines(redrive(cluster, subject, "--dry-run"))
+    assert len(plan["chosen"]) < 39, "these come again later"
+    lag = json.loads(tool(cluster, "Lag", "--json", subject=dead_letter_subject(subject, "g")).stdout)["data"]["lag"]
+    assert sum(row["messages"] for row in lag) == 39, "and all of them are dead letters still"
+
+
+def test_the_rate_is_kept(cluster, subject):
+    failed(cluster, subject, 30)
+    lines(redrive(cluster, subject, "--yes", rate=20))
+    stored = [one["stored"] for one in mailbox(cluster, subject)]
+    assert len(stored) == 30 and max(stored) - min(stored) >= 1_000 * (30 - 8) / 20
+
+
+def test_a_redrive_needs_a_client_and_a_yes(cluster, subject, tokens):
+    failed(cluster, subject, 2)
+    operator = redrive(cluster, subject, "--yes", token=tokens["operator"])
+    assert operator.returncode == REFUSED and "this needs client" in operator.stderr
+    nobody = redrive(cluster, subject)
+    assert nobody.returncode == USAGE and "nobody is there to ask" in nobody.stderr
+    assert mailbox(cluster, subject) == []
+    [receipt] = lines(redrive(cluster, subject, "--yes", token=tokens["client"]))
+    assert len(receipt["moved"]) == 2
+
+
+def test_what_cannot_go_back_now_stays_and_is_named(cluster, subject):
+    failed(cluster, subject, 8)
+    letters = browse(cluster, "--deadLetters", subject=subject, group="g")
+    name = letters[0]["brokerGroup"]
+    assert tool(cluster, "MarkReadonly", "--yes", brokerGroup=name).returncode == DONE
+    until(lambda: cluster.manage("ListReadonly", brokerGroup=name), "it is marked")
+    ended = redrive(cluster, subject, "--yes")
+    assert tool(cluster, "UnMarkReadonly", "--yes", brokerGroup=name).returncode == DONE
+    receipt = json.loads(ended.stdout)
+    here = {one["id"] for one in letters if one["brokerGroup"] == name}
+    assert set(ids(receipt["left"])) == here and all("operator" in one["why"] for one in receipt["left"])
+    assert ended.returncode == (UNKNOWN if receipt["moved"] else REFUSED)
+    [rest] = lines(redrive(cluster, subject, "--yes"))
+    assert set(ids(rest["moved"])) == here, "they were dead letters all the time"

@@ -1,0 +1,232 @@
+"""Core. Commands about messages: what may be typed, what it becomes, which dead letters go back as what."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+
+from qmq.codec import decode_message, encode_message, join_batch, label_of, with_properties
+from qmq.message import Message
+from qmq.remoting.commands import Piece
+from tools.commands import COMMANDS
+from tools.messages.browse import is_newest_first
+from tools.messages.lines import typed_messages
+from tools.messages.redriving import REASON, SEQUENCE, TIMES, Choice, batches_of, others_of, ranges_of
+from tools.messages.shown import line_of, message_json
+from tools.usage import WrongUsage, parse
+
+NOW_MS = 1_800_000_000_000
+
+
+def read(*typed):
+    return parse([*typed, "--metaserver=m:1"], {}, now_ms=NOW_MS)
+
+
+def problem(*typed):
+    options = read(*typed)
+    return options.command.needs(options.command.words(options.values))
+
+
+def messages(*typed, lines=()):
+    options = read("Produce", "--subject=s", *typed)
+    assert options.command.needs(options.command.words(options.values)) == ""
+    return list(typed_messages(options.values, lines))
+
+
+# What may be typed.
+
+
+@pytest.mark.parametrize(
+    "typed, said",
+    [
+        ("Produce --subject=s", "say what to send"),
+        ("Produce --subject=s --file=- --property a=1", "--file stands alone"),
+        ("Produce --subject=s --file=- --count=2", "--file stands alone"),
+        ("Produce --subject=s --property a=1 --count=0", "--count is at least 1"),
+        ("Produce --subject=a/b --property a=1", "slashes"),
+        ("Consume --subject=s --ack", "--ack needs --group"),
+        ("Consume --subject=s --group=a/b", "slashes"),
+        ("Browse --subject=s --deadLetters", "go together"),
+        ("Tail --subject=s --group=g", "go together"),
+        ("Browse --subject=s --limit=0", "--limit is at least 1"),
+        ("Redrive --subject=s --group=g --rate=0", "--rate is at least 1"),
+        ("Redrive --subject=%DEAD_RETRY%s --group=g", ""),
+        ("Consume --subject=s --group=g --ack --start=90m", ""),
+        ("Browse --subject=s --deadLetters --group=g", ""),
+    ],
+)
+def test_what_does_not_go_together_is_said(typed, said):
+    found = problem(*typed.split(" "))
+    assert said in found and bool(said) == bool(found)
+
+
+def test_properties_may_be_given_several_times_but_each_once():
+    typed = read("Produce", "--subject=s", "--property", "a=1", "--property=b=x=y", "--property", "c=")
+    assert json.loads(typed.values["property"]) == {"a": "1", "b": "x=y", "c": ""}
+    for wrong in (["a"], ["=1"], ["a=1", "a=2"]):
+        with pytest.raises(WrongUsage):
+            read("Produce", "--subject=s", *(word for pair in wrong for word in ("--property", pair)))
+
+
+@pytest.mark.parametrize("typed, sent", [("latest", "latest"), ("2d", str(NOW_MS - 2 * 86_400_000)), ("5", "5")])
+def test_a_start_is_a_word_or_a_moment(typed, sent):
+    assert read("Consume", "--subject=s", f"--start={typed}").values["start"] == sent
+    with pytest.raises(WrongUsage):
+        read("Consume", "--subject=s", "--start=Latest")
+
+
+@pytest.mark.parametrize(
+    "typed, newest", [("", True), ("--since=1h", False), ("--sequence=5", False), ("--sequence=5 --order=newest", True),
+                      ("--order=oldest", False), ("--until=1h", True)],
+)  # fmt: skip
+def test_from_a_place_on_people_read_forwards(typed, newest):
+    assert is_newest_first(read("Browse", "--subject=s", *typed.split()).values) is newest
+
+
+def test_what_ends_without_an_answer_names_the_dead_letters():
+    look = COMMANDS["Redrive"].look_with("m:1", {"subject": "a b", "group": "g"})
+    assert look == "tools.sh Browse --metaserver=m:1 --subject='a b' --deadLetters --group=g"
+
+
+# Messages that are typed.
+
+
+def test_options_make_one_message_as_often_as_it_is_asked_for():
+    made = messages("--property", "a=1", "--tag=x,y", "--orderKey=k", "--count=3")
+    assert [(one.properties, one.tags, one.order_key, one.id) for one in made] == [
+        ({"a": "1"}, {"x", "y"}, "k", None)
+    ] * 3
+    assert len({id(one) for one in made}) == 3, "each gets an id of its own"
+
+
+def test_members_of_a_json_object_are_properties():
+    [made] = messages('--json-body={"a": 1, "b": true, "c": [1, {"d": "é"}], "e": null, "f": "x"}', "--property=f=y")
+    assert made.properties == {"a": 1, "b": True, "c": '[1, {"d": "é"}]', "f": "y"}
+    assert decode_message(encode_message(Message("s", made.properties, id="i"), 0))["b"] == "true"
+
+
+def test_lines_that_are_no_messages_are_named_and_the_others_sent():
+    made = messages("--file=-", lines=['{"a": 1}\n', "\n", "{", "[1]", '{"properties": {}, "tags": "x"}', '{"b": 2}'])
+    assert [one if isinstance(one, str) else dict(one.properties) for one in made[:1] + made[-1:]] == [
+        {"a": 1},
+        {"b": 2},
+    ]
+    assert made[1].startswith("line 3: not JSON") and made[2] == "line 4: not a JSON object"
+    assert made[3] == "line 5: 'tags' is no list"
+
+
+def test_what_browse_prints_produce_reads_back():
+    shown = message_json(
+        id="i1", broker_group="g1", sequence=7, properties={"a": "1", "qmq_orderKey": "k"}, tags={"y", "x"},
+        created_ms=5, stored=6, problem="",
+    )  # fmt: skip
+    assert shown == {
+        "id": "i1", "brokerGroup": "g1", "sequence": 7, "created": 5, "tags": ["x", "y"], "stored": 6,
+        "orderKey": "k", "properties": {"a": "1"},
+    }  # fmt: skip
+    [made] = messages("--file=-", "--tag=z", lines=[json.dumps(shown)])
+    assert (made.id, made.properties, made.tags, made.order_key) == ("i1", {"a": "1"}, {"x", "y", "z"}, "k")
+
+
+def test_a_line_for_people_holds_nothing_that_steers_a_terminal():
+    shown = message_json(
+        id="i\x1b[2J", broker_group="g1", sequence=7, properties={"a": "\x9b\n"}, tags=["x"], created_ms=1_000
+    )
+    line = line_of(shown, "line")
+    assert line == '1970-01-01 00:00:01Z  g1/7  i�[2J  [x]  {"a": "�\\n"}'
+    assert json.loads(line_of(shown, "json")) == shown and line_of(shown, "properties").startswith('{"a": "')
+
+
+# Dead letters.
+
+
+def dead(id, *, tags=(), reason="it broke", sequence=0, order_key=None, **properties):
+    """A message as it was sent, and as a broker keeps it when it is a dead letter."""
+    sent = encode_message(Message("s", properties, tags=tags, id=id, order_key=order_key), 77)
+    return sent, with_properties(sent, {TIMES: "3", REASON: reason, SEQUENCE: str(sequence)})
+
+
+def pieces(*letters, pull_sequence=1 << 40, sequence=10):
+    return [Piece(pull_sequence, sequence, len(letters), 0, 1, memoryview(join_batch(letters)))]
+
+
+def chosen(choice, *letters, bounds=(0, 1 << 62)):
+    return list(choice.of("g1", pieces(*letters), bounds))
+
+
+def test_a_dead_letter_goes_back_as_it_was_sent_byte_for_byte():
+    sent, letter = dead("i1", tags=["b", "a"], reason="é" * 300, order_key="k", no=7, text="x" * 9_000)
+    [one] = chosen(Choice(), letter)
+    assert one.data == sent and one.label == label_of(["a", "b"], "k")
+    assert one.json() == {"id": "i1", "brokerGroup": "g1", "sequence": 10, "times": "3", "deadReason": "é" * 300}
+
+
+@pytest.mark.parametrize(
+    "choice, expected",
+    [
+        (Choice(), "abc"),
+        (Choice(id="b"), "b"),
+        (Choice(reason="time"), "ac"),
+        (Choice(reason="time", tags=frozenset({"x"})), "a"),
+        (Choice(properties={"no": "1"}), "ab"),
+        (Choice(properties={"no": "1", "to": "y"}), "b"),
+        (Choice(tags=frozenset({"x", "y"})), ""),
+    ],
+)
+def test_dead_letters_are_chosen(choice, expected):
+    letters = [
+        dead("a", tags=["x"], reason="timeout", no=1)[1],
+        dead("b", tags=["y"], reason="refused", no=1, to="y")[1],
+        dead("c", reason="out of time", no=2)[1],
+    ]
+    assert "".join(one.id for one in chosen(choice, *letters)) == expected
+
+
+def test_only_those_of_the_time_that_was_asked_for_are_chosen():
+    letters = [dead(f"i{at}")[1] for at in range(5)]
+    assert [one.sequence for one in chosen(Choice(), *letters, bounds=(11, 14))] == [11, 12, 13]
+
+
+def test_what_nobody_can_decode_stays_a_dead_letter():
+    assert [one.id for one in chosen(Choice(), b"\xff" * 40, dead("i1")[1])] == ["i1"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_batches_keep_order_and_bounds(seed):
+    rng = Random(seed)
+    letters = chosen(
+        Choice(), *[dead(f"i{at}", text="x" * rng.randrange(300))[1] for at in range(rng.randrange(1, 40))]
+    )
+    most, size = rng.randint(1, 9), rng.randint(1, 900)
+    cut = list(batches_of(letters, messages_max=most, bytes_max=size))
+    assert [one for batch in cut for one in batch] == letters
+    assert all(0 < len(batch) <= most for batch in cut)
+    assert all(sum(len(one.data) for one in batch) <= size or len(batch) == 1 for batch in cut)
+
+
+def test_pull_sequences_are_acked_as_ranges():
+    letters = chosen(Choice(), *[dead(f"i{at}")[1] for at in range(6)])
+    base = 1 << 40
+    assert ranges_of(letters) == [(base, base + 6)]
+    assert ranges_of([letters[at] for at in (0, 1, 3, 5)]) == [
+        (base, base + 2),
+        (base + 3, base + 4),
+        (base + 5, base + 6),
+    ]
+    assert ranges_of([]) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_others_are_passed_over(seed):
+    rng, gap = Random(seed), Random(seed).choice([5, 9])
+    handed = [
+        piece
+        for at in range(rng.randint(1, 4))
+        for piece in pieces(*[dead("i")[1]] * rng.randint(1, 5), pull_sequence=at * gap)
+    ]
+    letters = [one for one in Choice().of("g1", handed, (0, 1 << 62)) if rng.random() < 0.4]
+    others = {at for begin, end in others_of(handed, letters) for at in range(begin, end)}
+    everything = {piece.pull_sequence + at for piece in handed for at in range(piece.count)}
+    assert others == everything - {one.pull_sequence for one in letters}

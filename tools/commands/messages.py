@@ -1,0 +1,172 @@
+"""Core. Commands about messages themselves: sending and reading them, looking at those that are stored, dead letters.
+
+They speak to brokers as clients do, so they need a token that may produce or consume; looking alone is an operator's
+right as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from qmq.errors import InvalidName
+from qmq.subjects import check_name, check_subject
+from tools.command import SUBJECT, Command, Kind, Option
+
+FORMATS = ("line", "json", "properties")
+_PROPERTY = Option("property", "only messages with this property; several times: with all of them", "", Kind.PAIR)
+_TAG = Option("tag", "only messages with this tag; a,b: with both", default="")
+_ID = Option("id", "only the message with this id", default="")
+_BROKER_GROUP = Option("brokerGroup", "only what this broker group has", default="")
+_SINCE = Option("since", "only what was stored then or later (2026-01-31T12:00:00Z; 90m: ago)", "", Kind.MOMENT)
+_UNTIL = Option("until", "only what was stored before", "", Kind.MOMENT)
+_FORMAT = Option("format", "how a message reads", default="line", choices=FORMATS)
+_DEAD = Option("deadLetters", "the dead letters of --group", "", Kind.FLAG, alone="true")
+_DEAD_GROUP = Option("group", "the consumer group whose dead letters are meant", default="")
+
+
+def names_are_legal(words: Mapping[str, str]) -> str:
+    """What is wrong with the names of subject and consumer group."""
+    try:
+        check_subject(words["subject"])
+        if words.get("group"):
+            check_name("consumer group", words["group"])
+    except InvalidName as error:
+        return str(error)
+    return ""
+
+
+def _first(*problems: str) -> str:
+    return next(filter(None, problems), "")
+
+
+def _looks_at_one_place(words: Mapping[str, str]) -> str:
+    return _first(names_are_legal(words), *_dead_letters(words), *_positive(words))
+
+
+def _dead_letters(words: Mapping[str, str]) -> Iterator[str]:
+    if (words.get("deadLetters") == "true") != ("group" in words):
+        yield "--deadLetters and --group go together: the dead letters of a consumer group"
+
+
+def _positive(words: Mapping[str, str]) -> Iterator[str]:
+    for name in ("limit", "count", "rate"):
+        if name in words and int(words[name]) == 0:
+            yield f"--{name} is at least 1"
+
+
+def _sends_something(words: Mapping[str, str]) -> str:
+    given = [name for name in ("property", "json-body") if name in words]
+    if "file" in words and (given or words.get("count", "1") != "1"):
+        return "--file stands alone: its lines say what is sent"
+    if "file" not in words and not given:
+        return "say what to send: --property, --json-body or --file"
+    return _first(names_are_legal(words), *_positive(words))
+
+
+def _consumes_for_somebody(words: Mapping[str, str]) -> str:
+    if words.get("ack") == "true" and "group" not in words:
+        return "--ack needs --group: without one, there is nobody whose progress could be kept"
+    return _first(names_are_legal(words), *_positive(words))
+
+
+MESSAGES = (
+    Command(
+        "Produce",
+        "send messages, and say of each whether it is stored",
+        "--subject=order.changed --property orderNo=42 --property state=paid --tag=paid",
+        (
+            SUBJECT,
+            Option("property", "a property of the message; may be given several times", "", Kind.PAIR),
+            Option("json-body", "a JSON object whose members are the properties", default=""),
+            Option("file", "a file with one JSON object per line; - is standard input", "", Kind.LINES),
+            Option("tag", "tags of the messages: a,b", default=""),
+            Option("orderKey", "messages of one key are consumed one after the other", default=""),
+            Option("count", "send the message so often, each time with an id of its own", "1", Kind.NUMBER),
+            Option("wait", "how many seconds a message may take", "30000", Kind.SECONDS),
+            Option("dry-run", "look at the messages, send none", "", Kind.FLAG, alone="true"),
+        ),
+        runs="tools.messages.produce",
+        needs=_sends_something,
+    ),
+    Command(
+        "Consume",
+        "read messages as a consumer does; without --ack they go back",
+        "--subject=order.changed --start=earliest --limit=10",
+        (
+            SUBJECT,
+            Option("group", "the consumer group; default: one of its own, which is forgotten afterwards", default=""),
+            Option("tags", "only messages with one of these tags: a,b", default=""),
+            Option("start", "where a new group begins", "latest", Kind.START),
+            Option("limit", "so many messages; default: until Ctrl-C", "", Kind.NUMBER),
+            Option("wait", "end when none came for so many seconds; default: wait on", "", Kind.SECONDS),
+            Option("ack", "the group is done with them: they do not go back", "", Kind.FLAG, alone="true"),
+            _FORMAT,
+        ),
+        runs="tools.messages.consume",
+        needs=_consumes_for_somebody,
+    ),
+    Command(
+        "Tail",
+        "show messages as they are stored, in all broker groups; no consumer notices",
+        "--subject=order.changed --tag=paid",
+        (
+            SUBJECT,
+            Option("last", "begin with so many of the newest", "10", Kind.NUMBER),
+            _TAG,
+            _PROPERTY,
+            _DEAD,
+            _DEAD_GROUP,
+            _BROKER_GROUP,
+            Option("limit", "end after so many messages; default: until Ctrl-C", "", Kind.NUMBER),
+            _FORMAT,
+        ),
+        runs="tools.messages.tail",
+        needs=_looks_at_one_place,
+    ),
+    Command(
+        "Browse",
+        "look at messages where they are stored; no consumer notices",
+        "--subject=order.changed --property orderNo=42 --since=24h",
+        (
+            SUBJECT,
+            _DEAD,
+            _DEAD_GROUP,
+            Option("sequence", "from this one on, as each broker group counts", "", Kind.NUMBER),
+            _SINCE,
+            _UNTIL,
+            _ID,
+            _PROPERTY,
+            _TAG,
+            _BROKER_GROUP,
+            Option("limit", "so many messages", "20", Kind.NUMBER),
+            Option(
+                "order", "which first; default: newest, and from --sequence or --since on oldest", "",
+                choices=("newest", "oldest"),
+            ),
+        ),
+        runs="tools.messages.browse",
+        needs=_looks_at_one_place,
+    ),
+    Command(
+        "Redrive",
+        "give dead letters back to their consumer group; those that are not chosen stay",
+        "--subject=order.changed --group=billing --reason=timeout --rate=100 --out=receipt.json",
+        (
+            SUBJECT,
+            Option("group", "the consumer group that could not handle them"),
+            _ID,
+            _PROPERTY,
+            _TAG,
+            Option("reason", "only those whose reason has this text in it", default=""),
+            _SINCE,
+            _UNTIL,
+            Option("limit", "so many at most; default: all", "", Kind.NUMBER),
+            Option("rate", "so many a second", "1000", Kind.NUMBER),
+            Option("out", "file for the receipt: ids, old and new sequences", "", Kind.PATH),
+        ),
+        runs="tools.messages.redrive",
+        changes=True,
+        look="Browse --subject={subject} --deadLetters --group={group}",
+        needs=lambda words: _first(names_are_legal(words), *_positive(words)),
+    ),
+)  # fmt: skip

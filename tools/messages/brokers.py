@@ -1,0 +1,207 @@
+"""Shell. Finds the masters of broker groups, and looks at the messages that they have stored."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import grpc
+import grpc.aio
+
+from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import BrokerStub, MetaserverStub
+from tools.address import Address
+from tools.answer import Exit
+from tools.call import CallFailed, post
+from tools.command import LIST_TIMEOUT_S
+from tools.session import Session
+from tools.terminal import complain
+
+APP = "tools.sh"
+ANSWER_S = 10.0
+TRIES, AGAIN_S = 5, 0.5
+"""While roles are exchanged, a group has no master for a moment."""
+_LATER = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+}
+"""Another master, or the same a little later, may answer."""
+
+
+class Unanswered(Exception):
+    """Nobody gave what was asked for; the text says why. Nothing was changed."""
+
+    def __init__(self, exit_status: Exit, text: str) -> None:
+        super().__init__(text)
+        self.exit = exit_status
+
+
+class Master(NamedTuple):
+    """Where the master of a broker group is."""
+
+    broker_group: str
+    ip: str
+    serve_port: int
+    control_port: int
+
+
+def ended(session: Session, work: Callable[[Session], Awaitable[Exit]]) -> Exit:
+    """Run a command's work on a loop of its own; say why if nobody answers."""
+
+    async def main() -> Exit:
+        return await work(session)
+
+    logging.getLogger("qmq").addHandler(logging.NullHandler())  # what matters is in outcomes and errors
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a broker that closes a connection does not end the command
+    try:
+        return asyncio.run(main())
+    except Unanswered as why:
+        complain(str(why))
+        return why.exit
+    except BrokenPipeError:  # whoever read what is printed has gone
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGPIPE)
+        raise
+
+
+def url_of(address: Address) -> str:
+    return f"{'https' if address.secure else 'http'}://{address}"
+
+
+async def find_masters(session: Session, subject: str) -> list[Master]:
+    """Return the masters of all broker groups that may have messages of `subject`, or of its retries or dead letters.
+
+    A token that may list brokers gets all of them: what was taken out of a route still has its messages. A client's
+    token gets those of the route.
+
+    Raises:
+        Unanswered: the metaserver does not answer, or does not accept the token.
+    """
+    try:
+        answer = await asyncio.to_thread(
+            post, session.metaserver, session.token, {"action": "ListBrokers", "details": "true"},
+            timeout_s=LIST_TIMEOUT_S,
+        )  # fmt: skip
+    except CallFailed as error:
+        raise Unanswered(Exit.UNREACHABLE, str(error)) from None
+    if answer.exit in (Exit.UNREACHABLE, Exit.UNKNOWN):
+        raise Unanswered(Exit.UNREACHABLE, answer.message)
+    if answer.exit is not Exit.DONE:
+        return await _of_the_route(session, subject)
+    return [
+        Master(row["group"], row["ip"], row["servePort"], row["controlPort"])
+        for row in answer.data
+        if row["role"] == "MASTER" and row["controlPort"]
+    ]
+
+
+async def _of_the_route(session: Session, subject: str) -> list[Master]:
+    try:
+        address = await asyncio.to_thread(find_metaserver, url_of(session.metaserver))
+        async with asyncio.timeout(ANSWER_S), grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            stream = MetaserverStub(channel).WatchRoutes(metadata=_metadata(session))
+            await stream.write(pb.RouteRequest(subjects=[subject], app=APP, client_id=APP))
+            update = await stream.read()
+            stream.cancel()
+    except grpc.aio.AioRpcError as error:
+        raise _unanswered(error, "the metaserver") from None
+    except (OSError, ValueError, TimeoutError) as error:
+        raise Unanswered(Exit.UNREACHABLE, f"the metaserver does not answer: {error or 'not in time'}") from None
+    for route in [] if update is grpc.aio.EOF else update.routes:
+        if route.refused:
+            raise Unanswered(Exit.REFUSED, route.refused)
+        return [
+            Master(group.broker_group, group.master.ip, group.master.serve_port, group.master.control_port)
+            for group in route.groups
+            if group.HasField("master")
+        ]
+    return []
+
+
+class Looker:
+    """Looks at what one broker group has of a subject, whoever is its master. Made by `looking`, which ends it."""
+
+    def __init__(self, session: Session, subject: str, master: Master) -> None:
+        self._session, self._subject, self.master = session, subject, master
+        self._channel: grpc.aio.Channel | None = None
+
+    @property
+    def broker_group(self) -> str:
+        return self.master.broker_group
+
+    async def ask(self, request: pb.BrowseRequest, *, tries: int = TRIES) -> pb.BrowseAnswer:
+        """Ask once, and again where that may help. Raises Unanswered."""
+        request.subject = self._subject
+        for left in range(tries - 1, -1, -1):
+            try:
+                return await self._ask(request)
+            except grpc.aio.AioRpcError as error:
+                await self.close()
+                if error.code() not in _LATER or not left:
+                    raise _unanswered(error, self.broker_group) from None
+            await asyncio.sleep(AGAIN_S)
+            await self._find_again()
+        raise ValueError("at least one try")
+
+    async def _ask(self, request: pb.BrowseRequest) -> pb.BrowseAnswer:
+        if self._channel is None:
+            address = f"{self.master.ip}:{self.master.control_port}"
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        answer: pb.BrowseAnswer = await BrokerStub(self._channel).Browse(
+            request, metadata=_metadata(self._session), timeout=ANSWER_S
+        )
+        return answer
+
+    async def _find_again(self) -> None:
+        try:
+            masters = await find_masters(self._session, self._subject)
+        except Unanswered:
+            return  # then it is where it was, or nobody can tell
+        self.master = next((one for one in masters if one.broker_group == self.broker_group), self.master)
+
+    async def messages(self, request: pb.BrowseRequest) -> AsyncGenerator[pb.BrowsedMessage]:
+        """Yield what is wanted, asking on until nothing is left to look at. Raises Unanswered."""
+        request = pb.BrowseRequest.FromString(request.SerializeToString())
+        while True:
+            answer = await self.ask(request)
+            for message in answer.messages:
+                yield message
+            if answer.begin >= answer.end:
+                return
+            request.begin, request.end = answer.begin, answer.end
+            request.since_ms = request.until_ms = 0
+
+    async def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+
+@asynccontextmanager
+async def looking(session: Session, subject: str, broker_group: str = "") -> AsyncIterator[list[Looker]]:
+    """Give one Looker for each broker group, or for the one that is named. Raises Unanswered."""
+    masters = await find_masters(session, subject)
+    if broker_group and broker_group not in [one.broker_group for one in masters]:
+        raise Unanswered(Exit.REFUSED, f"there is no broker group {broker_group!r} that may have messages of {subject}")
+    chosen = [one for one in masters if broker_group in ("", one.broker_group)]
+    lookers = [Looker(session, subject, master) for master in chosen]
+    try:
+        yield lookers
+    finally:
+        for looker in lookers:
+            await looker.close()
+
+
+def _metadata(session: Session) -> tuple[tuple[str, str]]:
+    return (("x-api-token", session.token),)
+
+
+def _unanswered(error: grpc.aio.AioRpcError, who: str) -> Unanswered:
+    exit_status = Exit.UNREACHABLE if error.code() in _LATER else Exit.REFUSED
+    return Unanswered(exit_status, f"{who}: {error.details()}")

@@ -1,0 +1,140 @@
+"""Shell. A connection to the master of a broker group, over which dead letters come and go back to their group.
+
+It speaks to the broker itself, not through a consumer and a producer: a pull that waits for nothing is answered with
+"no message", so it is certain when all were handed out; and what goes back goes to the same broker, as the same bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from zlib import crc32
+
+from qmq.codec import encode_labels, join_batch
+from qmq.errors import OutcomeUnknown, QmqError
+from qmq.log.frame import label_flags
+from qmq.remoting import commands
+from qmq.remoting.commands import RANGES_MAX, Ack, Command, Nack, NackEntry, Piece, Produced, Pull, Verdict
+from qmq.remoting.connection import Connection, connect
+from qmq.remoting.packet import Packet
+from qmq.subjects import dead_letter_subject, retry_subject
+from qmq.types import Endpoint
+from tools.messages.brokers import ANSWER_S, APP, Master
+from tools.messages.redriving import Chosen, ranges_of
+
+GROUP = "qmq.redrive"
+"""The consumer group of all Redrives: what it acked has gone back, what it did not is a dead letter still."""
+PACKET_BYTES_MAX = 64 << 20
+PULL_MESSAGES, PULL_BYTES = 1_000, 4 << 20
+BATCH_BYTES_MAX = 1 << 20
+OVERHEAD_BYTES = 16 << 10
+"""Of a packet, for what stands around a batch: names, end offsets and labels of up to 500 messages."""
+UNSUBSCRIBE_S = 2.0
+PASSED_MS = 600_000
+"""What was passed over is handed out again after that. It must not come back while the rest is looked at."""
+
+
+class DeadLetters:
+    """Dead letters of (subject, group) that one master hands out to us. Made by `open`; `close` gives back all that did
+    not go back to the group."""
+
+    def __init__(self, master: Master, subject: str, group: str) -> None:
+        self.broker_group = master.broker_group
+        self._dead, self._mailbox = dead_letter_subject(subject, group), retry_subject(subject, group)
+        self._producer, self._batch = secrets.randbits(63) | 1, 0
+        self._subscription = 0
+        self.batch_bytes_max = BATCH_BYTES_MAX
+        self._connection: Connection
+        self._beat: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, master: Master, token: str, subject: str, group: str) -> DeadLetters:
+        """Connect and subscribe. Raises QmqError."""
+        self = cls(master, subject, group)
+        self._connection, welcome = await connect(
+            Endpoint(master.ip, master.serve_port), handler=self, token=token, app=APP,
+            packet_bytes_max=PACKET_BYTES_MAX, timeout_s=ANSWER_S,
+        )  # fmt: skip
+        limits = [int(str(welcome[name])) for name in ("packet_bytes_max", "window_bytes")]
+        self.batch_bytes_max = min(BATCH_BYTES_MAX, min(limits) - OVERHEAD_BYTES)
+        try:
+            answer = commands.decode_json(await self._ask(Command.SUBSCRIBE, self._terms()), subscription=int)
+        except BaseException:
+            self._connection.close("not subscribed")
+            raise
+        self._subscription = answer["subscription"]
+        self._beat = asyncio.create_task(self._renew_lease(int(answer["lease_ms"]) / 3_000))
+        return self
+
+    def _terms(self) -> bytes:
+        # A name of its own: two Redrives at once share the dead letters, and none of them is handed to both.
+        consumer = f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(4)}"
+        return commands.encode_json(
+            subject=self._dead, group=GROUP, consumer=consumer, start="earliest", since_ms=0, broadcast=False,
+            held_end=0, deliveries_max=0, tags=[], tag_mode="any",
+        )  # fmt: skip
+
+    async def take(self) -> list[Piece]:
+        """Return more dead letters, which stay ours until `close`; none: nobody has any to give. Raises QmqError."""
+        pull = Pull(self._subscription, PULL_MESSAGES, PULL_BYTES, 0)
+        return list(commands.decode_pulled(await self._ask(Command.PULL, commands.encode_pull(pull))))
+
+    async def send_back(self, letters: Sequence[Chosen]) -> Produced:
+        """Store the messages for the group; say with which sequences, and which are refused.
+
+        Raises:
+            OutcomeUnknown: maybe they are stored.
+            QmqError: none is.
+        """
+        self._batch += 1
+        body, flags = join_batch([one.data for one in letters]), 0
+        labels = [one.label for one in letters]
+        if any(labels):
+            body, flags = body + encode_labels(labels), label_flags(labels)
+        head = commands.produce_header(self._producer, self._batch, len(letters), crc32(body), self._mailbox, flags)
+        return commands.decode_produced(await self._ask(Command.PRODUCE, head, body))
+
+    async def settle(self, letters: Sequence[Chosen]) -> None:
+        """They are no dead letters any more. Raises QmqError: maybe they still are."""
+        await self._ask(Command.ACK, commands.encode_ack(Ack(self._subscription, ranges_of(letters))))
+
+    async def pass_over(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Give back what was not chosen, so that the broker hands out what lies behind it. Raises QmqError."""
+        for begin in range(0, len(ranges), RANGES_MAX):
+            entries = [NackEntry(*one, PASSED_MS, Verdict.RETRY) for one in ranges[begin : begin + RANGES_MAX]]
+            await self._ask(Command.NACK, commands.encode_nack(Nack(self._subscription, entries, "passed over")))
+
+    async def close(self) -> None:
+        if self._beat is not None:
+            self._beat.cancel()
+            await asyncio.gather(self._beat, return_exceptions=True)
+        leave = commands.encode_json(subscription=self._subscription)
+        try:
+            async with asyncio.timeout(UNSUBSCRIBE_S):
+                await self._connection.request(Command.UNSUBSCRIBE, leave)
+        except (QmqError, TimeoutError):
+            pass  # they are given back when the lease ends
+        self._connection.close("done")
+
+    async def _ask(self, command: Command, *parts: bytes) -> memoryview:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._connection.request(command, *parts)
+        except TimeoutError:
+            raise OutcomeUnknown(f"{self.broker_group} did not answer within {ANSWER_S:.0f} s") from None
+
+    async def _renew_lease(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            self._connection.request(Command.HEARTBEAT)
+
+    # Called by the connection: what breaks it is heard by whoever asks next.
+
+    def packet_received(self, connection: Connection, packet: Packet) -> None: ...
+
+    def connection_lost(self, connection: Connection, reason: str) -> None: ...
+
+    def writable_again(self, connection: Connection) -> None: ...

@@ -1,0 +1,76 @@
+"""Core. Messages that people type: options, JSON objects, lines of a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from itertools import repeat
+from typing import Any
+
+from qmq.message import Message
+
+_WHOLE = {"id": str, "tags": list, "orderKey": str}
+"""Members of a whole message beside its properties, with their types; others say where it came from."""
+
+
+def typed_messages(values: Mapping[str, str], lines: Iterable[str]) -> Iterable[Message | str]:
+    """Make messages of the options of Produce: those of `lines` if a file is given, else one, `count` times.
+
+    Yields:
+        Each message, or in its place what is wrong with its line.
+    """
+    if values["file"]:
+        yield from (_of_line(values, number, line) for number, line in enumerate(lines, start=1) if line.strip())
+        return
+    try:
+        value = _object(values["json-body"]) if values["json-body"] else {}
+        message = _message(values, value | json.loads(values["property"] or "{}"))
+    except ValueError as error:
+        yield f"--json-body: {error}"
+        return
+    for _ in repeat(None, int(values["count"])):
+        yield Message(
+            message.subject, message.properties, tags=message.tags, id=message.id, order_key=message.order_key
+        )
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """Split `a,b` into its words."""
+    return tuple(word for word in text.split(",") if word)
+
+
+def _of_line(values: Mapping[str, str], number: int, line: str) -> Message | str:
+    try:
+        return _message(values, _object(line))
+    except ValueError as error:
+        return f"line {number}: {error}"
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+def _message(values: Mapping[str, str], value: dict[str, Any]) -> Message:
+    """Make a message of a JSON object: its members are properties, unless it is a whole one, as Browse prints it."""
+    whole: dict[str, Any] = {}
+    if isinstance(value.get("properties"), dict):
+        whole, value = value, value["properties"]
+    for name, kind in _WHOLE.items():
+        if name in whole and not isinstance(whole[name], kind):
+            raise ValueError(f"{name!r} is no {kind.__name__}")
+    properties = {name: _text(item) for name, item in value.items() if item is not None}
+    return Message(
+        values["subject"], properties, tags=[*words_of(values["tag"]), *whole.get("tags", ())], id=whole.get("id"),
+        order_key=values["orderKey"] or whole.get("orderKey"),
+    )  # fmt: skip
+
+
+def _text(value: Any) -> Any:
+    """A property's value is a text, a number or a truth value; what is more is written as JSON."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value

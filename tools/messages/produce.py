@@ -1,0 +1,114 @@
+"""Shell. Produce: sends messages, and says of each what became of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import qmq
+from qmq.client.batching import Receipt
+from qmq.codec import encode_message
+from tools.answer import Exit
+from tools.inputs import STANDARD_STREAM
+from tools.messages.brokers import APP, ended, find_masters, url_of
+from tools.messages.lines import typed_messages
+from tools.messages.shown import to_json
+from tools.session import Session
+from tools.table import printable
+from tools.terminal import complain
+
+AT_ONCE = 1_000
+"""Messages read before the first of them are sent."""
+
+
+def run(session: Session) -> Exit:
+    return ended(session, _produce)
+
+
+async def _produce(session: Session) -> Exit:
+    values = session.values
+    if session.values["dry-run"] == "true":
+        with _lines(values["file"]) as lines:
+            return _check(session, typed_messages(values, lines))
+    await find_masters(session, values["subject"])  # who cannot be reached at all is told so at once
+    outcomes: set[qmq.Outcome] = set()
+    timeout_s = int(values["wait"]) / 1000
+    async with qmq.Producer(
+        metaserver=url_of(session.metaserver), app=APP, token=session.token, timeout_s=timeout_s
+    ) as producer:
+        with _lines(values["file"]) as lines:
+            messages = iter(typed_messages(values, lines))
+            while chunk := list(islice(messages, AT_ONCE)):
+                receipts = iter(await producer.send_many([one for one in chunk if isinstance(one, qmq.Message)]))
+                for one in chunk:
+                    outcomes.add(_told(session, one if isinstance(one, str) else next(receipts)))
+    return _exit(outcomes)
+
+
+@contextmanager
+def _lines(path: str) -> Iterator[Iterable[str]]:
+    if not path:
+        yield ()
+    elif path == STANDARD_STREAM:
+        yield sys.stdin
+    else:
+        with open(path, encoding="utf-8") as file:
+            yield file
+
+
+def _check(session: Session, messages: Iterable[qmq.Message | str]) -> Exit:
+    """Say of each message whether it could be sent."""
+    outcomes = set()
+    for one in messages:
+        reason = one if isinstance(one, str) else _problem(one)
+        outcomes.add(qmq.Outcome.REFUSED if reason else qmq.Outcome.STORED)
+        if isinstance(one, str) or reason:
+            _print(session, outcome="refused", reason=reason)
+        else:
+            _print(session, outcome="would be sent", id=one.id, properties=dict(one.properties))
+    return _exit(outcomes)
+
+
+def _problem(message: qmq.Message) -> str:
+    try:
+        encode_message(qmq.Message(
+            message.subject, message.properties, tags=message.tags, id=message.id or "-", order_key=message.order_key
+        ), 0)  # fmt: skip
+    except qmq.QmqError as error:
+        return str(error)
+    return ""
+
+
+def _told(session: Session, receipt: Receipt | str) -> qmq.Outcome:
+    """Print what became of a message."""
+    if isinstance(receipt, str):
+        _print(session, outcome=qmq.Outcome.REFUSED.value, reason=receipt)
+        return qmq.Outcome.REFUSED
+    place = {"brokerGroup": receipt.broker_group, "sequence": receipt.sequence} if receipt.is_stored else {}
+    _print(session, outcome=receipt.outcome.value, id=receipt.message_id, **place, reason=receipt.reason)
+    return receipt.outcome
+
+
+def _print(session: Session, **told: Any) -> None:
+    """Print a line about one message; what is empty is left out."""
+    told = {name: value for name, value in told.items() if value not in (None, "")}
+    if session.as_json:
+        print(to_json(told))
+        return
+    place = f"{told['brokerGroup']}/{told['sequence']}" if "sequence" in told else ""
+    content = to_json(told["properties"]) if "properties" in told else ""
+    words = (told["outcome"], told.get("id"), place, content, told.get("reason"))
+    print(printable("  ".join(filter(None, words))))
+
+
+def _exit(outcomes: set[qmq.Outcome]) -> Exit:
+    if not outcomes:
+        complain("there was no message to send")
+        return Exit.USAGE
+    if qmq.Outcome.UNKNOWN in outcomes:
+        complain("of some messages nobody knows whether they are stored; sending them again may store them twice")
+        return Exit.UNKNOWN
+    return Exit.REFUSED if qmq.Outcome.REFUSED in outcomes else Exit.DONE

@@ -1,0 +1,324 @@
+"""Shell. Redrive: gives dead letters back to the consumer group that could not handle them.
+
+All dead letters of the group are taken, one after the other; those that were chosen go back, in their order, a batch
+at a time: stored for the group first, no dead letters after that. Whatever ends this in between, none is lost; those of
+the batch under way may go back twice, with the same ids. All others stay dead letters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, nullcontext
+
+from qmq.errors import AccessError, CallError, OutcomeUnknown, Overloaded, QmqError
+from qmq.proto import qmq_pb2 as pb
+from qmq.remoting.commands import Produced
+from qmq.subjects import dead_letter_subject
+from tools.answer import Exit
+from tools.command import bad, good, warning
+from tools.files import PrivateFile
+from tools.messages.brokers import Looker, Master, Unanswered, ended, looking
+from tools.messages.dead_letters import DeadLetters
+from tools.messages.lines import words_of
+from tools.messages.redriving import Choice, Chosen, Receipt, batches_of, others_of
+from tools.messages.shown import to_json
+from tools.session import Session
+from tools.table import Block, Column, Table
+from tools.terminal import ask, complain, is_yes, show
+
+HELD_MAX = 50_000
+"""Dead letters that were not chosen and are held to the end. A broker hands 200,000 to one consumer before it acks: of
+more, the first are passed over."""
+CHOSEN_MAX = 100_000
+CHOSEN_BYTES_MAX = 256 << 20
+BATCH_MESSAGES_MAX = 500
+OVERLOADED_S, OVERLOADED_TRIES = 0.5, 20
+_BEHIND_ALL = 1 << 62
+SHOWN_MAX = 50
+"""So many ids are shown to people; `--json` and the receipt have all."""
+
+Bounds = tuple[int, int]
+"""Sequences of dead letters, `[begin, end)`."""
+
+
+def run(session: Session) -> Exit:
+    try:
+        return ended(session, lambda one: _Redrive(one).run())
+    except KeyboardInterrupt:
+        complain("interrupted before anything was moved")
+        return Exit.REFUSED
+
+
+class _Redrive:
+    """One run of the command."""
+
+    def __init__(self, session: Session) -> None:
+        values = self._values = session.values
+        self._session = session
+        self._dead = dead_letter_subject(values["subject"], values["group"])
+        self._choice = Choice(
+            values["id"], json.loads(values["property"] or "{}"), frozenset(words_of(values["tag"])), values["reason"]
+        )
+        self._rate, self._left_to_choose = int(values["rate"]), int(values["limit"] or 0) or CHOSEN_MAX
+        self._chosen: list[tuple[DeadLetters, list[Chosen]]] = []
+        self._chosen_bytes = 0
+        self._receipt = Receipt(values["subject"], values["group"])
+        self._why_left = "not reached"
+
+    async def run(self) -> Exit:
+        async with AsyncExitStack() as stack:
+            for source, bounds in await self._sources(stack):
+                self._chosen.append((source, await self._take(source, bounds)))
+            if (ended := await self._plan()) is not None:
+                return ended
+            path = self._values["out"]
+            with PrivateFile(path) if path else nullcontext() as kept:
+                try:
+                    await self._move_all()
+                except asyncio.CancelledError:
+                    _go_on_after_interrupt()
+                    self._why_left = "interrupted"
+                self._finish(kept)
+        return self._exit()
+
+    # Which there are.
+
+    async def _sources(self, stack: AsyncExitStack) -> list[tuple[DeadLetters, Bounds]]:
+        """Subscribe to the dead letters of each broker group that has any."""
+        sources = []
+        async with looking(self._session, self._dead) as lookers:
+            found = await asyncio.gather(*(self._bounds(looker) for looker in lookers))
+        for looker, bounds in zip(lookers, found):
+            try:
+                if isinstance(bounds, Unanswered):
+                    raise bounds
+                if bounds[0] < bounds[1]:
+                    source = await _open(looker.master, self._session, self._values)
+                    stack.push_async_callback(source.close)
+                    sources.append((source, bounds))
+            except Unanswered as why:
+                if why.exit is Exit.REFUSED:
+                    raise
+                self._receipt.unasked[looker.broker_group] = str(why)
+        return sources
+
+    async def _bounds(self, looker: Looker) -> Bounds | Unanswered:
+        """Say which dead letters are there now, and were stored in the time that is asked for."""
+        since, until = (int(self._values[name] or 0) for name in ("since", "until"))
+        try:
+            answer = await looker.ask(pb.BrowseRequest(begin=_BEHIND_ALL))
+            begin, end = answer.first_sequence, answer.end_sequence
+            if since:
+                first = await looker.ask(pb.BrowseRequest(since_ms=since, end=end, messages_max=1))
+                begin = first.messages[0].sequence if first.messages else end
+            if until:
+                last = await looker.ask(
+                    pb.BrowseRequest(until_ms=until, end=end, newest_first=True, messages_max=1)
+                )  # fmt: skip
+                end = last.messages[0].sequence + 1 if last.messages else begin
+        except Unanswered as why:
+            return why
+        return begin, end
+
+    async def _take(self, source: DeadLetters, bounds: Bounds) -> list[Chosen]:
+        """Take dead letters until there are no more, or enough were chosen."""
+        chosen: list[Chosen] = []
+        others: list[tuple[int, int]] = []
+        try:
+            while self._left_to_choose and self._chosen_bytes < CHOSEN_BYTES_MAX:
+                if not (pieces := await source.take()):
+                    break
+                more = list(self._choice.of(source.broker_group, pieces, bounds))[: self._left_to_choose]
+                others += others_of(pieces, more)
+                if sum(end - begin for begin, end in others) > HELD_MAX:
+                    await source.pass_over(others)
+                    others = []
+                self._receipt.looked_at += sum(piece.count for piece in pieces)
+                self._left_to_choose -= len(more)
+                self._chosen_bytes += sum(len(one.data) for one in more)
+                chosen += more
+        except QmqError as error:
+            raise _unanswered(source.broker_group, error) from None
+        return chosen
+
+    # What is going to be.
+
+    async def _plan(self) -> Exit | None:
+        """Show what would go back and ask for it; return how the command ends here, None if it goes on."""
+        session = self._session
+        chosen = [one for _, letters in self._chosen for one in letters]
+        if session.dry_run:
+            plan = self._receipt.json() | {"dryRun": True, "chosen": [one.json() for one in chosen]}
+            print(to_json(plan)) if session.as_json else show(self._planned(chosen))
+            return Exit.UNREACHABLE if self._receipt.unasked else Exit.DONE
+        show(self._planned(chosen), sys.stderr)
+        if not chosen or session.yes:
+            return None
+        ask("Do it?")
+        if not is_yes(await _typed_line()):
+            complain("not confirmed; nothing was moved")
+            return Exit.REFUSED
+        return None
+
+    def _planned(self, chosen: Sequence[Chosen]) -> list[Block]:
+        count, group = len(chosen), self._values["group"]
+        blocks: list[Block] = [
+            f"{self._receipt.looked_at:,} dead letters of {group} looked at; {count:,} of them go back to {group}"
+        ]
+        if chosen:
+            rows = [one.json() for one in chosen[:SHOWN_MAX]]
+            blocks.append(Table(_LETTER, rows))
+            blocks += [f"and {count - SHOWN_MAX:,} more"] if count > SHOWN_MAX else []
+        return blocks + self._warnings()
+
+    def _warnings(self) -> list[Block]:
+        return [warning(f"not looked at: {name}, {why}") for name, why in self._receipt.unasked.items()]
+
+    # The way back.
+
+    async def _move_all(self) -> None:
+        pace = _Pace(self._rate)
+        for source, letters in self._chosen:
+            most = max(min(BATCH_MESSAGES_MAX, self._rate // 5), 1)
+            for batch in batches_of(letters, messages_max=most, bytes_max=source.batch_bytes_max):
+                await pace.wait(len(batch))
+                if not await self._move(source, batch):
+                    break  # other broker groups may work
+
+    async def _move(self, source: DeadLetters, batch: Sequence[Chosen]) -> bool:
+        """Move one batch; return whether the next one may be tried."""
+        receipt = self._receipt
+        rows = [one.json() for one in batch]
+        try:
+            produced = await _send_back(source, batch)
+            refused = dict(produced.refused)
+            receipt.left += [one.json(why=refused[at]) for at, one in enumerate(batch) if at in refused]
+            stored = [one for at, one in enumerate(batch) if at not in refused]
+            rows = [one.json(newSequence=produced.first_sequence + at) for at, one in enumerate(stored)]
+            if stored:
+                await _settle(source, stored)
+        except OutcomeUnknown as error:
+            receipt.unknown += rows
+            self._why_left = str(error)
+            return False
+        except asyncio.CancelledError:
+            receipt.unknown += rows
+            raise
+        except QmqError as error:
+            self._why_left = str(error)
+            return False
+        receipt.moved += rows
+        return True
+
+    # What became of it.
+
+    def _finish(self, kept: PrivateFile | None) -> None:
+        """Write and show the receipt."""
+        receipt = self._receipt
+        told = {(row["brokerGroup"], row["sequence"]) for row in (*receipt.moved, *receipt.unknown, *receipt.left)}
+        chosen = [one for _, letters in self._chosen for one in letters]
+        receipt.left += [one.json(why=self._why_left) for one in chosen if (one.broker_group, one.sequence) not in told]
+        if kept is not None:
+            kept.commit(json.dumps(receipt.json(), ensure_ascii=False, indent=1) + "\n")
+        if self._session.as_json:
+            print(to_json(receipt.json()))
+        else:
+            show(self._shown())
+
+    def _shown(self) -> list[Block]:
+        receipt, out = self._receipt, self._values["out"]
+        text = f"{len(receipt.moved):,} dead letters went back to {receipt.group}"
+        blocks: list[Block] = [good(text) if receipt.moved else text]
+        if receipt.moved:
+            blocks.append(Table((*_LETTER[:3], Column("NEW SEQUENCE", "newSequence")), receipt.moved[:SHOWN_MAX]))
+        if len(receipt.moved) > SHOWN_MAX:
+            blocks.append(f"and {len(receipt.moved) - SHOWN_MAX:,} more{f': see {out}' if out else ''}")
+        for rows, what in ((receipt.unknown, "may have gone back"), (receipt.left, "stayed dead letters")):
+            if rows:
+                blocks.append(bad(f"{len(rows):,} {what}: {rows[0].get('why') or self._why_left}"))
+        return blocks + self._warnings()
+
+    def _exit(self) -> Exit:
+        receipt = self._receipt
+        if receipt.unknown or (receipt.moved and (receipt.left or receipt.unasked)):
+            look = self._session.command.look_with(self._session.metaserver, self._values)
+            complain(
+                f"not all is done. Run it again for the rest; what may have gone back may go twice. Look with\n  {look}"
+            )
+            return Exit.UNKNOWN
+        if receipt.unasked:
+            return Exit.UNREACHABLE
+        return Exit.REFUSED if receipt.left else Exit.DONE
+
+
+_LETTER = (
+    Column("BROKER GROUP", "brokerGroup", drop=1),
+    Column("SEQUENCE", "sequence"),
+    Column("ID", "id", fold=12),
+    Column("TIMES", "times", drop=2),
+    Column("REASON", "deadReason", fold=20),
+)
+
+
+class _Pace:
+    """Keeps to so many messages a second."""
+
+    def __init__(self, rate: int) -> None:
+        self._rate, self._messages = rate, 0
+        self._began_s = asyncio.get_running_loop().time()
+
+    async def wait(self, messages: int) -> None:
+        """Wait until so many more may go."""
+        due_s = self._began_s + self._messages / self._rate
+        self._messages += messages
+        await asyncio.sleep(max(due_s - asyncio.get_running_loop().time(), 0))
+
+
+async def _open(master: Master, session: Session, values: Mapping[str, str]) -> DeadLetters:
+    try:
+        return await DeadLetters.open(master, session.token, values["subject"], values["group"])
+    except QmqError as error:
+        raise _unanswered(master.broker_group, error) from None
+
+
+async def _send_back(source: DeadLetters, batch: Sequence[Chosen]) -> Produced:
+    """A broker that is busy is asked again, a little later."""
+    for _ in range(OVERLOADED_TRIES):
+        try:
+            return await source.send_back(batch)
+        except Overloaded:
+            await asyncio.sleep(OVERLOADED_S)
+    return await source.send_back(batch)
+
+
+async def _settle(source: DeadLetters, stored: Sequence[Chosen]) -> None:
+    try:
+        await source.settle(stored)
+    except QmqError as error:
+        raise OutcomeUnknown(f"they went back, but may be dead letters still: {error}") from None
+
+
+def _unanswered(broker_group: str, error: QmqError) -> Unanswered:
+    is_refusal = isinstance(error, AccessError | CallError)
+    return Unanswered(Exit.REFUSED if is_refusal else Exit.UNREACHABLE, f"{broker_group}: {error}")
+
+
+async def _typed_line() -> str:
+    """Read what is typed. Not on a thread: one that waits for a line would outlive an interrupt."""
+    loop, typed = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sys.stdin.fileno(), typed.set)
+    try:
+        await typed.wait()
+    finally:
+        loop.remove_reader(sys.stdin.fileno())
+    return sys.stdin.readline()
+
+
+def _go_on_after_interrupt() -> None:
+    """What was done has to be told before this ends."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()

@@ -1,0 +1,152 @@
+"""Core. Which dead letters go back to their group, and as what.
+
+A dead letter is the message as it was sent, with properties that tell its fate. It goes back as it was sent: the same
+bytes without these properties. So its id stays, and a consumer that remembers ids takes it once, however often it is
+sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qmq.codec import decode_envelope, decode_properties, label_of, split_batch
+from qmq.errors import InvalidMessage
+from qmq.message import ORDER_KEY
+from qmq.remoting.commands import Piece
+
+TIMES, REASON, SEQUENCE = "qmq_times", "qmq_deadReason", "qmq_deadSequence"
+"""Properties that a broker adds to a message that becomes a dead letter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A dead letter that is to go back. `sequence` is its own, `data` what is sent."""
+
+    broker_group: str
+    pull_sequence: int
+    sequence: int
+    id: str
+    times: str
+    reason: str
+    data: bytes = field(repr=False)
+    label: int
+
+    def json(self, **more: Any) -> dict[str, Any]:
+        shown = {"id": self.id, "brokerGroup": self.broker_group, "sequence": self.sequence}
+        return shown | {"times": self.times, "deadReason": self.reason} | more
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which dead letters are meant: those with all of this; what is empty means all."""
+
+    id: str = ""
+    properties: Mapping[str, str] = field(default_factory=dict)
+    tags: frozenset[str] = frozenset()
+    reason: str = ""
+
+    def of(self, broker_group: str, pieces: Iterable[Piece], bounds: tuple[int, int]) -> Iterator[Chosen]:
+        """Choose of what a broker handed out, within `bounds`: sequences `[begin, end)`."""
+        for piece in pieces:
+            for at, data in enumerate(split_batch(piece.body, piece.count)):
+                sequence = piece.sequence + at
+                if bounds[0] <= sequence < bounds[1]:
+                    chosen = self._chosen(broker_group, piece.pull_sequence + at, sequence, bytes(data))
+                    if chosen is not None:
+                        yield chosen
+
+    def _chosen(self, broker_group: str, pull_sequence: int, sequence: int, data: bytes) -> Chosen | None:
+        try:
+            envelope = decode_envelope(data)
+            properties = decode_properties(data, envelope.body_begin)
+        except InvalidMessage:
+            return None  # nobody could handle it the next time, either
+        if (
+            self.id not in ("", envelope.id)
+            or not self.tags <= set(envelope.tags)
+            or not self.properties.items() <= properties.items()
+            or self.reason not in properties.get(REASON, "")
+        ):
+            return None
+        return Chosen(
+            broker_group, pull_sequence, sequence, envelope.id, properties.get(TIMES, ""), properties.get(REASON, ""),
+            without_fate(data, envelope.body_begin, properties), label_of(envelope.tags, properties.get(ORDER_KEY)),
+        )  # fmt: skip
+
+
+def without_fate(data: bytes, begin: int, properties: Mapping[str, str]) -> bytes:
+    """Return an encoded message, whose properties begin at `begin`, as it was before it became a dead letter."""
+    kept = [
+        text for name, value in properties.items() if name not in (TIMES, REASON, SEQUENCE) for text in (name, value)
+    ]
+    body = b"".join(len(encoded).to_bytes(2, "big") + encoded for encoded in map(str.encode, kept))
+    return data[: begin - 4] + len(body).to_bytes(4, "big") + body
+
+
+def batches_of(chosen: Sequence[Chosen], *, messages_max: int, bytes_max: int) -> Iterator[Sequence[Chosen]]:
+    """Cut into batches of at most so many messages and bytes; a larger message comes alone."""
+    begin = size = 0
+    for at, one in enumerate(chosen):
+        if at > begin and (at - begin >= messages_max or size + len(one.data) > bytes_max):
+            yield chosen[begin:at]
+            begin, size = at, 0
+        size += len(one.data)
+    if begin < len(chosen):
+        yield chosen[begin:]
+
+
+def ranges_of(letters: Iterable[Chosen]) -> list[tuple[int, int]]:
+    """Return the pull sequences of `letters`, which ascend, as ranges."""
+    ranges: list[tuple[int, int]] = []
+    for one in letters:
+        if ranges and ranges[-1][1] == one.pull_sequence:
+            ranges[-1] = ranges[-1][0], one.pull_sequence + 1
+        else:
+            ranges.append((one.pull_sequence, one.pull_sequence + 1))
+    return ranges
+
+
+def others_of(pieces: Iterable[Piece], chosen: Iterable[Chosen]) -> list[tuple[int, int]]:
+    """Return the pull sequences of what was handed out and not chosen, as ranges; both ascend."""
+    borders = iter([one.pull_sequence for one in chosen])
+    others: list[tuple[int, int]] = []
+    border = next(borders, None)
+    for piece in pieces:
+        begin, end = piece.pull_sequence, piece.pull_sequence + piece.count
+        while border is not None and border < end:
+            if begin < border:
+                others.append((begin, border))
+            begin, border = border + 1, next(borders, None)
+        if begin < end:
+            others.append((begin, end))
+    return others
+
+
+@dataclass(slots=True)
+class Receipt:
+    """What became of the dead letters that were chosen."""
+
+    subject: str
+    group: str
+    looked_at: int = 0
+    moved: list[dict[str, Any]] = field(default_factory=list)
+    """With the sequence that each has among the messages for the group."""
+    unknown: list[dict[str, Any]] = field(default_factory=list)
+    """Sent, or moved and maybe still dead letters: another Redrive may move them once more."""
+    left: list[dict[str, Any]] = field(default_factory=list)
+    """Still dead letters, and why."""
+    unasked: dict[str, str] = field(default_factory=dict)
+    """Broker groups that did not answer."""
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "subject": self.subject,
+            "group": self.group,
+            "deadLetters": self.looked_at,
+            "moved": self.moved,
+            "unknown": self.unknown,
+            "left": self.left,
+            "unasked": self.unasked,
+        }
