@@ -1,0 +1,160 @@
+"""Shell. OpenTelemetry: spans of messages that are sent, handled and acked, in one trace from end to end.
+
+    Qmq.Produce.Send        a message, or a `send_many`, until its outcome is known: subject, messageId, outcome
+      Qmq.QueueSender.Send  its way to a broker group: broker
+      Qmq.Consume.Process   its filters and handler, each time it is handed over: subject, messageId, times
+        Qmq.Consume.Ack     what the consumer decides then: subject, messageId, consumerGroup, outcome
+
+The names are QMQ's. The context travels in properties of the message whose names begin with `qtrace_`. Without a tracer
+provider nothing is recorded, and a context that came along is passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, TracerProvider
+
+from qmq.client.batching import Outcome, Receipt, Receipts
+from qmq.client.producer import Producer
+from qmq.client.received import ReceivedMessage
+from qmq.errors import DeadLetter, RetryLater
+from qmq.message import Message
+from qmq.version import VERSION
+
+PREFIX = "qtrace_"
+SYSTEM = {"messaging.system": "qmq"}
+
+
+def inject(message: Message, context: Context | None = None) -> None:
+    """Let `message` carry the context, by default the current one, in place of one that it carries."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier, context)
+    if carrier:
+        own = {name: value for name, value in message.properties.items() if not name.startswith(PREFIX)}
+        message.properties = own | {PREFIX + name: value for name, value in carrier.items()}
+
+
+def extract(message: Message) -> Context:
+    """Return the context that `message` carries; an empty one if it carries none."""
+    carrier = {
+        name.removeprefix(PREFIX): str(value) for name, value in message.properties.items() if name.startswith(PREFIX)
+    }
+    return propagate.extract(carrier, Context())
+
+
+class TracedProducer:
+    """Sends as the producer that it wraps does, which is opened and closed as ever. Messages are given a context.
+
+    A million messages of one `send_many` have one span together: each of its own would fill the memory.
+    """
+
+    def __init__(self, producer: Producer, *, tracer_provider: TracerProvider | None = None) -> None:
+        self._producer, self._tracer = producer, _tracer(tracer_provider)
+
+    async def send(self, message: Message) -> Receipt:
+        """See `Producer.send`."""
+        with self._sending({"subject": message.subject}) as (span, carrying):
+            inject(message, trace.set_span_in_context(span))
+            receipt = await self._producer.send(message)
+            _note(receipt, span, carrying)
+            return receipt
+
+    async def send_many(self, messages: Iterable[Message]) -> Receipts:
+        """See `Producer.send_many`."""
+        with self._sending({}) as (span, _):
+            context = trace.set_span_in_context(span)
+            receipts = await self._producer.send_many(_injected(messages, context))
+            span.set_attribute("messages", len(receipts))
+            if missing := len(receipts) - receipts.count_of(Outcome.STORED):
+                span.set_attribute("messages.not_stored", missing)
+                span.set_status(StatusCode.ERROR, f"{missing} messages are not stored")
+            return receipts
+
+    def send_nowait(self, message: Message, on_done: Callable[[Receipt], None]) -> None:
+        """See `Producer.send_nowait`. The spans end when the outcome is known."""
+        span = self._tracer.start_span("Qmq.Produce.Send", kind=SpanKind.PRODUCER, attributes=SYSTEM)
+        span.set_attribute("subject", message.subject)
+        context = trace.set_span_in_context(span)
+        carrying = self._tracer.start_span("Qmq.QueueSender.Send", context)
+
+        def done(receipt: Receipt) -> None:
+            _note(receipt, span, carrying)
+            carrying.end()
+            span.end()
+            on_done(receipt)
+
+        try:
+            inject(message, context)
+            self._producer.send_nowait(message, done)
+        except BaseException as error:
+            span.set_status(StatusCode.ERROR, f"{type(error).__name__}: {error}")
+            carrying.end()
+            span.end()
+            raise
+
+    @contextmanager
+    def _sending(self, attributes: dict[str, str]) -> Iterator[tuple[Span, Span]]:
+        start = self._tracer.start_as_current_span
+        with start("Qmq.Produce.Send", kind=SpanKind.PRODUCER, attributes=SYSTEM | attributes) as span:
+            with start("Qmq.QueueSender.Send") as carrying:
+                yield span, carrying
+
+
+class Tracing:
+    """A filter for `Consumer.listen`, best the first one: the handler runs in a span of the producer's trace.
+
+    Args:
+        acks: whether the end of the handler decides the message; not so with `auto_ack=False`.
+    """
+
+    def __init__(self, *, acks: bool = True, tracer_provider: TracerProvider | None = None) -> None:
+        self._acks, self._tracer = acks, _tracer(tracer_provider)
+
+    async def __call__(self, message: ReceivedMessage, handle: Callable[[ReceivedMessage], Awaitable[object]]) -> None:
+        identity = {"subject": message.subject, "messageId": str(message.id)}
+        with self._tracer.start_as_current_span(
+            "Qmq.Consume.Process",
+            extract(message),
+            kind=SpanKind.CONSUMER,
+            attributes=SYSTEM | identity | {"times": message.times},
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+            outcome = "nack"
+            try:
+                await handle(message)
+                outcome = "ack"
+            except RetryLater as later:
+                span.add_event("retry", {"reason": str(later)})  # nothing failed
+                raise
+            except BaseException as error:
+                outcome = "dead letter" if isinstance(error, DeadLetter) else "nack"
+                span.record_exception(error)
+                span.set_status(StatusCode.ERROR, f"{type(error).__name__}: {error}")
+                raise
+            finally:
+                if self._acks:
+                    decided = identity | {"consumerGroup": message.group, "outcome": outcome}
+                    self._tracer.start_span("Qmq.Consume.Ack", attributes=decided).end()
+
+
+def _injected(messages: Iterable[Message], context: Context) -> Iterator[Message]:
+    for message in messages:
+        inject(message, context)
+        yield message
+
+
+def _note(receipt: Receipt, span: Span, carrying: Span) -> None:
+    span.set_attributes({"messageId": receipt.message_id, "outcome": receipt.outcome.value})
+    carrying.set_attribute("broker", receipt.broker_group)
+    if not receipt.is_stored:
+        for one in (span, carrying):
+            one.set_status(StatusCode.ERROR, receipt.reason)
+
+
+def _tracer(provider: TracerProvider | None) -> Tracer:
+    return trace.get_tracer("qmq", VERSION, provider)

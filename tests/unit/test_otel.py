@@ -1,0 +1,286 @@
+"""Shell. Spans over a broker in memory: one trace from producer to consumer, and every span ends."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.trace import StatusCode
+
+import qmq
+from qmq.errors import InvalidMessage
+from qmq.otel import TracedProducer, Tracing, extract, inject
+from qmq.testing import Broker
+
+SEND, CARRY, PROCESS, ACK = "Qmq.Produce.Send", "Qmq.QueueSender.Send", "Qmq.Consume.Process", "Qmq.Consume.Ack"
+
+
+class Spans(SpanProcessor):
+    """Keeps spans in the order of their ends, and counts those that have not ended."""
+
+    def __init__(self):
+        self.ended, self.open = [], set()
+
+    def on_start(self, span, parent_context=None):
+        self.open.add(span.context.span_id)
+
+    def on_end(self, span):
+        self.open.remove(span.context.span_id)
+        self.ended.append(span)
+
+    def named(self, name):
+        return [span for span in self.ended if span.name == name]
+
+
+class World:
+    """A broker, a producer with spans and without, and a consumer whose listeners the test declares."""
+
+    def __init__(self, broker, producer):
+        self.broker, self.plain = broker, producer
+        self.spans, self.provider = Spans(), TracerProvider(shutdown_on_exit=False)
+        self.provider.add_span_processor(self.spans)
+        self.producer = TracedProducer(producer, tracer_provider=self.provider)
+        self.tracing = Tracing(tracer_provider=self.provider)
+        self.consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
+
+    async def consume(self, subject="order", group="g"):
+        """Run the consumer until the group is done with all there is."""
+        running = asyncio.create_task(self.consumer.run())
+        await self.broker.wait_until_consumed(subject, group)
+        running.cancel()
+        await asyncio.wait([running])
+
+
+@asynccontextmanager
+async def world():
+    async with Broker() as broker:
+        async with qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
+            one = World(broker, producer)
+            yield one
+        assert one.spans.open == set(), "spans that never ended"
+        assert trace.get_current_span() is trace.INVALID_SPAN, "a span that stayed active"
+
+
+def is_child(span, parent):
+    return span.parent.span_id == parent.context.span_id and span.context.trace_id == parent.context.trace_id
+
+
+def test_spans_of_one_message_share_a_trace_from_producer_to_ack():
+    async def run():
+        async with world() as w:
+
+            @w.consumer.listen("order", group="g", start="earliest", filters=[w.tracing])
+            async def handle(message):
+                pass
+
+            receipt = await w.producer.send(qmq.Message("order", {"n": 1}))
+            await w.consume()
+            (send,), (carry,), (process,), (ack,) = (w.spans.named(name) for name in (SEND, CARRY, PROCESS, ACK))
+            assert is_child(carry, send) and is_child(process, send) and is_child(ack, process)
+            identity = {"subject": "order", "messageId": receipt.message_id}
+            assert dict(send.attributes) == identity | {"messaging.system": "qmq", "outcome": "stored"}
+            assert dict(carry.attributes) == {"broker": "test"}
+            assert dict(process.attributes) == identity | {"messaging.system": "qmq", "times": 1}
+            assert dict(ack.attributes) == identity | {"consumerGroup": "g", "outcome": "ack"}
+
+    asyncio.run(run())
+
+
+def test_what_a_handler_does_belongs_to_its_span_in_coroutines_and_in_threads():
+    async def run():
+        async with world() as w:
+            tracer = w.provider.get_tracer("application")
+
+            @w.consumer.listen("order", group="coroutine", start="earliest", filters=[w.tracing])
+            async def coroutine(message):
+                with tracer.start_as_current_span("coroutine's own"):
+                    await asyncio.sleep(0)
+
+            @w.consumer.listen("order", group="thread", start="earliest", filters=[w.tracing])
+            def thread(message):
+                with tracer.start_as_current_span("thread's own"):
+                    pass
+
+            await w.producer.send(qmq.Message("order", {"n": 1}))
+            running = asyncio.create_task(w.consumer.run())
+            for group in ("coroutine", "thread"):
+                await w.broker.wait_until_consumed("order", group)
+            running.cancel()
+            await asyncio.wait([running])
+            for name in ("coroutine's own", "thread's own"):
+                (own,) = w.spans.named(name)
+                assert [process for process in w.spans.named(PROCESS) if is_child(own, process)]
+
+    asyncio.run(run())
+
+
+def test_each_hand_over_has_its_span_in_the_same_trace():
+    async def run():
+        async with world() as w:
+            errors = [ValueError("bad"), qmq.RetryLater(1.0), qmq.DeadLetter("broken")]
+
+            @w.consumer.listen("order", group="g", start="earliest", filters=[w.tracing])
+            async def handle(message):
+                raise errors[message.times - 1]
+
+            await w.producer.send(qmq.Message("order", {"n": 1}))
+            await w.consume()
+            (send,), processes = w.spans.named(SEND), w.spans.named(PROCESS)
+            assert all(is_child(process, send) for process in processes)
+            assert [process.attributes["times"] for process in processes] == [1, 2, 3]
+            assert [process.status.status_code for process in processes] == [
+                StatusCode.ERROR,
+                StatusCode.UNSET,
+                StatusCode.ERROR,
+            ]
+            assert [event.name for process in processes for event in process.events] == [
+                "exception",
+                "retry",
+                "exception",
+            ]
+            assert [ack.attributes["outcome"] for ack in w.spans.named(ACK)] == ["nack", "nack", "dead letter"]
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_handler_ends_its_span():
+    async def run():
+        async with world() as w:
+            began = asyncio.Event()
+
+            async def handle(message):
+                began.set()
+                await asyncio.Event().wait()
+
+            message = await received(w, qmq.Message("order", {"n": 1}))
+            handling = asyncio.create_task(w.tracing(message, handle))
+            await began.wait()
+            handling.cancel()
+            await asyncio.wait([handling])
+            assert handling.cancelled()
+            assert [span.name for span in w.spans.ended] == [ACK, PROCESS]
+            assert w.spans.named(ACK)[0].attributes["outcome"] == "nack"
+
+    asyncio.run(run())
+
+
+def test_without_automatic_acks_nothing_is_said_of_acks():
+    async def run():
+        async with world() as w:
+            tracing = Tracing(acks=False, tracer_provider=w.provider)
+
+            async def handle(message):
+                pass
+
+            await tracing(await received(w, qmq.Message("order", {"n": 1})), handle)
+            assert [span.name for span in w.spans.ended] == [PROCESS]
+
+    asyncio.run(run())
+
+
+async def received(w, message):
+    """Send a message without a span and pull it."""
+    await w.plain.send(message)
+    async with w.consumer.pull(message.subject, group="puller", start="earliest") as puller:
+        (one,) = await puller.pull(1, timeout=30.0)
+        await puller.ack([one])
+        return one
+
+
+def test_a_message_that_carries_no_context_begins_a_trace():
+    async def run():
+        async with world() as w:
+
+            async def handle(message):
+                pass
+
+            with w.provider.get_tracer("application").start_as_current_span("unrelated"):
+                await w.tracing(await received(w, qmq.Message("order", {"n": 1})), handle)
+            assert w.spans.named(PROCESS)[0].parent is None
+
+    asyncio.run(run())
+
+
+def test_send_many_has_one_span_for_all_its_messages():
+    async def run():
+        async with world() as w:
+
+            @w.consumer.listen("order", group="g", start="earliest", filters=[w.tracing])
+            async def handle(message):
+                pass
+
+            messages = [qmq.Message("order", {"n": n}) for n in range(30)] + [qmq.Message("order", {"x": "x" * 40_000})]
+            await w.producer.send_many(iter(messages))
+            await w.consume()
+            (send,), processes = w.spans.named(SEND), w.spans.named(PROCESS)
+            assert len(processes) == 30 and all(is_child(process, send) for process in processes)
+            assert (send.attributes["messages"], send.attributes["messages.not_stored"]) == (31, 1)
+            assert send.status.status_code is StatusCode.ERROR
+
+    asyncio.run(run())
+
+
+def test_send_nowait_ends_its_spans_with_the_outcome_whatever_that_is():
+    async def run():
+        async with world() as w:
+            receipts = asyncio.Queue()
+            w.producer.send_nowait(qmq.Message("order", {"n": 1}), receipts.put_nowait)
+            assert (await receipts.get()).is_stored
+            w.broker.refuse_next(InvalidMessage("not today"))
+            w.producer.send_nowait(qmq.Message("order", {"n": 2}), receipts.put_nowait)
+            assert not (await receipts.get()).is_stored
+            with pytest.raises(InvalidMessage):
+                w.producer.send_nowait(qmq.Message("order", {"n": object()}), receipts.put_nowait)
+            codes = [span.status.status_code for span in w.spans.named(SEND)]
+            assert codes == [StatusCode.UNSET, StatusCode.ERROR, StatusCode.ERROR]
+            assert len(w.spans.named(CARRY)) == 3
+
+    asyncio.run(run())
+
+
+def test_a_refused_or_impossible_message_ends_its_spans_as_failed():
+    async def run():
+        async with world() as w:
+            w.broker.refuse_next(InvalidMessage("not today"))
+            assert not (await w.producer.send(qmq.Message("order", {"n": 1}))).is_stored
+            with pytest.raises(InvalidMessage):
+                await w.producer.send(qmq.Message("order", {"n": object()}))
+            assert [span.status.status_code for span in w.spans.named(SEND)] == [StatusCode.ERROR] * 2
+
+    asyncio.run(run())
+
+
+def test_the_context_goes_into_properties_with_the_prefix_and_leaves_the_callers_dict_alone():
+    provider = TracerProvider(shutdown_on_exit=False)
+    mine = {"n": 1, "qtrace_old": "of an earlier sender"}
+    message = qmq.Message("order", mine)
+    with provider.get_tracer("application").start_as_current_span("mine") as span:
+        inject(message)
+    assert set(message.properties) == {"n", "qtrace_traceparent"}
+    assert mine == {"n": 1, "qtrace_old": "of an earlier sender"}
+    carried = trace.get_current_span(extract(message)).get_span_context()
+    assert (carried.trace_id, carried.span_id) == (span.get_span_context().trace_id, span.get_span_context().span_id)
+
+
+def test_without_a_provider_a_message_stays_as_it_is():
+    async def run():
+        async with Broker() as broker, qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
+            message = qmq.Message("order", {"n": 1})
+            assert (await TracedProducer(producer).send(message)).is_stored
+            assert message.properties == {"n": 1}
+
+    asyncio.run(run())
+
+
+def test_opentelemetry_is_not_imported_by_those_who_do_not_use_it():
+    code = """
+import sys, qmq
+qmq.Producer, qmq.Consumer
+sys.exit(any(name.partition(".")[0] == "opentelemetry" for name in sys.modules))
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
