@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
@@ -62,6 +63,7 @@ class Consumer:
         self._session: Session | None = None
         self._users = 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
         self._stop: asyncio.Event | None = None
         self._running: set[asyncio.Task[None]] = set()
 
@@ -143,7 +145,7 @@ class Consumer:
         if self._stop is not None:
             raise InvalidRequest("this consumer runs already")
         self._stop = stop = asyncio.Event()
-        take_back = on_sigterm(stop.set)
+        take_back = on_sigterm(self._end_run)
         self._acquire()
         running = self._running = set()
         try:
@@ -151,9 +153,8 @@ class Consumer:
                 self._start(listener)
             await stop.wait()
         finally:
+            self._end_run()
             self._stop = None
-            for listener in self._listeners.values():
-                listener.end()
             try:
                 ends = await asyncio.gather(*running, return_exceptions=True)
             finally:
@@ -165,12 +166,16 @@ class Consumer:
 
     def stop(self) -> None:
         """End `run` as SIGTERM does; may be called from any thread and returns at once."""
-        if self._loop is not None and not self._loop.is_closed():
+        if threading.get_ident() == self._thread:
+            self._end_run()
+        elif self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end_run)
 
     def _end_run(self) -> None:
         if self._stop is not None:
             self._stop.set()
+            for listener in self._listeners.values():
+                listener.end()
 
     def _start(self, listener: Listener) -> None:
         assert self._session is not None and self._stop is not None
@@ -268,7 +273,7 @@ class Consumer:
 
     def _acquire(self) -> Session:
         """The session with metaserver and brokers begins with its first user and ends with the last."""
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         if self._session is None:
             self._session = Session(
                 metaserver=self._metaserver, token=self._token, app=self._app, client_id=self.id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 from qmq.client.session import Session
 from qmq.client.subscription import Subscription
@@ -27,6 +28,7 @@ class Membership:
         self._is_online, self._is_ended = is_online, False
         self._subscription: Subscription | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
         self._changed = asyncio.Event()
 
     @property
@@ -58,9 +60,16 @@ class Membership:
         self._change()
 
     def _change(self) -> None:
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._changed.set)
+        """Have it looked at what is wanted now: at once, if this is the event loop's thread."""
+        if threading.get_ident() == self._thread:
+            self._look()
+        elif self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        self._changed.set()
+        if self._subscription is not None and not self._is_wanted:
+            self._subscription.stop()
 
     @property
     def _is_wanted(self) -> bool:
@@ -68,7 +77,8 @@ class Membership:
 
     def start(self, session: Session) -> asyncio.Task[None]:
         """Be in the group when that is wanted, until the end; the task raises QmqError if it cannot go on."""
-        self._loop, self._changed, self._is_ended = asyncio.get_running_loop(), asyncio.Event(), False
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._changed, self._is_ended = asyncio.Event(), False
         return asyncio.create_task(self._keep(session))
 
     async def _keep(self, session: Session) -> None:

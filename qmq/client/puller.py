@@ -99,6 +99,7 @@ class Puller(Membership):
             if self._task.done():
                 self._task.result()
                 raise ClientClosed("the puller is closed")
+            self._turned.clear()
             await self._turned.wait()
 
     async def ack(self, messages: Iterable[ReceivedMessage]) -> None:
@@ -133,7 +134,6 @@ class Puller(Membership):
         self._turned.set()
 
     async def _leaving(self, subscription: Subscription, deadline: float) -> None:
-        self._turned.clear()
         subscription.stop()
         await self._decided(subscription, deadline)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 
 from qmq.client.retrying import RetryPolicy, check_delay
 from qmq.codec import TAGS_MAX
@@ -12,6 +12,7 @@ from qmq.errors import InvalidRequest
 from qmq.subjects import DEAD_LETTER, check_name, check_subject, parse_derived, retry_subject
 
 CONCURRENCY_MAX = 10_000
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def _start(start: str | datetime) -> tuple[str, int]:
     if isinstance(start, datetime):
         if start.tzinfo is None:
             raise InvalidRequest(f"start {start} has no time zone: nobody can tell when that is")
-        return "since", max(0, int(start.timestamp() * 1000))
+        return "since", max(0, (start - _EPOCH) // timedelta(milliseconds=1))
     if start not in ("latest", "earliest"):
         raise InvalidRequest(f'start is "latest", "earliest" or a datetime with its time zone, not {start!r}')
     return start, 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import qmq
@@ -43,3 +43,15 @@ async def cancelled(task: asyncio.Task[None]) -> None:
 def subscribes(broker: FakeBroker, subject: str = "a") -> list[dict[str, Any]]:
     """What was asked for when `subject` was subscribed to."""
     return [fields for fields in broker.subscribes if fields["subject"] == subject]
+
+
+@asynccontextmanager
+async def listening(consumer: qmq.Consumer) -> AsyncIterator[asyncio.Task[None]]:
+    """Run a consumer; at the end it is stopped, and its errors are raised."""
+    task = asyncio.create_task(consumer.run())
+    await asyncio.sleep(0)
+    try:
+        yield task
+    finally:
+        consumer.stop()
+        await task

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 
 import pytest
 
 import qmq
-from tests.unit.client.consuming import cancelled, consumer_of, fill
-from tests.unit.client.fakes import cluster
+from qmq.codec import batch_encoder, with_properties
+from qmq.errors import InvalidAck
+from qmq.remoting.commands import Command
+from tests.unit.client.consuming import cancelled, consumer_of, fill, listening, subscribes
+from tests.unit.client.fakes import FakeBroker, cluster
 from tests.unit.client.test_producer import run, until
 
 
@@ -113,3 +119,583 @@ def test_a_handler_that_never_ends_is_cancelled_and_its_message_given_back():
             assert broker.returned["a", "g"] == [0]
 
     run(test())
+
+
+# What fails.
+
+
+def test_what_failed_as_often_as_it_may_is_a_dead_letter_with_its_reason():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(3))
+            consumer, times = consumer_of(metaserver), []
+
+            @consumer.listen("a", group="g", start="earliest", retries_max=3, retry_delay=0.0)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                if message["n"] == "1":
+                    times.append(message.times)
+                    raise ValueError("never")
+
+            async with listening(consumer):
+                await until(lambda: broker.dead["a", "g"])
+            assert times == [1, 2, 3]
+            assert broker.dead["a", "g"] == [(1, "handed over 3 times; ValueError('never')")]
+
+    run(test())
+
+
+def test_a_handler_says_by_what_it_raises_what_becomes_of_its_message():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(3))
+            consumer, handled = consumer_of(metaserver), []
+
+            @consumer.listen("a", group="g", start="earliest", retry_delay=1_000)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                if message["n"] == "0":
+                    raise qmq.DeadLetter("no such order")
+                if message["n"] == "1" and message.times == 1:
+                    raise qmq.RetryLater(0.01)
+                handled.append((message["n"], message.times))
+
+            async with listening(consumer):
+                await until(lambda: len(handled) == 2)
+            assert handled == [("2", 1), ("1", 2)]
+            assert broker.dead["a", "g"] == [(0, "no such order")]
+
+    run(test())
+
+
+def test_bytes_that_are_no_message_end_as_a_dead_letter_and_stop_nobody():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, [0])
+            broker.add("a", b"another language wrote this, badly")
+            fill(broker, [2])
+            consumer, handled = consumer_of(metaserver), []
+
+            @consumer.listen("a", group="g", start="earliest", retries_max=2, retry_delay=0.0)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                handled.append(message["n"])
+
+            async with listening(consumer):
+                await until(lambda: broker.dead["a", "g"])
+            assert handled == ["0", "2"]
+            assert "InvalidMessage" in broker.dead["a", "g"][0][1]
+
+    run(test())
+
+
+def test_messages_that_fail_together_travel_in_one_nack():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(100))
+            consumer = consumer_of(metaserver)
+
+            @consumer.listen("a", group="g", start="earliest", concurrency=100, retry_delay=1_000)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                await asyncio.sleep(0)
+                raise ValueError("down")
+
+            async with listening(consumer):
+                await until(lambda: sum(broker.times["a", "g"].values()) == 100)
+                await until(lambda: not any(one.pulled for one in broker.subscribers.values()))
+            assert len(broker.nacks) < 10
+
+    run(test())
+
+
+def test_a_nack_whose_answer_was_lost_is_sent_again_and_counts_once():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(2))
+            broker.loses_answer_to = Command.NACK
+            consumer, times, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
+
+            @consumer.listen("a", group="g", start="earliest", concurrency=2, retry_delay=0.2)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                times.append((message["n"], message.times))
+                if message["n"] == "0":
+                    await gate.wait()
+                elif message.times == 1:
+                    raise ValueError("not now")
+
+            async with listening(consumer):
+                await until(lambda: len(broker.nacks) == 2)
+                gate.set()
+                await until(lambda: len(times) == 3 and not broker.subscribers["a", "g", "c1"].pulled)
+            assert len(broker.nacks) == 2
+            assert times == [("0", 1), ("1", 1), ("1", 2)]
+
+    run(test())
+
+
+def test_what_was_handled_before_an_ack_was_refused_is_neither_acked_nor_nacked_later():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(2))
+            consumer, gate, began = consumer_of(metaserver, consumer_id="c1"), asyncio.Event(), []
+
+            @consumer.listen("a", group="g", start="earliest", concurrency=2, retry_delay=0.0)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                began.append((message["n"], message.times))
+                if message.times == 1 and message["n"] == "1":
+                    await gate.wait()
+                    raise ValueError("too late")
+
+            broker.ack_error = InvalidAck("not yours")
+            async with listening(consumer):
+                await until(lambda: broker.ack_error is None and len(subscribes(broker)) == 2)
+                gate.set()
+                await until(lambda: len(began) == 4 and not broker.subscribers["a", "g", "c1"].pulled)
+            assert sorted(began) == [("0", 1), ("0", 2), ("1", 1), ("1", 2)]
+            assert not broker.nacks
+
+    run(test())
+
+
+# Messages of other kinds.
+
+
+def test_the_mailbox_of_a_group_is_shown_as_its_subject():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, [0])
+            fill(broker, [1], subject="%RETRY%a%g")
+            consumer, handled = consumer_of(metaserver), []
+
+            @consumer.listen("a", group="g", tags=["x"])
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                handled.append((message.subject, message.source, message["n"]))
+
+            async with listening(consumer):
+                await until(lambda: handled)
+            assert handled == [("a", "%RETRY%a%g", "1")], "from the earliest on, though the group begins at the latest"
+            plain, mailbox = subscribes(broker)[0], subscribes(broker, "%RETRY%a%g")[0]
+            assert (plain["start"], plain["tags"], plain["deliveries_max"]) == ("latest", ["x"], 32)
+            assert (mailbox["start"], mailbox["tags"], mailbox["deliveries_max"]) == ("earliest", [], 32)
+
+    run(test())
+
+
+def test_a_broadcast_asks_for_a_group_of_its_own_and_no_mailbox():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            consumer = consumer_of(metaserver, consumer_id="c1")
+
+            @consumer.listen("a", tags=["y", "x"], tag_mode="all", start=datetime(1970, 1, 1, 0, 0, 7, tzinfo=UTC))
+            async def handle(message: qmq.ReceivedMessage) -> None: ...
+
+            async with listening(consumer):
+                await until(lambda: broker.pulls)
+            (fields,) = broker.subscribes
+            asked = {name: fields[name] for name in ("group", "broadcast", "tags", "tag_mode", "start", "since_ms")}
+            assert asked == {
+                "group": "c1", "broadcast": True, "tags": ["x", "y"], "tag_mode": "all", "start": "since",
+                "since_ms": 7000,
+            }  # fmt: skip
+
+    run(test())
+
+
+def test_a_message_that_names_another_group_is_taken_as_done():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            for at, group in enumerate(("other", "g", "")):
+                encoded = batch_encoder("a", 1)(qmq.Message("a", {"n": at}, id=str(at)))
+                broker.add("a", with_properties(encoded, {"qmq_consumerGroupName": group} if group else {}))
+            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", start="earliest")
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                handled.append(message["n"])
+
+            async with listening(consumer):
+                await until(lambda: len(handled) == 2 and not broker.subscribers["a", "g", "c1"].pulled)
+            assert handled == ["1", "2"]
+
+    run(test())
+
+
+# At most once.
+
+
+def test_at_most_once_the_broker_keeps_the_ack_before_the_handler_is_called():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(20))
+            consumer, unacked = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", start="earliest", most_once=True, concurrency=3, retry_delay=0.0)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                unacked.append(message.sequence in broker.subscribers["a", "g", "c1"].pulled.values())
+                raise ValueError("is not tried again")
+
+            async with listening(consumer):
+                await until(lambda: len(unacked) == 20)
+            assert not any(unacked)
+            assert not broker.nacks
+            assert broker.times["a", "g"] == dict.fromkeys(range(20), 1)
+
+    run(test())
+
+
+def test_at_most_once_what_somebody_may_have_begun_is_skipped():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(4))
+            broker.positions["a", "g"] = 2
+            broker.times["a", "g"].update({0: 1, 1: 0})
+            broker.returned["a", "g"] = [0, 1]
+            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", most_once=True)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                handled.append(message.sequence)
+
+            async with listening(consumer):
+                await until(lambda: len(handled) == 3)
+            assert sorted(handled) == [1, 2, 3]
+            assert not broker.subscribers["a", "g", "c1"].pulled
+            assert broker.returned["a", "g"] == []
+
+    run(test())
+
+
+def test_at_most_once_nothing_that_only_waited_here_is_acked():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(50))
+            consumer, began, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
+
+            @consumer.listen("a", group="g", start="earliest", most_once=True, prefetch_messages=40)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                began.append(message.sequence)
+                await gate.wait()
+
+            async with listening(consumer) as task:
+                await until(lambda: began and len(broker.subscribers["a", "g", "c1"].pulled) >= 20)
+                consumer.stop()
+                gate.set()
+                await task
+            assert began == [0]
+            left = sorted(broker.returned["a", "g"])
+            assert left + list(range(broker.positions["a", "g"], 50)) == list(range(1, 50))
+            assert {broker.times["a", "g"][sequence] for sequence in left} == {0}, "the next one does not skip them"
+
+    run(test())
+
+
+def test_at_most_once_a_handler_is_not_called_when_the_ack_is_refused():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(1))
+            broker.ack_error = InvalidAck("not yours")
+            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", start="earliest", most_once=True)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                handled.append(message.sequence)
+
+            async with listening(consumer):
+                await until(lambda: len(broker.acks) == 1)  # of the message that came again
+            assert handled == []
+
+    run(test())
+
+
+# Decisions of the application.
+
+
+def test_without_auto_ack_messages_are_decided_by_whoever_has_them():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(6))
+            consumer, taken = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", start="earliest", auto_ack=False, retry_delay=1_000)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                taken.append(message)
+                if message["n"] == "5":
+                    raise ValueError("an exception nacks")
+
+            async with listening(consumer):
+                await until(lambda: len(taken) == 6)
+                progress = broker.subscribers["a", "g", "c1"]
+                await until(lambda: len(progress.pulled) == 5)
+                await taken[0].ack()
+                await taken[0].nack("too late")
+                await taken[1].nack("later", delay=1_000)
+                await taken[2].dead_letter("never")
+                await asyncio.to_thread(taken[3].ack_nowait)  # from another thread
+                await until(lambda: list(progress.pulled.values()) == [4])
+                assert broker.dead["a", "g"] == [(2, "never")]
+                reasons = {nack.reason for nack in broker.nacks}
+                assert reasons == {"later", "never", "ValueError('an exception nacks')"}
+                await taken[4].ack()
+
+    run(test())
+
+
+def test_the_end_waits_for_decisions_of_messages_that_were_taken():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(2))
+            consumer, taken = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", start="earliest", auto_ack=False)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                taken.append(message)
+
+            async with listening(consumer) as task:
+                await until(lambda: len(taken) == 2)
+                consumer.stop()
+                await asyncio.wait([task], timeout=0.05)
+                assert not task.done()
+                await taken[1].ack()
+                await taken[0].nack("not done", delay=1_000)
+                await task
+            assert broker.times["a", "g"] == {0: 1, 1: 1}
+            assert [nack.reason for nack in broker.nacks] == ["not done"]
+            assert broker.returned["a", "g"] == []
+
+    run(test())
+
+
+def test_an_exception_after_a_decision_is_logged_and_changes_nothing(caplog):
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(1))
+            consumer = consumer_of(metaserver, consumer_id="c1")
+
+            @consumer.listen("a", group="g", start="earliest")
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                await message.ack()
+                raise ValueError("afterwards")
+
+            async with listening(consumer):
+                await until(lambda: "afterwards" in caplog.text)
+            assert not broker.nacks and broker.acks
+
+    run(test())
+
+
+# While it runs.
+
+
+def test_concurrency_changes_while_handlers_run():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(1_000))
+            consumer, running, gate = consumer_of(metaserver), set(), asyncio.Semaphore(0)
+
+            @consumer.listen("a", group="g", start="earliest", concurrency=2)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                running.add(message.sequence)
+                await gate.acquire()
+                running.discard(message.sequence)
+
+            listener = consumer.listeners["a", "g"]
+            async with listening(consumer):
+                await until(lambda: len(running) == 2)
+                listener.concurrency = 7
+                await until(lambda: len(running) == 7)
+                listener.concurrency = 3
+                for _ in range(4):
+                    gate.release()
+                await until(lambda: len(running) == 3)
+                gate.release()
+                await until(lambda: gate.locked() and len(running) == 3 and len(listener._workers) == 3)
+                listener.concurrency = 4
+                await until(lambda: len(running) == 4)
+                for _ in range(2_000):
+                    gate.release()
+            assert max(broker.times["a", "g"].values()) == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("how", ["stop and resume", "offline and online"])
+def test_a_listener_leaves_its_group_and_comes_back(how):
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(100))
+            consumer, handled, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
+
+            @consumer.listen("a", group="g", start="earliest")
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                handled.append(message["n"])
+                await gate.wait()
+
+            listener = consumer.listeners["a", "g"]
+            away, back = (
+                (listener.stop, listener.resume) if how == "stop and resume" else (consumer.offline, consumer.online)
+            )
+            async with listening(consumer):
+                await until(lambda: handled)
+                away()
+                gate.set()
+                await until(lambda: broker.unsubscribes == 2)  # the mailbox, too
+                assert handled == ["0"]
+                assert sorted(broker.returned["a", "g"]) == list(range(1, 100))
+                assert broker.times["a", "g"] == {n: int(n < 1) for n in range(100)}
+                back()
+                await until(lambda: len(handled) == 100)
+            assert sorted(handled, key=int) == [str(n) for n in range(100)]
+
+    run(test())
+
+
+def test_a_consumer_that_is_not_online_waits_until_it_is():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(1))
+            consumer, handled = consumer_of(metaserver, online=False), asyncio.Event()
+
+            @consumer.listen("a", group="g", start="earliest")
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                handled.set()
+
+            async with listening(consumer):
+                for _ in range(20):
+                    await asyncio.sleep(0.001)
+                assert not broker.subscribes
+                consumer.online()
+                await handled.wait()
+
+    run(test())
+
+
+def test_a_listener_that_is_added_while_others_run_begins():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(1))
+            fill(broker, range(1), subject="b")
+            consumer, handled = consumer_of(metaserver), []
+
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                handled.append(message.subject)
+
+            consumer.listen("a", group="g", start="earliest")(handle)
+            async with listening(consumer):
+                await until(lambda: handled == ["a"])
+                consumer.listen("b", group="g", start="earliest")(handle)
+                await until(lambda: handled == ["a", "b"])
+
+    run(test())
+
+
+def test_the_application_hears_of_a_new_master():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [old]):
+            fill(old, range(1))
+            consumer, handled, events = consumer_of(metaserver), [], []
+
+            @consumer.on_master_changed
+            def broken(event: qmq.MasterChanged) -> None:
+                raise ValueError("stops nobody")
+
+            consumer.on_master_changed(events.append)
+
+            @consumer.listen("a", group="g", start="earliest")
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                handled.append(message["n"])
+
+            async with listening(consumer):
+                await until(lambda: handled)
+                assert events == []
+                new = FakeBroker("g1")
+                await new.start()
+                old.move_to(new)
+                metaserver.set_group(new, term=2)
+                fill(new, [1])
+                await until(lambda: len(handled) == 2)
+            assert events == [qmq.MasterChanged("g1", 2)]
+            await new.stop()
+
+    run(test())
+
+
+def test_one_consumer_runs_once_and_again_when_it_has_ended():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            consumer, handled = consumer_of(metaserver), []
+
+            @consumer.listen("a", group="g", start="earliest")
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                handled.append(message["n"])
+
+            for n in range(2):
+                fill(broker, [n])
+                async with listening(consumer):
+                    await until(lambda: len(handled) == n + 1)  # noqa: B023
+                    with pytest.raises(qmq.InvalidRequest, match="runs"):
+                        await consumer.run()
+
+    run(test())
+
+
+# Signals.
+
+
+def test_in_another_thread_a_consumer_is_stopped_by_hand():
+    consumers, handled = [], []
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(3))
+            consumer = consumer_of(metaserver)
+
+            @consumer.listen("a", group="g", start="earliest")
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                handled.append(message["n"])
+
+            consumers.append(consumer)
+            await consumer.run()
+            assert not broker.returned["a", "g"] and broker.acks
+
+    with ThreadPoolExecutor() as pool:
+        future = pool.submit(run, test())
+        deadline = time.monotonic() + 20
+        while len(handled) < 3 and time.monotonic() < deadline and not future.done():
+            time.sleep(0.01)
+        consumers[0].stop()
+        future.result(timeout=20)
+
+
+def test_sigterm_ends_all_consumers_of_a_loop_and_is_left_as_it_was():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            tasks = []
+            for _ in range(2):
+                consumer = consumer_of(metaserver)
+                consumer.listen("a", group="g")(_nothing)
+                tasks.append(asyncio.create_task(consumer.run()))
+            await until(lambda: len(subscribes(broker)) == 2)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.gather(*tasks)
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    run(test())
+
+
+def test_sigterm_is_the_applications_if_it_handles_it():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            signals: list[int] = []
+            before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+            try:
+                consumer = consumer_of(metaserver)
+                consumer.listen("a", group="g")(_nothing)
+                async with listening(consumer) as task:
+                    await until(lambda: broker.pulls)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    await until(lambda: signals)
+                    assert not task.done()
+            finally:
+                signal.signal(signal.SIGTERM, before)
+
+    run(test())
+
+
+async def _nothing(message: qmq.ReceivedMessage) -> None: ...

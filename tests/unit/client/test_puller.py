@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
@@ -252,3 +253,157 @@ def test_wrong_arguments_are_told_before_anything_begins():
         qmq.Consumer(metaserver="http://127.0.0.1:1", app="test", token=TOKEN, consumer_id="a\nb")
     with pytest.raises(qmq.InvalidRequest, match="listen"):
         asyncio.run(consumer.run())
+
+
+def test_a_puller_nacks_and_gives_up_messages():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(6))
+            consumer = consumer_of(metaserver, consumer_id="c1")
+            async with consumer.pull("a", group="g", start="earliest", retry_delay=1_000) as puller:
+                messages = await pull_all(puller, 6)
+                await puller.nack(messages[:2], "soon", delay=0.01)
+                await puller.nack([messages[2]], "in the end")
+                await puller.dead_letter(messages[3:5], "never")
+                with pytest.raises(qmq.InvalidRequest):
+                    await puller.nack([messages[5]], delay=100_000)
+                await puller.flush()
+                assert list(broker.subscribers["a", "g", "c1"].pulled.values()) == [5]
+                again = await pull_all(puller, 2)
+                assert [(message["n"], message.times) for message in again] == [("0", 2), ("1", 2)]
+                assert broker.dead["a", "g"] == [(3, "never"), (4, "never")]
+                delays = [[entry.delay_ms for entry in nack.entries] for nack in broker.nacks]
+                assert delays[0][0] <= 10 and 990_000 < delays[1][0] <= 1_000_000
+
+    run(test())
+
+
+def test_messages_that_were_taken_and_not_decided_count_as_handed_over_and_no_others():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(10))
+            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+                messages = await puller.pull(4, timeout=10)
+                await messages[1].ack()
+            assert broker.times["a", "g"] == {n: int(n < 4) for n in range(10)}
+            await until(lambda: sorted(broker.returned["a", "g"]) == [0, *range(2, 10)])
+
+    run(test())
+
+
+def test_a_pull_that_is_cancelled_loses_nothing():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+                got: list[str] = []
+                for n in range(200):
+                    task = asyncio.create_task(puller.pull(10, timeout=10))
+                    for _ in range(n % 7):
+                        await asyncio.sleep(0)
+                    fill(broker, [n])
+                    for _ in range(n % 11):
+                        await asyncio.sleep(0)
+                    task.cancel()
+                    with suppress(asyncio.CancelledError):
+                        got += [str(message["n"]) for message in await task]
+                while len(got) < 200:
+                    got += [str(message["n"]) for message in await puller.pull(1_000, timeout=10)]
+                assert sorted(got, key=int) == [str(n) for n in range(200)]
+
+    run(test())
+
+
+def test_several_tasks_may_pull_from_one_puller():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+                tasks = [asyncio.create_task(puller.pull(1, timeout=10)) for _ in range(5)]
+                await until(lambda: broker.pulls)
+                tasks[0].cancel()
+                fill(broker, range(4))
+                got = [message["n"] for messages in await asyncio.gather(*tasks[1:]) for message in messages]
+                assert sorted(got) == ["0", "1", "2", "3"]
+
+    run(test())
+
+
+def test_a_pull_without_time_returns_what_is_here():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+                assert await puller.pull(10, timeout=0) == []
+                assert await puller.pull(0, timeout=10) == []
+                fill(broker, range(3))
+                messages: list[qmq.ReceivedMessage] = []
+                while len(messages) < 3:
+                    messages += await puller.pull(10, timeout=0)
+                assert ns(messages) == [0, 1, 2]
+
+    run(test())
+
+
+def test_at_most_once_what_is_pulled_is_acked_and_what_waits_is_not():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(10))
+            consumer = consumer_of(metaserver, consumer_id="c1")
+            async with consumer.pull("a", group="g", start="earliest", most_once=True) as puller:
+                messages = await puller.pull(4, timeout=10)
+                assert all(message.is_settled for message in messages)
+                assert sorted(broker.subscribers["a", "g", "c1"].pulled.values()) == list(range(4, 10))
+            assert sorted(broker.returned["a", "g"]) == list(range(4, 10))
+
+    run(test())
+
+
+def test_a_puller_that_is_offline_holds_nothing_and_goes_on_when_it_is_online():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(10))
+            consumer = consumer_of(metaserver, consumer_id="c1")
+            async with consumer.pull("a", group="g", start="earliest") as puller:
+                messages = await puller.pull(3, timeout=10)
+                consumer.offline()
+                assert await puller.pull(1, timeout=0.05) == []
+                assert broker.unsubscribes == 0, "it waits for what was taken"
+                await puller.ack(messages)
+                await until(lambda: broker.unsubscribes == 2)
+                assert sorted(broker.returned["a", "g"]) == list(range(3, 10))
+                waiting = asyncio.create_task(puller.pull(100, timeout=10))
+                consumer.online()
+                assert ns(await waiting)[0] == 3
+
+    run(test())
+
+
+def test_leaving_while_offline_does_not_wait_for_what_was_taken():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(3))
+            consumer = consumer_of(metaserver, consumer_id="c1", drain_s=1_000.0)
+            async with consumer.pull("a", group="g", start="earliest") as puller:
+                await puller.pull(3, timeout=10)
+                consumer.offline()
+                assert await puller.pull(1, timeout=0.05) == []
+            assert broker.times["a", "g"] == {0: 1, 1: 1, 2: 1}
+
+    run(test())
+
+
+def test_a_puller_is_used_while_it_is_open_and_once():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, _):
+            consumer = consumer_of(metaserver)
+            puller = consumer.pull("a", group="g")
+            with pytest.raises(qmq.ClientClosed):
+                await puller.pull(1, timeout=1)
+            async with puller:
+                with pytest.raises(qmq.InvalidRequest, match="already"):
+                    consumer.listen("a", group="g")
+            for use in (puller.__aenter__(), puller.pull(1, timeout=1)):
+                with pytest.raises(qmq.ClientClosed):
+                    await use
+            async with consumer.pull("a", group="g"):
+                pass
+
+    run(test())

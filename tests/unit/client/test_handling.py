@@ -1,0 +1,234 @@
+"""Shell. Filters, and handlers that block: in threads, with what surrounds them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+import qmq
+from qmq.client.handling import Handling
+from tests.unit.client.consuming import consumer_of, fill, listening
+from tests.unit.client.fakes import cluster
+from tests.unit.client.test_producer import run, until
+
+Handle = Callable[[qmq.ReceivedMessage], Awaitable[object]]
+BlockingHandle = Callable[[qmq.ReceivedMessage], object]
+
+
+def listen_and_wait(handler: Any, count: int, done: Callable[[], object], **options: Any) -> Any:
+    """Listen with a handler to `count` messages until `done`; return the broker."""
+    brokers = []
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            brokers.append(broker)
+            fill(broker, range(count))
+            consumer = consumer_of(metaserver, consumer_id="c1")
+            consumer.listen("a", group="g", start="earliest", **({"retry_delay": 1_000} | options))(handler)
+            async with listening(consumer):
+                await until(done)
+                await until(lambda: not broker.subscribers["a", "g", "c1"].pulled)
+
+    run(test())
+    return brokers[0]
+
+
+def test_filters_wrap_the_handler_the_first_one_outermost():
+    seen: list[str] = []
+
+    def named(name: str) -> Any:
+        async def around(message: qmq.ReceivedMessage, handle: Handle) -> object:
+            seen.append(f"before {name}")
+            result = await handle(message)
+            seen.append(f"after {name} {result}")
+            return result
+
+        return around
+
+    async def handler(message: qmq.ReceivedMessage) -> str:
+        seen.append("handler")
+        return "done"
+
+    listen_and_wait(handler, 1, lambda: len(seen) == 5, filters=[named("outer"), named("inner")])
+    assert seen == ["before outer", "before inner", "handler", "after inner done", "after outer done"]
+
+
+def test_a_message_that_a_filter_does_not_pass_on_is_done():
+    handled: list[object] = []
+
+    async def only_even(message: qmq.ReceivedMessage, handle: Handle) -> None:
+        if message.get_int("n", 0) % 2 == 0:
+            await handle(message)
+
+    async def handler(message: qmq.ReceivedMessage) -> None:
+        handled.append(message["n"])
+
+    broker = listen_and_wait(handler, 4, lambda: len(handled) == 2, filters=[only_even])
+    assert (handled, broker.nacks) == (["0", "2"], [])
+
+
+def test_a_filter_that_raises_fails_the_message_and_may_make_another_exception_of_the_handlers():
+    async def translating(message: qmq.ReceivedMessage, handle: Handle) -> None:
+        if message["n"] == "0":
+            raise ValueError("the filter's")
+        try:
+            await handle(message)
+        except KeyError:
+            raise qmq.DeadLetter("translated") from None
+
+    dead: list[object] = []
+
+    async def handler(message: qmq.ReceivedMessage) -> None:
+        dead.append(message["n"])
+        raise KeyError("the handler's")
+
+    broker = listen_and_wait(handler, 2, lambda: dead, filters=[translating])
+    assert dead == ["1"]
+    assert [nack.reason for nack in broker.nacks] == ['ValueError("the filter\'s")', "translated"]
+    assert broker.dead["a", "g"] == [(1, "translated")]
+
+
+def test_a_blocking_handler_runs_in_threads_as_many_as_asked_and_the_loop_goes_on():
+    threads: set[str] = set()
+    together = threading.Barrier(4)
+
+    def handler(message: qmq.ReceivedMessage) -> None:
+        threads.add(threading.current_thread().name + str(threading.get_ident()))
+        together.wait(timeout=20)
+
+    listen_and_wait(handler, 8, lambda: len(threads) == 4, concurrency=4)
+    assert all(name.startswith("qmq-a-g") for name in threads)
+
+
+def test_a_blocking_handler_that_raises_fails_its_message():
+    seen: list[object] = []
+
+    def handler(message: qmq.ReceivedMessage) -> None:
+        seen.append(message["n"])
+        match message["n"]:
+            case "0":
+                raise ValueError("one")
+            case "1":
+                raise StopIteration
+            case "2":
+                raise qmq.DeadLetter("three")
+
+    broker = listen_and_wait(handler, 4, lambda: len(seen) == 4, concurrency=1)
+    assert [nack.reason for nack in broker.nacks] == [
+        "ValueError('one')", "RuntimeError('the handler raised StopIteration()')", "three",
+    ]  # fmt: skip
+
+
+def test_filters_of_a_blocking_handler_run_around_the_thread_or_in_it():
+    where: dict[str, bool] = {}
+    context = contextvars.ContextVar("context", default="nothing")
+    loop_thread: list[int] = []
+
+    async def outer(message: qmq.ReceivedMessage, handle: Handle) -> None:
+        loop_thread.append(threading.get_ident())
+        token = context.set("from the filter")
+        await handle(message)
+        context.reset(token)
+
+    def inner(message: qmq.ReceivedMessage, handle: BlockingHandle) -> None:
+        where["inner"] = threading.get_ident() == loop_thread[0]
+        handle(message)
+
+    def handler(message: qmq.ReceivedMessage) -> None:
+        where["handler"] = threading.get_ident() == loop_thread[0]
+        where[context.get()] = True
+
+    listen_and_wait(handler, 1, lambda: len(where) == 3, filters=[outer, inner])
+    assert where == {"inner": False, "handler": False, "from the filter": True}
+
+
+def test_a_blocking_handler_decides_from_its_thread():
+    seen: list[object] = []
+
+    def handler(message: qmq.ReceivedMessage) -> None:
+        seen.append(message["n"])
+        if message["n"] == "0":
+            message.ack_nowait()
+        else:
+            message.dead_letter_nowait("of no use")
+
+    broker = listen_and_wait(handler, 2, lambda: len(seen) == 2, auto_ack=False)
+    assert broker.dead["a", "g"] == [(1, "of no use")]
+
+
+def test_a_coroutine_that_nobody_would_await_fails_its_message():
+    async def later() -> None: ...
+
+    calls: list[object] = []
+
+    def handler(message: qmq.ReceivedMessage) -> object:
+        calls.append(message)
+        return later()
+
+    broker = listen_and_wait(handler, 1, lambda: calls)
+    assert "async def" in broker.nacks[0].reason
+
+
+def test_a_blocking_handler_that_never_ends_keeps_nobody_from_ending():
+    release, began = threading.Event(), threading.Event()
+
+    def handler(message: qmq.ReceivedMessage) -> None:
+        began.set()
+        release.wait(20)
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(3))
+            consumer = consumer_of(metaserver, drain_s=0.1)
+            consumer.listen("a", group="g", start="earliest")(handler)
+            async with listening(consumer):
+                await until(began.is_set)
+            assert broker.times["a", "g"] == {0: 1, 1: 0, 2: 0}
+            assert [nack.reason for nack in broker.nacks] == ["the consumer left"]
+            await until(lambda: sorted(broker.returned["a", "g"]) == [0, 1, 2])
+
+    run(test())
+    release.set()
+
+
+class Filter:
+    """A filter with a state of its own."""
+
+    async def __call__(self, message: qmq.ReceivedMessage, handle: Handle) -> None:
+        await handle(message)
+
+
+async def coroutine_filter(message: qmq.ReceivedMessage, handle: Handle) -> None: ...
+
+
+def plain_filter(message: qmq.ReceivedMessage, handle: BlockingHandle) -> None: ...
+
+
+async def coroutine_handler(message: qmq.ReceivedMessage) -> None: ...
+
+
+def plain_handler(message: qmq.ReceivedMessage) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("handler", "filters"),
+    [
+        pytest.param(coroutine_handler, [plain_filter], id="no thread would run it"),
+        pytest.param(plain_handler, [plain_filter, coroutine_filter], id="out of the thread and in again"),
+        pytest.param(plain_handler, ["name"], id="no function"),
+        pytest.param(None, [], id="no handler"),
+    ],
+)
+def test_filters_and_handlers_that_do_not_fit_are_refused(handler, filters):
+    with pytest.raises(qmq.InvalidRequest):
+        Handling(handler, filters)
+
+
+def test_a_filter_may_be_an_object_with_a_coroutine_method():
+    assert not Handling(coroutine_handler, [Filter()]).is_blocking
+    assert asyncio.iscoroutinefunction(Filter().__call__)
