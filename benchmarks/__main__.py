@@ -16,6 +16,8 @@ from pathlib import Path
 
 from benchmarks import peer
 from benchmarks.backlog import Backlog
+from benchmarks.consuming import Consuming
+from benchmarks.fairness import Fairness
 from benchmarks.figures import Figure, result, rounded, table
 from benchmarks.machine import describe
 from benchmarks.speed import GROUP, QUICK, Sizes, Speed
@@ -24,7 +26,8 @@ from deploy.plan import write_atomically
 from qmq.errors import QmqError
 
 SPEED = ["produce_1k", "produce_100b", "send_each", "send_one", "consume_1k", "e2e"]
-NAMES = [*SPEED, "backlog", "restart", "audit"]
+CONSUMING, FAIRNESS = ["subjects", "crowd", "tags"], ["stalled", "big_group"]
+NAMES = [*SPEED, *CONSUMING, *FAIRNESS, "backlog", "beside_backlog", "restart", "audit"]
 HTTP_PORT, BROKER_PORT = 27_080, 27_100
 """Where the search for free ports begins: not where `make run` has its own."""
 AUDIT_S = 1_800.0
@@ -49,10 +52,22 @@ class Bench:
             self._remove("speed")
         if with_peer:
             self._compare()
-        if {"backlog", "restart"} & set(names):
+        if several := [name for name in (*CONSUMING, *FAIRNESS) if name in names]:
+            with self._cluster("consuming") as cluster:
+                measures = Speed(cluster, self._sizes, self._say)
+                consuming, fairness = Consuming(measures), Fairness(measures)
+                for name in several:
+                    self._measure(name, getattr(consuming if name in CONSUMING else fairness, name))
+            self._remove("consuming")
+        if {"backlog", "beside_backlog", "restart"} & set(names):
             with self._cluster("backlog") as cluster:
                 backlog = Backlog(cluster, self._sizes, self._say)
+                fairness = Fairness(Speed(cluster, self._sizes, self._say))
+                if "beside_backlog" in names:
+                    self._measure("without a backlog", fairness.without_backlog)
                 self._measure("backlog", backlog.fill)
+                if "beside_backlog" in names:
+                    self._measure("beside_backlog", fairness.beside_backlog)
                 if "restart" in names:
                     self._measure("restart", backlog.restart)
             self._remove("backlog")

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import uvloop
@@ -33,6 +34,8 @@ class Client:
                 {
                     "produce": self.produce, "send_each": self.send_each, "send_one": self.send_one,
                     "pace": self.pace, "drain": self.drain, "listen": self.listen, "latency": self.latency,
+                    "pace_subjects": self.pace_subjects, "latency_subjects": self.latency_subjects,
+                    "produce_tagged": self.produce_tagged,
                 }
             )  # fmt: skip
 
@@ -56,6 +59,17 @@ class Client:
         seconds = time.perf_counter() - began
         _require(receipts.all_stored, "a message of send_many was not stored")
         return {"seconds": seconds, "messages": messages}
+
+    async def produce_tagged(self, subject: str, messages: int, size: int, one_in: int) -> dict[str, Any]:
+        """One message in `one_in` is tagged `rare`, all others `common`."""
+        producer = await self._opened()
+        contents = texts(size)
+        receipts = await producer.send_many(
+            qmq.Message(subject, {PROPERTY: contents[number & 63]}, tags=("common",) if number % one_in else ("rare",))
+            for number in range(messages)
+        )
+        _require(receipts.all_stored, "a message of send_many was not stored")
+        return {"messages": messages}
 
     async def send_each(self, subject: str, messages: int, size: int, in_flight: int) -> dict[str, Any]:
         """One `send` per message, from as many tasks as messages may be in flight."""
@@ -84,10 +98,17 @@ class Client:
             receipt = await producer.send(qmq.Message(subject, {PROPERTY: contents[number & 63]}))
             times.append((time.perf_counter() - began) * 1e3)
             _require(receipt.is_stored, receipt.reason)
-        return {"seconds": sum(times) / 1e3, "messages": messages, **_percentiles(times)}
+        return {"seconds": sum(times) / 1e3, "messages": messages, **percentiles(times)}
 
     async def pace(self, subject: str, messages: int, per_second: int) -> dict[str, Any]:
         """Send at a steady rate; each message says when, by the clock that all processes of a machine share."""
+        return await self._pace([subject], messages, per_second)
+
+    async def pace_subjects(self, prefix: str, subjects: int, messages: int, per_second: int) -> dict[str, Any]:
+        """The same, to one subject after the other."""
+        return await self._pace([f"{prefix}.{number}" for number in range(subjects)], messages, per_second)
+
+    async def _pace(self, subjects: list[str], messages: int, per_second: int) -> dict[str, Any]:
         producer = await self._opened()
         failed: list[str] = []
 
@@ -99,15 +120,16 @@ class Client:
         for number in range(messages):
             if (wait_s := began + number / per_second - time.monotonic()) > 0:
                 await asyncio.sleep(wait_s)
+            subject = subjects[number % len(subjects)]
             producer.send_nowait(qmq.Message(subject, {PROPERTY: str(time.monotonic())}), done)
         seconds = time.monotonic() - began
         _require(not failed, failed[0] if failed else "")
         return {"seconds": seconds, "messages": messages}
 
-    async def drain(self, subject: str, group: str, messages: int) -> dict[str, Any]:
+    async def drain(self, subject: str, group: str, messages: int, tags: Sequence[str] = ()) -> dict[str, Any]:
         """Pull a backlog and ack it; the broker keeps the last ack when this ends. Messages are not decoded."""
         began, taken = time.perf_counter(), 0
-        async with self._consumer().pull(subject, group=group, start="earliest") as puller:
+        async with self._consumer().pull(subject, group=group, start="earliest", tags=tags) as puller:
             while taken < messages:
                 pulled = await puller.pull(1_000, timeout=30.0)
                 _require(bool(pulled), f"no message for 30 s after {taken} of {messages}")
@@ -117,12 +139,12 @@ class Client:
             seconds = time.perf_counter() - began
         return {"seconds": seconds, "messages": taken}
 
-    async def listen(self, subject: str, group: str, messages: int) -> dict[str, Any]:
+    async def listen(self, subject: str, group: str, messages: int, concurrency: int = 1) -> dict[str, Any]:
         """The same with a listener that reads the content of each message."""
         consumer, everything = self._consumer(), asyncio.Event()
         taken = size = 0
 
-        @consumer.listen(subject, group=group, start="earliest")
+        @consumer.listen(subject, group=group, start="earliest", concurrency=concurrency)
         async def on_message(message: qmq.Message) -> None:
             nonlocal taken, size
             taken += 1
@@ -136,17 +158,27 @@ class Client:
 
     async def latency(self, subject: str, group: str, messages: int, skipped: int) -> dict[str, Any]:
         """Listen to what `pace` sends; the first `skipped` messages wait for this listener and are not counted."""
+        return await self._latency([subject], group, messages, skipped)
+
+    async def latency_subjects(
+        self, prefix: str, subjects: int, group: str, messages: int, skipped: int
+    ) -> dict[str, Any]:
+        """The same with a listener for each of many subjects."""
+        return await self._latency([f"{prefix}.{number}" for number in range(subjects)], group, messages, skipped)
+
+    async def _latency(self, subjects: list[str], group: str, messages: int, skipped: int) -> dict[str, Any]:
         consumer, everything = self._consumer(), asyncio.Event()
         times: list[float] = []
 
-        @consumer.listen(subject, group=group, start="earliest")
         async def on_message(message: qmq.Message) -> None:
-            times.append((time.monotonic() - float(message[PROPERTY])) * 1e3)
+            times.append((time.monotonic() - float(str(message[PROPERTY]))) * 1e3)
             if len(times) == messages:
                 everything.set()
 
+        for subject in subjects:
+            consumer.listen(subject, group=group, start="earliest")(on_message)
         await _run_until(consumer, everything, 600.0)
-        return {"messages": len(times) - skipped, **_percentiles(times[skipped:])}
+        return {"messages": len(times) - skipped, **percentiles(times[skipped:])}
 
 
 async def _run_until(consumer: qmq.Consumer, everything: asyncio.Event, timeout_s: float) -> None:
@@ -158,7 +190,7 @@ async def _run_until(consumer: qmq.Consumer, everything: asyncio.Event, timeout_
     await asyncio.gather(running, return_exceptions=True)
 
 
-def _percentiles(times: list[float]) -> dict[str, float]:
+def percentiles(times: list[float]) -> dict[str, float]:
     ordered = sorted(times)
     return {"p50_ms": percentile(ordered, 0.5), "p99_ms": percentile(ordered, 0.99), "max_ms": ordered[-1]}
 

@@ -25,15 +25,26 @@ GOALS: dict[str, Goal] = {
     "produce_100b_per_s": Goal(800_000, True, 1_500_000),
     "send_each_per_s": Goal(60_000, True),
     "send_one_p50_ms": Goal(0.25, False, 0.12),
+    "consume_1k_per_s": Goal(300_000, True),
+    "listen_1k_per_s": Goal(50_000, True),
+    "listen_wide_1k_per_s": Goal(50_000, True),
     "e2e_p50_ms": Goal(0.4, False),
     "e2e_p99_ms": Goal(2.0, False),
+    "subjects_p99_ms": Goal(20.0, False),
+    "tags_cost_ratio": Goal(0.1, False),
+    "stalled_p99_ratio": Goal(1.2, False, 1.1),
+    "big_group_p99_ratio": Goal(1.2, False, 1.1),
+    "beside_backlog_p99_ratio": Goal(1.2, False, 1.1),
+    "beside_drain_p99_ratio": Goal(1.2, False, 1.1),
     "backlog_rss_mb": Goal(100, False),
     "restart_s": Goal(5, False),
     "audit_mb_per_s_core": Goal(150, True),
 }
 REQUIRED = [
     "produce_1k_per_s", "produce_100b_per_s", "send_each_per_s", "send_one_p50_ms", "consume_1k_per_s", "e2e_p50_ms",
-    "e2e_p99_ms", "backlog_rss_mb", "restart_s", "audit_mb_per_s_core",
+    "e2e_p99_ms", "listen_1k_per_s", "subjects_p99_ms", "crowd_p99_ms", "tags_cost_ratio", "stalled_p99_ratio",
+    "big_group_p99_ratio", "beside_backlog_p99_ratio", "beside_drain_p99_ratio", "backlog_rss_mb", "restart_s",
+    "audit_mb_per_s_core",
 ]  # fmt: skip
 """Keys that bench.json always has; null for what was not measured."""
 
