@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from broker.ports import Link
+from broker.tags import TagRule
 from qmq.errors import InvalidAck, Overloaded, SubscriptionReplaced, UnknownSubscription
 from qmq.log import MessageLog
 from qmq.log.fold import Consumer
@@ -22,6 +23,9 @@ from qmq.subjects import check_name, check_subject
 
 PULLS_IN_FLIGHT_MAX = 64
 """Per subscription; more are refused, so that one consumer cannot fill the broker's memory."""
+
+LOOKING_MS = 1_000
+"""How much longer a pull waits while the broker looks for messages that its consumer asks for."""
 
 
 class WaitingPull(NamedTuple):
@@ -42,9 +46,8 @@ class Subscription:
     """First pull sequence that this connection was not given."""
     deliveries_max: int = 0
     """Hand-overs of a message before it becomes a dead letter; 0: no limit."""
-    tags: frozenset[str] = frozenset()
-    """Only messages with one of these, or with `all_tags` all of them; empty: every message."""
-    all_tags: bool = False
+    rule: TagRule | None = None
+    """Which messages it asks for by their tags; None: every message."""
     waiting: deque[WaitingPull] = field(default_factory=deque)
     in_flight: int = 0
     owed: deque[Callable[[], bool]] = field(default_factory=deque)
@@ -92,7 +95,7 @@ class Consumption:
 
     def subscribe(
         self, link: Link, *, subject: str, group: str, consumer: str, held_end: int, now_ms: int,
-        deliveries_max: int = 0, tags: frozenset[str] = frozenset(), all_tags: bool = False,
+        deliveries_max: int = 0, rule: TagRule | None = None,
     ) -> Subscription:  # fmt: skip
         """Begin to serve `consumer` on this connection; an older connection of it is served no more.
 
@@ -105,9 +108,7 @@ class Consumption:
         check_name("consumer id", consumer)
         key = (subject, group, consumer)
         self._check_held(*key, held_end)
-        subscription = Subscription(
-            self._next_id, link, subject, group, consumer, held_end, deliveries_max, tags, all_tags
-        )
+        subscription = Subscription(self._next_id, link, subject, group, consumer, held_end, deliveries_max, rule)
         self._next_id += 1
         if (older := self._by_consumer.get(key)) is not None:
             for waiting in older.waiting:
@@ -242,14 +243,19 @@ class Consumption:
         if not subscription.waiting:
             self._leave_line(subscription)
 
-    def overdue(self, now_ms: int) -> list[WaitingPull]:
-        """Take away and return the pulls whose time is over; they are answered with NO_MESSAGE."""
+    def overdue(self, now_ms: int, is_looking: Callable[[Subscription], bool]) -> list[WaitingPull]:
+        """Take away and return the pulls whose time is over; they are answered with NO_MESSAGE.
+
+        Those for which the broker `is_looking` get a little more: there may be messages, and a pull that does not wait
+        would never see them.
+        """
         over = []
         for subscription in self.all_waiting():
-            late = [waiting for waiting in subscription.waiting if waiting.deadline_ms <= now_ms]
+            end_ms = now_ms - LOOKING_MS if is_looking(subscription) else now_ms
+            late = [waiting for waiting in subscription.waiting if waiting.deadline_ms <= end_ms]
             if late:
                 over += late
-                kept = [waiting for waiting in subscription.waiting if waiting.deadline_ms > now_ms]
+                kept = [waiting for waiting in subscription.waiting if waiting.deadline_ms > end_ms]
                 self._stop_waiting(subscription)
                 for waiting in kept:
                     self.wait(subscription, waiting)

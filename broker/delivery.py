@@ -14,14 +14,18 @@ from broker import progress
 from broker.consume import Consumption, Subscription, WaitingPull, moved
 from broker.dead_letters import DeadLetters
 from broker.hand_out import HandOut, choose
+from broker.labels import Sight
 from broker.offline import Offline
 from broker.ports import Link
 from broker.reign import Reign, answering
+from broker.selection import Reading, Selection
+from broker.tags import TagRule
 from broker.turns import HAND_OUT_BYTES, OWED_BYTES_MAX, TRY_BYTES, Turns
 from qmq.codec import TAGS_MAX, Buffer, labels_bytes, slice_batch
 from qmq.errors import CorruptFrame, ErrorCode, InvalidRequest, LogError, NotServed, OperatorError, QmqError
 from qmq.log.fold import Consumer
 from qmq.log.frame import FLAG_ALONE, FLAG_LABELLED, Frame, FrameKind
+from qmq.log.index import FrameRef
 from qmq.log.progress import Entry
 from qmq.remoting import commands
 from qmq.remoting.commands import Pull, Verdict
@@ -39,6 +43,8 @@ class Delivery:
         self._reign = reign
         self.consumption = Consumption(reign.log, lease_ms=reign.settings.lease_ms, now_ms=reign.host.monotonic_ms())
         self._dead_letters = DeadLetters(reign, self.consumption, self.wake)
+        self._selection = Selection(reign.log, lambda: self.consumption.connected)
+        reign.before_progress = self._changing
         self._woken: dict[str, None] = {}
         self._turns = Turns()
         self._offline = Offline()
@@ -53,9 +59,10 @@ class Delivery:
         subject, group, consumer = f["subject"], f["group"], f["consumer"]
         subscription = self.consumption.subscribe(
             link, subject=subject, group=group, consumer=consumer, held_end=f["held_end"],
-            now_ms=reign.host.monotonic_ms(), deliveries_max=f["deliveries_max"], tags=frozenset(f["tags"]),
-            all_tags=f["tag_mode"] == "all",
+            now_ms=reign.host.monotonic_ms(), deliveries_max=f["deliveries_max"],
+            rule=TagRule.of(f["tags"], is_all=f["tag_mode"] == "all"),
         )  # fmt: skip
+        self._selection.joined(subscription)
         known = self.consumption.consumer(*subscription.key)
         if (subject, group) not in reign.log.state.groups:
             # The position of a new group is written down at once, or a restart would move it (W8).
@@ -67,9 +74,13 @@ class Delivery:
             # each process that gets it would never become a dead letter.
             self._consumer_leaves(subscription.key, told=False)
             known = None
+        elif known is not None and (dead := known.handed_out_more_than(subscription.deliveries_max)):
+            self._bury(subscription, dead)  # the former master was about to
+        unacked = known.unacked_below(f["held_end"], subscription.deliveries_max) if known else []
         answer = commands.encode_json(
-            subscription=subscription.id, acked_end=known.acked_end if known else 0, lease_ms=reign.settings.lease_ms
-        )
+            subscription=subscription.id, acked_end=known.acked_end if known else 0, unacked=unacked[:RANGES_MAX],
+            lease_ms=reign.settings.lease_ms,
+        )  # fmt: skip
         reign.answer_when_safe(link, packet, answer)
 
     def _first_position(self, subject: str, start: str, since_ms: int) -> int:
@@ -115,7 +126,7 @@ class Delivery:
         nack = commands.decode_nack(packet.body)
         subscription = self.consumption.find(link, nack.subscription, reign.host.monotonic_ms())
         consumer = self._consumer(subscription)
-        now_ms = reign.host.now_ms()
+        now_ms = reign.retry_ms()
         later: list[Entry] = []
         dead: list[tuple[int, int]] = []
         for begin, end, delay_ms, verdict in nack.entries:
@@ -152,11 +163,14 @@ class Delivery:
         return self.consumption.consumer(*subscription.key) or Consumer()
 
     def _freed(self, subscription: Subscription) -> None:
-        """Messages were settled: the consumer may have waited at its limit; others for messages of the same keys."""
-        if subscription.subject in self._reign.log.state.ordered:
-            self.wake(subscription.subject)
-        else:
-            self._offer(subscription)
+        """Messages were settled: the consumer may have waited at its limit."""
+        self._offer(subscription)
+
+    def _changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
+        """Progress is about to be written: what is settled frees its key, for others of the group too."""
+        self._selection.changing(kind, key, entries)
+        if kind != FrameKind.PULL and key[0] in self._reign.log.state.ordered:
+            self.wake(key[0])
 
     def move_group(
         self, subject: str, group: str, to: str, value: int, *, dry_run: bool, answer: Answer
@@ -225,10 +239,12 @@ class Delivery:
 
     def take_turns(self) -> None:
         """At the end of a turn of the loop: serve who waits for what came, as long as one of ours may take."""
-        turns, woken = self._turns, self._woken
+        turns = self._turns
         turns.begin()
-        if woken:
-            self._woken = {}
+        for subject in self._selection.new_turn():
+            self.wake(subject)
+        if self._woken:
+            woken, self._woken = self._woken, {}
             for subject in woken:
                 for key in self.consumption.groups_waiting_on(subject):
                     turns.add(key)
@@ -259,14 +275,15 @@ class Delivery:
         self.serve_all()
 
     def answer_overdue(self, now_ms: int) -> None:
-        for waiting in self.consumption.overdue(now_ms):
+        for waiting in self.consumption.overdue(now_ms, self._selection.is_looking):
             waiting.link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
 
     def tick(self, now_ms: int) -> None:
         """Retries that are due, consumers that are gone, groups that nobody needs. `now_ms` never jumps."""
-        for subject in self.consumption.due(self._reign.host.now_ms()):
-            self.wake(subject)
         if self._reign.may_progress:
+            retry_ms = self._reign.retry_ms()
+            for subject in (*self.consumption.due(retry_ms), *self._selection.overdue(retry_ms)):
+                self.wake(subject)
             for key in self.consumption.expired(now_ms):
                 self._consumer_leaves(key, told=False)
             self._dead_letters.go_on()
@@ -304,6 +321,8 @@ class Delivery:
         """Serve a subscription; if there is nothing for it, answer the pulls that do not want to wait."""
         if self._serve(subscription):
             return True
+        if self._selection.is_looking(subscription):
+            return False
         for waiting in [waiting for waiting in subscription.waiting if not waiting.pull.timeout_ms]:
             self.consumption.give_up(subscription, waiting)
             waiting.link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
@@ -338,11 +357,36 @@ class Delivery:
         reign = self._reign
         self._turns.spend(TRY_BYTES)
         limit = reign.gate.high_watermark if reign.gate.alone else reign.log.end
+        now_ms, single = reign.retry_ms(), None
+        if self._selection.concerns(subscription):
+            single = partial(self._selection.choose, subscription, now_ms)
         try:
-            return choose(reign.log, subscription, pull, data_limit=limit, now_ms=reign.host.now_ms())
+            return choose(reign.log, subscription, pull, data_limit=limit, now_ms=now_ms, single=single)
         except CorruptFrame as problem:  # an index had to be made again, and its segment is damaged
             reign.found_damage(problem)
             return None
+        finally:
+            if single is not None:
+                self._read_on()
+
+    def _read_on(self) -> None:
+        """Read what pulls wait for, to see which messages are theirs."""
+        if self._selection.is_tired:
+            self._reign.host.turn_soon()
+        for reading in self._selection.take_readings():
+            self._reign.host.read(reading.job, partial(self._was_read, reading))
+
+    def _was_read(self, reading: Reading, found: Sight | LogError) -> None:
+        self._selection.was_read(reading, found)
+        if isinstance(found, CorruptFrame):
+            self._reign.found_damage(found)  # who waits asks again
+            if found.offset < self._reign.log.start:  # no damage: retention took it meanwhile
+                self.wake(reading.subject)
+                self._reign.host.turn_soon()
+        elif isinstance(found, LogError):
+            raise found
+        else:
+            self._line_up(self.consumption.waiting_in(reading.subject, reading.group))
 
     def _write_down(self, subscription: Subscription, hand_out: HandOut) -> None:
         reign = self._reign
@@ -356,8 +400,11 @@ class Delivery:
         ends += [end for _, end in (*hand_out.gone[-1:], *hand_out.dead[-1:])]
         subscription.resend = max((subscription.resend, *ends))
         if hand_out.dead:
-            reason = f"handed out {subscription.deliveries_max} times, and never acked"
-            self._dead_letters.bury(subscription.key, hand_out.dead, reason, _nobody_waits)
+            self._bury(subscription, hand_out.dead)
+
+    def _bury(self, subscription: Subscription, dead: list[tuple[int, int]]) -> None:
+        reason = f"handed out {subscription.deliveries_max} times, and never acked"
+        self._dead_letters.bury(subscription.key, dead, reason, _nobody_waits)
 
     def _hand_over(self, subscription: Subscription, waiting: WaitingPull, hand_out: HandOut) -> None:
         """Send it when that is safe and the bytes are at hand, whichever is later."""
@@ -368,11 +415,17 @@ class Delivery:
         subscription.link.owed_bytes += hand_out.bytes
         self._turns.spend(HAND_OUT_BYTES + hand_out.bytes)
         subscription.owed.append(answer.send)
-        bodies = [reign.log.tail_body(part.ref.offset) for part in hand_out.parts]
-        answer.bodies = {found[0].offset: found for found in bodies if found is not None}
+        missing: dict[int, FrameRef] = {}
+        for part in hand_out.parts:
+            offset = part.ref.offset
+            if (found := hand_out.bodies.get(offset) or reign.log.tail_body(offset)) is not None:
+                answer.bodies[offset] = found
+            else:
+                missing[offset] = part.ref
         # Only these are surely on disk: what the tail has may not be written yet.
-        if refs := [part.ref for part, found in zip(hand_out.parts, bodies, strict=True) if found is None]:
+        if missing:
             answer.is_read = False
+            refs = [missing[offset] for offset in sorted(missing)]
             reign.host.read(partial(reign.log.read_bodies, refs), partial(self._bodies_read, answer))
         reign.gate.progress(reign.log.end, hand_out.data_end, answer.safe)
         reign.gate.release_now()

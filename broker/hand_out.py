@@ -5,13 +5,16 @@ Decided on the fold and the index alone; `broker.delivery` writes the decision d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from broker.consume import Subscription
+from qmq.codec import Buffer
 from qmq.errors import require
 from qmq.log import MessageLog
 from qmq.log.fold import Consumer, Group
+from qmq.log.frame import Frame
 from qmq.log.index import FrameRef
 from qmq.log.progress import PASSED, Entry
 from qmq.remoting.commands import Pull
@@ -49,6 +52,8 @@ class HandOut:
     """Pull sequences that were handed out too often: they become dead letters instead of leaving once more."""
     skipped: int = 0
     """Messages that the group never acked and that retention took."""
+    bodies: dict[int, tuple[Frame, Buffer]] = field(default_factory=dict)
+    """By offset: frames that had to be read to choose."""
 
     @property
     def data_end(self) -> int:
@@ -65,14 +70,17 @@ class HandOut:
 
 
 def choose(
-    log: MessageLog, subscription: Subscription, pull: Pull, *, data_limit: int, now_ms: int
-) -> HandOut | None:
+    log: MessageLog, subscription: Subscription, pull: Pull, *, data_limit: int, now_ms: int,
+    single: Callable[[Budget, HandOut], None] | None = None,
+) -> HandOut | None:  # fmt: skip
     """Choose what a pull gets now; None if there is nothing.
 
     Args:
         data_limit: only messages whose frame ends at or before this offset. While the slave is missing, that is the
             high watermark.
         now_ms: of the wall clock, by which retries become due.
+        single: what chooses in place of `Choice.more` if it depends on each message what becomes of it
+            (broker.selection).
 
     The caller writes everything down before it answers, and moves `subscription.resend` behind it.
     """
@@ -88,7 +96,10 @@ def choose(
             return None
         subscription.resend = consumer.next_pull
     if consumer is None or consumer.unacked_messages < UNACKED_MESSAGES_MAX:
-        choice.more(group, now_ms)
+        if single is not None:
+            single(choice.cut, choice.made)
+        else:
+            choice.more(group, now_ms)
     return None if choice.made.is_empty else choice.made
 
 
@@ -97,13 +108,13 @@ class Choice:
 
     def __init__(self, log: MessageLog, subscription: Subscription, pull: Pull, data_limit: int) -> None:
         self._log, self._subscription = log, subscription
-        self._cut = _Budget(min(pull.messages_max, PULL_MESSAGES_MAX), min(pull.bytes_max, PULL_BYTES_MAX), data_limit)
+        self.cut = Budget(min(pull.messages_max, PULL_MESSAGES_MAX), min(pull.bytes_max, PULL_BYTES_MAX), data_limit)
         self.made = HandOut()
 
     @property
     def is_over(self) -> bool:
         """Whether the pull gets no more, though there may be more."""
-        return self._cut.is_stopped
+        return self.cut.is_stopped
 
     def again(self, consumer: Consumer) -> None:
         """Hand out what the consumer has, from the pull sequence on that this connection was not given."""
@@ -166,11 +177,11 @@ class Choice:
 
         None: what lies before that is gone, because retention took it; or nothing more fits.
         """
-        ref = self._cut.frame_at(self._log, self._subscription.subject, begin)
+        ref = self.cut.frame_at(self._log, self._subscription.subject, begin)
         first = min(ref.begin, end) if ref else end
         if ref is None or first > begin:
             return None, first
-        last = begin + self._cut.allows(ref, min(end, ref.end) - begin)
+        last = begin + self.cut.allows(ref, min(end, ref.end) - begin)
         if last == begin:
             return None, begin
         part = Part(pull_sequence, begin, last, ref, times)
@@ -179,7 +190,7 @@ class Choice:
 
 
 @dataclass(slots=True)
-class _Budget:
+class Budget:
     """What a pull may still get. The first message always fits, however large it is."""
 
     messages: int
@@ -190,13 +201,13 @@ class _Budget:
     refs: list[FrameRef] = field(default_factory=list)
     """Frames looked up ahead, the next one last."""
 
-    def frame_at(self, log: MessageLog, subject: str, sequence: int) -> FrameRef | None:
-        """Return the frame that holds `sequence`, or the next one behind it."""
+    def frame_at(self, log: MessageLog, subject: str, sequence: int, most: int = FRAMES_AT_ONCE) -> FrameRef | None:
+        """Return the frame that holds `sequence`, or the next one behind it; look up to `most` of them up."""
         refs = self.refs
         while refs and refs[-1].end <= sequence:
             refs.pop()
         if not refs or refs[-1].begin > sequence:  # perhaps there are others before it
-            self.refs = refs = log.frames(subject, sequence, min(self.messages, FRAMES_AT_ONCE) or 1)[::-1]
+            self.refs = refs = log.frames(subject, sequence, min(self.messages, most) or 1)[::-1]
         return refs[-1] if refs else None
 
     def allows(self, ref: FrameRef, wanted: int) -> int:

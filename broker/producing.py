@@ -7,15 +7,16 @@ refused on its own (W7, W22); a repeated batch is answered with the receipt of t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 from zlib import crc32
 
 from broker.ports import Link
 from broker.reign import PRODUCE_MS_BUCKETS, Reign, answering
-from qmq.codec import Buffer, check_batch, join_batch, split_batch
-from qmq.errors import OutcomeUnknown, Overloaded, QmqError
+from qmq.codec import Buffer, check_batch, decode_labels, encode_labels, join_batch, labels_bytes, split_batch
+from qmq.errors import InvalidRequest, OutcomeUnknown, Overloaded, QmqError
 from qmq.log.fold import StoredBatch
-from qmq.log.frame import Frame, FrameKind
+from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, Frame, FrameKind, label_flags
 from qmq.remoting import commands
 from qmq.remoting.commands import Produce, Produced
 from qmq.remoting.packet import Packet, PacketReader
@@ -23,6 +24,28 @@ from qmq.subjects import check_name
 from qmq.types import Durability
 
 _EMPTY = memoryview(b"")
+
+
+class _Batch(NamedTuple):
+    """The body of a frame, with its labels if `flags` say so."""
+
+    body: Buffer
+    count: int  # type: ignore[assignment]  # shadows tuple.count
+    crc: int
+    flags: int
+
+
+def _split(produce: Produce) -> tuple[memoryview, Sequence[int]]:
+    """Return the batch, and its labels, if it has some; raises InvalidRequest."""
+    if not produce.flags:
+        return produce.body, ()
+    if produce.flags not in (FLAG_LABELLED, FLAG_LABELLED | FLAG_ORDERED):
+        raise InvalidRequest(f"a batch with flags {produce.flags} is unknown to this version")
+    try:
+        labels = decode_labels(produce.body, produce.count)
+    except ValueError as problem:
+        raise InvalidRequest(str(problem)) from None
+    return produce.body[: len(produce.body) - labels_bytes(produce.count)], labels
 
 
 class Producing:
@@ -45,37 +68,43 @@ class Producing:
             check_name("subject", produce.subject)
         reign.readonly.check(reign.group, produce.subject)
         self._check_window(link)
-        body, count, crc, refused = self._storable(produce)
-        if not count:
+        batch, refused = self._storable(produce)
+        if batch is None:
             reign.counters.refused_messages += len(refused)
             link.answer(packet, commands.encode_produced(Produced(0, 0, Durability.FSYNC, refused)))
             return
-        frame = self._append(produce, body, count, crc)
-        produced = Produced(frame.first_sequence, count, Durability.FSYNC, refused)
+        frame = self._append(produce, batch)
+        produced = Produced(frame.first_sequence, batch.count, Durability.FSYNC, refused)
         self._hold(link, packet, frame.end, commands.encode_produced(produced))
 
-    def _storable(self, produce: Produce) -> tuple[Buffer, int, int, list[tuple[int, str]]]:
-        """Return (body, messages, CRC, refused): what is left when each message that cannot be stored is taken out."""
-        check = check_batch(produce.body, produce.count, self._reign.settings.message_bytes_max)
-        if not check.refused:
-            return produce.body, produce.count, produce.crc, []
-        bad = {position for position, _ in check.refused}
-        split = enumerate(split_batch(produce.body, produce.count))
-        messages = [bytes(message) for position, message in split if position not in bad]
-        body = join_batch(messages) if messages else b""
-        return body, len(messages), crc32(body), check.refused
+    def _storable(self, produce: Produce) -> tuple[_Batch | None, list[tuple[int, str]]]:
+        """Return what is left when each message that cannot be stored is taken out, and (position, reason) of those."""
+        batch, labels = _split(produce)
+        refused = check_batch(batch, produce.count, self._reign.settings.message_bytes_max).refused
+        flags = label_flags(labels) if labels else 0
+        if not refused:
+            return _Batch(produce.body, produce.count, produce.crc, flags), refused
+        bad = {position for position, _ in refused}
+        messages = [bytes(one) for position, one in enumerate(split_batch(batch, produce.count)) if position not in bad]
+        if not messages:
+            return None, refused
+        body = join_batch(messages)
+        if labels:
+            labels = [label for position, label in enumerate(labels) if position not in bad]
+            body, flags = body + encode_labels(labels), label_flags(labels)
+        return _Batch(body, len(messages), crc32(body), flags), refused
 
-    def _append(self, produce: Produce, body: Buffer, count: int, crc: int) -> Frame:
+    def _append(self, produce: Produce, batch: _Batch) -> Frame:
         reign, subject = self._reign, produce.subject
         frame = reign.log.append(
-            FrameKind.MESSAGES, subject, body, body_crc=crc, epoch=reign.epoch, count=count,
-            high_watermark=reign.gate.high_watermark, timestamp_ms=reign.host.now_ms(),
+            FrameKind.MESSAGES, subject, batch.body, body_crc=batch.crc, epoch=reign.epoch, flags=batch.flags,
+            count=batch.count, high_watermark=reign.gate.high_watermark, timestamp_ms=reign.host.now_ms(),
             first_sequence=reign.log.state.next_sequence.get(subject, 0), producer=produce.producer,
             batch=produce.batch,
         )  # fmt: skip
         self._wake(subject)
-        reign.counters.produced_messages += count
-        reign.counters.produced_bytes += len(body)
+        reign.counters.produced_messages += batch.count
+        reign.counters.produced_bytes += len(batch.body)
         reign.host.turn_soon()
         return frame
 
@@ -85,7 +114,7 @@ class Producing:
             # Nobody knows for how long; repeats that wait here would fill the memory of the only copy that is up.
             raise OutcomeUnknown(f"stored on one copy; the other is missing. Repeat the same batch to {reign.group}")
         reign.counters.repeated_batches += 1
-        refused = check_batch(produce.body, produce.count, reign.settings.message_bytes_max).refused
+        refused = self._storable(produce)[1]
         produced = Produced(stored.first_sequence, stored.stored, Durability.FSYNC, refused)
         reign.gate.stored(stored.end, answering(link, _without_body(packet), commands.encode_produced(produced)))
         reign.gate.release_now()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -54,6 +55,11 @@ class Reign:
     readonly: Readonly = field(default_factory=Readonly)
     in_office: bool = False
     """Whether the epoch frame is written: before that, this master stores nothing."""
+    before_progress: Callable[[FrameKind, tuple[str, str, str], list[Entry]], None] | None = None
+    """Called right before progress is written down, while the state is still the one before it."""
+
+    retry_begin_ms: int | None = None
+    """What `retry_ms` counts from; set when it is first asked for, in office."""
 
     def check_in_office(self) -> None:
         if Reason.FENCED in self.readonly:
@@ -70,16 +76,30 @@ class Reign:
     def may_progress(self) -> bool:
         return self.in_office and Reason.DRAINING not in self.readonly and Reason.FENCED not in self.readonly
 
+    def retry_ms(self) -> int:
+        """Return the time by which retries become due: the wall clock's when this reign began, and on from there.
+
+        A clock that is set while we reign moves nothing. One that is behind the former master's begins where that one
+        nacked last: no retry waits longer than its delay from here on.
+        """
+        if self.retry_begin_ms is None:
+            began_ms = max(self.host.now_ms(), self.log.state.retry_ms)
+            self.retry_begin_ms = began_ms - self.host.monotonic_ms()
+        return self.retry_begin_ms + self.host.monotonic_ms()
+
     def append(self, kind: FrameKind, subject: str, body: bytes) -> Frame:
         """Write a frame that carries no messages."""
         self.host.turn_soon()
         return self.log.append(
             kind, subject, body, body_crc=crc32(body), epoch=self.epoch, high_watermark=self.gate.high_watermark,
-            timestamp_ms=self.host.now_ms(), flags=FLAG_ALONE if self.gate.alone else 0,
+            timestamp_ms=self.retry_ms() if kind == FrameKind.NACK else self.host.now_ms(),
+            flags=FLAG_ALONE if self.gate.alone else 0,
         )  # fmt: skip
 
     def append_progress(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
         """Write down progress of (subject, consumer group, consumer)."""
+        if self.before_progress is not None:
+            self.before_progress(kind, key, entries)
         subject, group, consumer = key
         self.append(kind, subject, encode_progress(group, consumer, entries))
 

@@ -8,16 +8,19 @@ time; `flushed` takes note. Reading from the tail needs no disk.
 from __future__ import annotations
 
 import contextlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from qmq.codec import Buffer
+from qmq.codec import Buffer, decode_labels, labels_bytes
 from qmq.errors import CorruptFrame, Diverged, require
 from qmq.log import quarantine, segments
 from qmq.log.consume_log import ConsumeLog
 from qmq.log.disk import BLOCK_BYTES, Disk
 from qmq.log.fold import State, apply, decode_snapshot, encode_snapshot
 from qmq.log.frame import (
+    FLAG_LABELLED,
     NO_CHAIN,
     Frame,
     FrameKind,
@@ -407,6 +410,29 @@ class MessageLog:
                 bodies.append((frame, body))
             at = last + 1
         return bodies
+
+    def read_labels(self, refs: Sequence[FrameRef]) -> list[array[int]]:
+        """Read the labels of messages frames from disk; empty ones where a frame has none. Blocks; on any thread.
+
+        Only the end of a frame is read, if that is a label section by its own CRC.
+
+        Raises:
+            CorruptFrame: this copy is damaged there.
+        """
+        bases = list(self._bases)
+        return [self._read_labels(bases, ref) for ref in refs]
+
+    def _read_labels(self, bases: list[int], ref: FrameRef) -> array[int]:
+        count = ref.end - ref.begin
+        base, size = segment_at(bases, ref.offset), labels_bytes(count)
+        data = self._disk.read(log_name(base), ref.offset + ref.length - size - base, size)
+        try:
+            return decode_labels(data, count)
+        except ValueError:
+            header = self._disk.read(log_name(base), ref.offset - base, 4096)
+        if decode_header(header, 0, ref.offset, None).flags & FLAG_LABELLED:
+            self.read_bodies([ref])  # labels that do not match their CRC in a body that does: they came so
+        return array("Q")
 
     def next_frame(self, begin: int) -> int | None:
         """Return the offset of the first frame that begins at or after `begin`. Blocks; may run on a thread."""

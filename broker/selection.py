@@ -1,0 +1,151 @@
+"""Core. Which messages a pull gets where single ones have to be chosen: by the consumer's tags, by the order keys.
+
+For a subscription without tags, of a subject without order keys, `broker.hand_out` decides on ranges alone. Here each
+message is looked at, in order: first those that came back and are due, then what is new. One of these is decided:
+
+    handed out   it matches, and no earlier message of its key is unsettled
+    passed       it does not match, or is gone: over for the group
+    deferred     it matches, and its key is busy: it waits with what was returned, behind the others of its key
+    stopped at   the pull has enough; or bytes have to be read first, and the pull waits for them
+
+Everything decided is written down in one pull frame. What is kept in memory (`broker.selector`) follows from the fold
+and the labels, and is made again when it is missing: a new master reads the labels of all that a group has not settled
+before it hands out anything more of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from broker.consume import Subscription
+from broker.hand_out import Budget, HandOut
+from broker.labels import Sight, Sights, read_sight
+from broker.selector import Selector, held_sequences
+from broker.tags import TagRule
+from broker.walk import PASSED_MS, Walk
+from qmq.errors import LogError
+from qmq.log import MessageLog
+from qmq.log.fold import Consumer
+from qmq.log.frame import FrameKind
+from qmq.log.progress import Entry
+
+log = logging.getLogger(__name__)
+
+LOOKS_PER_TURN = 20_000
+"""Messages looked at in one turn of the loop, over all groups: about 2 ms."""
+
+
+class Reading(NamedTuple):
+    """Bytes that a group's pulls wait for; `job` may run on a thread."""
+
+    subject: str
+    group: str
+    job: Callable[[], Sight]
+
+
+class Selection:
+    """Made by `broker.delivery`; ends with the reign. `connected` says who has a connection now."""
+
+    def __init__(self, message_log: MessageLog, connected: Callable[[], Iterable[Subscription]]) -> None:
+        self._log, self._connected = message_log, connected
+        self._sights = Sights(message_log)
+        self._selectors: dict[tuple[str, str], Selector] = {}
+        self._warned: set[tuple[str, str]] = set()
+        self._readings: list[Reading] = []
+        self._tired: dict[str, None] = {}
+        self._looks = LOOKS_PER_TURN
+        """How many messages may still be looked at in this turn."""
+
+    @property
+    def is_tired(self) -> bool:
+        """Whether another turn is needed, for there is more to look at."""
+        return bool(self._tired)
+
+    def concerns(self, subscription: Subscription) -> bool:
+        """Return whether single messages have to be chosen for it."""
+        return subscription.rule is not None or subscription.subject in self._log.state.ordered
+
+    def is_looking(self, subscription: Subscription) -> bool:
+        """Return whether nobody knows yet if there is something for it."""
+        selector = self._selectors.get(subscription.key[:2])
+        return selector is not None and (selector.is_reading or subscription.subject in self._tired)
+
+    def joined(self, subscription: Subscription) -> None:
+        """A consumer subscribed; one group whose consumers ask for different tags is most likely a mistake."""
+        key = subscription.key[:2]
+        if key not in self._warned and any(rule != subscription.rule for rule, _ in self._rules(key)):
+            self._warned.add(key)
+            log.warning("consumers of one group ask for different tags subject=%s group=%s consumer=%s: what one of "
+                        "them passes over is over for all", *subscription.key)  # fmt: skip
+
+    def _rules(self, key: tuple[str, str]) -> Iterator[tuple[TagRule | None, str]]:
+        return ((one.rule, one.consumer) for one in self._connected() if one.key[:2] == key)
+
+    def choose(self, subscription: Subscription, now_ms: int, cut: Budget, made: HandOut) -> None:
+        """Add to `made` what this subscription gets; its caller writes that down at once."""
+        key = subscription.key[:2]
+        selector = self._selectors.setdefault(key, Selector(*key))
+        if selector.is_reading:
+            return
+        if self._looks <= 0:
+            self._tired[subscription.subject] = None
+            return
+        walk = Walk(self._log, self._sights, selector, subscription, cut, made, now_ms=now_ms, looks=self._looks)
+        try:
+            walk.go()
+        except BaseException:
+            del self._selectors[key]  # half a decision is none; what it did to the keys must not stay
+            raise
+        self._looks = walk.looks
+        if walk.wanted is not None:
+            selector.is_reading = True
+            self._readings.append(Reading(*key, partial(read_sight, self._log, *walk.wanted)))
+        elif walk.looks <= 0:
+            self._tired[subscription.subject] = None
+
+    def changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
+        """Progress of `key` is about to be written: take note which messages that will concern."""
+        selector = self._selectors.get(key[:2])
+        if selector is None or kind == FrameKind.PULL:
+            return
+        group = self._log.state.groups.get(key[:2])
+        if group is None or not key[2]:
+            del self._selectors[key[:2]]  # the group is moved, or forgotten
+            return
+        selector.catch_up(group)
+        consumer = group.consumers.get(key[2], Consumer())
+        ranges = [(0, consumer.next_pull)] if kind == FrameKind.POSITION else [entry[:2] for entry in entries]
+        selector.changing += [held for begin, end in ranges for held in held_sequences(consumer, begin, end)]
+
+    # Reading, and other turns.
+
+    def take_readings(self) -> list[Reading]:
+        """Take away and return what has to be read; each comes back to `was_read`."""
+        readings, self._readings = self._readings, []
+        return readings
+
+    def was_read(self, reading: Reading, found: Sight | LogError) -> None:
+        """Take what was read; those who wait for it are to be served now."""
+        selector = self._selectors.get((reading.subject, reading.group))
+        if selector is not None:
+            selector.is_reading = False
+        if not isinstance(found, LogError):
+            self._sights.took(found)
+            if selector is not None and selector.keys is None:
+                selector.labels_before.update(found.labels)
+
+    def new_turn(self) -> list[str]:
+        """Begin a turn; return the subjects whose pulls have to be served for there is more to look at."""
+        self._looks = LOOKS_PER_TURN
+        tired, self._tired = self._tired, {}
+        return list(tired)
+
+    def overdue(self, now_ms: int) -> list[str]:
+        """Return the subjects of groups that passed over messages a while ago and did not write it down."""
+        return [
+            selector.subject for selector in self._selectors.values()
+            if selector.seen_ms and not 0 <= now_ms - selector.seen_ms < PASSED_MS
+        ]  # fmt: skip

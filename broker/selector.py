@@ -1,0 +1,101 @@
+"""Core. What is kept of one consumer group for which single messages are chosen.
+
+All of it follows from the fold and the labels. What came back is looked up in the fold when its turn comes: the ranges
+noted here only say where to look.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from operator import itemgetter
+
+from broker.keys import Keys
+from broker.tags import TagRule
+from qmq.log.fold import Consumer, Group
+
+_FIRST = itemgetter(0)
+
+
+class Selector:
+    """What is kept of one group."""
+
+    def __init__(self, subject: str, group: str) -> None:
+        self.subject, self.group = subject, group
+        self.keys: Keys | None = None
+        """None: not known yet (`broker.walk`)."""
+        self.labels_before: dict[int, array[int]] = {}
+        """Labels read for `keys` to be made, until they are."""
+        self.is_reading = False
+        self.changing: list[tuple[int, int]] = []
+        """Messages of the last frame of progress, which was not applied yet when they were noted."""
+        self.seen_rule: TagRule | None = None
+        self.seen_end = 0
+        """From the group's position to here nothing matches `seen_rule`; not written down."""
+        self.seen_ms = 0
+        """Since when something of that is not written down; 0: nothing is."""
+        self._ready: list[tuple[int, int]] = []
+        """Heap of [begin, end): where messages may be returned, due, and the next of their keys. The fold decides."""
+        self._later: list[tuple[int, int, int]] = []
+        """Heap of (due, begin, end)."""
+
+    def note(self, begin: int, end: int, due_ms: int) -> None:
+        """Messages `[begin, end)` wait with what was returned, none behind another of its key."""
+        if due_ms:
+            heappush(self._later, (due_ms, begin, end))
+        else:
+            heappush(self._ready, (begin, end))
+
+    def pop_ready(self, now_ms: int) -> tuple[int, int] | None:
+        while self._later and self._later[0][0] <= now_ms:
+            heappush(self._ready, heappop(self._later)[1:])
+        return heappop(self._ready) if self._ready else None
+
+    def soon_ready(self, most: int) -> list[tuple[int, int]]:
+        """Return some of the next ranges, in order."""
+        return sorted(self._ready[:most])
+
+    def catch_up(self, group: Group) -> None:
+        """The last frame of progress was applied: what came back waits, what is settled frees its key."""
+        changed, self.changing = self.changing, []
+        if self.keys is None:
+            return
+        for begin, end in changed:
+            for first, last, _, due_ms in returned_pieces(group, begin, end):
+                self.settle(begin, first)
+                self.note(first, last, due_ms)
+                begin = last
+            self.settle(begin, end)
+
+    def settle(self, begin: int, end: int) -> None:
+        keys = self.keys
+        if keys:
+            for sequence in range(begin, end):
+                if (following := keys.settled(sequence)) is not None:
+                    self.note(following, following + 1, 0)
+
+
+def returned_pieces(group: Group, begin: int, end: int) -> list[tuple[int, int, int, int]]:
+    """Return (begin, end, times, due_ms) of what lies of `[begin, end)` with what was returned."""
+    at = max(bisect_right(group.returned, begin, key=_FIRST) - 1, 0)
+    pieces = []
+    while at < len(group.returned) and group.returned[at][0] < end:
+        first, messages, times, due_ms = group.returned[at]
+        low, high = max(first, begin), min(first + messages, end)
+        if low < high:
+            pieces.append((low, high, times, due_ms))
+        at += 1
+    return pieces
+
+
+def held_sequences(consumer: Consumer, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the sequences of what a consumer holds of pull sequences `[begin, end)`."""
+    at = max(bisect_right(consumer.unacked, begin, key=_FIRST) - 1, 0)
+    while at < len(consumer.unacked) and consumer.unacked[at][0] < end:
+        first, sequence, messages, _ = consumer.unacked[at]
+        low, high = max(begin - first, 0), min(end - first, messages)
+        if low < high:
+            yield sequence + low, sequence + high
+        at += 1

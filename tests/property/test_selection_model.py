@@ -1,0 +1,203 @@
+"""Core. Selection agrees with a plain list that is searched anew for every pull: tags, order keys, retries, swaps."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from broker import labels, selection, walk
+from qmq.codec import tag_bits
+from tests.unit.broker.selecting import Consumer, Sent, produce
+from tests.unit.broker.world import Client, Group
+
+TAGS = ("pay", "cancel", "refund")
+KEYS = (None, None, "k1", "k2", "k3")
+NAMES = ("c1", "c2", "c3")
+
+
+def twin_of(tag: str) -> str:
+    """Return another tag with the same bit: the label cannot tell them apart."""
+    return next(f"{tag}{n}" for n in range(10_000) if tag_bits([f"{tag}{n}"]) == tag_bits([tag]))
+
+
+TWIN = twin_of("pay")
+
+
+class Plain:
+    """What one group may have: each message is settled, with a consumer, or waiting until it is due."""
+
+    def __init__(self, tags: tuple[str, ...], is_all: bool) -> None:
+        self.tags, self.is_all = set(tags), is_all
+        self.messages: list[Sent] = []
+        self.settled: set[int] = set()
+        self.holders: dict[int, str] = {}
+        self.due: dict[int, int] = {}
+        self.times: dict[int, int] = {}
+
+    def matches(self, message: Sent) -> bool:
+        if not self.tags:
+            return True
+        return self.tags <= set(message.tags) if self.is_all else bool(self.tags & set(message.tags))
+
+    def next(self, most: int, now_ms: int) -> list[int]:
+        """Return what a pull gets: the first messages that match, are due, and are the first of their keys."""
+        busy: set[str] = set()
+        found: list[int] = []
+        for sequence, message in enumerate(self.messages):
+            if sequence in self.settled or not self.matches(message):
+                continue
+            is_free = message.key is None or message.key not in busy
+            if message.key is not None:
+                busy.add(message.key)
+            if is_free and sequence not in self.holders and self.due.get(sequence, 0) <= now_ms and len(found) < most:
+                found.append(sequence)
+        return found
+
+    def given(self, name: str, sequences: list[int]) -> None:
+        for sequence in sequences:
+            self.holders[sequence] = name
+            self.times[sequence] = self.times.get(sequence, 0) + 1
+
+    def returned(self, sequence: int, due_ms: int) -> None:
+        del self.holders[sequence]
+        self.due[sequence] = due_ms
+
+
+class World:
+    def __init__(self, rng: Random, *, is_roomy: bool) -> None:
+        self.rng = rng
+        tail_bytes = rng.choice([0, 1 << 20])
+        self.must_be_whole = is_roomy and tail_bytes > 0
+        self.group = Group.made(tail_bytes=tail_bytes, segment_bytes=rng.choice([2048, 1 << 16])).start()
+        self.producer, self.term = Client(self.group.a, "producer"), 1
+        tags = rng.choice([(), ("pay",), ("pay", "cancel")])
+        self.plain = Plain(tags, is_all=rng.random() < 0.5)
+        terms = {"tags": tags, "tag_mode": "all" if self.plain.is_all else "any"}
+        self.consumers = {name: Consumer(self.group, name, **terms) for name in NAMES}
+        self.is_ordered = rng.random() < 0.8
+
+    @property
+    def now_ms(self) -> int:
+        return self.group.a.host.now_ms()
+
+    def step(self) -> None:
+        rng, plain = self.rng, self.plain
+        name = rng.choice(NAMES)
+        consumer = self.consumers[name]
+        held = sorted(consumer.held.values())
+        some = rng.sample(held, rng.randint(1, len(held))) if held else []
+        match rng.choice(["produce"] * 4 + ["pull"] * 6 + ["ack"] * 5 + ["nack", "wait", "leave", "return", "swap"]):
+            case "produce":
+                self.produce()
+            case "pull":
+                self.pull(name, rng.choice([1, 2, 5, 1_000]))
+            case "ack" if some:
+                consumer.ack(*some)
+                plain.settled |= set(some)
+                for sequence in some:
+                    del plain.holders[sequence]
+            case "nack" if some:
+                delay_ms = rng.choice([0, 0, 5_000])
+                due_ms = self.now_ms + delay_ms if delay_ms else 0
+                consumer.nack(*some, delay_ms=delay_ms)
+                for sequence in some:
+                    plain.returned(sequence, due_ms)
+            case "wait":
+                self.wait(4_000)
+            case "leave":
+                consumer.leave()
+                for sequence in held:
+                    plain.returned(sequence, 0)
+                    plain.times[sequence] -= 1  # it said that it did not begin with them
+                consumer.join()
+            case "return":
+                consumer.client.lost()
+                consumer.join()
+            case "swap":
+                self.swap()
+
+    def produce(self) -> None:
+        rng, first = self.rng, len(self.plain.messages)
+        is_keyed = self.is_ordered and rng.random() < 0.8
+        some = [
+            Sent(
+                tuple(rng.sample((*TAGS, TWIN), rng.choice([0, 0, 1, 2, 3]))),
+                rng.choice(KEYS) if is_keyed else None,
+            )
+            for _ in range(rng.randint(1, 6))
+        ]
+        self.plain.messages += some
+        produce(self.producer, some, first=first, labelled=is_keyed or rng.random() < 0.6)
+        self.group.settle()
+
+    def pull(self, name: str, most: int) -> int:
+        expected = self.plain.next(most, self.now_ms)
+        found = self.consumers[name].pull(most)
+        sequences = [got.sequence for got in found]
+        if self.must_be_whole:
+            assert sequences == expected
+        else:  # what has to be read first may come with the next pull
+            assert sequences == expected[: len(sequences)] and bool(sequences) == bool(expected)
+        self.plain.given(name, sequences)
+        assert [got.times for got in found] == [self.plain.times[sequence] for sequence in sequences]
+        return len(found)
+
+    def wait(self, ms: int) -> None:
+        for consumer in self.consumers.values():
+            consumer.client.send(205, b"")
+        self.group.a.wait(ms)
+        self.group.settle()
+
+    def swap(self) -> None:
+        self.term += 1
+        clock_ms = self.group.a.host.clock_ms
+        self.group.swap(self.term)
+        self.group.a.host.clock_ms = max(self.group.a.host.clock_ms, clock_ms)
+        self.producer = Client(self.group.a, "producer")
+        for consumer in self.consumers.values():
+            consumer.join()
+
+    def drain(self) -> None:
+        """No more faults: everything that anybody asks for is settled in the end, in the order of its key."""
+        rounds = 0
+        while self.plain.holders or self.plain.due.keys() - self.plain.settled or self.plain.next(1, 1 << 62):
+            rounds += 1
+            assert rounds < 300, "no message waits for ever"
+            self.wait(5_000)
+            for name, consumer in self.consumers.items():
+                self.pull(name, 1_000)
+                if held := list(consumer.held.values()):
+                    consumer.ack()
+                    self.plain.settled |= set(held)
+                    for sequence in held:
+                        del self.plain.holders[sequence]
+        progress = self.group.a.log.state.groups["s", "g"]
+        assert not progress.returned and not any(one.unacked for one in progress.consumers.values())
+
+
+@pytest.fixture(params=["roomy", "narrow"], scope="module")
+def bounds(request):
+    """With narrow bounds, every turn looks at a few messages and every reading brings a little."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "narrow":
+            patch.setattr(selection, "LOOKS_PER_TURN", 3)
+            patch.setattr(walk, "LOOKS_AT_ONCE", 2)
+            patch.setattr(walk, "READ_FRAMES", 2)
+            patch.setattr(walk, "PASSED_MESSAGES", 4)
+            patch.setattr(labels, "LABEL_BYTES_MAX", 500)
+            patch.setattr(labels, "BODY_BYTES_MAX", 500)
+            patch.setattr(labels, "READ_BYTES_MAX", 300)
+        yield request.param
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=40, deadline=None)
+def test_pulls_get_what_a_search_of_the_whole_history_finds(bounds, seed):
+    world = World(Random(seed), is_roomy=bounds == "roomy")
+    for _ in range(60):
+        world.step()
+    world.drain()
+    assert world.group.a.log.chain == world.group.b.log.chain

@@ -1,0 +1,119 @@
+"""Core. Messages with tags and order keys for tests of selection, and one consumer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+from typing import NamedTuple
+from zlib import crc32
+
+from qmq.codec import decode_envelope, encode_labels, encode_message, join_batch, label_of, split_batch
+from qmq.errors import ErrorCode
+from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
+from qmq.message import Message
+from qmq.remoting import commands
+from qmq.remoting.commands import Command
+from tests.unit.broker.world import Client, Group
+
+_batches = count(1)
+
+
+class Sent(NamedTuple):
+    """A message as a test means it."""
+
+    tags: tuple[str, ...] = ()
+    key: str | None = None
+
+
+def produce(client: Client, messages: Iterable[Sent], *, first: int, subject: str = "s", labelled: bool = True) -> int:
+    """Send one batch of messages named m<sequence>, from `first` on; without keys they may go unlabelled."""
+    some = list(messages)
+    data = [
+        encode_message(Message(subject, {"x": "y"}, tags=frozenset(one.tags), id=f"m{first + at}"), 0)
+        for at, one in enumerate(some)
+    ]
+    body, flags = join_batch(data), 0
+    if labelled:
+        body += encode_labels([label_of(one.tags, one.key) for one in some])
+        flags = FLAG_LABELLED | (FLAG_ORDERED if any(one.key for one in some) else 0)
+    return client.send(
+        Command.PRODUCE, commands.produce_header(9, next(_batches), len(some), crc32(body), subject, flags) + body
+    )
+
+
+class Got(NamedTuple):
+    pull_sequence: int
+    sequence: int
+    times: int
+
+
+class Consumer:
+    """One consumer of a group, on a connection of its own; it holds what it was given until it says otherwise."""
+
+    def __init__(self, group: Group, name: str, **terms) -> None:
+        self.group, self.name, self.terms = group, name, terms
+        self.held: dict[int, int] = {}
+        """Pull sequence -> sequence."""
+        self.join()
+
+    def join(self) -> None:
+        """Connect, or connect again, with what it holds; after a swap to the new master."""
+        self.client = Client(self.group.a, self.name)
+        opaque = self.client.subscribe(self.name, held_end=max(self.held, default=-1) + 1, **self.terms)
+        self.group.settle()
+        self.subscription = self.client.subscription(opaque)
+
+    def ask(self, most: int = 1_000, timeout_ms: int = 0, bytes_max: int = 1 << 20) -> int:
+        return self.client.pull(self.subscription, most, bytes_max, timeout_ms)
+
+    def pull(self, most: int = 1_000) -> list[Got]:
+        """Pull what is there now."""
+        opaque = self.ask(most)
+        self.group.settle()
+        if not self.client.answered(opaque):
+            self.group.a.wait(2_000)  # it was looked for, and was not there
+            self.group.settle()
+        return self.got(opaque)
+
+    def got(self, opaque: int) -> list[Got]:
+        """Take what a pull was answered with."""
+        if self.client.code(opaque) == ErrorCode.NO_MESSAGE:
+            return []
+        found = []
+        for piece in commands.decode_pulled(memoryview(self.client.body(opaque))):
+            for at, data in enumerate(split_batch(piece.body, piece.count)):
+                got = Got(piece.pull_sequence + at, piece.sequence + at, piece.times)
+                assert decode_envelope(bytes(data)).id == f"m{got.sequence}"
+                assert got.pull_sequence not in self.held, "a pull sequence is given once"
+                self.held[got.pull_sequence] = got.sequence
+                found.append(got)
+        return found
+
+    def sequences(self, most: int = 1_000) -> list[int]:
+        return [got.sequence for got in self.pull(most)]
+
+    def ack(self, *sequences: int) -> None:
+        """Ack these of the messages that it holds; all if none are named."""
+        pulls = self._let_go(sequences)
+        self._done(self.client.ack_ranges(*[(one, one + 1) for one in pulls], subscription=self.subscription))
+
+    def nack(self, *sequences: int, delay_ms: int = 0, dead: bool = False) -> None:
+        for one in self._let_go(sequences):
+            self._done(
+                self.client.nack(one, one + 1, delay_ms=delay_ms, dead=dead, subscription=self.subscription)
+            )
+
+    def leave(self) -> None:
+        self._done(self.client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=self.subscription)))
+        self.held.clear()
+
+    def _let_go(self, sequences: tuple[int, ...]) -> list[int]:
+        pulls = sorted(one for one, sequence in self.held.items() if not sequences or sequence in sequences)
+        assert pulls, "it holds none of these"
+        for one in pulls:
+            del self.held[one]
+        return pulls
+
+    def _done(self, opaque: int) -> None:
+        self.group.settle()
+        assert self.client.link.answers[opaque][0] == 0, self.client.text(opaque)
