@@ -1,0 +1,78 @@
+"""Shell. Producers and consumers that live as long as a FastAPI application.
+
+    clients = Clients(producer, consumer)
+    app = FastAPI(lifespan=clients.lifespan)
+
+    @app.get("/health", dependencies=[Depends(clients.check)])
+    async def health() -> None: ...
+
+The route for an orchestrator's health checks is the application's own, and may do without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, HTTPException
+
+from qmq.client.consumer import Consumer
+
+log = logging.getLogger(__name__)
+
+
+class Clients:
+    """What begins and ends with an application, in this order and its reverse.
+
+    A Consumer's listeners run meanwhile; at the end it drains: handlers finish, acks are sent, the rest goes back. All
+    others, a Producer or a Requester for instance, are entered and left. So name producers before the consumers whose
+    handlers send with them.
+    """
+
+    def __init__(self, *clients: Consumer | AbstractAsyncContextManager[Any]) -> None:
+        self._clients = clients
+        self._running: dict[Consumer, asyncio.Task[None]] = {}
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """For `FastAPI(lifespan=…)`.
+
+        Raises:
+            InvalidRequest: a consumer has no listeners.
+        """
+        async with AsyncExitStack() as stack:
+            for client in self._clients:
+                await stack.enter_async_context(self._run(client) if isinstance(client, Consumer) else client)
+            yield
+
+    def check(self) -> None:
+        """Answer 503 if a consumer does not run: a dependency for the application's health."""
+        for consumer in self._clients:
+            if isinstance(consumer, Consumer) and not self._is_running(consumer):
+                raise HTTPException(503, f"consumer {consumer.id} does not run")
+
+    def _is_running(self, consumer: Consumer) -> bool:
+        return consumer in self._running and not self._running[consumer].done()
+
+    @asynccontextmanager
+    async def _run(self, consumer: Consumer) -> AsyncIterator[None]:
+        task = asyncio.create_task(consumer.run())
+        await asyncio.sleep(0)
+        if task.done():
+            await task  # it cannot even begin: so the application does not
+        task.add_done_callback(lambda _: _ended(consumer, task))
+        self._running[consumer] = task
+        try:
+            yield
+        finally:
+            del self._running[consumer]
+            consumer.stop()
+            await asyncio.wait([task])
+
+
+def _ended(consumer: Consumer, task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("consumer ended, the application goes on without it consumer=%s error=%r", consumer.id, error)

@@ -1,0 +1,199 @@
+"""Shell. Producers and consumers that begin and end with an application, over a broker in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from fastapi import Depends, FastAPI
+
+import qmq
+from qmq.fastapi import Clients
+from qmq.testing import BlockingBroker, Broker
+
+WAIT_S = 30.0
+
+
+@asynccontextmanager
+async def serving(app):
+    """Run the application's life as a server does; yields a client of it."""
+    async with app.router.lifespan_context(app):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app") as web:
+            yield web
+
+
+def application(broker, handle, *, consumer_id=None):
+    """An application that sends what it is posted, and handles it itself."""
+    options = {"metaserver": broker.metaserver, "app": "shop"}
+    producer, consumer = qmq.Producer(**options), qmq.Consumer(**options, consumer_id=consumer_id)
+    clients = Clients(producer, consumer)
+    app = FastAPI(lifespan=clients.lifespan)
+
+    @consumer.listen("order", group="g", start="earliest")
+    async def on_order(message):
+        await handle(producer, message)
+
+    @app.post("/orders/{number}")
+    async def order(number: int) -> str:
+        return (await producer.send(qmq.Message("order", {"n": number}))).outcome
+
+    @app.get("/health", dependencies=[Depends(clients.check)])
+    async def health() -> str:
+        return "well"
+
+    return app
+
+
+async def nothing(producer, message):
+    pass
+
+
+def test_an_application_sends_and_handles_messages_while_it_runs():
+    async def run():
+        handled = []
+
+        async def handle(producer, message):
+            handled.append(message["n"])
+
+        async with Broker() as broker:
+            async with serving(application(broker, handle)) as web:
+                assert (await web.post("/orders/1")).json() == "stored"
+                await broker.wait_until_consumed("order", "g")
+                assert (await web.get("/health")).json() == "well"
+        assert handled == ["1"]
+
+    asyncio.run(run())
+
+
+def test_the_end_waits_for_handlers_which_can_still_send():
+    async def run():
+        began, may_end = asyncio.Event(), asyncio.Event()
+
+        async def handle(producer, message):
+            began.set()
+            await may_end.wait()
+            assert (await producer.send(qmq.Message("order.done", {"n": message["n"]}))).is_stored
+
+        async with Broker() as broker:
+            async with serving(application(broker, handle)) as web:
+                await web.post("/orders/1")
+                await began.wait()
+                asyncio.get_running_loop().call_later(0.2, may_end.set)
+            assert len(broker.messages("order.done")) == 1
+            await broker.wait_until_consumed("order", "g")
+
+    asyncio.run(run())
+
+
+def test_health_says_when_a_consumer_has_ended_and_the_application_goes_on():
+    async def run():
+        async with Broker() as broker:
+            async with serving(application(broker, nothing, consumer_id="same")) as web:
+                await broker.wait_until_subscribed("order", "g")
+                assert (await web.get("/health")).status_code == 200
+                other = qmq.Consumer(metaserver=broker.metaserver, app="other", consumer_id="same")
+                async with other.pull("order", group="g"), asyncio.timeout(WAIT_S):
+                    while (await web.get("/health")).status_code == 200:
+                        await asyncio.sleep(0.02)
+                    answer = await web.get("/health")
+                    assert (answer.status_code, answer.json()) == (503, {"detail": "consumer same does not run"})
+                    assert (await web.post("/orders/1")).json() == "stored"
+
+    asyncio.run(run())
+
+
+def test_an_application_whose_consumer_cannot_begin_does_not_begin():
+    async def run():
+        async with Broker() as broker:
+            options = {"metaserver": broker.metaserver, "app": "shop"}
+            producer = qmq.Producer(**options)
+            app = FastAPI(lifespan=Clients(producer, qmq.Consumer(**options)).lifespan)
+            with pytest.raises(qmq.InvalidRequest, match="nothing to run"):
+                async with serving(app):
+                    pass
+            with pytest.raises(qmq.ClientClosed):
+                await producer.send(qmq.Message("order", {"n": 1}))
+
+    asyncio.run(run())
+
+
+SERVER = """
+import asyncio, sys
+import uvicorn
+from fastapi import FastAPI
+import qmq
+from qmq.fastapi import Clients
+
+metaserver, port = sys.argv[1:]
+consumer = qmq.Consumer(metaserver=metaserver, app="shop")
+app = FastAPI(lifespan=Clients(consumer).lifespan)
+
+@consumer.listen("order", group="g", start="earliest")
+async def handle(message):
+    print("began", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    print("ended", flush=True)
+
+@app.get("/")
+async def root():
+    return "here"
+
+uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
+"""
+
+
+@pytest.fixture
+def broker():
+    with BlockingBroker() as broker:
+        yield broker
+
+
+def test_sigterm_to_a_real_server_lets_the_handler_finish_and_its_message_be_acked(broker):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    send(broker, "order")
+    command = [sys.executable, "-c", SERVER, broker.metaserver, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout.readline() == "began\n"
+            _until(lambda: _answers(port))
+            server.send_signal(signal.SIGTERM)
+            _until(lambda: not _answers(port))
+            server.stdin.write("\n")
+            server.stdin.flush()
+            assert server.stdout.readline() == "ended\n"
+            broker.wait_until_consumed("order", "g")
+            server.wait(WAIT_S)
+        finally:
+            server.kill()
+
+
+def send(broker, subject):
+    async def run():
+        async with qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
+            assert (await producer.send(qmq.Message(subject, {"n": 1}))).is_stored
+
+    asyncio.run(run())
+
+
+def _answers(port):
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        return opener.open(f"http://127.0.0.1:{port}/", timeout=5).status == 200
+    except OSError:
+        return False
+
+
+def _until(condition):
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
