@@ -345,7 +345,9 @@ def decode_message(data: bytes) -> Message:
     properties = decode_properties(data, envelope.body_begin)
     message = Message(envelope.subject, properties, tags=envelope.tags, id=envelope.id)
     message.created_ms = envelope.created_ms
-    message.order_key, message.retries_max = properties.get(ORDER_KEY), message.get_int(RETRIES_MAX)
+    message.order_key = properties.get(ORDER_KEY)
+    retries = properties.get(RETRIES_MAX, "")
+    message.retries_max = int(retries) if retries.isascii() and retries.isdecimal() else None
     return message
 
 

@@ -56,6 +56,7 @@ def encode_run(subject: str, messages: list[Message], begin: int, *, ids: Messag
     message_bytes: list[int] = []
     run_ids: list[str] = []
     labels: dict[int, int] = {}
+    fronts: dict[int, str] = {}
     total, block_end, error = 0, BLOCK_BYTES, None
     for position in range(begin, len(messages)):
         message = messages[position]
@@ -78,8 +79,9 @@ def encode_run(subject: str, messages: list[Message], begin: int, *, ids: Messag
                 parts += (tagged, lengths[len(identity)], identity, tags, "")
                 front = fixed_bytes + len(identity) + len(tags)
             else:
-                parts += (plain, lengths[len(identity)], identity, "")
-                front = fixed_bytes + len(identity)
+                id_bytes = len(identity)
+                parts += (fronts.get(id_bytes) or fronts.setdefault(id_bytes, plain + lengths[id_bytes]), identity, "")
+                front = fixed_bytes + id_bytes
             size_at = len(parts) - 1
             size = 0
             for name, value in message.properties.items():
@@ -88,8 +90,9 @@ def encode_run(subject: str, messages: list[Message], begin: int, *, ids: Messag
                 if not value.isascii():
                     value = value.encode().decode("latin-1")
                 key = names.get(name) or _name(name)
-                parts += (key, lengths[len(value)], value)
-                size += len(key) + 2 + len(value)
+                length = len(value)
+                parts += (key, lengths[length], value)
+                size += len(key) + 2 + length
             if message.retries_max is not None:
                 parts.append(own := encode_own(message).decode("latin-1"))
                 size += len(own)

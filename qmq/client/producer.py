@@ -186,10 +186,13 @@ def _now_ms() -> int:
 
 
 def _id_prefix(metaserver: str) -> str:
-    """Make the part of message ids that no other producer has: `yyMMdd.HHmmss.ip.pid.token`."""
+    """Make the part of message ids that no other producer has: `yyMMdd.HHmmss.ip.pid.` and ten random digits.
+
+    With a count behind it, it has the form of QMQ's ids.
+    """
     url = urlsplit(metaserver if "://" in metaserver else f"http://{metaserver}")
-    moment = time.strftime("%y%m%d.%H%M%S")
-    return f"{moment}.{_own_ip(url.hostname or '127.0.0.1', url.port or 80)}.{os.getpid()}.{secrets.token_hex(4)}-"
+    own_ip, digits = _own_ip(url.hostname or "127.0.0.1", url.port or 80), secrets.randbelow(9 * 10**9) + 10**9
+    return f"{time.strftime('%y%m%d.%H%M%S')}.{own_ip}.{os.getpid()}.{digits}"
 
 
 def _own_ip(host: str, port: int) -> str:

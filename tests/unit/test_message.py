@@ -1,0 +1,222 @@
+"""Core. What an application may put into a message, and how it reads it back."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta, timezone
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qmq.codec import ID_BYTES_MAX, TAGS_MAX, VALUE_BYTES_MAX, decode_message, encode_message
+from qmq.errors import InvalidMessage
+from qmq.message import Message
+
+MOMENT = datetime(2026, 11, 21, 10, 30, 0, 123_000, UTC)
+
+
+def sent(message: Message) -> Message:
+    """The message as its consumer has it."""
+    if message.id is None:
+        message.id = "id"
+    return decode_message(encode_message(message, 0))
+
+
+def refusal(message: Message) -> str:
+    if message.id is None:
+        message.id = "the-id"
+    with pytest.raises(InvalidMessage) as error:
+        encode_message(message, 0)
+    return str(error.value)
+
+
+def test_every_type_of_value_comes_back_by_its_getter():
+    """Rule: boolean, int, long, float, double, date (as ms), string; sent as text, parsed by typed getters."""
+    message = sent(Message("s", {"b": True, "i": -7, "l": 2**62, "f": 0.1, "s": "text", "d": MOMENT}))
+    assert (message.get_bool("b"), message.get_int("i"), message.get_int("l")) == (True, -7, 2**62)
+    assert (message.get_float("f"), message["s"], message.get_datetime("d")) == (0.1, "text", MOMENT)
+    assert message.properties["d"] == str(int(MOMENT.timestamp() * 1000))
+
+
+def test_a_message_that_was_not_sent_yet_reads_the_same():
+    message = Message("s", {"b": False, "i": 7, "d": MOMENT.astimezone(timezone(timedelta(hours=8)))})
+    assert (message.get_bool("b"), message.get_int("i"), message.get_float("i")) == (False, 7, 7.0)
+    assert message.get_datetime("d") == MOMENT
+    assert "b" in message and "x" not in message
+
+
+@given(st.datetimes(timezones=st.just(UTC)))
+def test_a_moment_keeps_its_milliseconds(moment):
+    back = sent(Message("s", {"d": moment})).get_datetime("d")
+    assert back is not None
+    assert timedelta(0) <= moment - back < timedelta(milliseconds=1)
+
+
+def test_a_property_that_is_missing_reads_as_the_default():
+    """Rule: missing key. None instead of QMQ's 0 and false, which cannot be told from values."""
+    message = Message("s")
+    assert [message.get_int("x"), message.get_float("x"), message.get_bool("x"), message.get_datetime("x")] == [
+        None
+    ] * 4
+    assert (message.get_int("x", 5), message.get_bool("x", True), message.get("x", "y")) == (5, True, "y")
+    with pytest.raises(KeyError):
+        message["x"]
+
+
+@pytest.mark.parametrize("name", ["get_int", "get_float", "get_bool", "get_datetime"])
+def test_a_property_of_another_type_is_named_with_its_message(name):
+    message = sent(Message("s", {"x": "yes"}, id="the-id"))
+    with pytest.raises(InvalidMessage, match="property 'x' of message the-id is 'yes', not"):
+        getattr(message, name)("x")
+
+
+@pytest.mark.parametrize("value", [None, [1], b"bytes", datetime(2026, 1, 1)], ids=repr)
+def test_a_value_that_is_none_of_these_is_refused_not_left_out(value):
+    """Rule: null value. QMQ leaves the property out without a word."""
+    assert "message the-id: property 'x': a " in refusal(Message("s", {"x": value}))
+
+
+RESERVED_BY_QMQ = (
+    "qmq_createTime", "qmq_expireTime", "qmq_consumerGroupName", "qmq_scheduleReceiveTime", "qmq_times",
+    "qmq_maxRetryNum", "qmq_appCode", "qmq_pullOffset", "qmq_corruptData", "qmq_env", "qmq_subEnv",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*RESERVED_BY_QMQ, "qmq_orderKey", "qmq_deadReason"])
+def test_reserved_names_are_refused(name):
+    """Rule: reserved names."""
+    assert f"property {name!r}" in refusal(Message("s", {name: "1"}))
+    assert f"property {name!r}" in refusal(Message("s", {name: "1"})), "again, as names are kept"
+
+
+@pytest.mark.parametrize(
+    "id, is_taken",
+    [("x" * ID_BYTES_MAX, True), ("x" * (ID_BYTES_MAX + 1), False), ("", False), ("é" * 51, False), (7, False)],
+    ids=["longest", "too long", "empty", "too many bytes", "no text"],
+)
+def test_an_id_has_one_to_a_hundred_bytes(id, is_taken):
+    """Rule: id length."""
+    message = Message("s", id=id)
+    if is_taken:
+        assert sent(message).id == id
+    else:
+        assert "id" in refusal(message)
+
+
+def test_ten_tags_are_taken_and_eleven_refused():
+    """Rule: tags."""
+    tags = {f"t{number}" for number in range(TAGS_MAX)}
+    assert sent(Message("s", tags=tags)).tags == tags
+    assert "message the-id: 11 tags are more than 10" in refusal(Message("s", tags=tags | {"more"}))
+
+
+@pytest.mark.parametrize("tag", ["", "x" * (VALUE_BYTES_MAX + 1), 7], ids=["empty", "too long", "no text"])
+def test_a_tag_is_a_word(tag):
+    """Rule: tags."""
+    assert "message the-id: a tag" in refusal(Message("s", tags={tag}))
+
+
+def test_one_word_in_place_of_several_tags_is_no_set_of_letters():
+    with pytest.raises(InvalidMessage, match="{'pay'}"):
+        Message("s", tags="pay")
+
+
+def test_a_property_of_40_000_bytes_is_refused_with_the_id_of_its_message():
+    """Gap of QMQ: the producer takes it, and every consumer drops it without a word."""
+    assert sent(Message("s", {"x": "x" * VALUE_BYTES_MAX}))["x"] == "x" * VALUE_BYTES_MAX
+    for value in ("x" * 40_000, "é" * 16_384, "x" * (VALUE_BYTES_MAX + 1)):
+        assert "message the-id: property 'x' is" in refusal(Message("s", {"n": 1, "x": value}))
+    assert "a property's name has 40000 bytes" in refusal(Message("s", {"x" * 40_000: "x"}))
+
+
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        pytest.param("x" * 8_192, 0, id="as much as QMQ keeps whole"),
+        pytest.param("x" * 8_193, 2, id="one character more"),
+        pytest.param("支" * 100_000, 13, id="three bytes each"),
+        pytest.param("🚆" * 4_096, 0, id="two units of UTF-16 each"),
+        pytest.param("🚆" * 100_000, 25, id="four bytes each"),
+        pytest.param("", 0, id="empty"),
+    ],
+)
+def test_a_large_text_travels_in_parts_as_qmq_cuts_it(text, parts):
+    """Rule: large string."""
+    message = Message("s", {"n": 1})
+    message.set_large("x", text)
+    back = sent(message)
+    assert back.get_large("x") == text
+    expected = {f"x#part{number}" for number in range(parts)} or {"x"}
+    assert set(back.properties) == {"n"} | expected
+    assert all(len(str(value).encode("utf-16-le")) <= 2 * 8_192 for value in back.properties.values())
+
+
+def test_a_large_text_that_is_set_again_leaves_no_old_part_and_the_callers_mapping_alone():
+    mine = {"n": 1, "x#party": "other"}
+    message = Message("s", mine)
+    for text in ("x" * 50_000, "y" * 9_000, "z"):
+        message.set_large("x", text)
+        assert message.get_large("x") == text
+    assert message.properties == {**mine, "x": "z"} and mine == {"n": 1, "x#party": "other"}
+    assert message.get_large("missing") is None and message.get_large("missing", "d") == "d"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(JSON)
+def test_json_comes_back_as_it_was(value):
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # lone surrogates are no text
+        return
+    assert sent(Message.of_json("s", value)).json() == value
+
+
+def test_json_of_any_size_fits():
+    value = {"items": ["支付" * 10] * 5_000}
+    assert sent(Message.of_json("s", value, {"n": 1}, tags={"t"}, order_key="k")).json() == value
+
+
+@pytest.mark.parametrize("value", [{1, 2}, float("nan"), MOMENT], ids=["set", "nan", "datetime"])
+def test_what_json_cannot_say_is_refused(value):
+    with pytest.raises(InvalidMessage, match="no JSON"):
+        Message.of_json("s", value)
+
+
+@pytest.mark.parametrize("properties", [{}, {"json": "{"}], ids=["nothing", "broken"])
+def test_a_message_without_json_says_so(properties):
+    with pytest.raises(InvalidMessage, match="message the-id"):
+        Message("s", properties, id="the-id").json()
+
+
+def test_order_key_and_limit_of_retries_travel():
+    back = sent(Message("s", {"n": 1}, order_key="k", retries_max=0))
+    assert (back.order_key, back.retries_max) == ("k", 0)
+    plain = sent(Message("s", {"n": 1}))
+    assert (plain.order_key, plain.retries_max) == (None, None)
+
+
+@pytest.mark.parametrize("options", [{"order_key": ""}, {"order_key": 7}, {"order_key": "x" * 40_000}], ids=str)
+def test_an_order_key_is_a_word(options):
+    """An empty one is a mistake that would lose the order in silence."""
+    assert "message the-id: " in refusal(Message("s", **options))
+
+
+@pytest.mark.parametrize("retries_max", [-1, 2**31, True, "3"])
+def test_a_limit_of_retries_is_a_whole_number(retries_max):
+    """Rule: max retries on message; QMQ's -1 for "not set" is None."""
+    assert "retries_max" in refusal(Message("s", retries_max=retries_max))
+
+
+def test_a_copy_leaves_behind_what_qmq_noted():
+    received = sent(Message("s", {"n": 1}, tags={"t"}, order_key="k", retries_max=3, id="one"))
+    copy = received.copy_to("other")
+    assert copy.properties == {"n": "1"} and copy.id is None
+    back = sent(copy)
+    assert (back.subject, back["n"], back.tags, back.order_key, back.retries_max) == ("other", "1", {"t"}, "k", 3)
