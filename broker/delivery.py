@@ -28,7 +28,7 @@ from qmq.log.frame import FLAG_ALONE, FLAG_LABELLED, Frame, FrameKind
 from qmq.log.index import FrameRef
 from qmq.log.progress import Entry
 from qmq.remoting import commands
-from qmq.remoting.commands import Pull, Verdict
+from qmq.remoting.commands import RANGES_MAX, Pull, Verdict
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import AckGate, Answer
 from qmq.subjects import DEAD_LETTER, parse_derived

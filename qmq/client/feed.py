@@ -186,10 +186,10 @@ class Feed:
         self._owner.settled()
 
     def _subscribed(self, body: memoryview) -> None:
-        fields = commands.decode_json(body, subscription=int, acked_end=int, lease_ms=int)
+        fields = commands.decode_json(body, subscription=int, acked_end=int, lease_ms=int, unacked=list)
         self._subscription, self.lease_ms = fields["subscription"], fields["lease_ms"]
         self._failures = 0
-        self.holding.subscribed(fields["acked_end"])
+        self.holding.subscribed(fields["acked_end"], [(begin, end) for begin, end in fields["unacked"]])
         self._send()
         self.fill()
         self._owner.settled()

@@ -12,8 +12,9 @@ at the next one; it takes what it has settled already as settled.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -26,6 +27,9 @@ decision; nacked, waits or is on its way."""
 
 ENTRIES_MAX = 1_000
 """Ranges in one request: what a broker folds within a few hundred microseconds."""
+
+ACKED_RANGES_MAX = 1_000
+"""Of a reign all acks are one range, but for what was nacked in between."""
 
 _DONE_RUN = re.compile(b"\1+")
 
@@ -143,6 +147,11 @@ class Holding:
         self._refusals: dict[str, list[Refusal]] = {}
         """Nacks to be sent, by their reason: a request has one."""
         self._nacks_sent: list[SentNack] = []
+        self._acked: list[tuple[int, int]] = []
+        """What brokers have confirmed as acked, as ranges, ascending; the newest ones."""
+        self._owed_acks: list[tuple[int, int]] = []
+        self._owed_nacks: list[tuple[int, int]] = []
+        """Pull sequences that a broker takes for un-acked and that are not held any more."""
         self.held_end = 0
         self.held = 0
         """Messages that were handed out and are not settled, as far as we know."""
@@ -171,6 +180,9 @@ class Holding:
         Args:
             everything: also what is done somewhere within pieces that are not wholly decided.
         """
+        if self._owed_acks:
+            again, self._owed_acks = self._owed_acks[:ENTRIES_MAX], self._owed_acks[ENTRIES_MAX:]
+            return SentAck(again, [])
         parts: list[tuple[HeldPiece, int, int]] = []
         while self._decided and len(parts) < ENTRIES_MAX:
             piece = self._decided.pop()
@@ -182,7 +194,8 @@ class Holding:
             self._take_done(piece, len(piece.states) if everything else piece.states.find(OPEN), parts)
             if not everything:
                 break
-        return SentAck(_joined(parts), parts) if parts else None
+        ranges = _joined([(piece.begin + begin, piece.begin + end) for piece, begin, end in parts])
+        return SentAck(ranges, parts) if parts else None
 
     def _undecided(self) -> Iterator[HeldPiece]:
         return (piece for piece in self._pieces.values() if piece.open)
@@ -199,6 +212,11 @@ class Holding:
 
     def acked(self, ack: SentAck) -> None:
         """The broker keeps this ack."""
+        if self._acked and ack.ranges[0][0] >= self._acked[-1][0]:
+            self._acked[-1:] = _joined([self._acked[-1], *ack.ranges])  # nearly always
+        else:
+            self._acked = _joined([*self._acked, *ack.ranges])
+        del self._acked[:-ACKED_RANGES_MAX]
         for piece, begin, end in ack.parts:
             self._settle(piece, begin, end)
 
@@ -231,6 +249,11 @@ class Holding:
 
     def next_nack(self, now_ms: int) -> SentNack | None:
         """Return what to nack now and count it as sent; None if there is nothing."""
+        if self._owed_nacks:
+            again, self._owed_nacks = self._owed_nacks[:ENTRIES_MAX], self._owed_nacks[ENTRIES_MAX:]
+            entries = [NackEntry(begin, end, 0, Verdict.RETRY) for begin, end in again]
+            self._nacks_sent.append(SentNack(entries, "", []))
+            return self._nacks_sent[-1]
         if not self._refusals:
             return None
         reason, waiting = next(iter(self._refusals.items()))
@@ -239,7 +262,7 @@ class Holding:
         if left:
             self._refusals[reason] = left
         refusals.sort(key=lambda one: one.pull_sequence)
-        entries: list[NackEntry] = []
+        entries = []
         for one in refusals:
             begin = one.pull_sequence
             entry = NackEntry(begin, begin + 1, max(0, one.due_ms - now_ms), one.verdict)
@@ -258,10 +281,14 @@ class Holding:
 
     # The whole.
 
-    def subscribed(self, acked_end: int) -> None:
+    def subscribed(self, acked_end: int, unacked: Iterable[tuple[int, int]] = ()) -> None:
         """A new subscription begins: what has no answer is sent again, but for what is below the broker's `acked_end`.
 
         What the broker counts as settled beyond our own decisions is not ours any more (our lease had ended).
+
+        Args:
+            unacked: what the broker counts as not settled below `held_end`. A master that was alone may have confirmed
+                decisions that its successor never heard of: acks are said again; other messages shall come again.
         """
         for piece in list(self._pieces.values()):
             if piece.begin < acked_end:
@@ -275,6 +302,9 @@ class Holding:
             if one.piece.states[one.at] == NACKED:
                 self._refusals.setdefault(one.reason, []).append(one)
         self.held_end = max(self.held_end, acked_end)
+        lost = _without(list(unacked), [(piece.begin, piece.end) for piece in self._pieces.values()])
+        self._owed_nacks = _without(lost, self._acked)
+        self._owed_acks = _without(lost, self._owed_nacks)
 
     @property
     def open(self) -> int:
@@ -284,7 +314,8 @@ class Holding:
     @property
     def is_settled(self) -> bool:
         """Whether the broker keeps every decision."""
-        return all(piece.open == piece.unsettled for piece in self._pieces.values())
+        owed = self._owed_acks or self._owed_nacks
+        return not owed and all(piece.open == piece.unsettled for piece in self._pieces.values())
 
     def drop(self) -> None:
         """Hold nothing any more."""
@@ -295,12 +326,28 @@ class Holding:
         self._refusals.clear()
 
 
-def _joined(parts: list[tuple[HeldPiece, int, int]]) -> list[tuple[int, int]]:
-    """Return the parts as ranges of pull sequences, ascending, those that touch as one."""
-    ranges: list[tuple[int, int]] = []
-    for begin, end in sorted((piece.begin + begin, piece.begin + end) for piece, begin, end in parts):
-        if ranges and ranges[-1][1] == begin:
-            ranges[-1] = ranges[-1][0], end
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges ascending, those that touch as one."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if joined and joined[-1][1] >= begin:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
         else:
-            ranges.append((begin, end))
-    return ranges
+            joined.append((begin, end))
+    return joined
+
+
+def _without(ranges: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return what of `ranges` is in none of `others`."""
+    left: list[tuple[int, int]] = []
+    taken = _joined(others)
+    for begin, end in ranges:
+        at = bisect_right(taken, begin, key=lambda one: one[1])
+        while begin < end and at < len(taken) and taken[at][0] < end:
+            if begin < taken[at][0]:
+                left.append((begin, taken[at][0]))
+            begin = taken[at][1]
+            at += 1
+        if begin < end:
+            left.append((begin, end))
+    return left

@@ -79,6 +79,24 @@ class Consumer:
                 return
         self.unacked.append([pull_sequence, sequence, messages, times])
 
+    def handed_out_more_than(self, limit: int) -> list[tuple[int, int]]:
+        """Return the ranges of pull sequences that were handed out more often; 0 is no limit."""
+        return [(first, first + messages) for first, _, messages, times in self.unacked if limit and times > limit]
+
+    def unacked_below(self, end: int, limit: int) -> list[tuple[int, int]]:
+        """Return the un-acked pull sequences below `end` but those that were handed out more often than `limit`."""
+        found: list[tuple[int, int]] = []
+        for first, _, messages, times in self.unacked:
+            if first >= end:
+                break
+            if not limit or times <= limit:
+                piece = first, min(end, first + messages)
+                if found and found[-1][1] == first:
+                    found[-1] = found[-1][0], piece[1]
+                else:
+                    found.append(piece)
+        return found
+
     def was_given(self, end: int) -> bool:
         """Return whether this history gave out all numbers below `end`, which its reign ends with, or settled them."""
         reign = end - 1 >> REIGN_BITS
@@ -200,6 +218,8 @@ class State:
     producers: dict[int, dict[int, StoredBatch]] = field(default_factory=dict)
     ordered: dict[str, int] = field(default_factory=dict)
     """Subjects with order keys, and the first sequence of a batch that had one."""
+    retry_ms: int = 0
+    """The latest moment at which messages were nacked, by the clocks of the masters (broker.reign)."""
 
     @property
     def epoch(self) -> Epoch:
@@ -314,6 +334,7 @@ def _ack(state: State, frame: Frame, body: Buffer) -> None:
 def _nack(state: State, frame: Frame, body: Buffer) -> None:
     progress = decode_progress(body)
     group, consumer = _holder(state, frame, progress)
+    state.retry_ms = max(state.retry_ms, frame.timestamp_ms)
     for begin, end, due_ms in progress.entries:
         for sequence, messages, times in _take(consumer, frame, begin, end):
             group.give_back(sequence, messages, times, due_ms)
@@ -379,6 +400,7 @@ def encode_snapshot(state: State) -> bytes:
         ],
         "producers": [[p, [[b, *stored] for b, stored in window.items()]] for p, window in state.producers.items()],
         "ordered": state.ordered,
+        "retry_ms": state.retry_ms,
     }  # fmt: skip
     packed = _VERSION.to_bytes(4, "little") + zlib.compress(json.dumps(plain).encode(), 1)
     return zlib.crc32(packed).to_bytes(4, "little") + packed
@@ -400,5 +422,5 @@ def decode_snapshot(data: Buffer) -> State:
             position, floor, returned, {c: Consumer(n, u, e) for c, n, u, e in consumers}, is_broadcast, left_ms
         )
     state.producers = {p: {b: StoredBatch(*stored) for b, *stored in window} for p, window in plain["producers"]}
-    state.ordered = plain["ordered"]
+    state.ordered, state.retry_ms = plain["ordered"], plain["retry_ms"]
     return state

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from qmq.client.holding import HeldPiece, Holding
+from qmq.client.holding import HeldPiece, Holding, Refusal, SentAck, SentNack
 from qmq.codec import Buffer, encode_message, join_batch, split_batch
 from qmq.errors import ErrorCode
 from qmq.message import Message
 from qmq.remoting import commands
-from qmq.remoting.commands import Ack, Command, Pull
+from qmq.remoting.commands import Ack, Command, Nack, Pull, Verdict
 from qmq.remoting.packet import Packet
 from tests.simulation.network import End
 
@@ -172,12 +172,13 @@ class Session:
     subscription: int | None = None
     is_subscribing: bool = False
     pull_sent_ms: int | None = None
-    ack_under_way: int | None = None
+    ack_under_way: SentAck | None = None
+    nack_under_way: SentNack | None = None
     asked_ms: int = 0
 
 
 class Consumer(Client):
-    """Pulls, works in any order, acks what `qmq.client.holding` says; may vanish, with or without its memory."""
+    """Pulls, works in any order, acks and nacks as `qmq.client.holding` says; may vanish, memory and all."""
 
     TIMEOUT_MS = 2500
 
@@ -185,15 +186,15 @@ class Consumer(Client):
         super().__init__(world, name)
         self.group, self.subject = group, subject
         self._session = Session()
+        self._acker: Any = None
+        """Nobody: this consumer sends decisions when it comes to it."""
         self._forget()
         self.sleeps_until_ms = 0
 
     def _forget(self) -> None:
         self._holding = Holding()
-        self._undone: list[tuple[HeldPiece, int]] = []
-
-    def done(self, piece: HeldPiece) -> None:
-        """Nothing: this consumer sends acks when it comes to it."""
+        self._undone: list[tuple[HeldPiece, int, int]] = []
+        """(piece, position in it, sequence)"""
 
     @property
     def is_idle(self) -> bool:
@@ -230,6 +231,8 @@ class Consumer(Client):
         self._work()
         if session.ack_under_way is None and rng.random() < 0.7:
             self._ack(link, session)
+        if session.nack_under_way is None and rng.random() < 0.7:
+            self._nack(link, session)
         if rng.random() < 0.05:
             link.request(Command.HEARTBEAT, then=lambda packet: None)
         if rng.random() < self.world.swarm.unsubscribe and self.is_idle:
@@ -239,22 +242,34 @@ class Consumer(Client):
 
     def _waits_since(self, session: Session) -> int:
         since_ms = self._events.now_ms
-        if session.is_subscribing or session.ack_under_way is not None:
+        if session.is_subscribing or session.ack_under_way is not None or session.nack_under_way is not None:
             since_ms = session.asked_ms
         return since_ms if session.pull_sent_ms is None else min(since_ms, session.pull_sent_ms)
 
     def _work(self) -> None:
-        """Finish some messages; now and then a later one before an earlier one."""
-        rng = self._events.rng
+        """Finish some messages, or give up on them; now and then a later one before an earlier one."""
+        rng, swarm, now_ms = self._events.rng, self.world.swarm, self._events.now_ms
         for _ in range(rng.randint(0, len(self._undone))):
-            piece, at = self._undone.pop(0 if rng.random() < 0.8 else rng.randrange(len(self._undone)))
-            piece.mark(at)
+            piece, at, sequence = self._undone.pop(0 if rng.random() < 0.8 else rng.randrange(len(self._undone)))
+            chance = rng.random()
+            if piece.is_dropped:
+                continue
+            if chance < swarm.nack:
+                delay_ms = rng.choice((0, 20, 300, 2000))
+                self._holding.nack(Refusal(piece, at, now_ms + delay_ms, Verdict.RETRY, "not yet"))
+                self._events.count("nacked")
+            elif chance < swarm.nack + swarm.give_up:
+                self._holding.nack(Refusal(piece, at, now_ms, Verdict.DEAD_LETTER, "never"))
+                self._events.count("given up")
+            else:
+                piece.mark(at)
+                self.world.oracle.finished(self.group, self.subject, sequence)
 
     def _subscribe(self, link: End, session: Session) -> None:
         session.is_subscribing, session.asked_ms = True, self._events.now_ms
         body = commands.encode_json(
-            subject=self.subject, group=self.group, consumer=self.name, start="earliest",
-            held_end=self._holding.held_end,
+            subject=self.subject, group=self.group, consumer=self.name, start="earliest", since_ms=0, broadcast=False,
+            held_end=self._holding.held_end, deliveries_max=self.world.swarm.deliveries_max, tags=[], tag_mode="any",
         )  # fmt: skip
         link.request(Command.SUBSCRIBE, body, then=lambda packet: self._subscribed(link, session, packet))
 
@@ -274,9 +289,9 @@ class Consumer(Client):
     def _subscribed(self, link: End, session: Session, packet: Packet) -> None:
         session.is_subscribing = False
         if self._is_current(link, packet):
-            fields = commands.decode_json(packet.body, subscription=int, acked_end=int)
+            fields = commands.decode_json(packet.body, subscription=int, acked_end=int, unacked=list)
             session.subscription = fields["subscription"]
-            self._holding.subscribed(fields["acked_end"])
+            self._holding.subscribed(fields["acked_end"], [tuple(one) for one in fields["unacked"]])
 
     def _pull(self, link: End, session: Session) -> None:
         assert session.subscription is not None
@@ -294,21 +309,37 @@ class Consumer(Client):
                 self._events.count("pulled from a master alone")
             for i, message in enumerate(split_batch(piece.body, piece.count)):
                 self.world.oracle.received(self.group, self.subject, piece.sequence + i, bytes(message))
+                self.world.oracle.counted(self, piece, i)
                 self.world.oracle.numbered(self, piece.pull_sequence + i, piece.sequence + i)
-            held = self._holding.received(piece.pull_sequence, piece.count, self, "g")
+            held = self._holding.received(piece.pull_sequence, piece.count, piece.times, self._acker, "g")
             if held is not None:
-                self._undone += [(held[0], at) for at in range(piece.count - held[1])]
+                first = piece.sequence + held[1]
+                self._undone += [(held[0], at, first + at) for at in range(piece.count - held[1])]
 
     def _ack(self, link: End, session: Session) -> None:
         assert session.subscription is not None
-        found = self._holding.next_ack()
+        found = self._holding.next_ack(everything=self._events.chance(0.3))
         if found is None:
             return
-        session.ack_under_way, session.asked_ms = found[1], self._events.now_ms
-        body = commands.encode_ack(Ack(session.subscription, *found))
+        session.ack_under_way, session.asked_ms = found, self._events.now_ms
+        body = commands.encode_ack(Ack(session.subscription, found.ranges))
         link.request(Command.ACK, body, then=lambda packet: self._acked(link, session, packet))
 
     def _acked(self, link: End, session: Session, packet: Packet) -> None:
-        end, session.ack_under_way = session.ack_under_way, None
-        if end is not None and self._is_current(link, packet):
-            self._holding.acked(end)
+        ack, session.ack_under_way = session.ack_under_way, None
+        if ack is not None and self._is_current(link, packet):
+            self._holding.acked(ack)
+
+    def _nack(self, link: End, session: Session) -> None:
+        assert session.subscription is not None
+        found = self._holding.next_nack(self._events.now_ms)
+        if found is None:
+            return
+        session.nack_under_way, session.asked_ms = found, self._events.now_ms
+        body = commands.encode_nack(Nack(session.subscription, found.entries, found.reason))
+        link.request(Command.NACK, body, then=lambda packet: self._nacked(link, session, packet))
+
+    def _nacked(self, link: End, session: Session, packet: Packet) -> None:
+        nack, session.nack_under_way = session.nack_under_way, None
+        if nack is not None and self._is_current(link, packet):
+            self._holding.nacked(nack)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qmq.codec import Buffer, decode_envelope, split_batch
+from qmq.codec import Buffer, decode_envelope, decode_message, split_batch
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.progress import decode_progress
-from qmq.remoting.commands import Produced
+from qmq.remoting.commands import Piece, Produced
+from qmq.subjects import parse_derived
 from qmq.types import NO_EPOCH, Epoch
 from tests.simulation.events import Events, Violation
 from tests.simulation.watched_log import WatchedLog
@@ -49,6 +50,19 @@ class Oracle:
         self.delivered: dict[tuple[str, int], str] = {}
         self._begins: dict[tuple[str, str], int] = {}
         """(subject, consumer group) -> the sequence it began with, by its last master, if nobody moved it since."""
+        self.has_operator = False
+        """Whether somebody moves groups."""
+        self.deliveries_max = 0
+        self._finished: dict[tuple[str, str, int], int] = {}
+        """(consumer group, subject, sequence) -> number of deliveries when an application was done with it."""
+        self._counts: dict[tuple[str, str, int, int], tuple[str, int]] = {}
+        """(consumer group, subject, sequence, times) -> (consumer, pull sequence)."""
+        self._uncounted: set[tuple[str, str, int]] = set()
+        """(consumer group, subject, sequence) that some master alone handed out."""
+        self._dead: dict[tuple[str, str, int], set[int]] = {}
+        """The same key -> offsets of its dead letters, in whichever log."""
+        self._dead_kept: set[tuple[str, str, int]] = set()
+        """Those that are in the log at the end."""
         self._deliveries = 0
         self._delivered_last: dict[tuple[str, str, int], int] = {}
         """(consumer group, subject, sequence) -> number of its last delivery, among all."""
@@ -66,6 +80,8 @@ class Oracle:
         known = self._chains.setdefault((frame.epoch, frame.offset), frame.chain)
         if known != frame.chain:
             raise Violation(f"I3: two frames with epoch {frame.epoch} and offset {frame.offset}; one at {log.owner}")
+        if (dead := _dead_letter(frame, body)) is not None:
+            self._dead.setdefault(dead, set()).add(frame.offset)
 
     def taking_office(self, log: WatchedLog, epoch: Epoch) -> None:
         """Whoever takes office has everything that was committed, and no newer master had committed before."""
@@ -82,7 +98,9 @@ class Oracle:
         """A group's position is about to be written down. All new ones ask for the earliest message."""
         self._positions[epoch, log.end] = self._deliveries
         if (subject, group) in log.state.groups:
-            self._begins.pop((subject, group), None)  # an operator moves it
+            if not self.has_operator:
+                raise Violation(f"I9: {group} on {subject} is moved to {position}, and nobody asked for it")
+            self._begins.pop((subject, group), None)
             return
         oldest = log.frames(subject, 0, 1)
         expected = oldest[0].begin if oldest else log.state.next_sequence.get(subject, 0)
@@ -196,6 +214,23 @@ class Oracle:
         self._deliveries += 1
         self._delivered_last[group, subject, sequence] = self._deliveries
 
+    def counted(self, consumer: Consumer, piece: Piece, at: int) -> None:
+        """A consumer hears how often a message was handed out. Hand-overs that a master alone knew of may be undone."""
+        times, sequence = piece.times, piece.sequence + at
+        if times < 1 or (self.deliveries_max and times > self.deliveries_max):
+            raise Violation(f"I21: {consumer.subject} {sequence} is handed out for the {times}th time")
+        key = consumer.group, consumer.subject, sequence
+        if piece.flags:
+            self._uncounted.add(key)
+        number = consumer.name, piece.pull_sequence + at
+        if self._counts.setdefault((*key, times), number) != number and key not in self._uncounted:
+            if not self.has_operator:
+                raise Violation(f"I21: {key} is handed out for the {times}th time twice")
+
+    def finished(self, group: str, subject: str, sequence: int) -> None:
+        """An application is done with a message; it will ack it, if it lives so long."""
+        self._finished[group, subject, sequence] = self._deliveries
+
     def numbered(self, consumer: Consumer, pull_sequence: int, sequence: int) -> None:
         """A consumer is given a message under a number that it will ack."""
         if self._numbers.setdefault((consumer.name, pull_sequence), sequence) != sequence:
@@ -236,12 +271,26 @@ class Oracle:
                     begins[frame.subject, progress.group] = progress.entries[0][0], since
                 if frame.kind != FrameKind.MESSAGES:
                     continue
+                if parse_derived(frame.subject) is not None:
+                    self._check_dead_letter(frame, body)
+                    continue
                 if frame.producer and batches.setdefault((frame.producer, frame.batch), frame.offset) != frame.offset:
                     raise Violation(f"I18: batch {frame.producer}/{frame.batch} stands twice in the log")
                 for i, message in enumerate(split_batch(body, frame.count)):
                     stored[frame.subject, frame.first_sequence + i] = decode_envelope(bytes(message)).id
             at = chunk.end
         return stored, begins
+
+    def _check_dead_letter(self, frame: Frame, body: Buffer) -> None:
+        found = _dead_letter(frame, body)
+        if found is None or found in self._dead_kept:
+            raise Violation(f"I22: the dead letter at {frame.offset} is {'stored twice' if found else 'unreadable'}")
+        self._dead_kept.add(found)
+        group, subject, sequence = found
+        (message,) = split_batch(body, frame.count)
+        identity = decode_envelope(bytes(message)).id
+        if self.delivered.get((subject, sequence), identity) != identity:
+            raise Violation(f"I22: {group}'s dead letter of {subject} {sequence} is another message, {identity}")
 
     def _check_messages(self, stored: dict[tuple[str, int], str], log: WatchedLog) -> None:
         kept = {subject: min(sequence for name, sequence in stored if name == subject) for subject, _ in stored}
@@ -273,8 +322,26 @@ class Oracle:
             if (subject, group) not in self._begins:  # moved back: of acked messages, a copy may have dropped more
                 refs = log.frames(subject, 0, 1)
                 begin = max(begin, refs[0].begin if refs else end)
-            missing = [sequence for sequence in range(begin, end) if got.get((name, subject, sequence), 0) <= since]
-            if missing:
-                raise Violation(f"I9: {name} never got {len(missing)} messages of {subject}, from {missing[0]} on")
+            keys = [(name, subject, sequence) for sequence in range(begin, end)]
+            alive = [key for key in keys if key not in self._dead_kept and not self._died_before(key, log.start)]
+            for what, seen in (("got", got), ("was done with", self._finished)):
+                missing = [key[2] for key in alive if seen.get(key, 0) <= since]
+                if missing:
+                    raise Violation(
+                        f"I9: {name} never {what} {len(missing)} messages of {subject}, from {missing[0]} on"
+                    )
             if state.position != end or state.returned or any(c.unacked for c in state.consumers.values()):
                 raise Violation(f"I9: {name} is not done with {subject}")
+
+    def _died_before(self, key: tuple[str, str, int], offset: int) -> bool:
+        """Whether a dead letter of it stood where retention took everything."""
+        return any(at < offset for at in self._dead.get(key, ()))
+
+
+def _dead_letter(frame: Frame, body: Buffer) -> tuple[str, str, int] | None:
+    """Return (consumer group, subject, sequence) of the message that a dead letter copies; None if it is none."""
+    derived = parse_derived(frame.subject)
+    if frame.kind != FrameKind.MESSAGES or derived is None:
+        return None
+    (message,) = split_batch(body, frame.count)
+    return derived.group, derived.real, int(str(decode_message(bytes(message))["qmq_deadSequence"]))

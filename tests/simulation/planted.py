@@ -17,6 +17,7 @@ from qmq.errors import CorruptFrame
 from qmq.log import Commit, MessageLog, fold, message_log, recovery, segments
 from qmq.log import frame as frames
 from qmq.log.frame import Frame
+from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.replication import agreement
 from qmq.replication.ack_gate import AckGate
@@ -265,6 +266,76 @@ def _acks_lost_with_a_departure() -> list[Patch]:
     return [mock.patch.dict(fold._KINDS, {frames.FrameKind.POSITION: position})]
 
 
+def _vanished_consumers_messages_are_acked() -> list[Patch]:
+    """W1: what a consumer that vanished has not acked counts as acked."""
+
+    def leave(group: Any, progress: Any) -> None:
+        ((told, _, _),) = progress.entries
+        consumer = group.consumers.pop(progress.consumer, fold.Consumer())
+        for _, sequence, messages, times in consumer.unacked if told else ():
+            group.give_back(sequence, messages, times - told, 0)
+        group.floor = max(group.floor, consumer.next_pull)
+
+    return [mock.patch.object(fold, "_leave", leave)]
+
+
+def _pull_sequences_are_used_again() -> list[Patch]:
+    """W2, W13: a new master goes on with the numbers where its own log ends."""
+
+    def next_pull(self: fold.State, group: fold.Group, consumer: str) -> int:
+        known = group.consumers.get(consumer)
+        return known.next_pull if known else group.floor
+
+    def was_given(self: fold.Consumer, end: int) -> bool:
+        return True
+
+    return [
+        mock.patch.object(fold.State, "next_pull", next_pull),
+        mock.patch.object(fold.Consumer, "was_given", was_given),
+    ]
+
+
+def _new_group_is_in_memory_only() -> list[Patch]:
+    """W8: where a group begins that has pulled nothing yet is forgotten by a restart."""
+    real = Delivery.subscribe
+
+    def subscribe(self: Delivery, link: Any, packet: Any) -> None:
+        f = commands.decode_json(packet.body)
+        subject, name, state = f["subject"], f["group"], self._reign.log.state
+        group = state.groups.get((subject, name))
+        if group is not None and not group.consumers and not group.floor and self._reign.may_progress:
+            entry = state.next_sequence.get(subject, 0), 0, 0
+            self._reign.append_progress(frames.FrameKind.POSITION, (subject, name, ""), [entry])
+        real(self, link, packet)
+
+    return [mock.patch.object(Delivery, "subscribe", subscribe)]
+
+
+def _broker_acks_for_its_consumers() -> list[Patch]:
+    """W10: what stands before a part that is handed out again counts as acked, though its consumer holds it."""
+    real = Delivery._write_down
+
+    def write_down(self: Delivery, subscription: Any, hand_out: Any) -> None:
+        consumer = self.consumption.consumer(*subscription.key)
+        if not hand_out.entries and hand_out.parts and consumer is not None:
+            first, end = consumer.acked_end, hand_out.parts[0].pull_sequence
+            if first < end:
+                self._reign.append_progress(frames.FrameKind.ACK, subscription.key, [(first, end, 0)])
+        real(self, subscription, hand_out)
+
+    return [mock.patch.object(Delivery, "_write_down", write_down)]
+
+
+def _hand_overs_are_not_counted() -> list[Patch]:
+    """What comes back counts as new."""
+    real = fold.Group.give_back
+
+    def give_back(self: fold.Group, sequence: int, messages: int, times: int, due_ms: int) -> None:
+        real(self, sequence, messages, 0, due_ms)
+
+    return [mock.patch.object(fold.Group, "give_back", give_back)]
+
+
 def _moved_group_counts_anew() -> list[Patch]:
     """A group that is moved uses its pull sequences again."""
     real = fold._position
@@ -306,6 +377,11 @@ BUGS = [
     Bug("one copy acknowledges", _one_copy_acknowledges),
     Bug("repeated batch is stored again", _repeated_batch_is_stored_again),
     Bug("messages of a consumer that left are lost", _acks_lost_with_a_departure),
+    Bug("messages of a consumer that vanished are acked", _vanished_consumers_messages_are_acked),
+    Bug("pull sequences are used again", _pull_sequences_are_used_again),
+    Bug("new group is in memory only", _new_group_is_in_memory_only),
+    Bug("broker acks for its consumers", _broker_acks_for_its_consumers),
+    Bug("hand-overs are not counted", _hand_overs_are_not_counted),
     Bug("moved group counts anew", _moved_group_counts_anew, moves=True),
     Bug("move told too early", _move_told_too_early, first=200, moves=True),
 ]

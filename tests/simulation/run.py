@@ -17,9 +17,9 @@ from tests.simulation.world import Outcome, simulate
 MUST_OCCUR = (
     *FAULTS,
     "batch acknowledged", "batch repeated", "crash in recovery", "crash within a commit", "damage found in recovery",
-    "disk refused", "flow control", "half-open connection", "pulled from a master alone", "recovery compared",
-    "repaired", "role change", "segment dropped", "stale assignment", "start without metaserver", "swap prepared",
-    "swapped", "torn tail", "unsubscribe",
+    "disk refused", "flow control", "given up", "half-open connection", "nacked", "pulled from a master alone",
+    "recovery compared", "repaired", "role change", "segment dropped", "stale assignment", "start without metaserver",
+    "swap prepared", "swapped", "torn tail", "unsubscribe",
 )  # fmt: skip
 
 

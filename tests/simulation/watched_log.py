@@ -44,7 +44,7 @@ class WatchedLog(MessageLog):
     def append(self, kind: FrameKind, subject: str, body: Buffer, **fields: Any) -> Frame:
         if kind == FrameKind.EPOCH:
             self._oracle.taking_office(self, fields["epoch"])
-        if kind == FrameKind.POSITION and not (progress := decode_progress(body)).consumer:
+        if kind == FrameKind.POSITION and not (progress := decode_progress(body)).consumer and progress.entries:
             self._oracle.group_begins(self, fields["epoch"], subject, progress.group, progress.entries[0][0])
         frame = super().append(kind, subject, body, **fields)
         self.last_taken = frame.offset

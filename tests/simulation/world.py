@@ -48,6 +48,9 @@ class Swarm:
     crash_in_recovery: float
     lonely_start_ms: int
     unsubscribe: float
+    nack: float
+    give_up: float
+    deliveries_max: int
 
     @classmethod
     def draw(cls, rng: Random) -> Swarm:
@@ -83,6 +86,9 @@ class Swarm:
             crash_in_recovery=rng.choice((0.0, 0.1, 0.3)),
             lonely_start_ms=rng.choice((50, 700, 3000)),
             unsubscribe=rng.choice((0.0, 0.01)),
+            nack=rng.choice((0.0, 0.05, 0.3)),
+            give_up=rng.choice((0.0, 0.02)),
+            deliveries_max=rng.choice((0, 0, 2, 5)),
         )
 
 
@@ -106,6 +112,7 @@ class World:
         self._moves = moves
         self.swarm = swarm = Swarm.draw(self.events.rng)
         self.oracle = Oracle(self.events)
+        self.oracle.has_operator, self.oracle.deliveries_max = moves, swarm.deliveries_max
         self.network = Network(
             self.events, delay_ms=swarm.delay_ms, stall=swarm.stall, keepalive_ms=swarm.keepalive_ms
         )

@@ -200,6 +200,25 @@ def test_process_that_ends_in_between_stores_a_dead_letter_once(was_stored):
     assert not group.a.log.state.groups["s", "g"].consumers["c1"].unacked
 
 
+def test_next_master_buries_what_the_former_one_was_about_to():
+    """Its consumer holds later messages: nothing else would ever ask for the one that is dead."""
+    group, client, first = a_group("m0", deliveries_max=1, tail_bytes=0)
+    client.nack(first, first + 1)
+    group.settle()
+    read, group.a.host.do_read = group.a.host.do_read, lambda: False
+    client.produce("m1")
+    group.settle()
+    client.pull(timeout_ms=60_000)  # m0 dies instead, once it is read
+    group.settle()
+    held_end = group.a.log.state.groups["s", "g"].consumers["c1"].next_pull
+    group.swap(2)
+    again = Client(group.a)
+    opaque = again.subscribe(held_end=held_end, deliveries_max=1)
+    group.settle()
+    assert again.body(opaque) and [dead.id for dead in dead_letters(group.a)] == ["m0"]
+    assert read
+
+
 def test_burial_under_way_ends_with_the_reign():
     """Who is no master any more writes nothing."""
     group, client, first = a_group("m0", tail_bytes=0)

@@ -208,6 +208,33 @@ def test_nacks_and_their_times_are_the_same_on_the_slave_and_after_a_restart():
     assert [id for _, _, id in new.pulled(waiting)] == ["m1"]
 
 
+@pytest.mark.parametrize("skew_ms", [-86_400_000, 86_400_000], ids=["behind", "ahead"])
+def test_a_clock_that_is_wrong_by_a_day_moves_no_retry(skew_ms):
+    """Neither a clock that is set while its broker reigns, nor one that differs from the former master's."""
+    group, client = a_group("m0", "m1")
+    first = pulled(group, client)[0][0]
+    client.nack(first, first + 1, delay_ms=5_000)
+    group.settle()
+    group.a.host.wall_skew_ms = skew_ms
+    client.nack(first + 1, first + 2, delay_ms=5_000)
+    group.settle()
+    assert ids(group, client) == []
+    group.a.wait(5_000)
+    assert ids(group, client) == ["m0", "m1"]
+    first = group.a.log.state.groups["s", "g"].consumers["c1"].unacked[0][0]
+    client.nack(first, first + 2, delay_ms=5_000)
+    group.settle()
+    group.b.host.wall_skew_ms = -skew_ms
+    group.swap(2)
+    new = Client(group.a)
+    opaque = new.subscribe("c2")
+    group.settle()
+    waiting = new.pull(new.subscription(opaque), timeout_ms=60_000)
+    group.a.wait(5_001)
+    group.settle()
+    assert [id for _, _, id in new.pulled(waiting)] == ["m0", "m1"], "never later than its delay"
+
+
 def test_a_new_group_begins_at_a_time():
     group, client = a_group()
     client.produce("early")
@@ -258,3 +285,16 @@ def test_frames_of_a_retry_say_what_happened():
     frame, body = next(found for found in decode_frames(data, 0, 0) if found[0].kind == FrameKind.NACK)
     assert decode_progress(body) == ("g", "c1", ((first, first + 1, group.a.host.now_ms() + 1_000),))
     assert frame.subject == "s"
+
+
+def test_consumer_is_told_what_its_broker_takes_for_unacked():
+    """A master that was alone confirms acks that its successor may never hear of: they must be said again."""
+    group, client = a_group("m0", "m1", "m2", "m3", "m4")
+    first = pulled(group, client, most=4)[0][0]
+    client.ack_ranges((first + 1, first + 2))
+    pulled(group, client)
+    again = Client(group.a)
+    opaque = again.subscribe(held_end=first + 4)
+    group.settle()
+    answer = commands.decode_json(again.body(opaque), unacked=list, acked_end=int)
+    assert (answer["unacked"], answer["acked_end"]) == ([[first, first + 1], [first + 2, first + 4]], first)

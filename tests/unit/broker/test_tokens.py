@@ -74,7 +74,7 @@ def test_new_subjects_are_rationed_and_known_ones_are_not():
     "wrong",
     [
         packet(Command.PRODUCE, b"short"),
-        packet(Command.PRODUCE, struct.pack("<QQIIH", 1, 1, 0, 0, 2) + b"\xff\xff"),
+        packet(Command.PRODUCE, struct.pack("<QQIIHH", 1, 1, 0, 0, 2, 0) + b"\xff\xff"),
         packet(Command.SUBSCRIBE, b"{"),
         packet(Command.SUBSCRIBE, b'{"subject": 5}'),
     ],

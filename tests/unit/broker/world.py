@@ -71,14 +71,14 @@ class FakeHost:
 
     def __init__(self) -> None:
         self.node: Node | None = None
-        self.clock_ms, self.turn_is_due = 1_000, False
+        self.clock_ms, self.wall_skew_ms, self.turn_is_due = 1_000, 0, False
         self.commits: deque[Commit] = deque()
         self.reads: deque = deque()
         self.hellos: list[bytes] = []
         self.performed = 0
 
     def now_ms(self):
-        return 1_700_000_000_000 + self.clock_ms
+        return 1_700_000_000_000 + self.clock_ms + self.wall_skew_ms
 
     def monotonic_ms(self):
         return self.clock_ms

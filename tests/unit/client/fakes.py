@@ -90,6 +90,8 @@ class FakeBroker:
         self.ack_error: QmqError | None = None
         self.heartbeats = 0
         self.lease_ms = 10_000
+        self.unacked: list[tuple[int, int]] = []
+        """What SUBSCRIBE's answer says is not settled of what the consumer was handed before."""
         self.reign = 1
         self._subscriptions: dict[tuple[Connection, int], tuple[str, str, str]] = {}
         self._subscribed = 0
@@ -215,7 +217,9 @@ class FakeBroker:
         self._subscriptions[connection, number] = key
         connection.answer(
             packet,
-            commands.encode_json(subscription=number, acked_end=subscriber.acked_end, lease_ms=self.lease_ms),
+            commands.encode_json(
+                subscription=number, acked_end=subscriber.acked_end, lease_ms=self.lease_ms, unacked=self.unacked
+            ),
         )
         self.grown()
 

@@ -290,3 +290,53 @@ def test_bytes_that_are_no_message_are_found_when_they_are_looked_at():
         message.properties  # noqa: B018
     with pytest.raises(InvalidMessage):
         message.id  # noqa: B018
+
+
+def settled(holding: Holding, acker: Acker) -> None:
+    """The broker confirms whatever there is to say."""
+    while ack := holding.next_ack(everything=True):
+        holding.acked(ack)
+    while nack := holding.next_nack(0):
+        holding.nacked(nack)
+
+
+def test_decisions_that_a_successor_never_heard_of_are_said_again():
+    """A master that was alone confirmed them, and its successor goes on without them."""
+    holding, acker = Holding(), Acker()
+    piece, _ = holding.received(100, 6, 1, acker, "g")
+    for at in (0, 1, 3):
+        piece.mark(at)
+    holding.nack(Refusal(piece, 2, 0, Verdict.RETRY, "later"))
+    settled(holding, acker)
+    holding.subscribed(100, [(100, 106)])
+    ack, nack = holding.next_ack(), holding.next_nack(0)
+    assert ack is None and nack is None, "the piece is still held: two of its messages are not decided"
+    for at in (4, 5):
+        piece.mark(at)
+    settled(holding, acker)
+    assert not holding.held and holding.is_settled
+    holding.subscribed(100, [(100, 106)])
+    assert not holding.is_settled
+    assert holding.next_ack().ranges == [(100, 102), (103, 106)]
+    assert [tuple(entry) for entry in holding.next_nack(0).entries] == [(102, 103, 0, Verdict.RETRY)], "it comes again"
+
+
+def test_what_is_unacked_and_was_never_decided_here_comes_again():
+    holding, acker = Holding(), Acker()
+    holding.held_end = 50
+    holding.subscribed(10, [(10, 20), (30, 31)])
+    assert [tuple(entry)[:2] for entry in holding.next_nack(0).entries] == [(10, 20), (30, 31)]
+    assert holding.next_ack() is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=8), st.sets(st.integers(0, 70)))
+def test_ranges_without_others_agree_with_sets(pieces, unacked):
+    acked = {number for begin, count in pieces for number in range(begin, begin + count)}
+    holding = Holding()
+    for begin, count in pieces:
+        holding.acked(SentAck([(begin, begin + count)], []))
+    holding.subscribed(0, [(number, number + 1) for number in sorted(unacked)])
+    ack, nack = holding.next_ack(), holding.next_nack(0)
+    said = {number for one in (ack.ranges if ack else ()) for number in range(*one)}
+    again = {number for entry in (nack.entries if nack else ()) for number in range(entry.begin, entry.end)}
+    assert said == unacked & acked and again == unacked - acked
