@@ -2,13 +2,13 @@
 who consumes is disturbed.
 
 One look is many small steps, so that nobody waits for it: `next_frames` says, on the loop, what to read; `look_through`
-goes through what was read, on any thread. Filters are byte strings that must stand in an encoded message, so that
-most frames are passed over without decoding anything.
+goes through what was read, on any thread, and pauses for others often. Filters are byte strings that must stand in an
+encoded message, so that most frames are passed over without decoding anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,10 +21,13 @@ from qmq.log.index import FrameRef
 from qmq.subjects import check_subject
 
 MESSAGES_MAX, MESSAGES_DEFAULT = 1_000, 100
-ANSWER_BYTES_MAX = 4 << 20
+ANSWER_BYTES_MAX = 1 << 20
 """Of encoded messages; the first one always fits."""
 STEP_FRAMES, STEP_BYTES = 256, 4 << 20
-"""Read at a time: some ten milliseconds of a thread."""
+"""Read at a time."""
+PAUSE_BYTES, MESSAGE_COST = 512 << 10, 8 << 10
+"""There is a pause after so many bytes were searched; looking at a message costs as much as searching so many. That is
+half a millisecond in which no other thread runs; without pauses it would be five at a time."""
 
 
 class Filter(NamedTuple):
@@ -128,22 +131,29 @@ class Browse:
             taken += 1
         return sorted(ahead[:taken])
 
-    def look_through(self, frames: list[tuple[Frame, Buffer]]) -> None:
-        """Take what is wanted out of frames that were read, until the answer is full."""
-        needles = self.wanted.needles()
+    def look_through(self, frames: list[tuple[Frame, Buffer]]) -> Iterator[None]:
+        """Take what is wanted out of frames that were read, until the answer is full; yield where there is a pause."""
+        needles, cost = self.wanted.needles(), 0
         for frame, body in reversed(frames) if self.newest_first else frames:
+            for spent in self._look_into(frame, bytes(body), needles):
+                cost += spent
+                if cost >= PAUSE_BYTES:
+                    cost = 0
+                    yield
             if self._is_full:
                 return
-            self._look_into(frame, bytes(body), needles)
 
-    def _look_into(self, frame: Frame, body: bytes, needles: list[bytes]) -> None:
+    def _look_into(self, frame: Frame, body: bytes, needles: list[bytes]) -> Iterator[int]:
+        """Look at the messages of one frame, until the answer is full; yield what each look costs."""
         first = frame.first_sequence
         low, high = max(self.begin, first), min(self.end, first + frame.count)
+        yield len(body)
         if all(needle in body for needle in needles):
             messages = list(split_batch(body, frame.count))
             for sequence in reversed(range(low, high)) if self.newest_first else range(low, high):
                 if not self._take(frame, sequence, bytes(messages[sequence - first]), needles):
                     return
+                yield MESSAGE_COST
         if self.newest_first:
             self.end = min(self.end, low)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from broker.browse import MESSAGES_DEFAULT, Browse, Filter, Found, borders, visible_end
 from broker.progress import sequences_kept
@@ -18,6 +19,8 @@ CALLS_AT_ONCE = 2
 """More wait for their turn: looking never takes more of a broker than this."""
 CALL_S = 1.0
 """A call that has looked so long says how far it came."""
+PAUSE_S = 0.0005
+MESSAGES_AT_ONCE = 50
 _NO_END = 1 << 63
 
 
@@ -97,17 +100,21 @@ def _step(browse: Browse, refs: list[FrameRef], in_tail: dict[int, tuple[Frame, 
     """Read frames and look through them. Blocks; runs on a thread."""
     on_disk = browse.log.read_bodies([ref for ref in refs if ref.offset not in in_tail])
     bodies = in_tail | {frame.offset: (frame, body) for frame, body in on_disk}
-    browse.look_through([bodies[ref.offset] for ref in refs])
+    for _ in browse.look_through([bodies[ref.offset] for ref in refs]):
+        time.sleep(PAUSE_S)  # the loop's thread runs meanwhile
 
 
 def _messages(found: list[Found], with_properties: bool) -> list[pb.BrowsedMessage]:
-    return [
-        pb.BrowsedMessage(
+    """Write messages for the answer. Runs on a thread, and pauses as `_step` does."""
+    messages = []
+    for at, one in enumerate(found, start=1):
+        messages.append(pb.BrowsedMessage(
             sequence=one.sequence, offset=one.offset, stored_ms=one.stored_ms, created_ms=one.created_ms, id=one.id,
             tags=one.tags, bytes=one.bytes, properties=_properties(one) if with_properties else (), problem=one.problem,
-        )
-        for one in found
-    ]  # fmt: skip
+        ))  # fmt: skip
+        if at % MESSAGES_AT_ONCE == 0:
+            time.sleep(PAUSE_S)
+    return messages
 
 
 def _properties(one: Found) -> list[pb.Property]:

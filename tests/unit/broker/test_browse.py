@@ -46,7 +46,8 @@ def step(one: Browse) -> None:
     read = {
         frame.offset: (frame, body) for frame, body in one.log.read_bodies([r for r in refs if r.offset not in in_tail])
     }
-    one.look_through([(in_tail | read)[ref.offset] for ref in refs])
+    for _ in one.look_through([(in_tail | read)[ref.offset] for ref in refs]):
+        pass
 
 
 def look(copy: Copy, begin: int = 0, end: int = END, *, limit: int | None = None, **options) -> Browse:
