@@ -157,9 +157,9 @@ def decode_produced(body: memoryview) -> Produced:
 #            held_end int: the first pull sequence that this consumer does not hold; a new process says 0, and what is
 #            un-acked goes back to the group, deliveries_max int: hand-overs of a message before it is a dead letter (0:
 #            no limit), tags list of str (none: all messages), tag_mode "any"|"all".
-#            -> JSON subscription int (valid on this connection), acked_end int, lease_ms int, unacked list of [begin, end]:
-#            pull sequences below held_end that are not settled. The consumer holds them, or says again what it decided: a
-#            master that was alone may have answered it, and its successor knows nothing of that.
+#            -> JSON subscription int (valid on this connection), acked_end int, lease_ms int, unacked list of
+#            [begin, end]: pull sequences below held_end that are not settled. The consumer holds them, or says again what
+#            it decided: a master that was alone may have answered it, and its successor knows nothing of that.
 
 # PULL:     0 u32 subscription, 4 u32 messages at most, 8 u32 bytes at most (a larger message comes alone),
 #           12 u32 timeout ms.

@@ -322,7 +322,7 @@ def test_decisions_that_a_successor_never_heard_of_are_said_again():
 
 
 def test_what_is_unacked_and_was_never_decided_here_comes_again():
-    holding, acker = Holding(), Acker()
+    holding = Holding()
     holding.held_end = 50
     holding.subscribed(10, [(10, 20), (30, 31)])
     assert [tuple(entry)[:2] for entry in holding.next_nack(0).entries] == [(10, 20), (30, 31)]
