@@ -19,7 +19,18 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Command, Nack, NackEntry, Verdict
 from qmq.subjects import dead_letter_subject, retry_subject
 from tests.integration.cluster_world import Wire, begin, end, free_ports, producer, pull, running, send_all, until
-from tests.integration.tools_world import DONE, REFUSED, TOOLS, UNKNOWN, UNREACHABLE, USAGE, environment, run, typed
+from tests.integration.tools_world import (
+    DONE,
+    REFUSED,
+    TOOLS,
+    UNKNOWN,
+    UNREACHABLE,
+    USAGE,
+    environment,
+    run,
+    run_at_terminal,
+    typed,
+)
 from tools.address import Address
 from tools.commands import COMMANDS
 from tools.messages import redrive as redrive_module
@@ -479,6 +490,19 @@ def test_a_redrive_needs_a_client_and_a_yes(cluster, subject, tokens):
     assert mailbox(cluster, subject) == []
     [receipt] = lines(redrive(cluster, subject, "--yes", token=tokens["client"]))
     assert len(receipt["moved"]) == 2
+
+
+def test_at_a_terminal_the_plan_is_shown_and_asked_for(cluster, subject):
+    failed(cluster, subject, 3)
+    for answer in ("n", ""):
+        said = run_at_terminal(
+            "Redrive", cluster.metaserver, answer=answer, token=cluster.token, subject=subject, group="g"
+        )
+        assert said.returncode == REFUSED and "3 of them go back to g" in said.shown and "Do it? [y/N]" in said.shown
+        assert "not confirmed" in said.shown and mailbox(cluster, subject) == []
+    said = run_at_terminal("Redrive", cluster.metaserver, answer="y", token=cluster.token, subject=subject, group="g")
+    assert said.returncode == DONE and "3 dead letters went back to g" in said.stdout
+    assert len(mailbox(cluster, subject)) == 3
 
 
 def test_what_cannot_go_back_now_stays_and_is_named(cluster, subject):
