@@ -159,7 +159,8 @@ class _Broker:
 
     def drop_connections(self) -> None:
         """Hang up on all clients. They connect again by themselves; what was under way is asked for again."""
-        self._ask(lambda machine: machine.drop())
+        self._running.check()
+        self._await(self._running.drop())
 
     def swap_roles(self) -> None:
         """Let the group's other copy take over, as if its master had died.

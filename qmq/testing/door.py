@@ -42,14 +42,15 @@ class Door:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        self.drop_all("the broker is closed")
-        while self._guests:
-            await asyncio.sleep(0)
+        await self.drop_all("the broker is closed")
 
-    def drop_all(self, reason: str) -> None:
-        """Hang up on everybody who is connected now."""
-        for guest in list(self._guests):
+    async def drop_all(self, reason: str) -> None:
+        """Hang up on everybody who is connected now, and wait until the core knows it."""
+        guests = list(self._guests)
+        for guest in guests:
             guest.close(reason)
+        while not self._guests.isdisjoint(guests):
+            await asyncio.sleep(0)
 
     def renew_leases(self) -> None:
         """Let every consumer that is connected have said just now that it lives."""

@@ -88,9 +88,9 @@ class Machine:
         self._pair.mark_readonly(self._readonly)
         self._tell_routes()
 
-    def drop(self) -> None:
+    async def drop(self) -> None:
         for door in self._doors.values():
-            door.drop_all("the test dropped all connections")
+            await door.drop_all("the test dropped all connections")
 
     def swap(self) -> None:
         self._pair.swap()

@@ -1,0 +1,326 @@
+"""The broker in memory does what brokers do, and what a test asks of it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+
+import pytest
+
+import qmq
+from qmq.client.batching import Outcome
+from qmq.errors import InvalidMessage, NotServed, OutcomeUnknown, Overloaded
+from qmq.testing import BlockingBroker, Broker
+
+APP = {"app": "test"}
+
+
+@pytest.fixture
+def broker(qmq_broker):
+    return qmq_broker
+
+
+def message(n, subject="s", **more):
+    return qmq.Message(subject, {"n": n}, **more)
+
+
+def numbers(messages):
+    return [int(message["n"]) for message in messages]
+
+
+def producing(broker, **more):
+    return qmq.Producer(metaserver=broker.metaserver, **APP, **more)
+
+
+@asynccontextmanager
+async def listening(broker, handler, *, subject="s", group="g", consumer_id=None, **more):
+    consumer = qmq.Consumer(metaserver=broker.metaserver, consumer_id=consumer_id, **APP)
+    consumer.listen(subject, group=group, start="earliest", **more)(handler)
+    task = asyncio.create_task(consumer.run())
+    try:
+        yield consumer
+    finally:
+        consumer.stop()
+        await task
+
+
+def run(test):
+    """Make a plain function of a coroutine function, so that no plugin is needed here either."""
+
+    def plain(broker):
+        asyncio.run(test(broker))
+
+    plain.__name__ = test.__name__
+    return plain
+
+
+# What is stored.
+
+
+@run
+async def test_messages_are_stored_with_all_that_they_carry(broker):
+    async with producing(broker) as producer:
+        receipt = await producer.send(message(1, tags={"a", "b"}, id="own", order_key="k"))
+        assert (receipt.broker_group, receipt.sequence) == ("test", 0)
+        await producer.send_many([message(2), message(3, "other")])
+    first, second = broker.messages("s")
+    assert (first.id, first.tags, first.order_key, first["n"]) == ("own", {"a", "b"}, "k", "1")
+    assert second["n"] == "2"
+    assert numbers(broker.messages("other")) == [3]
+    assert broker.messages("unknown") == []
+
+
+@run
+async def test_messages_that_left_memory_and_segment_are_still_shown(broker):
+    async with producing(broker) as producer:
+        receipts = await producer.send_many(
+            qmq.Message("s", {"n": n} | {f"part{i}": "x" * 30_000 for i in range(100)}) for n in range(14)
+        )
+        assert receipts.all_stored  # 42 MB
+    assert numbers(broker.messages("s")) == list(range(14))
+
+
+@run
+async def test_each_broker_is_empty_in_the_beginning(broker):
+    async with Broker(group="mine") as another, producing(another) as producer:
+        assert (await producer.send(message(1))).broker_group == "mine"
+        assert (broker.messages("s"), numbers(another.messages("s"))) == ([], [1])
+
+
+@run
+async def test_a_batch_that_is_repeated_after_a_lost_connection_is_stored_once(broker):
+    async with producing(broker) as producer:
+        for n in range(20):
+            sending = asyncio.create_task(producer.send(message(n)))
+            await asyncio.sleep(0)
+            broker.drop_connections()
+            assert (await sending).is_stored
+    assert numbers(broker.messages("s")) == list(range(20))
+
+
+# Consuming.
+
+
+@run
+async def test_tags_select_what_a_group_gets(broker):
+    seen = []
+
+    async def handle(message):
+        seen.append(int(message["n"]))
+
+    async with producing(broker) as producer, listening(broker, handle, tags=["red"]):
+        await producer.send_many([message(1, tags=["red"]), message(2, tags=["blue"]), message(3)])
+        await broker.wait_until_consumed("s", "g")
+        await producer.send(message(4, tags=["red", "blue"]))
+        await broker.wait_until_consumed("s", "g")
+    assert seen == [1, 4]
+
+
+@run
+async def test_an_order_key_keeps_its_order_while_one_of_its_messages_waits_for_its_retry(broker):
+    seen = []
+
+    async def handle(message):
+        seen.append((message.order_key, int(message["n"])))
+        if (message["n"], message.times) == ("1", 1):
+            raise ValueError("not yet")
+
+    async with producing(broker) as producer, listening(broker, handle, concurrency=4, retry_delay=60.0):
+        await producer.send_many([message(1, order_key="a"), message(2, order_key="a"), message(3, order_key="b")])
+        await broker.wait_until_delayed("s", "g")
+        while len(seen) < 2:
+            await asyncio.sleep(0.01)
+        assert sorted(seen) == [("a", 1), ("b", 3)]
+        await broker.wait_until_consumed("s", "g")
+    assert [n for key, n in seen if key == "a"] == [1, 1, 2]
+
+
+@run
+async def test_a_delay_is_skipped_only_as_far_as_the_test_goes(broker):
+    seen = []
+
+    async def handle(message):
+        seen.append(message.times)
+        if message.times < 3:
+            raise qmq.RetryLater(3600)
+
+    async with producing(broker) as producer, listening(broker, handle):
+        await producer.send(message(1))
+        await broker.wait_until_delayed("s", "g")
+        broker.advance(3599)
+        with pytest.raises(TimeoutError, match="1 wait for their retry"):
+            await broker.wait_until_consumed("s", "g", timeout=0.3, skip_delays=False)
+        assert seen == [1]
+        broker.advance(1)
+        await broker.wait_until_consumed("s", "g")
+    assert seen == [1, 2, 3]
+
+
+@run
+async def test_a_message_of_the_groups_own_retry_subject_counts_too(broker):
+    seen = []
+
+    async def handle(message):
+        seen.append((message.subject, int(message["n"])))
+        await asyncio.sleep(0.05)
+
+    async with producing(broker) as producer, listening(broker, handle):
+        await broker.wait_until_subscribed("s", "g")
+        await producer.send_many([message(1, "%RETRY%s%g"), message(2)])
+        await broker.wait_until_consumed("s", "g")
+        assert sorted(seen) == [("s", 1), ("s", 2)]
+
+
+def test_who_vanished_loses_what_it_held_when_its_lease_ends_and_who_is_connected_keeps_it(broker):
+    def pulling(consumer_id):
+        consumer = qmq.Consumer(metaserver=broker.metaserver, consumer_id=consumer_id, **APP)
+        return consumer.pull("s", group="g", start="earliest", unacked_max=1)
+
+    async def take(puller):
+        await puller.__aenter__()
+        return await puller.pull(1, timeout=5)
+
+    async def stay():
+        async with producing(broker) as producer:
+            await producer.send_many(message(n) for n in range(2))
+        async with pulling("stays") as puller:
+            held = await puller.pull(1, timeout=5)
+            gone = await asyncio.to_thread(other.run, take(vanishing))  # nobody runs that loop any more after this
+            assert sorted(numbers(held + gone)) == [0, 1]
+            broker.drop_connections()
+            await broker.wait_until_subscribed("s", "g")
+            broker.advance(24 * 3600)
+            await puller.ack(held)
+            await puller.flush()  # refused, if the lease had ended
+            (again,) = await puller.pull(1, timeout=5)
+            assert (again["n"], again.times) == (gone[0]["n"], 2)
+            await puller.ack([again])
+
+    vanishing = pulling("vanishes")
+    with asyncio.Runner() as other:
+        asyncio.run(stay())
+        other.run(vanishing.__aexit__(None, None, None))
+
+
+@run
+async def test_progress_outlives_a_change_of_masters(broker):
+    seen, events = [], []
+
+    async def handle(message):
+        seen.append(int(message["n"]))
+
+    async with producing(broker) as producer, listening(broker, handle) as consumer:
+        consumer.on_master_changed(events.append)
+        for n in range(5):
+            assert (await producer.send(message(n))).is_stored
+            await broker.wait_until_consumed("s", "g")
+            broker.swap_roles()
+        assert (await producer.send(message(5))).sequence == 5
+        await broker.wait_until_consumed("s", "g")
+    assert seen == list(range(6))
+    assert events and {event.broker_group for event in events} == {"test"}
+    assert numbers(broker.messages("s")) == list(range(6))
+
+
+# What goes wrong on purpose.
+
+
+@run
+async def test_readonly_holds_for_its_subject_until_it_ends(broker):
+    async with producing(broker, timeout_s=0.5) as producer:
+        broker.readonly("s")
+        refused, stored = await asyncio.gather(producer.send(message(1)), producer.send(message(2, "other")))
+        assert (refused.outcome, stored.outcome) == (Outcome.REFUSED, Outcome.STORED)
+        broker.readonly()
+        assert not (await producer.send(message(3, "other"))).is_stored
+        broker.writable()
+        assert (await producer.send(message(4))).is_stored
+
+
+@run
+async def test_a_refusal_does_what_its_class_says(broker):
+    async with producing(broker) as producer:
+        broker.refuse_next(InvalidMessage("too green"))
+        receipt = await producer.send(message(1))
+        assert (receipt.outcome, receipt.reason) == (Outcome.REFUSED, "too green")
+        for n, error in enumerate((Overloaded("busy"), NotServed("away"), OutcomeUnknown("who knows")), 2):
+            broker.refuse_next(error, count=2)
+            assert (await producer.send(message(n))).is_stored
+    assert numbers(broker.messages("s")) == [2, 3, 4]
+
+
+# Waiting in vain.
+
+
+@run
+async def test_who_waits_in_vain_is_told_how_far_the_group_is(broker):
+    release = asyncio.Event()
+
+    async def handle(message):
+        if message["n"] == "1":
+            await release.wait()
+        raise qmq.RetryLater(60)
+
+    async with producing(broker) as producer:
+        await producer.send_many(message(n) for n in range(2))
+        with pytest.raises(TimeoutError, match="not consumed within 0.05 s; group 'g' of subject 's': nobody has"):
+            await broker.wait_until_consumed("s", "g", 0.05)
+        async with listening(broker, handle):
+            await broker.wait_until_delayed("s", "g")
+            with pytest.raises(TimeoutError, match=r"0 messages .*, 1 wait .* for (60|59)\.\d s, 1 are held by its 1 "):
+                await broker.wait_until_consumed("s", "g", 0.2)
+            with pytest.raises(TimeoutError, match="not 2 consumers subscribed"):
+                await broker.wait_until_subscribed("s", "g", 2, 0.05)
+            release.set()
+
+
+@run
+async def test_time_does_not_go_back(broker):
+    with pytest.raises(qmq.InvalidRequest):
+        broker.advance(-1)
+
+
+# A broker's own life.
+
+
+def test_a_broker_is_used_while_it_is_open_and_opened_once():
+    broker = BlockingBroker()
+    with pytest.raises(qmq.ClientClosed):
+        broker.messages("s")
+    with broker:
+        assert broker.messages("s") == []
+    with pytest.raises(qmq.ClientClosed):
+        _ = broker.metaserver
+    with pytest.raises(qmq.ClientClosed), broker:
+        pass
+
+
+def test_what_breaks_within_the_core_is_told_to_the_test(monkeypatch):
+    with pytest.raises(RuntimeError, match="bug of qmq"), BlockingBroker() as broker:
+        monkeypatch.setattr("broker.node.Node.tick", lambda self: 1 / 0)
+        broker.wait_until_subscribed("s", "g", timeout=5)
+
+
+SERVER_ONLY = "alembic", "cryptography", "fastapi", "prometheus_client", "sqlalchemy", "uvicorn", "pytest"
+
+
+def test_it_needs_nothing_but_what_a_client_needs():
+    code = f"""
+import sys
+for name in {SERVER_ONLY}:
+    sys.modules[name] = None
+import qmq, qmq.blocking, qmq.testing
+with qmq.testing.BlockingBroker() as broker:
+    with qmq.blocking.Producer(metaserver=broker.metaserver, app="test") as producer:
+        print(producer.send(qmq.Message("s", {{}})).outcome)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "stored\n", "")
+
+
+def test_the_plugin_alone_loads_neither_client_nor_broker():
+    code = "import sys, qmq.testing.plugin; print({'grpc', 'broker', 'qmq.client'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (ran.stdout, ran.stderr) == ("set()\n", "")
