@@ -53,6 +53,9 @@ class Oracle:
         self.has_operator = False
         """Whether somebody moves groups."""
         self.deliveries_max = 0
+        self.is_counted = True
+        """Whether two hand-overs of a message never have the same number: nobody moves groups, and nobody gives back what
+        is on its way to him, which does not count."""
         self._finished: dict[tuple[str, str, int], int] = {}
         """(consumer group, subject, sequence) -> number of deliveries when an application was done with it."""
         self._counts: dict[tuple[str, str, int, int], tuple[str, int]] = {}
@@ -224,7 +227,7 @@ class Oracle:
             self._uncounted.add(key)
         number = consumer.name, piece.pull_sequence + at
         if self._counts.setdefault((*key, times), number) != number and key not in self._uncounted:
-            if not self.has_operator:
+            if self.is_counted:
                 raise Violation(f"I21: {key} is handed out for the {times}th time twice")
 
     def finished(self, group: str, subject: str, sequence: int) -> None:

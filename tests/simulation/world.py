@@ -113,6 +113,7 @@ class World:
         self.swarm = swarm = Swarm.draw(self.events.rng)
         self.oracle = Oracle(self.events)
         self.oracle.has_operator, self.oracle.deliveries_max = moves, swarm.deliveries_max
+        self.oracle.is_counted = not moves and not swarm.unsubscribe
         self.network = Network(
             self.events, delay_ms=swarm.delay_ms, stall=swarm.stall, keepalive_ms=swarm.keepalive_ms
         )
