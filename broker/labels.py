@@ -8,6 +8,7 @@ that whoever waits for it gets on.
 from __future__ import annotations
 
 import contextlib
+import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,42 +22,69 @@ from qmq.log.index import FrameRef
 
 LABEL_BYTES_MAX = 16 << 20
 BODY_BYTES_MAX = 32 << 20
+"""Over all groups. What one reading found may be more, and stays until the next one."""
 ENTRY_BYTES = 200
 """What a frame's labels count for beside their bytes."""
-READ_BYTES_MAX = 8 << 20
-"""Bodies in one reading; a larger frame comes alone."""
+READ_BYTES_MAX = 16 << 20
+"""Bodies read at once; a larger frame comes alone."""
 
 NO_LABELS = array("Q")
 """Of a frame without a label section: no order keys, and tags are read from its messages."""
 
 Body = tuple[Frame, Buffer]
+ENDS = struct.Struct("<II")
+"""Where a message of a batch begins and ends (qmq.codec)."""
+K = TypeVar("K")
 T = TypeVar("T")
 
 
 class Sight(NamedTuple):
     """What a reading found, by offset of the frame."""
 
+    rule: TagRule | None
     labels: dict[int, array[int]]
     bodies: dict[int, Body]
+    """Under a rule. What does not match it is left out: it is a message of no bytes there."""
 
 
 def read_sight(log: MessageLog, refs: Sequence[FrameRef], rule: TagRule | None) -> Sight:
-    """Read labels, and under a rule the bodies that may hold a match, as many as one reading takes. Blocks.
+    """Read labels, and under a rule what matches in as many frames as one reading takes. Blocks.
+
+    Frames are read one by one: memory that was just used costs half of what 8 MiB of fresh memory cost.
 
     Raises:
         CorruptFrame: this copy is damaged there.
     """
     labels = dict(zip((ref.offset for ref in refs), log.read_labels(refs), strict=True))
-    wanted: list[FrameRef] = []
+    bodies: dict[int, Body] = {}
     size = 0
-    for ref in refs:
+    for ref in refs if rule is not None else ():
+        assert rule is not None
         found = labels[ref.offset]
-        if rule is not None and (not found or rule.candidates(found, 0, len(found))):
+        count = ref.end - ref.begin
+        if places := rule.candidates(found, 0, count) if found else range(count):
             size += ref.length
-            if wanted and size > READ_BYTES_MAX:
+            if bodies and size > READ_BYTES_MAX:
                 break
-            wanted.append(ref)
-    return Sight(labels, {frame.offset: (frame, body) for frame, body in log.read_bodies(wanted)})
+            ((frame, body),) = log.read_bodies([ref])
+            bodies[ref.offset] = frame, _without_others(rule, body, count, places)
+    return Sight(rule, labels, bodies)
+
+
+def _without_others(rule: TagRule, body: Buffer, count: int, places: Sequence[int]) -> Buffer:
+    """Return a batch of as many messages, of which only those at `places` that match have their bytes."""
+    view, base = memoryview(body), 4 * (count + 1)
+    ends, kept, size = array("I"), [], 0
+    for place in places:
+        at, to = ENDS.unpack_from(view, 4 * place)
+        if rule.matches(message := bytes(view[base + at : base + to])):
+            ends += array("I", (size,)) * (place + 1 - len(ends))
+            kept.append(message)
+            size += len(message)
+    if len(kept) == count:
+        return body
+    ends += array("I", (size,)) * (count + 1 - len(ends))
+    return b"".join((ends.tobytes(), *kept))
 
 
 class Sights:
@@ -64,12 +92,12 @@ class Sights:
 
     def __init__(self, log: MessageLog) -> None:
         self._log = log
-        self._labels: _Recent[array[int]] = _Recent(LABEL_BYTES_MAX)
-        self._bodies: _Recent[Body] = _Recent(BODY_BYTES_MAX)
+        self._labels: _Recent[int, array[int]] = _Recent(LABEL_BYTES_MAX)
+        self._bodies: _Recent[tuple[int, TagRule | None], Body] = _Recent(BODY_BYTES_MAX)
 
     def took(self, sight: Sight) -> None:
         self._labels.add({at: (found, 8 * len(found) + ENTRY_BYTES) for at, found in sight.labels.items()})
-        self._bodies.add({at: (found, len(found[1])) for at, found in sight.bodies.items()})
+        self._bodies.add({(at, sight.rule): (found, len(found[1])) for at, found in sight.bodies.items()})
 
     def labels(self, ref: FrameRef) -> array[int] | None:
         """Return the labels of the frame's messages; None: they have to be read."""
@@ -77,9 +105,9 @@ class Sights:
             return self._labels.get(ref.offset)
         return labels_of(*found)
 
-    def body(self, ref: FrameRef) -> Body | None:
-        """Return the frame; None: it has to be read."""
-        return self._log.tail_body(ref.offset) or self._bodies.get(ref.offset)
+    def body(self, ref: FrameRef, rule: TagRule) -> Body | None:
+        """Return the frame with what matches `rule`, perhaps with more; None: it has to be read."""
+        return self._log.tail_body(ref.offset) or self._bodies.get((ref.offset, rule))
 
     def is_on_disk(self, ref: FrameRef) -> bool:
         """Return whether a reading may be asked for it: what the tail has may not be written yet."""
@@ -94,25 +122,25 @@ def labels_of(frame: Frame, body: Buffer) -> array[int]:
     return NO_LABELS
 
 
-class _Recent(Generic[T]):
+class _Recent(Generic[K, T]):
     """What was used last, up to a number of bytes."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
-        self._kept: OrderedDict[int, tuple[T, int]] = OrderedDict()
+        self._kept: OrderedDict[K, tuple[T, int]] = OrderedDict()
 
-    def get(self, offset: int) -> T | None:
-        found = self._kept.get(offset)
+    def get(self, key: K) -> T | None:
+        found = self._kept.get(key)
         if found is None:
             return None
-        self._kept.move_to_end(offset)
+        self._kept.move_to_end(key)
         return found[0]
 
-    def add(self, values: dict[int, tuple[T, int]]) -> None:
+    def add(self, values: dict[K, tuple[T, int]]) -> None:
         """Keep all of these, and of the others as many as fit."""
-        for offset, value in values.items():
-            self._bytes += value[1] - self._kept.pop(offset, (None, 0))[1]
-            self._kept[offset] = value
+        for key, value in values.items():
+            self._bytes += value[1] - self._kept.pop(key, (None, 0))[1]
+            self._kept[key] = value
         while self._bytes > self._bytes_max and len(self._kept) > len(values):
             self._bytes -= self._kept.popitem(last=False)[1][1]

@@ -93,6 +93,9 @@ class Selection:
         if self._looks <= 0:
             self._tired[subscription.subject] = None
             return
+        if selector.is_idle(subscription.rule, self._log.end, cut.data_limit, now_ms):
+            return
+        selector.idle_at = None
         walk = Walk(self._log, self._sights, selector, subscription, cut, made, now_ms=now_ms, looks=self._looks)
         try:
             walk.go()
@@ -105,6 +108,8 @@ class Selection:
             self._readings.append(Reading(*key, partial(read_sight, self._log, *walk.wanted)))
         elif walk.looks <= 0:
             self._tired[subscription.subject] = None
+        elif made.is_empty:
+            selector.idle_at = subscription.rule, self._log.end, cut.data_limit
 
     def changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
         """Progress of `key` is about to be written: take note which messages that will concern."""

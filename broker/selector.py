@@ -36,6 +36,8 @@ class Selector:
         """From the group's position to here nothing matches `seen_rule`; not written down."""
         self.seen_ms = 0
         """Since when something of that is not written down; 0: nothing is."""
+        self.idle_at: tuple[TagRule | None, int, int] | None = None
+        """Under which rule, at which end of the log and with which limit nothing was found."""
         self._ready: list[tuple[int, int]] = []
         """Heap of [begin, end): where messages may be returned, due, and the next of their keys. The fold decides."""
         self._later: list[tuple[int, int, int]] = []
@@ -47,6 +49,11 @@ class Selector:
             heappush(self._later, (due_ms, begin, end))
         else:
             heappush(self._ready, (begin, end))
+
+    def is_idle(self, rule: TagRule | None, log_end: int, data_limit: int, now_ms: int) -> bool:
+        """Return whether nothing happened since nothing was found: a group's consumers ask one after the other."""
+        is_due = self._later and self._later[0][0] <= now_ms or self.seen_ms
+        return not is_due and self.idle_at == (rule, log_end, data_limit)
 
     def pop_ready(self, now_ms: int) -> tuple[int, int] | None:
         while self._later and self._later[0][0] <= now_ms:

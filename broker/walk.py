@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 from broker.consume import Subscription
 from broker.hand_out import FRAMES_AT_ONCE, RETURNED_RANGES_MAX, Budget, HandOut, Part
 from broker.keys import Keys
-from broker.labels import NO_LABELS, Body, Sights
+from broker.labels import ENDS, NO_LABELS, Body, Sights
 from broker.selector import Selector, returned_pieces
 from broker.tags import TagRule
 from qmq.log import MessageLog
@@ -32,9 +31,6 @@ NEW = -1
 """In place of how often a message was handed out before: it was not even passed over."""
 READ_FRAMES = 512
 """Frames whose labels are read at once."""
-
-_ENDS = struct.Struct("<II")
-"""Where a message of a batch begins and ends (qmq.codec)."""
 
 
 class Wanted(NamedTuple):
@@ -178,7 +174,7 @@ class Walk:
         places: Sequence[int] = rule.candidates(labels, first, last) if labels else range(first, last)
         if not places:
             return iter(())
-        body = self._sights.body(ref)
+        body = self._sights.body(ref, rule)
         return None if body is None else self._verified(rule, body, places)
 
     def _verified(self, rule: TagRule, body: Body, places: Sequence[int]) -> Iterator[int]:
@@ -189,7 +185,7 @@ class Walk:
                 self._looked_to = frame.first_sequence + place
                 return
             self.looks -= LOOKS_PER_BODY
-            at, to = _ENDS.unpack_from(view, 4 * place)
+            at, to = ENDS.unpack_from(view, 4 * place)
             if rule.matches(bytes(view[base + at : base + to])):
                 self._made.bodies[frame.offset] = body
                 yield place

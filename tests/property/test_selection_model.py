@@ -9,7 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker import labels, selection, walk
+from broker.keys import Keys
+from broker.selector import Selector
+from broker.tags import TagRule
 from qmq.codec import tag_bits
+from qmq.errors import CorruptFrame
 from tests.unit.broker.selecting import Consumer, Sent, produce
 from tests.unit.broker.world import Client, Group
 
@@ -153,9 +157,8 @@ class World:
 
     def swap(self) -> None:
         self.term += 1
-        clock_ms = self.group.a.host.clock_ms
+        self.group.b.host.clock_ms = self.group.a.host.clock_ms
         self.group.swap(self.term)
-        self.group.a.host.clock_ms = max(self.group.a.host.clock_ms, clock_ms)
         self.producer = Client(self.group.a, "producer")
         for consumer in self.consumers.values():
             consumer.join()
@@ -178,26 +181,52 @@ class World:
         assert not progress.returned and not any(one.unacked for one in progress.consumers.values())
 
 
-@pytest.fixture(params=["roomy", "narrow"], scope="module")
-def bounds(request):
-    """With narrow bounds, every turn looks at a few messages and every reading brings a little."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "narrow":
-            patch.setattr(selection, "LOOKS_PER_TURN", 3)
-            patch.setattr(walk, "LOOKS_AT_ONCE", 2)
-            patch.setattr(walk, "READ_FRAMES", 2)
-            patch.setattr(walk, "PASSED_MESSAGES", 4)
-            patch.setattr(labels, "LABEL_BYTES_MAX", 500)
-            patch.setattr(labels, "BODY_BYTES_MAX", 500)
-            patch.setattr(labels, "READ_BYTES_MAX", 300)
-        yield request.param
+NARROW = [
+    (selection, "LOOKS_PER_TURN", 3), (walk, "LOOKS_AT_ONCE", 2), (walk, "READ_FRAMES", 2),
+    (walk, "PASSED_MESSAGES", 4),
+    (labels, "LABEL_BYTES_MAX", 500), (labels, "BODY_BYTES_MAX", 500), (labels, "READ_BYTES_MAX", 300),
+]  # fmt: skip
+"""Every turn looks at a few messages, and every reading brings a little."""
 
 
+@pytest.mark.parametrize("bounds", [(), NARROW], ids=["roomy", "narrow"])
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=40, deadline=None)
 def test_pulls_get_what_a_search_of_the_whole_history_finds(bounds, seed):
-    world = World(Random(seed), is_roomy=bounds == "roomy")
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, value in bounds:
+            patch.setattr(module, name, value)
+        world = run(seed, is_roomy=not bounds)
+    assert world.group.a.log.chain == world.group.b.log.chain
+
+
+def run(seed: int, *, is_roomy: bool = True) -> World:
+    world = World(Random(seed), is_roomy=is_roomy)
     for _ in range(60):
         world.step()
     world.drain()
-    assert world.group.a.log.chain == world.group.b.log.chain
+    return world
+
+
+def forget_to_rebuild(self):
+    self._selector.keys = Keys()
+    for entry in self._group.returned:
+        self._selector.note(entry[0], entry[0] + entry[1], entry[3])
+    return True
+
+
+@pytest.mark.parametrize(
+    "owner, name, bug",
+    [
+        pytest.param(Keys, "is_busy", lambda self, key: False, id="a key is never busy"),
+        pytest.param(Keys, "settled", lambda self, sequence: None, id="a key stays busy for ever"),
+        pytest.param(walk.Walk, "_build", forget_to_rebuild, id="a new master does not read the labels"),
+        pytest.param(Selector, "catch_up", lambda self, group: None, id="what came back is forgotten"),
+        pytest.param(TagRule, "matches", lambda self, message: True, id="a label's bit is taken for a tag"),
+    ],
+)
+def test_planted_bug_is_found(monkeypatch, owner, name, bug):
+    monkeypatch.setattr(owner, name, bug)
+    with pytest.raises((AssertionError, CorruptFrame)):
+        for seed in range(40):
+            run(seed)

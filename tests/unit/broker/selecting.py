@@ -99,9 +99,7 @@ class Consumer:
 
     def nack(self, *sequences: int, delay_ms: int = 0, dead: bool = False) -> None:
         for one in self._let_go(sequences):
-            self._done(
-                self.client.nack(one, one + 1, delay_ms=delay_ms, dead=dead, subscription=self.subscription)
-            )
+            self._done(self.client.nack(one, one + 1, delay_ms=delay_ms, dead=dead, subscription=self.subscription))
 
     def leave(self) -> None:
         self._done(self.client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=self.subscription)))
