@@ -1,4 +1,4 @@
-"""Send and receive messages in programs without an event loop: `Producer` and `Consumer`, see docs/client.md.
+"""Send and receive messages in programs without an event loop: `Producer` and `Consumer`, see docs/blocking.md.
 
 All other names are those of `qmq`: messages, receipts, errors.
 """

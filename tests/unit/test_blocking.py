@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
@@ -601,3 +603,30 @@ def test_forked_workers_are_consumers_of_their_own(broker, producer):
     out, err = process.communicate("\n", timeout=30)
     assert (process.returncode, out) == (0, ""), err
     assert sorted(numbers(broker.messages("out"))) == list(range(100))
+
+
+# The page about it.
+
+PAGE = Path(__file__).parents[2] / "docs" / "blocking.md"
+
+
+def test_the_programs_of_the_page_run_as_they_are_printed(broker, tmp_path):
+    files = dict(re.findall(r"^```python (\S+\.py)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+    assert list(files) == ["shop.py", "billing.py", "report.py"]
+
+    def begin(name):
+        (tmp_path / name).write_text(files[name].replace("http://127.0.0.1:8080", broker.metaserver))
+        return subprocess.Popen([sys.executable, tmp_path / name], stdout=subprocess.PIPE, text=True)
+
+    shop = begin("shop.py")
+    shop.communicate(timeout=30)
+    assert shop.returncode == 0
+    assert [message["order"] for message in broker.messages("order.paid")][-2:] == ["C-1", "D-1"]
+    billing, report = begin("billing.py"), begin("report.py")
+    broker.wait_until_consumed("order.paid", "report", timeout=30)
+    assert sum(map(int, report.communicate(timeout=30)[0].split())) == 10_003
+    lines = [billing.stdout.readline() for _ in range(10_003)]
+    assert lines.count("paid A-1\n") == 1
+    billing.send_signal(signal.SIGTERM)
+    assert billing.communicate(timeout=30)[0] == "ended\n"
+    assert billing.returncode == 0
