@@ -50,7 +50,7 @@ class Sights:
 
     def route(
         self, name: str, real: str, groups: tuple[str, ...], directory: Directory
-    ) -> tuple[RouteBytes, tuple[str, ...], list[str]]:
+    ) -> tuple[RouteBytes, tuple[str, ...], tuple[str, ...]]:
         """Make the route of a subject under the name that was asked for; with its groups, and those that are open."""
         fields, offered = [], []
         for group in groups:
@@ -59,7 +59,7 @@ class Sights:
                 fields.append(sight.data.writable if writable else sight.data.readonly)
                 if writable:
                     offered.append(group)
-        return route_bytes(name, fields, "" if fields else NO_GROUP), groups, offered
+        return route_bytes(name, fields, "" if fields else NO_GROUP), groups, tuple(offered)
 
     def has_more_than(self, groups: tuple[str, ...]) -> bool:
         """Whether there is a group that a route of these could be extended by."""

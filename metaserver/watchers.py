@@ -9,7 +9,7 @@ that it was sent. So a route counts as old until its watcher says otherwise, nev
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,7 +54,7 @@ class Topic:
     real: str
     route: RouteBytes = NOTHING
     groups: tuple[str, ...] = ()
-    offered: frozenset[str] = frozenset()
+    offered: tuple[str, ...] = ()
     """Groups that producers may use."""
     seats: set[Seat] = field(default_factory=set)
     source: object = None
@@ -123,21 +123,24 @@ class Audience:
         self.topics: dict[str, Topic] = {}
         self.watches: set[Watch] = set()
         self._by_group: dict[str, set[Topic]] = {}
-        self._by_real: dict[str, set[Topic]] = {}
+        self._more: dict[str, set[Topic]] = {}
+        """Topics of retry and dead-letter subjects, by their real subject."""
 
     def topics_of_group(self, group: str) -> set[Topic]:
         return self._by_group.get(group, set())
 
     def topics_of_subject(self, real: str) -> set[Topic]:
         """The subject's own topic, and those of its retry and dead-letter subjects."""
-        return self._by_real.get(real, set())
+        own, more = self.topics.get(real), self._more.get(real, set())
+        return more if own is None else {own, *more}
 
     def take_seat(self, watch: Watch, name: str, real: str) -> Seat:
         """Let a watcher watch one more topic."""
         topic = self.topics.get(name)
         if topic is None:
             topic = self.topics[name] = Topic(name, real)
-            self._by_real.setdefault(real, set()).add(topic)
+            if name != real:
+                self._more.setdefault(real, set()).add(topic)
         seat = watch.seats[topic.name] = Seat(watch, topic)
         topic.seats.add(seat)
         return seat
@@ -157,21 +160,22 @@ class Audience:
             if not topic.seats and self.topics.get(topic.name) is topic:
                 del self.topics[topic.name]
                 self._index(topic, ())
-                self._remove(self._by_real, topic.real, topic)
+                if topic.name != topic.real:
+                    self._remove(self._more, topic.real, topic)
                 ended.append(topic)
         watch.seats.clear()  # no circles: the collector of those stops the process for long
         watch.owed.clear()
         return ended
 
     def settle(
-        self, topic: Topic, route: RouteBytes, groups: tuple[str, ...] = (), offered: Iterable[str] = ()
+        self, topic: Topic, route: RouteBytes, groups: tuple[str, ...] = (), offered: tuple[str, ...] = ()
     ) -> bool:
         """Give a topic its content; return whether it is new."""
         if groups != topic.groups:  # also if that does not show yet: groups that do not serve are not in the route
             self._index(topic, groups)
         if route.version == topic.route.version:
             return False
-        topic.route, topic.offered = route, frozenset(offered)
+        topic.route, topic.offered = route, groups if offered == groups else offered  # mostly, and then not twice
         return True
 
     def old_routes(self, group: str, subject: str) -> Counts:

@@ -397,7 +397,7 @@ async def test_nothing_is_kept_of_clients_that_left(registry, hub):
         hub.leave(client.watch)
     audience = hub._audience
     assert not any(client.watch.seats for client in clients), "circles stop the process when they are collected"
-    assert not (audience.topics or audience.watches or audience._by_group or audience._by_real or hub._short)
+    assert not (audience.topics or audience.watches or audience._by_group or audience._more or hub._short)
 
 
 @with_hub()
