@@ -159,6 +159,11 @@ class Routing:
         if broker_group in self._health:
             del self._health[broker_group]
 
+    def complaint(self, broker_group: str) -> str:
+        """Return why a group rests, or rested last; "" if it worked since."""
+        health = self._health.get(broker_group)
+        return health.reason if health else ""
+
     def why_not(self, subject: str) -> str:
         """Say why no group took a batch of `subject`, for the receipt."""
         route = self._subjects.get(subject)

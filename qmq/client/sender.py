@@ -10,7 +10,7 @@ import logging
 from functools import partial
 
 from qmq.client.batching import BATCH_BYTES_MAX, Batch, Next, Result, after_error, refused, stored, unknown
-from qmq.client.breaker import FAILURES_MAX, Breaker
+from qmq.client.breaker import FAILURES_MAX, Breaker, BreakerState
 from qmq.client.in_flight import GroupBatches, Limits
 from qmq.client.link import Link
 from qmq.client.queues import Backlog, Lanes, SubjectQueue, Waiting
@@ -157,9 +157,9 @@ class Sender:
             queue = self.queue(subject, label)  # anew each time: keys may have changed groups
             if self._backlog.has_room(queue, size):
                 return queue
+            await self.wait()
             if self.now_ms() >= deadline_ms:
                 return self._backlog.full()
-            await self.wait()
 
     async def wait(self) -> None:
         """Wait until something moved: a batch left a queue or was resolved."""
@@ -319,8 +319,9 @@ class Sender:
             now_ms = self.now_ms()
             for group in self._groups.values():
                 for batch in group.batches.expired(now_ms):
-                    why = self._routing.why_not(batch.subject)
-                    self._end(group, batch, unknown(group.name, f"no answer before the deadline; last: {why}"))
+                    why = self._routing.complaint(group.name)
+                    reason = f"no answer of {group.name} before the deadline{why and '; last: '}{why}"
+                    self._end(group, batch, unknown(group.name, reason))
                 if group.batches.load and self._loop.time() - group.progress_at > self._answer_timeout_s:
                     group.link.drop(f"no answer for {self._answer_timeout_s} s")
             for queue in list(self._waiting):
@@ -364,8 +365,10 @@ class Sender:
 
     def link_opened(self, link: Link) -> None:
         limits = {name: int(str(link.welcome.get(name, 1 << 20))) for name in Limits._fields}
-        self._groups[link.broker_group].batches.limits = Limits(**limits)
-        self._routing.worked(link.broker_group)
+        group = self._groups[link.broker_group]
+        group.batches.limits = Limits(**limits)
+        if group.breaker.state is BreakerState.CLOSED:  # else it has to answer first
+            self._routing.worked(link.broker_group)
         self._pump()
 
     def link_lost(self, link: Link, reason: str) -> None:

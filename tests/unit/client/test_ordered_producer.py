@@ -1,0 +1,199 @@
+"""Shell. Messages with an order key, over real sockets: where they go, and that no retry is overtaken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+import pytest
+
+import qmq
+from qmq.client.routing import group_of_key
+from qmq.codec import decode_message, label_of
+from qmq.errors import BrokerReadOnly, Overloaded
+from qmq.message import Message
+from qmq.remoting.connection import Connection
+from qmq.remoting.packet import Packet
+from tests.unit.client.fakes import Attempt, FakeBroker, cluster
+from tests.unit.client.test_producer import Hold, producer_of, properties, run, until
+
+
+def group_of(key: str, *groups: str) -> str:
+    return group_of_key(label_of((), key) >> 32, groups)
+
+
+def key_for(group: str, *groups: str) -> str:
+    return next(key for key in map(str, range(1_000)) if group_of(key, *groups) == group)
+
+
+def numbers_of_keys(broker: FakeBroker) -> dict[str, list[int]]:
+    numbers = defaultdict(list)
+    for data in broker.subjects["a"]:
+        message = decode_message(data)
+        numbers[str(message.order_key)].append(int(str(message["n"])))
+    return numbers
+
+
+def in_order(count: int, keys: int) -> list[Message]:
+    return [Message("a", {"n": number}, order_key=f"k{number % keys}") for number in range(count)]
+
+
+@pytest.mark.parametrize("way", ["send_many", "send_nowait"])
+def test_all_messages_of_a_key_go_to_its_broker_group_in_order(way):
+    async def test() -> None:
+        async with cluster("g1", "g2", "g3") as (metaserver, brokers), producer_of(metaserver) as producer:
+            messages = in_order(3_000, keys=40)
+            receipts: list[qmq.Receipt] = []
+            if way == "send_many":
+                receipts.extend(await producer.send_many(messages))
+            else:
+                for message in messages:
+                    producer.send_nowait(message, receipts.append)
+                await producer.flush()
+            assert len(receipts) == 3_000 and all(receipt.is_stored for receipt in receipts)
+            for broker in brokers:
+                for key, numbers in numbers_of_keys(broker).items():
+                    assert group_of(key, "g1", "g2", "g3") == broker.name
+                    assert numbers == list(range(int(key[1:]), 3_000, 40))
+            assert sum(len(broker.subjects["a"]) for broker in brokers) == 3_000
+
+    run(test())
+
+
+def test_receipts_of_plain_and_ordered_messages_come_in_the_order_given():
+    async def test() -> None:
+        async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
+            messages = [
+                Message(f"s{number % 3 // 2}", {"n": number}, order_key=f"k{number % 5}" if number % 2 else None)
+                for number in range(2_500)
+            ]
+            messages[7] = Message("s0", {"n": "x" * 40_000}, order_key="k", id="bad")
+            receipts = await producer.send_many(messages)
+            logs = {broker.name: broker.subjects for broker in brokers}
+            for number, receipt in enumerate(receipts):
+                if number == 7:
+                    assert (receipt.outcome, receipt.message_id) == (qmq.Outcome.REFUSED, "bad")
+                    continue
+                stored = decode_message(logs[receipt.broker_group][receipt.subject][receipt.sequence])
+                assert (stored["n"], stored.id) == (str(number), receipt.message_id)
+
+    run(test())
+
+
+def test_keys_and_tags_are_told_to_the_broker_in_labels():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            await producer.send(Message("a", {"n": 1}, tags={"pay"}, order_key="k"))
+            await producer.send_many([Message("a", {"n": 2}), Message("a", {"n": 3}, tags={"pay"})])
+            await producer.send(Message("a", {"n": 4}))
+            assert [attempt.labels for attempt in broker.attempts] == [
+                [label_of({"pay"}, "k")], [0, label_of({"pay"}, None)], [],
+            ]  # fmt: skip
+
+    run(test())
+
+
+def test_one_batch_of_a_subject_in_order_is_under_way_per_broker_group_and_plain_ones_pass():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            await producer.send(Message("a", {"n": "connected"}))
+            hold = Hold(broker)
+            sends = [asyncio.create_task(producer.send(message)) for message in in_order(3, keys=3)]
+            await until(lambda: hold.held)
+            sends += [asyncio.create_task(producer.send(message)) for message in in_order(50, keys=3)]
+            sends.append(asyncio.create_task(producer.send(Message("a", {"n": "plain"}))))
+            await until(lambda: len(hold.held) == 2)
+            assert [attempt.count for _, _, attempt in hold.held] == [3, 1]
+            hold.release()
+            await asyncio.gather(*sends)
+            assert [attempt.count for attempt in broker.attempts] == [1, 3, 1, 50]
+
+    run(test())
+
+
+@pytest.mark.parametrize("error", [BrokerReadOnly("operator"), Overloaded("full")])
+def test_a_message_in_order_waits_for_its_group_and_goes_to_no_other(error):
+    async def test() -> None:
+        async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
+            key = key_for("g1", "g1", "g2")
+            first.refuse_with = error
+            sends = []
+            for number in range(20):
+                sends.append(asyncio.create_task(producer.send(Message("a", {"n": number}, order_key=key))))
+                await asyncio.sleep(0)
+            await until(lambda: len(first.attempts) >= 2)
+            assert (await producer.send(Message("a", {"n": "plain"}))).broker_group == "g2"
+            first.refuse_with = None
+            receipts = await asyncio.gather(*sends)
+            assert {receipt.broker_group for receipt in receipts} == {"g1"}
+            assert numbers_of_keys(first)[key] == list(range(20))
+            assert properties(second) == ["plain"]
+
+    run(test())
+
+
+def test_a_readonly_group_keeps_its_keys():
+    async def test() -> None:
+        async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
+            key = key_for("g1", "g1", "g2")
+            metaserver.set_group(first, writable=False)
+            sending = asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=key)))
+            assert (await producer.send(Message("a", {"n": 2}, order_key=key_for("g2", "g1", "g2")))).is_stored
+            assert not sending.done()
+            metaserver.set_group(first, writable=True)
+            assert (await sending).broker_group == "g1"
+
+    run(test())
+
+
+def test_a_lost_batch_in_order_is_repeated_before_anything_behind_it():
+    async def test() -> None:
+        async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
+            key = key_for("g1", "g1", "g2")
+            await producer.send(Message("a", {"n": 0}, order_key=key))
+            losses = iter([False, True, False])
+
+            def lose(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
+                stores = next(losses, None)
+                if stores is None:
+                    return False
+                if stores:
+                    first.store(attempt)
+                connection._transport.abort()  # type: ignore[union-attr]
+                return True
+
+            first.on_produce = lose
+            sends = []
+            for number in range(1, 200):
+                sends.append(asyncio.create_task(producer.send(Message("a", {"n": number}, order_key=key))))
+                if number % 20 == 0:
+                    await asyncio.sleep(0.01)
+            receipts = await asyncio.gather(*sends)
+            assert all(receipt.is_stored for receipt in receipts)
+            assert numbers_of_keys(first)[key] == list(range(200))
+            assert [receipt.sequence for receipt in receipts] == list(range(1, 200))
+
+    run(test())
+
+
+def test_a_broker_group_that_comes_takes_its_share_of_the_keys_when_nothing_is_under_way():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [first]), producer_of(metaserver) as producer:
+            moving, staying = key_for("g2", "g1", "g2"), key_for("g1", "g1", "g2")
+            await producer.send(Message("a", {"n": 0}, order_key=moving))
+            hold = Hold(first)
+            sends = [asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=moving)))]
+            await until(lambda: hold.held)
+            second = FakeBroker("g2")
+            await second.start()
+            metaserver.set_group(second)
+            await until(lambda: second.connections)
+            for key in (moving, staying):
+                sends.append(asyncio.create_task(producer.send(Message("a", {"n": 2}, order_key=key))))
+            await asyncio.sleep(0.1)
+            assert not second.attempts, "the first batch of the key has no outcome yet"
+            hold.release()
+            assert [receipt.broker_group for receipt in await asyncio.gather(*sends)] == ["g1", "g2", "g1"]
+            await second.stop()
+
+    run(test())

@@ -1,0 +1,385 @@
+"""Shell. Every message given to a producer gets its outcome: without a route, in full queues, when it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+
+import pytest
+
+import qmq
+from qmq.client.breaker import FAILURES_MAX, BreakerState
+from qmq.codec import decode_message
+from qmq.errors import (
+    BrokerReadOnly,
+    ClientClosed,
+    InvalidMessage,
+    NoRoute,
+    NotServed,
+    OutcomeUnknown,
+    Overloaded,
+    QueueFull,
+)
+from qmq.message import Message
+from tests.unit.client.fakes import TOKEN, FakeBroker, cluster
+from tests.unit.client.test_producer import Hold, numbered, producer_of, properties, run, until
+
+
+def test_a_subject_without_route_is_refused_in_time_by_name():
+    """Gaps of QMQ, sections 1, 2 and 10: such a send never completes."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, _), producer_of(metaserver, timeout_s=0.3) as producer:
+            metaserver.refuse["nowhere"] = "no broker group is allowed for it"
+            receipt = await producer.send(Message("nowhere", {"n": 1}, id="mine"))
+            assert (receipt.outcome, receipt.message_id) == (qmq.Outcome.REFUSED, "mine")
+            assert "no broker group is allowed" in receipt.reason
+            with pytest.raises(NoRoute):
+                receipt.check()
+            [many] = await producer.send_many([Message("nowhere")])
+            [ordered] = await producer.send_many([Message("nowhere", order_key="k")])
+            assert isinstance(many.error, NoRoute) and isinstance(ordered.error, NoRoute)
+
+    run(test())
+
+
+def test_without_a_metaserver_a_send_ends_in_time():
+    """Gap of QMQ, section 10: the first look-up blocks without limit."""
+
+    async def test() -> None:
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+            async with qmq.Producer(metaserver=url, app="test", token=TOKEN, timeout_s=0.3) as producer:
+                assert isinstance((await producer.send(Message("a"))).error, NoRoute)
+
+    run(test())
+
+
+def test_three_subjects_without_route_do_not_hold_up_the_others():
+    """Gap of QMQ, section 2: three such subjects stop the producer."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            async with producer_of(metaserver, queue_messages_max=500) as producer:
+                stuck: list[qmq.Receipt] = []
+                for number in range(3):
+                    metaserver.refuse[f"stuck{number}"] = "no broker group"
+                    with pytest.raises(QueueFull):
+                        for _ in range(501):
+                            producer.send_nowait(Message(f"stuck{number}"), stuck.append)
+                for _ in range(5):
+                    receipts = await asyncio.gather(*(producer.send(message) for message in numbered(100)))
+                    assert all(receipt.is_stored for receipt in receipts)
+                assert (await producer.send_many(numbered(3_000))).all_stored
+                assert not stuck
+                metaserver.refuse.clear()
+                metaserver.tell()
+                await producer.flush()
+                assert stuck and all(receipt.is_stored for receipt in stuck)
+
+    run(test())
+
+
+def test_the_rest_of_a_send_many_does_not_wait_as_long_again():
+    """A call with many batches for a subject that nobody takes ends about when its first batch does."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, _), producer_of(metaserver, timeout_s=0.5) as producer:
+            metaserver.refuse["nowhere"] = "no broker group"
+            began = asyncio.get_running_loop().time()
+            receipts = await producer.send_many(numbered(30_000, "nowhere"))
+            assert receipts.count_of(qmq.Outcome.REFUSED) == 30_000
+            assert asyncio.get_running_loop().time() - began < 0.5 * 15, "30 batches, of which 2 wait at a time"
+
+    run(test())
+
+
+def test_a_group_that_refused_is_used_again_without_a_new_route():
+    """Gap of QMQ, section 2: what a refusal set to unavailable stays so until the route changes."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            for _ in range(3):
+                broker.refuse_with = BrokerReadOnly("slave_down")
+                broker.attempts.clear()
+                sending = asyncio.create_task(producer.send(Message("a", {"n": 1})))
+                await until(lambda: broker.attempts)
+                broker.refuse_with = None
+                assert (await sending).is_stored
+
+    run(test())
+
+
+def test_what_a_readonly_group_did_not_take_in_time_is_not_served():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=0.3) as producer:
+            broker.refuse_with = BrokerReadOnly("disk")
+            error = (await producer.send(Message("a"))).error
+            assert isinstance(error, NotServed) and not isinstance(error, NoRoute) and "disk" in str(error)
+
+    run(test())
+
+
+def test_what_a_broker_refuses_on_its_own_is_an_invalid_message_with_its_id():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            broker.limits["message_bytes_max"] = 1_000
+            receipts = await producer.send_many([Message("a", {"n": "x" * 2_000}, id="large"), Message("a", {"n": 1})])
+            assert (receipts[0].message_id, receipts[0].outcome) == ("large", qmq.Outcome.REFUSED)
+            assert isinstance(receipts[0].error, InvalidMessage)
+            assert receipts[1].check() is not None
+
+    run(test())
+
+
+def test_an_unknown_outcome_says_so_by_its_error():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=0.3) as producer:
+            await producer.send(Message("a", {"n": 0}))
+            Hold(broker)
+            receipt = await producer.send(Message("a", {"n": 1}))
+            assert receipt.outcome is qmq.Outcome.UNKNOWN
+            with pytest.raises(OutcomeUnknown):
+                receipt.check()
+
+    run(test())
+
+
+def test_a_full_queue_makes_send_wait_no_longer_than_its_time_and_takes_nothing():
+    """Rule: queue full. QMQ blocks for 50 ms and then drops the message."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            async with producer_of(metaserver, queue_messages_max=5, in_flight_max=1, timeout_s=1.0) as producer:
+                await producer.send(Message("a", {"n": "connected"}))
+                hold = Hold(broker)
+                done: list[qmq.Receipt] = []
+                producer.send_nowait(Message("a", {"n": "under way"}), done.append)
+                await until(lambda: hold.held)
+                for message in numbered(5):
+                    producer.send_nowait(message, done.append)
+                with pytest.raises(QueueFull):
+                    producer.send_nowait(Message("a", {"n": 5}), done.append)
+                receipt = await producer.send(Message("a", {"n": "waits"}))
+                assert receipt.outcome is qmq.Outcome.REFUSED
+                await producer.flush()
+                assert len(done) == 6
+                assert properties(broker) == ["connected"]
+
+    run(test())
+
+
+def test_producers_of_one_process_share_nothing():
+    """Gaps of QMQ, sections 2 and 10: one object of settings and one metaserver for the whole process."""
+
+    async def test() -> None:
+        async with cluster("g1") as (here, [near]), cluster("g2") as (there, [far]):
+            async with producer_of(here, queue_messages_max=1) as first, producer_of(there) as second:
+                receipts = await asyncio.gather(first.send(Message("a", {"n": 1})), second.send(Message("a", {"n": 2})))
+                assert [receipt.broker_group for receipt in receipts] == ["g1", "g2"]
+                with pytest.raises(QueueFull):
+                    for message in numbered(2):
+                        first.send_nowait(message, lambda _: None)
+                for message in numbered(2):
+                    second.send_nowait(message, lambda _: None)
+            assert (len(properties(near)), len(properties(far))) == (2, 3)
+
+    run(test())
+
+
+def test_flush_waits_for_what_was_given_before_and_not_for_what_comes_later():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, in_flight_max=4) as producer:
+            await producer.flush()
+            await producer.send(Message("a", {"n": 0}))
+            hold, receipts = Hold(broker), []
+            for message in (*numbered(10), Message("a", {"n": 10}, order_key="k")):
+                producer.send_nowait(message, receipts.append)
+            many = asyncio.create_task(producer.send_many(numbered(10, "b")))
+            await until(lambda: len(hold.held) >= 3)
+            flushing = asyncio.create_task(producer.flush())
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not flushing.done()
+            hold.release()
+            later = Hold(broker)
+            producer.send_nowait(Message("a", {"n": "later"}), receipts.append)
+            await flushing
+            assert len(receipts) == 11 and (await many).all_stored
+            await until(lambda: later.held)
+            later.release()
+            await producer.flush()
+            assert len(receipts) == 12
+
+    run(test())
+
+
+def test_flush_of_a_closed_producer_is_refused():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, _):
+            producer = producer_of(metaserver)
+            with pytest.raises(ClientClosed):
+                await producer.flush()
+            async with producer:
+                pass
+            with pytest.raises(ClientClosed):
+                await producer.flush()
+
+    run(test())
+
+
+def test_closing_that_is_cancelled_leaves_nobody_without_an_outcome():
+    """Gap of QMQ, section 2: what is left at shutdown is neither sent nor told."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            producer = await producer_of(metaserver, in_flight_max=1).__aenter__()
+            await producer.send(Message("a", {"n": 0}))
+            hold, receipts = Hold(broker), []
+            sends = [asyncio.create_task(producer.send(Message("a", {"n": "under way"})))]
+            await until(lambda: hold.held)
+            sends += [asyncio.create_task(producer.send(Message("a", {"n": "waits"}))) for _ in range(2)]
+            sends.append(asyncio.create_task(producer.send(Message("a", {"n": "in order"}, order_key="k"))))
+            many = asyncio.create_task(producer.send_many(numbered(10)))
+            producer.send_nowait(Message("nowhere"), receipts.append)
+            await asyncio.sleep(0.01)
+            closing = asyncio.create_task(producer.close())
+            await asyncio.sleep(0)
+            closing.cancel()
+            outcomes = [receipt.outcome for receipt in await asyncio.gather(*sends)]
+            assert outcomes == [qmq.Outcome.UNKNOWN] + [qmq.Outcome.REFUSED] * 3
+            assert (await many).count_of(qmq.Outcome.REFUSED) == 10
+            assert [type(receipt.error) for receipt in receipts] == [ClientClosed]
+
+    run(test())
+
+
+def test_answers_of_a_group_that_is_overloaded_do_not_open_its_breaker():
+    """Rule: any answer counts as a success for the breaker."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            broker.refuse_with = Overloaded("full")
+            sending = asyncio.create_task(producer.send(Message("a")))
+            await until(lambda: len(broker.attempts) >= 3)
+            assert producer._sender._groups["g1"].breaker._failures == 0
+            broker.refuse_with = None
+            assert (await sending).is_stored
+
+    run(test())
+
+
+def test_a_group_that_answers_nothing_is_given_up_and_the_others_take_what_comes():
+    """Rule: 100 requests in a row without an answer open the breaker; then no request goes there."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [silent]):
+            async with producer_of(metaserver, timeout_s=3.0, answer_timeout_s=0.1, in_flight_max=64) as producer:
+                await producer.send(Message("a", {"n": "connected"}))
+                breaker = producer._sender._groups["g1"].breaker
+                Hold(silent)
+                sends = []
+                for message in numbered(60):
+                    sends.append(asyncio.create_task(producer.send(message)))
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+                await until(lambda: breaker.state is BreakerState.OPEN)
+                count = len(silent.attempts)
+                assert count > FAILURES_MAX
+                other = FakeBroker("g2")
+                await other.start()
+                metaserver.set_group(other)
+                receipts = [await producer.send(message) for message in numbered(20)]
+                assert {receipt.broker_group for receipt in receipts} == {"g2"}
+                assert len(silent.attempts) == count, "not even repeats"
+                unknown = await asyncio.gather(*sends)
+                assert {(receipt.outcome, receipt.broker_group) for receipt in unknown} == {(qmq.Outcome.UNKNOWN, "g1")}
+                assert unknown[0].reason == "no answer of g1 before the deadline; last: no answer for 0.1 s"
+                await other.stop()
+
+    run(test())
+
+
+def test_a_new_master_gets_a_new_breaker():
+    """Rule: kept while the master's address is the same."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            await producer.send(Message("a"))
+            group = producer._sender._groups["g1"]
+            breaker = group.breaker
+            metaserver.set_group(broker, writable=False)
+            metaserver.set_group(broker, writable=True)
+            await producer.send(Message("a"))
+            assert group.breaker is breaker
+            metaserver.set_group(broker, term=2)
+            await until(lambda: group.breaker is not breaker)
+
+    run(test())
+
+
+def test_callbacks_that_raise_leave_their_batch_alone():
+    """Gap of QMQ, section 2: the other messages of the request get no callback and no resend."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+            await producer.send(Message("a", {"n": "connected"}))
+            receipts: list[qmq.Receipt] = []
+
+            def fail(receipt: qmq.Receipt) -> None:
+                receipts.append(receipt)
+                raise ValueError("mine alone")
+
+            for message in numbered(20):
+                producer.send_nowait(message, fail)
+            await producer.flush()
+            assert len(receipts) == 20 and broker.attempts[-1].count == 20
+
+    run(test())
+
+
+def test_a_callback_may_send_the_next_message():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            left = iter(range(50))
+
+            def again(_: qmq.Receipt) -> None:
+                if (number := next(left, None)) is not None:
+                    producer.send_nowait(Message("a", {"n": number}), again)
+
+            again(None)  # type: ignore[arg-type]
+            await until(lambda: len(broker.subjects["a"]) == 50)
+            assert properties(broker) == [str(number) for number in range(50)]
+
+    run(test())
+
+
+def test_ids_have_the_form_of_qmqs():
+    """Rule: message id."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            message = Message("a", {"n": 1})
+            await producer.send(message)
+            await producer.send_many(numbered(2))
+            for data in broker.subjects["a"]:
+                assert re.fullmatch(r"\d{6}\.\d{6}\.\d+\.\d+\.\d+\.\d+\.\d+\.-?\d+", decode_message(data).id or "")
+
+    run(test())
+
+
+def test_a_derived_subject_with_two_long_names_is_sent():
+    """Rule: retry and dead-letter subjects are exempt from the length of a subject."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            subject = f"%RETRY%{'s' * 100}%{'g' * 100}"
+            assert (await producer.send(Message(subject, {"n": 1}))).is_stored
+            for illegal in ("s" * 101, "", "a/b", "a\nb", "a\rb", " a", "a\u2028b", f"%RETRY%{'s' * 101}%g"):
+                with pytest.raises(qmq.InvalidName):
+                    await producer.send(Message(illegal))
+
+    run(test())
