@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from qmq.client.holding import HeldPiece, Holding, Refusal, SentAck, SentNack
-from qmq.codec import Buffer, encode_message, join_batch, split_batch
+from qmq.codec import Buffer, encode_labels, encode_message, join_batch, label_of, split_batch
 from qmq.errors import ErrorCode
+from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
 from qmq.message import Message
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Nack, Pull, Verdict
@@ -84,6 +85,19 @@ class Batch:
     not_before_ms: int = 0
 
 
+TAG = "t"
+
+
+def is_tagged(identity: str) -> bool:
+    """Whether the message of this id has the tag that some groups ask for."""
+    return crc32(identity.encode()) % 3 == 0
+
+
+def order_key(identity: str) -> str | None:
+    """The order key of the message of this id; some have none."""
+    return (None, "k1", "k2", "k3")[crc32(identity.encode()) >> 8 & 3]
+
+
 class Producer(Client):
     """Repeats a batch, byte by byte, until somebody says what became of it."""
 
@@ -117,18 +131,24 @@ class Producer(Client):
         rng, number = self._events.rng, self._next
         self._next += 1
         subject = rng.choice(self.world.swarm.subjects)
-        ids, messages = [], []
+        ids, messages, labels = [], [], []
         for i in range(rng.randint(1, self.world.swarm.batch_messages)):
             identity = f"{self.name}-{number}-{i}"
             size = rng.choice((0, 10, 60, 200, 700))
             ids.append(identity)
-            messages.append(encode_message(Message(subject, {"n": "x" * size}, id=identity), number))
+            tags = (TAG, "other") if is_tagged(identity) else ("other",) if size == 10 else ()
+            messages.append(encode_message(Message(subject, {"n": "x" * size}, id=identity, tags=tags), number))
+            labels.append(label_of(tags, order_key(identity) if self.world.swarm.keys else None))
             self.world.oracle.sent[identity] = subject
         if rng.random() < 0.02:
             ids.append("nothing")
             messages.append(b"garbage")
-        body = join_batch(messages)
-        header = commands.produce_header(self._identity, number, len(messages), crc32(body), subject)
+            labels.append(0)
+        body, flags = join_batch(messages), 0
+        if self.world.swarm.keys or rng.random() < 0.5:
+            body += encode_labels(labels)
+            flags = FLAG_LABELLED | (FLAG_ORDERED if any(label >> 32 for label in labels) else 0)
+        header = commands.produce_header(self._identity, number, len(messages), crc32(body), subject, flags)
         self.outstanding[number] = Batch(number, subject, ids, (header, body))
 
     def _send(self, batch: Batch) -> None:
@@ -185,6 +205,8 @@ class Consumer(Client):
     def __init__(self, world: World, name: str, group: str, subject: str) -> None:
         super().__init__(world, name)
         self.group, self.subject = group, subject
+        self.is_choosy = world.swarm.tagged and group == "g1"
+        """Whether it asks for messages with the tag alone."""
         self._session = Session()
         self._acker: Any = None
         """Nobody: this consumer sends decisions when it comes to it."""
@@ -269,7 +291,8 @@ class Consumer(Client):
         session.is_subscribing, session.asked_ms = True, self._events.now_ms
         body = commands.encode_json(
             subject=self.subject, group=self.group, consumer=self.name, start="earliest", since_ms=0, broadcast=False,
-            held_end=self._holding.held_end, deliveries_max=self.world.swarm.deliveries_max, tags=[], tag_mode="any",
+            held_end=self._holding.held_end, deliveries_max=self.world.swarm.deliveries_max,
+            tags=[TAG] if self.is_choosy else [], tag_mode="any",
         )  # fmt: skip
         link.request(Command.SUBSCRIBE, body, then=lambda packet: self._subscribed(link, session, packet))
 
@@ -308,7 +331,7 @@ class Consumer(Client):
             if piece.flags:
                 self._events.count("pulled from a master alone")
             for i, message in enumerate(split_batch(piece.body, piece.count)):
-                self.world.oracle.received(self.group, self.subject, piece.sequence + i, bytes(message))
+                self.world.oracle.received(self, piece.sequence + i, bytes(message))
                 self.world.oracle.counted(self, piece, i)
                 self.world.oracle.numbered(self, piece.pull_sequence + i, piece.sequence + i)
             held = self._holding.received(piece.pull_sequence, piece.count, piece.times, self._acker, "g")

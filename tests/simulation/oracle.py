@@ -15,6 +15,7 @@ from qmq.log.progress import decode_progress
 from qmq.remoting.commands import Piece, Produced
 from qmq.subjects import parse_derived
 from qmq.types import NO_EPOCH, Epoch
+from tests.simulation.clients import TAG, is_tagged, order_key
 from tests.simulation.events import Events, Violation
 from tests.simulation.watched_log import WatchedLog
 
@@ -54,14 +55,20 @@ class Oracle:
         """Whether somebody moves groups."""
         self.deliveries_max = 0
         self.is_counted = True
-        """Whether two hand-overs of a message never have the same number: nobody moves groups, and nobody gives back what
-        is on its way to him, which does not count."""
+        """Whether two hand-overs of a message never have the same number: nobody moves groups, and nobody gives back
+        what is on its way to him, which does not count."""
         self._finished: dict[tuple[str, str, int], int] = {}
         """(consumer group, subject, sequence) -> number of deliveries when an application was done with it."""
         self._counts: dict[tuple[str, str, int, int], tuple[str, int]] = {}
         """(consumer group, subject, sequence, times) -> (consumer, pull sequence)."""
         self._uncounted: set[tuple[str, str, int]] = set()
         """(consumer group, subject, sequence) that some master alone handed out."""
+        self.is_ordered = False
+        """Whether messages have order keys, and nobody moves groups."""
+        self.choosy: set[str] = set()
+        """Consumer groups that ask for messages with the tag alone."""
+        self._last_finished: dict[tuple[str, str, str], int] = {}
+        """(consumer group, subject, order key) -> the last message that an application was done with."""
         self._dead: dict[tuple[str, str, int], set[int]] = {}
         """The same key -> offsets of its dead letters, in whichever log."""
         self._dead_kept: set[tuple[str, str, int]] = set()
@@ -207,9 +214,11 @@ class Oracle:
         for i, identity in enumerate(stored):
             self.acked[identity] = (subject, produced.first_sequence + i)
 
-    def received(self, group: str, subject: str, sequence: int, message: bytes) -> None:
+    def received(self, consumer: Consumer, sequence: int, message: bytes) -> None:
         """A consumer got a message."""
-        envelope = decode_envelope(message)
+        envelope, group, subject = decode_envelope(message), consumer.group, consumer.subject
+        if consumer.is_choosy and TAG not in envelope.tags:
+            raise Violation(f"I23: {group}, which asks for the tag {TAG}, gets {subject} {sequence} without it")
         if self.sent.get(envelope.id) != subject:
             raise Violation(f"I10: {envelope.id} was never sent to {subject}")
         if self.delivered.setdefault((subject, sequence), envelope.id) != envelope.id:
@@ -232,7 +241,13 @@ class Oracle:
 
     def finished(self, group: str, subject: str, sequence: int) -> None:
         """An application is done with a message; it will ack it, if it lives so long."""
-        self._finished[group, subject, sequence] = self._deliveries
+        key = group, subject, sequence
+        name = order_key(self.delivered[subject, sequence]) if self.is_ordered else None
+        if name is not None and key not in self._finished:
+            if sequence < self._last_finished.get((group, subject, name), 0):
+                raise Violation(f"I24: {group} was done with a later message of {name} before {subject} {sequence}")
+            self._last_finished[group, subject, name] = sequence
+        self._finished[key] = self._deliveries
 
     def numbered(self, consumer: Consumer, pull_sequence: int, sequence: int) -> None:
         """A consumer is given a message under a number that it will ack."""
@@ -253,7 +268,7 @@ class Oracle:
         stored, begins = self._walk(logs[0])
         self._check_messages(stored, logs[0])
         for group in groups:
-            self._check_group(group, begins, logs[0])
+            self._check_group(group, begins, logs[0], stored)
         for move in self._moves:
             if move.offset >= logs[0].start and logs[0].chain_at(move.end) != move.chain:
                 raise Violation(f"I8: an operator was told that a group is moved by {move}, and no log knows it")
@@ -314,7 +329,10 @@ class Oracle:
         if log.end < self.committed.end or not self._has_committed(log):
             raise Violation(f"I1: the log ends at {log.end}, without {self.committed}")
 
-    def _check_group(self, name: str, begins: dict[tuple[str, str], tuple[int, int]], log: WatchedLog) -> None:
+    def _check_group(
+        self, name: str, begins: dict[tuple[str, str], tuple[int, int]], log: WatchedLog,
+        stored: dict[tuple[str, int], str],
+    ) -> None:  # fmt: skip
         got = self._delivered_last
         for (subject, group), state in log.state.groups.items():
             if group != name:
@@ -326,6 +344,8 @@ class Oracle:
                 refs = log.frames(subject, 0, 1)
                 begin = max(begin, refs[0].begin if refs else end)
             keys = [(name, subject, sequence) for sequence in range(begin, end)]
+            if name in self.choosy:  # nobody knows any more what was asked for of what retention took
+                keys = [key for key in keys if (identity := stored.get(key[1:])) and is_tagged(identity)]
             alive = [key for key in keys if key not in self._dead_kept and not self._died_before(key, log.start)]
             for what, seen in (("got", got), ("was done with", self._finished)):
                 missing = [key[2] for key in alive if seen.get(key, 0) <= since]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+from broker import delivery
 from broker.delivery import Delivery
 from broker.node import Node
 from broker.slave import Slave
@@ -326,6 +327,28 @@ def _broker_acks_for_its_consumers() -> list[Patch]:
     return [mock.patch.object(Delivery, "_write_down", write_down)]
 
 
+def _chosen_messages_are_counted_from_the_first() -> list[Patch]:
+    """W9: what is chosen by its tags is numbered as if nothing had been passed over in between."""
+    real = delivery._PullAnswer.send
+
+    def send(self: Any) -> bool:
+        sequence = self.hand_out.parts[0].begin
+        headers = []
+        for part in self.hand_out.parts:
+            headers.append(sequence)
+            sequence += part.end - part.begin
+        numbers = iter(headers)
+
+        def piece_header(pull_sequence: int, begin: int, *rest: int) -> bytes:
+            return header(pull_sequence, next(numbers), *rest)
+
+        header = commands.piece_header
+        with mock.patch.object(commands, "piece_header", piece_header):
+            return real(self)
+
+    return [mock.patch.object(delivery._PullAnswer, "send", send)]
+
+
 def _hand_overs_are_not_counted() -> list[Patch]:
     """What comes back counts as new."""
     real = fold.Group.give_back
@@ -381,6 +404,7 @@ BUGS = [
     Bug("pull sequences are used again", _pull_sequences_are_used_again),
     Bug("new group is in memory only", _new_group_is_in_memory_only),
     Bug("broker acks for its consumers", _broker_acks_for_its_consumers),
+    Bug("chosen messages are counted from the first", _chosen_messages_are_counted_from_the_first),
     Bug("hand-overs are not counted", _hand_overs_are_not_counted),
     Bug("moved group counts anew", _moved_group_counts_anew, moves=True),
     Bug("move told too early", _move_told_too_early, first=200, moves=True),

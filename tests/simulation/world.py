@@ -51,6 +51,8 @@ class Swarm:
     nack: float
     give_up: float
     deliveries_max: int
+    tagged: bool
+    keys: bool
 
     @classmethod
     def draw(cls, rng: Random) -> Swarm:
@@ -89,6 +91,8 @@ class Swarm:
             nack=rng.choice((0.0, 0.05, 0.3)),
             give_up=rng.choice((0.0, 0.02)),
             deliveries_max=rng.choice((0, 0, 2, 5)),
+            tagged=rng.choice((False, False, True)),
+            keys=rng.choice((False, False, True)),
         )
 
 
@@ -114,6 +118,8 @@ class World:
         self.oracle = Oracle(self.events)
         self.oracle.has_operator, self.oracle.deliveries_max = moves, swarm.deliveries_max
         self.oracle.is_counted = not moves and not swarm.unsubscribe
+        self.oracle.is_ordered = swarm.keys and not moves
+        self.oracle.choosy = {"g1"} if swarm.tagged else set()
         self.network = Network(
             self.events, delay_ms=swarm.delay_ms, stall=swarm.stall, keepalive_ms=swarm.keepalive_ms
         )
