@@ -349,6 +349,11 @@ def _chosen_messages_are_counted_from_the_first() -> list[Patch]:
     return [mock.patch.object(delivery._PullAnswer, "send", send)]
 
 
+def _keys_are_never_busy() -> list[Patch]:
+    """A message is handed out although an earlier one of its order key is not done."""
+    return [mock.patch("broker.keys.Keys.is_busy", lambda self, key: False)]
+
+
 def _hand_overs_are_not_counted() -> list[Patch]:
     """What comes back counts as new."""
     real = fold.Group.give_back
@@ -405,6 +410,7 @@ BUGS = [
     Bug("new group is in memory only", _new_group_is_in_memory_only),
     Bug("broker acks for its consumers", _broker_acks_for_its_consumers),
     Bug("chosen messages are counted from the first", _chosen_messages_are_counted_from_the_first),
+    Bug("order keys are never busy", _keys_are_never_busy),
     Bug("hand-overs are not counted", _hand_overs_are_not_counted),
     Bug("moved group counts anew", _moved_group_counts_anew, moves=True),
     Bug("move told too early", _move_told_too_early, first=200, moves=True),
