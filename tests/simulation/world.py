@@ -186,7 +186,9 @@ class World:
             producer.is_producing = False
         for consumer in self.consumers:
             consumer.sleeps_until_ms = 0
-        self.swarm = replace(self.swarm, crash_in_recovery=0.0, slow_sync=0.0)
+        # Keys wait for their retries one after the other: with many of them the backlog alone would take a minute.
+        nack = min(self.swarm.nack, 0.05)
+        self.swarm = replace(self.swarm, crash_in_recovery=0.0, slow_sync=0.0, nack=nack)
         events.after(1000, self._look_after)
 
     def _look_after(self) -> None:
