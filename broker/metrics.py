@@ -152,14 +152,27 @@ class BrokerCollector(Collector):
         yield unacked
 
 
+def connections(service: Service) -> list[dict[str, object]]:
+    """What each client's connection does: `/connections`."""
+    return [
+        {
+            "peer": door.connection.peer, "app": door.app, "state": door.flow.state.value,
+            "produces": door.flow.produces, "consumes": door.flow.consumes, "reads": door.connection.writable,
+            "unacked_bytes": door.connection.unacked_bytes, "owed_bytes": door.connection.owed_bytes,
+        }
+        for door in service.doors
+    ]  # fmt: skip
+
+
 def serve_metrics(service: Service, settings: BrokerSettings) -> tuple[WSGIServer, threading.Thread]:
     """Serve /metrics on a thread of its own."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
-    registry.register(BrokerCollector(service, settings, asyncio.get_running_loop()))
+    loop = asyncio.get_running_loop()
+    registry.register(BrokerCollector(service, settings, loop))
     try:
-        return serve_door(MetricsDoor(registry, service.access, asyncio.get_running_loop()), settings)
+        return serve_door(MetricsDoor(registry, service.access, loop, lambda: connections(service)), settings)
     except OSError as error:
         address = f"{settings.ip}:{settings.metrics_port}"
         raise NotServed(f"cannot listen on {address}: {error}; stop what uses it, or set another port") from None

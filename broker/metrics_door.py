@@ -1,8 +1,9 @@
-"""Shell. The HTTP port of a broker: its metrics, for who has a token."""
+"""Shell. The HTTP port of a broker: its metrics and its clients' connections, for who has a token."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -22,18 +23,28 @@ CHECK_S = 5.0
 
 
 class MetricsDoor:
-    """`GET /metrics` for holders of a token with the role viewer; called on the HTTP server's threads."""
+    """`GET /metrics` and `/connections` for holders of a token with the role viewer; on the HTTP server's threads.
+
+    `connections` is called on `loop`.
+    """
 
     def __init__(
-        self, registry: CollectorRegistry, access: Access, loop: asyncio.AbstractEventLoop
+        self, registry: CollectorRegistry, access: Access, loop: asyncio.AbstractEventLoop,
+        connections: Callable[[], list[dict[str, object]]],
     ) -> None:  # fmt: skip
-        self._registry, self._access, self._loop = registry, access, loop
+        self._registry, self._access, self._loop, self._connections = registry, access, loop, connections
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> list[bytes]:
         if error := self._refusal(environ):
             status, text = error
             return _answer(start, status, "text/plain; charset=utf-8", f"{text}\n".encode())
+        if environ["PATH_INFO"] == "/connections":
+            listed = asyncio.run_coroutine_threadsafe(self._list(), self._loop).result(CHECK_S)
+            return _answer(start, "200 OK", "application/json", json.dumps(listed, indent=1).encode())
         return _answer(start, "200 OK", "text/plain; version=0.0.4; charset=utf-8", generate_latest(self._registry))
+
+    async def _list(self) -> list[dict[str, object]]:
+        return self._connections()
 
     def _refusal(self, environ: dict[str, Any]) -> tuple[str, str] | None:
         kind, _, bearer = str(environ.get("HTTP_AUTHORIZATION", "")).partition(" ")
@@ -47,9 +58,9 @@ class MetricsDoor:
             return "401 Unauthorized", f"{error} (header X-Api-Token, or Authorization: Bearer)"
         except (NotServed, TimeoutError, CancelledError) as error:
             return "503 Service Unavailable", str(error) or "the token cannot be checked now"
-        if environ.get("PATH_INFO") != "/metrics":
-            return "404 Not Found", "there is /metrics here, nothing else"
-        return None if environ.get("REQUEST_METHOD") == "GET" else ("405 Method Not Allowed", "GET /metrics")
+        if environ.get("PATH_INFO") not in ("/metrics", "/connections"):
+            return "404 Not Found", "there are /metrics and /connections here, nothing else"
+        return None if environ.get("REQUEST_METHOD") == "GET" else ("405 Method Not Allowed", "GET is all there is")
 
 
 def _answer(start: Callable[..., Any], status: str, kind: str, body: bytes) -> list[bytes]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+import urllib.request
 from contextlib import ExitStack
 from threading import Thread
 
@@ -38,6 +40,13 @@ def connections(cluster, state):
     return metrics(cluster, cluster.broker("g1", "master"))[
         f'qmq_broker_client_connections{{broker_group="g1",state="{state}"}}'
     ]
+
+
+def listed(cluster):
+    url = f"http://127.0.0.1:{cluster.broker('g1', 'master').metrics_port}/connections"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(urllib.request.Request(url, headers={"X-Api-Token": cluster.token}), timeout=10) as answer:
+        return json.loads(answer.read())
 
 
 @pytest.fixture
@@ -94,6 +103,8 @@ def test_memory_over_its_limit_stops_producers_and_no_consumer_and_ends_by_itsel
                 until(lambda: reasons(cluster, master) == ["memory"], "memory is over its limit")
                 late = asyncio.create_task(sender.send(qmq.Message("s", {"n": 2})))
                 await asyncio.to_thread(until, lambda: connections(cluster, "blocked") == 1, "the producer is blocked")
+                (blocked,) = [one for one in listed(cluster) if one["state"] == "blocked"]
+                assert blocked["app"] == "test" and blocked["produces"] and not blocked["consumes"]
                 there = await asyncio.to_thread(consume_all, cluster, "big", "g", 1200)
                 assert len(there) == 1200 and connections(cluster, "blocked") == 1 and not late.done()
             return await late
