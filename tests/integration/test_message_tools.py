@@ -394,6 +394,17 @@ def test_dead_letters_are_chosen_by_id_and_time(cluster, subject):
     assert len(chosen("--limit=3")) == 3 and len(chosen()) == 8
 
 
+def test_tags_and_order_keys_go_back_as_they_were(cluster, subject):
+    send(cluster, *[qmq.Message(subject, {"n": n}, id=f"m{n}", tags={f"t{n % 2}"}, order_key="k") for n in range(6)])
+    assert bury(cluster, subject, "g", ["timeout"]) == 6
+    [receipt] = lines(redrive(cluster, subject, "--yes"))
+    assert ids(receipt["moved"]) == [f"m{n}" for n in range(6)]
+    consumed = lines(tool(cluster, "Consume", "--json", "--ack", "--limit=6", subject=subject, group="g", wait=20))
+    assert [(one["id"], one["tags"], one["orderKey"]) for one in consumed] == [
+        (f"m{n}", [f"t{n % 2}"], "k") for n in range(6)
+    ]
+
+
 def test_two_redrives_at_once_give_no_dead_letter_back_twice(cluster, subject, process):
     failed(cluster, subject, 60)
     both = [process(cluster, "Redrive", "--json", "--yes", subject=subject, group="g", rate=200) for _ in range(2)]
