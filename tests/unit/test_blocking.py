@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -383,33 +384,45 @@ consumer = qmq.blocking.Consumer(metaserver=metaserver, app="test")
 """
 
 
-def start(broker, code):
-    command = [sys.executable, "-c", HEAD + textwrap.dedent(code), broker.metaserver]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+@pytest.fixture
+def start(broker):
+    """Start programs, with their children in a session of their own; none of them outlives the test."""
+    started = []
+
+    def start(code):
+        command, pipe = [sys.executable, "-c", HEAD + textwrap.dedent(code), broker.metaserver], subprocess.PIPE
+        started.append(
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
-def run(broker, code):
+@pytest.fixture
+def run(start):
     """Run a program to its end; return what it printed."""
-    process = start(broker, code)
-    try:
+
+    def run(code):
+        process = start(code)
         out, err = process.communicate(timeout=30)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    assert process.returncode == 0, err
-    assert err == ""
-    return out.split()
+        assert (process.returncode, err) == (0, "")
+        return out.split()
+
+    return run
 
 
-def test_what_was_sent_is_stored_before_the_interpreter_ends(broker):
-    run(broker, "for n in range(1_000): producer.send_nowait(message(n))")
+def test_what_was_sent_is_stored_before_the_interpreter_ends(broker, run):
+    run("for n in range(1_000): producer.send_nowait(message(n))")
     assert numbers(broker.messages("s")) == list(range(1_000))
 
 
-def test_threads_that_outlive_the_main_thread_lose_nothing(broker):
+def test_threads_that_outlive_the_main_thread_lose_nothing(broker, run):
     run(
-        broker,
         """
         def work():
             time.sleep(0.1)
@@ -421,9 +434,8 @@ def test_threads_that_outlive_the_main_thread_lose_nothing(broker):
     assert numbers(broker.messages("s")) == list(range(100))
 
 
-def test_what_is_sent_while_the_interpreter_ends_is_stored(broker):
+def test_what_is_sent_while_the_interpreter_ends_is_stored(broker, run):
     run(
-        broker,
         """
         import atexit
         producer.send(message(0))
@@ -433,11 +445,10 @@ def test_what_is_sent_while_the_interpreter_ends_is_stored(broker):
     assert numbers(broker.messages("s")) == [0, 1]
 
 
-def test_the_end_does_not_wait_longer_than_the_timeout(broker):
+def test_the_end_does_not_wait_longer_than_the_timeout(broker, run):
     broker.readonly()
     began = time.monotonic()
     run(
-        broker,
         """
         producer = qmq.blocking.Producer(metaserver=metaserver, app="test", timeout_s=0.5)
         producer.send_nowait(message(0))
@@ -447,9 +458,8 @@ def test_the_end_does_not_wait_longer_than_the_timeout(broker):
     assert broker.messages("s") == []
 
 
-def test_a_forked_process_has_a_loop_and_a_producer_of_its_own(broker):
+def test_a_forked_process_has_a_loop_and_a_producer_of_its_own(broker, run):
     out = run(
-        broker,
         """
         producer.send(message(0))
         pid = os.fork()
@@ -465,10 +475,9 @@ def test_a_forked_process_has_a_loop_and_a_producer_of_its_own(broker):
     assert len(set(ids)) == 3
 
 
-def test_a_forked_process_neither_repeats_nor_awaits_what_its_parent_sent(broker):
+def test_a_forked_process_neither_repeats_nor_awaits_what_its_parent_sent(broker, start):
     broker.readonly()
     process = start(
-        broker,
         """
         future = producer.send_nowait(message(0))
         time.sleep(0.3)
@@ -492,9 +501,8 @@ def test_a_forked_process_neither_repeats_nor_awaits_what_its_parent_sent(broker
     assert numbers(broker.messages("s")) == [0]
 
 
-def test_workers_forked_before_the_first_use_all_send(broker):
+def test_workers_forked_before_the_first_use_all_send(broker, run):
     run(
-        broker,
         """
         def work(n):
             producer.send_nowait(message(n))
@@ -507,10 +515,9 @@ def test_workers_forked_before_the_first_use_all_send(broker):
     assert sorted(numbers(broker.messages("s"))) == [0, 1, 2, 3]
 
 
-def test_ctrl_c_ends_a_wait_and_the_program(broker):
+def test_ctrl_c_ends_a_wait_and_the_program(broker, start):
     broker.readonly()
     process = start(
-        broker,
         """
         producer = qmq.blocking.Producer(metaserver=metaserver, app="test", timeout_s=1.0)
         print("ready", flush=True)
@@ -539,9 +546,8 @@ def on_message(message):
 @pytest.mark.parametrize(
     "number, ends", [(signal.SIGTERM, "ended\n"), (signal.SIGINT, "interrupted\n")], ids=["SIGTERM", "Ctrl-C"]
 )
-def test_a_signal_ends_run_after_the_handler_that_runs(broker, producer, number, ends):
+def test_a_signal_ends_run_after_the_handler_that_runs(broker, producer, number, ends, start):
     process = start(
-        broker,
         LISTEN
         + """
 try:
@@ -561,10 +567,9 @@ except KeyboardInterrupt:
         broker.wait_until_consumed("s", "g", timeout=0.1)
 
 
-def test_a_consumer_in_a_daemon_thread_is_drained_at_the_end(broker, producer):
+def test_a_consumer_in_a_daemon_thread_is_drained_at_the_end(broker, producer, start):
     producer.send(message(0))
     process = start(
-        broker,
         LISTEN
         + """
 threading.Thread(target=consumer.run, daemon=True).start()
@@ -578,9 +583,8 @@ sys.stdin.readline()
     broker.wait_until_consumed("s", "g", timeout=1)
 
 
-def test_forked_workers_are_consumers_of_their_own(broker, producer):
+def test_forked_workers_are_consumers_of_their_own(broker, producer, start):
     process = start(
-        broker,
         """
         @consumer.listen("s", group="g", start="earliest")
         def on_message(message):
