@@ -50,7 +50,7 @@ class Got(NamedTuple):
 class Consumer:
     """One consumer of a group, on a connection of its own; it holds what it was given until it says otherwise."""
 
-    def __init__(self, group: Group, name: str, **terms) -> None:
+    def __init__(self, group: Group, name: str, /, **terms) -> None:
         self.group, self.name, self.terms = group, name, terms
         self.held: dict[int, int] = {}
         """Pull sequence -> sequence."""

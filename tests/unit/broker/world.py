@@ -221,11 +221,13 @@ class Client:
         )
 
     def produce_raw(
-        self, messages: list[bytes], *, subject: str = "s", producer: int = 7, batch: int = 0, crc: int | None = None
-    ) -> int:
-        body = join_batch(messages)
+        self, messages: list[bytes], *, subject: str = "s", producer: int = 7, batch: int = 0, crc: int | None = None,
+        after: bytes = b"", flags: int = 0,
+    ) -> int:  # fmt: skip
+        """Send a batch; `after` it stands what `flags` say."""
+        body = join_batch(messages) + after
         head = commands.produce_header(
-            producer, batch or next(_batches), len(messages), crc32(body) if crc is None else crc, subject
+            producer, batch or next(_batches), len(messages), crc32(body) if crc is None else crc, subject, flags
         )
         return self.send(Command.PRODUCE, head + body)
 

@@ -1,0 +1,361 @@
+"""Core. Messages chosen singly: who gets what by tags and order keys, who is woken, what is read and written."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from broker import selection, walk
+from qmq.codec import encode_labels, label_of
+from qmq.errors import ErrorCode
+from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
+from qmq.remoting import commands
+from qmq.remoting.commands import Command
+from tests.unit.broker.selecting import Consumer, Sent, produce
+from tests.unit.broker.world import Client, Group, message
+
+A, B, PLAIN = Sent(key="a"), Sent(key="b"), Sent()
+PAY, CANCEL, BOTH, NONE = Sent(("pay",)), Sent(("cancel",)), Sent(("cancel", "pay")), Sent()
+
+
+def stored(*messages: Sent, **changes) -> Group:
+    """A group whose log has these messages, in one batch."""
+    group = Group.made(**changes).start()
+    more(group, *messages, first=0)
+    return group
+
+
+def more(group: Group, *messages: Sent, first: int, labelled: bool = True) -> None:
+    opaque = produce(client := Client(group.a, "producer"), messages, first=first, labelled=labelled)
+    group.settle()
+    assert client.receipt(opaque).first_sequence == first
+
+
+# Order keys.
+
+
+def test_a_pull_gets_one_message_of_each_key_and_all_without():
+    group = stored(A, A, PLAIN, B, A, PLAIN, B)
+    first, second = Consumer(group, "c1"), Consumer(group, "c2")
+    assert first.sequences() == [0, 2, 3, 5]
+    assert second.sequences() == []
+    first.ack(0)
+    assert second.sequences() == [1]
+    first.ack(3)
+    assert second.sequences() == [6]
+    second.ack(1)
+    assert first.sequences() == [4]
+
+
+@pytest.mark.parametrize("how", ["ack", "dead", "leave", "vanish", "move"])
+def test_a_key_that_is_free_wakes_whoever_waits_for_it(how):
+    group = stored(A, A, lease_ms=10_000)
+    first, second = Consumer(group, "c1"), Consumer(group, "c2")
+    assert first.sequences() == [0]
+    waiting = second.ask(timeout_ms=60_000)
+    group.settle()
+    assert not second.client.answered(waiting)
+    expected = [0] if how in ("leave", "vanish") else [1]
+    match how:
+        case "ack":
+            first.ack(0)
+        case "dead":
+            first.nack(0, dead=True)
+        case "leave":
+            first.leave()
+        case "vanish":
+            first.client.lost()
+            for _ in range(3):
+                second.client.send(Command.HEARTBEAT, b"")
+                group.a.wait(6_000)
+            group.settle()
+        case "move":
+            group.a.master.move_group("s", "g", "sequence", 1, dry_run=False, answer=lambda error: None)
+            group.settle()
+            assert second.client.code(waiting) == ErrorCode.INVALID_ACK
+            second.join()
+            waiting = second.ask(timeout_ms=60_000)
+            group.settle()
+    assert [got.sequence for got in second.got(waiting)] == expected
+
+
+def test_a_message_that_failed_holds_its_key_until_it_is_due_and_comes_first():
+    group = stored(A, A, B)
+    first, second = Consumer(group, "c1"), Consumer(group, "c2")
+    assert first.sequences() == [0, 2]
+    first.nack(0, delay_ms=5_000)
+    assert second.sequences() == []
+    waiting = second.ask(timeout_ms=60_000)
+    group.a.wait(5_100)
+    group.settle()
+    assert [(got.sequence, got.times) for got in second.got(waiting)] == [(0, 2)]
+    second.ack()
+    assert first.sequences() == [1]
+
+
+def test_a_message_given_up_at_its_limit_frees_its_key():
+    group = stored(A, A)
+    consumer = Consumer(group, "c1", deliveries_max=2)
+    for _ in range(2):
+        assert consumer.sequences() == [0]
+        consumer.nack(0)
+    waiting = consumer.ask(timeout_ms=60_000)
+    group.settle()
+    assert [got.sequence for got in consumer.got(waiting)] == [1]
+    assert group.a.log.state.next_sequence["%DEAD_RETRY%s%g"] == 1
+
+
+def test_a_new_master_knows_the_busy_keys_from_the_log():
+    group = stored(A, B, A, B, PLAIN, tail_bytes=0)
+    first, second = Consumer(group, "c1"), Consumer(group, "c2")
+    assert first.sequences(1) == [0]
+    assert second.sequences(1) == [1]
+    second.nack(1, delay_ms=60_000)
+    group.swap(2)
+    first.join()
+    second.join()
+    assert second.sequences() == [4]
+    first.ack(0)
+    assert second.sequences() == [2]
+
+
+def test_keys_of_another_group_are_its_own():
+    group = stored(A, A)
+    assert Consumer(group, "c1").sequences() == [0]
+    assert Consumer(group, "c1", group="other").sequences() == [0]
+
+
+def test_a_group_stops_at_so_many_messages_behind_busy_keys(monkeypatch):
+    monkeypatch.setattr(walk, "DEFERRED_MESSAGES_MAX", 2)
+    group = stored(A, A, A, A, B)
+    consumer = Consumer(group, "c1")
+    assert consumer.sequences() == [0]
+    assert consumer.sequences() == []
+    for expected in ([1, 4], [2], [3]):
+        consumer.ack()
+        assert consumer.sequences() == expected
+
+
+def test_messages_of_before_the_first_key_need_no_labels():
+    group = Group.made(tail_bytes=0).start()
+    more(group, PLAIN, PLAIN, PLAIN, first=0, labelled=False)
+    consumer = Consumer(group, "c1")
+    assert consumer.sequences(1) == [0]
+    more(group, A, A, first=3)
+    assert consumer.sequences() == [1, 2]
+    assert consumer.sequences() == [3]
+    consumer.ack()
+    assert consumer.sequences() == [4]
+
+
+# Tags.
+
+
+@pytest.mark.parametrize("labelled", [True, False], ids=["labelled", "unlabelled"])
+@pytest.mark.parametrize(
+    "tags, tag_mode, expected",
+    [
+        (["pay"], "any", [0, 2]),
+        (["pay", "cancel"], "any", [0, 1, 2]),
+        (["pay", "cancel"], "all", [2]),
+        (["refund"], "any", []),
+        ([], "all", [0, 1, 2, 3]),
+    ],
+)
+def test_a_consumer_gets_what_has_its_tags(labelled, tags, tag_mode, expected):
+    group = Group.made().start()
+    more(group, PAY, CANCEL, BOTH, NONE, first=0, labelled=labelled)
+    consumer = Consumer(group, "c1", tags=tags, tag_mode=tag_mode)
+    assert consumer.sequences() == expected
+    if expected:
+        consumer.ack()
+    progress = group.a.log.state.groups["s", "g"]
+    assert (not tags) or progress.position == (4 if expected else 0)
+
+
+def test_broadcast_consumers_each_get_exactly_what_they_ask_for():
+    """W9: what one consumer acks says nothing of what another one, or the same one, skipped."""
+    group = stored(PAY, CANCEL, PAY, CANCEL, BOTH)
+    first = Consumer(group, "c1", group="b1", broadcast=True, tags=["pay"])
+    second = Consumer(group, "c2", group="b2", broadcast=True, tags=["cancel"])
+    assert first.sequences() == [0, 2, 4]
+    assert second.sequences() == [1, 3, 4]
+    second.ack(1, 4)
+    group.swap(2)
+    first.join()
+    second.join()
+    first.ack()
+    assert second.held == dict.fromkeys(second.held, 3)
+    more(group, PAY, CANCEL, first=5)
+    assert first.sequences() == [5]
+    assert second.sequences() == [6]
+
+
+def test_what_does_not_match_is_over_soon_without_anything_handed_out():
+    group = stored(PAY, PAY, PAY)
+    consumer = Consumer(group, "c1", tags=["cancel"])
+    waiting = consumer.ask(timeout_ms=60_000)
+    group.settle()
+    assert group.a.log.state.groups["s", "g"].position == 0, "a frame for each batch would cost as much as the batch"
+    for _ in range(3):
+        group.a.wait(600)
+        group.settle()
+    assert group.a.log.state.groups["s", "g"].position == 3
+    assert not consumer.client.answered(waiting), "and the pull waits on"
+    more(group, CANCEL, first=3)
+    assert [got.sequence for got in consumer.got(waiting)] == [3]
+
+
+def test_a_long_stretch_without_a_match_is_written_down_as_it_is_passed(monkeypatch):
+    monkeypatch.setattr(walk, "PASSED_MESSAGES", 4)
+    group = stored(*[PAY] * 10, CANCEL)
+    consumer = Consumer(group, "c1", tags=["refund"])
+    consumer.ask(timeout_ms=60_000)
+    group.settle()
+    assert group.a.log.state.groups["s", "g"].position == 11
+
+
+def test_a_turn_looks_at_a_bounded_number_of_messages(monkeypatch):
+    monkeypatch.setattr(selection, "LOOKS_PER_TURN", 10)
+    monkeypatch.setattr(walk, "LOOKS_AT_ONCE", 5)
+    group = Group.made().start()
+    for at in range(10):
+        more(group, *[PAY] * 10, first=10 * at)
+    more(group, CANCEL, first=100)
+    looked, candidates = [], walk.TagRule.candidates
+    monkeypatch.setattr(
+        walk.TagRule,
+        "candidates",
+        lambda self, labels, at, to: looked.append(to - at) or candidates(self, labels, at, to),
+    )
+    consumer = Consumer(group, "c1", tags=["cancel"])
+    waiting, turns = consumer.ask(timeout_ms=60_000), 0
+    while not consumer.client.answered(waiting):
+        looked.clear()
+        assert group.a.host.turn() or group.a.host.fsync() or group.to_slave() or group.b.host.fsync() or (
+            group.b.host.turn() or group.to_master()
+        )  # fmt: skip
+        assert sum(looked) <= 10
+        turns += 1
+    assert turns >= 10
+    assert [got.sequence for got in consumer.got(waiting)] == [100]
+
+
+def test_consumers_of_a_group_that_ask_for_different_tags_are_served_as_they_ask_with_one_warning(caplog):
+    group = stored(PAY, CANCEL, PAY, CANCEL)
+    with caplog.at_level(logging.WARNING, "broker.selection"):
+        first = Consumer(group, "c1", tags=["pay"])
+        assert not caplog.records
+        second = Consumer(group, "c2", tags=["cancel"])
+        Consumer(group, "c3", tags=["cancel"])
+    assert len(caplog.records) == 1
+    assert first.sequences(1) == [0]
+    assert second.sequences() == [1, 3]
+    assert first.sequences() == []
+
+
+# What is read.
+
+
+def test_bytes_are_read_once_for_all_who_wait_and_nobody_hears_that_there_is_nothing():
+    group = stored(PAY, CANCEL, PAY, CANCEL, tail_bytes=0)
+    more(group, NONE, first=4)
+    consumers = [Consumer(group, name, tags=["pay"]) for name in ("c1", "c2")]
+    read, group.a.host.do_read = group.a.host.do_read, lambda: False
+    pulls = [consumer.ask(1) for consumer in consumers]
+    group.settle()
+    group.a.wait(100)
+    group.settle()
+    assert len(group.a.host.reads) == 1
+    assert not any(consumer.client.answered(pull) for consumer, pull in zip(consumers, pulls, strict=True))
+    group.a.host.do_read = read
+    group.settle()
+    assert [consumer.got(pull)[0].sequence for consumer, pull in zip(consumers, pulls, strict=True)] == [0, 2]
+
+
+def test_a_pull_that_nothing_matches_is_told_so_when_all_is_looked_at():
+    group = stored(PAY, PAY, tail_bytes=0)
+    more(group, NONE, first=2)
+    consumer = Consumer(group, "c1", tags=["cancel"])
+    pull = consumer.ask()
+    group.settle()
+    assert consumer.client.code(pull) == ErrorCode.NO_MESSAGE
+
+
+def test_frames_in_which_nothing_may_match_are_not_read():
+    group = stored(PAY, PAY, tail_bytes=0)
+    more(group, PAY, CANCEL, first=2)
+    more(group, NONE, first=4)
+    bodies, read_bodies = [], group.a.log.read_bodies
+    group.a.log.read_bodies = lambda refs: bodies.extend(refs) or read_bodies(refs)
+    assert Consumer(group, "c1", tags=["cancel"]).sequences() == [3]
+    assert [ref.begin for ref in bodies] == [2]
+
+
+def test_neighbours_of_a_frame_leave_as_one_piece():
+    group = stored(PAY, PAY, CANCEL, PAY, PAY, PAY)
+    consumer = Consumer(group, "c1", tags=["pay"])
+    pull = consumer.ask()
+    group.settle()
+    pieces = commands.decode_pulled(memoryview(consumer.client.body(pull)))
+    assert [(piece.sequence, piece.count) for piece in pieces] == [(0, 2), (3, 3)]
+
+
+def test_messages_that_retention_took_are_counted_and_passed():
+    group = Group.made(segment_bytes=512, tail_bytes=0).start()
+    for at in range(8):
+        more(group, PAY, PAY, first=2 * at)
+    consumer = Consumer(group, "c1", tags=["pay"])
+    for broker in (group.a, group.b):
+        while len(broker.log.bases) > 2:
+            broker.log.drop_oldest_segment()
+    first = group.a.log.frames("s", 0, 1)[0].begin
+    assert first > 0
+    assert consumer.sequences() == list(range(first, 16))
+    assert group.a.master.skipped == {("s", "g"): first}
+
+
+def test_a_subject_without_keys_and_a_consumer_without_tags_cost_nothing():
+    group = stored(PAY, CANCEL)
+    assert Consumer(group, "c1").sequences() == [0, 1]
+    assert not group.a.master._delivery._selection._selectors
+
+
+# What is stored.
+
+
+def label_section(*messages: Sent) -> bytes:
+    return encode_labels([label_of(one.tags, one.key) for one in messages])
+
+
+@pytest.mark.parametrize(
+    "flags, section",
+    [
+        (FLAG_LABELLED, b""),
+        (FLAG_LABELLED, label_section(PAY, PAY)[:-1] + b"?"),
+        (FLAG_ORDERED, label_section(A, A)),
+        (8, label_section(PAY, PAY)),
+    ],
+    ids=["no labels", "damaged labels", "ordered alone", "an unknown flag"],
+)
+def test_labels_that_are_none_are_refused(flags, section):
+    group = Group.made().start()
+    client = Client(group.a)
+    opaque = client.produce_raw([message("s", "m0"), message("s", "m1")], after=section, flags=flags)
+    group.settle()
+    assert client.code(opaque) == ErrorCode.INVALID_REQUEST
+    assert "s" not in group.a.log.state.next_sequence
+
+
+def test_a_message_that_is_refused_takes_its_label_along():
+    group = Group.made(message_bytes_max=1024).start()
+    client = Client(group.a)
+    data = [message("s", "m0"), message("s", "large", 2_000), message("s", "m1")]
+    opaque = client.produce_raw(data, after=label_section(A, B, A), flags=FLAG_LABELLED | FLAG_ORDERED)
+    group.settle()
+    assert [position for position, _ in client.receipt(opaque).refused] == [1]
+    consumer = Consumer(group, "c1")
+    assert consumer.sequences() == [0]
+    consumer.ack()
+    assert consumer.sequences() == [1]

@@ -1,0 +1,48 @@
+"""Core. Labels are read from the end of a frame; what is damaged is found, what came wrong is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.codec import encode_labels, join_batch, label_of
+from qmq.errors import CorruptFrame
+from qmq.log.frame import FLAG_LABELLED, FrameKind
+from tests.unit.log.logs import Copy, message
+
+LABELS = [label_of(["pay"], None), label_of([], "k1"), 0]
+
+
+def a_log(section: bytes, flags: int = FLAG_LABELLED) -> Copy:
+    copy = Copy(segment_bytes=1 << 16, tail_bytes=0)
+    copy.office()
+    for first in (0, 3):
+        body = join_batch([message("s", f"m{first + at}") for at in range(3)]) + section
+        copy.append(FrameKind.MESSAGES, "s", body, count=3, first_sequence=first, flags=flags)
+    copy.messages("last", subject="other")
+    copy.flush()
+    return copy
+
+
+def test_labels_of_each_frame_come_in_order():
+    copy = a_log(encode_labels(LABELS))
+    assert [list(labels) for labels in copy.log.read_labels(copy.log.frames("s", 0, 9))] == [LABELS, LABELS]
+
+
+@pytest.mark.parametrize(
+    "section, flags",
+    [(b"", 0), (encode_labels(LABELS)[:-1] + b"?", FLAG_LABELLED), (encode_labels(LABELS[:2]), FLAG_LABELLED)],
+    ids=["none", "they came damaged", "they came for fewer messages"],
+)
+def test_a_whole_frame_without_labels_has_none(section, flags):
+    copy = a_log(section, flags)
+    assert [list(labels) for labels in copy.log.read_labels(copy.log.frames("s", 0, 9))] == [[], []]
+
+
+def test_every_flipped_bit_of_a_label_section_is_found():
+    for at in range(1, 8 * len(encode_labels(LABELS)) + 1):
+        copy = a_log(encode_labels(LABELS))
+        refs = copy.log.frames("s", 0, 9)
+        copy.disk.flip(f"log/{0:020d}.log", 8 * (refs[1].offset + refs[1].length) - at)
+        with pytest.raises(CorruptFrame) as problem:
+            copy.log.read_labels(refs)
+        assert problem.value.offset == refs[1].offset
