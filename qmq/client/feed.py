@@ -25,6 +25,9 @@ PULLS_IN_FLIGHT = 4
 """A feed's share of the prefetch is asked for in so many pulls: one is worked on, one waits, two are on their way."""
 ACK_WAIT_S = 0.004
 """An ack is an fsync on both copies, which messages wait behind: one per message would double them."""
+SWEEP_S = 1.0
+"""How long a message that is done may wait for others of its piece: one ack for the whole piece is less work for all,
+but after a crash, what was not acked comes again."""
 REQUESTS_IN_FLIGHT = 4
 """Acks, and nacks, that wait for their answer."""
 PULL_TIMEOUT_MS = 10_000
@@ -84,7 +87,8 @@ class Feed:
         self._subscription: int | None = None
         self._turn = 0
         self._pulls = self._asked = self._acks = self._nacks = 0
-        self._send_scheduled = self._is_full = self._stopped = self._flushes = self._closed = False
+        self._send_scheduled = self._sweep_scheduled = self._flushes = False
+        self._is_full = self._stopped = self._closed = False
         self._failures = 0
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
 
@@ -302,6 +306,9 @@ class Feed:
         if not self._send_scheduled:
             self._send_scheduled = True
             self._loop.call_later(self._ack_wait_s, self._send)
+            if not self._sweep_scheduled:
+                self._sweep_scheduled = True
+                self._loop.call_later(SWEEP_S, self._sweep)
 
     def nack(self, piece: HeldPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None:
         """Hand this message over again in `delay_s`, or never."""
@@ -317,12 +324,16 @@ class Feed:
     def stop_flushing(self) -> None:
         self._flushes = False
 
-    def _send(self) -> None:
+    def _sweep(self) -> None:
+        self._sweep_scheduled = False
+        self._send(everything=True)
+
+    def _send(self, *, everything: bool = False) -> None:
         """Send acks and nacks. First acks: they never wait for long, and what failed comes later anyway."""
         self._send_scheduled = False
         holding = self.holding
         while self._subscription is not None and self._acks < REQUESTS_IN_FLIGHT:
-            if (ack := holding.next_ack(everything=self._flushes)) is None:
+            if (ack := holding.next_ack(everything=everything or self._flushes)) is None:
                 break
             self._acks += 1
             self._request(

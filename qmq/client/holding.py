@@ -2,8 +2,9 @@
 
 A broker numbers what it hands to a consumer with ascending pull sequences; they may jump (a new master's reign begins
 after a gap), so nothing is counted from them. Acks are ranges of them: of the oldest piece that is not wholly decided,
-what is done at its beginning; of every other piece, once each of its messages is decided, what is done in it. So a slow
-message holds back its own piece and no other, and a range never spans what was not handed out.
+what is done at its beginning; of every other piece, once each of its messages is decided, what is done in it; and now
+and then everything. So a slow message holds back its own piece, for a moment, and no other, and a range never spans
+what was not handed out.
 
 A message is decided once: done, or nacked. What the broker has not confirmed when a connection is lost is sent again
 at the next one; it takes what it has settled already as settled.
@@ -189,10 +190,10 @@ class Holding:
             if not self._take_done(piece, len(piece.states), parts):
                 self._decided.append(piece)
         for piece in self._undecided():
-            if len(parts) >= ENTRIES_MAX:
-                break
-            self._take_done(piece, len(piece.states) if everything else piece.states.find(OPEN), parts)
             if not everything:
+                self._take_done(piece, piece.states.find(OPEN), parts)
+                break
+            if piece.open < len(piece.states) and not self._take_done(piece, len(piece.states), parts):
                 break
         ranges = _joined([(piece.begin + begin, piece.begin + end) for piece, begin, end in parts])
         return SentAck(ranges, parts) if parts else None

@@ -58,6 +58,8 @@ def test_a_slow_message_holds_back_the_acks_of_its_own_piece_and_no_other():
                 assert sorted(progress.pulled.values()) == [1, 2, 3, 4, 5, 6, 7]
                 base = messages[0].pull_sequence
                 assert broker.acks == [[(base, base + 1), (base + 8, base + 12)]]
+                await until(lambda: len(progress.pulled) == 4)
+                assert sorted(progress.pulled.values()) == [1, 2, 3, 7], "after a moment, not even those of its piece"
 
     run(test())
 

@@ -1,0 +1,456 @@
+"""Shell. Consumers against a real cluster: retries, dead letters, consumers that die, leave and come back, SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import asynccontextmanager, contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from threading import Timer
+from zlib import crc32
+
+import pytest
+
+import qmq
+from qmq.client.feed import SWEEP_S
+from qmq.codec import join_batch
+from qmq.remoting import commands
+from qmq.remoting.commands import Command
+from tests.integration.cluster_world import Wire, consumer, producer, running
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 30.0
+LEASE_MS = 1500
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("cluster"), groups=("g1", "g2"), lease_ms=LEASE_MS) as cluster:
+        yield cluster
+
+
+async def send(cluster, subject, count, *, begin=0, **more):
+    """Store messages with n from `begin` on; `more` maps what else a message has to a function of n."""
+    async with producer(cluster) as sender:
+        messages = [
+            qmq.Message(subject, {"n": n}, id=f"m-{n}", **{name: of(n) for name, of in more.items()})
+            for n in range(begin, begin + count)
+        ]
+        receipts = await sender.send_many(messages)
+    assert receipts.all_stored
+
+
+@asynccontextmanager
+async def listening(client):
+    task = asyncio.create_task(client.run())
+    try:
+        async with asyncio.timeout(WAIT_S):
+            yield task
+    finally:
+        client.stop()
+        await task
+
+
+async def happens(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def dead_letters(cluster, subject, group, count):
+    """Read what a group gave up."""
+    dead = []
+    client = consumer(cluster)
+    async with client.pull(f"%DEAD_RETRY%{subject}%{group}", group="reader", start="earliest") as puller:
+        async with asyncio.timeout(WAIT_S):
+            while len(dead) < count:
+                messages = await puller.pull(100, timeout=1.0)
+                await puller.ack(messages)
+                dead += messages
+    return dead
+
+
+def test_what_failed_comes_again_after_its_delay_with_its_number_raised(cluster):
+    async def test():
+        await send(cluster, "delayed", 20)
+        client, handed = consumer(cluster), []
+
+        @client.listen("delayed", group="g", start="earliest", retry_delay=0.4)
+        async def handle(message):
+            handed.append((int(message["n"]), message.times, time.monotonic()))
+            if message["n"] == "7" and message.times < 3:
+                raise ValueError("not now")
+
+        async with listening(client):
+            await happens(lambda: len(handed) == 22)
+        assert Counter(n for n, _, _ in handed) == Counter({n: 3 if n == 7 else 1 for n in range(20)})
+        of_seven = [(times, at) for n, times, at in handed if n == 7]
+        assert [times for times, _ in of_seven] == [1, 2, 3]
+        waits = [after[1] - before[1] for before, after in zip(of_seven, of_seven[1:], strict=False)]
+        assert min(waits) >= 0.4, "not before its delay is over"
+        assert handed[-1][0] == 7, "nobody waited for it"
+
+    asyncio.run(test())
+
+
+def test_what_fails_for_good_is_a_dead_letter_that_tells_its_story(cluster):
+    async def test():
+        await send(cluster, "dead", 4, tags=lambda n: ["pay"], retries_max=lambda n: 2 if n == 3 else None)
+        client, times = consumer(cluster), Counter()
+
+        @client.listen("dead", group="g", start="earliest", retries_max=4, retry_delay=0.05)
+        async def handle(message):
+            times[message["n"]] += 1
+            if message["n"] == "1":
+                raise qmq.DeadLetter("no such order")
+            if message["n"] in "23":
+                raise ValueError("never")
+
+        async with listening(client):
+            await happens(lambda: times == {"0": 1, "1": 1, "2": 4, "3": 2})
+            dead = {one["n"]: one for one in await dead_letters(cluster, "dead", "g", 3)}
+        assert times == {"0": 1, "1": 1, "2": 4, "3": 2}
+        assert {n: (one["qmq_times"], one["qmq_deadReason"]) for n, one in dead.items()} == {
+            "1": ("1", "no such order"),
+            "2": ("4", "handed over 4 times; ValueError('never')"),
+            "3": ("2", "handed over 2 times; ValueError('never')"),
+        }
+        for n, one in dead.items():
+            assert (one.id, one.tags, one.broker_group in ("g1", "g2")) == (f"m-{n}", {"pay"}, True)
+            assert int(one["qmq_deadSequence"]) >= 0
+
+    asyncio.run(test())
+
+
+def test_bytes_that_are_no_message_are_given_up_as_they_are(cluster):
+    """Properties cannot be added to them; whoever reads the dead letter finds the bytes that were sent."""
+    garbage = b"\x00 another language's producer wrote this, badly"
+    batch = join_batch([garbage])
+    header = commands.produce_header(random.SystemRandom().getrandbits(63), 1, 1, crc32(batch), "garbage")
+    with Wire(cluster.broker("g1", "master").serve_port, token=cluster.token) as wire:
+        assert wire.ask(Command.PRODUCE, header, batch).code == 0
+
+    async def test():
+        await send(cluster, "garbage", 1)
+        client, handled = consumer(cluster), []
+
+        @client.listen("garbage", group="g", start="earliest", retries_max=2, retry_delay=0.05)
+        async def handle(message):
+            handled.append(message["n"])
+
+        async with listening(client):
+            (dead,) = await dead_letters(cluster, "garbage", "g", 1)
+        assert handled == ["0"]
+        assert bytes(dead._data).startswith(garbage)
+
+    asyncio.run(test())
+
+
+CRASHING = """
+import asyncio, os, sys, qmq
+consumer = qmq.Consumer(metaserver=sys.argv[1], app="test")
+
+@consumer.listen(sys.argv[2], group="g", start="earliest", concurrency=3, retry_delay=0.1)
+async def handle(message):
+    print("began", message["n"], message.times, flush=True)
+    await asyncio.sleep(1000 if int(message["n"]) % 20 == 0 else 0)
+    print("ended", message["n"], message.times, flush=True)
+
+asyncio.run(consumer.run())
+"""
+
+
+@contextmanager
+def consumer_process(cluster, script, subject):
+    with subprocess.Popen(
+        [sys.executable, "-c", script, cluster.metaserver, subject], cwd=ROOT, stdout=subprocess.PIPE,
+        env=os.environ | {"QMQ_TOKEN": cluster.token}, text=True,
+    ) as process:  # fmt: skip
+        late = Timer(WAIT_S, process.kill)  # a test that waits in vain for a line gets the end
+        late.start()
+        try:
+            yield process
+        finally:
+            late.cancel()
+            process.kill()
+
+
+def lines_until(process, condition):
+    """Read what a process prints until that is enough."""
+    lines = []
+    while not condition(lines):
+        line = process.stdout.readline()
+        assert line, "the process ended"
+        lines.append(tuple(line.split()))
+    return lines
+
+
+def test_what_a_dead_consumer_had_goes_to_others_and_what_it_had_done_does_not(cluster):
+    """It hangs in three messages: the acks of the others do not wait for them."""
+    asyncio.run(send(cluster, "crash", 300))
+    with consumer_process(cluster, CRASHING, "crash") as process:
+        lines = lines_until(process, lambda lines: sum(int(n) % 20 == 0 for _, n, _ in lines) == 3)
+        time.sleep(SWEEP_S + 0.5)  # its acks are on their way
+        process.kill()
+        lines += [tuple(line.split()) for line in process.stdout.read().splitlines()]
+    ended = {n for what, n, _ in lines if what == "ended"}
+    began = {n for what, n, _ in lines if what == "began"}
+    assert len(began - ended) == 3 and len(ended) > 10
+
+    async def test():
+        client, handed = consumer(cluster), []
+
+        @client.listen("crash", group="g", concurrency=10)
+        async def handle(message):
+            handed.append((message["n"], message.times))
+
+        async with listening(client):
+            await happens(lambda: {n for n, _ in handed} | ended == {str(n) for n in range(300)})
+        times = dict(handed)
+        assert {times[n] for n in began - ended} == {2}, "handed over once before"
+        assert not ended & times.keys()
+        assert max(Counter(n for n, _ in handed).values()) == 1
+
+    asyncio.run(test())
+
+
+def test_a_slow_message_does_not_hold_back_the_acks_of_others(cluster):
+    asyncio.run(send(cluster, "slow", 2_000))
+
+    async def dies():
+        client, done, slow = consumer(cluster, consumer_id="dies"), [], []
+
+        @client.listen("slow", group="g", start="earliest", concurrency=4, prefetch_messages=160)
+        async def handle(message):
+            if not slow:
+                slow.append(message)
+                await asyncio.Event().wait()
+            done.append(message["n"])
+
+        task = asyncio.create_task(client.run())
+        async with asyncio.timeout(WAIT_S):
+            await happens(lambda: len(done) == 1_999)
+            await happens(lambda: sum(feed.holding.held for feed in feeds_of(client)) == 1)
+        await client._session.close()  # as a crash
+        task.cancel()
+        return slow[0]["n"]
+
+    slow = asyncio.run(dies())
+
+    async def goes_on():
+        client, handed = consumer(cluster), []
+
+        @client.listen("slow", group="g")
+        async def handle(message):
+            handed.append((message["n"], message.times))
+
+        async with listening(client):
+            await happens(lambda: handed)
+        assert handed == [(slow, 2)]
+
+    asyncio.run(goes_on())
+
+
+def feeds_of(client):
+    return [feed for one in client._session._subscriptions for feed in one._feeds.values()]
+
+
+def test_at_most_once_nothing_comes_twice_whatever_happens(cluster):
+    async def test():
+        await send(cluster, "once", 500)
+        handled = []
+
+        async def handle(message):
+            handled.append((message["n"], message.times))
+            if int(message["n"]) % 3 == 0:
+                raise ValueError("lost, then")
+
+        for part in range(4):
+            client = consumer(cluster)
+            client.listen("once", group="g", start="earliest", most_once=True, concurrency=20)(handle)
+            async with listening(client):
+                await happens(lambda: len(handled) >= min(500, 130 * (part + 1)))  # noqa: B023
+        await asyncio.sleep(0.2)
+        assert Counter(n for n, _ in handled) == Counter(str(n) for n in range(500))
+        assert {times for _, times in handled} == {1}
+
+    asyncio.run(test())
+
+
+def test_a_broadcast_reaches_everybody_with_the_tags_asked_for(cluster):
+    async def test():
+        tags = {0: ["red"], 1: ["red", "blue"], 2: ["blue"], 3: [], 4: ["green", "red", "blue"]}
+        got = {name: [] for name in ("any", "all", "every")}
+        clients = []
+        for name, options in (
+            ("any", {"tags": ["red", "green"]}),
+            ("all", {"tags": ["red", "blue"], "tag_mode": "all"}),
+            ("every", {}),
+        ):
+            client = consumer(cluster)
+            client.listen("cast", broadcast=True, start="earliest", **options)(collector(got[name]))
+            clients.append(client)
+        await send(cluster, "cast", 500, tags=lambda n: tags[n % 5])
+        async with listening(clients[0]), listening(clients[1]), listening(clients[2]):
+            await happens(lambda: [len(got[name]) for name in ("any", "all", "every")] == [300, 200, 500])
+            await asyncio.sleep(0.3)
+        expected = {"any": {0, 1, 4}, "all": {1, 4}, "every": {0, 1, 2, 3, 4}}
+        for name, kinds in expected.items():
+            assert sorted(int(n) for n in got[name]) == [n for n in range(500) if n % 5 in kinds], name
+
+    asyncio.run(test())
+
+
+def collector(got):
+    async def handle(message):
+        got.append(message["n"])
+
+    return handle
+
+
+def test_a_broadcast_retries_within_its_own_consumer(cluster):
+    async def test():
+        clients, handed = [consumer(cluster) for _ in range(2)], [[], []]
+        for client, seen in zip(clients, handed, strict=True):
+
+            @client.listen("castagain", broadcast=True, start="earliest", retry_delay=0.05)
+            async def handle(message, seen=seen, fails=client is clients[0]):
+                seen.append(message.times)
+                if fails and message.times == 1:
+                    raise ValueError("again")
+
+        await send(cluster, "castagain", 10)
+        async with listening(clients[0]), listening(clients[1]):
+            await happens(lambda: len(handed[0]) == 20 and len(handed[1]) == 10)
+        assert (Counter(handed[0]), Counter(handed[1])) == ({1: 10, 2: 10}, {1: 10})
+
+    asyncio.run(test())
+
+
+def test_a_group_starts_where_its_first_consumer_says(cluster):
+    async def test():
+        await send(cluster, "since", 10)
+        await asyncio.sleep(0.3)
+        between = datetime.now(UTC)
+        await asyncio.sleep(0.3)
+        await send(cluster, "since", 10, begin=10)
+        for start, expected in (
+            ("earliest", range(20)),
+            (between, range(10, 20)),
+            (between + timedelta(hours=1), range(0)),
+        ):
+            async with consumer(cluster).pull("since", group=f"g-{len(expected)}", start=start) as puller:
+                got = []
+                while messages := await puller.pull(100, timeout=1.0):
+                    got += [int(message["n"]) for message in messages]
+                    await puller.ack(messages)
+            assert sorted(got) == list(expected)
+
+    asyncio.run(test())
+
+
+def test_offline_gives_everything_to_the_others_and_online_takes_part_again(cluster):
+    async def test():
+        await send(cluster, "line", 400)
+        first, second = consumer(cluster), consumer(cluster, online=False)
+        handed = {first.id: [], second.id: []}
+        for client in (first, second):
+
+            @client.listen("line", group="g", start="earliest", concurrency=2)
+            async def handle(message, seen=handed[client.id]):
+                seen.append((int(message["n"]), message.times))
+                await asyncio.sleep(0.002)
+
+        async with listening(first), listening(second):
+            await happens(lambda: len(handed[first.id]) >= 50)
+            first.offline()
+            assert not handed[second.id]
+            second.online()
+            await happens(lambda: sum(map(len, handed.values())) >= 400)
+            at_offline = len(handed[first.id])
+            assert at_offline < 400
+            first.online()
+            second.offline()
+            await send(cluster, "line", 10, begin=400)
+            await happens(lambda: len(handed[first.id]) >= at_offline + 10)
+        everything = [*handed[first.id], *handed[second.id]]
+        assert sorted(everything) == [(n, 1) for n in range(410)], "once each, and nothing counts as handed over twice"
+
+    asyncio.run(test())
+
+
+DRAINING = """
+import asyncio, sys, qmq
+consumer = qmq.Consumer(metaserver=sys.argv[1], app="test")
+
+@consumer.listen(sys.argv[2], group="g", start="earliest", concurrency=5)
+async def handle(message):
+    await asyncio.sleep(0.003)
+    if int(message["n"]) % 7 == 0 and message.times == 1:
+        print("failed", message["n"], message.times, flush=True)
+        raise qmq.RetryLater(0.01)
+    print("ended", message["n"], message.times, flush=True)
+
+asyncio.run(consumer.run())
+"""
+
+
+def test_sigterm_loses_and_repeats_nothing_that_was_finished(cluster):
+    """Rolling restarts: one process after the other is asked to end amid its work."""
+    asyncio.run(send(cluster, "drain", 1_000))
+    lines = []
+    for _ in range(4):
+        with consumer_process(cluster, DRAINING, "drain") as process:
+            lines += lines_until(process, lambda lines: len(lines) >= 150)
+            process.send_signal(signal.SIGTERM)
+            lines += [tuple(line.split()) for line in process.stdout.read().splitlines()]
+            assert process.wait(WAIT_S) == 0
+
+    async def rest():
+        client, ended = consumer(cluster), []
+
+        @client.listen("drain", group="g")
+        async def handle(message):
+            ended.append(("ended", message["n"], str(message.times)))
+
+        async with listening(client):
+            done = sum(line[0] == "ended" for line in lines)
+            await happens(lambda: done + len(ended) >= 1_000)
+            await asyncio.sleep(0.5)
+        return ended
+
+    lines += asyncio.run(rest())
+    ended = Counter(n for what, n, _ in lines if what == "ended")
+    assert ended == Counter(str(n) for n in range(1_000))
+    failed = {n for what, n, _ in lines if what == "failed"}
+    assert {n for what, n, times in lines if what == "ended" and times == "2"} == failed
+
+
+def test_a_swap_is_told_and_loses_no_decision(cluster):
+    async def test():
+        await send(cluster, "swap", 600)
+        client, handed, events = consumer(cluster), [], []
+        client.on_master_changed(events.append)
+
+        @client.listen("swap", group="g", start="earliest", concurrency=10, retry_delay=0.2)
+        async def handle(message):
+            handed.append((int(message["n"]), message.times))
+            await asyncio.sleep(0.002)
+            if int(message["n"]) % 50 == 0 and message.times == 1:
+                raise ValueError("again")
+
+        async with listening(client):
+            await happens(lambda: len(handed) > 50)
+            await asyncio.to_thread(cluster.swap_roles, "g1")
+            await happens(lambda: len({n for n, times in handed if times == 2 or n % 50}) == 600)
+            await happens(lambda: events)
+        assert [event.broker_group for event in events] == ["g1"]
+        assert {n for n, times in handed if times >= 2} >= set(range(0, 600, 50))
+
+    asyncio.run(test())
