@@ -20,7 +20,7 @@ import pytest
 
 import qmq
 from qmq.client.feed import SWEEP_S
-from qmq.codec import join_batch
+from qmq.codec import batch_encoder, join_batch
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from tests.integration.cluster_world import Wire, consumer, producer, running
@@ -130,11 +130,13 @@ def test_what_fails_for_good_is_a_dead_letter_that_tells_its_story(cluster):
 
 def test_bytes_that_are_no_message_are_given_up_as_they_are(cluster):
     """Properties cannot be added to them; whoever reads the dead letter finds the bytes that were sent."""
-    garbage = b"\x00 another language's producer wrote this, badly"
-    batch = join_batch([garbage])
+    good = batch_encoder("garbage", 1)(qmq.Message("garbage", {"n": 7}, id="bad"))
+    bad = good[:-3] + b"\0\x09" + good[-1:]  # the value's length is wrong
+    batch = join_batch([bad])
     header = commands.produce_header(random.SystemRandom().getrandbits(63), 1, 1, crc32(batch), "garbage")
     with Wire(cluster.broker("g1", "master").serve_port, token=cluster.token) as wire:
-        assert wire.ask(Command.PRODUCE, header, batch).code == 0
+        answer = wire.ask(Command.PRODUCE, header, batch)
+        assert commands.decode_produced(answer.body).stored == 1
 
     async def test():
         await send(cluster, "garbage", 1)
@@ -147,7 +149,7 @@ def test_bytes_that_are_no_message_are_given_up_as_they_are(cluster):
         async with listening(client):
             (dead,) = await dead_letters(cluster, "garbage", "g", 1)
         assert handled == ["0"]
-        assert bytes(dead._data).startswith(garbage)
+        assert (dead._data, dead.id) == (bad, "bad")
 
     asyncio.run(test())
 
