@@ -128,10 +128,10 @@ class Feed:
             return
         terms = self._owner.terms
         is_plain = not self._is_mailbox  # what is in the mailbox is for this group, whatever it is
-        body = commands.encode_json(
+        body = commands.encode_subscribe(
             subject=self.source, group=terms.group, consumer=terms.consumer, held_end=self.holding.held_end,
             start=terms.start if is_plain else "earliest", since_ms=terms.since_ms, broadcast=terms.broadcast,
-            deliveries_max=terms.policy.deliveries_max, tags=list(terms.tags) if is_plain else [],
+            deliveries_max=terms.policy.deliveries_max, tags=terms.tags if is_plain else (),
             tag_mode=terms.tag_mode,
         )  # fmt: skip
         self._request(Command.SUBSCRIBE, body, self._subscribed)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -160,6 +160,16 @@ def decode_produced(body: memoryview) -> Produced:
 #            -> JSON subscription int (valid on this connection), acked_end int, lease_ms int, unacked list of
 #            [begin, end]: pull sequences below held_end that are not settled. The consumer holds them, or says again what
 #            it decided: a master that was alone may have answered it, and its successor knows nothing of that.
+
+def encode_subscribe(
+    *, subject: str, group: str, consumer: str, start: str = "latest", since_ms: int = 0, broadcast: bool = False,
+    held_end: int = 0, deliveries_max: int = 0, tags: Iterable[str] = (), tag_mode: str = "any",
+) -> bytes:  # fmt: skip
+    return encode_json(
+        subject=subject, group=group, consumer=consumer, start=start, since_ms=since_ms, broadcast=broadcast,
+        held_end=held_end, deliveries_max=deliveries_max, tags=list(tags), tag_mode=tag_mode,
+    )  # fmt: skip
+
 
 # PULL:     0 u32 subscription, 4 u32 messages at most, 8 u32 bytes at most (a larger message comes alone),
 #           12 u32 timeout ms.

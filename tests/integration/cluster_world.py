@@ -253,11 +253,8 @@ def produce_body(subject, *messages, crc=None):
 
 
 def subscribe(wire, subject, group="g", consumer="c1", start="earliest"):
-    fields = {
-        "subject": subject, "group": group, "consumer": consumer, "start": start, "since_ms": 0, "held_end": 0,
-        "broadcast": False, "deliveries_max": 0, "tags": [], "tag_mode": "any",
-    }  # fmt: skip
-    answer = wire.ask(Command.SUBSCRIBE, commands.encode_json(**fields))
+    body = commands.encode_subscribe(subject=subject, group=group, consumer=consumer, start=start)
+    answer = wire.ask(Command.SUBSCRIBE, body)
     assert answer.code == 0, bytes(answer.body)
     return commands.decode_json(answer.body)["subscription"]
 

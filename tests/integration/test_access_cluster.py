@@ -48,7 +48,7 @@ def log_in(port, token):
 
 
 def subscribe(wire, subject):
-    body = commands.encode_json(subject=subject, group="g", consumer="c", start="earliest", held_end=0)
+    body = commands.encode_subscribe(subject=subject, group="g", consumer="c", start="earliest")
     return wire.ask(Command.SUBSCRIBE, body)
 
 

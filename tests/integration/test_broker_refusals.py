@@ -148,7 +148,7 @@ def test_illegal_names_are_refused_to_consumers(cluster, master, unchanged, subj
     with Wire(master.serve_port, token=cluster.token) as wire:
         for field in ("subject", "group", "consumer"):
             names = {"subject": "s", "group": "g", "consumer": "c"} | {field: subject}
-            answer = wire.ask(Command.SUBSCRIBE, commands.encode_json(**names, start="latest", held_end=0))
+            answer = wire.ask(Command.SUBSCRIBE, commands.encode_subscribe(**names))
             assert answer.code == ErrorCode.INVALID_NAME and why in bytes(answer.body).decode(), bytes(answer.body)
 
 

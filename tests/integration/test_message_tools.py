@@ -101,9 +101,8 @@ def bury(cluster, subject, group, reasons):
     buried = 0
     for name in ("g1", "g2"):
         with Wire(cluster.broker(name, "master").serve_port, token=cluster.token) as wire:
-            fields = {"subject": subject, "group": group, "consumer": "c", "start": "earliest", "since_ms": 0}
-            fields |= {"broadcast": False, "held_end": 0, "deliveries_max": 32, "tags": [], "tag_mode": "any"}
-            answer = wire.ask(Command.SUBSCRIBE, commands.encode_json(**fields))
+            terms = {"subject": subject, "group": group, "consumer": "c", "start": "earliest", "deliveries_max": 32}
+            answer = wire.ask(Command.SUBSCRIBE, commands.encode_subscribe(**terms))
             subscription = commands.decode_json(answer.body)["subscription"]
             while pieces := pull(wire, subscription):
                 for piece in pieces:

@@ -289,10 +289,10 @@ class Consumer(Client):
 
     def _subscribe(self, link: End, session: Session) -> None:
         session.is_subscribing, session.asked_ms = True, self._events.now_ms
-        body = commands.encode_json(
-            subject=self.subject, group=self.group, consumer=self.name, start="earliest", since_ms=0, broadcast=False,
+        body = commands.encode_subscribe(
+            subject=self.subject, group=self.group, consumer=self.name, start="earliest",
             held_end=self._holding.held_end, deliveries_max=self.world.swarm.deliveries_max,
-            tags=[TAG] if self.is_choosy else [], tag_mode="any",
+            tags=[TAG] if self.is_choosy else [],
         )  # fmt: skip
         link.request(Command.SUBSCRIBE, body, then=lambda packet: self._subscribed(link, session, packet))
 

@@ -72,10 +72,7 @@ class DeadLetters:
     def _terms(self) -> bytes:
         # A name of its own: two Redrives at once share the dead letters, and none of them is handed to both.
         consumer = f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(4)}"
-        return commands.encode_json(
-            subject=self._dead, group=GROUP, consumer=consumer, start="earliest", since_ms=0, broadcast=False,
-            held_end=0, deliveries_max=0, tags=[], tag_mode="any",
-        )  # fmt: skip
+        return commands.encode_subscribe(subject=self._dead, group=GROUP, consumer=consumer, start="earliest")
 
     async def take(self) -> list[Piece]:
         """Return more dead letters, which stay ours until `close`; none: nobody has any to give. Raises QmqError."""

@@ -10,7 +10,7 @@ from broker.tokens import CONTROL_ROLES, KNOWN_MAX, Limits, TokenCache, check_br
 from qmq.errors import InvalidRequest, MissingRight, Overloaded
 from qmq.proto import qmq_pb2 as pb
 from qmq.rations import NewSubjects
-from qmq.remoting.commands import Command, encode_json, produce_header
+from qmq.remoting.commands import Command, encode_subscribe, produce_header
 from qmq.remoting.packet import Packet
 from qmq.rights import Caller, Scope, TokenRole
 
@@ -24,7 +24,7 @@ def produce(subject):
 
 
 def subscribe(subject):
-    return packet(Command.SUBSCRIBE, encode_json(subject=subject, group="g", consumer="c", start="latest", held_end=0))
+    return packet(Command.SUBSCRIBE, encode_subscribe(subject=subject, group="g", consumer="c"))
 
 
 def limits(*subjects, per_minute=1000):

@@ -7,7 +7,6 @@ does all of it until nothing is left to do.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -237,14 +236,9 @@ class Client:
     # Consuming.
 
     def subscribe(
-        self, consumer: str = "c1", *, subject: str = "s", group: str = "g", start: str = "earliest",
-        held_end: int = 0, since_ms: int = 0, broadcast: bool = False, deliveries_max: int = 0,
-        tags: Iterable[str] = (), tag_mode: str = "any",
-    ) -> int:  # fmt: skip
-        body = commands.encode_json(
-            subject=subject, group=group, consumer=consumer, start=start, since_ms=since_ms, broadcast=broadcast,
-            held_end=held_end, deliveries_max=deliveries_max, tags=list(tags), tag_mode=tag_mode,
-        )  # fmt: skip
+        self, consumer: str = "c1", *, subject: str = "s", group: str = "g", start: str = "earliest", **terms
+    ) -> int:
+        body = commands.encode_subscribe(subject=subject, group=group, consumer=consumer, start=start, **terms)
         return self.send(Command.SUBSCRIBE, body)
 
     def subscription(self, opaque: int) -> int:
