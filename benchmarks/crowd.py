@@ -46,9 +46,7 @@ class Member:
         self._connection, _ = await connect(
             endpoint, handler=self, token=token, app="crowd", packet_bytes_max=PACKET_BYTES_MAX, timeout_s=30.0
         )
-        body = commands.encode_subscribe(
-            subject=self._subject, group=self._group, consumer=self._name, start=start
-        )
+        body = commands.encode_subscribe(subject=self._subject, group=self._group, consumer=self._name, start=start)
         answered = commands.decode_json(await self._connection.request(Command.SUBSCRIBE, body), subscription=int)
         self._subscription = answered["subscription"]
 

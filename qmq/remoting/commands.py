@@ -158,8 +158,8 @@ def decode_produced(body: memoryview) -> Produced:
 #            un-acked goes back to the group, deliveries_max int: hand-overs of a message before it is a dead letter (0:
 #            no limit), tags list of str (none: all messages), tag_mode "any"|"all".
 #            -> JSON subscription int (valid on this connection), acked_end int, lease_ms int, unacked list of
-#            [begin, end]: pull sequences below held_end that are not settled. The consumer holds them, or says again what
-#            it decided: a master that was alone may have answered it, and its successor knows nothing of that.
+#            [begin, end]: pull sequences below held_end that are not settled. The consumer holds them, or says again
+#            what it decided: a master that was alone may have answered it, and its successor knows nothing of that.
 
 def encode_subscribe(
     *, subject: str, group: str, consumer: str, start: str = "latest", since_ms: int = 0, broadcast: bool = False,
