@@ -49,8 +49,8 @@ return 0
 class RedisKeys:
     """Keys in Redis, for `Idempotence`; each step is a script, which Redis runs as one.
 
-    Redis may lose what it was told last: with a crash between two syncs of its disk, with a failover to a replica, or by
-    evicting keys. Then a message that comes again is handled again; none is lost.
+    Redis may lose what it was told last: by a crash between two syncs of its disk, a failover to a replica, or when it
+    evicts keys. Then a message that comes again is handled again; none is lost.
 
     Args:
         client: an asyncio client, or a blocking one, whose calls then run in threads.

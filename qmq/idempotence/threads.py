@@ -17,4 +17,5 @@ async def in_thread(call: Callable[[], T]) -> T:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
+        task.exception()  # nobody waits for it any more
         raise
