@@ -192,7 +192,7 @@ class Broker(_Broker):
 
         Args:
             timeout: seconds of real time.
-            skip_delays: whether to put the clock forward whenever only messages that wait for a retry are left.
+            skip_delays: whether to put the clock forward to the next retry whenever consumers hold nothing.
 
         Raises:
             TimeoutError: says what is not settled.

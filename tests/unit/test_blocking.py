@@ -20,7 +20,8 @@ import pytest
 import qmq
 import qmq.blocking
 from qmq.client.batching import Outcome
-from qmq.errors import ClientClosed, InvalidMessage, InvalidRequest, QueueFull
+from qmq.errors import ClientClosed, InvalidMessage, InvalidRequest, NoAnswer, QueueFull
+from qmq.idempotence import Idempotence, MemoryKeys
 
 APP = {"app": "test"}
 
@@ -371,6 +372,46 @@ def test_a_puller_takes_acks_and_gives_back(broker, producer, consumer):
         puller.pull(1, timeout=0)
 
 
+def test_a_filter_of_coroutines_guards_a_plain_handler(broker, producer, consumer):
+    seen = []
+
+    @consumer.listen("s", group="g", start="earliest", filters=[Idempotence(MemoryKeys())])
+    def on_message(message):
+        seen.append(message["n"])
+
+    producer.send_many([qmq.Message("s", {"n": n}, id=str(n % 3)) for n in range(9)])
+    with running(consumer):
+        broker.wait_until_consumed("s", "g")
+    assert seen == ["0", "1", "2"]
+
+
+# Request and reply.
+
+
+@pytest.fixture
+def requester(producer, consumer):
+    with qmq.blocking.Requester(producer, consumer, reply_subject="answers") as requester:
+        yield requester
+
+
+def test_each_thread_gets_the_answer_to_its_own_request(producer, consumer, requester):
+    @consumer.listen("ask", group="g", start="earliest", concurrency=2)
+    def on_request(message):
+        qmq.blocking.reply(producer, message, qmq.Message("", {"n": 2 * message.get_int("n")}))
+
+    with running(consumer), ThreadPoolExecutor(8) as pool:
+        ask = [pool.submit(requester.request, message(n, "ask"), timeout=20) for n in range(50)]
+        assert numbers(one.result() for one in ask) == [2 * n for n in range(50)]
+
+
+def test_a_request_that_nobody_answers_ends_in_time_and_a_closed_requester_asks_nothing(requester):
+    with pytest.raises(NoAnswer):
+        requester.request(message(1, "ask"), timeout=0.2)
+    requester.close()
+    with pytest.raises(ClientClosed):
+        requester.request(message(1, "ask"), timeout=0.2)
+
+
 # A process of its own: how it forks and how it ends.
 
 HEAD = """
@@ -385,22 +426,29 @@ consumer = qmq.blocking.Consumer(metaserver=metaserver, app="test")
 
 
 @pytest.fixture
-def start(broker):
-    """Start programs, with their children in a session of their own; none of them outlives the test."""
-    started = []
+def launch():
+    """Run Python with arguments, its children in a session of their own; none of them outlives the test."""
+    started, pipe = [], subprocess.PIPE
 
-    def start(code):
-        command, pipe = [sys.executable, "-c", HEAD + textwrap.dedent(code), broker.metaserver], subprocess.PIPE
+    def launch(*arguments):
         started.append(
-            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+            subprocess.Popen(
+                [sys.executable, *arguments], stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+            )
         )
         return started[-1]
 
-    yield start
+    yield launch
     for process in started:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+@pytest.fixture
+def start(broker, launch):
+    """Start a program that begins with HEAD."""
+    return lambda code: launch("-c", HEAD + textwrap.dedent(code), broker.metaserver)
 
 
 @pytest.fixture
@@ -614,23 +662,26 @@ def test_forked_workers_are_consumers_of_their_own(broker, producer, start):
 PAGE = Path(__file__).parents[2] / "docs" / "blocking.md"
 
 
-def test_the_programs_of_the_page_run_as_they_are_printed(broker, tmp_path):
+def test_the_programs_of_the_page_run_as_they_are_printed(broker, tmp_path, launch):
     files = dict(re.findall(r"^```python (\S+\.py)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
-    assert list(files) == ["shop.py", "billing.py", "report.py"]
+    assert list(files) == ["shop.py", "billing.py", "report.py", "quote.py"]
 
     def begin(name):
         (tmp_path / name).write_text(files[name].replace("http://127.0.0.1:8080", broker.metaserver))
-        return subprocess.Popen([sys.executable, tmp_path / name], stdout=subprocess.PIPE, text=True)
+        return launch(tmp_path / name)
 
-    shop = begin("shop.py")
-    shop.communicate(timeout=30)
-    assert shop.returncode == 0
-    assert [message["order"] for message in broker.messages("order.paid")][-2:] == ["C-1", "D-1"]
-    billing, report = begin("billing.py"), begin("report.py")
-    broker.wait_until_consumed("order.paid", "report", timeout=30)
-    assert sum(map(int, report.communicate(timeout=30)[0].split())) == 10_003
-    lines = [billing.stdout.readline() for _ in range(10_003)]
-    assert lines.count("paid A-1\n") == 1
+    def end(process):
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, err) == (0, "")
+        return out
+
+    end(begin("shop.py"))
+    orders = [message["order"] for message in broker.messages("order.paid")]
+    assert (len(orders), orders[-2:]) == (1_003, ["C-1", "D-1"])
+    billing = begin("billing.py")
+    assert sum(map(int, end(begin("report.py")).split())) == 1_003
+    broker.wait_until_consumed("order.paid", "billing", timeout=30)
     billing.send_signal(signal.SIGTERM)
-    assert billing.communicate(timeout=30)[0] == "ended\n"
-    assert billing.returncode == 0
+    out = end(billing)
+    assert sorted(re.findall(r"paid ([ABCD]-\d+)", out)) == sorted(orders) and out.endswith("ended\n")
+    assert end(begin("quote.py")) == "42\n"

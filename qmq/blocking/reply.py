@@ -1,0 +1,80 @@
+"""Shell. Request and reply for programs without an event loop: see `qmq.reply`."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from qmq.blocking import background as process
+from qmq.blocking.background import Background
+from qmq.blocking.consumer import Consumer
+from qmq.blocking.producer import Producer
+from qmq.client.batching import Receipt
+from qmq.client.received import ReceivedMessage
+from qmq.errors import ClientClosed
+from qmq.message import Message
+from qmq.reply import Requester as AsyncRequester
+from qmq.reply import reply as async_reply
+
+
+class Requester:
+    """Sends requests and hands out their answers; used from any thread. A context manager.
+
+    Like the producer, it connects when it is first used, and anew in a process that was forked.
+
+    Args: see `qmq.reply.Requester`.
+    """
+
+    def __init__(self, producer: Producer, consumer: Consumer, *, reply_subject: str) -> None:
+        self._producer, self._consumer, self._reply_subject = producer, consumer, reply_subject
+        self._open: tuple[Background, AsyncRequester] | None = None
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        self._opened()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def request(self, message: Message, *, timeout: float) -> ReceivedMessage:
+        """Send a message and wait up to `timeout` seconds for its answer: see `qmq.reply.Requester.request`."""
+        background, requester = self._opened()
+        return background.run(requester.request(message, timeout=timeout))
+
+    def close(self) -> None:
+        """Wait for answers no more; whoever waits gets ClientClosed."""
+        opened, self._open, self._is_closed = self._open_here(), None, True
+        if opened is not None:
+            background, requester = opened
+            background.clients.discard(self)
+            background.run(requester.__aexit__(None, None, None))
+
+    def flush_at_exit(self) -> None:
+        """For the end of the process: who waited for an answer has it, or has given up."""
+
+    def _open_here(self) -> tuple[Background, AsyncRequester] | None:
+        opened = self._open
+        return opened if opened is not None and opened[0] is process.current() else None
+
+    def _opened(self) -> tuple[Background, AsyncRequester]:
+        if (opened := self._open_here()) is not None:
+            return opened
+        session = self._producer._session()
+        with process.lock:
+            if self._is_closed:
+                raise ClientClosed("the requester is closed")
+            if (opened := self._open_here()) is None:
+                requester = AsyncRequester(session.producer, self._consumer._own, reply_subject=self._reply_subject)
+                session.background.run(requester.__aenter__())
+                session.background.clients.add(self)
+                opened = self._open = session.background, requester
+            return opened
+
+
+def reply(producer: Producer, message: ReceivedMessage, answer: Message) -> Receipt:
+    """Answer a request: call it in the handler, before it returns. See `qmq.reply.reply`."""
+    session = producer._session()
+    return session.background.run(async_reply(session.producer, message, answer))
