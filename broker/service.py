@@ -53,7 +53,8 @@ GIVE_BACK_S = 1.0
 BLOCKED_READ_MAX = 32
 """Blocked connections that are read in a tick: each request gets its refusal in the end, and no kernel gives up a
 connection whose other end is full."""
-HOUSE_S = 1.0
+HOUSE_S, HOUSE_FULL_S = 10.0, 1.0
+"""How often retention looks for what may go; the second while the disk is full."""
 
 CLIENT_COMMANDS = frozenset(
     {
@@ -300,10 +301,10 @@ class Service:
             task.cancel()
 
     async def _keep_house(self) -> None:
-        """Retention: every ten seconds, and ten times as often while the disk is full."""
+        """Retention, as long as the process lives."""
         while True:
             self.guarded(self._drop_unless_damaged)
-            await asyncio.sleep(HOUSE_S if self._disk_watch.is_full else 10 * HOUSE_S)
+            await asyncio.sleep(HOUSE_FULL_S if self._disk_watch.is_full else HOUSE_S)
 
     def _drop_unless_damaged(self) -> None:
         try:
