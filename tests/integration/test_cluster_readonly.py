@@ -116,7 +116,7 @@ def test_consumption_goes_on_without_the_slave_and_is_marked_alone(cluster, subj
         pieces = pull(wire, subscription)
         assert sum(piece.count for piece in pieces) == 10 and all(piece.flags == FLAG_ALONE for piece in pieces)
         first = pieces[0].pull_sequence
-        assert wire.ask(Command.ACK, commands.encode_ack(Ack(subscription, first, first + 4))).code == 0
+        assert wire.ask(Command.ACK, commands.encode_ack(Ack(subscription, [(first, first + 4)]))).code == 0
     begin(cluster, slave.hostname)
     cluster.wait_writable()
     cluster.swap_roles("g1")
