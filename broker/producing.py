@@ -11,16 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from zlib import crc32
 
+from broker.limits import check_messages
 from broker.ports import Link
 from broker.reign import PRODUCE_MS_BUCKETS, Reign, answering
-from qmq.codec import Buffer, check_batch, decode_labels, encode_labels, join_batch, labels_bytes, split_batch
+from qmq.codec import Buffer, decode_labels, encode_labels, join_batch, labels_bytes, split_batch
 from qmq.errors import InvalidRequest, OutcomeUnknown, Overloaded, QmqError
 from qmq.log.fold import StoredBatch
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, Frame, FrameKind, label_flags
 from qmq.remoting import commands
 from qmq.remoting.commands import Produce, Produced
 from qmq.remoting.packet import Packet, PacketReader
-from qmq.subjects import check_name
+from qmq.subjects import check_subject
 from qmq.types import Durability
 
 _EMPTY = memoryview(b"")
@@ -65,7 +66,7 @@ class Producing:
         if produce.producer and state.is_forgotten(produce.producer, produce.batch):
             raise OutcomeUnknown(f"batch {produce.batch} is too old to tell whether it was stored")
         if produce.subject not in state.next_sequence:
-            check_name("subject", produce.subject)
+            check_subject(produce.subject)
         reign.readonly.check(reign.group, produce.subject)
         self._check_window(link)
         batch, refused = self._storable(produce)
@@ -80,7 +81,7 @@ class Producing:
     def _storable(self, produce: Produce) -> tuple[_Batch | None, list[tuple[int, str]]]:
         """Return what is left when each message that cannot be stored is taken out, and (position, reason) of those."""
         batch, labels = _split(produce)
-        refused = check_batch(batch, produce.count, self._reign.settings.message_bytes_max).refused
+        refused = check_messages(batch, produce.count, self._reign.settings.message_bytes_max).refused
         flags = label_flags(labels) if labels else 0
         if not refused:
             return _Batch(produce.body, produce.count, produce.crc, flags), refused

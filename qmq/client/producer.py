@@ -118,10 +118,15 @@ class Producer:
             InvalidName, InvalidMessage: it can never be sent as it is.
             ClientClosed: the producer is not open.
         """
-        data, label, deadline_ms = *self._encode(message), self._sender.now_ms() + self._timeout_ms
-        queue = await self._sender.room(message.subject, label, len(data), deadline_ms)
-        if isinstance(queue, QueueFull):
-            return unstored(Outcome.REFUSED, str(message.id), message.subject, "", queue)
+        sender = self._sender
+        data, label = self._encode(sender, message)
+        queue = sender.queue(message.subject, label)
+        deadline_ms = sender.now_ms() + self._timeout_ms
+        if not self._backlog.has_room(queue, len(data)):
+            room = await sender.room(message.subject, label, len(data), deadline_ms)
+            if isinstance(room, QueueFull):
+                return unstored(Outcome.REFUSED, str(message.id), message.subject, "", room)
+            queue = room
         future: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
         flight = self._flights.board()
 
@@ -141,7 +146,8 @@ class Producer:
             InvalidName, InvalidMessage: it can never be sent as it is.
             ClientClosed: the producer is not open.
         """
-        (data, label), sender = self._encode(message), self._sender
+        sender = self._sender
+        data, label = self._encode(sender, message)
         queue = sender.queue(message.subject, label)
         if not self._backlog.has_room(queue, len(data)):
             raise self._backlog.full()
@@ -173,12 +179,13 @@ class Producer:
         await many.all_resolved()
         return many.receipts
 
-    def _encode(self, message: Message) -> tuple[bytes, int]:
+    def _encode(self, sender: Sender, message: Message) -> tuple[bytes, int]:
         """Return the message's bytes and label; sets its id."""
-        self._sender.queue(message.subject)
+        sender.queue(message.subject)
         if message.id is None:
             message.id = next(self._ids)
-        return batch_encoder(message.subject, _now_ms())(message), label_of_message(message)
+        data = batch_encoder(message.subject, _now_ms())(message)
+        return data, label_of_message(message) if message.tags or message.order_key is not None else 0
 
 
 def _now_ms() -> int:

@@ -77,6 +77,8 @@ class Sender:
         self._waiters: list[asyncio.Future[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._pump_scheduled = False
+        self._closed: ClientClosed | None = None
+        """What comes after the end is refused with."""
         self._backlog = backlog
         self._watch = RouteWatch(
             metaserver=metaserver, token=token, app=app, client_id=f"{producer_id:016x}", produces=True,
@@ -96,8 +98,9 @@ class Sender:
         for group in self._groups.values():
             for batch in group.batches.unresolved():
                 self._end(group, batch, unknown(group.name, "the producer was closed before an answer came"))
+        self._closed = ClientClosed("the producer was closed before the message was sent")
         for queue in list(self._waiting):
-            queue.expire(_NEVER_MS, ClientClosed("the producer was closed before the message was sent"))
+            queue.expire(_NEVER_MS, self._closed)
         self._waiting.clear()
         self._wake()
 
@@ -126,7 +129,11 @@ class Sender:
     def add(self, queue: SubjectQueue, one: Waiting) -> None:
         """Queue a single message."""
         queue.add(one)
-        self._note(queue)
+        if self._closed is not None:
+            queue.expire(_NEVER_MS, self._closed)
+            return
+        if queue not in self._active:
+            self._note(queue)
         if not self._pump_scheduled:
             # Not at once: what else is sent in this turn of the loop then travels in the same batch.
             self._pump_scheduled = True
@@ -134,6 +141,9 @@ class Sender:
 
     def add_batch(self, queue: SubjectQueue, batch: Batch) -> None:
         """Queue a whole batch, and send it if there is room."""
+        if self._closed is not None:
+            batch.resolve(refused("", self._closed))
+            return
         queue.add_batch(batch)
         self._note(queue)
         self._pump()
@@ -153,13 +163,11 @@ class Sender:
 
     async def room(self, subject: str, label: int, size: int, deadline_ms: int) -> SubjectQueue | QueueFull:
         """Wait for room for a message of `size` bytes; return the queue that has it, or why none had until then."""
-        while True:
-            queue = self.queue(subject, label)  # anew each time: keys may have changed groups
-            if self._backlog.has_room(queue, size):
-                return queue
-            await self.wait()
+        while not self._backlog.has_room(queue := self.queue(subject, label), size):
+            await self.wait()  # and look anew: keys may have changed groups
             if self.now_ms() >= deadline_ms:
                 return self._backlog.full()
+        return queue
 
     async def wait(self) -> None:
         """Wait until something moved: a batch left a queue or was resolved."""

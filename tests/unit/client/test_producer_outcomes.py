@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from collections.abc import Iterator
 
 import pytest
 
@@ -252,6 +253,28 @@ def test_closing_that_is_cancelled_leaves_nobody_without_an_outcome():
             assert outcomes == [qmq.Outcome.UNKNOWN] + [qmq.Outcome.REFUSED] * 3
             assert (await many).count_of(qmq.Outcome.REFUSED) == 10
             assert [type(receipt.error) for receipt in receipts] == [ClientClosed]
+
+    run(test())
+
+
+def test_a_send_many_that_outlives_its_producer_ends_with_outcomes():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            async with producer_of(metaserver) as producer:
+                opened = asyncio.Event()
+
+                def messages() -> Iterator[Message]:
+                    for number in range(20_000):
+                        if number == 5_000:
+                            opened.set()
+                        yield Message("a", {"n": number}, order_key="k" if number % 5_000 == 1 else None)
+
+                many = asyncio.create_task(producer.send_many(messages()))
+                await opened.wait()
+            receipts = await many
+            stored = receipts.count_of(qmq.Outcome.STORED)
+            assert len(receipts) == 20_000 and stored == len(broker.subjects["a"])
+            assert {type(receipt.error) for receipt in receipts if not receipt.is_stored} <= {ClientClosed}
 
     run(test())
 

@@ -1,0 +1,176 @@
+"""Core. A broker refuses what breaks a limit, message by message, whatever the client that sent it."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from broker.limits import check_messages
+from qmq.codec import decode_labels, encode_labels, join_batch, label_of
+from qmq.errors import ErrorCode
+from qmq.log.fold import BATCHES_PER_PRODUCER, PRODUCERS_MAX
+from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
+from tests.unit.broker.world import Client, Group, message
+
+
+def string(text: str | bytes) -> bytes:
+    data = text.encode() if isinstance(text, str) else text
+    return struct.pack(">H", len(data)) + data
+
+
+def raw(id: str = "the-id", *, tags: int = 0, properties: bytes = b"", subject: str = "s") -> bytes:
+    """A message that no client of ours would encode."""
+    section = bytes([tags]) + b"".join(string(f"t{number}") for number in range(tags)) if tags else b""
+    head = struct.pack(">Bqq", 4 if tags else 0, 1, 1) + string(subject) + string(id) + section
+    return head + struct.pack(">i", len(properties)) + properties
+
+
+BAD = [
+    pytest.param(raw("i" * 101), "its id has 101 bytes", id="id of 101 bytes"),
+    pytest.param(raw("i" * 300), "its id has 300 bytes", id="id of 300 bytes"),
+    pytest.param(raw(""), "its id has 0 bytes", id="no id"),
+    pytest.param(raw(tags=11), "message the-id: 11 tags are more than 10", id="eleven tags"),
+    pytest.param(
+        raw(properties=string("n") + string("x" * 40_000)),
+        "message the-id: the value of property 'n' has 40000 bytes",
+        id="a property of 40,000 bytes",
+    ),
+    pytest.param(
+        raw(properties=string("x" * 40_000) + string("v")), "message the-id: the name of property 'xxx", id="its name"
+    ),
+    pytest.param(b"\xff" * 60, "not a message in QMQ's encoding", id="garbage"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad, reason", BAD)
+def test_what_breaks_a_limit_is_refused_alone_with_its_id_and_the_rest_is_stored(bad, reason):
+    """Gap of QMQ: a property of 40,000 bytes is stored, and every consumer drops its message without a word."""
+    group = Group.made(message_bytes_max=1 << 20).start()
+    client = Client(group.a)
+    stored = client.produce_raw([message("s", "m0"), bad, message("s", "m1")], batch=5)
+    group.settle()
+    again = client.produce_raw([message("s", "m0"), bad, message("s", "m1")], batch=5)
+    group.settle()
+    receipt = client.receipt(stored)
+    assert (receipt.first_sequence, receipt.stored) == (0, 2) and client.receipt(again) == receipt
+    [(position, why)] = receipt.refused
+    assert position == 1 and reason in why
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        pytest.param(raw("i" * 100), id="longest id"),
+        pytest.param(raw(tags=10), id="ten tags"),
+        pytest.param(raw(properties=string("n") + string("x" * 32_767)), id="longest value"),
+        pytest.param(raw(properties=(string("n") + string("x" * 30_000)) * 5), id="large, of short values"),
+        pytest.param(raw(subject="another"), id="sent to a subject that it does not name"),
+        pytest.param(raw(subject="%RETRY%" + "s" * 100 + "%" + "g" * 100), id="long subject"),
+    ],
+)
+def test_what_is_within_the_limits_is_stored(good):
+    assert check_messages(join_batch([message("s", "m"), good]), 2, 1 << 20).refused == []
+
+
+def test_a_message_that_is_too_large_is_named():
+    [(position, why)] = check_messages(join_batch([message("s", "m"), message("s", "big", 500)]), 2, 300).refused
+    assert position == 1 and why.startswith("message big: ") and "more than 300" in why
+
+
+def labels_of(group: Group) -> list[list[int]]:
+    frames = [entry.frame for entry in group.a.log._tail.values() if entry.frame.count]
+    return [
+        list(decode_labels(b"".join(map(bytes, group.a.log._tail[frame.offset].parts)), frame.count))
+        for frame in frames
+        if frame.flags & FLAG_LABELLED
+    ]
+
+
+def test_labels_of_what_is_stored_stay_with_their_messages():
+    group = Group.made(message_bytes_max=1 << 20).start()
+    client = Client(group.a)
+    labels = [label_of({"a"}, None), label_of({"b"}, "k"), label_of((), "l")]
+    stored = client.produce_raw(
+        [message("s", "m0"), raw("i" * 101), message("s", "m1")], after=encode_labels(labels),
+        flags=FLAG_LABELLED | FLAG_ORDERED,
+    )  # fmt: skip
+    group.settle()
+    assert client.receipt(stored).stored == 2
+    assert labels_of(group) == [[labels[0], labels[2]]]
+
+
+def damaged(section: bytes, at: int) -> bytes:
+    return section[:at] + bytes([section[at] ^ 1]) + section[at + 1 :]
+
+
+SECTION = encode_labels([label_of({"a"}, "k"), 0])
+
+
+@pytest.mark.parametrize(
+    "after, flags",
+    [
+        pytest.param(SECTION, FLAG_ORDERED, id="ordered without labels"),
+        pytest.param(SECTION, 8, id="unknown flag"),
+        pytest.param(SECTION, 1 | FLAG_LABELLED, id="a flag of frames alone"),
+        pytest.param(SECTION, 0, id="labels that no flag tells of"),
+        pytest.param(b"", FLAG_LABELLED, id="no labels"),
+        pytest.param(SECTION[8:], FLAG_LABELLED, id="too few labels"),
+        pytest.param(encode_labels([1, 2, 3]), FLAG_LABELLED, id="too many labels"),
+        *(
+            pytest.param(damaged(SECTION, at), FLAG_LABELLED | FLAG_ORDERED, id=f"damaged at {at}")
+            for at in (0, 17, 23)
+        ),
+    ],
+)
+def test_wrong_labels_are_refused_and_nothing_is_stored(after, flags):
+    group = Group.made().start()
+    client = Client(group.a)
+    end = group.a.log.end
+    refused = client.produce_raw([message("s", "m0"), message("s", "m1")], after=after, flags=flags)
+    assert client.code(refused) == ErrorCode.INVALID_REQUEST
+    assert group.a.log.end == end
+
+
+def test_a_derived_subject_of_two_long_names_is_taken():
+    """Rule: retry and dead-letter subjects are exempt from the length of a subject."""
+    group = Group.made().start()
+    client = Client(group.a)
+    stored = client.produce("m", subject=f"%RETRY%{'s' * 100}%{'g' * 100}")
+    group.settle()
+    assert client.receipt(stored).stored == 1
+    assert client.code(client.produce("m", subject=f"%RETRY%{'s' * 101}%g")) == ErrorCode.INVALID_NAME
+
+
+def test_the_window_of_repeats_is_as_long_as_documented_at_both_ends():
+    """P2: the last 64 batches of a producer are repeated safely, the 65th is unknown and never stored again."""
+    group = Group.made().start()
+    client = Client(group.a)
+    for batch in range(1, BATCHES_PER_PRODUCER + 2):
+        client.produce(f"m{batch}", batch=batch)
+    group.settle()
+    end = group.a.log.end
+    newest, oldest = client.produce("m65", batch=65), client.produce("m2", batch=2)
+    forgotten = client.produce("m1", batch=1)
+    group.settle()
+    assert (client.receipt(newest).first_sequence, client.receipt(oldest).first_sequence) == (64, 1)
+    assert client.code(forgotten) == ErrorCode.OUTCOME_UNKNOWN
+    assert group.a.log.end == end
+
+
+def test_as_many_producers_are_remembered_as_documented_the_least_recent_forgotten_first():
+    """P2: whoever is the 4,097th makes the log forget who sent nothing for longest."""
+    group = Group.made().start()
+    client = Client(group.a)
+    for producer in range(1, PRODUCERS_MAX + 1):
+        client.produce("m", producer=producer, batch=1)
+    client.produce("m", producer=1, batch=2)
+    client.produce("m", producer=PRODUCERS_MAX + 1, batch=1)
+    group.settle()
+    state = group.a.log.state
+    assert len(state.producers) == PRODUCERS_MAX
+    assert state.repeated(1, 1) is not None and state.repeated(1, 2) is not None, "it sent something lately"
+    assert state.repeated(2, 1) is None and state.repeated(3, 1) is not None
+    again = client.produce("m", producer=2, batch=1)
+    group.settle()
+    assert client.receipt(again).first_sequence == PRODUCERS_MAX + 2, "forgotten: it is stored a second time"
