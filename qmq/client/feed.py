@@ -16,6 +16,7 @@ from qmq.client.received import ReceivedMessage
 from qmq.client.terms import Terms
 from qmq.codec import batch_ends
 from qmq.errors import AccessError, CallError, ClientClosed, InvalidAck, QmqError, UnknownSubscription
+from qmq.message import ORDER_KEY
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Nack, Piece, Pull, Verdict
 
@@ -89,6 +90,8 @@ class Feed:
         self._pulls = self._asked = self._acks = self._nacks = 0
         self._send_scheduled = self._sweep_scheduled = self._flushes = False
         self._is_full = self._stopped = self._closed = False
+        self._is_ordered = False
+        """Whether messages with an order key came: the next ones of their keys wait for each decision."""
         self._failures = 0
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
 
@@ -261,6 +264,8 @@ class Feed:
                 self.source, self._owner.terms.group, part.broker_group, piece.sequence + skipped, len(messages),
                 piece.times,
             )  # fmt: skip
+        if not self._is_ordered:
+            self._is_ordered = ORDER_KEY.encode() in data
         if FOR_GROUP.encode() in data:
             messages = self._without_those_of_others(part, messages)
         if messages:
@@ -333,7 +338,7 @@ class Feed:
         self._send_scheduled = False
         holding = self.holding
         while self._subscription is not None and self._acks < REQUESTS_IN_FLIGHT:
-            if (ack := holding.next_ack(everything=everything or self._flushes)) is None:
+            if (ack := holding.next_ack(everything=everything or self._flushes or self._is_ordered)) is None:
                 break
             self._acks += 1
             self._request(

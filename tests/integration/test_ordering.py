@@ -49,7 +49,7 @@ class Handled:
             self.tries[key].append(n)
             await asyncio.sleep(self.rng.random() * 0.005)
             if self.rng.random() < 0.1:
-                raise qmq.RetryLater(delay=self.rng.choice([0, 0.05]))
+                raise qmq.RetryLater(self.rng.choice([0, 0.05]))
             self.done[key].append(n)
         finally:
             self.under_way.discard(key)
