@@ -15,7 +15,7 @@ from qmq.blocking import background as process
 from qmq.blocking.background import Background
 from qmq.client.batching import Done, Receipt, Receipts
 from qmq.client.producer import Producer as AsyncProducer
-from qmq.errors import ClientClosed, QmqError, QueueFull
+from qmq.errors import ClientClosed, QueueFull
 from qmq.message import Message
 
 CHUNK_MESSAGES_MAX = 10_000
@@ -176,14 +176,14 @@ class _Session:
                 self._outbox.appendleft(sent)
                 self.background.call_later(AGAIN_S, self._empty)
                 return
-            except QmqError as error:
+            except Exception as error:  # it concerns this message alone
                 self._done(sent, error)
         self.background.call_soon(self._empty)
 
-    def _done(self, sent: _Sent, outcome: Receipt | QmqError) -> None:
+    def _done(self, sent: _Sent, outcome: Receipt | Exception) -> None:
         """On the loop: tell whoever sent it, then forget it; `flush` waits for both."""
         try:
-            if isinstance(outcome, QmqError):
+            if isinstance(outcome, Exception):
                 sent.future.set_exception(outcome)
             elif sent.on_done is not None:
                 sent.on_done(outcome)

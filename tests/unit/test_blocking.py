@@ -104,8 +104,10 @@ def test_send_nowait_brings_receipts_by_future_and_by_callback(broker, producer)
 
 def test_a_message_that_can_never_be_sent_fails_its_future_alone(broker, producer):
     bad = producer.send_nowait(qmq.Message("s", {"n": "x" * 40_000}))
+    worse = producer.send_nowait(qmq.Message(None))
     good = producer.send_nowait(message(1))
     assert isinstance(bad.exception(5), InvalidMessage)
+    assert worse.exception(5) is not None
     assert good.result(5).is_stored
 
 
@@ -429,11 +431,12 @@ consumer = qmq.blocking.Consumer(metaserver=metaserver, app="test")
 def launch():
     """Run Python with arguments, its children in a session of their own; none of them outlives the test."""
     started, pipe = [], subprocess.PIPE
+    python = [sys.executable, "-W", "ignore::DeprecationWarning"]  # newer Pythons warn of any fork beside threads
 
     def launch(*arguments):
         started.append(
             subprocess.Popen(
-                [sys.executable, *arguments], stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+                [*python, *arguments], stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
             )
         )
         return started[-1]
