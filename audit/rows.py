@@ -199,8 +199,8 @@ def _cut_at(at: int, cuts: array[int], sequences: array[int]) -> None:
 def _cut(window: Window, frame: Frame, cuts: array[int], sequences: array[int], facts: _Facts) -> None:
     """Cut the messages of a frame out of the window; what lies since the last cut is a record of its own."""
     try:
-        ends, _ = check_batch(window.body(frame), frame.count, FRAME_BYTES_MAX)
-    except QmqError as error:
+        ends, _ = check_batch(window.batch(frame), frame.count, FRAME_BYTES_MAX)
+    except (QmqError, ValueError) as error:
         facts.problem(Problem(frame.offset, frame.end, str(error), frame.subject, frame.first_sequence))
         return
     data = frame.offset - window.offset + frame.body_at + 4 * len(ends)

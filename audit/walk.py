@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from qmq.codec import decode_labels, labels_bytes
 from qmq.errors import CorruptFrame
-from qmq.log.frame import HEADER_BYTES, Frame, FrameKind, check_body, decode_header, find_frame
+from qmq.log.frame import FLAG_LABELLED, HEADER_BYTES, Frame, FrameKind, check_body, decode_header, find_frame
 
 WINDOW_BYTES = 4 << 20
 """Read at once, and one Arrow batch. Measured: 4 MiB stays in the caches, which is 15 % faster than 16 MiB."""
@@ -66,6 +67,18 @@ class Window:
     def body(self, frame: Frame) -> memoryview:
         at = frame.offset - self.offset
         return self.data[at + frame.body_at : at + frame.body_at + frame.body_bytes]
+
+    def batch(self, frame: Frame) -> memoryview:
+        """Return the batch of a messages frame, without the labels that may be behind it.
+
+        Raises:
+            ValueError: there are no labels where the frame says so.
+        """
+        body = self.body(frame)
+        if not frame.flags & FLAG_LABELLED:
+            return body
+        decode_labels(body, frame.count)
+        return body[: len(body) - labels_bytes(frame.count)]
 
     def head(self, frame: Frame) -> memoryview:
         """Return a frame's header and subject as stored."""
@@ -232,4 +245,3 @@ def tail_of(storage: Storage, begin: int, end: int) -> tuple[int, Frame | None]:
                 pass
         high = low
     return begin, None
-

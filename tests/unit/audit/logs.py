@@ -32,14 +32,16 @@ class LogWriter:
         self._base = base
         self._file = (self.folder / f"{base:020d}.log").open("wb")
 
-    def frame(self, kind: FrameKind, subject: str, body: bytes, *, count: int = 0, first: int = 0) -> Frame:
+    def frame(
+        self, kind: FrameKind, subject: str, body: bytes, *, count: int = 0, first: int = 0, flags: int = 0
+    ) -> Frame:
         if self.end - self._base >= self.segment_bytes:
             self._close()
             self._open(self.end)
         field = subject_field(subject)
         head, frame = encode_header(
-            kind=kind, flags=0, subject=subject, field=field, count=count, body_bytes=len(body), body_crc=crc32(body),
-            epoch=self.epoch, offset=self.end, high_watermark=self.end, timestamp_ms=self.timestamp_ms,
+            kind=kind, flags=flags, subject=subject, field=field, count=count, body_bytes=len(body),
+            body_crc=crc32(body), epoch=self.epoch, offset=self.end, high_watermark=self.end, timestamp_ms=self.timestamp_ms,
             first_sequence=first, producer=7 if count else 0, batch=len(self.frames) if count else 0,
             previous_chain=self.chain,
         )  # fmt: skip

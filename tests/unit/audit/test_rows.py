@@ -1,0 +1,74 @@
+"""Shell. What a piece of a log becomes in Spark, on real files: each byte in one row, each message a row of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from audit.copies import PathCopy
+from audit.rows import message_batches, record_batches
+from audit.walk import Walk
+from qmq.codec import encode_labels, encode_message, join_batch, label_of
+from qmq.log.frame import FrameKind, label_flags
+from qmq.message import Message
+from qmq.types import Epoch
+from tests.unit.audit.logs import LogWriter
+
+TAGS: list[tuple[str, ...]] = [("pay",), (), ("pay", "cancel"), ("x",), ()]
+LABELS = [label_of(tags, "k" if at == 4 else None) for at, tags in enumerate(TAGS)]
+MESSAGES = [encode_message(Message("s", {"n": at}, tags=tags, id=f"m{at}"), 1) for at, tags in enumerate(TAGS)]
+
+
+def written(data: Path, *sections: bytes) -> tuple[Path, int]:
+    """A log with one batch per section of labels; returns also where it ends."""
+    log = LogWriter(data)
+    log.reign(Epoch(1, 1))
+    for number, section in enumerate(sections):
+        log.frame(
+            FrameKind.MESSAGES, "s", join_batch(MESSAGES) + section, count=5, first=5 * number,
+            flags=label_flags(LABELS) if section else 0,
+        )  # fmt: skip
+    return log.close(), log.end
+
+
+def records(data: Path, end: int) -> tuple[list[bytes], list[int], list[dict[str, object]]]:
+    copy = PathCopy(data)
+    try:
+        rows = [row for batch in record_batches(Walk(copy, 0, end, is_start=True), 0) for row in batch.to_pylist()]
+    finally:
+        copy.close()
+    messages = [row for row in rows if row["record"] is not None]
+    facts = [json.loads(row["fact"]) for row in rows if row["fact"] is not None]
+    return [row["record"] for row in messages], [row["sequence"] for row in messages], facts
+
+
+def test_labels_behind_a_batch_are_bytes_of_the_log_and_no_messages(tmp_path):
+    data, end = written(tmp_path, encode_labels(LABELS), b"", encode_labels(LABELS))
+    found, sequences, facts = records(data, end)
+    assert not [fact for fact in facts if fact["kind"] == "problem"]
+    assert b"".join(found) == (data / "log" / f"{0:020d}.log").read_bytes()[:end], "every byte is in exactly one row"
+    assert [one for one, sequence in zip(found, sequences) if sequence >= 0] == MESSAGES * 3
+    assert [sequence for sequence in sequences if sequence >= 0] == list(range(15))
+
+
+def test_messages_with_labels_are_rows_with_their_tags(tmp_path):
+    data, end = written(tmp_path, encode_labels(LABELS))
+    copy = PathCopy(data)
+    try:
+        walk = Walk(copy, 0, end, is_start=True)
+        rows = [row for batch in message_batches(walk, ["sequence", "id", "tags"]) for row in batch.to_pylist()]
+    finally:
+        copy.close()
+    assert [(row["id"], row["tags"]) for row in rows] == [(f"m{at}", sorted(tags)) for at, tags in enumerate(TAGS)]
+
+
+@pytest.mark.parametrize(
+    "section", [encode_labels(LABELS)[:-8] + bytes(8), encode_labels(LABELS[1:])], ids=["end", "few"]
+)
+def test_labels_that_are_none_are_a_problem_of_their_frame(tmp_path, section):
+    data, end = written(tmp_path, section)
+    _, _, facts = records(data, end)
+    [problem] = [fact for fact in facts if fact["kind"] == "problem"]
+    assert problem["subject"] == "s" and "labels" in str(problem["text"])
