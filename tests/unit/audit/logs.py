@@ -41,7 +41,8 @@ class LogWriter:
         field = subject_field(subject)
         head, frame = encode_header(
             kind=kind, flags=flags, subject=subject, field=field, count=count, body_bytes=len(body),
-            body_crc=crc32(body), epoch=self.epoch, offset=self.end, high_watermark=self.end, timestamp_ms=self.timestamp_ms,
+            body_crc=crc32(body), epoch=self.epoch, offset=self.end, high_watermark=self.end,
+            timestamp_ms=self.timestamp_ms,
             first_sequence=first, producer=7 if count else 0, batch=len(self.frames) if count else 0,
             previous_chain=self.chain,
         )  # fmt: skip
