@@ -16,7 +16,7 @@ before it hands out anything more of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from broker.hand_out import Budget, HandOut
 from broker.labels import Sight, Sights, read_sight
 from broker.selector import Selector, held_sequences
 from broker.tags import TagRule
-from broker.walk import PASSED_MS, Walk
+from broker.walk import Walk
 from qmq.errors import LogError
 from qmq.log import MessageLog
 from qmq.log.fold import Consumer
@@ -53,6 +53,8 @@ class Selection:
         self._log, self._connected = message_log, connected
         self._sights = Sights(message_log)
         self._selectors: dict[tuple[str, str], Selector] = {}
+        self._asked: dict[tuple[str, str], TagRule | None] = {}
+        """What the last consumer that subscribed asked for, per group."""
         self._warned: set[tuple[str, str]] = set()
         self._readings: list[Reading] = []
         self._tired: dict[str, None] = {}
@@ -76,19 +78,19 @@ class Selection:
     def joined(self, subscription: Subscription) -> None:
         """A consumer subscribed; one group whose consumers ask for different tags is most likely a mistake."""
         key = subscription.key[:2]
-        if key not in self._warned and any(rule != subscription.rule for rule, _ in self._rules(key)):
+        before, self._asked[key] = self._asked.get(key, subscription.rule), subscription.rule
+        if before == subscription.rule or key in self._warned:
+            return
+        if any(one.rule != subscription.rule for one in self._connected() if one.key[:2] == key):
             self._warned.add(key)
             log.warning("consumers of one group ask for different tags subject=%s group=%s consumer=%s: what one of "
                         "them passes over is over for all", *subscription.key)  # fmt: skip
-
-    def _rules(self, key: tuple[str, str]) -> Iterator[tuple[TagRule | None, str]]:
-        return ((one.rule, one.consumer) for one in self._connected() if one.key[:2] == key)
 
     def choose(self, subscription: Subscription, now_ms: int, cut: Budget, made: HandOut) -> None:
         """Add to `made` what this subscription gets; its caller writes that down at once."""
         key = subscription.key[:2]
         selector = self._selectors.setdefault(key, Selector(*key))
-        if selector.is_reading:
+        if selector.is_reading or selector.rests(now_ms):
             return
         if self._looks <= 0:
             self._tired[subscription.subject] = None
@@ -137,6 +139,7 @@ class Selection:
         selector = self._selectors.get((reading.subject, reading.group))
         if selector is not None:
             selector.is_reading = False
+            selector.has_failed = isinstance(found, LogError)
         if not isinstance(found, LogError):
             self._sights.took(found)
             if selector is not None and selector.keys is None:
@@ -149,8 +152,6 @@ class Selection:
         return list(tired)
 
     def overdue(self, now_ms: int) -> list[str]:
-        """Return the subjects of groups that passed over messages a while ago and did not write it down."""
-        return [
-            selector.subject for selector in self._selectors.values()
-            if selector.seen_ms and not 0 <= now_ms - selector.seen_ms < PASSED_MS
-        ]  # fmt: skip
+        """Return the subjects of groups that passed over messages a while ago and did not write it down, or could not
+        read a while ago."""
+        return [selector.subject for selector in self._selectors.values() if selector.is_overdue(now_ms)]

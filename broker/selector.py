@@ -16,6 +16,10 @@ from broker.keys import Keys
 from broker.tags import TagRule
 from qmq.log.fold import Consumer, Group
 
+PASSED_MS = 1_000
+"""After so long it is written down that nothing matched: a restart does not look again."""
+FAILED_MS = 1_000
+"""How long nothing is read for a group after that failed."""
 _FIRST = itemgetter(0)
 
 
@@ -28,7 +32,9 @@ class Selector:
         """None: not known yet (`broker.walk`)."""
         self.labels_before: dict[int, array[int]] = {}
         """Labels read for `keys` to be made, until they are."""
-        self.is_reading = False
+        self.is_reading = self.has_failed = False
+        self._again_ms = 0
+        """When to read again after that failed; 0: it did not."""
         self.changing: list[tuple[int, int]] = []
         """Messages of the last frame of progress, which was not applied yet when they were noted."""
         self.seen_rule: TagRule | None = None
@@ -49,6 +55,20 @@ class Selector:
             heappush(self._later, (due_ms, begin, end))
         else:
             heappush(self._ready, (begin, end))
+
+    def rests(self, now_ms: int) -> bool:
+        """Return whether a reading failed a moment ago: a copy that is damaged is not read again for each packet."""
+        if self.has_failed:
+            self.has_failed, self._again_ms = False, now_ms + FAILED_MS
+        if now_ms < self._again_ms:
+            return True
+        self._again_ms = 0
+        return False
+
+    def is_overdue(self, now_ms: int) -> bool:
+        """Return whether its pulls are to be served, though nothing came for them."""
+        is_unwritten = self.seen_ms and not 0 <= now_ms - self.seen_ms < PASSED_MS
+        return bool(is_unwritten) or 0 < self._again_ms <= now_ms
 
     def is_idle(self, rule: TagRule | None, log_end: int, data_limit: int, now_ms: int) -> bool:
         """Return whether nothing happened since nothing was found: a group's consumers ask one after the other."""

@@ -10,7 +10,7 @@ from broker.consume import Subscription
 from broker.hand_out import FRAMES_AT_ONCE, RETURNED_RANGES_MAX, Budget, HandOut, Part
 from broker.keys import Keys
 from broker.labels import ENDS, NO_LABELS, Body, Sights
-from broker.selector import Selector, returned_pieces
+from broker.selector import PASSED_MS, Selector, returned_pieces
 from broker.tags import TagRule
 from qmq.log import MessageLog
 from qmq.log.fold import Group
@@ -25,8 +25,8 @@ LOOKS_PER_BODY = 10
 """What it counts for to read a message's tags, against a look at its label."""
 DEFERRED_MESSAGES_MAX = 50_000
 """Per group; a group with so many messages behind busy keys gets nothing new until a key is free."""
-PASSED_MESSAGES, PASSED_MS = 10_000, 1_000
-"""After so many messages, or so much time, it is written down that nothing matched: a restart does not look again."""
+PASSED_MESSAGES = 10_000
+"""After so many it is written down at once that they did not match."""
 NEW = -1
 """In place of how often a message was handed out before: it was not even passed over."""
 READ_FRAMES = 512

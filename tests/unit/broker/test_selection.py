@@ -283,6 +283,28 @@ def test_a_pull_that_nothing_matches_is_told_so_when_all_is_looked_at():
     assert consumer.client.code(pull) == ErrorCode.NO_MESSAGE
 
 
+def test_a_damaged_copy_is_not_read_again_for_each_packet_and_goes_on_after_its_repair():
+    group = stored(A, A, tail_bytes=0)
+    more(group, PLAIN, first=2)
+    consumer = Consumer(group, "c1")
+    name, ref = f"log/{0:020d}.log", group.a.log.frames("s", 0, 1)[0]
+    group.a.disk.flip(name, 8 * (ref.offset + ref.length - 1))
+    readings, read_labels = [], group.a.log.read_labels
+    group.a.log.read_labels = lambda refs: readings.append(refs) or read_labels(refs)
+    waiting = consumer.ask(timeout_ms=60_000)
+    group.settle()
+    assert ["corrupt"] == [str(reason) for reason in group.a.master.readonly.reasons]
+    for _ in range(20):
+        consumer.ask(timeout_ms=60_000)
+        group.settle()
+    assert len(readings) == 1
+    group.a.disk.flip(name, 8 * (ref.offset + ref.length - 1))
+    for _ in range(3):
+        group.a.wait(600)
+        group.settle()
+    assert [got.sequence for got in consumer.got(waiting)] == [0, 2]
+
+
 def test_frames_in_which_nothing_may_match_are_not_read():
     group = stored(PAY, PAY, tail_bytes=0)
     more(group, PAY, CANCEL, first=2)
