@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.redis import redis_server
-from tests.unit.idempotence.stores import ALL, SHARED, SQL, Stores, kind_name, stores_of
+from tests.unit.idempotence.stores import ALL, SHARED, SOME, SQL, Stores, kind_name, stores_of
 
 __all__ = ["redis_server"]
 
@@ -13,6 +13,12 @@ __all__ = ["redis_server"]
 @pytest.fixture(params=ALL, ids=kind_name)
 def stores(request: pytest.FixtureRequest) -> Stores:
     """Every kind of store."""
+    return stores_of(request, *request.param)
+
+
+@pytest.fixture(params=SOME, ids=kind_name)
+def some_stores(request: pytest.FixtureRequest) -> Stores:
+    """One of each family, for tests of what uses them."""
     return stores_of(request, *request.param)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 import pytest
 import redis
@@ -15,6 +16,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from qmq.idempotence import KeyStore, MemoryKeys
 from qmq.idempotence.redis import RedisKeys
 from qmq.idempotence.sqlalchemy import SqlKeys
+from qmq.idempotence.tables import CLAIMS, ClaimsTable
+from tests.support.databases import DatabaseServer
 
 COROUTINE_DRIVERS = {
     "sqlite": "sqlite+aiosqlite",
@@ -29,6 +32,7 @@ Kind = tuple[str, bool]
 SQL: list[Kind] = [(name, blocking) for name in ("sqlite", "mariadb", "postgresql") for blocking in (False, True)]
 SHARED: list[Kind] = [*SQL, ("redis", False), ("redis", True)]
 ALL: list[Kind] = [("memory", False), *SHARED]
+SOME: list[Kind] = [("memory", False), ("sqlite", True), ("mariadb", False), ("redis", False)]
 
 
 def kind_name(kind: Kind) -> str:
@@ -113,7 +117,19 @@ def stores_of(request: pytest.FixtureRequest, kind: str, blocking: bool) -> Stor
     if kind == "sqlite":
         url = f"sqlite:///{request.getfixturevalue('tmp_path') / 'keys.db'}"
     else:
-        server = request.getfixturevalue(kind)
-        url = server.create_database()
-        request.addfinalizer(lambda: server.drop_database(url))
+        url = _emptied_database(request.getfixturevalue(kind))
     return lambda: (blocking_sql_stores if blocking else async_sql_stores)(url)
+
+
+def _emptied_database(server: DatabaseServer) -> str:
+    """One database of each server serves all tests: making one takes longer than a test."""
+    url = _database(server)
+    engine = create_engine(url)
+    ClaimsTable(CLAIMS).table.drop(engine, checkfirst=True)
+    engine.dispose()
+    return url
+
+
+@cache
+def _database(server: DatabaseServer) -> str:
+    return server.create_database()

@@ -73,9 +73,9 @@ async def deliver_until_acked(check, message, handler):
                 await asyncio.sleep(0)
 
 
-def test_a_message_that_comes_again_is_acked_and_not_handled_again(stores):
+def test_a_message_that_comes_again_is_acked_and_not_handled_again(some_stores):
     async def run():
-        async with stores() as (one, other):
+        async with some_stores() as (one, other):
             handler, message = Handler(), Handed("id-1")
             for keys in (one, other, one):
                 assert await deliver(Idempotence(keys), message, handler)
@@ -84,9 +84,9 @@ def test_a_message_that_comes_again_is_acked_and_not_handled_again(stores):
     asyncio.run(run())
 
 
-def test_other_messages_groups_and_subjects_are_handled(stores):
+def test_other_messages_groups_and_subjects_are_handled(some_stores):
     async def run():
-        async with stores() as (one, _):
+        async with some_stores() as (one, _):
             handler, check = Handler(), Idempotence(one)
             messages = Handed("a"), Handed("b"), Handed("a", group="mail"), Handed("a", subject="order.sent")
             for message in messages:
@@ -106,11 +106,11 @@ def test_other_messages_groups_and_subjects_are_handled(stores):
         pytest.param(SystemExit(1), id="exit"),
     ],
 )
-def test_whatever_the_handler_raises_the_message_is_not_acked_and_is_handled_when_it_comes_again(stores, error):
+def test_whatever_the_handler_raises_the_message_is_not_acked_and_is_handled_when_it_comes_again(some_stores, error):
     """QMQ: an error that is no exception keeps the key; a local retry begins before the key is gone. Both lose it."""
 
     async def run():
-        async with stores() as (one, other):
+        async with some_stores() as (one, other):
             handler, message = Handler(error), Handed("id-1")
             with pytest.raises(type(error)):
                 await Idempotence(one)(message, handler)
@@ -121,9 +121,9 @@ def test_whatever_the_handler_raises_the_message_is_not_acked_and_is_handled_whe
     asyncio.run(run())
 
 
-def test_cancelled_anywhere_the_message_is_handled_when_it_comes_again(stores):
+def test_cancelled_anywhere_the_message_is_handled_when_it_comes_again(some_stores):
     async def run():
-        async with stores() as (one, other):
+        async with some_stores() as (one, other):
             for turns in range(25):
                 handler, message = Handler(), Handed(f"id-{turns}")
                 task = asyncio.create_task(deliver(Idempotence(one, lease_s=0.2), message, handler))
@@ -152,9 +152,9 @@ def test_a_crash_between_claim_and_end_delays_the_message_by_the_lease_and_loses
     asyncio.run(run())
 
 
-def test_of_two_that_have_the_message_one_handles_it_and_the_other_asks_again_after_the_lease(stores):
+def test_of_two_that_have_the_message_one_handles_it_and_the_other_asks_again_after_the_lease(some_stores):
     async def run():
-        async with stores() as (one, other):
+        async with some_stores() as (one, other):
             began, may_end = asyncio.Event(), asyncio.Event()
 
             async def slow(message):
@@ -175,32 +175,44 @@ def test_of_two_that_have_the_message_one_handles_it_and_the_other_asks_again_af
     asyncio.run(run())
 
 
-def test_a_handler_that_takes_longer_than_its_lease_keeps_its_message(shared_stores):
+def test_the_lease_is_renewed_until_the_handler_ends_and_no_longer(some_stores):
     async def run():
-        async with shared_stores() as (one, other):
-            message, others = Handed("id-1"), []
+        async with some_stores() as (one, other):
+            watched, enough = Renewed(one), asyncio.Event()
+            watched.on_renewed = lambda: len(watched.renewals) == 3 and enough.set()
 
             async def slow(message):
-                """Lasts until others asked for the message well after the first lease."""
                 async with asyncio.timeout(30):
-                    loop = asyncio.get_running_loop()
-                    begin = loop.time()
-                    while loop.time() < begin + 1.5:
-                        others.append(await other.claim("order.paid%stock%id-1", "other", 0.5))
-                        await asyncio.sleep(0.05)
+                    await enough.wait()
 
-            assert await deliver(Idempotence(one, lease_s=0.5), message, slow)
-            assert {claim.state for claim in others} == {State.BUSY}
-            assert await other.claim("order.paid%stock%id-1", "other", 0.5) == Claim(State.HANDLED)
+            assert await deliver(Idempotence(watched, lease_s=0.3), Handed("id-1"), slow)
+            assert len(watched.renewals) >= 3 and all(watched.renewals)
+            assert await other.claim("order.paid%stock%id-1", "other", 0.3) == Claim(State.HANDLED)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())
 
 
-def test_who_lost_its_claim_meanwhile_does_not_ack(stores):
+class Renewed:
+    """Notes what renewals are answered."""
+
+    def __init__(self, keys):
+        self._keys, self.renewals, self.on_renewed = keys, [], lambda: None
+
+    async def renew(self, key, owner, lease_s):
+        self.renewals.append(await self._keys.renew(key, owner, lease_s))
+        self.on_renewed()
+        return self.renewals[-1]
+
+    def __getattr__(self, name):
+        return getattr(self._keys, name)
+
+
+def test_who_lost_its_claim_meanwhile_does_not_ack(some_stores):
     """It stood still for longer than its lease; what the other one makes of the message is not known yet."""
 
     async def run():
-        async with stores() as (one, other):
+        async with some_stores() as (one, other):
             watched, key = Owned(one), "order.paid%stock%id-1"
 
             async def taken_over(message):
