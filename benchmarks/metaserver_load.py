@@ -1,4 +1,6 @@
-"""Shell. Simulated brokers and clients of `make bench-metaserver`: real gRPC streams, one process for many of them.
+"""Shell. Simulated brokers and clients of `make bench-metaserver`: gRPC streams, one process for many of them.
+
+Those who watch routes are too many for grpc.aio; theirs are `benchmarks.lean_stream`'s.
 
     python -m benchmarks.metaserver_load '{"role": "watchers", "address": "127.0.0.1:8081", …}'
 
@@ -13,13 +15,13 @@ import random
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from benchmarks.figures import percentile
+from benchmarks.lean_stream import Connection, Stream, connect
 from qmq.client.route_watch import CONFIRM_WITHIN_S
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.proto import qmq_pb2 as pb
@@ -27,6 +29,7 @@ from qmq.proto.qmq_pb2_grpc import MetaserverStub
 
 HOT = "bench.hot"
 """The subject that every watcher watches."""
+WATCH_ROUTES = "/qmq.Metaserver/WatchRoutes"
 OPTIONS = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # else all channels share one connection
 STARTED_AT_ONCE = 200
 FILL_AT_ONCE = 10
@@ -68,57 +71,79 @@ class Load:
 class Watcher:
     """One client, as `qmq.client.route_watch` behaves: it watches its subjects and confirms what it got."""
 
-    def __init__(self, load: Watchers, number: int) -> None:
+    def __init__(self, load: Watchers, number: int, ready: asyncio.Queue[int]) -> None:
         rng = random.Random(number)
-        self._load, self._number = load, number
+        self._load, self._number, self._ready = load, number, ready
         self._subjects = [HOT, *(subject_name(rng.randrange(load.words["subjects"])) for _ in range(4))]
         self._is_ready = False
         self.hot: dict[str, bool] = {}
         self._unconfirmed: dict[str, int] = {}
-        self._confirming: asyncio.Task[None] | None = None
+        self._confirming: asyncio.TimerHandle | None = None
+        self._stream: Stream | None = None
 
-    async def run(self, ready: asyncio.Queue[int]) -> None:
-        """Watch; come back after a moment when the metaserver had no time for the stream."""
-        while True:
-            try:
-                await self._watch(ready)
-            except grpc.aio.AioRpcError:
-                await asyncio.sleep(random.uniform(0.1, 1.0))
-
-    async def _watch(self, ready: asyncio.Queue[int]) -> None:
-        stream = self._load.stub(self._number).WatchRoutes(metadata=self._load.metadata)
+    async def begin(self) -> None:
+        """Watch; whenever the metaserver had no time for the stream, come back after a moment."""
+        try:
+            connection = await self._load.connection(self._number)
+        except OSError:
+            self._come_back()
+            return
+        self._stream = connection.stream(self._take, self._come_back)
         request = pb.RouteRequest(subjects=self._subjects, app="bench", client_id=f"c{self._number}", produces=True)
-        await stream.write(request)
-        while (update := await stream.read()) is not grpc.aio.EOF:
-            for route in update.routes:
-                if route.subject == HOT:
-                    self.hot = {group.broker_group: group.writable for group in route.groups}
-                    self._load.saw(self)
-            held = {route.subject: route.version for route in update.routes}
-            if held:
-                self._unconfirmed |= held
-                if self._confirming is None or self._confirming.done():
-                    self._confirming = asyncio.create_task(self._confirm(stream))
-            if not self._is_ready:
-                self._is_ready = True
-                ready.put_nowait(self._number)
+        self._stream.write(request.SerializeToString())
 
-    async def _confirm(self, stream: Any) -> None:
-        await asyncio.sleep(random.uniform(0.0, CONFIRM_WITHIN_S))
+    def _come_back(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(random.uniform(0.1, 1.0), lambda: self._load.keep(loop.create_task(self.begin())))
+
+    def _take(self, message: bytes) -> None:
+        update = pb.RouteUpdate.FromString(message)
+        for route in update.routes:
+            if route.subject == HOT:
+                self.hot = {group.broker_group: group.writable for group in route.groups}
+                self._load.saw(self)
+            self._unconfirmed[route.subject] = route.version
+        if update.routes and self._confirming is None:
+            wait_s = random.uniform(0.0, CONFIRM_WITHIN_S)
+            self._confirming = asyncio.get_running_loop().call_later(wait_s, self._confirm)
+        if not self._is_ready:
+            self._is_ready = True
+            self._ready.put_nowait(self._number)
+
+    def _confirm(self) -> None:
+        self._confirming = None
         held, self._unconfirmed = self._unconfirmed, {}
-        with suppress(grpc.aio.AioRpcError):  # who reads the stream hears of it
-            await stream.write(pb.RouteRequest(held=held))
+        assert self._stream
+        self._stream.write(pb.RouteRequest(held=held).SerializeToString())
 
 
-class Watchers(Load):
-    """Clients that watch the hot subject and four others each."""
+class Watchers:
+    """Clients that watch the hot subject and four others each. So many of them that grpc.aio is too dear."""
 
     def __init__(self, words: dict[str, Any]) -> None:
-        super().__init__(words)
-        first = words["first"]
-        self._watchers = [Watcher(self, number) for number in range(first, first + words["watchers"])]
+        self.words = words
+        first, self._ready = words["first"], asyncio.Queue[int]()
+        self._watchers = [Watcher(self, number, self._ready) for number in range(first, first + words["watchers"])]
+        self._connections: dict[int, Connection] = {}
+        self._connecting = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._expected: tuple[str, bool] | None = None
         self._seen: dict[Watcher, float] = {}
+
+    async def connection(self, number: int) -> Connection:
+        """The connection of a watcher, made anew if it is closed. Raises OSError."""
+        place = number % self.words["connections"]
+        async with self._connecting:
+            connection = self._connections.get(place)
+            if connection is None or not connection.is_open:
+                token = [("x-api-token", self.words["token"])]
+                connection = self._connections[place] = await connect(self.words["address"], WATCH_ROUTES, token)
+        return connection
+
+    def keep(self, task: asyncio.Task[None]) -> None:
+        """The loop alone would let a task go."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def saw(self, watcher: Watcher) -> None:
         """Note when a watcher's hot route is what was expected first."""
@@ -130,14 +155,13 @@ class Watchers(Load):
             self._expected = None
 
     async def run(self) -> None:
-        ready: asyncio.Queue[int] = asyncio.Queue()
-        tasks: list[asyncio.Task[None]] = []
         for begin in range(0, len(self._watchers), STARTED_AT_ONCE):
             some = self._watchers[begin : begin + STARTED_AT_ONCE]
-            tasks += [asyncio.create_task(watcher.run(ready)) for watcher in some]
+            for watcher in some:
+                await watcher.begin()
             for _ in some:
-                await ready.get()
-        say(ready=len(tasks))
+                await self._ready.get()
+        say(ready=len(self._watchers))
         await on_lines(self._expect)
 
     async def _expect(self, words: dict[str, Any]) -> None:

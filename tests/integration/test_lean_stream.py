@@ -1,0 +1,133 @@
+"""Shell. The benchmark's simulated watchers hear from a metaserver what clients with grpc.aio hear."""
+
+from __future__ import annotations
+
+import asyncio
+
+from benchmarks.lean_stream import connect
+from qmq.proto import qmq_pb2 as pb
+from tests.integration.metaserver_world import METADATA, WAIT_S, in_world
+
+PATH = "/qmq.Metaserver/WatchRoutes"
+SUBJECTS = ["s", "t", "%RETRY%s%group", "no/subject"]
+
+
+class LeanWatch:
+    """One lean stream with what it heard."""
+
+    def __init__(self, connection):
+        self.routes, self.ended, self._heard = {}, asyncio.Event(), asyncio.Event()
+        self.stream = connection.stream(self._take, self.ended.set)
+        self.ask(subjects=SUBJECTS, app="bench", client_id="lean", produces=True)
+
+    def ask(self, **words):
+        self.stream.write(pb.RouteRequest(**words).SerializeToString())
+
+    def _take(self, message):
+        self.routes |= {route.subject: route for route in pb.RouteUpdate.FromString(message).routes}
+        self._heard.set()
+
+    async def until(self, condition):
+        async with asyncio.timeout(WAIT_S):
+            while not condition(self.routes):
+                self._heard.clear()
+                await self._heard.wait()
+
+
+@in_world
+async def test_watchers_over_lean_streams_are_told_what_grpc_aio_is_told(world):
+    for name in ("g1", "g2"):
+        await world.pair(name)
+    connection = await connect(await world.address(), PATH, METADATA)
+    lean = [LeanWatch(connection) for _ in range(3)]  # the first one's headers are literals, the others' are numbers
+    async with world.watch(*SUBJECTS) as watch:
+        for mark in (None, "MarkReadonlyBrokerGroup", "UnMarkReadonlyBrokerGroup"):
+            if mark:
+                await world.done(mark, brokerGroup="g1")
+            writable = mark != "MarkReadonlyBrokerGroup"
+            for one in (watch, *lean):
+                await one.until(lambda routes, writable=writable: is_told(routes, writable=writable))
+            assert [one.routes for one in lean] == [watch.routes] * 3
+    assert watch.routes["no/subject"].refused
+    connection.close()
+
+
+@in_world
+async def test_what_a_lean_stream_confirms_counts(world):
+    await world.pair("g1")
+    connection = await connect(await world.address(), PATH, METADATA)
+    lean = LeanWatch(connection)
+    await lean.until(lambda routes: is_told(routes, writable=True))
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
+    await lean.until(lambda routes: is_told(routes, writable=False))
+    assert (await old_routes(world)).producers == 1, "it was told, and has not said that it knows"
+    lean.ask(held={route.subject: route.version for route in lean.routes.values()})
+    await world.until(lambda: nobody_has_old_routes(world))
+    connection.close()
+
+
+@in_world
+async def test_refused_lean_stream_ends(world):
+    connection = await connect(await world.address(), PATH, [("x-api-token", "wrong")])
+    async with asyncio.timeout(WAIT_S):
+        await LeanWatch(connection).ended.wait()
+    connection.close()
+
+
+def test_messages_are_whole_however_their_bytes_come():
+    asyncio.run(_hear_bytes_one_by_one())
+
+
+async def _hear_bytes_one_by_one():
+    messages = [b"", b"a", b"b" * 300]
+    data = b"".join(b"\0" + len(one).to_bytes(4, "big") + one for one in messages)
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"stop")
+        frame = len(data).to_bytes(3, "big") + b"\0\0\0\0\0\1" + data
+        for byte in frame[:-1]:
+            writer.write(bytes((byte,)))
+            await asyncio.sleep(0)
+        writer.write(frame[-1:])
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    connection = await connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "/path", [])
+    heard, all_heard = [], asyncio.Event()
+
+    def take(message):
+        heard.append(message)
+        if len(heard) == len(messages):
+            all_heard.set()
+
+    connection.stream(take, all_heard.set).write(b"stop")
+    async with asyncio.timeout(WAIT_S):
+        await all_heard.wait()
+    assert heard == messages
+    connection.close()
+    server.close()
+
+
+def is_told(routes, *, writable):
+    """Whether everything has arrived, and g1 is as it was made."""
+    return (
+        set(routes) == set(SUBJECTS)
+        and all(
+            group.writable == writable
+            for route in routes.values()
+            for group in route.groups
+            if group.broker_group == "g1"
+        )
+        and all(routes[subject].groups for subject in SUBJECTS[:3])
+    )
+
+
+async def old_routes(world):
+    return await world.rpc.CountOldRoutes(pb.OldRoutesQuestion(broker_group="g1", subject="*"), metadata=METADATA)
+
+
+async def nobody_has_old_routes(world):
+    counts = await old_routes(world)
+    return counts.producers == 0 and counts.watchers == 1
