@@ -251,14 +251,12 @@ class Consumption:
         """
         over = []
         for subscription in self.all_waiting():
-            end_ms = now_ms - LOOKING_MS if is_looking(subscription) else now_ms
-            late = [waiting for waiting in subscription.waiting if waiting.deadline_ms <= end_ms]
-            if late:
-                over += late
-                kept = [waiting for waiting in subscription.waiting if waiting.deadline_ms > end_ms]
-                self._stop_waiting(subscription)
-                for waiting in kept:
-                    self.wait(subscription, waiting)
+            late = [waiting for waiting in subscription.waiting if waiting.deadline_ms <= now_ms]
+            if late and is_looking(subscription):
+                late = [waiting for waiting in late if waiting.deadline_ms <= now_ms - LOOKING_MS]
+            for waiting in late:
+                self.give_up(subscription, waiting)
+            over += late
         return over
 
     # Returned messages.
