@@ -329,6 +329,23 @@ def test_several_tasks_may_pull_from_one_puller():
     run(test())
 
 
+def test_a_task_that_is_cancelled_when_it_was_woken_wakes_another():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+                await until(lambda: broker.pulls)
+                subscription = puller._subscription
+                assert subscription is not None
+                first, second = (asyncio.create_task(subscription.wait()) for _ in range(2))
+                await asyncio.sleep(0)
+                subscription._wake(1)
+                first.cancel()
+                async with asyncio.timeout(5):
+                    await second
+
+    run(test())
+
+
 def test_a_pull_without_time_returns_what_is_here():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
