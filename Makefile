@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test lint types format bench bench-metaserver simulate chaos proto lock clean
+.PHONY: help venv run stop demo test lint types format bench bench-metaserver simulate chaos history proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -48,6 +48,9 @@ simulate: $(STAMP) ## crashes, partitions and disk faults for SEEDS seeds (defau
 
 chaos: $(STAMP) ## real processes killed, stopped and swapped for MINUTES minutes (default 10)
 	@$(PY) -m tests.chaos --minutes "$(or $(MINUTES),10)"
+
+history: $(STAMP) ## MESSAGES (default 1000000) through real processes and faults, and a judge of what consumers saw
+	@$(PY) -m tests.history --messages "$(or $(MESSAGES),1000000)" --seed "$(or $(SEED),1)"
 
 proto: $(STAMP) ## regenerate qmq/proto from qmq.proto
 	@$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. qmq/proto/qmq.proto

@@ -1,0 +1,39 @@
+"""Shell. `python -m tests.history --messages N --seed S`: real processes and faults, and a judge of what all saw.
+
+Exit status 0: every promise was kept; 1: findings, printed, and the folder with logs and journals is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.history.trial import attempt
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.history")
+    parser.add_argument("--messages", type=int, default=50_000)
+    parser.add_argument("--rate", type=float, default=1_500.0, help="messages a second that all producers send")
+    parser.add_argument("--keys", type=int, default=3_000, help="order keys that half of the messages share")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    folder, began = Path(tempfile.mkdtemp(prefix="qmq-history-")), time.monotonic()
+    outcome = asyncio.run(attempt(folder, say=lambda line: print(f"  {line}", flush=True), **vars(arguments)))
+    print(f"seed {arguments.seed}: {outcome.summary()}, {time.monotonic() - began:.0f} s", flush=True)
+    for finding in outcome.findings:
+        print(f"{finding.kind}: {finding.text}")
+    if outcome.findings:
+        print(f"logs and journals are kept in {folder}")
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Shell. The processes of producers and consumers: started, killed, held still, asked to leave, started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deploy.processes import ROOT
+from tests.history.journal import Journal, now
+from tests.history.records import Gone, Record, records_of
+from tests.history.workload import CONSUMERS, PRODUCERS
+
+END_S = 30.0
+
+
+class Clients:
+    """Owned by one trial. What they write, and what is done to them, is in the files of `folder`."""
+
+    def __init__(self, folder: Path, *, metaserver: str, token: str, seed: int) -> None:
+        folder.mkdir()
+        self._folder, self._metaserver, self._seed = folder, metaserver, seed
+        self._environ = os.environ | {"QMQ_TOKEN": token}
+        self._lives = dict.fromkeys(CONSUMERS, 0)
+        self._producers: dict[str, subprocess.Popen[bytes]] = {}
+        self._consumers: dict[str, subprocess.Popen[bytes]] = {}
+        self._journal = Journal(folder / "clients.journal")
+        self.struck: list[str] = []
+
+    def start_producers(self, *, messages: int, rate: float, keys: int) -> None:
+        share = messages // len(PRODUCERS)
+        for at, name in enumerate(PRODUCERS):
+            count = share if at else messages - share * (len(PRODUCERS) - 1)
+            options = {"count": count, "rate": rate / len(PRODUCERS), "keys": keys // len(PRODUCERS)}
+            self._producers[name] = self._start("producer", name, name, options)
+
+    def start_consumers(self) -> None:
+        for name in CONSUMERS:
+            self._start_consumer(name)
+
+    def have_joined(self) -> bool:
+        """Whether every consumer has begun."""
+        return all((self._folder / f"{self._life(name)}.journal").exists() for name in CONSUMERS)
+
+    def _start_consumer(self, name: str) -> None:
+        self._lives[name] += 1
+        life = self._life(name)
+        self._consumers[name] = self._start("consumer", name, life, {"life": life, "members": CONSUMERS[name]})
+
+    def _life(self, name: str) -> str:
+        return f"{name}.{self._lives[name]}"
+
+    def _start(self, kind: str, name: str, file: str, options: dict[str, Any]) -> subprocess.Popen[bytes]:
+        options |= {
+            "name": name, "seed": f"{self._seed} {file}", "metaserver": self._metaserver,
+            "journal": str(self._folder / f"{file}.journal"),
+        }  # fmt: skip
+        with (self._folder / f"{file}.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", f"tests.history.{kind}_process", json.dumps(options)],
+                cwd=ROOT, env=self._environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+
+    # What befalls consumers.
+
+    def strike(self, rng: random.Random, stop: threading.Event, lease_s: float) -> None:
+        """Until `stop`: consumers vanish and come back, stand still for longer than their lease, leave and rejoin."""
+        kinds = ["vanishes", "vanishes for longer", "stands still", "leaves"]
+        while not stop.wait(rng.uniform(0.5, 3.0)):
+            name, kind = rng.choice(sorted(CONSUMERS)), kinds[len(self.struck) % len(kinds)]
+            process, life = self._consumers[name], self._life(name)
+            if process.poll() is not None:
+                return  # `failed` tells
+            self.struck.append(kind)
+            if kind == "stands still":
+                process.send_signal(signal.SIGSTOP)
+                stop.wait(rng.uniform(0.2, 2 * lease_s))
+                process.send_signal(signal.SIGCONT)
+                continue
+            if kind == "leaves":
+                self._leave(process, life)
+            else:
+                self._journal.write(Gone(now(), life, "killed"))
+                process.kill()
+            process.wait(END_S)
+            stop.wait(rng.uniform(lease_s, 2 * lease_s) if kind == "vanishes for longer" else rng.uniform(0, 0.5))
+            self._start_consumer(name)
+
+    def _leave(self, process: subprocess.Popen[bytes], life: str) -> None:
+        self._journal.write(Gone(now(), life, "left"))
+        process.terminate()
+
+    # Ends.
+
+    @property
+    def is_sending(self) -> bool:
+        return any(process.poll() is None for process in self._producers.values())
+
+    def failed(self) -> str:
+        """The end of the log of a process that failed; empty if none did."""
+        lives = {self._life(name): process for name, process in self._consumers.items()}
+        for name, process in (self._producers | lives).items():
+            if process.poll() not in (None, 0):
+                log = (self._folder / f"{name}.log").read_text()
+                return f"{name} ended with {process.poll()}:\n{log[-3000:]}"
+        return ""
+
+    def leave(self) -> None:
+        """Ask all consumers to leave, and wait for that."""
+        for name, process in self._consumers.items():
+            self._leave(process, self._life(name))
+        deadline = time.monotonic() + END_S
+        for process in self._consumers.values():
+            process.wait(max(0.1, deadline - time.monotonic()))
+
+    def kill(self) -> None:
+        """Afterwards none runs."""
+        for process in (self._producers | self._consumers).values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def records(self) -> Iterator[Record]:
+        """What all of them wrote down, file by file."""
+        for path in sorted(self._folder.glob("*.journal")):
+            with path.open() as lines:
+                yield from records_of(lines)

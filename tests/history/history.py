@@ -1,0 +1,181 @@
+"""Core. All records of a run, joined: what was sent and what became of it, who was given what and what came of that."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tests.history.records import (
+    UNKNOWN,
+    DeadLetter,
+    Decided,
+    Fault,
+    Gone,
+    Got,
+    Joined,
+    Kept,
+    MasterChanged,
+    Position,
+    Record,
+    Sending,
+    Sent,
+    Stalled,
+)
+
+CAUSE_S = 10.0
+"""How long a message may lie in a consumer's buffer before the application sees it: what happened to the consumer's
+hold on it in that time explains what comes of it."""
+
+
+class Place(NamedTuple):
+    """Where a message lies."""
+
+    subject: str
+    broker_group: str
+    sequence: int
+
+
+class Track(NamedTuple):
+    """One consumer group's way through one subject in one broker group."""
+
+    subject: str
+    group: str
+    broker_group: str
+
+
+@dataclass(slots=True, eq=False)
+class SentMessage:
+    """A message that was sent, and its outcome; without one, nobody knows it."""
+
+    sending: Sending
+    sent: Sent | None = None
+
+    @property
+    def outcome(self) -> str:
+        return UNKNOWN if self.sent is None else self.sent.outcome
+
+    @property
+    def place(self) -> Place:
+        assert self.sent is not None
+        return Place(self.sending.subject, self.sent.broker_group, self.sent.sequence)
+
+    def __str__(self) -> str:
+        return f"{self.sending}, {self.sent or 'no outcome'}"
+
+
+@dataclass(slots=True, eq=False)
+class Handover:
+    """A message in the hands of an application."""
+
+    got: Got
+    decided: Decided | None = None
+    kept_at: float | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        return self.kept_at is not None
+
+    def __str__(self) -> str:
+        kept = "not confirmed" if self.kept_at is None else f"confirmed at {self.kept_at:.3f}"
+        return f"{self.got}, {self.decided or 'not decided'}, {kept}"
+
+
+@dataclass
+class History:
+    messages: dict[str, SentMessage] = field(default_factory=dict)
+    handovers: dict[Track, dict[int, list[Handover]]] = field(default_factory=lambda: defaultdict(dict))
+    """By sequence; of each, as they were handed over: by `times`, then by the time when the application saw it."""
+    by_consumer: dict[str, dict[int, Handover]] = field(default_factory=lambda: defaultdict(dict))
+    joined: list[Joined] = field(default_factory=list)
+    positions: list[Position] = field(default_factory=list)
+    dead: dict[Track, dict[int, list[DeadLetter]]] = field(default_factory=lambda: defaultdict(dict))
+    faults: list[Fault] = field(default_factory=list)
+    masters: list[MasterChanged] = field(default_factory=list)
+    sent_twice: list[str] = field(default_factory=list)
+    _gone: dict[str, Gone] = field(default_factory=dict)
+    _stalls: dict[str, list[Stalled]] = field(default_factory=lambda: defaultdict(list))
+
+    def read(self, records: Iterable[Record]) -> None:
+        """Add the records of one file, which are in order: hand-overs come before what became of them."""
+        for record in records:
+            match record:
+                case Sending():
+                    if record.id in self.messages:
+                        self.sent_twice.append(record.id)
+                    self.messages[record.id] = SentMessage(record)
+                case Sent():
+                    self.messages[record.id].sent = record
+                case Got():
+                    self._got(record)
+                case Decided():
+                    self.by_consumer[record.consumer][record.number].decided = record
+                case Kept():
+                    for number in record.numbers:
+                        self.by_consumer[record.consumer][number].kept_at = record.at
+                case Joined():
+                    self.joined.append(record)
+                case Position():
+                    self.positions.append(record)
+                case Stalled():
+                    self._stalls[record.consumer].append(record)
+                case Gone():
+                    self._gone.setdefault(record.consumer, record)
+                case Fault():
+                    self.faults.append(record)
+                case MasterChanged():
+                    self.masters.append(record)
+                case DeadLetter():
+                    track = Track(record.subject, record.group, record.broker_group)
+                    self.dead[track].setdefault(record.sequence, []).append(record)
+
+    def _got(self, got: Got) -> None:
+        handover = Handover(got)
+        self.by_consumer[got.consumer][got.number] = handover
+        track = self.handovers[Track(got.subject, got.group, got.broker_group)]
+        others = track.setdefault(got.sequence, [])
+        others.insert(bisect_right(others, _rank(handover), key=_rank), handover)
+
+    @property
+    def groups(self) -> dict[tuple[str, str], frozenset[str]]:
+        """Of each (subject, group), the tags that it asks for."""
+        return {(one.subject, one.group): frozenset(one.tags) for one in self.joined}
+
+    @property
+    def tracks(self) -> Iterator[Track]:
+        """Each group's ways through the broker groups that have messages for it."""
+        groups: dict[str, dict[str, None]] = defaultdict(dict)
+        for message in self.messages.values():
+            if message.sent is not None and message.sent.broker_group:
+                groups[message.sending.subject][message.sent.broker_group] = None
+        for track in self.handovers:
+            groups[track.subject][track.broker_group] = None
+        for subject, group in self.groups:
+            for broker_group in groups[subject]:
+                yield Track(subject, group, broker_group)
+
+    def cause(self, handover: Handover, before: float) -> str | None:
+        """Say why a message may come again although nobody nacked it: what came in between until `before`."""
+        got = handover.got
+        if (gone := self._gone.get(got.consumer)) and gone.at <= before:
+            return f"consumer {gone.how}"
+        since = got.at - CAUSE_S
+        if any(one.begin <= before and one.end >= since for one in self._stalls[got.consumer]):
+            return "consumer stalled"
+        for fault in self.faults:
+            if fault.broker_group in ("", got.broker_group) and fault.begin <= before and fault.end >= since:
+                return fault.name
+        return None
+
+    def may_have_lost(self, broker_group: str, begin: float, end: float) -> bool:
+        """Whether what a master decided at some moment of `begin..end` may have been lost with the only copy of it."""
+        return any(
+            one.loses and one.broker_group in ("", broker_group) and one.begin <= end and one.end >= begin
+            for one in self.faults
+        )
+
+
+def _rank(handover: Handover) -> tuple[int, float]:
+    return handover.got.times, handover.got.at

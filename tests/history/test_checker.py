@@ -1,0 +1,305 @@
+"""Core. The checker names each kind of broken promise in a history made by hand; in a sound one it finds nothing."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from tests.history.checker import check
+from tests.history.history import CAUSE_S, History
+from tests.history.records import (
+    DEAD,
+    DONE,
+    REFUSED,
+    RETRY,
+    STORED,
+    DeadLetter,
+    Decided,
+    Fault,
+    Gone,
+    Got,
+    Joined,
+    Kept,
+    Position,
+    Sending,
+    Sent,
+    Stalled,
+    line_of,
+    records_of,
+)
+
+
+def sent(id, sequence, *, subject="s", outcome=STORED, broker_group="g1", key="", tags=(), sender="p", at=1.0):
+    yield Sending(at, sender, subject, id, key, list(tags), len(id))
+    yield Sent(at + 0.1, id, outcome, broker_group if outcome == STORED else "", sequence)
+
+
+NUMBERS = count()
+
+
+def given(
+    id, sequence, at, *, consumer="c1", times=1, decision=DONE, kept=0.2, subject="s", group="g", broker_group="g1",
+    content=None,
+):  # fmt: skip
+    """A hand-over as records. `decision` None: it was never decided; `kept` None: nobody confirmed the decision."""
+    number, content = next(NUMBERS), len(id) if content is None else content
+    records = [Got(at, consumer, number, subject, group, broker_group, sequence, number, times, id, content)]
+    if decision is not None:
+        records.append(Decided(at + 0.1, consumer, number, decision))
+        if kept is not None:
+            records.append(Kept(at + kept, consumer, [number]))
+    return records
+
+
+def joined(consumer="c1", *, subject="s", group="g", concurrency=1, tags=()):
+    return Joined(0.0, consumer, subject, group, concurrency, list(tags))
+
+
+def kinds(*parts):
+    """Kinds of findings in a history of records and lists of records, in this order, which went through a file."""
+    records = []
+    for part in parts:
+        records += [part] if hasattr(part, "_fields") else part
+    history = History()
+    history.read(records_of([line_of(record) for record in records]))
+    return {finding.kind for finding in check(history)}
+
+
+TWO = [*sent("a", 0), *sent("bb", 1)]
+
+
+def test_a_sound_history_has_no_findings():
+    assert kinds(TWO, joined(), given("a", 0, 2), given("bb", 1, 3)) == set()
+
+
+def test_messages_without_an_outcome_may_be_there_or_not():
+    unknown = [Sending(1.0, "p", "s", "bb", "", [], 2)]
+    assert kinds(sent("a", 0), unknown, joined(), given("a", 0, 2)) == set()
+    assert kinds(sent("a", 0), unknown, joined(), given("a", 0, 2), given("bb", 1, 3)) == set()
+
+
+# Lost.
+
+
+@pytest.mark.parametrize(
+    "handed",
+    [
+        pytest.param([], id="given to nobody"),
+        pytest.param(given("bb", 1, 3, decision=None), id="begun and never ended"),
+        pytest.param(given("bb", 1, 3, decision=RETRY), id="nacked and never seen again"),
+        pytest.param(given("bb", 1, 3, decision=DEAD), id="given up without a dead letter"),
+        pytest.param(
+            [*given("bb", 1, 3, kept=None), Gone(3.5, "c1", "killed"), *given("bb", 1, 4, times=2, decision=DEAD)],
+            id="done, then given up without a dead letter",
+        ),
+        pytest.param(given("bb", 1, 3, group="other"), id="handled in another group alone"),
+    ],
+)
+def test_a_stored_message_that_no_group_member_ended_is_lost(handed):
+    assert kinds(TWO, joined(), joined(group="other"), given("a", 0, 2), given("a", 0, 2, group="other"), handed) == {
+        "lost"
+    }
+
+
+def test_what_nobody_consumes_is_lost_too():
+    assert kinds(TWO) == {"lost"}
+
+
+def test_a_dead_letter_is_not_lost():
+    dead = DeadLetter(9.0, "s", "g", "g1", 1, "bb", 1)
+    assert kinds(TWO, joined(), given("a", 0, 2), given("bb", 1, 3, decision=DEAD), dead) == set()
+    assert kinds(TWO, joined(), given("a", 0, 2), dead) == set(), "its limit was reached by those who vanished with it"
+
+
+def test_who_asks_for_tags_must_get_those_and_no_others():
+    red, blue = sent("a", 0, tags=["red"]), list(sent("bb", 1, tags=["blue"]))
+    history = [*red, *blue]
+    assert kinds(history, joined(tags=["red"]), given("a", 0, 2)) == set()
+    assert kinds(history, joined(tags=["blue"])) == {"lost"}
+    assert kinds(history, joined(tags=["red"]), given("a", 0, 2), given("bb", 1, 3)) == {"unexpected"}
+
+
+# Duplicated.
+
+
+def again(*between, decision=DONE, kept=0.2, at=3.0, consumer="c2"):
+    """Message "a", handed over at 2 s and again."""
+    first = given("a", 0, 2, decision=decision, kept=kept)
+    return kinds(sent("a", 0), joined(), joined("c2"), first, between, given("a", 0, at, times=2, consumer=consumer))
+
+
+def test_a_message_whose_ack_was_confirmed_does_not_come_again():
+    assert again() == {"duplicated"}
+    causes = [Gone(2.5, "c1", "killed"), Stalled(2.1, 2.9, "c1"), Fault(2.0, 3.0, "kill master", "g1", False)]
+    assert again(*causes) == {"duplicated"}, "nothing of that excuses it"
+
+
+def test_only_the_loss_of_the_only_copy_excuses_that_an_ack_is_forgotten():
+    assert again(Fault(2.0, 3.0, "lose the master's disk", "g1", True)) == set()
+    assert again(Fault(2.0, 3.0, "lose the master's disk", "g2", True)) == {"duplicated"}
+    assert again(Fault(2.3, 3.0, "lose the master's disk", "g1", True)) == {"duplicated"}, "both had it by then"
+
+
+def test_what_was_not_confirmed_comes_again_for_a_cause_only():
+    assert again(kept=None) == {"duplicated"}
+    assert again(decision=None) == {"duplicated"}
+    assert again(decision=RETRY) == set()
+    assert again(decision=RETRY, kept=None) == set()
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        Gone(2.5, "c1", "killed"),
+        Stalled(2.1, 2.9, "c1"),
+        Fault(2.5, 3.0, "kill master", "g1", False),
+        Fault(2.5, 3.0, "kill metaserver", "", False),
+    ],
+)
+def test_what_befell_the_consumer_or_its_broker_explains_a_second_handover(cause):
+    assert again(cause, kept=None) == set()
+    assert again(cause, decision=None) == set()
+
+
+@pytest.mark.parametrize(
+    "no_cause",
+    [
+        Gone(3.5, "c1", "killed"),
+        Gone(2.5, "c2", "killed"),
+        Stalled(2.1, 2.9, "c2"),
+        Stalled(1.0 - CAUSE_S, 1.9 - CAUSE_S, "c1"),
+        Fault(2.5, 3.0, "kill master", "g2", False),
+        Fault(3.1, 3.2, "kill master", "g1", False),
+    ],
+)
+def test_what_came_later_or_befell_others_explains_nothing(no_cause):
+    assert again(no_cause, kept=None) == {"duplicated"}
+
+
+def test_one_dead_letter_is_enough_and_none_is_right_after_an_ack():
+    dead = DeadLetter(9.0, "s", "g", "g1", 0, "a", 1)
+    assert kinds(sent("a", 0), joined(), given("a", 0, 2, decision=DEAD), dead, dead) == {"duplicated"}
+    assert kinds(sent("a", 0), joined(), given("a", 0, 2), dead) == {"duplicated"}
+
+
+# Unexpected.
+
+
+@pytest.mark.parametrize(
+    "handed",
+    [
+        pytest.param(given("x", 1, 3), id="nobody sent it"),
+        pytest.param(given("bb", 1, 3, content=7), id="other content"),
+        pytest.param(given("refused", 1, 3), id="said to be not stored"),
+        pytest.param([*given("twice", 1, 3), *given("twice", 2, 4)], id="stored twice"),
+        pytest.param(given("elsewhere", 1, 3), id="not where its receipt says"),
+        pytest.param(given("other", 1, 3), id="of another subject"),
+    ],
+)
+def test_what_was_never_sent_like_that_is_unexpected(handed):
+    unsure = [Sending(1.0, "p", "s", id, "", [], len(id)) for id in ("bb", "twice")]
+    refused = sent("refused", -1, outcome=REFUSED)
+    elsewhere = [*sent("elsewhere", 0, broker_group="g2"), *given("elsewhere", 0, 2, broker_group="g2")]
+    other = [Sending(1.0, "p", "t", "other", "", [], 5)]
+    history = [*sent("a", 0), *unsure, *refused, joined(concurrency=2), *elsewhere, *other, *given("a", 0, 2)]
+    assert kinds(history) == set()
+    assert kinds(history, handed) == {"unexpected"}
+
+
+def test_a_dead_letter_of_another_message_is_unexpected():
+    dead = DeadLetter(9.0, "s", "g", "g1", 0, "x", 1)
+    assert kinds(sent("a", 0), joined(), given("a", 0, 2, decision=DEAD), dead) == {"unexpected"}
+
+
+# Reordered.
+
+
+def test_a_consumer_that_takes_one_by_one_gets_the_older_first():
+    backwards = [*given("bb", 1, 2), *given("a", 0, 3)]
+    assert kinds(TWO, joined(), backwards) == {"reordered"}
+    assert kinds(TWO, joined(concurrency=2), backwards) == set()
+    loss = Fault(2.5, 2.8, "lose the master's disk", "g1", True)
+    assert kinds(TWO, joined(), backwards, loss) == set()
+    retried = [*given("a", 0, 2, decision=RETRY), *given("bb", 1, 3), *given("a", 0, 4, times=2)]
+    assert kinds(TWO, joined(), retried) == set(), "a retry comes later"
+
+
+KEYED = [*sent("a", 0, key="k"), *sent("bb", 1, key="k"), *sent("ccc", 2, key="other")]
+THIRD = given("ccc", 2, 2)
+
+
+def test_messages_of_a_key_wait_for_those_in_front_of_them():
+    many = joined(concurrency=8)
+    assert kinds(KEYED, many, THIRD, given("a", 0, 2), given("bb", 1, 2.2)) == set()
+    assert kinds(KEYED, many, THIRD, given("a", 0, 2), given("bb", 1, 2.05)) == {"reordered"}, "it was not done"
+    retried = [*given("a", 0, 2, decision=RETRY), *given("a", 0, 4, times=2)]
+    assert kinds(KEYED, many, THIRD, retried, given("bb", 1, 3)) == {"reordered"}, "a retry was in front of it"
+    assert kinds(KEYED, many, THIRD, retried, given("bb", 1, 5)) == set()
+
+
+def test_a_late_hand_of_a_stalled_consumer_is_no_new_order():
+    stale = [Stalled(1.0, 7.9, "c1"), *given("a", 0, 8, kept=None), *given("a", 0, 4, times=2, consumer="c2")]
+    assert kinds(KEYED, joined(), joined("c2"), THIRD, stale, given("bb", 1, 5)) == set()
+
+
+def test_behind_a_dead_letter_a_key_goes_on():
+    dead = DeadLetter(9.0, "s", "g", "g1", 0, "a", 1)
+    given_up = [*given("a", 0, 2, decision=DEAD), dead]
+    assert kinds(KEYED, joined(), THIRD, given_up, given("bb", 1, 3)) == set()
+    assert kinds(KEYED, joined(), THIRD, given_up, given("bb", 1, 2.05)) == {"reordered"}
+    vanished = [*given("a", 0, 2, decision=None), Gone(2.5, "c1", "killed"), dead]
+    assert kinds(KEYED, joined(), joined("c2"), THIRD, vanished, given("bb", 1, 3, consumer="c2")) == set()
+
+
+def test_messages_of_a_key_are_stored_in_the_order_of_sending_and_in_one_place():
+    handed = [*given("a", 1, 4), *given("bb", 0, 3)]
+    assert kinds(sent("a", 1, key="k"), sent("bb", 0, key="k"), joined(), handed) == {"reordered"}
+    elsewhere = [*given("a", 0, 2), *given("bb", 0, 3, broker_group="g2")]
+    split = [*sent("a", 0, key="k"), *sent("bb", 0, key="k", broker_group="g2")]
+    assert kinds(split, joined(), elsewhere) == {"reordered"}
+
+
+# Positions, sequences, times.
+
+
+def test_an_acked_position_never_goes_back():
+    def position(at, acked_end, begins=False):
+        return Position(at, "c1", "s", "g", "g1", acked_end, begins)
+
+    assert kinds(joined(), position(1, 5), position(2, 5), position(3, 6)) == set()
+    assert kinds(joined(), position(1, 5), position(2, 4)) == {"offset went back"}
+    assert kinds(joined(), position(1, 5), position(2, 0, begins=True)) == set(), "it said that it holds nothing"
+    loss = Fault(1.0, 1.5, "lose the master's disk", "g1", True)
+    assert kinds(joined(), loss, position(1, 5), position(2, 4)) == set()
+
+
+def test_a_sequence_that_was_jumped_over_is_named_even_if_nobody_knows_its_message():
+    assert kinds(sent("a", 0), sent("bb", 2), joined(), given("a", 0, 2), given("bb", 2, 3)) == {"poll skipped"}
+
+
+def test_each_handover_of_a_message_has_a_higher_number():
+    nacked = given("a", 0, 2, times=2, decision=RETRY)
+    assert kinds(sent("a", 0), joined(), nacked, given("a", 0, 3, times=3)) == set()
+    assert kinds(sent("a", 0), joined(), nacked, given("a", 0, 3, times=2)) == {"times do not grow"}
+    assert kinds(sent("a", 0), joined(), nacked, given("a", 0, 3, times=1, kept=None)) == {"times do not grow"}
+    loss = Fault(2.0, 2.5, "lose the master's disk", "g1", True)
+    assert kinds(sent("a", 0), joined(), nacked, loss, given("a", 0, 3, times=2)) == set()
+
+
+# Records.
+
+
+def test_a_file_that_a_kill_tore_is_read_up_to_there():
+    line = line_of(joined())
+    assert list(records_of([line, line[:-5]])) == [joined()]
+    assert list(records_of([line, line[:-1]])) == [joined()], "a whole line ends with its newline"
+
+
+def test_findings_show_their_evidence_and_are_not_endless():
+    history = History()
+    history.read(record for n in range(50) for record in sent(f"m{n}", n))
+    history.read([joined()])
+    findings = check(history)
+    assert len(findings) == 6 and findings[-1].text == "and 45 more"
+    assert "for g: Sending(at=1.0, sender='p', subject='s', id='m0'" in findings[0].text

@@ -1,0 +1,145 @@
+"""Shell. One trial: a cluster, producers and consumers, faults of all of them; then all is drained and judged."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from math import inf
+from pathlib import Path
+
+import qmq
+from deploy.cluster import Cluster
+from qmq.subjects import dead_letter_subject
+from tests.chaos.history import History as Faults
+from tests.chaos.nemesis import Nemesis
+from tests.history.checker import Finding, check
+from tests.history.clients import Clients
+from tests.history.history import History
+from tests.history.journal import now
+from tests.history.records import DeadLetter, Fault, Record
+from tests.history.workload import CONSUMERS, FAULTS, LOSES
+from tests.integration.cluster_world import metrics, running, until
+
+BROKER_GROUPS = ("g1", "g2")
+GROUPS = sorted({(one.subject, one.group) for members in CONSUMERS.values() for one in members})
+LEASE_S = 2.0
+START_S = 60.0
+CALM_S = 2.0
+DRAIN_S = 60.0
+DEAD_LETTERS_S = 1.5
+SETTINGS = {
+    "lease_ms": int(LEASE_S * 1000), "slave_lag_ms_max": 2000, "segment_bytes": 4 << 20, "tail_bytes": 1 << 20,
+}  # fmt: skip
+"""Short leases, and a tail so short that whoever is late is served from the disk."""
+
+
+@dataclass
+class Outcome:
+    history: History
+    findings: list[Finding]
+    struck: list[str]
+    """What befell consumers."""
+
+    def summary(self) -> str:
+        outcomes = Counter(one.outcome for one in self.history.messages.values())
+        handovers = Counter(
+            min(len(given), 2) for places in self.history.handovers.values() for given in places.values()
+        )
+        dead = sum(len(places) for places in self.history.dead.values())
+        told = ", ".join(f"{name} {count}" for name, count in sorted(outcomes.items()))
+        return (
+            f"sent {len(self.history.messages)} ({told}), handed over {handovers.total()}, {handovers[2]} of them more "
+            f"than once, dead letters {dead}, faults {len(self.history.faults)} and {len(self.struck)} of consumers, "
+            f"findings {len(self.findings)}"
+        )
+
+
+async def attempt(
+    folder: Path, *, messages: int, rate: float, keys: int, seed: int, say: Callable[[str], None] = lambda line: None
+) -> Outcome:
+    """Run a trial: so many messages, about `rate` a second, their order keys out of `keys`."""
+    with running(folder / "cluster", groups=BROKER_GROUPS, restart_s=0.3, **SETTINGS) as cluster:
+        clients = Clients(folder / "clients", metaserver=cluster.metaserver, token=cluster.token, seed=seed)
+        faults, stop = Faults(), threading.Event()
+        nemesis = Nemesis(cluster, faults, random.Random(f"{seed} nemesis"), say)
+        striking = threading.Thread(target=clients.strike, args=(random.Random(f"{seed} clients"), stop, LEASE_S))
+        try:
+            clients.start_consumers()
+            await asyncio.to_thread(until, clients.have_joined, "all consumers begin", START_S)
+            clients.start_producers(messages=messages, rate=rate, keys=keys)
+            await asyncio.sleep(CALM_S)
+            striking.start()
+            await asyncio.to_thread(_strike, nemesis, clients)
+            stop.set()
+            striking.join()
+            began = time.monotonic()
+            await asyncio.to_thread(_drain, cluster, clients)
+            say(f"drained in {time.monotonic() - began:.1f} s")
+            clients.leave()
+            dead = await _dead_letters(cluster)
+        finally:
+            stop.set()
+            if striking.is_alive():
+                striking.join()
+            clients.kill()
+    history = History()
+    history.read(_faults(faults))
+    history.read(clients.records())
+    history.read(dead)
+    return Outcome(history, check(history), clients.struck)
+
+
+def _strike(nemesis: Nemesis, clients: Clients) -> None:
+    for fault in cycle(FAULTS):
+        if not clients.is_sending or clients.failed():
+            return
+        nemesis.strike(fault)
+
+
+def _drain(cluster: Cluster, clients: Clients) -> None:
+    """Wait until every group has settled everything. If it never does, the checker says what is missing."""
+    deadline = time.monotonic() + DRAIN_S
+    while _left(cluster) and time.monotonic() < deadline and not clients.failed():
+        time.sleep(0.3)
+    assert not clients.failed(), clients.failed()
+
+
+def _left(cluster: Cluster) -> float:
+    """How many messages some group has not settled; infinity while a group is not known everywhere."""
+    left, known = 0.0, Counter[tuple[str, str]]()
+    for broker_group in BROKER_GROUPS:
+        for name, value in metrics(cluster, cluster.broker(broker_group, "master")).items():  # type: ignore[no-untyped-call]
+            kind, _, labels = name.partition("{")
+            if kind in ("qmq_broker_lag_messages", "qmq_broker_unacked_messages"):
+                left += value
+                known.update(one for one in GROUPS if f'"{one[0]}"' in labels and f'"{one[1]}"' in labels)
+    return left if all(known[one] >= 2 * len(BROKER_GROUPS) for one in GROUPS) else inf
+
+
+async def _dead_letters(cluster: Cluster) -> list[DeadLetter]:
+    """Read the dead letters of all groups."""
+    found = []
+    for subject, group in GROUPS:
+        reader = qmq.Consumer(metaserver=cluster.metaserver, token=cluster.token, app="history", drain_s=5.0)
+        async with reader.pull(dead_letter_subject(subject, group), group="look", start="earliest") as puller:
+            while messages := await puller.pull(500, timeout=DEAD_LETTERS_S):
+                found += [
+                    DeadLetter(
+                        now(), subject, group, one.broker_group, int(one["qmq_deadSequence"]), str(one.id),
+                        int(one["qmq_times"]),
+                    )
+                    for one in messages
+                ]  # fmt: skip
+                await puller.ack(messages)
+    return found
+
+
+def _faults(faults: Faults) -> Iterator[Record]:
+    for one in faults.faults:
+        yield Fault(one.begin, one.end, one.name, one.group, one.name in LOSES)
