@@ -1,0 +1,36 @@
+"""Shell. What a consumer decides on messages with order keys is sent at once: others wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import qmq
+from qmq.client import feed
+from qmq.codec import batch_encoder
+from tests.unit.client.consuming import consumer_of, listening
+from tests.unit.client.fakes import cluster
+from tests.unit.client.test_producer import run, until
+
+
+def test_a_slow_message_holds_up_no_ack_of_other_keys(monkeypatch):
+    monkeypatch.setattr(feed, "SWEEP_S", 1_000.0)
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            encode = batch_encoder("a", 1)
+            for number in range(5):
+                broker.add("a", encode(qmq.Message("a", {"n": number}, id=f"m{number}", order_key=f"k{number}")))
+            consumer, gate = consumer_of(metaserver, consumer_id="c1"), asyncio.Event()
+
+            @consumer.listen("a", group="g", start="earliest", concurrency=5)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                if message["n"] == "0":
+                    await gate.wait()
+
+            async with listening(consumer):
+                await until(lambda: ("a", "g", "c1") in broker.subscribers)
+                subscriber = broker.subscribers["a", "g", "c1"]
+                await until(lambda: broker.acks and list(subscriber.pulled.values()) == [0])
+                gate.set()
+
+    run(test())
