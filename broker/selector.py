@@ -29,7 +29,7 @@ class Selector:
     def __init__(self, subject: str, group: str) -> None:
         self.subject, self.group = subject, group
         self.keys: Keys | None = None
-        """None: not known yet (`broker.walk`)."""
+        """None: not known yet (`broker.key_making`)."""
         self.labels_before: dict[int, array[int]] = {}
         """Labels read for `keys` to be made, until they are."""
         self.is_reading = self.has_failed = False

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from broker.consume import Subscription
 from broker.hand_out import FRAMES_AT_ONCE, RETURNED_RANGES_MAX, Budget, HandOut, Part
+from broker.key_making import frames_of, made_again
 from broker.keys import Keys
 from broker.labels import ENDS, NO_LABELS, Body, Sights
 from broker.selector import PASSED_MS, Selector, returned_pieces
@@ -72,7 +73,8 @@ class Walk:
 
     def go(self) -> None:
         """Decide, as far as what is known goes; `wanted` says what is missing."""
-        if self._selector.keys is None and not self._build():
+        if missing := made_again(self._selector, self._log, self._sights):
+            self.wanted = Wanted(missing, None)
             return
         self._selector.catch_up(self._group)
         self._returned()
@@ -299,78 +301,3 @@ class Walk:
                 return
         entries.append((kind, sequence, messages))
         self._is_border = False
-
-    # The keys of a group that nobody looked at in this reign.
-
-    def _build(self) -> bool:
-        """Make the group's keys from the labels of all that is not settled; False: some have to be read first."""
-        selector, group, first = self._selector, self._group, self._ordered_from
-        held = [
-            (sequence, sequence + messages)
-            for consumer in group.consumers.values() for _, sequence, messages, _ in consumer.unacked
-        ]  # fmt: skip
-        returned = [(entry[0], entry[0] + entry[1]) for entry in group.returned]
-        if first is not None:
-            ranges = sorted(one for one in (*held, *returned) if one[1] > first)
-            refs = {ref.offset: ref for one in ranges for ref in self._refs(*one)}
-            if missing := [refs[offset] for offset in sorted(refs) if self._label(refs[offset]) is None]:
-                self.wanted = Wanted(missing, None)
-                return False
-        keys = selector.keys = Keys()
-        for begin, end in sorted(held):
-            for key, sequence, _ in self._keyed(begin, end):
-                if key and not keys.is_busy(key):
-                    keys.hold(key, sequence)
-        for first_returned, messages, _, due_ms in group.returned:
-            for key, begin, end in self._keyed(first_returned, first_returned + messages):
-                if key and keys.is_busy(key):
-                    keys.defer(key, begin)
-                    continue
-                if key:
-                    keys.hold(key, begin)
-                selector.note(begin, end, due_ms)
-        selector.labels_before.clear()
-        return True
-
-    def _refs(self, begin: int, end: int) -> Iterator[FrameRef]:
-        return frames_of(self._log, self._subject, begin, end)
-
-    def _label(self, ref: FrameRef) -> array[int] | None:
-        before = self._selector.labels_before.get(ref.offset)
-        return self._sights.labels(ref) if before is None else before
-
-    def _keyed(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (key, begin, end): messages with a key one by one, others as ranges with key 0."""
-        if self._ordered_from is None or end <= self._ordered_from:
-            yield 0, begin, end
-            return
-        for ref in self._refs(begin, end):
-            if ref.begin > begin:  # retention took what is before it
-                yield 0, begin, ref.begin
-                begin = ref.begin
-            labels, last = self._label(ref), min(end, ref.end)
-            if labels:
-                for sequence in range(begin, last):
-                    if key := labels[sequence - ref.begin] >> 32:
-                        if sequence > begin:
-                            yield 0, begin, sequence
-                        yield key, sequence, sequence + 1
-                        begin = sequence + 1
-            if last > begin:
-                yield 0, begin, last
-            begin = last
-        if end > begin:
-            yield 0, begin, end
-
-
-def frames_of(message_log: MessageLog, subject: str, begin: int, end: int) -> Iterator[FrameRef]:
-    """Yield the frames that hold `[begin, end)`, as far as they are there."""
-    while begin < end:
-        refs = message_log.frames(subject, begin, min(end - begin, FRAMES_AT_ONCE))
-        for ref in refs:
-            if ref.begin >= end:
-                return
-            yield ref
-        if not refs:
-            return
-        begin = refs[-1].end
