@@ -18,9 +18,9 @@ from tests.history.trial import attempt
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.history")
-    parser.add_argument("--messages", type=int, default=50_000)
-    parser.add_argument("--rate", type=float, default=1_500.0, help="messages a second that all producers send")
-    parser.add_argument("--keys", type=int, default=3_000, help="order keys that half of the messages share")
+    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--rate", type=float, default=2_500.0, help="messages a second that all producers send")
+    parser.add_argument("--keys", type=int, default=10_000, help="order keys that half of the messages share")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     folder, began = Path(tempfile.mkdtemp(prefix="qmq-history-")), time.monotonic()

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ class Clients:
         self._lives = dict.fromkeys(CONSUMERS, 0)
         self._producers: dict[str, subprocess.Popen[bytes]] = {}
         self._consumers: dict[str, subprocess.Popen[bytes]] = {}
+        """Those that should run."""
         self._journal = Journal(folder / "clients.journal")
         self.struck: list[str] = []
 
@@ -85,12 +85,13 @@ class Clients:
                 stop.wait(rng.uniform(0.2, 2 * lease_s))
                 process.send_signal(signal.SIGCONT)
                 continue
+            del self._consumers[name]  # nobody takes its end for a failure
             if kind == "leaves":
                 self._leave(process, life)
             else:
                 self._journal.write(Gone(now(), life, "killed"))
                 process.kill()
-            process.wait(END_S)
+            _ended(process)
             stop.wait(rng.uniform(lease_s, 2 * lease_s) if kind == "vanishes for longer" else rng.uniform(0, 0.5))
             self._start_consumer(name)
 
@@ -106,7 +107,7 @@ class Clients:
 
     def failed(self) -> str:
         """The end of the log of a process that failed; empty if none did."""
-        lives = {self._life(name): process for name, process in self._consumers.items()}
+        lives = {self._life(name): process for name, process in list(self._consumers.items())}
         for name, process in (self._producers | lives).items():
             if process.poll() not in (None, 0):
                 log = (self._folder / f"{name}.log").read_text()
@@ -117,9 +118,8 @@ class Clients:
         """Ask all consumers to leave, and wait for that."""
         for name, process in self._consumers.items():
             self._leave(process, self._life(name))
-        deadline = time.monotonic() + END_S
         for process in self._consumers.values():
-            process.wait(max(0.1, deadline - time.monotonic()))
+            _ended(process)
 
     def kill(self) -> None:
         """Afterwards none runs."""
@@ -133,3 +133,12 @@ class Clients:
         for path in sorted(self._folder.glob("*.journal")):
             with path.open() as lines:
                 yield from records_of(lines)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> None:
+    """Wait until a process has ended; one that was asked to and does not is killed, as a service manager does."""
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

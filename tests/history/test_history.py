@@ -1,4 +1,4 @@
-"""Shell. 50,000 messages through real processes that are killed, stopped, swapped; `python -m tests.history` for more."""
+"""Shell. 50,000 messages through real processes that die, stall and swap; `make history` sends a million."""
 
 from __future__ import annotations
 
