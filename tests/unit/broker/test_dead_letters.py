@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.codec import decode_message
+from qmq.codec import check_batch, decode_message
 from qmq.errors import ErrorCode
 from qmq.log.frame import FrameKind, decode_frames
 from qmq.message import Message
@@ -123,9 +123,11 @@ def test_dead_letters_of_the_mailbox_lie_beside_the_others():
     assert [dead.id for dead in dead_letters(group.a)] == ["m0"], "names are never nested"
 
 
-def test_message_that_cannot_be_decoded_is_kept_as_it_came():
+def test_message_that_cannot_be_decoded_is_kept_as_it_came(monkeypatch):
+    """Producers cannot send one; whatever is in a log all the same, its consumers must get rid of it."""
     group, client, _ = a_group("m0")
     broken = b"\0" * 40
+    monkeypatch.setattr("broker.producing.check_messages", check_batch)
     client.produce_raw([broken])
     group.settle()
     opaque = client.pull()
