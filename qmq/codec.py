@@ -163,9 +163,7 @@ class _Encoder:
 
     def __call__(self, message: Message) -> bytes:
         """Encode one message; raises InvalidMessage, which names it and concerns it alone."""
-        if message.id is None:
-            raise InvalidMessage("a message without id cannot be encoded")
-        identity = encode_id(message.id)
+        identity = _id(message.id)
         try:
             body = _properties(message)
             front, tags = (self.tagged, encode_tags(message.tags).data) if message.tags else (self.plain, b"")
@@ -174,8 +172,7 @@ class _Encoder:
         return b"".join((front, _LENGTHS[len(identity)], identity, tags, _I32.pack(len(body)), body))
 
 
-def encode_id(id: str) -> bytes:
-    """Encode the id of a message, without its length; raises InvalidMessage."""
+def _id(id: str | None) -> bytes:
     if not isinstance(id, str):
         raise InvalidMessage(f"a message's id is a str, not {type(id).__name__}")
     try:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 
 class Flight:
-    """Counts what was given between two flushes and has no outcome yet."""
+    """Counts what was given between two flushes: `open` is how many of it have no outcome yet."""
 
     __slots__ = ("open",)
 
     def __init__(self) -> None:
         self.open = 0
-
-    def landed(self) -> None:
-        """One of it has its outcome."""
-        self.open -= 1
 
 
 class Flights:

@@ -122,7 +122,7 @@ class ManySend:
         def done(receipt: Receipt) -> None:
             later.receipt = receipt
             self._unresolved -= 1
-            flight.landed()
+            flight.open -= 1
 
         self._sender.add(queue, Waiting(one.data, one.id, deadline_ms, done, one.label))
         return later
@@ -142,7 +142,7 @@ class ManySend:
 
     def _resolved(self, flight: Flight, batch: Batch) -> None:
         self._unresolved -= 1
-        flight.landed()
+        flight.open -= 1
         if batch.was_answered:
             self._stuck.discard(batch.subject)
         else:

@@ -17,7 +17,7 @@ from qmq.access import find_token
 from qmq.client.batching import Done, MessageIds, Outcome, Receipt, Receipts, unstored
 from qmq.client.flights import Flights
 from qmq.client.many import CHUNK_MESSAGES, ManySend
-from qmq.client.queues import Backlog, Waiting
+from qmq.client.queues import Backlog, SubjectQueue, Waiting
 from qmq.client.sender import Sender
 from qmq.codec import batch_encoder, label_of_message
 from qmq.errors import ClientClosed, InvalidRequest, QueueFull
@@ -119,8 +119,7 @@ class Producer:
             ClientClosed: the producer is not open.
         """
         sender = self._sender
-        data, label = self._encode(sender, message)
-        queue = sender.queue(message.subject, label)
+        queue, data, label = self._encode(sender, message)
         deadline_ms = sender.now_ms() + self._timeout_ms
         if not self._backlog.has_room(queue, len(data)):
             room = await sender.room(message.subject, label, len(data), deadline_ms)
@@ -131,7 +130,7 @@ class Producer:
         flight = self._flights.board()
 
         def done(receipt: Receipt) -> None:
-            flight.landed()
+            flight.open -= 1
             if not future.done():  # whoever was cancelled need not hear of it
                 future.set_result(receipt)
 
@@ -147,14 +146,13 @@ class Producer:
             ClientClosed: the producer is not open.
         """
         sender = self._sender
-        data, label = self._encode(sender, message)
-        queue = sender.queue(message.subject, label)
+        queue, data, label = self._encode(sender, message)
         if not self._backlog.has_room(queue, len(data)):
             raise self._backlog.full()
         loop, flight = asyncio.get_running_loop(), self._flights.board()
 
         def done(receipt: Receipt) -> None:
-            flight.landed()
+            flight.open -= 1
             try:
                 on_done(receipt)
             except Exception as error:  # it concerns this message alone, not the sender that calls it
@@ -179,13 +177,16 @@ class Producer:
         await many.all_resolved()
         return many.receipts
 
-    def _encode(self, sender: Sender, message: Message) -> tuple[bytes, int]:
-        """Return the message's bytes and label; sets its id."""
-        sender.queue(message.subject)
+    def _encode(self, sender: Sender, message: Message) -> tuple[SubjectQueue, bytes, int]:
+        """Return where a message waits, its bytes and its label; sets its id."""
+        queue = sender.queue(message.subject)
         if message.id is None:
             message.id = next(self._ids)
         data = batch_encoder(message.subject, _now_ms())(message)
-        return data, label_of_message(message) if message.tags or message.order_key is not None else 0
+        if not message.tags and message.order_key is None:
+            return queue, data, 0
+        label = label_of_message(message)
+        return sender.queue(message.subject, label), data, label
 
 
 def _now_ms() -> int:

@@ -73,8 +73,11 @@ class SubjectQueue:
         return bool(self.ready or self.waiting)
 
     def add(self, one: Waiting) -> None:
+        size, backlog = len(one.data), self._backlog
         self.waiting.append(one)
-        self._count(1, len(one.data))
+        self.waiting_bytes += size
+        backlog.messages += 1
+        backlog.bytes += size
         if one.label:
             self._has_labels = True
 

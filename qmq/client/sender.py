@@ -261,10 +261,10 @@ class Sender:
     # Answers.
 
     def _answered(self, group: _Group, connection: Connection, batch: Batch, answer: memoryview | QmqError) -> None:
-        group.progress_at, now_ms = self._loop.time(), self.now_ms()
+        group.progress_at = self._loop.time()
         if connection.is_open:
             group.breaker.answered()
-        elif group.breaker.failed(now_ms):
+        elif group.breaker.failed(now_ms := self.now_ms()):
             log.warning("broker does not answer group=%s failures=%d", group.name, FAILURES_MAX)
             self._routing.failed(group.name, f"{FAILURES_MAX} requests in a row got no answer", now_ms=now_ms)
         if batch.result is not None:
