@@ -11,12 +11,13 @@ from qmq.errors import InvalidMessage, InvalidRequest
 from qmq.message import Message
 
 texts = st.text(max_size=40)
+names = texts.filter(lambda name: not name.startswith("qmq_"))  # those are reserved
 words = st.text(min_size=1, max_size=20)
 values = st.one_of(texts, st.integers(), st.booleans(), st.floats())
 messages = st.builds(
     Message,
     words,
-    st.dictionaries(texts, values, max_size=6),
+    st.dictionaries(names, values, max_size=6),
     tags=st.sets(words, max_size=codec.TAGS_MAX),
     id=words,
 )
