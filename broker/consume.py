@@ -52,8 +52,8 @@ class Subscription:
     in_flight: int = 0
     owed: deque[Callable[[], bool]] = field(default_factory=deque)
     """Answers under way, oldest first; each sends itself once it can, and says whether it did."""
-    is_over: bool = False
-    """Whether its group was moved: nothing that was handed out before counts any more."""
+    over: InvalidAck | None = None
+    """Why nothing that was handed out before counts any more: its group was moved, or its consumer's lease ended."""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -162,17 +162,26 @@ class Consumption:
     def move(self, subject: str, group: str) -> None:
         """The group begins elsewhere: its consumers forget what they hold, and subscribe again."""
         for subscription in [one for one in self._by_consumer.values() if one.key[:2] == (subject, group)]:
-            for waiting in subscription.waiting:
-                subscription.link.refuse(waiting.packet, moved(group))
-            subscription.is_over = True
-            self.forget(subscription)
+            self._end(subscription, InvalidAck(f"an operator moved {group}; begin anew"))
         for key in [key for key in self._seen if key[:2] == (subject, group)]:
             self.left(*key)
 
+    def _end(self, subscription: Subscription, why: InvalidAck) -> None:
+        """What it was handed is others' from now on; who still holds it must not hear that an ack of it counts."""
+        for waiting in subscription.waiting:
+            subscription.link.refuse(waiting.packet, why)
+        subscription.over = why
+        self.forget(subscription)
+
     def expired(self, now_ms: int) -> list[tuple[str, str, str]]:
-        """Return (subject, group, consumer) of those whose lease ended; the caller writes down that they left."""
+        """Return (subject, group, consumer) of those whose lease ended; the caller writes down that they left.
+
+        Those still connected subscribe again: else their pulls, which wait, would get messages without a lease.
+        """
         gone = [key for key, seen_ms in self._seen.items() if now_ms - seen_ms > self._lease_ms]
         for key in gone:
+            if (subscription := self._by_consumer.get(key)) is not None:
+                self._end(subscription, InvalidAck(f"the lease of {subscription.consumer} has ended; begin anew"))
             self.left(*key)
         return [key for key in gone if self.consumer(*key) is not None]
 
@@ -276,8 +285,3 @@ class Consumption:
     def note_skipped(self, subject: str, group: str, messages: int) -> None:
         """Count messages that the group will never get because they are gone."""
         self.skipped[subject, group] = self.skipped.get((subject, group), 0) + messages
-
-
-def moved(group: str) -> InvalidAck:
-    """What a consumer is told that holds messages from before."""
-    return InvalidAck(f"an operator moved {group}; begin anew")

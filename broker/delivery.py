@@ -11,7 +11,7 @@ from typing import Any
 from zlib import crc32
 
 from broker import progress
-from broker.consume import Consumption, Subscription, WaitingPull, moved
+from broker.consume import Consumption, Subscription, WaitingPull
 from broker.dead_letters import DeadLetters
 from broker.hand_out import HandOut, choose
 from broker.labels import Sight
@@ -529,8 +529,8 @@ class _PullAnswer:
             return False
         self.subscription.in_flight -= 1
         self._settled(self.subscription.link, self.hand_out.bytes)
-        if self.subscription.is_over:
-            self.subscription.link.refuse(self.packet, moved(self.subscription.group))
+        if self.subscription.over is not None:
+            self.subscription.link.refuse(self.packet, self.subscription.over)
             return True
         flags = FLAG_ALONE if self._gate.alone else 0
         buffers: list[Buffer] = []

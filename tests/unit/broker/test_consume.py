@@ -207,6 +207,35 @@ def test_consumer_that_shows_itself_keeps_its_messages():
     assert held.unacked_messages == 1
 
 
+def test_ack_after_the_lease_ended_is_not_said_to_count():
+    """What it names went back to the group, whatever its consumer, which is still connected, was handed since."""
+    group, producer = a_group(lease_ms=1_000)
+    producer.produce("m0", "m1")
+    late = subscribed(group, "late")
+    assert pulled_by(group, late, most=1) == ["m0"]
+    old = late.pulled(late.opaque)[0][0]
+    group.a.wait(1_001)
+    next_pull, ack = late.pull(), late.ack(old, old + 1)
+    group.settle()
+    assert late.code(next_pull) == late.code(ack) == ErrorCode.UNKNOWN_SUBSCRIPTION
+    again = late.subscribe("late", held_end=old + 1)
+    group.settle()
+    assert late.code(again) == ErrorCode.INVALID_ACK
+    assert pulled_by(group, subscribed(group, "other")) == ["m0", "m1"]
+
+
+def test_pull_of_a_silent_consumer_gets_nothing_after_its_lease():
+    """Nobody would take it back from there."""
+    group, producer = a_group(lease_ms=1_000)
+    silent = subscribed(group, "silent")
+    waiting = silent.pull(timeout_ms=60_000)
+    group.settle()
+    group.a.wait(1_001)
+    assert silent.code(waiting) == ErrorCode.INVALID_ACK
+    producer.produce("m")
+    assert pulled_by(group, subscribed(group, "other")) == ["m"]
+
+
 @pytest.mark.parametrize("change", ["departure", "swap", "restart"])
 def test_late_ack_never_hits_other_messages(change):
     """W2, W13: an ack sent in another life names pull sequences that nothing has now."""
