@@ -11,7 +11,8 @@
 
 What explains that a message comes again: a nack; that its consumer vanished, left or stood still before its ack was
 confirmed; a fault of the broker group in that time. After a confirmed ack only one thing does: the copy of the log
-that held it was the only one, and was given up. Order and positions have that one excuse, too.
+that held it was the only one, and was given up. Order and positions have that one excuse, too. (And what a consumer
+that left had not begun with comes to others as if for the first time, behind what they have.)
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ def _one_by_one(history: History) -> Iterator[str]:
             track = Track(got.subject, got.group, got.broker_group)
             before = newest.get(track)
             if before is not None and before.got.sequence > got.sequence:
-                if not history.may_have_lost(got.broker_group, before.got.at, got.at):
+                is_excused = history.was_left(got.subject, got.group, got.at)
+                if not is_excused and not history.may_have_lost(got.broker_group, before.got.at, got.at):
                     yield f"{one} after {before}"
             newest[track] = one
 

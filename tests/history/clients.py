@@ -15,7 +15,7 @@ from typing import Any
 
 from deploy.processes import ROOT
 from tests.history.journal import Journal, now
-from tests.history.records import Gone, Record, records_of
+from tests.history.records import KILLED, LEFT, Gone, Record, records_of
 from tests.history.workload import CONSUMERS, PRODUCERS
 
 END_S = 30.0
@@ -89,14 +89,14 @@ class Clients:
             if kind == "leaves":
                 self._leave(process, life)
             else:
-                self._journal.write(Gone(now(), life, "killed"))
+                self._journal.write(Gone(now(), life, KILLED))
                 process.kill()
             _ended(process)
             stop.wait(rng.uniform(lease_s, 2 * lease_s) if kind == "vanishes for longer" else rng.uniform(0, 0.5))
             self._start_consumer(name)
 
     def _leave(self, process: subprocess.Popen[bytes], life: str) -> None:
-        self._journal.write(Gone(now(), life, "left"))
+        self._journal.write(Gone(now(), life, LEFT))
         process.terminate()
 
     # Ends.

@@ -20,6 +20,7 @@ from tests.history.journal import Journal, content_of, now
 from tests.history.records import (
     DEAD,
     DONE,
+    LEFT,
     RETRY,
     Decided,
     Gone,
@@ -191,7 +192,7 @@ async def main(options: dict[str, Any]) -> None:
         notes.look()
         if not stop.is_set():
             raise RuntimeError("it ended by itself")
-        notes.write(Gone(now(), life, "left"))
+        notes.write(Gone(now(), life, LEFT))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tests.history.records import (
+    LEFT,
     UNKNOWN,
     DeadLetter,
     Decided,
@@ -122,7 +123,7 @@ class History:
                 case Stalled():
                     self._stalls[record.consumer].append(record)
                 case Gone():
-                    self._gone.setdefault(record.consumer, record)
+                    self._gone[record.consumer] = min(record, self._gone.get(record.consumer, record))
                 case Fault():
                     self.faults.append(record)
                 case MasterChanged():
@@ -168,6 +169,14 @@ class History:
             if fault.broker_group in ("", got.broker_group) and fault.begin <= before and fault.end >= since:
                 return fault.name
         return None
+
+    def was_left(self, subject: str, group: str, at: float) -> bool:
+        """Whether a consumer left not long before. What it had not begun with does not count as handed over."""
+        members = {one.consumer for one in self.joined if (one.subject, one.group) == (subject, group)}
+        return any(
+            gone.how == LEFT and name in members and gone.at <= at <= gone.at + 2 * CAUSE_S
+            for name, gone in self._gone.items()
+        )
 
     def may_have_lost(self, broker_group: str, begin: float, end: float) -> bool:
         """Whether what a master decided at some moment of `begin..end` may have been lost with the only copy of it."""

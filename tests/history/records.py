@@ -14,6 +14,7 @@ STORED, REFUSED, UNKNOWN = "stored", "refused", "unknown"
 """Outcomes of a message that was sent."""
 DONE, RETRY, DEAD = "done", "retry", "dead"
 """What an application decides about a message that it was given: an ack, a nack, a dead letter."""
+KILLED, LEFT = "killed", "left"
 
 
 class Sending(NamedTuple):
@@ -105,7 +106,7 @@ class Stalled(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """The consumer is about to be killed, or to leave."""
+    """The consumer is about to be killed, or to leave in an orderly way."""
 
     at: float
     consumer: str

@@ -11,6 +11,8 @@ from tests.history.history import CAUSE_S, History
 from tests.history.records import (
     DEAD,
     DONE,
+    KILLED,
+    LEFT,
     REFUSED,
     RETRY,
     STORED,
@@ -90,7 +92,7 @@ def test_messages_without_an_outcome_may_be_there_or_not():
         pytest.param(given("bb", 1, 3, decision=RETRY), id="nacked and never seen again"),
         pytest.param(given("bb", 1, 3, decision=DEAD), id="given up without a dead letter"),
         pytest.param(
-            [*given("bb", 1, 3, kept=None), Gone(3.5, "c1", "killed"), *given("bb", 1, 4, times=2, decision=DEAD)],
+            [*given("bb", 1, 3, kept=None), Gone(3.5, "c1", KILLED), *given("bb", 1, 4, times=2, decision=DEAD)],
             id="done, then given up without a dead letter",
         ),
         pytest.param(given("bb", 1, 3, group="other"), id="handled in another group alone"),
@@ -131,7 +133,7 @@ def again(*between, decision=DONE, kept=0.2, at=3.0, consumer="c2"):
 
 def test_a_message_whose_ack_was_confirmed_does_not_come_again():
     assert again() == {"duplicated"}
-    causes = [Gone(2.5, "c1", "killed"), Stalled(2.1, 2.9, "c1"), Fault(2.0, 3.0, "kill master", "g1", False)]
+    causes = [Gone(2.5, "c1", KILLED), Stalled(2.1, 2.9, "c1"), Fault(2.0, 3.0, "kill master", "g1", False)]
     assert again(*causes) == {"duplicated"}, "nothing of that excuses it"
 
 
@@ -151,7 +153,7 @@ def test_what_was_not_confirmed_comes_again_for_a_cause_only():
 @pytest.mark.parametrize(
     "cause",
     [
-        Gone(2.5, "c1", "killed"),
+        Gone(2.5, "c1", KILLED),
         Stalled(2.1, 2.9, "c1"),
         Fault(2.5, 3.0, "kill master", "g1", False),
         Fault(2.5, 3.0, "kill metaserver", "", False),
@@ -165,8 +167,8 @@ def test_what_befell_the_consumer_or_its_broker_explains_a_second_handover(cause
 @pytest.mark.parametrize(
     "no_cause",
     [
-        Gone(3.5, "c1", "killed"),
-        Gone(2.5, "c2", "killed"),
+        Gone(3.5, "c1", KILLED),
+        Gone(2.5, "c2", KILLED),
         Stalled(2.1, 2.9, "c2"),
         Stalled(1.0 - CAUSE_S, 1.9 - CAUSE_S, "c1"),
         Fault(2.5, 3.0, "kill master", "g2", False),
@@ -175,6 +177,11 @@ def test_what_befell_the_consumer_or_its_broker_explains_a_second_handover(cause
 )
 def test_what_came_later_or_befell_others_explains_nothing(no_cause):
     assert again(no_cause, kept=None) == {"duplicated"}
+
+
+def test_a_consumer_is_gone_from_when_it_was_first_asked_to_go():
+    assert again(Gone(3.5, "c1", LEFT), Gone(2.5, "c1", LEFT), kept=None) == set()
+    assert again(Gone(3.5, "c1", LEFT), kept=None) == {"duplicated"}
 
 
 def test_one_dead_letter_is_enough_and_none_is_right_after_an_ack():
@@ -221,6 +228,11 @@ def test_a_consumer_that_takes_one_by_one_gets_the_older_first():
     assert kinds(TWO, joined(concurrency=2), backwards) == set()
     loss = Fault(2.5, 2.8, "lose the master's disk", "g1", True)
     assert kinds(TWO, joined(), backwards, loss) == set()
+    history = [TWO, joined(), joined("c2"), backwards]
+    assert kinds(*history, Gone(2.5, "c2", LEFT)) == set(), "it had not begun with that one"
+    assert kinds(*history, Gone(2.5, "c2", KILLED)) == {"reordered"}, "that would count as a hand-over"
+    assert kinds(*history, Gone(3.5, "c2", LEFT)) == {"reordered"}
+    assert kinds(*history, joined("c3", subject="t"), Gone(2.5, "c3", LEFT)) == {"reordered"}
     retried = [*given("a", 0, 2, decision=RETRY), *given("bb", 1, 3), *given("a", 0, 4, times=2)]
     assert kinds(TWO, joined(), retried) == set(), "a retry comes later"
 
@@ -248,7 +260,7 @@ def test_behind_a_dead_letter_a_key_goes_on():
     given_up = [*given("a", 0, 2, decision=DEAD), dead]
     assert kinds(KEYED, joined(), THIRD, given_up, given("bb", 1, 3)) == set()
     assert kinds(KEYED, joined(), THIRD, given_up, given("bb", 1, 2.05)) == {"reordered"}
-    vanished = [*given("a", 0, 2, decision=None), Gone(2.5, "c1", "killed"), dead]
+    vanished = [*given("a", 0, 2, decision=None), Gone(2.5, "c1", KILLED), dead]
     assert kinds(KEYED, joined(), joined("c2"), THIRD, vanished, given("bb", 1, 3, consumer="c2")) == set()
 
 
