@@ -39,7 +39,12 @@ REPEAT_S = 1.0
 STORED_AT_ONCE = 1_000
 """New subjects in one transaction: what 100 clients bring that start at the same time."""
 TURN = 100
-"""Routes written, or watchers served, before others have their turn: a few milliseconds."""
+"""Routes written, or seats taken, before others have their turn: a few milliseconds."""
+TOLD_AT_ONCE = 250
+"""Watchers told before others have their turn; twice as many sends are under way at most. All 20,000 at once would take
+40 MB that the process never gives back."""
+SEND_WAIT_S = 0.1
+"""Who does not read holds up those after him for so long, once: until he reads again, he is not waited for."""
 POLL_KEPT_S = 20.0
 """A client that polls every 5 s is counted so long."""
 
@@ -287,18 +292,29 @@ class WatchHub:
         return list(dict.fromkeys(concerned))
 
     async def _tell(self, seats: list[Seat]) -> None:
-        for number, seat in enumerate(seats, start=1):
-            _owe(seat)
-            self._serve(seat.watch)
-            if number % TURN == 0:
+        """Tell watchers, a few hundred at a time, those behind one connection one after another."""
+        seats.sort(key=_peer)
+        sending: list[asyncio.Task[None]] = []
+        for begin in range(0, len(seats), TOLD_AT_ONCE):
+            before, sending = sending, []
+            for seat in seats[begin : begin + TOLD_AT_ONCE]:
+                _owe(seat)
+                if task := self._serve(seat.watch):
+                    sending.append(task)
+            if before:
+                await asyncio.wait(before, timeout=SEND_WAIT_S)
+            else:
                 await asyncio.sleep(0)
 
-    def _serve(self, watch: Watch) -> None:
-        if watch.send is not None and not watch.sending and not watch.asking and (watch.owed or watch.owes_answer):
-            watch.sending = True
-            task = asyncio.get_running_loop().create_task(self._send(watch, watch.send))
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
+    def _serve(self, watch: Watch) -> asyncio.Task[None] | None:
+        """Send a watcher what it is owed, unless it is being sent; return the task that does."""
+        if watch.send is None or watch.sending or watch.asking or not (watch.owed or watch.owes_answer):
+            return None
+        watch.sending = True
+        task = asyncio.get_running_loop().create_task(self._send(watch, watch.send))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+        return task
 
     async def _send(self, watch: Watch, send: Send) -> None:
         """Send what a watcher is owed, until that is nothing."""
@@ -374,6 +390,10 @@ def _owe(seat: Seat) -> None:
     if not seat.owed and seat.watch.send is not None:
         seat.owed = True
         seat.watch.owed.append(seat)
+
+
+def _peer(seat: Seat) -> str:
+    return seat.watch.caller.peer
 
 
 def _reason(error: Exception) -> str:

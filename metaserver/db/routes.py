@@ -33,7 +33,8 @@ _select = select(
 
 def load_routes(connection: Connection, after: int, bad: BadRows) -> list[Route]:
     """Read routes that changed after that version, removed ones too; with 0, all that exist."""
-    known: dict[str, tuple[str, ...]] = {}  # most routes of a large installation are one of few lists
+    known: dict[str, tuple[str, ...]] = {}  # most routes of a small installation are one of few lists
+    numbers: dict[int, int] = {}  # many routes were written together: one object for each number saves 6 MB of 100,000
     routes = []
     for row in connection.execute(_select.where(_columns.changed > after) if after else _select):
         try:
@@ -44,7 +45,8 @@ def load_routes(connection: Connection, after: int, bad: BadRows) -> list[Route]
             bad.note("subject_route", row.subject_info, error)
             continue
         if groups or after:
-            routes.append(Route(row.subject_info, groups, row.version, row.changed, row.update_time))
+            changed, time_ms = (numbers.setdefault(number, number) for number in (row.changed, row.update_time))
+            routes.append(Route(row.subject_info, groups, row.version, changed, time_ms))
     return routes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from sys import intern
 from typing import Any, TypeVar
 
 from metaserver.db.errors import ValueRefused
@@ -25,11 +26,11 @@ def chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Read a JSON array of names; raises ValueError for anything else."""
+    """Read a JSON array of names; raises ValueError for anything else. A name is one object, in however many arrays."""
     names = json.loads(text)
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"{text[:50]!r} is no JSON array of names")
-    return tuple(names)
+    return tuple(map(intern, names))
 
 
 def to_json(value: Any) -> str:

@@ -332,6 +332,55 @@ async def test_a_client_that_does_not_read_holds_up_nobody_and_gets_the_newest_r
 
 
 @with_hub()
+async def test_of_many_watchers_few_are_being_told_at_once_those_of_one_connection_together(registry, hub):
+    count, told = 5 * watch_module.TOLD_AT_ONCE, []
+    under_way = most = 0
+
+    async def send(peer):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        for _ in range(5):  # it takes longer than a turn of the loop
+            await asyncio.sleep(0)
+        under_way -= 1
+        told.append(peer)
+
+    for number in range(count):
+        caller = replace(ANYBODY, peer=f"peer{number % 10}")
+        watch = hub.join(
+            app="", client_id="", produces=True, caller=caller, send=lambda _, who=caller.peer: send(who)
+        )  # fmt: skip
+        await hub.ask(watch, ["a"], {})
+    await _until(lambda: len(told) == count)
+    told.clear()
+    most = 0
+    registry.set_down("g1")
+    await _until(lambda: len(told) == count)
+    assert most <= 2 * watch_module.TOLD_AT_ONCE
+    assert told == sorted(told)
+
+
+@with_hub()
+async def test_who_does_not_read_holds_up_many_others_once_and_not_for_long(registry, hub):
+    slow, *others = [Client(hub) for _ in range(3 * watch_module.TOLD_AT_ONCE)]
+    for client in (slow, *others):
+        await client.ask("a")
+    slow.stuck = asyncio.Event()
+    for down in ("g1", "g2"):
+        registry.set_down(down)
+        for client in others:
+            await client.until(lambda client=client, down=down: not client.writable("a")[down])
+    slow.stuck.set()
+    await slow.until_writable("a", g1=True, g2=False)
+
+
+async def _until(condition):
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+@with_hub()
 async def test_old_routes_are_counted_until_the_client_confirms_the_new_one(registry, hub):
     """Weakness 20: QMQ cannot say how many producers still use the old route."""
     producer, consumer, other = Client(hub), Client(hub, produces=False), Client(hub)
