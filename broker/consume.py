@@ -188,9 +188,9 @@ class Consumption:
     def left(self, subject: str, group: str, consumer: str) -> None:
         self._seen.pop((subject, group, consumer), None)
 
-    def is_present(self, subject: str, group: str) -> bool:
-        """Whether the group has a consumer whose lease goes on."""
-        return any(key[:2] == (subject, group) for key in self._seen)
+    def groups_present(self) -> set[tuple[str, str]]:
+        """Return (subject, consumer group) of those with a consumer whose lease goes on."""
+        return {key[:2] for key in self._seen}
 
     def consumer(self, subject: str, group: str, consumer: str) -> Consumer | None:
         known = self._log.state.groups.get((subject, group))

@@ -7,27 +7,33 @@ whoever finds the original still un-acked, because the process ended between the
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from operator import itemgetter
 from zlib import crc32
 
 from broker.consume import Consumption
 from broker.reign import Reign
 from qmq.codec import Buffer, join_batch, slice_batch, split_batch, with_properties
 from qmq.errors import CorruptFrame, InvalidAck, InvalidMessage, LogError, NotServed, QmqError
+from qmq.log.fold import Consumer
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.index import FrameRef
 from qmq.replication.ack_gate import Answer
 from qmq.subjects import dead_letter_subject, parse_derived
 
 Key = tuple[str, str, str]
+_FIRST = itemgetter(0)
 
 READ_BYTES = 4 << 20
 """Frames read at once; a larger one comes alone."""
 READ_FRAMES = 64
+COPIES_PER_TURN = 500
+"""A consumer may give up on 200,000 messages at once; meanwhile the loop goes on with everybody else."""
 
 TIMES, REASON, SEQUENCE = "qmq_times", "qmq_deadReason", "qmq_deadSequence"
 
@@ -49,6 +55,7 @@ class DeadLetters:
     def __init__(self, reign: Reign, consumption: Consumption, wake: Callable[[str], None]) -> None:
         self._reign, self._consumption, self._wake = reign, consumption, wake
         self._burials: deque[_Burial] = deque()
+        self._left = COPIES_PER_TURN
         self._is_over = False
 
     def bury(self, key: Key, ranges: list[tuple[int, int]], reason: str, answer: Answer) -> None:
@@ -56,6 +63,12 @@ class DeadLetters:
         burial = _Burial(key, deque(ranges), reason, answer)
         self._burials.append(burial)
         self._go_on(burial)
+
+    def new_turn(self) -> None:
+        """Begin a turn of the loop; go on if the last one had enough."""
+        is_tired, self._left = self._left <= 0, COPIES_PER_TURN
+        if is_tired:
+            self.go_on()
 
     def go_on(self) -> None:
         """Take up what had to wait: for the slave, or for a swap that did not come."""
@@ -71,6 +84,9 @@ class DeadLetters:
 
     def _go_on(self, burial: _Burial) -> None:
         while burial.ranges and not burial.is_reading and self._may_store():
+            if self._left <= 0:
+                self._reign.host.turn_soon()
+                return
             self._step(burial)
         if not burial.ranges and not burial.is_reading and burial in self._burials:
             self._burials.remove(burial)
@@ -85,6 +101,7 @@ class DeadLetters:
         reign, log, (subject, *_) = self._reign, self._reign.log, burial.key
         found = self._held(burial)
         if found is None:
+            self._left -= 1
             burial.ranges.popleft()
             return
         sequence, messages = found
@@ -139,7 +156,7 @@ class DeadLetters:
         if consumer is None or not held:
             return None
         burial.ranges[0] = held[0][0], end
-        entry = next(entry for entry in consumer.unacked if entry[0] + entry[2] > held[0][0])
+        entry = _entry(consumer, held[0][0])
         return entry[1] + held[0][0] - entry[0], min(held[0][1], entry[0] + entry[2]) - held[0][0]
 
     def _store(self, burial: _Burial, bodies: list[tuple[Frame, Buffer]]) -> None:
@@ -150,20 +167,22 @@ class DeadLetters:
                 return
             sequence, messages = found
             begin = sequence - frame.first_sequence
-            end = min(begin + messages, frame.count)
+            end = min(begin + min(messages, self._left), frame.count)
             if not 0 <= begin < end:
-                return  # it was settled meanwhile: look anew
+                return  # it was settled meanwhile, or this turn had enough: look anew
             cut = slice_batch(body, frame.count, begin, end)
             for at, data in enumerate(split_batch(cut, end - begin)):
                 self._copy(burial, sequence + at, bytes(data))
+            self._left -= end - begin
             self._settle(burial, end - begin)
 
     def _copy(self, burial: _Burial, sequence: int, data: bytes) -> None:
         reign, (subject, group, _) = self._reign, burial.key
         name, state = dead_letter_subject(subject, group), reign.log.state
         producer = _producer(subject, group)
-        if state.repeated(producer, sequence) is not None:
-            return
+        stored = state.repeated(producer, sequence)
+        if stored is not None and stored.end > state.groups[subject, group].began:
+            return  # one from before the group was moved may be dealt with already: what fails anew is a new one
         fate = {TIMES: str(self._times(burial)), REASON: burial.reason, SEQUENCE: str(sequence)}
         try:
             data = with_properties(data, fate)
@@ -181,9 +200,7 @@ class DeadLetters:
 
     def _times(self, burial: _Burial) -> int:
         consumer = self._consumption.consumer(*burial.key)
-        begin = burial.ranges[0][0]
-        entries = consumer.unacked if consumer is not None else []
-        return next((entry[3] for entry in entries if entry[0] <= begin < entry[0] + entry[2]), 0)
+        return _entry(consumer, burial.ranges[0][0])[3] if consumer is not None else 0
 
     def _settle(self, burial: _Burial, messages: int) -> None:
         """Ack the first messages of the burial's first range."""
@@ -193,6 +210,11 @@ class DeadLetters:
             burial.ranges[0] = begin + messages, end
         else:
             burial.ranges.popleft()
+
+
+def _entry(consumer: Consumer, pull_sequence: int) -> list[int]:
+    """Return the entry of un-acked messages that this one is in."""
+    return consumer.unacked[bisect_right(consumer.unacked, pull_sequence, key=_FIRST) - 1]
 
 
 def _few(refs: list[FrameRef]) -> list[FrameRef]:

@@ -241,6 +241,7 @@ class Delivery:
         """At the end of a turn of the loop: serve who waits for what came, as long as one of ours may take."""
         turns = self._turns
         turns.begin()
+        self._dead_letters.new_turn()
         for subject in self._selection.new_turn():
             self.wake(subject)
         if self._woken:
@@ -295,9 +296,10 @@ class Delivery:
         """A broadcast consumer that stays away would pin the log, and its like would fill the memory (W20)."""
         reign = self._reign
         oldest_ms = reign.host.now_ms() - int(reign.settings.broadcast_forget_hours * 3_600_000)
+        present = self.consumption.groups_present()
         for (subject, name), group in list(reign.log.state.groups.items()):
             if group.is_broadcast and group.left_ms < oldest_ms and not group.consumers:
-                if not self.consumption.is_present(subject, name):
+                if (subject, name) not in present:
                     reign.append_progress(FrameKind.POSITION, (subject, name, ""), [])
 
     def resign(self, error: QmqError) -> None:
@@ -468,13 +470,17 @@ def _terms(packet: Packet) -> dict[str, Any]:
         raise InvalidRequest(f"start is 'latest', 'earliest' or 'since', not {f['start']!r}")
     if f["tag_mode"] not in ("any", "all"):
         raise InvalidRequest(f"tag_mode is 'any' or 'all', not {f['tag_mode']!r}")
-    if len(f["tags"]) > TAGS_MAX or not all(isinstance(tag, str) and tag for tag in f["tags"]):
+    if len(f["tags"]) > TAGS_MAX or not all(_is_word(tag) for tag in f["tags"]):
         raise InvalidRequest(f"tags are at most {TAGS_MAX} words")
     if min(f["deliveries_max"], f["held_end"], f["since_ms"]) < 0:
         raise InvalidRequest("deliveries_max, held_end and since_ms are 0 or more")
     if _is_dead_letter(f["subject"]):
         f["deliveries_max"] = 0
     return f
+
+
+def _is_word(tag: object) -> bool:
+    return isinstance(tag, str) and tag != "" and not any("\ud800" <= one <= "\udfff" for one in tag)
 
 
 def _is_dead_letter(subject: str) -> bool:

@@ -95,7 +95,7 @@ def choose(
         if choice.is_over:
             return None
         subscription.resend = consumer.next_pull
-    if consumer is None or consumer.unacked_messages < UNACKED_MESSAGES_MAX:
+    if consumer is None or not consumer.holds_as_many_as(UNACKED_MESSAGES_MAX):
         if single is not None:
             single(choice.cut, choice.made)
         else:
@@ -140,9 +140,7 @@ class Choice:
         """Hand out what the group has to give: what came back and is due, then what is new."""
         state, subscription, limit = self._log.state, self._subscription, self._subscription.deliveries_max
         pull_sequence = state.next_pull(group, subscription.consumer)
-        for sequence, messages, times, due_ms in group.returned:
-            if due_ms > now_ms:
-                continue
+        for sequence, messages, times, _ in group.due(now_ms):
             if limit and times >= limit:
                 self.made.entries.append((pull_sequence, sequence, messages))
                 self.made.dead.append((pull_sequence, pull_sequence + messages))

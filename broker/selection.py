@@ -115,6 +115,9 @@ class Selection:
 
     def changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
         """Progress of `key` is about to be written: take note which messages that will concern."""
+        if not key[2] and not entries:  # the group is forgotten
+            self._asked.pop(key[:2], None)
+            self._warned.discard(key[:2])
         selector = self._selectors.get(key[:2])
         if selector is None or kind == FrameKind.PULL:
             return

@@ -46,7 +46,8 @@ TICK_S = 0.1
 INLINE_COMMIT_BYTES = 64 * 1024
 """A larger commit always goes to the thread: writing it would hold up the loop, whatever its fsync costs."""
 TOLD_MAX = 1000
-"""Mistakes of clients that are remembered, so that each is logged once."""
+TOLD_CHARS = 500
+"""Mistakes of clients that are remembered, so that each is logged once; and how much of the text of each."""
 RECONNECT_S = 0.2
 GIVE_BACK_S = 1.0
 """While memory is short, how often what is free in it goes back to the system."""
@@ -133,7 +134,7 @@ class Service:
 
     def tell_once(self, peer: str, error: QmqError) -> None:
         """Log what a client does wrong, once: it may do so a thousand times a second."""
-        text = str(error)
+        text = str(error)[:TOLD_CHARS]
         if text not in self._told:
             if len(self._told) >= TOLD_MAX:
                 self._told.clear()

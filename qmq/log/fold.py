@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ REIGN_BITS = 32
 A count of reigns would not do: two histories that part may have as many, and a master alone hands out messages.
 """
 
+NEVER_MS = 1 << 63
 
 _FIRST = itemgetter(0)
 
@@ -64,6 +65,10 @@ class Consumer:
     @property
     def unacked_messages(self) -> int:
         return sum(entry[2] for entry in self.unacked)
+
+    def holds_as_many_as(self, limit: int) -> bool:
+        """Return whether that many messages are un-acked; nearly always without counting them."""
+        return self.next_pull - self.acked_end >= limit and self.unacked_messages >= limit
 
     def hold(self, pull_sequence: int, sequence: int, messages: int, times: int) -> None:
         """Note that messages were handed out."""
@@ -166,10 +171,27 @@ class Group:
     """It is one consumer's own, which gets all messages."""
     left_ms: int = 0
     """When the group began, or the last consumer left."""
+    began: int = 0
+    """Offset of the frame that put the group where it began, the first time or by moving it."""
+    soonest_ms: int = field(default=0, compare=False, repr=False)
+    """Nothing returned is due before that; it may be too early, until somebody looks."""
+
+    def due(self, now_ms: int) -> Iterator[list[int]]:
+        """Yield the entries of `returned` that may be handed out again, in order. A group that fails has many, and
+        they are not looked through for each pull while all of them have to wait."""
+        if now_ms < self.soonest_ms:
+            return
+        soonest_ms = NEVER_MS
+        for entry in self.returned:
+            soonest_ms = min(soonest_ms, entry[3])
+            if entry[3] <= now_ms:
+                yield entry
+        self.soonest_ms = soonest_ms
 
     def give_back(self, sequence: int, messages: int, times: int, due_ms: int) -> None:
         """Let messages wait for whoever may have them next."""
         returned = self.returned
+        self.soonest_ms = min(self.soonest_ms, due_ms)
         at = bisect_right(returned, sequence, key=_FIRST)
         if at and (before := returned[at - 1])[0] + before[1] == sequence and before[2:] == [times, due_ms]:
             before[1] += messages
@@ -352,7 +374,9 @@ def _position(state: State, frame: Frame, body: Buffer) -> None:
     elif progress.entries:  # a group that is moved counts as a departure of everybody: late acks hit nothing
         given = [consumer.next_pull for consumer in group.consumers.values()] + [group.floor] if group else [0]
         position, is_broadcast, _ = progress.entries[0]
-        state.groups[key] = Group(position, max(given), is_broadcast=bool(is_broadcast), left_ms=frame.timestamp_ms)
+        state.groups[key] = Group(
+            position, max(given), is_broadcast=bool(is_broadcast), left_ms=frame.timestamp_ms, began=frame.offset
+        )
     elif state.groups.pop(key, None) is None:
         raise CorruptFrame(frame.offset, f"{progress.group} is forgotten, which has no position")
 
@@ -380,8 +404,8 @@ _KINDS: dict[int, Callable[[State, Frame, Buffer], None]] = {
 }
 
 
-# A snapshot: u32 CRC-32 of the rest, u32 version 2, then zlib-compressed JSON.
-_VERSION = 2
+# A snapshot: u32 CRC-32 of the rest, u32 version 3, then zlib-compressed JSON.
+_VERSION = 3
 
 
 def encode_snapshot(state: State) -> bytes:
@@ -394,7 +418,7 @@ def encode_snapshot(state: State) -> bytes:
         "epochs": [[*e.epoch, e.offset, e.chain] for e in state.epochs],
         "next_sequence": state.next_sequence,
         "groups": [
-            [subject, name, g.position, g.floor, g.returned, g.is_broadcast, g.left_ms,
+            [subject, name, g.position, g.floor, g.returned, g.is_broadcast, g.left_ms, g.began,
              [[c, p.next_pull, p.unacked, p.reign_ends] for c, p in g.consumers.items()]]
             for (subject, name), g in state.groups.items()
         ],
@@ -417,9 +441,9 @@ def decode_snapshot(data: Buffer) -> State:
     state = State(plain["end"], plain["chain"], plain["high_watermark"], plain["timestamp_ms"])
     state.epochs = [EpochStart(Epoch(term, boot), offset, chain) for term, boot, offset, chain in plain["epochs"]]
     state.next_sequence = plain["next_sequence"]
-    for subject, name, position, floor, returned, is_broadcast, left_ms, consumers in plain["groups"]:
+    for subject, name, position, floor, returned, is_broadcast, left_ms, began, consumers in plain["groups"]:
         state.groups[subject, name] = Group(
-            position, floor, returned, {c: Consumer(n, u, e) for c, n, u, e in consumers}, is_broadcast, left_ms
+            position, floor, returned, {c: Consumer(n, u, e) for c, n, u, e in consumers}, is_broadcast, left_ms, began
         )
     state.producers = {p: {b: StoredBatch(*stored) for b, *stored in window} for p, window in plain["producers"]}
     state.ordered, state.retry_ms = plain["ordered"], plain["retry_ms"]

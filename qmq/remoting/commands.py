@@ -67,7 +67,7 @@ def decode_json(body: Buffer, **kinds: type) -> dict[str, Any]:
     for name, kind in kinds.items():
         value = fields.get(name)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise InvalidRequest(f"field {name!r} must be {kind.__name__}, not {value!r}")
+            raise InvalidRequest(f"field {name!r} must be {kind.__name__}, not {repr(value)[:100]}")
     return fields
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from broker.dead_letters import COPIES_PER_TURN
 from qmq.errors import CorruptFrame, ErrorCode
+from qmq.log.fold import Group as Progress
 from qmq.remoting.commands import Command
+from qmq.subjects import dead_letter_subject
 from qmq.types import Role
 from tests.unit.broker.world import Client, Group
 
@@ -107,3 +110,68 @@ def test_what_a_reader_could_not_read_because_it_was_cut_or_not_written_yet_is_n
     for offset in (group.a.log.end, group.a.log.end + 4096, 0):
         group.a.node.found_damage(CorruptFrame(offset, "read at a bad moment"))
     assert group.a.log.damage is None and group.a.master.readonly.reasons == []
+
+
+def test_message_that_fails_anew_after_its_group_was_moved_becomes_a_dead_letter_anew():
+    group, client = a_group()
+    client.produce("m0")
+    for dead_letters in (1, 2):
+        subscribed = client.subscribe()
+        group.settle()
+        got = client.pull(client.subscription(subscribed))
+        group.settle()
+        ((number, _, _),) = client.pulled(got)
+        client.nack(number, number + 1, dead=True)
+        group.settle()
+        assert group.a.log.state.next_sequence[dead_letter_subject("s", "g")] == dead_letters, "the first one is gone"
+        group.a.master.move_group("s", "g", "earliest", 0, dry_run=False, answer=lambda error: None)
+        group.settle()
+
+
+def test_giving_up_on_very_many_messages_takes_many_turns_and_loses_none():
+    group, client = a_group(segment_bytes=1 << 20)
+    client.produce(*[f"m{i}" for i in range(2 * COPIES_PER_TURN + 10)])
+    subscribed = client.subscribe()
+    group.settle()
+    got = client.pull(client.subscription(subscribed), most=10_000)
+    group.settle()
+    pulled = client.pulled(got)
+    counters, counts = group.a.node.counters, []
+    opaque = client.nack(pulled[0][0], pulled[-1][0] + 1, dead=True)
+    while not counts or counts[-1] < len(pulled):
+        counts.append(counters.dead_letters)
+        assert group.a.host.turn()
+    assert counts == [COPIES_PER_TURN, 2 * COPIES_PER_TURN, len(pulled)]
+    group.settle()
+    assert client.code(opaque) == ErrorCode.SUCCESS and not group.a.log.state.groups["s", "g"].consumers["c1"].unacked
+
+
+def test_tag_that_no_message_can_have_is_refused():
+    _, client = a_group()
+    for tags in (["\ud800"], [""], [True], [["pay"]]):
+        assert client.code(client.subscribe(tags=tags)) == ErrorCode.INVALID_REQUEST
+
+
+def test_what_all_has_to_wait_is_not_looked_through_for_each_pull():
+    group = Progress(position=30)
+    for sequence in range(0, 30, 3):
+        group.give_back(sequence, 1, 1, 5_000 + sequence)
+    assert list(group.due(4_999)) == [] and group.soonest_ms == 5_000
+    assert [entry[0] for entry in group.due(5_003)] == [0, 3]
+    group.give_back(1, 1, 1, 4_000)
+    assert [entry[0] for entry in group.due(4_000)] == [1]
+    group.take_returned(1, 1)
+    assert list(group.due(4_999)) == [] and [entry[0] for entry in group.due(5_000)] == [0]
+
+
+def test_groups_that_are_forgotten_are_not_remembered_beside_the_log():
+    group, client = a_group(broadcast_forget_hours=0.01)
+    for number in range(3):
+        client.subscribe(f"c{number}", group=f"c{number}", broadcast=True, tags=["pay"])
+    group.settle()
+    client.lost()
+    for _ in range(200):
+        group.a.wait(1_000)
+        group.settle()
+    assert not group.a.log.state.groups
+    assert not group.a.master._delivery._selection._asked
