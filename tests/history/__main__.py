@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.history.trial import attempt
+from tests.history.trial import attempt, judge
 
 
 def main() -> int:
@@ -22,16 +22,26 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=2_500.0, help="messages a second that all producers send")
     parser.add_argument("--keys", type=int, default=10_000, help="order keys that half of the messages share")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--judge", type=Path, help="send nothing; judge what an earlier run left in this folder")
     arguments = parser.parse_args()
-    folder, began = Path(tempfile.mkdtemp(prefix="qmq-history-")), time.monotonic()
-    outcome = asyncio.run(attempt(folder, say=lambda line: print(f"  {line}", flush=True), **vars(arguments)))
+    folder, began = arguments.judge or Path(tempfile.mkdtemp(prefix="qmq-history-")), time.monotonic()
+    if arguments.judge:
+        outcome = judge(folder)
+    else:
+        outcome = asyncio.run(
+            attempt(
+                folder, messages=arguments.messages, rate=arguments.rate, keys=arguments.keys, seed=arguments.seed,
+                say=lambda line: print(f"  {line}", flush=True),
+            )
+        )  # fmt: skip
     print(f"seed {arguments.seed}: {outcome.summary()}, {time.monotonic() - began:.0f} s", flush=True)
     for finding in outcome.findings:
         print(f"{finding.kind}: {finding.text}")
     if outcome.findings:
         print(f"logs and journals are kept in {folder}")
         return 1
-    shutil.rmtree(folder)
+    if not arguments.judge:
+        shutil.rmtree(folder)
     return 0
 
 

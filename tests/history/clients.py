@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +128,16 @@ class Clients:
                 process.kill()
             process.wait()
 
-    def records(self) -> Iterator[Record]:
-        """What all of them wrote down, file by file."""
-        for path in sorted(self._folder.glob("*.journal")):
-            with path.open() as lines:
-                yield from records_of(lines)
+    def note(self, records: Iterable[Record]) -> None:
+        """Write down what only the trial knows."""
+        self._journal.write_all(records)
+
+
+def records_in(folder: Path) -> Iterator[Record]:
+    """What all of them wrote down, file by file."""
+    for path in sorted(folder.glob("*.journal")):
+        with path.open() as lines:
+            yield from records_of(lines)
 
 
 def _ended(process: subprocess.Popen[bytes]) -> None:

@@ -140,6 +140,13 @@ class History:
         others.insert(bisect_right(others, _rank(handover), key=_rank), handover)
 
     @property
+    def befell(self) -> list[str]:
+        """What befell consumers: that they stood still, vanished or left."""
+        return [gone.how for gone in self._gone.values()] + [
+            "stalled" for stalls in self._stalls.values() for _ in stalls
+        ]
+
+    @property
     def groups(self) -> dict[tuple[str, str], frozenset[str]]:
         """Of each (subject, group), the tags that it asks for."""
         return {(one.subject, one.group): frozenset(one.tags) for one in self.joined}

@@ -17,9 +17,9 @@ import qmq
 from deploy.cluster import Cluster
 from qmq.subjects import dead_letter_subject
 from tests.chaos.history import History as Faults
-from tests.chaos.nemesis import Nemesis
+from tests.chaos.nemesis import WELL_S, Nemesis
 from tests.history.checker import Finding, check
-from tests.history.clients import Clients
+from tests.history.clients import Clients, records_in
 from tests.history.history import History
 from tests.history.journal import now
 from tests.history.records import DeadLetter, Fault, Record
@@ -31,6 +31,8 @@ GROUPS = sorted({(one.subject, one.group) for members in CONSUMERS.values() for 
 LEASE_S = 2.0
 START_S = 60.0
 CALM_S = 2.0
+NOTICED_S = 2.0
+"""A master has noticed by then that its slave was killed, also on a busy machine."""
 DRAIN_S = 30.0
 """Who gets nowhere for so long never will."""
 DEAD_LETTERS_S = 1.5
@@ -44,8 +46,6 @@ SETTINGS = {
 class Outcome:
     history: History
     findings: list[Finding]
-    struck: list[str]
-    """What befell consumers."""
 
     def summary(self) -> str:
         outcomes = Counter(one.outcome for one in self.history.messages.values())
@@ -56,8 +56,8 @@ class Outcome:
         told = ", ".join(f"{name} {count}" for name, count in sorted(outcomes.items()))
         return (
             f"sent {len(self.history.messages)} ({told}), handed over {handovers.total()}, {handovers[2]} of them more "
-            f"than once, dead letters {dead}, faults {len(self.history.faults)} and {len(self.struck)} of consumers, "
-            f"findings {len(self.findings)}"
+            f"than once, dead letters {dead}, faults {len(self.history.faults)} and {len(self.history.befell)} of "
+            f"consumers, findings {len(self.findings)}"
         )
 
 
@@ -76,30 +76,37 @@ async def attempt(
             clients.start_producers(messages=messages, rate=rate, keys=keys)
             await asyncio.sleep(CALM_S)
             striking.start()
-            await asyncio.to_thread(_strike, nemesis, clients)
+            await asyncio.to_thread(_strike, cluster, nemesis, clients)
             stop.set()
             striking.join()
             began = time.monotonic()
             await asyncio.to_thread(_drain, cluster, clients)
             say(f"drained in {time.monotonic() - began:.1f} s")
             clients.leave()
-            dead = await _dead_letters(cluster)
+            clients.note(await _dead_letters(cluster))
         finally:
             stop.set()
             if striking.is_alive():
                 striking.join()
             clients.kill()
+    clients.note(_faults(faults))
+    return judge(folder)
+
+
+def judge(folder: Path) -> Outcome:
+    """Judge what a trial left in its folder."""
     history = History()
-    history.read(_faults(faults))
-    history.read(clients.records())
-    history.read(dead)
-    return Outcome(history, check(history), clients.struck)
+    history.read(records_in(folder / "clients"))
+    return Outcome(history, check(history))
 
 
-def _strike(nemesis: Nemesis, clients: Clients) -> None:
+def _strike(cluster: Cluster, nemesis: Nemesis, clients: Clients) -> None:
     for fault in cycle(FAULTS):
         if not clients.is_sending or clients.failed():
             return
+        if fault in LOSES:  # its record shall tell what it may lose: nothing of a fault before
+            time.sleep(NOTICED_S)
+            cluster.wait_writable(timeout_s=WELL_S)
         nemesis.strike(fault)
 
 
