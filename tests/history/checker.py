@@ -219,10 +219,12 @@ def _skipped(history: History) -> Iterator[str]:
     for track, places in history.handovers.items():
         if groups.get((track.subject, track.group)):
             continue  # others' tags lie in between
-        given = places.keys() | history.dead[track].keys()
-        for sequence in sorted(set(range(max(given, default=0))) - given):
-            later = min(one for one in given if one > sequence)
-            yield f"sequence {sequence} of {track} was given to nobody, but {_list(places.get(later, []))}"
+        next_sequence = 0
+        for given in sorted(places.keys() | history.dead[track].keys()):
+            if given > next_sequence:
+                skipped = f"{next_sequence} to {given - 1}"
+                yield f"sequences {skipped} of {track} were given to nobody, but {_list(places.get(given, []))}"
+            next_sequence = given + 1
 
 
 def _times(history: History) -> Iterator[str]:
