@@ -15,7 +15,7 @@ from qmq.client.link import Link
 from qmq.client.received import ReceivedMessage
 from qmq.client.terms import Terms
 from qmq.codec import batch_ends
-from qmq.errors import AccessError, CallError, ClientClosed, InvalidAck, QmqError, UnknownSubscription
+from qmq.errors import AccessError, CallError, ClientClosed, InvalidAck, NotServed, QmqError, UnknownSubscription
 from qmq.message import ORDER_KEY
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Nack, Piece, Pull, Verdict
@@ -140,9 +140,12 @@ class Feed:
         self._request(Command.SUBSCRIBE, body, self._subscribed)
 
     def _request(self, command: Command, body: bytes, then: Callable[[memoryview], None]) -> None:
+        self._ask(command, body, partial(self._answered, self._turn, command, then))
+
+    def _ask(self, command: Command, body: bytes, answered: Callable[[memoryview | QmqError], None]) -> None:
         connection = self._link.connection
         assert connection is not None
-        connection.ask(partial(self._answered, self._turn, command, then), command, body)
+        connection.ask(answered, command, body)
 
     def _answered(
         self, turn: int, command: Command, then: Callable[[memoryview], None], answer: memoryview | QmqError
@@ -349,12 +352,26 @@ class Feed:
                 break
             self._nacks += 1
             body = commands.encode_nack(Nack(self._subscription, nack.entries, nack.reason))
-            self._request(Command.NACK, body, partial(self._nacked, nack))
+            self._ask(Command.NACK, body, partial(self._nack_answered, self._turn, nack))
 
     def _acked(self, ack: SentAck, _: memoryview) -> None:
         self._acks -= 1
         self.holding.acked(ack)
         self._went_on()
+
+    def _nack_answered(self, turn: int, nack: SentNack, answer: memoryview | QmqError) -> None:
+        """While its slave is missing a master stores no dead letters: these wait, and everything else goes on."""
+        if turn == self._turn and isinstance(answer, NotServed):
+            self._nacks -= 1
+            self._loop.call_later(RETRY_S_MAX, self._nack_again, turn, nack)
+            self._send()
+        else:
+            self._answered(turn, Command.NACK, partial(self._nacked, nack), answer)
+
+    def _nack_again(self, turn: int, nack: SentNack) -> None:
+        if turn == self._turn:
+            self.holding.put_off(nack)
+            self._send()
 
     def _nacked(self, nack: SentNack, _: memoryview) -> None:
         self._nacks -= 1

@@ -280,6 +280,15 @@ class Holding:
         for one in nack.refusals:
             self._settle(one.piece, one.at, one.at + 1)
 
+    def put_off(self, nack: SentNack) -> None:
+        """The broker cannot do this now: send it again in its turn."""
+        self._nacks_sent.remove(nack)
+        for one in nack.refusals:
+            if one.piece.states[one.at] == NACKED:
+                self._refusals.setdefault(one.reason, []).append(one)
+        if not nack.refusals:
+            self._owed_nacks += [(entry.begin, entry.end) for entry in nack.entries]
+
     # The whole.
 
     def subscribed(self, acked_end: int, unacked: Iterable[tuple[int, int]] = ()) -> None:

@@ -129,7 +129,10 @@ class Listener(Membership):
                 self.subject, self.group, message.sequence, message.broker_group, exc_info=error,
             )  # fmt: skip
             return
-        decision = refused_by_error(message, self.terms.policy, error, datetime.now(UTC))
+        try:
+            decision = refused_by_error(message, self.terms.policy, error, datetime.now(UTC))
+        except Exception as another:  # an exception that cannot say what it is; the message must not stay for that
+            decision = refused_by_error(message, self.terms.policy, another, datetime.now(UTC))
         self._note(message, decision, error)
         message._refuse(decision)
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 from functools import partial
 
 from qmq.client.holding import OPEN, SETTLED, HeldPiece
-from qmq.client.retrying import Refused, refused, refused_for_good
+from qmq.client.retrying import DIGITS_MAX, Refused, refused, refused_for_good
 from qmq.codec import decode_envelope, decode_properties, properties_begin
 from qmq.message import ORDER_KEY, RETRIES_MAX, Message
 
@@ -122,7 +122,8 @@ class ReceivedMessage(Message):
             self.order_key = None if key is None else str(key)
         elif name == "retries_max":
             number = str(self.properties.get(RETRIES_MAX, ""))
-            self.retries_max = int(number) if number.isascii() and number.isdecimal() else None
+            is_number = number.isascii() and number.isdecimal() and len(number) <= DIGITS_MAX
+            self.retries_max = int(number) if is_number else None
         else:
             raise AttributeError(f"a message has no attribute {name!r}")
         return object.__getattribute__(self, name)

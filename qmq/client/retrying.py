@@ -11,6 +11,9 @@ from qmq.errors import DeadLetter, InvalidMessage, InvalidRequest, RetryLater
 from qmq.message import RETRIES_MAX, Value
 from qmq.remoting.commands import DELAY_MS_MAX, REASON_BYTES_MAX, Verdict
 
+DIGITS_MAX = 9
+"""Of a number in a message; Python reads no number of thousands of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
@@ -103,5 +106,5 @@ def _limit(message: Refusable, policy: RetryPolicy) -> int:
     except InvalidMessage:  # bytes that no producer of ours has made
         return policy.deliveries_max
     if own.isascii() and own.isdecimal():  # QMQ writes -1 for "not set"
-        return max(1, int(own))
+        return max(1, int(own) if len(own) <= DIGITS_MAX else 10**DIGITS_MAX)
     return policy.deliveries_max

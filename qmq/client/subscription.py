@@ -205,6 +205,7 @@ class Subscription:
             pass  # these messages come again, to this consumer or to another
         answers = [answer for feed in self._feeds.values() if (answer := feed.unsubscribe())]
         self._parcels.clear()
+        self.settled()  # who waits for acks that no broker will confirm any more waits no longer
         if answers:
             await asyncio.wait(answers, timeout=UNSUBSCRIBE_TIMEOUT_S)
             for answer in answers:

@@ -20,6 +20,7 @@ from qmq.errors import (
     AccessError,
     InvalidAck,
     NotMaster,
+    NotServed,
     QmqError,
     SubscriptionReplaced,
     UnknownSubscription,
@@ -88,6 +89,8 @@ class FakeBroker:
         self.subscribes: list[dict[str, object]] = []
         self.pulls: list[commands.Pull] = []
         self.ack_error: QmqError | None = None
+        self.stores_dead_letters = True
+        """False: as while the slave is missing."""
         self.heartbeats = 0
         self.lease_ms = 10_000
         self.unacked: list[tuple[int, int]] = []
@@ -314,6 +317,8 @@ class FakeBroker:
     def _nack(self, connection: Connection, packet: Packet) -> None:
         nack = commands.decode_nack(packet.body)
         key, subscriber = self._subscriber(connection, nack.subscription)
+        if not self.stores_dead_letters and any(entry.verdict == Verdict.DEAD_LETTER for entry in nack.entries):
+            raise NotServed("the slave is missing")
         self.nacks.append(nack)
         loop = asyncio.get_running_loop()
         for entry in nack.entries:

@@ -404,6 +404,77 @@ def test_at_most_once_a_handler_is_not_called_when_the_ack_is_refused():
     run(test())
 
 
+def test_while_no_dead_letter_can_be_stored_other_messages_are_consumed_and_retried():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.stores_dead_letters = False
+            fill(broker, [0])
+            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                if message["n"] == "0":
+                    raise qmq.DeadLetter("no such order")
+                if message["n"] == "1" and message.times == 1:
+                    raise ValueError("not now")
+                handled.append(int(message["n"]))
+
+            async with listening(consumer):
+                await until(lambda: len(subscribes(broker)) == 1)
+                await asyncio.sleep(0.3)
+                for number in range(1, 20):
+                    fill(broker, [number])
+                    await until(lambda: number == 1 or number in handled)  # noqa: B023
+                await until(lambda: sorted(handled) == list(range(1, 20)))
+                assert len(subscribes(broker)) == 1, "the subscription goes on"
+                broker.stores_dead_letters = True
+                await until(lambda: broker.dead["a", "g"] == [(0, "no such order")])
+
+    run(test())
+
+
+@pytest.mark.parametrize("number", ["9" * 5_000, "9" * 30])
+def test_whatever_a_message_says_of_its_retries_it_is_decided(number):
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            data = batch_encoder("a", 1)(qmq.Message("a", {}, id="m"))
+            broker.add("a", with_properties(data, {"qmq_maxRetryNum": number}))
+            consumer, times = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                times.append(message.times)
+                if message.times < 3:
+                    raise ValueError("not now")
+
+            async with listening(consumer):
+                await until(lambda: times == [1, 2, 3])
+
+    run(test())
+
+
+def test_an_exception_that_cannot_say_what_it_is_decides_its_message_too():
+    class Broken(qmq.DeadLetter):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, [0])
+            consumer, times = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                times.append(message.times)
+                if message.times == 1:
+                    raise Broken
+
+            async with listening(consumer):
+                await until(lambda: times == [1, 2])
+
+    run(test())
+
+
 # Decisions of the application.
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 import qmq
-from qmq.errors import InvalidAck, NotMaster, SubscriptionReplaced
+from qmq.errors import InvalidAck, NotMaster, NotServed, SubscriptionReplaced
 from tests.unit.client.consuming import consumer_of, fill, ns, pull_all, subscribes
 from tests.unit.client.fakes import TOKEN, FakeBroker, cluster
 from tests.unit.client.test_producer import run, until
@@ -371,6 +371,24 @@ def test_at_most_once_what_is_pulled_is_acked_and_what_waits_is_not():
                 assert all(message.is_settled for message in messages)
                 assert sorted(broker.subscribers["a", "g", "c1"].pulled.values()) == list(range(4, 10))
             assert sorted(broker.returned["a", "g"]) == list(range(4, 10))
+
+    run(test())
+
+
+def test_at_most_once_a_pull_ends_with_the_puller_though_no_broker_says_that_it_keeps_the_acks():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(10))
+            consumer = consumer_of(metaserver, consumer_id="c1", drain_s=0.1)
+            async with consumer.pull("a", group="g", start="earliest", most_once=True) as puller:
+                await puller.pull(1, timeout=10)
+                broker.ack_error = NotServed("the roles are being swapped")
+                pulled = asyncio.create_task(puller.pull(4, timeout=0.1))
+                await until(lambda: broker.ack_error is None)
+                await broker.stop()
+                puller.stop()
+                async with asyncio.timeout(5):
+                    assert await pulled == []
 
     run(test())
 
