@@ -45,8 +45,10 @@ class _Burial:
     key: Key
     ranges: deque[tuple[int, int]]
     reason: str
-    answer: Answer
+    answer: Answer | None
     is_reading: bool = False
+    rests: bool = False
+    """Until what this copy cannot read was mended."""
 
 
 class DeadLetters:
@@ -58,10 +60,15 @@ class DeadLetters:
         self._left = COPIES_PER_TURN
         self._is_over = False
 
-    def bury(self, key: Key, ranges: list[tuple[int, int]], reason: str, answer: Answer) -> None:
+    def bury(self, key: Key, ranges: list[tuple[int, int]], reason: str, answer: Answer | None) -> None:
         """Make dead letters of what the consumer `key` still holds of these pull sequences; then call `answer`."""
-        burial = _Burial(key, deque(ranges), reason, answer)
-        self._burials.append(burial)
+        same = (one for one in self._burials if one.key == key and one.answer is None) if answer is None else iter(())
+        if (burial := next(same, None)) is None:
+            burial = _Burial(key, deque(ranges), reason, answer)
+            self._burials.append(burial)
+        else:  # each time that a consumer connects while the slave is missing, the same ones are found
+            known = set(burial.ranges)
+            burial.ranges += [one for one in ranges if one not in known]
         self._go_on(burial)
 
     def new_turn(self) -> None:
@@ -72,7 +79,9 @@ class DeadLetters:
 
     def go_on(self) -> None:
         """Take up what had to wait: for the slave, or for a swap that did not come."""
+        is_damaged = self._reign.log.damage is not None
         for burial in list(self._burials):
+            burial.rests = burial.rests and is_damaged
             self._go_on(burial)
 
     def resign(self, error: QmqError) -> None:
@@ -80,17 +89,19 @@ class DeadLetters:
         self._is_over = True
         burials, self._burials = self._burials, deque()
         for burial in burials:
-            burial.answer(error)
+            if burial.answer is not None:
+                burial.answer(error)
 
     def _go_on(self, burial: _Burial) -> None:
-        while burial.ranges and not burial.is_reading and self._may_store():
+        while burial.ranges and not burial.is_reading and not burial.rests and self._may_store():
             if self._left <= 0:
                 self._reign.host.turn_soon()
                 return
             self._step(burial)
         if not burial.ranges and not burial.is_reading and burial in self._burials:
             self._burials.remove(burial)
-            burial.answer(None)
+            if burial.answer is not None:
+                burial.answer(None)
 
     def _may_store(self) -> bool:
         """Nothing new is stored on one copy alone, and nothing at all by whom is no master any more."""
@@ -137,8 +148,11 @@ class DeadLetters:
         self._go_on(burial)
 
     def _damaged(self, burial: _Burial, problem: CorruptFrame) -> None:
-        """The messages stay un-acked; who asked asks again after the repair."""
+        """The messages stay un-acked; who asked asks again after the repair, and if nobody did, it goes on then."""
         self._reign.found_damage(problem)
+        if burial.answer is None:
+            burial.rests = True
+            return
         burial.ranges.clear()
         if burial in self._burials:
             self._burials.remove(burial)

@@ -406,7 +406,7 @@ class Delivery:
 
     def _bury(self, subscription: Subscription, dead: list[tuple[int, int]]) -> None:
         reason = f"handed out {subscription.deliveries_max} times, and never acked"
-        self._dead_letters.bury(subscription.key, dead, reason, _nobody_waits)
+        self._dead_letters.bury(subscription.key, dead, reason, None)
 
     def _hand_over(self, subscription: Subscription, waiting: WaitingPull, hand_out: HandOut) -> None:
         """Send it when that is safe and the bytes are at hand, whichever is later."""
@@ -490,9 +490,6 @@ def _is_dead_letter(subject: str) -> bool:
 
 def _entries(ranges: list[tuple[int, int]]) -> list[Entry]:
     return [(begin, end, 0) for begin, end in ranges]
-
-
-def _nobody_waits(error: QmqError | None) -> None: ...
 
 
 class _PullAnswer:

@@ -175,3 +175,60 @@ def test_groups_that_are_forgotten_are_not_remembered_beside_the_log():
         group.settle()
     assert not group.a.log.state.groups
     assert not group.a.master._delivery._selection._asked
+
+
+def dead_of_s(group: Group) -> int:
+    return group.a.log.state.next_sequence.get(dead_letter_subject("s", "g"), 0)
+
+
+def a_poison_message(**settings) -> tuple[Group, Client, int, int]:
+    """A group whose consumer had its message as often as it may, and the pull sequence by which it gets it once more;
+    its pull waits."""
+    group, client = a_group(**settings)
+    client.produce("m0")
+    client.subscribe(deliveries_max=1)
+    group.settle()
+    first = client.pull()
+    group.settle()
+    client.produce("n0")
+    client.nack(client.pulled(first)[0][0], client.pulled(first)[0][0] + 1)
+    group.settle()
+    return group, client, client.pulled(first)[0][0] + 1, client.last_subscription
+
+
+def test_burial_that_nobody_asked_for_goes_on_when_the_copy_is_mended():
+    group, client, _, subscription = a_poison_message(tail_bytes=0)
+    (ref,) = group.a.log.frames("s", 0, 1)
+    name = f"log/{group.a.log.bases[0]:020d}.log"
+    group.a.disk.flip(name, 8 * (ref.offset + ref.length - 1))
+    client.pull(subscription, most=1, timeout_ms=60_000)
+    for _ in range(3):
+        group.a.wait(100)
+        group.settle()
+    assert group.a.log.damage is not None and not dead_of_s(group)
+    group.a.disk.flip(name, 8 * (ref.offset + ref.length - 1))
+    group.a.log.damage = None
+    group.a.node.repaired()
+    group.a.wait(100)
+    group.settle()
+    assert dead_of_s(group) == 1
+
+
+def test_consumer_that_reconnects_while_the_slave_is_missing_leaves_nothing_behind_each_time():
+    group, client, begin, _ = a_poison_message()
+    group.cut()
+    for number in range(20):
+        again = Client(group.a, f"again{number}")
+        subscribed = again.subscribe(deliveries_max=1, held_end=begin)
+        group.a.host.settle()
+        again.pull(again.subscription(subscribed), timeout_ms=60_000)
+        group.a.host.settle()
+        again.lost()
+    (burial,) = group.a.master._delivery._dead_letters._burials
+    assert len(burial.ranges) == 1
+    group.connect()
+    group.settle()
+    group.a.wait(100)
+    group.settle()
+    assert dead_of_s(group) == 1
+    assert not group.a.master._delivery._dead_letters._burials
