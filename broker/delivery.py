@@ -57,6 +57,8 @@ class Delivery:
         reign.check_may_progress()
         f = _terms(packet)
         subject, group, consumer = f["subject"], f["group"], f["consumer"]
+        is_new = (subject, group) not in reign.log.state.groups
+        position = self._first_position(subject, f["start"], f["since_ms"]) if is_new else 0
         subscription = self.consumption.subscribe(
             link, subject=subject, group=group, consumer=consumer, held_end=f["held_end"],
             now_ms=reign.host.monotonic_ms(), deliveries_max=f["deliveries_max"],
@@ -64,9 +66,8 @@ class Delivery:
         )  # fmt: skip
         self._selection.joined(subscription)
         known = self.consumption.consumer(*subscription.key)
-        if (subject, group) not in reign.log.state.groups:
+        if is_new:
             # The position of a new group is written down at once, or a restart would move it (W8).
-            position = self._first_position(subject, f["start"], f["since_ms"])
             entry = position, int(f["broadcast"]), 0
             reign.append_progress(FrameKind.POSITION, (subject, group, ""), [entry])
         elif known is not None and known.unacked and not f["held_end"]:

@@ -232,3 +232,17 @@ def test_consumer_that_reconnects_while_the_slave_is_missing_leaves_nothing_behi
     group.settle()
     assert dead_of_s(group) == 1
     assert not group.a.master._delivery._dead_letters._burials
+
+
+def test_consumer_whose_group_could_not_begin_is_not_subscribed():
+    group, client = a_group(tail_bytes=0)
+    for number in range(3):
+        client.produce(f"m{number}")
+        group.settle()
+    ref = group.a.log.frames("s", 1, 1)[0]
+    group.a.disk.flip(f"log/{group.a.log.bases[0]:020d}.log", 8 * ref.offset)
+    refused = client.subscribe(start="since", since_ms=1)
+    assert client.code(refused) == ErrorCode.NOT_SERVED
+    assert client.code(client.pull(1, timeout_ms=60_000)) == ErrorCode.UNKNOWN_SUBSCRIPTION
+    client.produce("more")
+    group.settle()
