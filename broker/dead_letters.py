@@ -20,7 +20,7 @@ from broker.consume import Consumption
 from broker.reign import Reign
 from qmq.codec import Buffer, join_batch, slice_batch, split_batch, with_properties
 from qmq.errors import CorruptFrame, InvalidAck, InvalidMessage, LogError, NotServed, QmqError
-from qmq.log.fold import Consumer
+from qmq.log.fold import BATCHES_PER_PRODUCER, Consumer
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.index import FrameRef
 from qmq.replication.ack_gate import Answer
@@ -32,6 +32,8 @@ _FIRST = itemgetter(0)
 READ_BYTES = 4 << 20
 """Frames read at once; a larger one comes alone."""
 READ_FRAMES = 64
+COPIES_PER_ACK = BATCHES_PER_PRODUCER
+"""Whoever finds copies without the ack behind them knows no more of them."""
 COPIES_PER_TURN = 500
 """A consumer may give up on 200,000 messages at once; meanwhile the loop goes on with everybody else."""
 
@@ -176,19 +178,19 @@ class DeadLetters:
     def _store(self, burial: _Burial, bodies: list[tuple[Frame, Buffer]]) -> None:
         """Store copies of what is still held in these frames, and settle it."""
         for frame, body in bodies:
-            found = self._held(burial) if burial.ranges else None
-            if found is None:
-                return
-            sequence, messages = found
-            begin = sequence - frame.first_sequence
-            end = min(begin + min(messages, self._left), frame.count)
-            if not 0 <= begin < end:
-                return  # it was settled meanwhile, or this turn had enough: look anew
-            cut = slice_batch(body, frame.count, begin, end)
-            for at, data in enumerate(split_batch(cut, end - begin)):
-                self._copy(burial, sequence + at, bytes(data))
-            self._left -= end - begin
-            self._settle(burial, end - begin)
+            while (found := self._held(burial) if burial.ranges else None) is not None:
+                sequence, messages = found
+                begin = sequence - frame.first_sequence
+                if begin >= frame.count:
+                    break  # the next frame has it
+                end = min(begin + min(messages, self._left, COPIES_PER_ACK), frame.count)
+                if not 0 <= begin < end:
+                    return  # it was settled meanwhile, or this turn had enough: look anew
+                cut = slice_batch(body, frame.count, begin, end)
+                for at, data in enumerate(split_batch(cut, end - begin)):
+                    self._copy(burial, sequence + at, bytes(data))
+                self._left -= end - begin
+                self._settle(burial, end - begin)
 
     def _copy(self, burial: _Burial, sequence: int, data: bytes) -> None:
         reign, (subject, group, _) = self._reign, burial.key

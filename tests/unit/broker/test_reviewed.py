@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from broker.dead_letters import COPIES_PER_TURN
 from qmq.errors import CorruptFrame, ErrorCode
+from qmq.log.fold import BATCHES_PER_PRODUCER
 from qmq.log.fold import Group as Progress
+from qmq.log.frame import FrameKind, decode_frames
 from qmq.remoting.commands import Command
 from qmq.subjects import dead_letter_subject
 from qmq.types import Role
@@ -246,3 +248,23 @@ def test_consumer_whose_group_could_not_begin_is_not_subscribed():
     assert client.code(client.pull(1, timeout_ms=60_000)) == ErrorCode.UNKNOWN_SUBSCRIPTION
     client.produce("more")
     group.settle()
+
+
+def test_no_more_dead_letters_are_stored_before_their_ack_than_the_next_master_would_recognize():
+    group, client = a_group(segment_bytes=1 << 20)
+    client.produce(*[f"m{i}" for i in range(300)])
+    subscribed = client.subscribe()
+    group.settle()
+    got = client.pull(client.subscription(subscribed), most=1_000)
+    group.settle()
+    numbers = [number for number, _, _ in client.pulled(got)]
+    client.nack(numbers[10], numbers[-1] + 1, dead=True)
+    group.settle()
+    assert dead_of_s(group) == 290
+    waiting = 0
+    for frame, _ in decode_frames(group.a.log.read(0, group.a.log.end, 1 << 30).data, 0, 0):
+        if frame.kind == FrameKind.MESSAGES and frame.subject == dead_letter_subject("s", "g"):
+            waiting += 1
+            assert waiting <= BATCHES_PER_PRODUCER
+        elif frame.kind == FrameKind.ACK:
+            waiting = 0
