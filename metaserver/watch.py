@@ -33,6 +33,8 @@ log = logging.getLogger("qmq.metaserver")
 
 GATHER_S = 0.005
 """Changes of so short a time are looked at together; looking costs about as much with 2,000 groups."""
+PAUSE_S_MAX = 0.25
+"""The next look waits so long at most. Telling 20,000 watchers takes seconds; a change after it would wait as long."""
 STORE_WAIT_S = 0.5
 """An answer waits so long for new subjects to be stored; then it goes without them, and they follow."""
 REPEAT_S = 1.0
@@ -263,8 +265,8 @@ class WatchHub:
                 wake.clear()
                 began = time.monotonic()
                 await self._look()
-                # However fast changes come, half of the time is everybody else's.
-                await asyncio.sleep(max(GATHER_S, time.monotonic() - began))
+                # However fast changes come, half of the time is everybody else's; no more, as telling gives way anyway.
+                await asyncio.sleep(min(max(GATHER_S, time.monotonic() - began), PAUSE_S_MAX))
                 await wake.wait()
 
     async def _look(self) -> None:
