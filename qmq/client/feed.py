@@ -200,7 +200,7 @@ class Feed:
         self._subscription, self.lease_ms = fields["subscription"], fields["lease_ms"]
         self._failures = 0
         self.holding.subscribed(fields["acked_end"], [(begin, end) for begin, end in fields["unacked"]])
-        self._send()
+        self._send(everything=True)
         self.fill()
         self._owner.settled()
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 
 import qmq
+from qmq.client import feed
 from qmq.errors import InvalidAck, NotMaster, NotServed, SubscriptionReplaced
 from tests.unit.client.consuming import consumer_of, fill, ns, pull_all, subscribes
 from tests.unit.client.fakes import TOKEN, FakeBroker, cluster
@@ -106,6 +107,25 @@ def test_after_a_lost_connection_nothing_held_comes_twice_and_acks_are_not_lost(
                 await puller.ack(messages)
                 await puller.flush()
                 assert len(broker.subscribers["a", "g", "c1"].pulled) == 20
+
+    run(test())
+
+
+def test_what_was_done_amid_a_piece_while_no_broker_was_there_is_acked_once_one_is(monkeypatch):
+    monkeypatch.setattr(feed, "SWEEP_S", 0.01)
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(3))
+            consumer = consumer_of(metaserver, consumer_id="c1")
+            async with consumer.pull("a", group="g", start="earliest") as puller:
+                messages = await pull_all(puller, 3)
+                await broker.stop()
+                await puller.ack(messages[1:])
+                await asyncio.sleep(0.05)  # whatever was to be sent once in a while found nobody
+                await broker.start(broker.port)
+                progress = broker.subscribers["a", "g", "c1"]
+                await until(lambda: list(progress.pulled.values()) == [0])
 
     run(test())
 
