@@ -278,6 +278,7 @@ class Oracle:
         stored: dict[tuple[str, int], str] = {}
         begins: dict[tuple[str, str], tuple[int, int]] = {}
         batches: dict[tuple[int, int], int] = {}
+        dead: set[tuple[str, str, int]] = set()
         at = log.start
         while at < log.end:
             chunk = log.read(at, log.end, 1 << 20)
@@ -287,10 +288,12 @@ class Oracle:
                 if frame.kind == FrameKind.POSITION and not (progress := decode_progress(body)).consumer:
                     since = self._positions[frame.epoch, frame.offset]
                     begins[frame.subject, progress.group] = progress.entries[0][0], since
+                    # What fails once more after its group was moved is a dead letter once more.
+                    dead = {one for one in dead if one[:2] != (progress.group, frame.subject)}
                 if frame.kind != FrameKind.MESSAGES:
                     continue
                 if parse_derived(frame.subject) is not None:
-                    self._check_dead_letter(frame, body)
+                    self._check_dead_letter(frame, body, dead)
                     continue
                 if frame.producer and batches.setdefault((frame.producer, frame.batch), frame.offset) != frame.offset:
                     raise Violation(f"I18: batch {frame.producer}/{frame.batch} stands twice in the log")
@@ -299,10 +302,11 @@ class Oracle:
             at = chunk.end
         return stored, begins
 
-    def _check_dead_letter(self, frame: Frame, body: Buffer) -> None:
+    def _check_dead_letter(self, frame: Frame, body: Buffer, dead: set[tuple[str, str, int]]) -> None:
         found = _dead_letter(frame, body)
-        if found is None or found in self._dead_kept:
+        if found is None or found in dead:
             raise Violation(f"I22: the dead letter at {frame.offset} is {'stored twice' if found else 'unreadable'}")
+        dead.add(found)
         self._dead_kept.add(found)
         group, subject, sequence = found
         (message,) = split_batch(body, frame.count)
