@@ -5,10 +5,8 @@ Which messages a pull gets is decided in `broker.hand_out`; here it becomes fram
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
-from zlib import crc32
 
 from broker import progress
 from broker.consume import Consumption, Subscription, WaitingPull
@@ -17,21 +15,22 @@ from broker.hand_out import HandOut, choose
 from broker.labels import Sight
 from broker.offline import Offline
 from broker.ports import Link
+from broker.pull_answer import PullAnswer
 from broker.reign import Reign, answering
 from broker.selection import Reading, Selection
 from broker.tags import TagRule
+from broker.terms import is_dead_letter, read_terms
 from broker.turns import HAND_OUT_BYTES, OWED_BYTES_MAX, TRY_BYTES, Turns
-from qmq.codec import TAGS_MAX, Buffer, labels_bytes, slice_batch
+from qmq.codec import Buffer
 from qmq.errors import CorruptFrame, ErrorCode, InvalidRequest, LogError, NotServed, OperatorError, QmqError
 from qmq.log.fold import Consumer
-from qmq.log.frame import FLAG_ALONE, FLAG_LABELLED, Frame, FrameKind
+from qmq.log.frame import Frame, FrameKind
 from qmq.log.index import FrameRef
 from qmq.log.progress import Entry
 from qmq.remoting import commands
 from qmq.remoting.commands import RANGES_MAX, Pull, Verdict
 from qmq.remoting.packet import Packet
-from qmq.replication.ack_gate import AckGate, Answer
-from qmq.subjects import DEAD_LETTER, parse_derived
+from qmq.replication.ack_gate import Answer
 
 FORGET_EVERY_MS = 60_000
 
@@ -55,7 +54,7 @@ class Delivery:
     def subscribe(self, link: Link, packet: Packet) -> None:
         reign = self._reign
         reign.check_may_progress()
-        f = _terms(packet)
+        f = read_terms(packet)
         subject, group, consumer = f["subject"], f["group"], f["consumer"]
         is_new = (subject, group) not in reign.log.state.groups
         position = self._first_position(subject, f["start"], f["since_ms"]) if is_new else 0
@@ -155,7 +154,7 @@ class Delivery:
         self._dead_letters.bury(subscription.key, dead, nack.reason, answer)
 
     def _check_may_bury(self, subscription: Subscription) -> None:
-        if _is_dead_letter(subscription.subject):
+        if is_dead_letter(subscription.subject):
             raise InvalidRequest("a dead letter does not become one again; ack it, or let it come again")
         if self._reign.gate.alone:
             raise NotServed(f"the slave of {self._reign.group} is missing, and nothing new is stored before it is back")
@@ -414,7 +413,7 @@ class Delivery:
         reign = self._reign
         subscription.in_flight += 1
         reign.counters.pulled_messages += sum(part.end - part.begin for part in hand_out.parts)
-        answer = _PullAnswer(subscription, waiting.packet, hand_out, reign.gate, self._settled)
+        answer = PullAnswer(subscription, waiting.packet, hand_out, reign.gate, self._settled)
         subscription.link.owed_bytes += hand_out.bytes
         self._turns.spend(HAND_OUT_BYTES + hand_out.bytes)
         subscription.owed.append(answer.send)
@@ -439,7 +438,7 @@ class Delivery:
             self._line_up(self.consumption.waiting_at(link))
         link.owed_bytes -= size
 
-    def _bodies_read(self, answer: _PullAnswer, bodies: list[tuple[Frame, Buffer]] | LogError) -> None:
+    def _bodies_read(self, answer: PullAnswer, bodies: list[tuple[Frame, Buffer]] | LogError) -> None:
         if isinstance(bodies, CorruptFrame):
             # The messages stay un-acked; the consumer asks again after the repair.
             self._reign.found_damage(bodies)
@@ -461,93 +460,5 @@ class Delivery:
         reign.counters.returned_consumers += 1
 
 
-def _terms(packet: Packet) -> dict[str, Any]:
-    """Read a SUBSCRIBE; raises InvalidRequest."""
-    f = commands.decode_json(
-        packet.body, subject=str, group=str, consumer=str, start=str, since_ms=int, broadcast=bool, held_end=int,
-        deliveries_max=int, tags=list, tag_mode=str,
-    )  # fmt: skip
-    if f["start"] not in ("latest", "earliest", "since"):
-        raise InvalidRequest(f"start is 'latest', 'earliest' or 'since', not {f['start']!r}")
-    if f["tag_mode"] not in ("any", "all"):
-        raise InvalidRequest(f"tag_mode is 'any' or 'all', not {f['tag_mode']!r}")
-    if len(f["tags"]) > TAGS_MAX or not all(_is_word(tag) for tag in f["tags"]):
-        raise InvalidRequest(f"tags are at most {TAGS_MAX} words")
-    if min(f["deliveries_max"], f["held_end"], f["since_ms"]) < 0:
-        raise InvalidRequest("deliveries_max, held_end and since_ms are 0 or more")
-    if _is_dead_letter(f["subject"]):
-        f["deliveries_max"] = 0
-    return f
-
-
-def _is_word(tag: object) -> bool:
-    return isinstance(tag, str) and tag != "" and not any("\ud800" <= one <= "\udfff" for one in tag)
-
-
-def _is_dead_letter(subject: str) -> bool:
-    derived = parse_derived(subject)
-    return derived is not None and derived.kind == DEAD_LETTER
-
-
 def _entries(ranges: list[tuple[int, int]]) -> list[Entry]:
     return [(begin, end, 0) for begin, end in ranges]
-
-
-class _PullAnswer:
-    """An answer to a pull that waits for two things: that it is safe, and that its bytes were read."""
-
-    __slots__ = (
-        "subscription", "packet", "hand_out", "bodies", "is_read", "_gate", "_settled", "_is_safe", "_is_over",
-    )  # fmt: skip
-
-    def __init__(
-        self, subscription: Subscription, packet: Packet, hand_out: HandOut, gate: AckGate,
-        settled: Callable[[Link, int], None],
-    ) -> None:  # fmt: skip
-        self.subscription, self.packet, self.hand_out = subscription, packet, hand_out
-        self.bodies: dict[int, tuple[Frame, Buffer]] = {}
-        self.is_read = True
-        self._gate, self._settled, self._is_safe, self._is_over = gate, settled, False, False
-
-    def safe(self, error: QmqError | None) -> None:
-        if error is not None:
-            subscription = self.subscription
-            subscription.link.refuse(self.packet, error)
-            subscription.in_flight -= 1
-            subscription.resend = min(subscription.resend, self.hand_out.parts[0].pull_sequence)
-            self._settled(subscription.link, self.hand_out.bytes)
-            self._is_over = True
-        self._is_safe = True
-        self.subscription.answer_in_order()
-
-    def read(self, bodies: list[tuple[Frame, Buffer]]) -> None:
-        self.bodies.update((found[0].offset, found) for found in bodies)
-        self.is_read = True
-        self.subscription.answer_in_order()
-
-    def send(self) -> bool:
-        """Send it if it is safe and read; return whether nothing is owed any more."""
-        if self._is_over:
-            return True
-        if not self._is_safe or not self.is_read:
-            return False
-        self.subscription.in_flight -= 1
-        self._settled(self.subscription.link, self.hand_out.bytes)
-        if self.subscription.over is not None:
-            self.subscription.link.refuse(self.packet, self.subscription.over)
-            return True
-        flags = FLAG_ALONE if self._gate.alone else 0
-        buffers: list[Buffer] = []
-        for part in self.hand_out.parts:
-            frame, body = self.bodies[part.ref.offset]
-            crc, begin, count = frame.body_crc, frame.first_sequence, part.end - part.begin
-            if count != frame.count:
-                body = slice_batch(body, frame.count, part.begin - begin, part.end - begin)
-                crc = crc32(body)
-            elif frame.flags & FLAG_LABELLED:
-                body = memoryview(body)[: len(body) - labels_bytes(frame.count)]
-                crc = crc32(body)
-            header = commands.piece_header(part.pull_sequence, part.begin, count, len(body), crc, flags, part.times)
-            buffers += (header, body)
-        self.subscription.link.answer(self.packet, *buffers)
-        return True

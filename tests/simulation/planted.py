@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from broker import delivery
 from broker.delivery import Delivery
 from broker.node import Node
+from broker.pull_answer import PullAnswer
 from broker.slave import Slave
 from broker.slave_watch import SlaveWatch
 from qmq.codec import Buffer
@@ -329,7 +329,7 @@ def _broker_acks_for_its_consumers() -> list[Patch]:
 
 def _chosen_messages_are_counted_from_the_first() -> list[Patch]:
     """W9: what is chosen by its tags is numbered as if nothing had been passed over in between."""
-    real = delivery._PullAnswer.send
+    real = PullAnswer.send
 
     def send(self: Any) -> bool:
         sequence = self.hand_out.parts[0].begin
@@ -346,7 +346,7 @@ def _chosen_messages_are_counted_from_the_first() -> list[Patch]:
         with mock.patch.object(commands, "piece_header", piece_header):
             return real(self)
 
-    return [mock.patch.object(delivery._PullAnswer, "send", send)]
+    return [mock.patch.object(PullAnswer, "send", send)]
 
 
 def _keys_are_never_busy() -> list[Patch]:
