@@ -32,7 +32,7 @@ ENTRIES_MAX = 1_000
 ACKED_RANGES_MAX = 1_000
 """Of a reign all acks are one range, but for what was nacked in between."""
 
-_DONE_RUN = re.compile(b"\1+")
+_DONE_RUN, _UNSETTLED_RUN = re.compile(b"\1+"), re.compile(b"[^\3]+")
 
 
 class Acker(Protocol):
@@ -95,6 +95,11 @@ class HeldPiece:
         self.open -= part.count(OPEN)
         self.unsettled -= end - begin - part.count(SETTLED)
         self.states[begin:end] = bytes((SETTLED,)) * (end - begin)
+
+    def unsettled_ranges(self) -> list[tuple[int, int]]:
+        """Return the pull sequences whose decision the broker has not confirmed, as ranges."""
+        runs = (found.span() for found in _UNSETTLED_RUN.finditer(self.states))
+        return [(self.begin + begin, self.begin + end) for begin, end in runs]
 
     def open_positions(self, end: int) -> Iterator[int]:
         """Yield the positions before `end` that are not decided."""
@@ -312,7 +317,7 @@ class Holding:
             if one.piece.states[one.at] == NACKED:
                 self._refusals.setdefault(one.reason, []).append(one)
         self.held_end = max(self.held_end, acked_end)
-        lost = _without(list(unacked), [(piece.begin, piece.end) for piece in self._pieces.values()])
+        lost = _without(list(unacked), [one for piece in self._pieces.values() for one in piece.unsettled_ranges()])
         self._owed_nacks = _without(lost, self._acked)
         self._owed_acks = _without(lost, self._owed_nacks)
 

@@ -309,8 +309,10 @@ def test_decisions_that_a_successor_never_heard_of_are_said_again():
     holding.nack(Refusal(piece, 2, 0, Verdict.RETRY, "later"))
     settled(holding, acker)
     holding.subscribed(100, [(100, 106)])
-    ack, nack = holding.next_ack(), holding.next_nack(0)
-    assert ack is None and nack is None, "the piece is still held: two of its messages are not decided"
+    assert holding.next_ack().ranges == [(100, 102), (103, 104)], "two of its messages are not decided"
+    nack = holding.next_nack(0)
+    assert [tuple(entry)[:2] for entry in nack.entries] == [(102, 103)]
+    holding.nacked(nack)
     for at in (4, 5):
         piece.mark(at)
     settled(holding, acker)
