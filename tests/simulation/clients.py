@@ -86,6 +86,8 @@ class Batch:
 
 
 TAG = "t"
+KEYED_MAX = 800
+"""Messages of a seed with order keys: one at a time is done per key, and all must be done in a minute of peace."""
 
 
 def is_tagged(identity: str) -> bool:
@@ -112,8 +114,10 @@ class Producer(Client):
 
     def act(self) -> None:
         oldest = min(self.outstanding, default=self._next)
-        if self.is_producing and len(self.outstanding) < self.world.swarm.window and self._next - oldest < 60:
-            self._make()
+        is_enough = self.world.swarm.keys and len(self.world.oracle.sent) >= KEYED_MAX
+        if self.is_producing and not is_enough and len(self.outstanding) < self.world.swarm.window:
+            if self._next - oldest < 60:
+                self._make()
         if self.link is None:
             if self.outstanding:
                 self.connect()
