@@ -69,7 +69,7 @@ class Delivery:
             # The position of a new group is written down at once, or a restart would move it (W8).
             entry = position, int(f["broadcast"]), 0
             reign.append_progress(FrameKind.POSITION, (subject, group, ""), [entry])
-        elif known is not None and known.unacked and not f["held_end"]:
+        elif known is not None and known.unacked and f["is_new"] and not f["held_end"]:
             # A new process of an old name: what the old one began with counts as handed out, or a message that kills
             # each process that gets it would never become a dead letter.
             self._consumer_leaves(subscription.key, told=False)

@@ -15,7 +15,7 @@ def read_terms(packet: Packet) -> dict[str, Any]:
     """Read a SUBSCRIBE; raises InvalidRequest."""
     f = commands.decode_json(
         packet.body, subject=str, group=str, consumer=str, start=str, since_ms=int, broadcast=bool, held_end=int,
-        deliveries_max=int, tags=list, tag_mode=str,
+        is_new=bool, deliveries_max=int, tags=list, tag_mode=str,
     )  # fmt: skip
     if f["start"] not in ("latest", "earliest", "since"):
         raise InvalidRequest(f"start is 'latest', 'earliest' or 'since', not {f['start']!r}")

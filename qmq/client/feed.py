@@ -86,6 +86,8 @@ class Feed:
         self._pulls_max = 1 if self._is_mailbox else PULLS_IN_FLIGHT
         self._ack_wait_s = 0.0 if owner.terms.most_once else ACK_WAIT_S  # there, somebody waits for each
         self._subscription: int | None = None
+        self._is_new = True
+        """No broker has answered a SUBSCRIBE yet: whatever our name has un-acked is of an earlier process."""
         self._turn = 0
         self._pulls = self._asked = self._acks = self._nacks = 0
         self._send_scheduled = self._sweep_scheduled = self._flushes = False
@@ -133,6 +135,7 @@ class Feed:
         is_plain = not self._is_mailbox  # what is in the mailbox is for this group, whatever it is
         body = commands.encode_subscribe(
             subject=self.source, group=terms.group, consumer=terms.consumer, held_end=self.holding.held_end,
+            is_new=self._is_new,
             start=terms.start if is_plain else "earliest", since_ms=terms.since_ms, broadcast=terms.broadcast,
             deliveries_max=terms.policy.deliveries_max, tags=terms.tags if is_plain else (),
             tag_mode=terms.tag_mode,
@@ -190,7 +193,7 @@ class Feed:
         )  # fmt: skip
         self.lost()
         self.holding.drop()
-        self.holding = Holding()
+        self.holding, self._is_new = Holding(), True
         self._owner.drop()
         self._subscribe()
         self._owner.settled()
@@ -198,6 +201,7 @@ class Feed:
     def _subscribed(self, body: memoryview) -> None:
         fields = commands.decode_json(body, subscription=int, acked_end=int, lease_ms=int, unacked=list)
         self._subscription, self.lease_ms = fields["subscription"], fields["lease_ms"]
+        self._is_new = False
         self._failures = 0
         self.holding.subscribed(fields["acked_end"], [(begin, end) for begin, end in fields["unacked"]])
         self._send(everything=True)

@@ -154,20 +154,20 @@ def decode_produced(body: memoryview) -> Produced:
 
 # SUBSCRIBE: JSON subject str, group str, consumer str, start "latest"|"earliest"|"since" and since_ms int (for a new
 #            group: messages stored at that time or later), broadcast bool (a new group is this consumer's own),
-#            held_end int: the first pull sequence that this consumer does not hold; a new process says 0, and what is
-#            un-acked goes back to the group, deliveries_max int: hand-overs of a message before it is a dead letter (0:
-#            no limit), tags list of str (none: all messages), tag_mode "any"|"all".
+#            held_end int: the first pull sequence that this consumer does not hold, is_new bool: this process has not
+#            subscribed before: what its name has un-acked goes back to the group, as handed out,
+#            deliveries_max int: hand-overs of a message before it is a dead letter (0: no limit), tags list of str (none: all messages), tag_mode "any"|"all".
 #            -> JSON subscription int (valid on this connection), acked_end int, lease_ms int, unacked list of
 #            [begin, end]: pull sequences below held_end that are not settled. The consumer holds them, or says again
 #            what it decided: a master that was alone may have answered it, and its successor knows nothing of that.
 
 def encode_subscribe(
     *, subject: str, group: str, consumer: str, start: str = "latest", since_ms: int = 0, broadcast: bool = False,
-    held_end: int = 0, deliveries_max: int = 0, tags: Iterable[str] = (), tag_mode: str = "any",
+    held_end: int = 0, is_new: bool = True, deliveries_max: int = 0, tags: Iterable[str] = (), tag_mode: str = "any",
 ) -> bytes:  # fmt: skip
     return encode_json(
         subject=subject, group=group, consumer=consumer, start=start, since_ms=since_ms, broadcast=broadcast,
-        held_end=held_end, deliveries_max=deliveries_max, tags=list(tags), tag_mode=tag_mode,
+        held_end=held_end, is_new=is_new, deliveries_max=deliveries_max, tags=list(tags), tag_mode=tag_mode,
     )  # fmt: skip
 
 

@@ -218,7 +218,7 @@ class Consumer(Client):
         self.sleeps_until_ms = 0
 
     def _forget(self) -> None:
-        self._holding = Holding()
+        self._holding, self._is_new = Holding(), True
         self._undone: list[tuple[HeldPiece, int, int]] = []
         """(piece, position in it, sequence)"""
 
@@ -295,7 +295,7 @@ class Consumer(Client):
         session.is_subscribing, session.asked_ms = True, self._events.now_ms
         body = commands.encode_subscribe(
             subject=self.subject, group=self.group, consumer=self.name, start="earliest",
-            held_end=self._holding.held_end, deliveries_max=self.world.swarm.deliveries_max,
+            held_end=self._holding.held_end, is_new=self._is_new, deliveries_max=self.world.swarm.deliveries_max,
             tags=[TAG] if self.is_choosy else [],
         )  # fmt: skip
         link.request(Command.SUBSCRIBE, body, then=lambda packet: self._subscribed(link, session, packet))
@@ -318,6 +318,7 @@ class Consumer(Client):
         if self._is_current(link, packet):
             fields = commands.decode_json(packet.body, subscription=int, acked_end=int, unacked=list)
             session.subscription = fields["subscription"]
+            self._is_new = False
             self._holding.subscribed(fields["acked_end"], [tuple(one) for one in fields["unacked"]])
 
     def _pull(self, link: End, session: Session) -> None:

@@ -115,6 +115,18 @@ def test_message_that_is_only_ever_abandoned_becomes_a_dead_letter_after_its_las
     assert not unacked(group)
 
 
+def test_answers_that_never_left_do_not_make_dead_letters():
+    """A consumer that reconnects again and again, because a damaged copy cannot be read, was handed nothing."""
+    group, client, _ = a_group("m0", deliveries_max=3)
+    for _ in range(10):
+        opaque = client.subscribe(deliveries_max=3, is_new=False)
+        group.settle()
+        opaque = client.pull(client.subscription(opaque))
+        group.settle()
+        assert client.times(opaque) == [1]
+    assert not dead_letters(group.a)
+
+
 def test_dead_letters_of_the_mailbox_lie_beside_the_others():
     mailbox = retry_subject("s", "g")
     group, client, first = a_group("m0", subject=mailbox)
