@@ -156,7 +156,8 @@ def decode_produced(body: memoryview) -> Produced:
 #            group: messages stored at that time or later), broadcast bool (a new group is this consumer's own),
 #            held_end int: the first pull sequence that this consumer does not hold, is_new bool: this process has not
 #            subscribed before: what its name has un-acked goes back to the group, as handed out,
-#            deliveries_max int: hand-overs of a message before it is a dead letter (0: no limit), tags list of str (none: all messages), tag_mode "any"|"all".
+#            deliveries_max int: hand-overs of a message before it is a dead letter (0: no limit), tags list of str
+#            (none: all messages), tag_mode "any"|"all".
 #            -> JSON subscription int (valid on this connection), acked_end int, lease_ms int, unacked list of
 #            [begin, end]: pull sequences below held_end that are not settled. The consumer holds them, or says again
 #            what it decided: a master that was alone may have answered it, and its successor knows nothing of that.
