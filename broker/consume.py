@@ -81,7 +81,7 @@ class Consumption:
         self.skipped: dict[tuple[str, str], int] = {}
         """(subject, consumer group) -> messages that retention took before the group acked them."""
         self._due: list[tuple[int, str]] = []
-        """(ms of the wall clock, subject): when returned messages may be handed out again, soonest first."""
+        """(ms of `Reign.retry_ms`, subject): when returned messages may be handed out again, soonest first."""
         for (subject, _), group in log.state.groups.items():
             for entry in group.returned:
                 self.note_due(subject, entry[3])

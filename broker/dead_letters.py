@@ -7,27 +7,24 @@ whoever finds the original still un-acked, because the process ended between the
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from operator import itemgetter
 from zlib import crc32
 
 from broker.consume import Consumption
 from broker.reign import Reign
 from qmq.codec import Buffer, join_batch, slice_batch, split_batch, with_properties
 from qmq.errors import CorruptFrame, InvalidAck, InvalidMessage, LogError, NotServed, QmqError
-from qmq.log.fold import BATCHES_PER_PRODUCER, Consumer
+from qmq.log.fold import BATCHES_PER_PRODUCER
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.index import FrameRef
 from qmq.replication.ack_gate import Answer
 from qmq.subjects import dead_letter_subject, parse_derived
 
 Key = tuple[str, str, str]
-_FIRST = itemgetter(0)
 
 READ_BYTES = 4 << 20
 """Frames read at once; a larger one comes alone."""
@@ -172,7 +169,7 @@ class DeadLetters:
         if consumer is None or not held:
             return None
         burial.ranges[0] = held[0][0], end
-        entry = _entry(consumer, held[0][0])
+        entry = consumer.entry_of(held[0][0])
         return entry[1] + held[0][0] - entry[0], min(held[0][1], entry[0] + entry[2]) - held[0][0]
 
     def _store(self, burial: _Burial, bodies: list[tuple[Frame, Buffer]]) -> None:
@@ -216,7 +213,7 @@ class DeadLetters:
 
     def _times(self, burial: _Burial) -> int:
         consumer = self._consumption.consumer(*burial.key)
-        return _entry(consumer, burial.ranges[0][0])[3] if consumer is not None else 0
+        return consumer.entry_of(burial.ranges[0][0])[3] if consumer is not None else 0
 
     def _settle(self, burial: _Burial, messages: int) -> None:
         """Ack the first messages of the burial's first range."""
@@ -226,11 +223,6 @@ class DeadLetters:
             burial.ranges[0] = begin + messages, end
         else:
             burial.ranges.popleft()
-
-
-def _entry(consumer: Consumer, pull_sequence: int) -> list[int]:
-    """Return the entry of un-acked messages that this one is in."""
-    return consumer.unacked[bisect_right(consumer.unacked, pull_sequence, key=_FIRST) - 1]
 
 
 def _few(refs: list[FrameRef]) -> list[FrameRef]:

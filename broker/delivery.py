@@ -19,7 +19,7 @@ from broker.pull_answer import PullAnswer
 from broker.reign import Reign, answering
 from broker.selection import Reading, Selection
 from broker.tags import TagRule
-from broker.terms import is_dead_letter, read_terms
+from broker.terms import read_terms
 from broker.turns import HAND_OUT_BYTES, OWED_BYTES_MAX, TRY_BYTES, Turns
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame, ErrorCode, InvalidRequest, LogError, NotServed, OperatorError, QmqError
@@ -31,6 +31,7 @@ from qmq.remoting import commands
 from qmq.remoting.commands import RANGES_MAX, Pull, Verdict
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import Answer
+from qmq.subjects import is_dead_letter_subject
 
 FORGET_EVERY_MS = 60_000
 
@@ -154,7 +155,7 @@ class Delivery:
         self._dead_letters.bury(subscription.key, dead, nack.reason, answer)
 
     def _check_may_bury(self, subscription: Subscription) -> None:
-        if is_dead_letter(subscription.subject):
+        if is_dead_letter_subject(subscription.subject):
             raise InvalidRequest("a dead letter does not become one again; ack it, or let it come again")
         if self._reign.gate.alone:
             raise NotServed(f"the slave of {self._reign.group} is missing, and nothing new is stored before it is back")

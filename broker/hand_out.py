@@ -78,7 +78,7 @@ def choose(
     Args:
         data_limit: only messages whose frame ends at or before this offset. While the slave is missing, that is the
             high watermark.
-        now_ms: of the wall clock, by which retries become due.
+        now_ms: of `Reign.retry_ms`, by which retries become due.
         single: what chooses in place of `Choice.more` if it depends on each message what becomes of it
             (broker.selection).
 

@@ -8,7 +8,7 @@ from qmq.codec import TAGS_MAX
 from qmq.errors import InvalidRequest
 from qmq.remoting import commands
 from qmq.remoting.packet import Packet
-from qmq.subjects import DEAD_LETTER, parse_derived
+from qmq.subjects import is_dead_letter_subject
 
 
 def read_terms(packet: Packet) -> dict[str, Any]:
@@ -25,15 +25,10 @@ def read_terms(packet: Packet) -> dict[str, Any]:
         raise InvalidRequest(f"tags are at most {TAGS_MAX} words")
     if min(f["deliveries_max"], f["held_end"], f["since_ms"]) < 0:
         raise InvalidRequest("deliveries_max, held_end and since_ms are 0 or more")
-    if is_dead_letter(f["subject"]):
+    if is_dead_letter_subject(f["subject"]):
         f["deliveries_max"] = 0
     return f
 
 
 def _is_word(tag: object) -> bool:
     return isinstance(tag, str) and tag != "" and not any("\ud800" <= one <= "\udfff" for one in tag)
-
-
-def is_dead_letter(subject: str) -> bool:
-    derived = parse_derived(subject)
-    return derived is not None and derived.kind == DEAD_LETTER

@@ -87,6 +87,12 @@ def real_subject(name: str) -> str:
     return derived.real if derived else name
 
 
+def is_dead_letter_subject(name: str) -> bool:
+    """Return whether this subject is of dead letters: they are handed out without limit, and do not die again."""
+    derived = parse_derived(name)
+    return derived is not None and derived.kind == DEAD_LETTER
+
+
 def check_subject(name: str) -> str:
     """Return the name of a real or derived subject if it is legal; in a derived one, both parts may have 100 bytes.
 

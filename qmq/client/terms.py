@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from qmq.client.retrying import RetryPolicy, check_delay
 from qmq.codec import TAGS_MAX
 from qmq.errors import InvalidRequest
-from qmq.subjects import DEAD_LETTER, check_name, check_subject, parse_derived, retry_subject
+from qmq.subjects import check_name, check_subject, is_dead_letter_subject, parse_derived, retry_subject
 
 CONCURRENCY_MAX = 10_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -65,8 +65,7 @@ def make_terms(
         raise InvalidRequest(f"retries_max is 0 or more, not {retries_max}")
     if min(prefetch_messages, prefetch_bytes, unacked_max) < 1:
         raise InvalidRequest("prefetch and unacked_max are at least 1")
-    derived = parse_derived(subject)
-    deliveries_max = 0 if derived is not None and derived.kind == DEAD_LETTER else max(1, retries_max)
+    deliveries_max = 0 if is_dead_letter_subject(subject) else max(1, retries_max)
     policy = RetryPolicy(deliveries_max, check_delay(retry_delay))
     return Terms(
         subject, group, consumer, broadcast, begin, since_ms, _tags(tags), tag_mode, policy, most_once,

@@ -148,6 +148,10 @@ class Consumer:
         self.unacked[start:at] = kept
         return taken
 
+    def entry_of(self, pull_sequence: int) -> list[int]:
+        """Return the entry that an un-acked pull sequence is in."""
+        return self.unacked[self._find(pull_sequence)]
+
     def _find(self, begin: int) -> int:
         """Return the place of the first entry that ends behind `begin`."""
         at = bisect_right(self.unacked, begin, key=_FIRST) - 1
