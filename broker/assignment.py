@@ -17,6 +17,11 @@ class Address:
     sync_port: int
     control_port: int
 
+    @property
+    def sync_place(self) -> tuple[str, int]:
+        """Where the slave connects."""
+        return self.ip, self.sync_port
+
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
@@ -35,6 +40,12 @@ class Assignment:
     def peer(self) -> Address | None:
         """The other broker of the group."""
         return self.slave if self.role == Role.MASTER else self.master
+
+    def meets_as(self, other: Assignment) -> bool:
+        """Return whether the copies meet at the same place. The other ports of a peer are told once it has registered;
+        a link that stands is not given up for these: the group would be readonly until it is there again."""
+        ours, theirs = self.peer, other.peer
+        return (ours and ours.sync_place) == (theirs and theirs.sync_place)
 
     def to_json(self) -> dict[str, Any]:
         lists = {"readonly_subjects": list(self.readonly_subjects), "offline": [list(rule) for rule in self.offline]}

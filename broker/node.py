@@ -74,7 +74,7 @@ class Node:
         if self.role is not None and known is not None and known.term == assignment.term:
             if isinstance(self.role, Master):
                 self.role.heed_operators(assignment)
-            if known.peer != assignment.peer:
+            if not assignment.meets_as(known):
                 self._host.role_changed()
             return
         self._begin_role()

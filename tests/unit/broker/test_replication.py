@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -369,6 +370,16 @@ def test_older_row_changes_nothing_and_two_rows_of_one_term_are_refused():
     with pytest.raises(OperatorError):
         group.a.assign(Role.SLAVE, 1)
     assert group.a.node.role is role and group.a.node.writable
+
+
+def test_link_to_the_master_stands_when_only_its_other_ports_become_known():
+    """The master may register after its slave; the slave that then gave up its link made the group readonly."""
+    group = filled()
+    node, host = group.b.node, group.b.host
+    for change, changes in (({"control_port": 7}, 0), ({"sync_port": 8}, 1), ({"ip": "10.0.0.9"}, 1)):
+        before = host.role_changes
+        node.assign(replace(node.assignment, master=replace(node.assignment.master, **change)))
+        assert host.role_changes - before == changes, change
 
 
 def test_draining_takes_nothing_new_until_both_copies_are_equal_and_ends_by_itself():

@@ -74,7 +74,7 @@ class FakeHost:
         self.commits: deque[Commit] = deque()
         self.reads: deque = deque()
         self.hellos: list[bytes] = []
-        self.performed = 0
+        self.performed = self.role_changes = 0
 
     def now_ms(self):
         return 1_700_000_000_000 + self.clock_ms + self.wall_skew_ms
@@ -95,7 +95,7 @@ class FakeHost:
         self.hellos.append(body)
 
     def role_changed(self):
-        pass
+        self.role_changes += 1
 
     # What a test does.
 
