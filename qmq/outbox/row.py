@@ -1,0 +1,143 @@
+"""Core. A message as JSON, the `content` of its row in the outbox.
+
+    {"messageId": "…", "subject": "…", "tags": ["…"], "storeAtFailed": false, "durable": true,
+     "attrs": {"amount": "5", "qmq_createTime": "1760000000000"}, "types": {"amount": "int"}}
+
+The keys are QMQ's, so that its watchdog sends these rows as well, except `types`, which it passes over. `attrs` has
+each property as the text that travels: QMQ's reader makes 5.0 of a JSON 5, and consumers who ask for a whole number
+fail. `types` has what the value was, "int", "float", "bool" or "datetime", unless it was a text. What is no property has
+the name in `attrs` that it has in QMQ's: moment of creation, order key, limit of retries. All is ASCII, whatever
+character set the table has.
+
+QMQ's own rows are read, too: an int is a JSON number there, a long is a text; both are sent as the digits they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from qmq.errors import InvalidMessage
+from qmq.message import ORDER_KEY, RESERVED, RETRIES_MAX, Message, Value, text_of
+
+CREATED = "qmq_createTime"
+"""Ms since 1970 UTC, by the producer's clock."""
+DUE = "qmq_scheduleReceiveTime"
+"""QMQ's mark of a delayed message."""
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_TYPES: dict[str, Callable[[str], Value]] = {
+    "bool": lambda text: {"true": True, "false": False}[text],
+    "int": int,
+    "float": float,
+    "datetime": lambda text: _EPOCH + timedelta(milliseconds=int(text)),
+}
+
+
+def encode_row(message: Message, now_ms: int) -> str:
+    """Return the `content` of a message's row.
+
+    Args:
+        now_ms: when it is written, ms since 1970 UTC; read back as `created_ms`.
+
+    Raises:
+        InvalidMessage: it has no id, or a property that cannot travel.
+    """
+    if not message.id:
+        raise InvalidMessage("a message without an id cannot wait in an outbox: sent again, it would be another one")
+    attributes = {CREATED: str(now_ms)}
+    types: dict[str, str] = {}
+    for name, value in message.properties.items():
+        if not isinstance(name, str) or name.startswith(RESERVED):
+            raise InvalidMessage(f"property {name!r}: a name is a str that does not begin with {RESERVED!r}")
+        attributes[name] = text_of(value)
+        if not isinstance(value, str):
+            types[name] = _type_of(value)
+    if message.order_key is not None:
+        attributes[ORDER_KEY] = message.order_key
+    if message.retries_max is not None:
+        attributes[RETRIES_MAX] = str(message.retries_max)
+    row = {
+        "messageId": message.id, "subject": message.subject, "tags": sorted(message.tags), "storeAtFailed": False,
+        "durable": True, "attrs": attributes, "types": types,
+    }  # fmt: skip
+    return json.dumps(row, separators=(",", ":"))
+
+
+def _type_of(value: Value) -> str:
+    if isinstance(value, bool):
+        return "bool"
+    return "int" if isinstance(value, int) else "float" if isinstance(value, float) else "datetime"
+
+
+def decode_row(content: str | None) -> Message:
+    """Return the message of a row, with `created_ms` if it was written down.
+
+    Raises:
+        InvalidMessage: nobody can send this row as it is, for the reason given; it needs a person.
+    """
+    if not content:
+        raise InvalidMessage("the row is empty")
+    try:
+        row = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InvalidMessage(f"the row is no JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise InvalidMessage("the row is no JSON object")
+    attributes = _of(row, "attrs", dict, {})
+    if DUE in attributes:
+        raise InvalidMessage("the row is a delayed message of QMQ; sent now, it would be early")
+    types = _of(row, "types", dict, {})
+    tags = _of(row, "tags", list, [])
+    if not all(isinstance(tag, str) for tag in tags):
+        raise InvalidMessage("'tags' of the row are not all texts")
+    message = Message(
+        _of(row, "subject", str),
+        {name: _value(name, value, types.get(name)) for name, value in attributes.items() if _is_property(name, value)},
+        tags=tags,
+        id=_of(row, "messageId", str),
+        order_key=_of(attributes, ORDER_KEY, str, None),
+        retries_max=_number(attributes, RETRIES_MAX),
+    )
+    message.created_ms = _number(attributes, CREATED) or 0
+    return message
+
+
+def _is_property(name: str, value: object) -> bool:
+    """QMQ's own notes are no properties, and null is how some writers say that there is none."""
+    return value is not None and not name.startswith(RESERVED)
+
+
+def _value(name: str, value: object, type_name: object) -> Value:
+    if type_name is None:
+        if isinstance(value, str | int | float):
+            return value
+        raise InvalidMessage(f"property {name!r} of the row is {type(value).__name__}, not a text or a number")
+    try:
+        return _TYPES[str(type_name)](str(value))
+    except (KeyError, ValueError, OverflowError):
+        raise InvalidMessage(f"property {name!r} of the row is no {str(type_name)[:20]}") from None
+
+
+_MUST_BE = object()
+
+
+def _of(row: dict[str, Any], name: str, kind: type, default: Any = _MUST_BE) -> Any:
+    """Return `row[name]`, which is a `kind`; without a default it must be there, and not be empty."""
+    value = row.get(name)
+    if value is None and default is not _MUST_BE:
+        return default
+    if not isinstance(value, kind) or (default is _MUST_BE and not value):
+        raise InvalidMessage(f"{name!r} of the row is {str(value)[:50]!r}")
+    return value
+
+
+def _number(attributes: dict[str, Any], name: str) -> int | None:
+    """Read one of QMQ's numbers: a text, or a number."""
+    value = attributes.get(name)
+    try:
+        return None if value is None else int(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidMessage(f"{name!r} of the row is {str(value)[:50]!r}, not a whole number") from None
