@@ -5,8 +5,8 @@
 
 The keys are QMQ's, so that its watchdog sends these rows as well, except `types`, which it passes over. `attrs` has
 each property as the text that travels: QMQ's reader makes 5.0 of a JSON 5, and consumers who ask for a whole number
-fail. `types` has what the value was, "int", "float", "bool" or "datetime", unless it was a text. What is no property has
-the name in `attrs` that it has in QMQ's: moment of creation, order key, limit of retries. All is ASCII, whatever
+fail. `types` has what the value was, "int", "float", "bool" or "datetime", unless it was a text. What is no property
+has the name in `attrs` that it has in QMQ's: moment of creation, order key, limit of retries. All is ASCII, whatever
 character set the table has.
 
 QMQ's own rows are read, too: an int is a JSON number there, a long is a text; both are sent as the digits they are.
