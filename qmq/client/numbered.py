@@ -1,0 +1,336 @@
+"""Shell. Sends batches that carry somebody else's numbers: what was claimed in a database, or came due in a schedule.
+
+Whoever wrote down a batch's producer id, number and broker group before it was sent may send it again, after a crash as
+well, and the group stores it once (qmq.log.fold, P2). The sender repeats nothing and chooses nothing: each attempt ends
+with one answer, and what follows from it is its owner's rule. An answer says what is known of *this attempt*; a
+`NotStored` after an `Unknown` proves nothing about the first one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from qmq.client.breaker import FAILURES_MAX, Breaker, BreakerState
+from qmq.client.in_flight import PRODUCE_OVERHEAD_BYTES, Limits
+from qmq.client.link import Link
+from qmq.client.route_watch import RouteWatch
+from qmq.client.routing import Routing, SubjectRoute, group_of_key
+from qmq.codec import Buffer
+from qmq.errors import (
+    AccessError,
+    AskAnotherBroker,
+    BrokerReadOnly,
+    CallError,
+    ClientClosed,
+    MessageTooLarge,
+    NotServed,
+    Overloaded,
+    QmqError,
+)
+from qmq.remoting import commands
+from qmq.remoting.commands import Command
+from qmq.remoting.connection import Connection
+from qmq.subjects import check_subject
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+"""How often connections that owe an answer, and groups whose rest is over, are looked at."""
+ANSWER_TIMEOUT_S = 10.0
+"""A connection that answers nothing for so long is dropped. What a broker that waits for its slave cannot decide it
+answers much earlier."""
+
+
+class NumberedBatch(NamedTuple):
+    """Messages of one subject; `blocks`, back to back, are the body of a PRODUCE, with its labels if `flags` say so.
+
+    `crc`: CRC-32 of the body. The same (producer, number) must stand for the same messages for ever.
+    """
+
+    producer: int
+    number: int
+    subject: str
+    count: int  # type: ignore[assignment]  # shadows tuple.count
+    crc: int
+    flags: int
+    blocks: Sequence[Buffer]
+
+
+class Stored(NamedTuple):
+    """Fsynced on both copies, now or by an earlier attempt.
+
+    `refused`: (position, reason) of messages that the group never takes as they are; all others are stored.
+    """
+
+    first_sequence: int
+    stored: int
+    refused: list[tuple[int, str]]
+
+
+class NotStored(NamedTuple):
+    """This attempt stored nothing. `error` says whose fault it is: a `CallError` is the batch's, others pass."""
+
+    error: QmqError
+
+
+class Unknown(NamedTuple):
+    """This attempt may have stored the batch: repeat the same one to the same group."""
+
+    reason: str
+
+
+Answer = Stored | NotStored | Unknown
+Done = Callable[[Answer], None]
+
+
+class _Flight:
+    """An attempt under way; ends with its one answer."""
+
+    __slots__ = ("done", "size")
+
+    def __init__(self, done: Done, size: int) -> None:
+        self.done, self.size = done, size
+
+
+class _Group:
+    """A broker group, as the sender uses it."""
+
+    def __init__(self, link: Link) -> None:
+        self.link, self.breaker = link, Breaker()
+        self.limits = Limits(1 << 20, 1 << 20)
+        self.flights: dict[_Flight, None] = {}
+        self.bytes_in_flight = 0
+        self.progress_at = 0.0
+        """When the connection last answered, or was given work while it had none."""
+
+    def body_bytes_max(self) -> int:
+        """Return the largest body that the group takes from an idle connection."""
+        return max(0, min(self.limits.window_bytes, self.limits.packet_bytes_max - PRODUCE_OVERHEAD_BYTES))
+
+
+class NumberedSender:
+    """One per process: `async with NumberedSender(…) as sender`, used on that event loop alone.
+
+    Args:
+        metaserver: HTTP address.
+        app: name that brokers and the metaserver show for this process.
+    """
+
+    def __init__(
+        self, *, metaserver: str, token: str, app: str, answer_timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> None:  # fmt: skip
+        self._token, self._app, self._answer_timeout_s = token, app, answer_timeout_s
+        self._routing = Routing()
+        self._groups: dict[str, _Group] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._listeners: list[Callable[[], None]] = []
+        self._usable: frozenset[str] = frozenset()
+        self._is_open = False
+        self._watch = RouteWatch(
+            metaserver=metaserver, token=token, app=app, client_id=f"{random.getrandbits(64):016x}", produces=True,
+            on_routes=self._routes_changed,
+        )  # fmt: skip
+
+    async def __aenter__(self) -> NumberedSender:
+        self._loop = asyncio.get_running_loop()
+        self._tasks = [self._loop.create_task(self._watch.run()), self._loop.create_task(self._tick())]
+        self._is_open = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Disconnect. Who waits for an answer gets one here: unknown."""
+        self._is_open = False
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for group in self._groups.values():
+            for flight in list(group.flights):
+                self._end(group, flight, Unknown("the sender was closed before an answer came"))
+
+    # Where a batch may go.
+
+    def watch(self, subject: str) -> None:
+        """Begin to keep the route of a subject; raises InvalidName."""
+        self._watch.watch(check_subject(subject))
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call back whenever routes have changed, or which groups can be sent to."""
+        self._listeners.append(callback)
+
+    def is_known(self, subject: str) -> bool:
+        """Say whether the metaserver has said anything about the subject."""
+        return self._routing.route(subject) is not None
+
+    def groups(self, subject: str) -> list[str]:
+        """Return the broker groups that take messages of `subject` now; none if it is not watched."""
+        groups = self._routing.groups_of(subject)
+        return [group.broker_group for group in groups if group.writable and self.is_usable(group.broker_group)]
+
+    def home(self, subject: str, label: int) -> str | None:
+        """Return the broker group of an order key, whether or not it takes messages now; None without a route.
+
+        Args:
+            label: of the message (qmq.codec); it has an order key.
+        """
+        groups = [group.broker_group for group in self._routing.groups_of(subject)]
+        return group_of_key(label >> 32, groups) if groups else None
+
+    def is_usable(self, name: str) -> bool:
+        """Say whether a group is connected and neither refused nor failed just before, whatever its routes say."""
+        group, now_ms = self._groups.get(name), self._now_ms()
+        if group is None or self._routing.resting(name, now_ms) or not group.breaker.allows(now_ms):
+            return False
+        connection = group.link.connection
+        return connection is not None and connection.is_open and connection.writable
+
+    def room(self, name: str) -> int:
+        """Return how many bytes the body of a batch to this group may have now; 0 if it cannot take one."""
+        group = self._groups.get(name)
+        if group is None or not self.is_usable(name):
+            return 0
+        return max(0, min(group.body_bytes_max(), group.limits.window_bytes - group.bytes_in_flight))
+
+    def in_flight(self, name: str) -> int:
+        """Return how many batches to this group have no answer yet."""
+        group = self._groups.get(name)
+        return len(group.flights) if group else 0
+
+    def why_not(self, subject: str) -> str:
+        """Say why no group takes a batch of `subject`."""
+        if self._watch.refused is not None and not self.is_known(subject):
+            return str(self._watch.refused)
+        return self._routing.why_not(subject)
+
+    # Sending.
+
+    def send(self, group: str, batch: NumberedBatch, done: Done) -> None:
+        """Send a batch to a broker group; `done` is called once, from here if it cannot be sent at all.
+
+        Batches travel in the order in which they are given, and need not wait for each other's answers.
+        """
+        if not self._is_open:
+            done(NotStored(ClientClosed("the sender is not open")))
+            return
+        known = self._groups.get(group)
+        connection = known.link.connection if known else None
+        if known is None or connection is None or not connection.is_open:
+            why = self._routing.complaint(group) or "no connection"
+            done(NotStored(NotServed(f"{group}: {why}")))
+            return
+        size = sum(map(len, batch.blocks))
+        if size > known.body_bytes_max():
+            done(NotStored(MessageTooLarge(f"{size} bytes are more than {group} takes in one request")))
+        elif known.flights and known.bytes_in_flight + size > known.limits.window_bytes:
+            done(NotStored(Overloaded(f"{group} owes answers for {known.bytes_in_flight} bytes")))
+        else:
+            self._transmit(known, connection, batch, _Flight(done, size))
+
+    def _transmit(self, group: _Group, connection: Connection, batch: NumberedBatch, flight: _Flight) -> None:
+        if not group.flights:
+            group.progress_at = self._loop.time()
+        group.flights[flight] = None
+        group.bytes_in_flight += flight.size
+        header = commands.produce_header(
+            batch.producer, batch.number, batch.count, batch.crc, batch.subject, batch.flags
+        )
+        connection.ask(partial(self._answered, group, connection, flight), Command.PRODUCE, header, *batch.blocks)
+
+    def _end(self, group: _Group, flight: _Flight, answer: Answer) -> None:
+        if flight in group.flights:  # else it had its answer when the sender was closed
+            del group.flights[flight]
+            group.bytes_in_flight -= flight.size
+            flight.done(answer)
+
+    def _answered(
+        self, group: _Group, connection: Connection, flight: _Flight, answer: memoryview | QmqError
+    ) -> None:  # fmt: skip
+        name, now_ms = group.link.broker_group, self._now_ms()
+        group.progress_at = self._loop.time()
+        if connection.is_open:
+            group.breaker.answered()
+        elif group.breaker.failed(now_ms):
+            log.warning("broker does not answer group=%s failures=%d", name, FAILURES_MAX)
+            self._routing.failed(name, f"{FAILURES_MAX} requests in a row got no answer", now_ms=now_ms)
+        if isinstance(answer, QmqError):
+            self._failed(name, answer)
+            self._end(group, flight, _of_error(answer))
+            return
+        try:
+            produced = commands.decode_produced(answer)
+        except (QmqError, ValueError) as unreadable:
+            connection.close(f"unreadable answer to a produce: {unreadable}")
+            self._end(group, flight, Unknown(f"{name}: {unreadable}"))
+            return
+        self._routing.worked(name)
+        self._end(group, flight, Stored(produced.first_sequence, produced.stored, produced.refused))
+
+    def _failed(self, name: str, error: QmqError) -> None:
+        if isinstance(error, CallError):
+            return  # the group is well, this batch is not
+        self._routing.failed(name, str(error), now_ms=self._now_ms())
+        if not isinstance(error, BrokerReadOnly | Overloaded):
+            self._watch.refresh()
+
+    def _now_ms(self) -> int:
+        return int(self._loop.time() * 1000)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for group in self._groups.values():
+                if group.flights and self._loop.time() - group.progress_at > self._answer_timeout_s:
+                    group.link.drop(f"no answer for {self._answer_timeout_s} s")
+            if frozenset(name for name in self._groups if self.is_usable(name)) != self._usable:
+                self._changed()
+
+    def _changed(self) -> None:
+        self._usable = frozenset(name for name in self._groups if self.is_usable(name))
+        for callback in self._listeners:
+            callback()
+
+    # Routes and links.
+
+    def _routes_changed(self, routes: list[SubjectRoute]) -> None:
+        changed = self._routing.update(routes)
+        for name in self._routing.all_groups():
+            if name not in self._groups:
+                link = Link(name, owner=self, routing=self._routing, token=self._token, app=self._app)
+                self._groups[name] = _Group(link)
+                self._tasks.append(self._loop.create_task(link.run()))
+            elif name in changed:
+                self._groups[name].breaker = Breaker()
+                self._groups[name].link.route_changed()
+        self._changed()
+
+    def link_opened(self, link: Link) -> None:
+        group = self._groups[link.broker_group]
+        group.limits = Limits(**{name: int(str(link.welcome.get(name, 1 << 20))) for name in Limits._fields})
+        if group.breaker.state is BreakerState.CLOSED:  # else it has to answer first
+            self._routing.worked(link.broker_group)
+        self._changed()
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        self._link_is_down(link, reason)
+
+    def link_failed(self, link: Link, error: QmqError) -> None:
+        self._link_is_down(link, str(error))
+
+    def _link_is_down(self, link: Link, reason: str) -> None:
+        self._routing.failed(link.broker_group, reason, now_ms=self._now_ms())
+        self._watch.refresh()
+        self._changed()
+
+    def link_writable(self, link: Link) -> None:
+        self._changed()
+
+
+def _of_error(error: QmqError) -> Answer:
+    """Say what an error proves about the attempt; what is neither a refusal nor a fault of the batch proves nothing."""
+    if isinstance(error, AskAnotherBroker | CallError | AccessError):
+        return NotStored(error)
+    return Unknown(str(error))
