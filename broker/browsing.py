@@ -6,14 +6,15 @@ import asyncio
 import time
 
 from broker.browse import MESSAGES_DEFAULT, Browse, Filter, Found, borders, visible_end
+from broker.master import BrokerMaster
 from broker.progress import sequences_kept
-from broker.service import Service
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame
 from qmq.log import MessageLog
 from qmq.log.frame import Frame
 from qmq.log.index import FrameRef
 from qmq.proto import qmq_pb2 as pb
+from qmq.server.service import Service
 
 CALLS_AT_ONCE = 2
 """More wait for their turn: looking never takes more of a broker than this."""
@@ -27,7 +28,7 @@ _NO_END = 1 << 63
 class Browsing:
     """Made by the control port; used on the loop."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service[BrokerMaster]) -> None:
         self._service = service
         self._turns = asyncio.Semaphore(CALLS_AT_ONCE)
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from broker.ports import Link
 from broker.tags import TagRule
 from qmq.errors import InvalidAck, Overloaded, SubscriptionReplaced, UnknownSubscription
 from qmq.log import MessageLog
 from qmq.log.fold import Consumer
 from qmq.remoting.commands import Pull
 from qmq.remoting.packet import Packet
+from qmq.replication.ports import Link
 from qmq.subjects import check_name, check_subject
 
 PULLS_IN_FLIGHT_MAX = 64

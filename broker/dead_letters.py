@@ -15,13 +15,14 @@ from hashlib import blake2b
 from zlib import crc32
 
 from broker.consume import Consumption
-from broker.reign import Reign
+from broker.counters import Counters
 from qmq.codec import Buffer, join_batch, slice_batch, split_batch, with_properties
 from qmq.errors import CorruptFrame, InvalidAck, InvalidMessage, LogError, NotServed, QmqError
 from qmq.log.fold import BATCHES_PER_PRODUCER
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.index import FrameRef
 from qmq.replication.ack_gate import Answer
+from qmq.replication.reign import Reign
 from qmq.subjects import dead_letter_subject, parse_derived
 
 Key = tuple[str, str, str]
@@ -53,8 +54,9 @@ class _Burial:
 class DeadLetters:
     """Made by `broker.delivery`; ends with the reign. `wake(subject)` is called when a subject got messages."""
 
-    def __init__(self, reign: Reign, consumption: Consumption, wake: Callable[[str], None]) -> None:
-        self._reign, self._consumption, self._wake = reign, consumption, wake
+    def __init__(self, reign: Reign, counters: Counters, consumption: Consumption, wake: Callable[[str], None]) -> None:
+        self._reign, self._counters = reign, counters
+        self._consumption, self._wake = consumption, wake
         self._burials: deque[_Burial] = deque()
         self._left = COPIES_PER_TURN
         self._is_over = False
@@ -207,7 +209,7 @@ class DeadLetters:
             high_watermark=reign.gate.high_watermark, timestamp_ms=reign.host.now_ms(),
             first_sequence=state.next_sequence.get(name, 0), producer=producer, batch=sequence,
         )  # fmt: skip
-        reign.counters.dead_letters += 1
+        self._counters.dead_letters += 1
         self._wake(name)
         reign.host.turn_soon()
 

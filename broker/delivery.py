@@ -10,14 +10,14 @@ from functools import partial
 
 from broker import progress
 from broker.consume import Consumption, Subscription, WaitingPull
+from broker.counters import Counters
 from broker.dead_letters import DeadLetters
 from broker.hand_out import HandOut, choose
 from broker.labels import Sight
 from broker.offline import Offline
-from broker.ports import Link
 from broker.pull_answer import PullAnswer
-from broker.reign import Reign, answering
 from broker.selection import Reading, Selection
+from broker.settings import BrokerSettings
 from broker.tags import TagRule
 from broker.terms import read_terms
 from broker.turns import HAND_OUT_BYTES, OWED_BYTES_MAX, TRY_BYTES, Turns
@@ -31,6 +31,8 @@ from qmq.remoting import commands
 from qmq.remoting.commands import RANGES_MAX, Pull, Verdict
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import Answer
+from qmq.replication.ports import Link
+from qmq.replication.reign import Reign, answering
 from qmq.subjects import is_dead_letter_subject
 
 FORGET_EVERY_MS = 60_000
@@ -39,10 +41,10 @@ FORGET_EVERY_MS = 60_000
 class Delivery:
     """Made by the master; ends with the reign."""
 
-    def __init__(self, reign: Reign) -> None:
-        self._reign = reign
-        self.consumption = Consumption(reign.log, lease_ms=reign.settings.lease_ms, now_ms=reign.host.monotonic_ms())
-        self._dead_letters = DeadLetters(reign, self.consumption, self.wake)
+    def __init__(self, reign: Reign, settings: BrokerSettings, counters: Counters) -> None:
+        self._reign, self._settings, self._counters = reign, settings, counters
+        self.consumption = Consumption(reign.log, lease_ms=settings.lease_ms, now_ms=reign.host.monotonic_ms())
+        self._dead_letters = DeadLetters(reign, counters, self.consumption, self.wake)
         self._selection = Selection(reign.log, lambda: self.consumption.connected)
         reign.before_progress = self._changing
         self._woken: dict[str, None] = {}
@@ -80,7 +82,7 @@ class Delivery:
         unacked = known.unacked_below(f["held_end"], subscription.deliveries_max) if known else []
         answer = commands.encode_json(
             subscription=subscription.id, acked_end=known.acked_end if known else 0, unacked=unacked[:RANGES_MAX],
-            lease_ms=reign.settings.lease_ms,
+            lease_ms=self._settings.lease_ms,
         )  # fmt: skip
         reign.answer_when_safe(link, packet, answer)
 
@@ -116,7 +118,7 @@ class Delivery:
         held = [one for begin, end in ack.ranges for one in consumer.held(begin, end)]
         if held:
             reign.append_progress(FrameKind.ACK, subscription.key, _entries(held))
-            reign.counters.acked_messages += sum(end - begin for begin, end in held)
+            self._counters.acked_messages += sum(end - begin for begin, end in held)
             self._freed(subscription)
         reign.answer_when_safe(link, packet, commands.encode_acked(consumer.acked_end))
 
@@ -140,7 +142,7 @@ class Delivery:
             self._check_may_bury(subscription)
         if later:
             reign.append_progress(FrameKind.NACK, subscription.key, later)
-            reign.counters.nacked_messages += sum(end - begin for begin, end, _ in later)
+            self._counters.nacked_messages += sum(end - begin for begin, end, _ in later)
             for _, _, due_ms in later:
                 self.consumption.note_due(subscription.subject, due_ms)
             self.wake(subscription.subject)
@@ -296,7 +298,7 @@ class Delivery:
     def _forget_broadcasts(self) -> None:
         """A broadcast consumer that stays away would pin the log, and its like would fill the memory (W20)."""
         reign = self._reign
-        oldest_ms = reign.host.now_ms() - int(reign.settings.broadcast_forget_hours * 3_600_000)
+        oldest_ms = reign.host.now_ms() - int(self._settings.broadcast_forget_hours * 3_600_000)
         present = self.consumption.groups_present()
         for (subject, name), group in list(reign.log.state.groups.items()):
             if group.is_broadcast and group.left_ms < oldest_ms and not group.consumers:
@@ -413,7 +415,7 @@ class Delivery:
         """Send it when that is safe and the bytes are at hand, whichever is later."""
         reign = self._reign
         subscription.in_flight += 1
-        reign.counters.pulled_messages += sum(part.end - part.begin for part in hand_out.parts)
+        self._counters.pulled_messages += sum(part.end - part.begin for part in hand_out.parts)
         answer = PullAnswer(subscription, waiting.packet, hand_out, reign.gate, self._settled)
         subscription.link.owed_bytes += hand_out.bytes
         self._turns.spend(HAND_OUT_BYTES + hand_out.bytes)
@@ -458,7 +460,7 @@ class Delivery:
         reign = self._reign
         reign.append_progress(FrameKind.POSITION, key, [(int(told), 0, 0)])
         self.wake(key[0])
-        reign.counters.returned_consumers += 1
+        self._counters.returned_consumers += 1
 
 
 def _entries(ranges: list[tuple[int, int]]) -> list[Entry]:

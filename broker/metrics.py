@@ -15,21 +15,26 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from broker.metrics_door import MetricsDoor, serve_door
-from broker.overload import ConnectionState
-from broker.readonly import Reason
-from broker.reign import PRODUCE_MS_BUCKETS
-from broker.service import Service
+from broker.counters import Counters
+from broker.master import BrokerMaster
 from broker.settings import BrokerSettings
 from qmq.errors import NotServed
+from qmq.replication.readonly import Reason
+from qmq.server.metrics_door import MetricsDoor, serve_door
+from qmq.server.overload import ConnectionState
+from qmq.server.producing import PRODUCE_MS_BUCKETS
+from qmq.server.service import Service
 from qmq.version import VERSION
 
 
 class BrokerCollector(Collector):
     """Reads the state on its loop whenever Prometheus asks; nothing is counted twice or kept beside the core."""
 
-    def __init__(self, service: Service, settings: BrokerSettings, loop: asyncio.AbstractEventLoop) -> None:
-        self._service, self._settings, self._loop = service, settings, loop
+    def __init__(
+        self, service: Service[BrokerMaster], counters: Counters, settings: BrokerSettings,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:  # fmt: skip
+        self._service, self._counters, self._settings, self._loop = service, counters, settings, loop
 
     def collect(self) -> Iterator[Metric]:
         async def read() -> list[Metric]:
@@ -100,7 +105,7 @@ class BrokerCollector(Collector):
             yield "subscriptions", "Consumers that are connected", len(master.subscriptions)
 
     def _counts(self) -> Iterator[tuple[str, str, float]]:
-        counters, service = self._service.node.counters, self._service
+        counters, service = self._counters, self._service
         yield "produced_messages", "Messages taken from producers", counters.produced_messages
         yield "produced_bytes", "Bytes of batches taken from producers", counters.produced_bytes
         yield "repeated_batches", "Batches sent again and stored once", counters.repeated_batches
@@ -129,7 +134,7 @@ class BrokerCollector(Collector):
         yield stops
 
     def _produce_seconds(self, group: str) -> Metric:
-        counters = self._service.node.counters
+        counters = self._counters
         running = list(accumulate(counters.produce_ms_counts))
         bounds = [str(ms / 1000) for ms in PRODUCE_MS_BUCKETS] + ["+Inf"]
         histogram = HistogramMetricFamily(
@@ -152,7 +157,7 @@ class BrokerCollector(Collector):
         yield unacked
 
 
-def connections(service: Service) -> list[dict[str, object]]:
+def connections(service: Service[BrokerMaster]) -> list[dict[str, object]]:
     """What each client's connection does: `/connections`."""
     return [
         {
@@ -164,13 +169,15 @@ def connections(service: Service) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
-def serve_metrics(service: Service, settings: BrokerSettings) -> tuple[WSGIServer, threading.Thread]:
+def serve_metrics(
+    service: Service[BrokerMaster], counters: Counters, settings: BrokerSettings
+) -> tuple[WSGIServer, threading.Thread]:
     """Serve /metrics on a thread of its own."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     loop = asyncio.get_running_loop()
-    registry.register(BrokerCollector(service, settings, loop))
+    registry.register(BrokerCollector(service, counters, settings, loop))
     try:
         return serve_door(MetricsDoor(registry, service.access, loop, lambda: connections(service)), settings)
     except OSError as error:

@@ -7,13 +7,13 @@ from zlib import crc32
 
 from broker.consume import Subscription
 from broker.hand_out import HandOut
-from broker.ports import Link
 from qmq.codec import Buffer, labels_bytes, slice_batch
 from qmq.errors import QmqError
 from qmq.log.frame import FLAG_ALONE, FLAG_LABELLED, Frame
 from qmq.remoting import commands
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import AckGate
+from qmq.replication.ports import Link
 
 
 class PullAnswer:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
+from broker.settings import BrokerSettings
 from qmq.log import MessageLog
+
+log = logging.getLogger(__name__)
 
 HOUR_MS = 3_600_000
 
@@ -54,19 +58,13 @@ class Consumed:
         return min(self._needed, needed_from(log))  # a group may have come since that begins earlier
 
 
-def droppable(log: MessageLog, *, oldest_ms: int, now_ms: int, pinned: int, needed: int, limits: Limits) -> bool:
-    """Return whether the oldest segment may go now.
+def may_go(log: MessageLog, *, oldest_ms: int, now_ms: int, needed: int, limits: Limits) -> bool:
+    """Return whether nobody's messages are in the oldest segment any more, or its limits are over.
 
     Args:
         oldest_ms: timestamp of the frame behind the segment, so everything in it is older.
-        pinned: offset from which a slave or a reader (an audit) still needs the log.
         needed: `Consumed.needed_from(log)`. Age respects it up to `unconsumed_age_ms`; size does not: see `unconsumed`.
     """
-    # Above the high watermark the other copy may have another history, or nothing: both need what is here to tell.
-    if len(log.bases) < 2 or log.bases[1] > min(pinned, log.state.high_watermark):
-        return False
-    if log.bases[1] >= log.flushed_end:
-        return False  # the next segment may not be on disk yet: its files are made by the commit that begins it
     if log.end - log.bases[0] > limits.bytes:
         return True
     age_ms = now_ms - oldest_ms
@@ -82,3 +80,23 @@ def unconsumed(log: MessageLog) -> dict[tuple[str, str], int]:
         if first > group.position:
             lost[subject, name] = first - group.position
     return lost
+
+
+class Retention:
+    """What a broker keeps of its log. Made by main; asked by the service (`qmq.server.service.Keeper`)."""
+
+    def __init__(self, settings: BrokerSettings) -> None:
+        self._limits = Limits(
+            int(settings.retention_hours * HOUR_MS), int(settings.unconsumed_hours * HOUR_MS), settings.retention_bytes
+        )
+        self._consumed = Consumed()
+
+    def may_drop(self, message_log: MessageLog, now_ms: int) -> bool:
+        """Raises CorruptFrame: this copy is damaged."""
+        oldest_ms = message_log.timestamp_at(message_log.bases[1])
+        needed = self._consumed.needed_from(message_log)
+        return may_go(message_log, oldest_ms=oldest_ms, now_ms=now_ms, needed=needed, limits=self._limits)
+
+    def dropped(self, message_log: MessageLog) -> None:
+        for (subject, group), messages in unconsumed(message_log).items():
+            log.error("messages gone unconsumed subject=%s consumer_group=%s messages=%d", subject, group, messages)

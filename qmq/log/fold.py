@@ -245,7 +245,7 @@ class State:
     ordered: dict[str, int] = field(default_factory=dict)
     """Subjects with order keys, and the first sequence of a batch that had one."""
     retry_ms: int = 0
-    """The latest moment at which messages were nacked, by the clocks of the masters (broker.reign)."""
+    """The latest moment at which messages were nacked, by the clocks of the masters (qmq.replication.reign)."""
 
     @property
     def epoch(self) -> Epoch:

@@ -47,7 +47,7 @@ class Connection(asyncio.BufferedProtocol):
         self._opaque = 0
         self.writable = True
         self.unacked_bytes = self.owed_bytes = 0
-        """For a broker's core (broker.ports.Link)."""
+        """For a broker's core (qmq.replication.ports.Link)."""
         self._is_read = True
         self.peer = "?"
         self.lost_reason = ""

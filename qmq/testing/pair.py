@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from broker.assignment import Address, Assignment
-from broker.master import Master
-from broker.node import Node
+from broker.counters import Counters
+from broker.master import BrokerMaster
 from broker.settings import BrokerSettings
 from qmq.codec import Buffer
 from qmq.errors import LogError, NotServed, QmqError, from_code
@@ -22,7 +21,9 @@ from qmq.log import Commit, MessageLog
 from qmq.log.memory_disk import MemoryDisk
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import ONE_WAY, Packet
+from qmq.replication.assignment import Address, Assignment
 from qmq.replication.identity import IdentityFile
+from qmq.replication.node import Node
 from qmq.types import Role
 
 WIRE_REQUEST = 1
@@ -54,7 +55,7 @@ class Shelf(MemoryDisk):
 
 
 class Copy:
-    """One broker of the group, and the world around its core (`broker.ports.Host`).
+    """One broker of the group, and the world around its core (`qmq.replication.ports.Host`).
 
     Made by the pair. `happened` is called after each step of the core, `failed` with what must never be raised there.
     """
@@ -72,6 +73,7 @@ class Copy:
         self.node = Node(
             message_log=MessageLog(disk, segment_bytes=settings.segment_bytes, tail_bytes=settings.tail_bytes),
             host=self, identity=IdentityFile(disk, new_incarnation=name), settings=settings,
+            appoint=partial(BrokerMaster, settings=settings, counters=Counters()),
         )  # fmt: skip
 
     def guarded(self, call: Callable[[], object]) -> None:
@@ -121,7 +123,7 @@ class Copy:
 
 
 class Wire:
-    """One end of the connection between the two brokers (`broker.ports.Link`); what it is told arrives at the other."""
+    """One end of the connection between the two brokers, a `Link` of theirs; what it is told arrives at the other."""
 
     def __init__(self, copy: Copy, peer: str) -> None:
         self._copy = copy
@@ -179,7 +181,7 @@ class Pair:
         self._readonly_subjects: frozenset[str] = frozenset()
 
     @property
-    def master(self) -> Master:
+    def master(self) -> BrokerMaster:
         """The master's reign.
 
         Raises:

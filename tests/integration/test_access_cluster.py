@@ -12,12 +12,12 @@ import grpc
 import pytest
 
 import qmq
-from broker.tokens import CONTROL_ROLES
 from qmq.errors import AccessError, ErrorCode
 from qmq.proto import qmq_pb2 as pb
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.rights import TokenRole, includes
+from qmq.server.tokens import CONTROL_ROLES
 from tests.integration.cluster_world import Wire, begin, end, produce_body, running, state, until
 
 HOST = "127.0.0.1"

@@ -77,7 +77,7 @@ def test_failed_fsync_ends_the_broker_and_acknowledges_nothing(cluster, role):
     sent = asyncio.run(send_while_the_disk_fails(cluster, broker))
     service = cluster.service(broker.hostname)
     assert until(lambda: service.exit_status, "the broker ends") == FENCED
-    assert "broker ends as fenced: DiskFailed" in log_of(cluster, broker.hostname)
+    assert "process ends as fenced: DiskFailed" in log_of(cluster, broker.hostname)
     assert not all(receipt.is_stored for receipt in sent), "the disk failed too late"
     if role == "slave":
         assert reasons(cluster, cluster.broker("g1", "master")) == ["slave_down"]

@@ -12,10 +12,10 @@ from threading import Thread
 import pytest
 
 import qmq
-from broker.memory import ram_bytes
 from qmq.errors import ErrorCode
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Pull
+from qmq.server.memory import ram_bytes
 from tests.integration.cluster_world import (
     Wire,
     begin,

@@ -1,6 +1,6 @@
 """A machine with a disk, and the broker processes that live and die on it.
 
-`Process` does what broker.service does around the core, with events instead of sockets, threads and timers.
+`Process` does what qmq.server.service does around the core, with events instead of sockets, threads and timers.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from broker import retention
-from broker.assignment import Assignment
-from broker.master import Master
-from broker.node import Node
+from broker.counters import Counters
+from broker.master import BrokerMaster
 from broker.settings import BrokerSettings
 from qmq.codec import Buffer
 from qmq.errors import (
@@ -35,7 +34,9 @@ from qmq.log.recovery import recover
 from qmq.log.segments import read_raw, segment_bases
 from qmq.remoting.commands import Command, decode_produced
 from qmq.remoting.packet import Packet
+from qmq.replication.assignment import Assignment
 from qmq.replication.identity import IdentityFile
+from qmq.replication.node import Node
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.events import Violation
 from tests.simulation.network import End
@@ -186,7 +187,7 @@ class Process:
         limits = self.world.swarm.limits
         self.is_alive = True
         self.performing: Commit | None = None
-        self.seen_master: Master | None = None
+        self.seen_master: BrokerMaster | None = None
         self.seen_high = 0
         self._turn_is_due = False
         self._master_link: End | None = None
@@ -197,7 +198,11 @@ class Process:
             machine.disk, owner=machine.name, oracle=self.world.oracle, segment_bytes=limits.segment_bytes,
             tail_bytes=limits.tail_bytes,
         )  # fmt: skip
-        self.node = Node(message_log=self.log, host=self, identity=identity, settings=limits.settings(machine.name))
+        settings = limits.settings(machine.name)
+        self.node = Node(
+            message_log=self.log, host=self, identity=identity, settings=settings,
+            appoint=partial(BrokerMaster, settings=settings, counters=Counters()),
+        )  # fmt: skip
         if self.log.torn_bytes:
             self._events.count("torn tail")
         if self.log.damage is not None:
@@ -236,7 +241,7 @@ class Process:
         else:
             self.world.oracle.look(self)
 
-    # broker.ports.Host.
+    # qmq.replication.ports.Host.
 
     def now_ms(self) -> int:
         return 1_700_000_000_000 + self._events.now_ms + self.machine.wall_skew_ms
@@ -387,7 +392,7 @@ class Process:
             raise Violation(f"I13: {self.name} was told nonsense: {error}") from error
 
     def _keep_whole(self) -> None:
-        """What broker.repair does."""
+        """What qmq.server.repair does."""
         damage = self.log.damage
         assignment = self.node.assignment
         if damage is None or assignment is None or assignment.peer is None:
@@ -428,7 +433,7 @@ class Process:
                 self._events.count("repaired")
 
     def _drop_old_segments(self) -> None:
-        """What broker.service does for retention."""
+        """What qmq.server.service does for retention."""
         try:
             self.guarded(self._drop)
         except CorruptFrame as problem:
@@ -437,14 +442,11 @@ class Process:
 
     def _drop(self) -> None:
         limits = retention.Limits(self.world.swarm.limits.retention_ms, 1 << 60, 1 << 40)
-        while self.is_alive and len(self.log.bases) > 1 and self.log.damage is None:
-            pins = [self.log.flushed_end]
-            if self.node.master is not None and self.node.master.shipped_end is not None:
-                pins.append(self.node.master.shipped_end)
+        while self.is_alive and not self.node.is_pinned(()):
             oldest_ms = self.log.timestamp_at(self.log.bases[1])
             needed = self._consumed.needed_from(self.log)
-            if not retention.droppable(
-                self.log, oldest_ms=oldest_ms, now_ms=self.now_ms(), pinned=min(pins), needed=needed, limits=limits
+            if not retention.may_go(
+                self.log, oldest_ms=oldest_ms, now_ms=self.now_ms(), needed=needed, limits=limits
             ):
                 return
             self._events.count("segment dropped")

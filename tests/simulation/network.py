@@ -43,7 +43,7 @@ class Listener(Owner, Protocol):
 
 
 class End:
-    """One end of a connection: `broker.ports.Link`, and requests for those who make some."""
+    """One end of a connection: `qmq.replication.ports.Link`, and requests for those who make some."""
 
     def __init__(self, network: Network, host: str, peer: str, number: int) -> None:
         self._network = network
@@ -66,7 +66,7 @@ class End:
     def __repr__(self) -> str:
         return f"{self.host}>{self.peer}#{self.number}"
 
-    # broker.ports.Link.
+    # qmq.replication.ports.Link.
 
     def answer(self, request: Packet, *parts: Buffer, code: int = ErrorCode.SUCCESS) -> None:
         if not request.flag & ONE_WAY:

@@ -9,10 +9,7 @@ from typing import Any
 from unittest import mock
 
 from broker.delivery import Delivery
-from broker.node import Node
 from broker.pull_answer import PullAnswer
-from broker.slave import Slave
-from broker.slave_watch import SlaveWatch
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame
 from qmq.log import Commit, MessageLog, fold, message_log, recovery, segments
@@ -24,7 +21,10 @@ from qmq.replication import agreement
 from qmq.replication.ack_gate import AckGate
 from qmq.replication.agreement import Action, Agreement, Hello
 from qmq.replication.identity import Identity, IdentityFile
+from qmq.replication.node import Node
 from qmq.replication.shipper import Shipper
+from qmq.replication.slave import Slave
+from qmq.replication.slave_watch import SlaveWatch
 from qmq.types import Epoch
 from tests.simulation.machine import Process
 from tests.simulation.world import Outcome, simulate
@@ -119,7 +119,7 @@ def _no_fence() -> list[Patch]:
         real_assign(self, assignment)
 
     return [
-        mock.patch("broker.slave_watch.agree", agree),
+        mock.patch("qmq.replication.slave_watch.agree", agree),
         mock.patch.object(Slave, "agreed", agreed),
         mock.patch.object(IdentityFile, "learn", learn),
         mock.patch.object(Node, "assign", assign),
@@ -154,7 +154,7 @@ def _truncate_by_length() -> list[Patch]:
             at = end
 
     return [
-        mock.patch("broker.slave_watch.agree", agree),
+        mock.patch("qmq.replication.slave_watch.agree", agree),
         mock.patch.object(Slave, "_cut_to", cut_to),
         mock.patch.object(Shipper, "confirm", confirm),
         mock.patch.object(MessageLog, "append_frames", append_frames),
@@ -244,7 +244,10 @@ def _one_copy_acknowledges() -> list[Patch]:
             self.matched_end = self.flushed_end
         real(self)
 
-    return [mock.patch.object(AckGate, "_release", release), mock.patch("broker.readonly.Readonly.check", _no_check)]
+    return [
+        mock.patch.object(AckGate, "_release", release),
+        mock.patch("qmq.replication.readonly.Readonly.check", _no_check),
+    ]
 
 
 def _no_check(self: object, group: str, subject: str) -> None: ...

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from broker.assignment import Address, Assignment
 from metaserver import roles
 from metaserver.model import Broker, BrokerKey, Directory, Group, ReplicaState
 from qmq.errors import OperatorError
+from qmq.replication.assignment import Address, Assignment
 from qmq.types import Role
 from tests.simulation.events import Violation
 

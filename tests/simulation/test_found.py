@@ -146,7 +146,7 @@ def a_group_whose_histories_part_before_damage() -> BrokerGroup:
 
 
 def mend_once(group: BrokerGroup) -> None:
-    """What broker.repair does in a round, by the other copy's frames."""
+    """What qmq.server.repair does in a round, by the other copy's frames."""
     node, other = group.a.node, group.b.log
     wanted = node.mend(other.start, other.flushed_end)
     if wanted is not None:

@@ -15,11 +15,14 @@ from qmq.settings import load
 
 ROOT = Path(__file__).parents[2]
 KINDS = {"broker": BrokerSettings, "metaserver": MetaserverSettings}
+SHARED = {"broker": ("qmq/replication", "qmq/server")}
+"""What runs in these processes beside their own package."""
 
 
 def names_read(package: str) -> set[str]:
     """Names that anybody in the package looks up on something."""
-    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / package).rglob("*.py"))]
+    folders = [ROOT / folder for folder in (package, *SHARED.get(package, ()))]
+    trees = [ast.parse(path.read_text()) for folder in folders for path in sorted(folder.rglob("*.py"))]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     return {node.attr for node in nodes if isinstance(node.ctx, ast.Load)}
 

@@ -51,7 +51,7 @@ def test_dead_letter_is_the_message_and_says_what_became_of_it():
     assert dict(dead.properties) == {"qmq_times": "1", "qmq_deadReason": "no such order", "qmq_deadSequence": "1"}
     assert dead_letters(group.b)[0].id == "m1", "on both copies"
     assert [entry[1:3] for entry in unacked(group)] == [[0, 1], [2, 1]]
-    assert group.a.node.counters.dead_letters == 1
+    assert group.a.counters.dead_letters == 1
 
 
 def test_dead_letters_of_a_range_from_disk_come_in_order():
@@ -139,7 +139,7 @@ def test_message_that_cannot_be_decoded_is_kept_as_it_came(monkeypatch):
     """Producers cannot send one; whatever is in a log all the same, its consumers must get rid of it."""
     group, client, _ = a_group("m0")
     broken = b"\0" * 40
-    monkeypatch.setattr("broker.producing.check_messages", check_batch)
+    monkeypatch.setattr("qmq.server.producing.check_messages", check_batch)
     client.produce_raw([broken])
     group.settle()
     opaque = client.pull()

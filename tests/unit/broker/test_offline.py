@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from broker.assignment import Assignment
 from broker.offline import Offline
 from qmq.errors import ErrorCode
+from qmq.replication.assignment import Assignment
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Role
 from tests.unit.broker.world import Client, Group

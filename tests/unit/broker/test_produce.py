@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from broker.readonly import Reason
 from qmq.errors import ErrorCode
 from qmq.remoting.commands import Command
+from qmq.replication.readonly import Reason
 from qmq.types import Durability, Role
 from tests.unit.broker.world import Client, Group, message
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from broker import progress
-from broker.readonly import Reason
 from qmq.errors import ErrorCode, NotMaster, NotServed, OperatorError, OutcomeUnknown
 from qmq.log.frame import FrameKind
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
+from qmq.replication.readonly import Reason
 from tests.unit.broker.world import Client, Group
 
 BIG = 1 << 62

@@ -13,8 +13,8 @@ def test_oldest_segment_stays_until_the_next_one_is_on_disk():
     client, log = Client(group.a), group.a.log
 
     def droppable() -> bool:
-        return retention.droppable(
-            log, oldest_ms=0, now_ms=1 << 40, pinned=log.flushed_end, needed=log.end, limits=EVERYTHING
+        return not group.a.node.is_pinned(()) and retention.may_go(
+            log, oldest_ms=0, now_ms=1 << 40, needed=log.end, limits=EVERYTHING
         )
 
     while len(log.bases) == 1:

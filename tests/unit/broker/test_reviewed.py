@@ -138,7 +138,7 @@ def test_giving_up_on_very_many_messages_takes_many_turns_and_loses_none():
     got = client.pull(client.subscription(subscribed), most=10_000)
     group.settle()
     pulled = client.pulled(got)
-    counters, counts = group.a.node.counters, []
+    counters, counts = group.a.counters, []
     opaque = client.nack(pulled[0][0], pulled[-1][0] + 1, dead=True)
     while not counts or counts[-1] < len(pulled):
         counts.append(counters.dead_letters)

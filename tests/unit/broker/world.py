@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from zlib import crc32
 
-from broker.assignment import Address, Assignment
-from broker.master import Master
-from broker.node import Node
+from broker.counters import Counters
+from broker.master import BrokerMaster
 from broker.settings import BrokerSettings
-from broker.slave import Slave
 from qmq.codec import decode_envelope, encode_message, join_batch, split_batch
 from qmq.errors import ErrorCode, LogError, from_code
 from qmq.log import Commit, MessageLog
@@ -25,7 +24,10 @@ from qmq.message import Message
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Nack, NackEntry, Produced, Pull, Verdict
 from qmq.remoting.packet import ONE_WAY, Packet
+from qmq.replication.assignment import Address, Assignment
 from qmq.replication.identity import IdentityFile
+from qmq.replication.node import Node
+from qmq.replication.slave import Slave
 from qmq.types import Role
 
 SETTINGS = BrokerSettings(
@@ -143,8 +145,12 @@ class Broker:
         self.host = FakeHost()
         settings = self.settings
         message_log = MessageLog(self.disk, segment_bytes=settings.segment_bytes, tail_bytes=settings.tail_bytes)
+        self.counters = Counters()
         identity = IdentityFile(self.disk, new_incarnation=f"{self.name}-{self.starts}")
-        self.node = Node(message_log=message_log, host=self.host, identity=identity, settings=settings)
+        self.node = Node(
+            message_log=message_log, host=self.host, identity=identity, settings=settings,
+            appoint=partial(BrokerMaster, settings=settings, counters=self.counters),
+        )  # fmt: skip
         self.host.node = self.node
 
     def crash(self, rng=None) -> None:
@@ -156,7 +162,7 @@ class Broker:
         return self.node.log
 
     @property
-    def master(self) -> Master:
+    def master(self) -> BrokerMaster:
         assert self.node.master is not None
         return self.node.master
 

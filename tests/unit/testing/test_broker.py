@@ -302,7 +302,7 @@ def test_a_broker_is_used_while_it_is_open_and_opened_once():
 
 def test_what_breaks_within_the_core_is_told_to_the_test(monkeypatch):
     with pytest.raises(RuntimeError, match="bug of qmq"), BlockingBroker() as broker:
-        monkeypatch.setattr("broker.node.Node.tick", lambda self: 1 / 0)
+        monkeypatch.setattr("qmq.replication.node.Node.tick", lambda self: 1 / 0)
         broker.wait_until_subscribed("s", "g", timeout=5)
 
 

@@ -5,24 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
+from typing import Any
 
 import grpc
 import grpc.aio
 
-from broker.service import Service
-from broker.settings import BrokerSettings
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import LogError
 from qmq.log.recovery import Damage
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
+from qmq.replication.settings import PairSettings
+from qmq.server.service import Service
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 
 
-async def keep_whole(service: Service, settings: BrokerSettings) -> None:
+async def keep_whole(service: Service[Any], settings: PairSettings) -> None:
     """While the log is damaged, try to mend it."""
     while True:
         damage = service.node.log.damage
@@ -35,7 +36,7 @@ async def keep_whole(service: Service, settings: BrokerSettings) -> None:
         await asyncio.sleep(RETRY_S)
 
 
-async def _mend(service: Service, settings: BrokerSettings, damage: Damage) -> None:
+async def _mend(service: Service[Any], settings: PairSettings, damage: Damage) -> None:
     node = service.node
     peer = node.assignment.peer if node.assignment else None
     if peer is None:

@@ -1,19 +1,15 @@
-"""Core. One broker: its log, and the part it plays at the moment.
+"""Core. One process of a pair: its log, and the part it plays at the moment.
 
-The shell calls it with what happened; it calls the shell through `broker.ports.Host`. The simulator does the same.
+The shell calls it with what happened; it calls the shell through `qmq.replication.ports.Host`. The simulator does the
+same.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
 
-from broker.assignment import Assignment
-from broker.master import Master
-from broker.ports import Host, Link
-from broker.readonly import Reason
-from broker.reign import Counters
-from broker.settings import BrokerSettings
-from broker.slave import Slave
 from qmq.errors import (
     BrokenInvariant,
     CorruptFrame,
@@ -29,22 +25,31 @@ from qmq.log import Commit, MessageLog
 from qmq.log.frame import FRAME_BYTES_MAX, decode_frames
 from qmq.log.recovery import Damage
 from qmq.remoting.packet import Packet
+from qmq.replication.assignment import Assignment
 from qmq.replication.identity import IdentityFile
+from qmq.replication.master import Appointment, Master
+from qmq.replication.ports import Host, Link
+from qmq.replication.readonly import Reason
+from qmq.replication.settings import PairSettings
+from qmq.replication.slave import Slave
 from qmq.types import Role
 
 log = logging.getLogger(__name__)
 
+M = TypeVar("M", bound=Master)
 
-class Node:
+
+class Node(Generic[M]):
     """Made by main; used on one loop; lives as long as the process."""
 
     def __init__(
-        self, *, message_log: MessageLog, host: Host, identity: IdentityFile, settings: BrokerSettings
-    ) -> None:
+        self, *, message_log: MessageLog, host: Host, identity: IdentityFile, settings: PairSettings,
+        appoint: Callable[[Appointment], M],
+    ) -> None:  # fmt: skip
         self.log, self._host, self.identity, self._settings = message_log, host, identity, settings
+        self._appoint = appoint
         self.assignment: Assignment | None = None
-        self.role: Master | Slave | None = None
-        self.counters = Counters()
+        self.role: M | Slave | None = None
         self._swap_until_ms = 0
         self._is_diverged = False
         self._looks_before: Damage | None = None
@@ -94,10 +99,10 @@ class Node:
         if self.role is not None:
             self.role.resign()
         if assignment.role == Role.MASTER:
-            self.role = master = Master(
-                group=assignment.group, message_log=self.log, host=self._host, identity=self.identity,
-                settings=self._settings, term=assignment.term, counters=self.counters, boot_above=boot_above,
-            )  # fmt: skip
+            appointment = Appointment(
+                assignment.group, assignment.term, self.log, self._host, self.identity, self._settings, boot_above
+            )
+            self.role = master = self._appoint(appointment)
             master.heed_operators(assignment)
             log.info("role master group=%s epoch=%s end=%d", assignment.group, master.epoch, self.log.end)
         else:
@@ -110,8 +115,8 @@ class Node:
         self._host.role_changed()
 
     @property
-    def master(self) -> Master | None:
-        return self.role if isinstance(self.role, Master) else None
+    def master(self) -> M | None:
+        return None if isinstance(self.role, Slave) else self.role
 
     @property
     def slave(self) -> Slave | None:
@@ -234,7 +239,7 @@ class Node:
         if self.master is not None:
             self.master.resume()
 
-    def acting_master(self) -> Master:
+    def acting_master(self) -> M:
         """Return the master for an operator's question about consumers.
 
         Raises:
@@ -336,6 +341,22 @@ class Node:
             self.master.repaired()
         elif self.role is None:
             self._begin_role()
+
+    def is_pinned(self, readers: Iterable[int]) -> bool:
+        """Return whether the oldest segment is still needed as such: by the other copy, by who reads from one of the
+        offsets `readers`, or by ourselves.
+
+        Above the high watermark the other copy may have another history, or nothing: both need what is here to tell.
+        And the next segment may not be on disk yet: its files are made by the commit that begins it.
+        """
+        message_log = self.log
+        if len(message_log.bases) < 2 or message_log.damage is not None:
+            return True
+        end = message_log.bases[1]
+        needed = [*readers, message_log.state.high_watermark, message_log.flushed_end - 1]
+        if self.master is not None and self.master.shipped_end is not None:
+            needed.append(self.master.shipped_end)
+        return end > min(needed)
 
     def set_disk_full(self, is_full: bool) -> None:
         """Said in each tick, as the next one, so that a new reign knows it too."""

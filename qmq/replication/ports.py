@@ -1,6 +1,6 @@
 """Core. What a broker's core needs of the world around it: connections, the clock, the disk's threads.
 
-The asyncio shell (broker.service) and the simulator implement these; the core knows no other world.
+The asyncio shell (qmq.server.service) and the simulator implement these; the core knows no other world.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Link(Protocol):
     peer: str
     writable: bool
     unacked_bytes: int
-    """Bytes of batches that came on it and wait for both disks; kept by `broker.producing`."""
+    """Bytes of batches that came on it and wait for both disks; kept by `qmq.server.producing`."""
     owed_bytes: int
     """Bytes of messages that were handed out to it and not sent yet; kept by `broker.delivery`."""
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from broker.access import Access
-from broker.overload import ConnectionState, Flow
-from broker.settings import BrokerSettings
-from broker.tokens import Limits, check_broker, check_client
 from qmq.codec import Buffer
 from qmq.errors import (
     AccessError,
@@ -24,10 +20,14 @@ from qmq.errors import (
 from qmq.remoting.commands import Command, decode_json, encode_json
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
+from qmq.replication.settings import PairSettings
 from qmq.rights import Caller, TokenRole
+from qmq.server.access import Access
+from qmq.server.overload import ConnectionState, Flow
+from qmq.server.tokens import Limits, check_broker, check_client
 
 if TYPE_CHECKING:
-    from broker.service import Service
+    from qmq.server.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,9 @@ class _Guest(Connection):
 class Door:
     """One accepted connection. Made by the service; ends with the connection."""
 
-    def __init__(self, service: Service, allowed: frozenset[Command], settings: BrokerSettings, access: Access) -> None:
+    def __init__(
+        self, service: Service[Any], allowed: frozenset[Command], settings: PairSettings, access: Access
+    ) -> None:
         self._service, self._allowed, self._settings, self._access = service, allowed, settings, access
         self._is_client = Command.PRODUCE in allowed
         self._is_in = False

@@ -7,39 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from broker.ports import Host, Link
-from broker.readonly import Readonly, Reason
-from broker.settings import BrokerSettings
 from qmq.errors import CorruptFrame, NotMaster, NotServed, QmqError
 from qmq.log import MessageLog
 from qmq.log.frame import FLAG_ALONE, Frame, FrameKind
 from qmq.log.progress import Entry, encode_progress
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import AckGate, Answer
+from qmq.replication.ports import Host, Link
+from qmq.replication.readonly import Readonly, Reason
+from qmq.replication.settings import PairSettings
 from qmq.types import Epoch
 
 log = logging.getLogger(__name__)
-
-PRODUCE_MS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
-
-
-@dataclass(slots=True)
-class Counters:
-    """What a broker did as master, for metrics; goes on from one reign to the next."""
-
-    produce_ms_counts: list[int] = field(default_factory=lambda: [0] * (len(PRODUCE_MS_BUCKETS) + 1))
-    """Batches acknowledged, by time from arrival; the last place is for those slower than every bucket."""
-    produce_ms_sum: int = 0
-    produced_messages: int = 0
-    produced_bytes: int = 0
-    repeated_batches: int = 0
-    refused_messages: int = 0
-    pulled_messages: int = 0
-    acked_messages: int = 0
-    nacked_messages: int = 0
-    dead_letters: int = 0
-    returned_consumers: int = 0
-
 
 @dataclass(slots=True)
 class Reign:
@@ -49,9 +28,8 @@ class Reign:
     epoch: Epoch
     log: MessageLog
     host: Host
-    settings: BrokerSettings
+    settings: PairSettings
     gate: AckGate
-    counters: Counters
     readonly: Readonly = field(default_factory=Readonly)
     in_office: bool = False
     """Whether the epoch frame is written: before that, this master stores nothing."""

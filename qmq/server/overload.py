@@ -7,7 +7,8 @@ States of a client's connection:
     blocked   the process has more memory than its limit: not read until that is over
 
 A connection that consumes is always running, for its acks come on it and they are what ends an overload. What it
-produces beyond its window, or while memory is short, is refused instead (broker.producing, broker.readonly).
+produces beyond its window, or while memory is short, is refused instead (qmq.server.producing, and the reason for
+readonly).
 """
 
 from __future__ import annotations

@@ -15,14 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from broker import memory, retention
-from broker.access import Access
-from broker.door import SYNC_PACKET_BYTES_MAX, Door
-from broker.node import Node
-from broker.overload import ConnectionState, DiskWatch, MemoryAlarm
-from broker.settings import BrokerSettings
 from qmq.errors import (
     AccessError,
     BrokenInvariant,
@@ -38,9 +32,18 @@ from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection, connect
 from qmq.remoting.packet import Packet
 from qmq.replication.identity import IdentityFile
+from qmq.replication.master import Appointment, Master
+from qmq.replication.node import Node
+from qmq.replication.settings import PairSettings
+from qmq.server import memory
+from qmq.server.access import Access
+from qmq.server.door import SYNC_PACKET_BYTES_MAX, Door
+from qmq.server.overload import ConnectionState, DiskWatch, MemoryAlarm
 from qmq.types import Endpoint
 
 log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Master)
 
 TICK_S = 0.1
 INLINE_COMMIT_BYTES = 64 * 1024
@@ -57,24 +60,34 @@ connection whose other end is full."""
 HOUSE_S, HOUSE_FULL_S = 10.0, 1.0
 """How often retention looks for what may go; the second while the disk is full."""
 
-CLIENT_COMMANDS = frozenset(
-    {
-        Command.PRODUCE, Command.SUBSCRIBE, Command.PULL, Command.ACK, Command.NACK, Command.HEARTBEAT,
-        Command.UNSUBSCRIBE,
-    }  # fmt: skip
-)
 SYNC_COMMANDS = frozenset({Command.HELLO, Command.FRAMES, Command.CONFIRM, Command.SNAPSHOT})
 
 
-class Service:
-    """Runs one broker. Made by main; `run` returns when it is cancelled."""
+class Keeper(Protocol):
+    """What decides how long the log is kept."""
+
+    def may_drop(self, message_log: MessageLog, now_ms: int) -> bool:
+        """Return whether the oldest segment may go, which nothing pins. Raises CorruptFrame: this copy is damaged."""
+
+    def dropped(self, message_log: MessageLog) -> None:
+        """It went."""
+
+
+class Service(Generic[M]):
+    """Runs one process of a pair. Made by main; `run` returns when it is cancelled.
+
+    `commands` are those that clients may send; `appoint` makes the master whose reign begins.
+    """
 
     def __init__(
-        self, *, message_log: MessageLog, disk: Disk, identity: IdentityFile, settings: BrokerSettings
-    ) -> None:
-        self._settings, self._disk = settings, disk
+        self, *, message_log: MessageLog, disk: Disk, identity: IdentityFile, settings: PairSettings,
+        commands: frozenset[Command], appoint: Callable[[Appointment], M], keeper: Keeper,
+    ) -> None:  # fmt: skip
+        self._settings, self._disk, self._commands, self._keeper = settings, disk, commands, keeper
         self.access = Access(settings)
-        self.node = Node(message_log=message_log, host=self, identity=identity, settings=settings)
+        self.node = Node(
+            message_log=message_log, host=self, identity=identity, settings=settings, appoint=appoint
+        )
         self.state_changed = asyncio.Event()
         self.reader_positions: dict[object, int] = {}
         self.sync_us = 0.0
@@ -96,7 +109,6 @@ class Service:
         self._read_threads = ThreadPoolExecutor(2, "read")
         self._master_link: Connection | None = None
         self._last_reported: object = None
-        self._consumed = retention.Consumed()
         self._told: set[str] = set()
 
     @property
@@ -107,7 +119,7 @@ class Service:
         """Listen and serve."""
         self._loop = asyncio.get_running_loop()
         settings = self._settings
-        serve = await self._listen(CLIENT_COMMANDS, settings.serve_port)
+        serve = await self._listen(self._commands, settings.serve_port)
         sync = await self._listen(SYNC_COMMANDS, settings.sync_port)
         async with serve, sync, asyncio.TaskGroup() as tasks:
             tasks.create_task(self.access.run())
@@ -128,7 +140,7 @@ class Service:
 
     def fail(self, error: BaseException) -> None:
         """The disk failed or we have a bug: nobody must hear another word from this process (I15)."""
-        log.critical("broker ends as fenced: %s: %s", type(error).__name__, error)
+        log.critical("process ends as fenced: %s: %s", type(error).__name__, error)
         logging.shutdown()
         os._exit(70)
 
@@ -314,34 +326,17 @@ class Service:
             self.node.found_damage(problem)
 
     def _drop_old_segments(self) -> None:
-        node, settings = self.node, self._settings
-        limits = retention.Limits(
-            int(settings.retention_hours * retention.HOUR_MS),
-            int(settings.unconsumed_hours * retention.HOUR_MS),
-            settings.retention_bytes,
-        )
-        while len(node.log.bases) > 1 and node.log.damage is None:
-            pins = [*self.reader_positions.values(), node.log.flushed_end]
-            if node.master is not None and node.master.shipped_end is not None:
-                pins.append(node.master.shipped_end)
-            if node.log.bases[1] >= node.log.flushed_end:
-                return  # the segment behind it is not on disk yet
-            oldest_ms = node.log.timestamp_at(node.log.bases[1])
-            needed = self._consumed.needed_from(node.log)
-            if not retention.droppable(
-                node.log, oldest_ms=oldest_ms, now_ms=self.now_ms(), pinned=min(pins), needed=needed, limits=limits
-            ):
-                return
+        node = self.node
+        while not node.is_pinned(self.reader_positions.values()) and self._keeper.may_drop(node.log, self.now_ms()):
             log.info("segment dropped group=%s base=%d", node.group, node.log.bases[0])
             node.log.drop_oldest_segment()
-            for (subject, group), messages in retention.unconsumed(node.log).items():
-                log.error("messages gone unconsumed subject=%s consumer_group=%s messages=%d", subject, group, messages)
+            self._keeper.dropped(node.log)
 
 
 class _MasterLink:
     """The slave's connection to its master."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service[Any]) -> None:
         self._service = service
         self.lost = asyncio.Event()
 

@@ -6,8 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from broker.readonly import Readonly, Reason
 from qmq.errors import BrokerReadOnly
+from qmq.replication.readonly import Readonly, Reason
 from tests.unit.broker.world import Client, Group
 
 

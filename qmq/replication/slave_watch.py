@@ -9,9 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from broker.ports import Link
-from broker.readonly import Reason
-from broker.reign import Reign
 from qmq.errors import CorruptFrame, Diverged, Fenced, InvalidRequest, NotServed
 from qmq.log.frame import FrameKind
 from qmq.log.progress import encode_office
@@ -20,6 +17,9 @@ from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
 from qmq.replication.agreement import Action, Agreement, Hello, agree
 from qmq.replication.identity import IdentityFile
+from qmq.replication.ports import Link
+from qmq.replication.readonly import Reason
+from qmq.replication.reign import Reign
 from qmq.replication.shipper import Shipper
 from qmq.types import Epoch
 

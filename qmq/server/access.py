@@ -10,14 +10,14 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from broker.settings import BrokerSettings
-from broker.tokens import Known, TokenCache
 from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
 from qmq.errors import AccessError, NotServed
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from qmq.rations import NewSubjects
+from qmq.replication.settings import PairSettings
 from qmq.rights import Caller, Scope, TokenRole
+from qmq.server.tokens import Known, TokenCache
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Guest(Protocol):
 class Access:
     """Made by main; `run` returns when it is cancelled. Used on the loop."""
 
-    def __init__(self, settings: BrokerSettings) -> None:
+    def __init__(self, settings: PairSettings) -> None:
         self._settings = settings
         self._cache = TokenCache(settings.token)
         self._asking: dict[str, asyncio.Task[Known]] = {}

@@ -6,13 +6,13 @@ import struct
 
 import pytest
 
-from broker.tokens import CONTROL_ROLES, KNOWN_MAX, Limits, TokenCache, check_broker, check_client
 from qmq.errors import InvalidRequest, MissingRight, Overloaded
 from qmq.proto import qmq_pb2 as pb
 from qmq.rations import NewSubjects
 from qmq.remoting.commands import Command, encode_subscribe, produce_header
 from qmq.remoting.packet import Packet
 from qmq.rights import Caller, Scope, TokenRole
+from qmq.server.tokens import CONTROL_ROLES, KNOWN_MAX, Limits, TokenCache, check_broker, check_client
 
 
 def packet(command, body):

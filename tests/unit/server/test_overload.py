@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from broker.overload import ConnectionState, DiskWatch, Flow, MemoryAlarm
 from qmq.errors import ErrorCode
+from qmq.server.overload import ConnectionState, DiskWatch, Flow, MemoryAlarm
 from tests.unit.broker.test_produce import a_group
 from tests.unit.broker.world import Client
 

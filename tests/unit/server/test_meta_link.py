@@ -9,10 +9,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from broker import meta_link
-from broker.meta_link import RETRIES_S, MetaLink
 from broker.settings import BrokerSettings
 from qmq.errors import NotServed
+from qmq.server import meta_link
+from qmq.server.meta_link import RETRIES_S, MetaLink
 
 SETTINGS = BrokerSettings(hostname="g1-a", data="unused", token="t")
 

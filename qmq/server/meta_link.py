@@ -6,17 +6,18 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import grpc.aio
 
-from broker.assignment import Address, Assignment
-from broker.service import Service
-from broker.settings import BrokerSettings
 from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
 from qmq.errors import NotServed, OperatorError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
+from qmq.replication.assignment import Address, Assignment
+from qmq.replication.settings import PairSettings
+from qmq.server.service import Service
 from qmq.types import Role
 from qmq.version import VERSION
 
@@ -41,7 +42,7 @@ ALONE_AFTER_S = 3.0
 """How long a broker that starts waits for the metaserver before it takes up the part it had."""
 
 
-def state_message(service: Service, settings: BrokerSettings) -> pb.BrokerState:
+def state_message(service: Service[Any], settings: PairSettings) -> pb.BrokerState:
     """Say how this broker stands."""
     node = service.node
     master, message_log, epoch = node.master, node.log, node.identity.value.epoch
@@ -69,7 +70,7 @@ def state_message(service: Service, settings: BrokerSettings) -> pb.BrokerState:
 class MetaLink:
     """Keeps the line up. Made by main; `run` returns when it is cancelled."""
 
-    def __init__(self, service: Service, settings: BrokerSettings) -> None:
+    def __init__(self, service: Service[Any], settings: PairSettings) -> None:
         self._service, self._settings = service, settings
         self._metadata = (("x-api-token", settings.token),)
         self._is_refused = False

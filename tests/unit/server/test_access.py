@@ -9,13 +9,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from broker import access as module
-from broker.access import Access
 from broker.settings import BrokerSettings
 from qmq.errors import AccessError, NotServed
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server
 from qmq.rights import TokenRole
+from qmq.server import access as module
+from qmq.server.access import Access
 
 OWN = "the key of the installation"
 

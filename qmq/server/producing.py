@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from zlib import crc32
 
-from broker.limits import check_messages
-from broker.ports import Link
-from broker.reign import PRODUCE_MS_BUCKETS, Reign, answering
 from qmq.codec import Buffer, decode_labels, encode_labels, join_batch, labels_bytes, split_batch
 from qmq.errors import InvalidRequest, OutcomeUnknown, Overloaded, QmqError
 from qmq.log.fold import StoredBatch
@@ -21,10 +19,27 @@ from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, Frame, FrameKind, label_f
 from qmq.remoting import commands
 from qmq.remoting.commands import Produce, Produced
 from qmq.remoting.packet import Packet, PacketReader
+from qmq.replication.ports import Link
+from qmq.replication.reign import Reign, answering
+from qmq.server.limits import check_messages
 from qmq.subjects import check_subject
 from qmq.types import Durability
 
 _EMPTY = memoryview(b"")
+PRODUCE_MS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
+
+
+@dataclass(slots=True)
+class ProduceCounters:
+    """What a master took from producers, for metrics; goes on from one reign to the next."""
+
+    produce_ms_counts: list[int] = field(default_factory=lambda: [0] * (len(PRODUCE_MS_BUCKETS) + 1))
+    """Batches acknowledged, by time from arrival; the last place is for those slower than every bucket."""
+    produce_ms_sum: int = 0
+    produced_messages: int = 0
+    produced_bytes: int = 0
+    repeated_batches: int = 0
+    refused_messages: int = 0
 
 
 class _Batch(NamedTuple):
@@ -52,8 +67,8 @@ def _split(produce: Produce) -> tuple[memoryview, Sequence[int]]:
 class Producing:
     """Made by the master; ends with the reign. `wake(subject)` is called when a subject got messages."""
 
-    def __init__(self, reign: Reign, wake: Callable[[str], None]) -> None:
-        self._reign, self._wake = reign, wake
+    def __init__(self, reign: Reign, counters: ProduceCounters, wake: Callable[[str], None]) -> None:
+        self._reign, self._counters, self._wake = reign, counters, wake
 
     def produce(self, link: Link, packet: Packet) -> None:
         reign = self._reign
@@ -71,7 +86,7 @@ class Producing:
         self._check_window(link)
         batch, refused = self._storable(produce)
         if batch is None:
-            reign.counters.refused_messages += len(refused)
+            self._counters.refused_messages += len(refused)
             link.answer(packet, commands.encode_produced(Produced(0, 0, Durability.FSYNC, refused)))
             return
         frame = self._append(produce, batch)
@@ -104,8 +119,8 @@ class Producing:
             batch=produce.batch,
         )  # fmt: skip
         self._wake(subject)
-        reign.counters.produced_messages += batch.count
-        reign.counters.produced_bytes += len(batch.body)
+        self._counters.produced_messages += batch.count
+        self._counters.produced_bytes += len(batch.body)
         reign.host.turn_soon()
         return frame
 
@@ -114,7 +129,7 @@ class Producing:
         if reign.gate.alone and stored.end > reign.gate.high_watermark:
             # Nobody knows for how long; repeats that wait here would fill the memory of the only copy that is up.
             raise OutcomeUnknown(f"stored on one copy; the other is missing. Repeat the same batch to {reign.group}")
-        reign.counters.repeated_batches += 1
+        self._counters.repeated_batches += 1
         refused = self._storable(produce)[1]
         produced = Produced(stored.first_sequence, stored.stored, Durability.FSYNC, refused)
         reign.gate.stored(stored.end, answering(link, _without_body(packet), commands.encode_produced(produced)))
@@ -134,14 +149,14 @@ class Producing:
                 return
             link.answer(packet, body)
             took_ms = reign.host.monotonic_ms() - began_ms
-            reign.counters.produce_ms_counts[bisect_left(PRODUCE_MS_BUCKETS, took_ms)] += 1
-            reign.counters.produce_ms_sum += took_ms
+            self._counters.produce_ms_counts[bisect_left(PRODUCE_MS_BUCKETS, took_ms)] += 1
+            self._counters.produce_ms_sum += took_ms
 
         reign.gate.stored(end, answer)
 
     def _check_window(self, link: Link) -> None:
         """Refuse what comes beyond the window and what may have been read together with the packet that filled it: only
-        a connection that consumes as well is read on (broker.overload)."""
+        a connection that consumes as well is read on (qmq.server.overload)."""
         window = self._reign.settings.window_bytes
         if link.unacked_bytes >= window + min(window, PacketReader.STAGING_BYTES):
             raise Overloaded(f"this connection has {link.unacked_bytes} un-acknowledged bytes; wait for answers")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 
-from broker.ports import Host, Link
 from qmq.errors import CorruptFrame, Diverged, Fenced, InvalidRequest, NotMaster
 from qmq.log import Commit, MessageLog
 from qmq.remoting import commands
@@ -16,6 +15,7 @@ from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
 from qmq.replication.agreement import Action, Agreement, Hello
 from qmq.replication.identity import IdentityFile
+from qmq.replication.ports import Host, Link
 from qmq.replication.shipper import Shipper
 
 log = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from broker.access import Access
-from broker.settings import BrokerSettings
 from qmq.errors import AccessError, MissingRight, NotServed
+from qmq.replication.settings import PairSettings
 from qmq.rights import TokenRole
+from qmq.server.access import Access
 
 CHECK_S = 5.0
 """More than the question to a metaserver takes."""
@@ -80,7 +80,7 @@ class _Silent(WSGIRequestHandler):
         """What is scraped every few seconds needs no line each."""
 
 
-def serve_door(door: MetricsDoor, settings: BrokerSettings) -> tuple[WSGIServer, threading.Thread]:
+def serve_door(door: MetricsDoor, settings: PairSettings) -> tuple[WSGIServer, threading.Thread]:
     """Serve on threads of their own. Raises OSError: the port is taken."""
     server = make_server(settings.ip, settings.metrics_port, door, _Server, _Silent)
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)

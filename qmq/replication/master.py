@@ -1,0 +1,174 @@
+"""Core. The master of a group of two copies, for one reign: it writes the log, ships it, and knows what is safe.
+
+What clients ask for is written by its subclasses, `broker.master` and `delayserver.master`, with the reign they share:
+
+    clients ──── subclass ────┐
+                              ├── qmq.replication.reign: log, epoch, gate, reasons for readonly
+    slave ── slave_watch ─────┘
+
+The turn's end ships what was written to the slave and starts the fsync, and the gate answers when both disks have it
+(design, section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qmq.errors import CorruptFrame, ErrorCode, LogError, NotMaster, OutcomeUnknown, QmqError
+from qmq.log import MessageLog
+from qmq.remoting.commands import Command
+from qmq.remoting.packet import Packet
+from qmq.replication.ack_gate import AckGate
+from qmq.replication.assignment import Assignment
+from qmq.replication.identity import IdentityFile
+from qmq.replication.ports import Host, Link
+from qmq.replication.readonly import Readonly, Reason
+from qmq.replication.reign import Reign
+from qmq.replication.settings import PairSettings
+from qmq.replication.slave_watch import SlaveWatch
+from qmq.types import Epoch
+
+Handler = Callable[[Link, Packet], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Appointment:
+    """What a node gives to the master that it appoints."""
+
+    group: str
+    term: int
+    log: MessageLog
+    host: Host
+    identity: IdentityFile
+    settings: PairSettings
+    boot_above: int = 0
+
+
+class Master:
+    """One reign. Made by the node when it is assigned; used on its loop; `resign` ends it."""
+
+    def __init__(self, appointment: Appointment) -> None:
+        message_log, term = appointment.log, appointment.term
+        last = message_log.state.epoch  # our file may have forgotten what our log knows
+        above = max(appointment.boot_above, last.boot if last.term == term else 0)
+        epoch = appointment.identity.next_boot(term, above=above)
+        gate = AckGate(
+            epoch, flushed_end=message_log.flushed_end,
+            # Frames may tell of more than our own disk has: they came from a master that was ahead of us.
+            high_watermark=min(message_log.state.high_watermark, message_log.flushed_end),
+        )  # fmt: skip
+        self._reign = Reign(appointment.group, epoch, message_log, appointment.host, appointment.settings, gate)
+        self._slave_watch = SlaveWatch(self._reign, appointment.identity, self.go_on)
+        self._handlers: dict[int, Handler] = {
+            Command.HELLO: self._slave_watch.hello,
+            Command.CONFIRM: self._slave_watch.confirm,
+            Command.FRAMES: self._slave_watch.take_back,
+            Command.SNAPSHOT: self._slave_watch.take_back_snapshot,
+        }
+
+    # What subclasses do besides; they call these too.
+
+    def go_on(self) -> None:
+        """The slave matched, or the roles were not swapped after all: what waited for that may go on."""
+
+    def link_lost(self, link: Link) -> None:
+        self._slave_watch.link_lost(link)
+
+    def writable_again(self, link: Link) -> None:
+        if self._slave_watch.is_slave(link):
+            self._slave_watch.ship()
+
+    def end_of_turn(self) -> None:
+        """Everything received by now was handled: ship to the slave; the node starts the fsync next."""
+        self._slave_watch.ship()
+
+    def committed(self, end: int, chain: int) -> None:
+        """Our disk has everything before `end`."""
+        self._reign.gate.flushed(end)
+        self._slave_watch.committed(end, chain)
+
+    def tick(self, now_ms: int) -> None:
+        """Called about every 100 ms: deadlines and the slave's lag."""
+        self._slave_watch.tick(now_ms)
+
+    def resign(self) -> None:
+        """The reign is over: whoever waits asks the next master, and repeats what may be stored."""
+        self._reign.gate.abandon(stored=self._unknown(), progress=self._another_master())
+        self._slave_watch.resign()
+
+    def heed_operators(self, assignment: Assignment) -> None:
+        """Take over what operators marked readonly."""
+        self.readonly.mark_subjects(frozenset(assignment.readonly_subjects))
+
+    # What the node tells us.
+
+    def packet_received(self, link: Link, packet: Packet) -> None:
+        """Handle one request; errors are answered. LogError passes: the node decides what becomes of the reign."""
+        handler = self._handlers.get(packet.code)
+        if handler is None:
+            link.answer(packet, f"unknown command {packet.code}".encode(), code=ErrorCode.UNKNOWN_COMMAND)
+            return
+        try:
+            handler(link, packet)
+        except LogError:
+            raise
+        except QmqError as error:
+            link.refuse(packet, error)
+
+    def found_damage(self, problem: CorruptFrame) -> None:
+        self._reign.found_damage(problem)
+
+    def repaired(self) -> None:
+        """The damaged range was fetched from the other copy."""
+        self.readonly.change(Reason.CORRUPT, False)
+
+    def resume(self) -> None:
+        """The roles were not swapped after all."""
+        self.readonly.change(Reason.DRAINING, False)
+        self.go_on()
+
+    def _another_master(self) -> NotMaster:
+        return NotMaster(f"{self._reign.group} has another master now")
+
+    def _unknown(self) -> OutcomeUnknown:
+        return OutcomeUnknown(f"the reign {self.epoch} of {self._reign.group} ended; repeat the same batch")
+
+    # State for heartbeats, metrics and retention.
+
+    @property
+    def epoch(self) -> Epoch:
+        return self._reign.epoch
+
+    @property
+    def gate(self) -> AckGate:
+        return self._reign.gate
+
+    @property
+    def readonly(self) -> Readonly:
+        return self._reign.readonly
+
+    @property
+    def in_office(self) -> bool:
+        return self._reign.in_office
+
+    @property
+    def fenced_by(self) -> Epoch | None:
+        """The newer epoch that the slave told us of."""
+        return self._slave_watch.fenced_by
+
+    @property
+    def in_step_with(self) -> str:
+        """Incarnation of the slave whose copy has all that is acknowledged; empty: none has."""
+        return self._slave_watch.in_step_with
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the slave has everything, so that roles can be swapped."""
+        gate = self.gate
+        return self.in_office and not gate.alone and gate.high_watermark == self._reign.log.end
+
+    @property
+    def shipped_end(self) -> int | None:
+        """Offset from which the slave still needs the log; None without a slave."""
+        return self._slave_watch.confirmed_end

@@ -1,0 +1,50 @@
+"""Core. Settings of a process that keeps one copy of a pair; brokers and delay servers add their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from qmq.settings import setting
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PairSettings:
+    hostname: str = setting(why="name under which AddBroker knows this process, together with serve_port")
+    ip: str = setting("127.0.0.1", why="address that clients and the other broker connect to; also listened on")
+    serve_port: int = setting(20881, least=1, most=65535, why="TCP port for clients; QMQ's default")
+    sync_port: int = setting(20882, least=1, most=65535, why="TCP port for the slave; QMQ's default")
+    control_port: int = setting(20883, least=1, most=65535, why="gRPC port for metaserver, tools, repair and Spark")
+    metrics_port: int = setting(20884, least=1, most=65535, why="HTTP port of /metrics")
+    data: Path = setting(why="directory of the message log; one broker, one directory")
+    metaserver: str = setting("http://127.0.0.1:8080", why="HTTP address of the metaserver, or of nginx before several")
+    token: str = setting(why="key of the installation, the metaservers' cluster_token; others' are checked there")
+    durability: str = setting("fsync", one_of=("fsync",), why="what an acknowledgement stands for")
+
+    segment_bytes: int = setting(1 << 30, unit="bytes", least=4096, why="size of a log segment; what a restart replays")
+    tail_bytes: int = setting(32 * MIB, unit="bytes", least=0, why="newest frames kept in memory")
+    cached_bytes: int = setting(256 * MIB, unit="bytes", least=0, why="newest bytes of the log in the page cache")
+    retention_hours: float = setting(72.0, unit="h", least=0.01, why="age at which a segment goes; QMQ's default")
+    retention_bytes: int = setting(1 << 40, unit="bytes", least=1, why="size at which the oldest segment goes")
+
+    packet_bytes_max: int = setting(16 * MIB, unit="bytes", least=64 * 1024, most=48 * MIB, why="largest packet taken")
+    message_bytes_max: int = setting(4 * MIB, unit="bytes", least=1024, most=32 * MIB, why="largest message stored")
+    connections_max: int = setting(10_000, least=1, why="open connections; more are closed at once")
+    new_subjects_per_minute: int = setting(
+        1000, least=1, most=1_000_000, why="subjects that the clients of one token may begin; more wait"
+    )
+    window_bytes: int = setting(32 * MIB, unit="bytes", least=MIB, why="un-acknowledged bytes a connection may have")
+
+    slave_lag_bytes_max: int = setting(256 * MIB, unit="bytes", least=1, why="unconfirmed bytes that make readonly")
+    slave_lag_ms_max: int = setting(5_000, unit="ms", least=10, why="age of an unconfirmed frame that makes readonly")
+    slave_wait_ms: int = setting(5_000, unit="ms", least=0, why="wait of a restarted master for its slave")
+    catch_up_bytes_per_s: int = setting(256 * MIB, unit="bytes/s", least=1024, why="rate at which a slave is seeded")
+    disk_free_limit: int = setting(1 << 30, unit="bytes", least=0, why="free space below which the group is readonly")
+    memory_limit: float = setting(
+        0.4, unit="of RAM", least=0.0001, most=1.0, why="memory above which producers wait; consumers never do"
+    )
+    inline_sync_us_max: float = setting(
+        500.0, unit="us", least=0, why="fsyncs known to be faster than this run on the loop: no thread hop"
+    )

@@ -1,0 +1,132 @@
+"""Shell. The gRPC port of a process of a pair: state and swap for the metaserver, the log for repair and Spark."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any, Generic
+
+import grpc
+import grpc.aio
+
+from qmq.control_plane import SERVER_OPTIONS
+from qmq.errors import CorruptFrame, NotServed, OperatorError
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
+from qmq.replication.settings import PairSettings
+from qmq.rights import Caller
+from qmq.rpc_access import RpcDoor, caller
+from qmq.server.meta_link import state_message
+from qmq.server.service import M, Service
+from qmq.server.tokens import CONTROL_ROLES
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 2 << 20
+POLL_S = 0.005
+
+
+class PairControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generated code has no types
+    """What brokers and delay servers answer alike. Made by main; its server ends with the process."""
+
+    def __init__(self, service: Service[M], settings: PairSettings) -> None:
+        self._service, self._settings = service, settings
+        self._loop = asyncio.get_running_loop()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Put what is served on `server`."""
+        add_BrokerServicer_to_server(self, server)
+
+    async def serve(self) -> None:
+        server = grpc.aio.server(
+            interceptors=[RpcDoor(CONTROL_ROLES, self._check, _refused)],
+            options=SERVER_OPTIONS,
+        )
+        self.add_to(server)
+        address = f"{self._settings.ip}:{self._settings.control_port}"
+        try:
+            server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise NotServed(f"cannot listen on {address}: {error}; stop what uses it, or set another port") from None
+        await server.start()
+        try:
+            await server.wait_for_termination()
+        finally:
+            await server.stop(0)
+
+    async def _check(self, token: str) -> Caller:
+        caller = await self._service.access.check(token)
+        caller.require_group(self._service.node.group)
+        return caller
+
+    async def ReplicaStatus(self, request: pb.Nothing, context: Any) -> pb.BrokerState:
+        return state_message(self._service, self._settings)
+
+    async def PrepareSwap(self, request: pb.PrepareSwapRequest, context: Any) -> pb.BrokerState:
+        node = self._service.node
+        try:
+            node.prepare_swap(request.term, request.hold_ms)
+            async with asyncio.timeout(request.timeout_ms / 1000):
+                while node.master is None or not node.master.is_drained:
+                    await asyncio.sleep(POLL_S)
+        except OperatorError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except TimeoutError:
+            node.cancel_swap()
+            text = f"the slave did not get everything within {request.timeout_ms} ms; nothing was changed"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        return state_message(self._service, self._settings)
+
+    async def CancelSwap(self, request: pb.Nothing, context: Any) -> pb.BrokerState:
+        self._service.node.cancel_swap()
+        return state_message(self._service, self._settings)
+
+    async def _being_repaired(self, problem: CorruptFrame, context: Any) -> None:
+        self._service.guarded(partial(self._service.node.found_damage, problem))
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{problem}; it is being repaired, ask again")
+
+    async def DescribeLog(self, request: pb.Nothing, context: Any) -> pb.LogDescription:
+        node = self._service.node
+        state = state_message(self._service, self._settings)
+        return pb.LogDescription(
+            broker_group=node.group, role=state.role, term=state.term, boot=state.boot, log_start=node.log.start,
+            log_end=node.log.flushed_end, high_watermark=state.high_watermark, segments=node.log.bases,
+            start_chain=await asyncio.to_thread(node.log.start_chain),
+        )  # fmt: skip
+
+    async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> AsyncIterator[pb.LogChunk]:
+        """Stream frames as they are stored. Bytes that are damaged are sent as they are too: the reader names them.
+
+        PERMISSION_DENIED: the token is limited to some subjects, and these are frames of all.
+        """
+        if not caller().scope.all_subjects:
+            text = f"token {caller().name!r} is limited to some subjects; the log holds those of all"
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
+        message_log, positions, me = self._service.node.log, self._service.reader_positions, object()
+        end = min(request.end, message_log.flushed_end)
+        at = await asyncio.to_thread(message_log.next_frame, max(request.begin, message_log.start))
+        positions[me] = request.begin
+        try:
+            while at is not None and at < end:
+                positions[me] = at
+                data = await asyncio.to_thread(self._chunk, at)
+                if not data:
+                    break  # it was cut meanwhile
+                yield pb.LogChunk(offset=at, data=data)
+                at += len(data)
+        finally:
+            del positions[me]
+
+    def _chunk(self, at: int) -> bytes:
+        message_log = self._service.node.log
+        try:
+            return message_log.read(at, message_log.flushed_end, CHUNK_BYTES).data
+        except CorruptFrame as problem:
+            self._loop.call_soon_threadsafe(self._service.guarded, partial(self._service.node.found_damage, problem))
+            return message_log.read_damaged(at)
+
+
+def _refused(method: str, peer: str, reason: str) -> None:
+    log.warning("control call refused method=%s peer=%s: %s", method[:50], peer.rpartition(":")[0], reason)

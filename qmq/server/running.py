@@ -1,0 +1,116 @@
+"""Shell. Runs a process of a pair: reads its settings, recovers its log, serves until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import gc
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar, cast
+from wsgiref.simple_server import WSGIServer
+
+from qmq.errors import QmqError
+from qmq.log import MessageLog, RealDisk
+from qmq.logs import configure
+from qmq.replication.identity import IdentityFile
+from qmq.replication.settings import PairSettings
+from qmq.settings import InvalidSettings, load
+
+log = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=PairSettings)
+
+
+class Parts(NamedTuple):
+    """What the main of a process made: tasks that never end, and the HTTP server of its metrics."""
+
+    tasks: list[Coroutine[None, None, None]]
+    metrics: tuple[WSGIServer, threading.Thread]
+
+
+Build = Callable[[S, MessageLog, RealDisk, IdentityFile], Parts]
+"""Called on the loop, once the log is recovered."""
+
+
+def run(name: str, settings_type: type[S], prefix: str, description: str, build: Build[S]) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit status: 0 told to stop, 2 wrong settings, 1 could not start."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
+    parser.add_argument("--config", type=Path, help=f"TOML file; {prefix}_… variables override it")
+    arguments = parser.parse_args()
+    configure()
+    try:
+        settings = load(settings_type, prefix=prefix, path=arguments.config, environ=os.environ)
+    except InvalidSettings as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
+        with _one_process(settings.data, name), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_serve(settings, build))
+    except (QmqError, OSError) as error:
+        log.critical("%s cannot start: %s", name, error)
+        return 1
+    return 0
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return cast(Callable[[], asyncio.AbstractEventLoop], uvloop.new_event_loop)
+
+
+@contextlib.contextmanager
+def _one_process(data: Path, name: str) -> Iterator[None]:
+    """Two processes on one data directory would destroy it."""
+    data.mkdir(parents=True, exist_ok=True)
+    with open(data / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise QmqError(f"another {name} runs on {data}; stop it first") from None
+        yield
+
+
+async def _serve(settings: S, build: Build[S]) -> None:
+    disk = RealDisk(settings.data, cached_bytes=settings.cached_bytes)
+    began = time.monotonic()
+    message_log = MessageLog(disk, segment_bytes=settings.segment_bytes, tail_bytes=settings.tail_bytes)
+    log.info(
+        "log recovered start=%d end=%d segments=%d torn=%d seconds=%.2f",
+        message_log.start, message_log.end, len(message_log.bases), message_log.torn_bytes, time.monotonic() - began,
+    )  # fmt: skip
+    identity = IdentityFile(disk, new_incarnation=secrets.token_hex(8))
+    parts = build(settings, message_log, disk, identity)
+    gc.collect()
+    gc.freeze()  # what was imported and built stays for good; looking at it again and again costs 30 ms a time
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
+    tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(task) for task in parts.tasks]
+    tasks.append(asyncio.ensure_future(_wait(stop)))
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    server, thread = parts.metrics
+    server.shutdown()
+    thread.join()
+    for task in done:
+        task.result()
+    log.info("stopped end=%d", message_log.end)
+
+
+async def _wait(stop: asyncio.Event) -> None:
+    await stop.wait()
