@@ -1,0 +1,136 @@
+"""Core. The statements on the outbox, as text for any driver, and how a driver is told the values.
+
+    id           bigint, by the database, never used twice
+    content      long text         the message: qmq.outbox.row
+    status       smallint, 0       0: to be sent; below: parked, nobody sends it until a person decides
+    error        int, 0            failed tries of the watchdog
+    create_time  moment            when the row was written, by the database's clock
+    update_time  moment            its last change, by the database's clock
+    reason       varchar(500)      why it is parked, or failed last; NULL
+    claim        varchar(128)      the watchdog's batch that the row travels in; NULL
+
+All but the last two are QMQ's columns; the producers here use no others, so its table serves as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from itertools import islice
+from typing import Any
+
+from qmq.errors import InvalidRequest
+
+DEFAULT_TABLE = "qmq_msg_queue"
+ROWS_MAX = 1_000
+"""Rows of one statement: SQLite takes 32,766 values, MySQL's optimizer leaves the index for long lists of ids."""
+BYTES_MAX = 4 << 20
+"""Contents of one statement: MySQL takes packets of 16 MiB, servers with little memory of 4."""
+
+Execute = Callable[[str, Sequence[object]], Sequence[Sequence[Any]]]
+"""Runs a statement with its values, within a transaction; returns the rows that it gives."""
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_$]{0,62}")
+_MARKS: dict[str, Callable[[int], str]] = {
+    "qmark": lambda _: "?",
+    "format": lambda _: "%s",
+    "pyformat": lambda _: "%s",
+    "numeric_dollar": lambda number: f"${number + 1}",
+}
+
+
+class Flavor(Enum):
+    """A kind of database."""
+
+    POSTGRESQL = "postgresql"
+    SQLITE = "sqlite"
+    MARIADB = "mariadb"
+    MYSQL = "mysql"
+
+    @property
+    def now(self) -> str:
+        """The clock at the moment of the statement; PostgreSQL's CURRENT_TIMESTAMP is when the transaction began."""
+        return "clock_timestamp()" if self is Flavor.POSTGRESQL else "CURRENT_TIMESTAMP"
+
+    @property
+    def returns_ids(self) -> bool:
+        """Whether INSERT tells the new ids."""
+        return self is not Flavor.MYSQL
+
+
+def table_name(name: str) -> str:
+    """Return a table's name if it may stand in a statement: "table" or "schema.table".
+
+    Raises:
+        InvalidRequest: it has other characters than letters, digits and _.
+    """
+    parts = name.split(".")
+    if len(parts) > 2 or not all(_IDENTIFIER.fullmatch(part) for part in parts):
+        raise InvalidRequest(f"{name!r} is not the name of a table, or schema.table")
+    return name
+
+
+class Statements:
+    """The statements on one table of one kind of database, for one driver.
+
+    Args:
+        paramstyle: the driver's, as PEP 249 names it.
+    """
+
+    def __init__(self, table: str, flavor: Flavor, paramstyle: str) -> None:
+        if paramstyle not in _MARKS:
+            raise InvalidRequest(f"a driver with the paramstyle {paramstyle!r} is not known here")
+        self._table, self._flavor, self._mark = table_name(table), flavor, _MARKS[paramstyle]
+
+    def insert(self, execute: Execute, contents: Sequence[str]) -> list[int]:
+        """Write rows; return their ids, in no particular order."""
+        return [id for part in parts_of(contents) for id in self._insert(execute, part)]
+
+    def _insert(self, execute: Execute, contents: Sequence[str]) -> list[int]:
+        now = self._flavor.now
+        rows = ", ".join(f"({self._mark(number)}, 0, 0, {now}, {now})" for number in range(len(contents)))
+        statement = f"INSERT INTO {self._table} (content, status, error, create_time, update_time) VALUES {rows}"
+        if self._flavor.returns_ids:
+            return [row[0] for row in execute(f"{statement} RETURNING id", contents)]
+        execute(statement, contents)
+        # MySQL gives the ids of a statement whose rows are counted beforehand without gaps, and tells the first one.
+        ((first, step),) = execute("SELECT LAST_INSERT_ID(), @@auto_increment_increment", ())
+        return [first + number * step for number in range(len(contents))]
+
+    def delete(self, execute: Execute, ids: Sequence[int]) -> None:
+        for part in _cut(ids):
+            execute(f"DELETE FROM {self._table} WHERE id IN ({_list(part)})", ())
+
+    def read(self, execute: Execute, ids: Sequence[int]) -> list[tuple[int, str]]:
+        """Return (id, content) of those rows that are still there."""
+        return [
+            (row[0], row[1])
+            for part in _cut(ids)
+            for row in execute(f"SELECT id, content FROM {self._table} WHERE id IN ({_list(part)})", ())
+        ]
+
+
+def parts_of(contents: Sequence[str]) -> Iterator[list[str]]:
+    """Cut contents into what one statement takes; a row that is larger has a statement of its own."""
+    part: list[str] = []
+    size = 0
+    for content in contents:
+        if part and (len(part) == ROWS_MAX or size + len(content) > BYTES_MAX):
+            yield part
+            part, size = [], 0
+        part.append(content)
+        size += len(content)
+    if part:
+        yield part
+
+
+def _cut(ids: Sequence[int]) -> Iterator[list[int]]:
+    """In ascending order, so that two who delete wait for each other, rather than lock each other out."""
+    ascending = iter(sorted(ids))
+    while part := list(islice(ascending, ROWS_MAX)):
+        yield part
+
+
+def _list(ids: Sequence[int]) -> str:
+    return ", ".join(str(int(id)) for id in ids)
