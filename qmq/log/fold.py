@@ -394,8 +394,8 @@ def _leave(group: Group, progress: Progress) -> None:
     group.floor = max(group.floor, consumer.next_pull)
 
 
-def _epoch(state: State, frame: Frame, body: Buffer) -> None:
-    """Nothing more: that the epoch changed was seen by `apply`."""
+def _nothing(state: State, frame: Frame, body: Buffer) -> None:
+    """That the epoch changed was seen by `apply`; what a delay server plans and settles is folded by its schedule."""
 
 
 _KINDS: dict[int, Callable[[State, Frame, Buffer], None]] = {
@@ -403,8 +403,12 @@ _KINDS: dict[int, Callable[[State, Frame, Buffer], None]] = {
     FrameKind.PULL: _pull,
     FrameKind.ACK: _ack,
     FrameKind.POSITION: _position,
-    FrameKind.EPOCH: _epoch,
+    FrameKind.EPOCH: _nothing,
     FrameKind.NACK: _nack,
+    FrameKind.CARRY: _nothing,
+    FrameKind.DISPATCH: _nothing,
+    FrameKind.SETTLED: _nothing,
+    FrameKind.CANCEL: _nothing,
 }
 
 

@@ -4,10 +4,11 @@ All integers little-endian; version 1; every frame begins at a multiple of 8.
 
     offset  size  field
     0       4     magic "QMF1" (its last byte is the version)
-    4       1     kind: 1 messages, 2 pull, 3 ack, 4 position, 5 epoch, 6 nack
+    4       1     kind: 1 messages, 2 pull, 3 ack, 4 position, 5 epoch, 6 nack; of a delay server's group also
+                  7 carry, 8 dispatch, 9 settled, 10 cancel (delayserver.frames)
     5       1     flags: 1 written while the slave was missing, 2 labelled, 4 ordered (qmq.codec: labels of a batch)
     6       2     subject bytes s
-    8       4     count: messages in the body; 0 for other kinds
+    8       4     count: messages in the body; entries of kinds 7 to 10; 0 for other kinds
     12      4     body bytes b, a multiple of 8
     16      4     epoch: term
     20      4     epoch: boot
@@ -15,8 +16,8 @@ All integers little-endian; version 1; every frame begins at a multiple of 8.
     32      8     high watermark known to the master when it was written
     40      8     timestamp, ms since 1970 UTC, of the master's clock
     48      8     sequence of the first message; 0 for other kinds
-    56      8     producer id; 0 for other kinds
-    64      8     batch number; 0 for other kinds
+    56      8     producer id, also of a dispatch; 0 for other kinds
+    64      8     batch number, also of a dispatch; 0 for other kinds
     72      8     chain: blake2b-64 of (the chain before this frame, bytes 0-71, body CRC, subject field)
     80      4     body CRC-32
     84      4     header CRC-32, of bytes 0-83 and the subject field
@@ -73,6 +74,13 @@ class FrameKind(IntEnum):
     POSITION = 4
     EPOCH = 5
     NACK = 6
+    CARRY = 7
+    DISPATCH = 8
+    SETTLED = 9
+    CANCEL = 10
+
+
+KIND_MAX = max(FrameKind)
 
 
 class Frame(NamedTuple):
@@ -174,7 +182,7 @@ def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None
     if previous_chain is not None:
         if chain_of(previous_chain, bytes(view[at : at + _CHAINED.size]), body_crc, field) != chain:
             raise CorruptFrame(offset, "it continues another history (wrong chain)")
-    if not 1 <= kind <= 6 or body_bytes % 8:
+    if not 1 <= kind <= KIND_MAX or body_bytes % 8:
         raise CorruptFrame(offset, f"kind {kind} with {body_bytes} bytes of body is unknown to this version")
     return Frame(
         kind, flags, field[:subject_bytes].decode("utf-8", "replace"), count, body_bytes, Epoch(term, boot), own_offset,

@@ -9,6 +9,8 @@
     205   HEARTBEAT      consumer -> broker    empty
     206   UNSUBSCRIBE    consumer -> broker    empty
     207   NACK           consumer -> broker    Acked
+    208   CANCEL         producer -> delay server   JSON outcomes
+    209   RESCHEDULE     producer -> delay server   JSON outcome
     210   HELLO          slave -> master       Agreement (qmq.replication)
     211   FRAMES         master <-> slave      one-way: u64 offset, frames
     212   CONFIRM        slave -> master       one-way: Confirmation
@@ -42,6 +44,8 @@ class Command(IntEnum):
     HEARTBEAT = 205
     UNSUBSCRIBE = 206
     NACK = 207
+    CANCEL = 208
+    RESCHEDULE = 209
     HELLO = 210
     FRAMES = 211
     CONFIRM = 212

@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "qmq.server": {"qmq"},
     "qmq.testing": {"qmq", "qmq.server", "broker"},
     "broker": {"qmq", "qmq.server"},
+    "delayserver": {"qmq", "qmq.server"},
     "metaserver": {"qmq"},
     "tools": {"qmq"},
     "audit": {"qmq"},
