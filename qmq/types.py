@@ -41,6 +41,15 @@ class Role(IntEnum):
     DELAY_SLAVE = 6
 
 
+class GroupKind(IntEnum):
+    """Kinds of broker groups, with QMQ's numbers."""
+
+    NORMAL = 1
+    """Brokers: they keep messages for consumers."""
+    DELAY = 2
+    """Delay servers: they keep messages until these are due, then give them to brokers."""
+
+
 class Durability(IntEnum):
     """What an acknowledgement stands for; named in every reply."""
 

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 from qmq.client.routing import GroupRoute, SubjectRoute
 from qmq.control_plane import get
 from qmq.errors import AccessError
-from qmq.types import Endpoint
+from qmq.types import Endpoint, GroupKind
 
 SUBJECTS_PER_REQUEST = 40
 """Names of 100 bytes, escaped and with their versions, stay below the 64 KiB that servers take as an address."""
@@ -21,7 +21,7 @@ ANSWER_BYTES_MAX = 64 << 20
 
 def poll(
     metaserver: str, subjects: Sequence[str], held: Mapping[str, int], *, token: str, app: str, client_id: str,
-    produces: bool, timeout_s: float,
+    produces: bool, timeout_s: float, kind: GroupKind = GroupKind.NORMAL,
 ) -> list[SubjectRoute]:  # fmt: skip
     """Return the routes of `subjects` that differ from the versions `held`.
 
@@ -33,6 +33,7 @@ def poll(
     for begin in range(0, len(subjects), SUBJECTS_PER_REQUEST):
         names = subjects[begin : begin + SUBJECTS_PER_REQUEST]
         words = [("app", app), ("clientId", client_id), ("produces", "true" if produces else "false")]
+        words += [("kind", kind.name)] if kind != GroupKind.NORMAL else []
         words += [("subject", name) for name in names]
         words += [("held", f"{name}:{held[name]:016x}") for name in names if name in held]
         request = urllib.request.Request(f"{metaserver}/meta/routes?{urlencode(words)}")

@@ -25,7 +25,7 @@ from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver, grpc_begins, has
 from qmq.errors import AccessError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
-from qmq.types import Endpoint
+from qmq.types import Endpoint, GroupKind
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +47,19 @@ REFRESH_S = 5.0
 
 
 class RouteWatch:
-    """The watch of one producer or consumer. `run` is its one task; `on_routes` is called on the event loop."""
+    """The watch of one producer or consumer. `run` is its one task; `on_routes` is called on the event loop.
+
+    Args:
+        kind: of the groups that its routes list. DELAY: all groups of delay servers, for whichever subject.
+    """
 
     def __init__(
         self, *, metaserver: str, token: str, app: str, client_id: str, produces: bool,
-        on_routes: Callable[[list[SubjectRoute]], None],
+        on_routes: Callable[[list[SubjectRoute]], None], kind: GroupKind = GroupKind.NORMAL,
     ) -> None:  # fmt: skip
         self._metaserver = metaserver.rstrip("/") if "://" in metaserver else f"http://{metaserver.rstrip('/')}"
         self._token = token
-        self._app, self._client_id, self._produces = app, client_id, produces
+        self._app, self._client_id, self._produces, self._kind = app, client_id, produces, kind
         self._on_routes = on_routes
         self._subjects: dict[str, None] = {}
         self._wanted: list[str] = []
@@ -180,8 +184,9 @@ class RouteWatch:
                 if subjects:
                     self._asked_at = asyncio.get_running_loop().time()
                 yield pb.RouteRequest(
-                    subjects=subjects, app=self._app, client_id=self._client_id, produces=self._produces, held=held
-                )
+                    subjects=subjects, app=self._app, client_id=self._client_id, produces=self._produces, held=held,
+                    kind=self._kind,
+                )  # fmt: skip
             await self._ask_now.wait()
 
     async def _address(self) -> str:
@@ -222,7 +227,8 @@ class RouteWatch:
         try:
             routes = await asyncio.to_thread(
                 route_poll.poll, self._metaserver, list(self._subjects), dict(self._held), token=self._token,
-                app=self._app, client_id=self._client_id, produces=self._produces, timeout_s=HTTP_TIMEOUT_S,
+                app=self._app, client_id=self._client_id, produces=self._produces, kind=self._kind,
+                timeout_s=HTTP_TIMEOUT_S,
             )  # fmt: skip
         except AccessError as error:
             self.refused = error

@@ -47,7 +47,7 @@ class OldRoutesAnswer(_message.Message):
     def __init__(self, producers: _Optional[int] = ..., consumers: _Optional[int] = ..., watchers: _Optional[int] = ...) -> None: ...
 
 class BrokerIdentity(_message.Message):
-    __slots__ = ("broker_group", "hostname", "ip", "serve_port", "sync_port", "control_port", "metrics_port", "incarnation", "version")
+    __slots__ = ("broker_group", "hostname", "ip", "serve_port", "sync_port", "control_port", "metrics_port", "incarnation", "version", "kind")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     HOSTNAME_FIELD_NUMBER: _ClassVar[int]
     IP_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class BrokerIdentity(_message.Message):
     METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     hostname: str
     ip: str
@@ -66,7 +67,8 @@ class BrokerIdentity(_message.Message):
     metrics_port: int
     incarnation: str
     version: str
-    def __init__(self, broker_group: _Optional[str] = ..., hostname: _Optional[str] = ..., ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    kind: int
+    def __init__(self, broker_group: _Optional[str] = ..., hostname: _Optional[str] = ..., ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ..., kind: _Optional[int] = ...) -> None: ...
 
 class BrokerAddress(_message.Message):
     __slots__ = ("ip", "serve_port", "sync_port", "control_port", "metrics_port")
@@ -149,7 +151,7 @@ class BrokerState(_message.Message):
     def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., slave_incarnation: _Optional[str] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
-    __slots__ = ("subjects", "app", "client_id", "produces", "held")
+    __slots__ = ("subjects", "app", "client_id", "produces", "held", "kind")
     class HeldEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -162,12 +164,14 @@ class RouteRequest(_message.Message):
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     PRODUCES_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     subjects: _containers.RepeatedScalarFieldContainer[str]
     app: str
     client_id: str
     produces: bool
     held: _containers.ScalarMap[str, int]
-    def __init__(self, subjects: _Optional[_Iterable[str]] = ..., app: _Optional[str] = ..., client_id: _Optional[str] = ..., produces: _Optional[bool] = ..., held: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    kind: int
+    def __init__(self, subjects: _Optional[_Iterable[str]] = ..., app: _Optional[str] = ..., client_id: _Optional[str] = ..., produces: _Optional[bool] = ..., held: _Optional[_Mapping[str, int]] = ..., kind: _Optional[int] = ...) -> None: ...
 
 class BrokerGroupRoute(_message.Message):
     __slots__ = ("broker_group", "master", "writable", "term")

@@ -18,7 +18,7 @@ from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from qmq.replication.assignment import Address, Assignment
 from qmq.replication.settings import PairSettings
 from qmq.server.service import Service
-from qmq.types import Role
+from qmq.types import GroupKind, Role
 from qmq.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -68,10 +68,16 @@ def state_message(service: Service[Any], settings: PairSettings) -> pb.BrokerSta
 
 
 class MetaLink:
-    """Keeps the line up. Made by main; `run` returns when it is cancelled."""
+    """Keeps the line up. Made by main; `run` returns when it is cancelled.
 
-    def __init__(self, service: Service[Any], settings: PairSettings) -> None:
-        self._service, self._settings = service, settings
+    Args:
+        kind: of the groups that this process can be part of.
+    """
+
+    def __init__(
+        self, service: Service[Any], settings: PairSettings, *, kind: GroupKind = GroupKind.NORMAL
+    ) -> None:  # fmt: skip
+        self._service, self._settings, self._kind = service, settings, kind
         self._metadata = (("x-api-token", settings.token),)
         self._is_refused = False
         self._failures = 0
@@ -125,7 +131,7 @@ class MetaLink:
             broker_group=self._service.node.identity.value.group, hostname=settings.hostname, ip=settings.ip,
             serve_port=settings.serve_port, sync_port=settings.sync_port, control_port=settings.control_port,
             metrics_port=settings.metrics_port, incarnation=self._service.node.identity.value.incarnation,
-            version=VERSION,
+            version=VERSION, kind=self._kind,
         )  # fmt: skip
         self._assign(await stub.Register(identity, metadata=self._metadata, timeout=REGISTER_S))
         async for assignment in stub.Heartbeat(self._beats(), metadata=self._metadata):
