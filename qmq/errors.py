@@ -21,6 +21,7 @@
     ├── NotServed             nobody can serve this now: wait, the client retries by itself
     │   ├── NoRoute               the metaserver knows no broker group for the subject
     │   └── QueueFull             the producer's own queue: nothing was taken, send again later
+    ├── RolledBack            a message's transaction was rolled back: nothing was written or sent
     ├── RetryLater            raised by a handler: hand the message over again later
     ├── DeadLetter            raised by a handler: never hand it over again, keep it for people to look at
     ├── OperatorError         an operator's action was refused; nothing changed
@@ -229,6 +230,10 @@ class BrokenInvariant(LogError):
     """Our own bug was about to do harm; it was stopped."""
 
     code = ErrorCode.BROKEN_INVARIANT
+
+
+class RolledBack(QmqError):
+    """The transaction that a message belongs to was rolled back. Nothing was written or sent."""
 
 
 class RetryLater(QmqError):

@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from threading import Lock
 from types import TracebackType
-from typing import Self
+from typing import Self, overload
 
 from qmq.blocking import background as process
 from qmq.blocking.background import Background
@@ -17,6 +17,7 @@ from qmq.client.batching import Done, Receipt, Receipts
 from qmq.client.producer import Producer as AsyncProducer
 from qmq.errors import ClientClosed, QueueFull
 from qmq.message import Message
+from qmq.outbox.table import DEFAULT_TABLE
 
 CHUNK_MESSAGES_MAX = 10_000
 CHUNK_BYTES_MAX = 16 << 20
@@ -43,12 +44,12 @@ class Producer:
     def __init__(
         self, *, metaserver: str, app: str, token: str | None = None, timeout_s: float = 30.0,
         answer_timeout_s: float = 5.0, in_flight_max: int = 16, queue_messages_max: int = 100_000,
-        queue_bytes_max: int = 64 << 20,
+        queue_bytes_max: int = 64 << 20, outbox_table: str = DEFAULT_TABLE,
     ) -> None:  # fmt: skip
         self._make = partial(
             AsyncProducer, metaserver=metaserver, app=app, token=token, timeout_s=timeout_s,
             answer_timeout_s=answer_timeout_s, in_flight_max=in_flight_max, queue_messages_max=queue_messages_max,
-            queue_bytes_max=queue_bytes_max,
+            queue_bytes_max=queue_bytes_max, outbox_table=outbox_table,
         )  # fmt: skip
         self._make()  # wrong arguments are refused here, not in a worker an hour later
         self._messages_max, self._bytes_max = queue_messages_max, queue_bytes_max
@@ -64,20 +65,37 @@ class Producer:
     ) -> None:
         self.close()
 
-    def send(self, message: Message) -> Receipt:
-        """Send one message and wait for its receipt: see `qmq.Producer.send`."""
-        session = self._session()
-        return session.background.run(session.producer.send(message))
+    @overload
+    def send(self, message: Message) -> Receipt: ...
 
-    def send_many(self, messages: Iterable[Message]) -> Receipts:
+    @overload
+    def send(self, message: Message, *, session: object) -> Future[Receipt]: ...
+
+    def send(self, message: Message, *, session: object = None) -> Receipt | Future[Receipt]:
+        """Send one message and wait for its receipt: see `qmq.Producer.send`."""
+        if session is not None:
+            (receipt,) = self._session().stage([message], session)
+            return receipt
+        own = self._session()
+        return own.background.run(own.producer.send(message))
+
+    @overload
+    def send_many(self, messages: Iterable[Message]) -> Receipts: ...
+
+    @overload
+    def send_many(self, messages: Iterable[Message], *, session: object) -> list[Future[Receipt]]: ...
+
+    def send_many(self, messages: Iterable[Message], *, session: object = None) -> Receipts | list[Future[Receipt]]:
         """Send messages and wait for all receipts, in the order of the messages: see `qmq.Producer.send_many`.
 
         The iterable is read in this thread, up to 10,000 messages or 16 MiB ahead.
         """
-        session = self._session()
+        if session is not None:
+            return self._session().stage(messages, session)
+        own = self._session()
         receipts = Receipts()
         for chunk in _chunks(messages):
-            receipts.extend(session.background.run(session.producer.send_many(chunk)))
+            receipts.extend(own.background.run(own.producer.send_many(chunk)))
         return receipts
 
     def send_nowait(self, message: Message, on_done: Done | None = None) -> Future[Receipt]:
@@ -94,7 +112,7 @@ class Producer:
         return self._session().put(message, on_done)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until every message that `send_nowait` took before has its outcome.
+        """Wait until every message that `send_nowait` or a transaction took before has its outcome.
 
         Raises:
             TimeoutError: not all of them had it within `timeout` seconds; they go on.
@@ -162,6 +180,9 @@ class _Session:
             self.background.call_soon(self._empty)
         return sent.future
 
+    def stage(self, messages: Iterable[Message], session: object) -> list[Future[Receipt]]:
+        return self.producer.outbox.stage_here(messages, session, self.background.run)
+
     def _empty(self) -> None:
         """On the loop: hand what was put here to the producer, some at a time, so that others have their turn."""
         for _ in range(TURN_MESSAGES_MAX):
@@ -201,6 +222,8 @@ class _Session:
         late = wait(futures, timeout).not_done
         if late:
             raise TimeoutError(f"{len(late)} messages have no outcome after {timeout} s")
+        if not self._owner._is_closed:  # else the producer does so while it closes
+            self.background.submit(self.producer.outbox.drain()).result(timeout)
 
     def close(self) -> None:
         self.flush(None)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from itertools import islice
 from types import TracebackType
+from typing import overload
 from urllib.parse import urlsplit
 
 from qmq.access import find_token
@@ -22,6 +23,8 @@ from qmq.client.sender import Sender
 from qmq.codec import batch_encoder, label_of_message
 from qmq.errors import ClientClosed, InvalidRequest, QueueFull
 from qmq.message import Message
+from qmq.outbox.courier import Courier
+from qmq.outbox.table import DEFAULT_TABLE, table_name
 
 
 class Producer:
@@ -36,6 +39,7 @@ class Producer:
         in_flight_max: produce requests in flight per broker group; what arrives meanwhile gathers to the next batch.
         queue_messages_max, queue_bytes_max: single messages of one subject that may wait; then `send` waits,
             `send_nowait` refuses. All subjects together may have an eighth more, in fair shares.
+        outbox_table: the table in the databases of `session`s, "table" or "schema.table".
 
     The id of a message without one is made here, and set, so that whoever sends it again sends the same id.
     """
@@ -43,7 +47,7 @@ class Producer:
     def __init__(
         self, *, metaserver: str, app: str, token: str | None = None, timeout_s: float = 30.0,
         answer_timeout_s: float = 5.0, in_flight_max: int = 16, queue_messages_max: int = 100_000,
-        queue_bytes_max: int = 64 << 20,
+        queue_bytes_max: int = 64 << 20, outbox_table: str = DEFAULT_TABLE,
     ) -> None:  # fmt: skip
         if not 0 < in_flight_max <= 64:
             raise InvalidRequest("in_flight_max must be 1 to 64: a broker remembers 64 batches of a producer")
@@ -54,6 +58,8 @@ class Producer:
         self._answer_timeout_s = answer_timeout_s
         self._in_flight_max = in_flight_max
         self._backlog = Backlog(queue_messages_max, queue_bytes_max)
+        self._outbox_table, self._outbox_messages_max = table_name(outbox_table), queue_messages_max
+        self._outbox: Courier | None = None
         self._flights = Flights()
         self._ids = MessageIds(_id_prefix(metaserver))
         self._open_sender: Sender | None = None
@@ -69,6 +75,10 @@ class Producer:
             in_flight_max=self._in_flight_max, answer_timeout_s=self._answer_timeout_s, backlog=self._backlog,
         )  # fmt: skip
         self._open_sender.start()
+        self._outbox = Courier(
+            self._send_all, table=self._outbox_table, id_prefix=_id_prefix(self._metaserver),
+            messages_max=self._outbox_messages_max,
+        )  # fmt: skip
         return self
 
     async def __aexit__(
@@ -79,9 +89,12 @@ class Producer:
     async def flush(self) -> None:
         """Wait until everything that was given before has its outcome (no longer than `timeout_s`), and was told it.
 
+        Messages of transactions that are committed are given with the commit; their rows are deleted, too.
+
         Raises:
             ClientClosed: the producer is not open.
         """
+        await self.outbox.drain()
         sender, flights = self._sender, self._flights.depart()
         while any(flight.open for flight in flights):
             await sender.wait()
@@ -95,9 +108,13 @@ class Producer:
         if sender is None:
             return
         try:
+            if self._outbox is not None:
+                await self._outbox.drain()
             while not sender.is_idle:
                 await sender.wait()
         finally:
+            if self._outbox is not None:
+                self._outbox.stop()
             self._open_sender = None
             await sender.stop()
 
@@ -107,17 +124,38 @@ class Producer:
             raise ClientClosed("the producer is not open")
         return self._open_sender
 
+    @property
+    def outbox(self) -> Courier:
+        """What takes messages of transactions, from any thread: `send` and `send_many` with a `session` use it."""
+        if self._outbox is None or self._is_closing:
+            raise ClientClosed("the producer is not open")
+        return self._outbox
+
     # Sending.
 
-    async def send(self, message: Message) -> Receipt:
+    @overload
+    async def send(self, message: Message) -> Receipt: ...
+
+    @overload
+    async def send(self, message: Message, *, session: object) -> asyncio.Future[Receipt]: ...
+
+    async def send(self, message: Message, *, session: object = None) -> Receipt | asyncio.Future[Receipt]:
         """Send one message and wait for its receipt, which says stored, refused or unknown.
 
         Messages that are sent at the same time travel in one batch. When the queue is full, this waits.
 
+        Args:
+            session: a transaction of the application's database (docs/outbox.md). The message is written with it, and
+                sent after its commit. Returned is a future of the receipt then; nobody needs to wait for it.
+
         Raises:
             InvalidName, InvalidMessage: it can never be sent as it is.
+            InvalidRequest: nobody knows such a session.
             ClientClosed: the producer is not open.
         """
+        if session is not None:
+            (receipt,) = await self.outbox.stage([message], session)
+            return asyncio.wrap_future(receipt)
         sender = self._sender
         queue, data, label = self._encode(sender, message)
         deadline_ms = sender.now_ms() + self._timeout_ms
@@ -160,17 +198,38 @@ class Producer:
 
         sender.add(queue, Waiting(data, str(message.id), sender.now_ms() + self._timeout_ms, done, label))
 
-    async def send_many(self, messages: Iterable[Message]) -> Receipts:
+    @overload
+    async def send_many(self, messages: Iterable[Message]) -> Receipts: ...
+
+    @overload
+    async def send_many(self, messages: Iterable[Message], *, session: object) -> list[asyncio.Future[Receipt]]: ...
+
+    async def send_many(
+        self, messages: Iterable[Message], *, session: object = None
+    ) -> Receipts | list[asyncio.Future[Receipt]]:
         """Send messages and wait for all receipts, which come in the order of the messages.
 
         The iterable is read as fast as brokers take messages; only a few batches of it are in memory at a time. A
         message that can never be sent gets a refused receipt; the others are not affected. An error of the iterable
         itself is passed on; what was read before the error may have been sent.
 
+        Args:
+            session: see `send`. Then a message that can never be sent raises, and nothing is written.
+
         Raises:
             ClientClosed: the producer is not open.
         """
-        many = ManySend(self._sender, self._ids, self._timeout_ms, self._flights.board)
+        if session is not None:
+            return [asyncio.wrap_future(receipt) for receipt in await self.outbox.stage(messages, session)]
+        if self._is_closing:
+            raise ClientClosed("the producer is not open")
+        return await self._send_all(messages)
+
+    async def _send_all(self, messages: Iterable[Message]) -> Receipts:
+        """Also while the producer is closing: what is committed by then is sent."""
+        if (sender := self._open_sender) is None:
+            raise ClientClosed("the producer is not open")
+        many = ManySend(sender, self._ids, self._timeout_ms, self._flights.board)
         iterator = iter(messages)
         while chunk := list(islice(iterator, CHUNK_MESSAGES)):
             await many.send(chunk)

@@ -71,43 +71,45 @@ def table_name(name: str) -> str:
     return name
 
 
-class Statements:
-    """The statements on one table of one kind of database, for one driver.
+class Rows:
+    """The rows of one outbox, within one transaction of one connection.
 
     Args:
+        execute: runs a statement there.
         paramstyle: the driver's, as PEP 249 names it.
     """
 
-    def __init__(self, table: str, flavor: Flavor, paramstyle: str) -> None:
+    def __init__(self, execute: Execute, table: str, flavor: Flavor, paramstyle: str) -> None:
         if paramstyle not in _MARKS:
             raise InvalidRequest(f"a driver with the paramstyle {paramstyle!r} is not known here")
-        self._table, self._flavor, self._mark = table_name(table), flavor, _MARKS[paramstyle]
+        self._execute, self._table, self._flavor = execute, table_name(table), flavor
+        self._mark = _MARKS[paramstyle]
 
-    def insert(self, execute: Execute, contents: Sequence[str]) -> list[int]:
+    def insert(self, contents: Sequence[str]) -> list[int]:
         """Write rows; return their ids, in no particular order."""
-        return [id for part in parts_of(contents) for id in self._insert(execute, part)]
+        return [id for part in parts_of(contents) for id in self._insert(part)]
 
-    def _insert(self, execute: Execute, contents: Sequence[str]) -> list[int]:
+    def _insert(self, contents: Sequence[str]) -> list[int]:
         now = self._flavor.now
         rows = ", ".join(f"({self._mark(number)}, 0, 0, {now}, {now})" for number in range(len(contents)))
         statement = f"INSERT INTO {self._table} (content, status, error, create_time, update_time) VALUES {rows}"
         if self._flavor.returns_ids:
-            return [row[0] for row in execute(f"{statement} RETURNING id", contents)]
-        execute(statement, contents)
-        # MySQL gives the ids of a statement whose rows are counted beforehand without gaps, and tells the first one.
-        ((first, step),) = execute("SELECT LAST_INSERT_ID(), @@auto_increment_increment", ())
+            return [row[0] for row in self._execute(f"{statement} RETURNING id", contents)]
+        self._execute(statement, contents)
+        # MySQL gives a statement whose rows are counted beforehand ids without gaps, and tells the first one.
+        ((first, step),) = self._execute("SELECT LAST_INSERT_ID(), @@auto_increment_increment", ())
         return [first + number * step for number in range(len(contents))]
 
-    def delete(self, execute: Execute, ids: Sequence[int]) -> None:
+    def delete(self, ids: Sequence[int]) -> None:
         for part in _cut(ids):
-            execute(f"DELETE FROM {self._table} WHERE id IN ({_list(part)})", ())
+            self._execute(f"DELETE FROM {self._table} WHERE id IN ({_list(part)})", ())
 
-    def read(self, execute: Execute, ids: Sequence[int]) -> list[tuple[int, str]]:
+    def read(self, ids: Sequence[int]) -> list[tuple[int, str]]:
         """Return (id, content) of those rows that are still there."""
         return [
             (row[0], row[1])
             for part in _cut(ids)
-            for row in execute(f"SELECT id, content FROM {self._table} WHERE id IN ({_list(part)})", ())
+            for row in self._execute(f"SELECT id, content FROM {self._table} WHERE id IN ({_list(part)})", ())
         ]
 
 

@@ -1,0 +1,230 @@
+"""Shell. Sends what transactions committed, and deletes its rows. What it does not manage is the watchdog's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+from typing import Any
+
+from qmq.client.batching import Outcome, Receipt, unstored
+from qmq.codec import batch_encoder
+from qmq.errors import ClientClosed, InvalidMessage, InvalidRequest, QmqError, QueueFull
+from qmq.message import Message
+from qmq.outbox.row import decode_row, encode_row
+from qmq.outbox.session import find
+from qmq.outbox.table import table_name
+from qmq.outbox.unit import AsyncTransaction, Database, Item, Transaction, Written, are_unknown
+from qmq.subjects import check_subject
+
+log = logging.getLogger(__name__)
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+
+DELETES_MAX = 3
+"""Tries: a connection of a pool may have died long ago, and databases let one of two lose who lock each other out."""
+
+
+class Courier:
+    """The outbox's side of a producer. Made by it, and ends with it; the messages are sent on its event loop.
+
+    Args:
+        send_many: the producer's.
+        table: name of the outbox in all databases, or schema.table.
+        id_prefix: of messages that have no id yet; nobody else has it.
+        messages_max: committed messages on their way; more stay in the outbox, for the watchdog.
+    """
+
+    def __init__(
+        self, send_many: Callable[[Iterable[Message]], Awaitable[Sequence[Receipt]]], *, table: str, id_prefix: str,
+        messages_max: int,
+    ) -> None:  # fmt: skip
+        self.table = table_name(table)
+        self._send_many, self._messages_max = send_many, messages_max
+        self._loop = asyncio.get_running_loop()
+        self._id_prefix, self._id_numbers = id_prefix, count(1)  # `next` of it is one step for all threads
+        self._arrived: deque[Written] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._messages = 0
+        self._to_delete: dict[Database, list[int]] = {}
+        self._deleting: dict[Database, asyncio.Lock] = {}
+
+    async def stage(self, messages: Iterable[Message], session: object) -> list[Future[Receipt]]:
+        """Give messages to the transaction, or write them to the database, that `session` stands for.
+
+        Raises:
+            InvalidName, InvalidMessage: one of them can never be sent as it is; none was taken.
+            InvalidRequest: nobody knows such a session.
+        """
+        found, items = find(session), self.items(messages)
+        if not items:
+            return []
+        match found:
+            case AsyncTransaction():
+                await found.stage_async(items)
+            case Transaction():
+                found.stage(items)
+            case Database():
+                await self.keep(items, found)
+        return [item.receipt for item in items]
+
+    # From any thread.
+
+    def stage_here(self, messages: Iterable[Message], session: object, run: Run) -> list[Future[Receipt]]:
+        """The same for programs without coroutines; `run` does work on the loop and waits for it.
+
+        Raises:
+            InvalidRequest: also if the session is one for coroutines.
+        """
+        found, items = find(session), self.items(messages)
+        if not items:
+            return []
+        match found:
+            case Transaction():
+                found.stage(items)
+            case AsyncTransaction():
+                raise InvalidRequest("a session for coroutines needs the producer for coroutines: qmq.Producer")
+            case Database():
+                run(self.keep(items, found))
+        return [item.receipt for item in items]
+
+    def items(self, messages: Iterable[Message]) -> list[Item]:
+        """Look at messages as the producer will, and write them down as they are now.
+
+        Raises:
+            InvalidName, InvalidMessage: one of them can never be sent as it is.
+        """
+        now_ms = time.time_ns() // 1_000_000
+        return [self._item(message, now_ms) for message in messages]
+
+    def _item(self, message: Message, now_ms: int) -> Item:
+        check_subject(message.subject)
+        if message.id is None:
+            message.id = f"{self._id_prefix}{next(self._id_numbers)}"
+        batch_encoder(message.subject, now_ms)(message)
+        copy = Message(
+            message.subject, dict(message.properties), tags=message.tags, id=message.id, order_key=message.order_key,
+            retries_max=message.retries_max,
+        )  # fmt: skip
+        return Item(self, copy, encode_row(copy, now_ms))
+
+    def committed(self, written: Written) -> None:
+        """Send messages whose rows are committed. Never raises: whoever committed must not take it for a failure."""
+        self._arrived.append(written)
+        try:
+            self._loop.call_soon_threadsafe(self._begin)
+        except RuntimeError:
+            self._refuse(written, ClientClosed("the producer's event loop has ended; the message is in the outbox"))
+
+    # On the loop.
+
+    async def keep(self, items: list[Item], database: Database) -> None:
+        """Outside of a transaction: write rows, then send. If they cannot be written, the messages are sent, too.
+
+        Raises:
+            QueueFull: too many messages are on their way; nothing was written.
+        """
+        if self._messages + len(items) > self._messages_max:
+            raise QueueFull(f"{self._messages} messages of the outbox are on their way")
+        self.committed(Written(database, items, await self._insert(items, database)))
+
+    async def drain(self) -> None:
+        """Wait until everything that is committed was sent, and its rows deleted, or given up to the watchdog."""
+        self._begin()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def stop(self) -> None:
+        """Give up what is on its way."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _begin(self) -> None:
+        while self._arrived:
+            written = self._arrived.popleft()
+            if self._messages + len(written.items) > self._messages_max and self._messages:
+                self._refuse(written, QueueFull("too many messages are on their way; this one is in the outbox"))
+                continue
+            self._messages += len(written.items)
+            task = self._loop.create_task(self._deliver(written))
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._delivered, written))
+
+    def _delivered(self, written: Written, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._messages -= len(written.items)
+        are_unknown(written.items)  # of a task that was cancelled; others told all
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("messages stay in the outbox error=%r", error)
+
+    async def _deliver(self, written: Written) -> None:
+        database, items, ids = written
+        receipts = await self._send(items)
+        for item, receipt in zip(items, receipts):
+            item.receipt.set_result(receipt)
+        if ids is None:
+            if left := [item for item, receipt in zip(items, receipts) if not receipt.is_stored]:
+                await self._insert(left, database)
+        elif any(receipt.is_stored for receipt in receipts):
+            await self._delete(database, await self._stored(database, ids, receipts))
+
+    async def _send(self, items: Sequence[Item]) -> Sequence[Receipt]:
+        try:
+            return list(await self._send_many([item.message for item in items]))
+        except QmqError as error:
+            return [unstored(Outcome.REFUSED, str(item.message.id), item.message.subject, "", error) for item in items]
+
+    async def _insert(self, items: Sequence[Item], database: Database) -> list[int] | None:
+        """Write rows in a transaction of their own; None if that failed."""
+        contents = [item.content for item in items]
+        try:
+            return await database.run(self.table, lambda rows: rows.insert(contents))
+        except Exception as error:  # a driver's own
+            log.warning("messages are not in the outbox messages=%d error=%r", len(items), error)
+            return None
+
+    async def _stored(self, database: Database, ids: Sequence[int], receipts: Sequence[Receipt]) -> Sequence[int]:
+        """Return the ids of rows whose messages are stored: all, or those that say so themselves."""
+        left = {receipt.message_id for receipt in receipts if not receipt.is_stored}
+        if not left:
+            return ids
+        try:
+            rows = await database.run(self.table, lambda rows: rows.read(ids))
+        except Exception as error:
+            log.warning("rows of the outbox are not read, and stay rows=%d error=%r", len(ids), error)
+            return []
+        stored = {receipt.message_id for receipt in receipts} - left
+        return [id for id, content in rows if _message_id(content) in stored]
+
+    async def _delete(self, database: Database, ids: Sequence[int]) -> None:
+        """Delete rows. While one DELETE is under way, others gather, so that it takes one connection, not all."""
+        waiting = self._to_delete.setdefault(database, [])
+        waiting.extend(ids)
+        async with self._deleting.setdefault(database, asyncio.Lock()):
+            if not waiting:
+                return  # somebody took them along
+            gathered = waiting[:]
+            waiting.clear()
+            for attempt in range(1, DELETES_MAX + 1):
+                try:
+                    await database.run(self.table, lambda rows: rows.delete(gathered))
+                    return
+                except Exception as error:
+                    if attempt == DELETES_MAX:
+                        log.warning("rows stay, and are sent again rows=%d error=%r", len(gathered), error)
+
+    def _refuse(self, written: Written, error: QmqError) -> None:
+        for item in written.items:
+            item.fail(Outcome.REFUSED, error)
+
+
+def _message_id(content: str) -> str | None:
+    try:
+        return decode_row(content).id
+    except InvalidMessage:
+        return None  # somebody else wrote it

@@ -1,0 +1,116 @@
+"""Shell. The outbox within transactions of Django: `producer.send(message, session=connection)`.
+
+Django tells nobody that it is about to commit; so each call of `send` or `send_many` writes its rows at once, where the
+roll-back of a savepoint takes them along. What is sent after the commit is left to `transaction.on_commit`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from django.db import connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils.connection import ConnectionProxy
+
+from qmq.errors import InvalidRequest
+from qmq.outbox.table import Flavor, Rows
+from qmq.outbox.unit import Database, Item, Transaction, Written, are_unknown
+
+T = TypeVar("T")
+
+_FLAVORS = {"postgresql": Flavor.POSTGRESQL, "sqlite": Flavor.SQLITE, "mysql": Flavor.MYSQL}
+"""By Django's name of a vendor; whether it is MariaDB, the server says."""
+
+
+def find(session: object) -> Transaction | Database | None:
+    """Return what `session` is to a producer: a transaction, or a database outside of one; None if nothing of Django's.
+
+    Raises:
+        InvalidRequest: Django manages no transactions on this connection, so nobody would tell of the commit.
+    """
+    if not isinstance(session, ConnectionProxy | BaseDatabaseWrapper):
+        return None
+    alias = str(session.alias)
+    connection = connections[alias]
+    if connection.in_atomic_block:
+        return _Atomic(alias)
+    if not connection.get_autocommit():
+        raise InvalidRequest("Django manages no transactions here: use transaction.atomic")
+    return DjangoDatabase(alias)
+
+
+@dataclass(frozen=True)
+class DjangoDatabase:
+    """A database of the setting DATABASES."""
+
+    alias: str
+
+    async def run(self, table: str, work: Callable[[Rows], T]) -> T:
+        def run() -> T:
+            connection = connections[self.alias]  # this thread's own
+            try:
+                with transaction.atomic(using=self.alias):
+                    return work(_rows(connection, table))
+            finally:
+                connection.close()
+
+        return await asyncio.to_thread(run)
+
+
+class _Atomic:
+    """The transaction that this thread is in."""
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+
+    def stage(self, items: list[Item]) -> None:
+        connection, courier = connections[self._alias], items[0].courier
+        ids = _rows(connection, courier.table).insert([item.content for item in items])
+        hook = _hook_of_this_level(connection)
+        if hook is None or hook.courier is not courier:
+            hook = _AfterCommit(DjangoDatabase(self._alias), courier)
+            transaction.on_commit(hook, using=self._alias)
+        hook.items += items
+        hook.ids += ids
+
+
+class _AfterCommit:
+    """What Django calls after the commit. It lets go of it if the transaction or its savepoint is rolled back."""
+
+    def __init__(self, database: DjangoDatabase, courier: Any) -> None:
+        self.courier = courier
+        self.items: list[Item] = []
+        self.ids: list[int] = []
+        self._database = database
+
+    def __call__(self) -> None:
+        items, self.items = self.items, []
+        self.courier.committed(Written(self._database, items, self.ids))
+
+    def __del__(self) -> None:
+        are_unknown(self.items)
+
+
+def _hook_of_this_level(connection: BaseDatabaseWrapper) -> _AfterCommit | None:
+    """Return the hook that was set last, if it lives exactly as long as one that were set now."""
+    if not connection.run_on_commit:
+        return None
+    savepoints, hook, *_ = connection.run_on_commit[-1]
+    return hook if isinstance(hook, _AfterCommit) and savepoints == set(connection.savepoint_ids) else None
+
+
+def _rows(connection: BaseDatabaseWrapper, table: str) -> Rows:
+    def execute(statement: str, values: Sequence[object]) -> Sequence[Sequence[Any]]:
+        with connection.cursor() as cursor:
+            cursor.execute(statement, list(values) or None)
+            return cursor.fetchall() if cursor.description else []
+
+    if connection.vendor not in _FLAVORS:
+        raise InvalidRequest(f"there is no outbox on {connection.vendor!r}")
+    flavor = _FLAVORS[connection.vendor]
+    if flavor is Flavor.MYSQL and connection.mysql_is_mariadb:
+        flavor = Flavor.MARIADB
+    return Rows(execute, table, flavor, "format")
