@@ -43,7 +43,7 @@ from zlib import crc32
 from qmq.errors import InvalidMessage, InvalidRequest
 from qmq.message import ORDER_KEY, RESERVED, RETRIES_MAX, Message, text_of
 
-FLAG_TAGS = 4
+FLAG_DELAYED, FLAG_TAGS = 2, 4
 TAGS_MAX = 10
 ID_BYTES_MAX = 100
 VALUE_BYTES_MAX = 32_767
@@ -151,6 +151,11 @@ def batch_encoder(subject: str, now_ms: int) -> _Encoder:
     return _Encoder(subject, now_ms)
 
 
+def delayed_encoder(subject: str, now_ms: int, due_ms: int) -> _Encoder:
+    """Return such a function for messages that are due at one moment."""
+    return _DelayedEncoder(subject, now_ms, due_ms)
+
+
 class _Encoder:
     """What all messages of a batch share, packed once. Made per batch; profile: this halves a producer's time."""
 
@@ -170,6 +175,15 @@ class _Encoder:
         except InvalidMessage as error:
             raise InvalidMessage(f"message {message.id}: {error}") from None
         return b"".join((front, _LENGTHS[len(identity)], identity, tags, _I32.pack(len(body)), body))
+
+
+class _DelayedEncoder(_Encoder):
+    __slots__ = ()
+
+    def __init__(self, subject: str, now_ms: int, due_ms: int) -> None:
+        data = subject.encode()
+        self.plain = _FIXED.pack(FLAG_DELAYED, now_ms, due_ms, len(data)) + data
+        self.tagged = _FIXED.pack(FLAG_DELAYED | FLAG_TAGS, now_ms, due_ms, len(data)) + data
 
 
 def _id(id: str | None) -> bytes:
@@ -290,6 +304,18 @@ def decode_envelope(data: bytes) -> Envelope:
     if at + 4 + length != len(data):
         raise InvalidMessage(f"a message of {len(data)} bytes says that it ends at {at + 4 + length}")
     return Envelope(flag, created_ms, subject, identity, tags, at + 4)
+
+
+def due_of(data: Buffer) -> int | None:
+    """Return when an encoded message is due, in ms since 1970 UTC; None if it is not delayed.
+
+    Raises:
+        InvalidMessage: the bytes are too few for a message.
+    """
+    if len(data) < MESSAGE_BYTES_MIN:
+        raise InvalidMessage(f"{len(data)} bytes are no message")
+    flag, _, due_ms, _ = _FIXED.unpack_from(data)
+    return due_ms if flag & FLAG_DELAYED else None
 
 
 def properties_begin(data: bytes) -> int:

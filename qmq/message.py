@@ -14,7 +14,7 @@ Value = str | int | float | bool | datetime
 
 RESERVED = "qmq_"
 """How the names of properties begin that qmq itself sets."""
-ORDER_KEY, RETRIES_MAX = "qmq_orderKey", "qmq_maxRetryNum"
+ORDER_KEY, RETRIES_MAX, DELAY_KEY = "qmq_orderKey", "qmq_maxRetryNum", "qmq_delayKey"
 JSON = "json"
 """The property that holds the value of `Message.of_json`."""
 

@@ -48,6 +48,8 @@ class Receipt(NamedTuple):
 
     `sequence` is its place among the messages of its subject in `broker_group`; -1 if it is not known to be stored.
     `error`: why it is not; its class tells what to do (qmq.errors), `reason` is its text.
+    `due_ms`: of a delayed message, when it is due, in ms since 1970 UTC; stored, it waits in the delay group
+    `broker_group` until then.
     """
 
     outcome: Outcome
@@ -58,6 +60,7 @@ class Receipt(NamedTuple):
     durability: Durability | None
     reason: str = ""
     error: QmqError | None = None
+    due_ms: int | None = None
 
     @property
     def is_stored(self) -> bool:
@@ -70,9 +73,11 @@ class Receipt(NamedTuple):
         return self
 
 
-def unstored(outcome: Outcome, message_id: str, subject: str, group: str, error: QmqError) -> Receipt:
+def unstored(
+    outcome: Outcome, message_id: str, subject: str, group: str, error: QmqError, due_ms: int | None = None
+) -> Receipt:
     """Make the receipt of a message that is not known to be stored."""
-    return Receipt(outcome, message_id, subject, group, -1, None, str(error), error)
+    return Receipt(outcome, message_id, subject, group, -1, None, str(error), error, due_ms)
 
 
 class Result(NamedTuple):
@@ -92,20 +97,21 @@ Done = Callable[[Receipt], None]
 class Batch:
     """Messages of one subject that travel together; `blocks`, back to back, are the body of the request.
 
-    `flags`: of the request; they say whether labels are the end of the body. Made by a producer; ends when `result` is
-    set.
+    `flags`: of the request; they say whether labels are the end of the body. `due_ms`: of all its messages, if they are
+    delayed and the batch was made for one call. Made by a producer; ends when `result` is set.
     """
 
     __slots__ = (
         "subject", "ids", "blocks", "flags", "body_bytes", "crc", "deadline_ms", "on_resolved",
-        "order", "number", "doubtful", "result", "halves",
+        "order", "number", "doubtful", "result", "halves", "due_ms",
     )  # fmt: skip
 
     def __init__(
         self, subject: str, ids: Sequence[str], blocks: Sequence[bytes], deadline_ms: int,
-        on_resolved: Callable[[Batch], None], flags: int = 0,
+        on_resolved: Callable[[Batch], None], flags: int = 0, due_ms: int | None = None,
     ) -> None:  # fmt: skip
         self.subject = subject
+        self.due_ms = due_ms
         self.ids = ids
         self.blocks = blocks
         self.flags = flags
@@ -134,7 +140,8 @@ class Batch:
 
         def half(begin: int, end: int) -> Batch:
             blocks, flags = with_labels(slice_batch(body, count, begin, end), labels[begin:end] if labels else ())
-            return Batch(self.subject, self.ids[begin:end], blocks, self.deadline_ms, self._half_resolved, flags)
+            ids, resolved = self.ids[begin:end], self._half_resolved
+            return Batch(self.subject, ids, blocks, self.deadline_ms, resolved, flags, self.due_ms)
 
         self.halves = half(0, count // 2), half(count // 2, count)
         self.halves[0].order, self.halves[1].order = (*self.order, 0), (*self.order, 1)
@@ -165,13 +172,14 @@ class Batch:
         assert self.result is not None
         outcome, group, first_sequence, durability, error, refused = self.result
         if error is not None:
-            return unstored(outcome, self.ids[position], self.subject, group, error)
+            return unstored(outcome, self.ids[position], self.subject, group, error, self.due_ms)
         if refused:
             if position in refused:
                 why = InvalidMessage(refused[position])
-                return unstored(Outcome.REFUSED, self.ids[position], self.subject, group, why)
+                return unstored(Outcome.REFUSED, self.ids[position], self.subject, group, why, self.due_ms)
             first_sequence -= sum(1 for other in refused if other < position)
-        return Receipt(outcome, self.ids[position], self.subject, group, first_sequence + position, durability)
+        id, sequence = self.ids[position], first_sequence + position
+        return Receipt(outcome, id, self.subject, group, sequence, durability, due_ms=self.due_ms)
 
     def count(self, outcome: Outcome) -> int:
         """Count the messages with `outcome`, without making receipts."""

@@ -16,7 +16,15 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from qmq.client.batching import BATCH_BYTES_MAX, MessageIds
-from qmq.codec import KEPT_MAX, VALUE_BYTES_MAX, batch_encoder, encode_labels, encode_own, encode_tags
+from qmq.codec import (
+    KEPT_MAX,
+    VALUE_BYTES_MAX,
+    batch_encoder,
+    delayed_encoder,
+    encode_labels,
+    encode_own,
+    encode_tags,
+)
 from qmq.errors import InvalidMessage
 from qmq.log.frame import label_flags
 from qmq.message import RESERVED, Message, text_of
@@ -43,10 +51,16 @@ class EncodedRun(NamedTuple):
     flags: int
 
 
-def encode_run(subject: str, messages: list[Message], begin: int, *, ids: MessageIds, now_ms: int) -> EncodedRun:
-    """Encode messages from `begin` on, until a batch is full or one cannot be in it. Sets missing ids."""
+def encode_run(
+    subject: str, messages: list[Message], begin: int, *, ids: MessageIds, now_ms: int, due_ms: int | None = None
+) -> EncodedRun:
+    """Encode messages from `begin` on, until a batch is full or one cannot be in it. Sets missing ids.
+
+    Args:
+        due_ms: when all of them are due, if they are delayed.
+    """
     # One long function on purpose: a call per message or property would cost as much as what it does.
-    encoder = batch_encoder(subject, now_ms)
+    encoder = batch_encoder(subject, now_ms) if due_ms is None else delayed_encoder(subject, now_ms, due_ms)
     plain, tagged = encoder.plain.decode("latin-1"), encoder.tagged.decode("latin-1")
     fixed_bytes = len(plain) + 2 + 4
     prefix, made = ids.prefix, ids.made

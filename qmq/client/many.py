@@ -19,11 +19,12 @@ from qmq.client.batching import (
     unstored,
     with_labels,
 )  # fmt: skip
+from qmq.client.delaying import Delay
 from qmq.client.encoding import encode_run
 from qmq.client.flights import Flight
 from qmq.client.queues import SubjectQueue, Waiting
 from qmq.client.sender import Sender
-from qmq.codec import batch_encoder, join_batch, label_of_message
+from qmq.codec import batch_encoder, delayed_encoder, join_batch, label_of_message
 from qmq.errors import InvalidMessage, InvalidName, InvalidRequest, QmqError
 from qmq.message import Message
 
@@ -45,8 +46,12 @@ class _Encoded(NamedTuple):
 class ManySend:
     """Made by a producer for each call; ends when all is resolved."""
 
-    def __init__(self, sender: Sender, ids: MessageIds, timeout_ms: int, flight: Callable[[], Flight]) -> None:
+    def __init__(
+        self, sender: Sender, ids: MessageIds, timeout_ms: int, flight: Callable[[], Flight],
+        delay: Delay | None = None,
+    ) -> None:  # fmt: skip
         self.receipts = Receipts()
+        self._delay, self._due_ms = delay, delay.due_ms if delay else None
         self._sender, self._ids, self._timeout_ms, self._flight = sender, ids, timeout_ms, flight
         self._unresolved = 0
         self._stuck: set[str] = set()
@@ -55,7 +60,7 @@ class ManySend:
     async def send(self, chunk: list[Message]) -> None:
         subjects = {message.subject for message in chunk}
         try:
-            if len(subjects) == 1:
+            if len(subjects) == 1 and (self._delay is None or self._delay.key is None):
                 await self._send_uniform(self._sender.queue(subjects.pop()), chunk)
                 return
         except InvalidName:
@@ -70,12 +75,12 @@ class ManySend:
         """Send messages of one subject. This is the hot path: nothing here is done per message without order key."""
         begin, now_ms = 0, _now_ms()
         while begin < len(chunk):
-            run = encode_run(queue.subject, chunk, begin, ids=self._ids, now_ms=now_ms)
+            run = encode_run(queue.subject, chunk, begin, ids=self._ids, now_ms=now_ms, due_ms=self._due_ms)
             begin = run.end
             if run.ids:
                 self.receipts.add(await self._submit(queue, run.ids, run.blocks, run.flags))
             if run.error is not None:
-                self.receipts.add([_refused(chunk[begin], run.error)])
+                self.receipts.add([self._refused(chunk[begin], run.error)])
                 begin += 1
             elif begin < len(chunk) and chunk[begin].order_key is not None:
                 end = next((at for at in range(begin, len(chunk)) if chunk[at].order_key is None), len(chunk))
@@ -92,7 +97,7 @@ class ManySend:
                 self._sender.queue(message.subject)
                 if message.id is None:
                     message.id = next(self._ids)
-                data = batch_encoder(message.subject, now_ms)(message)
+                data = encode(message, now_ms, self._delay)
                 encoded = _Encoded(position, message.id, data, label_of_message(message))
                 if message.order_key is not None:
                     makers.append(await self._send_in_order(message.subject, encoded))
@@ -100,7 +105,7 @@ class ManySend:
                 by_subject.setdefault(message.subject, []).append(encoded)
                 makers.append(_not_sent)
             except (InvalidName, InvalidMessage) as error:
-                makers.append(_refused(message, error))
+                makers.append(self._refused(message, error))
         for subject, messages in by_subject.items():
             for piece in _pieces(messages):
                 blocks, flags = with_labels(join_batch([one.data for one in piece]), [one.label for one in piece])
@@ -114,13 +119,13 @@ class ManySend:
         deadline_ms = self._sender.now_ms() + self._timeout_ms
         queue = await self._sender.room(subject, one.label, len(one.data), deadline_ms)
         if isinstance(queue, QmqError):
-            receipt = unstored(Outcome.REFUSED, one.id, subject, "", queue)
+            receipt = unstored(Outcome.REFUSED, one.id, subject, "", queue, self._due_ms)
             return lambda: receipt
         later, flight = _Later(), self._flight()
         self._unresolved += 1
 
         def done(receipt: Receipt) -> None:
-            later.receipt = receipt
+            later.receipt = receipt if self._due_ms is None else receipt._replace(due_ms=self._due_ms)
             self._unresolved -= 1
             flight.open -= 1
 
@@ -132,13 +137,17 @@ class ManySend:
         while len(queue.ready) >= READY_BATCHES_MAX:
             await self._sender.wait()
         deadline_ms, flight = self._sender.now_ms() + self._timeout_ms, self._flight()
-        batch = Batch(queue.subject, ids, blocks, deadline_ms, partial(self._resolved, flight), flags)
+        batch = Batch(queue.subject, ids, blocks, deadline_ms, partial(self._resolved, flight), flags, self._due_ms)
         self._unresolved += 1
         self._sender.add_batch(queue, batch)
         if queue.subject in self._stuck:
             self._sender.refuse_stuck(queue, batch)
         await asyncio.sleep(0)  # let the loop write it and read answers: encoding itself never waits
         return batch
+
+    def _refused(self, message: Message, error: QmqError) -> Callable[[], Receipt]:
+        receipt = unstored(Outcome.REFUSED, str(message.id or ""), message.subject, "", error, self._due_ms)
+        return lambda: receipt
 
     def _resolved(self, flight: Flight, batch: Batch) -> None:
         self._unresolved -= 1
@@ -163,9 +172,11 @@ def _not_sent() -> Receipt:
     raise InvalidRequest("the message has no outcome yet")
 
 
-def _refused(message: Message, error: QmqError) -> Callable[[], Receipt]:
-    receipt = unstored(Outcome.REFUSED, str(message.id or ""), message.subject, "", error)
-    return lambda: receipt
+def encode(message: Message, now_ms: int, delay: Delay | None) -> bytes:
+    """Encode one message, delayed or not; raises InvalidMessage."""
+    if delay is None:
+        return batch_encoder(message.subject, now_ms)(message)
+    return delay.apply(delayed_encoder(message.subject, now_ms, delay.due_ms)(message))
 
 
 def _pieces(messages: list[_Encoded]) -> Iterator[list[_Encoded]]:

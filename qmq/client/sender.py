@@ -13,6 +13,7 @@ from qmq.client.batching import BATCH_BYTES_MAX, Batch, Next, Result, after_erro
 from qmq.client.breaker import FAILURES_MAX, Breaker, BreakerState
 from qmq.client.in_flight import GroupBatches, Limits
 from qmq.client.link import Link
+from qmq.client.moves import Moves
 from qmq.client.queues import Backlog, Lanes, SubjectQueue, Waiting
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routing import Routing, SubjectRoute
@@ -31,9 +32,14 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection
 from qmq.subjects import check_subject
+from qmq.types import GroupKind
 
 log = logging.getLogger(__name__)
 
+NO_DELAY_GROUP = (
+    "nobody keeps delayed messages: an operator starts a pair of delay servers and adds them with AddBroker, roles 5 "
+    "and 6"
+)
 _NEVER_MS = 1 << 62
 TICK_S = 0.05
 """How often deadlines and the rests of groups are looked at; they are long compared with it."""
@@ -55,11 +61,16 @@ class _Group:
 
 
 class Sender:
-    """Made by a Producer; used on its event loop from `start` to `stop`."""
+    """Made by a Producer; used on its event loop from `start` to `stop`.
+
+    Args:
+        kind: of the groups that it sends to: brokers, or delay servers.
+        moves: of the producer's other sender, with which it shares the backlog.
+    """
 
     def __init__(
         self, *, metaserver: str, token: str, app: str, producer_id: int, in_flight_max: int, answer_timeout_s: float,
-        backlog: Backlog,
+        backlog: Backlog, kind: GroupKind = GroupKind.NORMAL, moves: Moves | None = None,
     ) -> None:  # fmt: skip
         self._token, self._app = token, app
         self._producer_id = producer_id
@@ -74,15 +85,15 @@ class Sender:
         """Queues that are not empty."""
         self._active: dict[SubjectQueue, None] = {}
         """Those of them that some group may take from, the next one first."""
-        self._waiters: list[asyncio.Future[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._pump_scheduled = False
         self._closed: ClientClosed | None = None
         """What comes after the end is refused with."""
-        self._backlog = backlog
+        self._backlog, self._kind = backlog, kind
+        self.moves = moves or Moves()
         self._watch = RouteWatch(
             metaserver=metaserver, token=token, app=app, client_id=f"{producer_id:016x}", produces=True,
-            on_routes=self._routes_changed,
+            on_routes=self._routes_changed, kind=kind,
         )  # fmt: skip
 
     # Used by the producer.
@@ -102,7 +113,7 @@ class Sender:
         for queue in list(self._waiting):
             queue.expire(_NEVER_MS, self._closed)
         self._waiting.clear()
-        self._wake()
+        self.moves.wake()
 
     @property
     def is_idle(self) -> bool:
@@ -159,7 +170,9 @@ class Sender:
     def _why_not(self, subject: str) -> QmqError:
         """Return the error of a message that no group took."""
         why, groups = self._routing.why_not(subject), self._routing.groups_of(subject)
-        return NotServed(why) if groups else NoRoute(why)
+        if groups:
+            return NotServed(why)
+        return NoRoute(why if self._kind is not GroupKind.DELAY else f"{NO_DELAY_GROUP} ({why})")
 
     async def room(self, subject: str, label: int, size: int, deadline_ms: int) -> SubjectQueue | QueueFull:
         """Wait for room for a message of `size` bytes; return the queue that has it, or why none had until then."""
@@ -170,10 +183,51 @@ class Sender:
         return queue
 
     async def wait(self) -> None:
-        """Wait until something moved: a batch left a queue or was resolved."""
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._waiters.append(future)
-        await future
+        """Wait until something moved, here or in the producer's other sender."""
+        await self.moves.wait()
+
+    # Asking.
+
+    async def groups(self, subject: str, deadline_ms: int) -> list[str]:
+        """Return the groups of a subject, once the metaserver named some.
+
+        Raises:
+            InvalidName: it is no subject.
+            NoRoute, AccessError: it named none until the deadline, or does not accept the token.
+            ClientClosed: the producer was closed.
+        """
+        self.queue(subject)
+        while not (groups := self._routing.groups_of(subject)):
+            if self._closed is not None:
+                raise self._closed
+            if self._watch.refused is not None:
+                raise self._watch.refused
+            if self.now_ms() >= deadline_ms:
+                raise self._why_not(subject)
+            await self.wait()
+        return [group.broker_group for group in groups]
+
+    def connection(self, name: str) -> Connection | None:
+        """Return the connection to a group's master if it may be asked something now.
+
+        Raises:
+            ClientClosed: the producer was closed.
+        """
+        if self._closed is not None:
+            raise self._closed
+        group = self._groups.get(name)
+        if group is None or not group.can_send or self._routing.resting(name, self.now_ms()):
+            return None
+        return group.link.connection
+
+    def complain(self, name: str, error: QmqError) -> None:
+        """A group could not answer: let it rest, and see whether its route is old."""
+        self._routing.failed(name, str(error), now_ms=self.now_ms())
+        self._watch.refresh()
+
+    def complaint(self, name: str) -> str:
+        """Return why a group cannot be asked, if anybody knows."""
+        return self._routing.complaint(name)
 
     # Choosing and sending.
 
@@ -217,7 +271,7 @@ class Sender:
                 if not any(group.can_send and group.batches.room_bytes() for group in self._groups.values()):
                     break
                 moved |= self._send_next(queue, now_ms)
-        self._wake()
+        self.moves.wake()
 
     def _send_next(self, queue: SubjectQueue, now_ms: int) -> bool:
         """Send one batch of a queue; return False if there is no group for it now."""
@@ -343,13 +397,6 @@ class Sender:
             queue.expire(now_ms, self._why_not(queue.subject))
         if not queue:
             self._settle(queue)
-
-    def _wake(self) -> None:
-        if self._waiters:
-            waiters, self._waiters = self._waiters, []
-            for future in waiters:
-                if not future.done():
-                    future.set_result(None)
 
     # Routes and links.
 

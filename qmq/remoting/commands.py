@@ -9,8 +9,8 @@
     205   HEARTBEAT      consumer -> broker    empty
     206   UNSUBSCRIBE    consumer -> broker    empty
     207   NACK           consumer -> broker    Acked
-    208   CANCEL         producer -> delay server   JSON outcomes
-    209   RESCHEDULE     producer -> delay server   JSON outcome
+    208   CANCEL         producer -> delay server   Cancelled
+    209   RESCHEDULE     producer -> delay server   Rescheduled
     210   HELLO          slave -> master       Agreement (qmq.replication)
     211   FRAMES         master <-> slave      one-way: u64 offset, frames
     212   CONFIRM        slave -> master       one-way: Confirmation
@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -200,8 +200,9 @@ def decode_pull(body: memoryview) -> Pull:
 
 # Pulled:   one or more pieces of one batch each, back to back, in order of pull sequence:
 #           0 u64 pull sequence of its first message, 8 u64 its sequence, 16 u32 messages, 20 u32 batch bytes,
-#           24 u32 CRC-32 of the batch, 28 u16 flags (1: progress is on the master alone), 30 u16 times: how often they
-#           were handed out, this time included (65,535: or more often), then the batch.
+#           24 u32 CRC-32 of the batch, 28 u16 flags (1: progress is on the master alone, 4: messages with an order key
+#           came in its batch), 30 u16 times: how often they were handed out, this time included (65,535: or more
+#           often), then the batch.
 TIMES_MAX = 65_535
 _PIECE = struct.Struct("<QQIIIHH")
 PIECE_BYTES = _PIECE.size
@@ -331,6 +332,95 @@ def decode_acked(body: memoryview) -> int:
 
 # HEARTBEAT: empty; renews the lease of every subscription of the connection.
 # UNSUBSCRIBE: JSON subscription int. What this consumer did not ack goes back to its group at once.
+
+# CANCEL:   JSON subject str, ids list of str, keys list of str (qmq_delayKey of messages that wait), due_ms int: about
+#           when they are due, where to look first; 0: unknown. Answered when both disks have it, and the same when it
+#           is asked again.
+#           -> Cancelled: JSON ids, keys: for each a DelayState. A key may name several messages: all of them that wait.
+# RESCHEDULE: JSON subject str, id str, key str (one of the two is ""), due_ms int -> Rescheduled: JSON outcome.
+DELAY_KEY_BYTES_MAX = 100
+RECALLED_MAX = 10_000
+"""Ids and keys in one CANCEL."""
+
+
+class DelayState(StrEnum):
+    """What a delay server says of a delayed message."""
+
+    CANCELLED = "cancelled"
+    """Taken out, now or by an earlier CANCEL."""
+    RESCHEDULED = "rescheduled"
+    SENT = "sent"
+    """Given to a broker, or about to be: what was planned is not taken back."""
+    UNKNOWN = "unknown"
+
+
+class Cancel(NamedTuple):
+    subject: str
+    ids: list[str]
+    keys: list[str]
+    due_ms: int
+
+
+def encode_cancel(cancel: Cancel) -> bytes:
+    return encode_json(**cancel._asdict())
+
+
+def decode_cancel(body: Buffer) -> Cancel:
+    fields = decode_json(body, subject=str, ids=list, keys=list, due_ms=int)
+    cancel = Cancel(fields["subject"], fields["ids"], fields["keys"], fields["due_ms"])
+    words = [*cancel.ids, *cancel.keys]
+    if not 0 < len(words) <= RECALLED_MAX or not all(isinstance(word, str) and word for word in words):
+        raise InvalidRequest(f"a CANCEL names 1 to {RECALLED_MAX} ids and keys, all of them words")
+    return cancel
+
+
+class Cancelled(NamedTuple):
+    """In the order of the request."""
+
+    ids: list[DelayState]
+    keys: list[DelayState]
+
+
+def encode_cancelled(cancelled: Cancelled) -> bytes:
+    return encode_json(**cancelled._asdict())
+
+
+def decode_cancelled(body: Buffer) -> Cancelled:
+    fields = decode_json(body, ids=list, keys=list)
+    try:
+        return Cancelled(list(map(DelayState, fields["ids"])), list(map(DelayState, fields["keys"])))
+    except ValueError as error:
+        raise InvalidRequest(f"not an answer to CANCEL: {error}") from None
+
+
+class Reschedule(NamedTuple):
+    subject: str
+    id: str
+    key: str
+    due_ms: int
+
+
+def encode_reschedule(reschedule: Reschedule) -> bytes:
+    return encode_json(**reschedule._asdict())
+
+
+def decode_reschedule(body: Buffer) -> Reschedule:
+    fields = decode_json(body, subject=str, id=str, key=str, due_ms=int)
+    if bool(fields["id"]) == bool(fields["key"]):
+        raise InvalidRequest("a RESCHEDULE names an id or a key")
+    return Reschedule(fields["subject"], fields["id"], fields["key"], fields["due_ms"])
+
+
+def encode_rescheduled(outcome: DelayState) -> bytes:
+    return encode_json(outcome=outcome)
+
+
+def decode_rescheduled(body: Buffer) -> DelayState:
+    try:
+        return DelayState(decode_json(body, outcome=str)["outcome"])
+    except ValueError as error:
+        raise InvalidRequest(f"not an answer to RESCHEDULE: {error}") from None
+
 
 # FRAMES and SNAPSHOT: 0 u64 offset of the first byte, then the bytes.
 

@@ -1,0 +1,80 @@
+"""Shell. Asks delay groups to take a delayed message back, or to send it at another time.
+
+Both may be asked twice, so a lost answer is asked for again, at the group's next master too. Who has a message nobody
+but its receipt says: without one, all groups are asked, and "unknown" is an answer only when all of them gave it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from qmq.client.delaying import DelayOutcome, Wanted, outcome_of
+from qmq.client.sender import Sender
+from qmq.errors import AccessError, CallError, NotServed, QmqError
+from qmq.remoting import commands
+from qmq.remoting.commands import Cancel, Command, DelayState, Reschedule
+
+
+async def cancel(sender: Sender, one: Wanted, *, timeout_ms: int, answer_timeout_s: float) -> DelayOutcome:
+    """Take a message back; raises what `outcome_of` raises."""
+    body = commands.encode_cancel(
+        Cancel(one.subject, [one.id] if one.id else [], [one.key] if one.key else [], one.due_ms)
+    )
+
+    def read(answer: memoryview) -> DelayState:
+        ids, keys = commands.decode_cancelled(answer)
+        return (ids + keys)[0]
+
+    ask = partial(_ask, sender, Command.CANCEL, body, read, answer_timeout_s)
+    return await _ask_all(sender, one, ask, sender.now_ms() + timeout_ms)
+
+
+async def reschedule(
+    sender: Sender, one: Wanted, due_ms: int, *, timeout_ms: int, answer_timeout_s: float
+) -> DelayOutcome:  # fmt: skip
+    """Send a message at another time; raises what `outcome_of` raises."""
+    body = commands.encode_reschedule(Reschedule(one.subject, one.id, one.key, due_ms))
+    ask = partial(_ask, sender, Command.RESCHEDULE, body, commands.decode_rescheduled, answer_timeout_s)
+    return await _ask_all(sender, one, ask, sender.now_ms() + timeout_ms)
+
+
+async def _ask_all(
+    sender: Sender, one: Wanted, ask: Callable[[str, int], Coroutine[Any, Any, DelayState]], deadline_ms: int
+) -> DelayOutcome:  # fmt: skip
+    groups = await sender.groups(one.subject, deadline_ms)
+    if one.group:
+        groups = [one.group]
+    answers = await asyncio.gather(*(ask(group, deadline_ms) for group in groups), return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, QmqError):
+            raise answer
+    states = [answer for answer in answers if isinstance(answer, DelayState)]
+    return outcome_of(one, states, [answer for answer in answers if isinstance(answer, QmqError)])
+
+
+async def _ask(
+    sender: Sender, command: Command, body: bytes, read: Callable[[memoryview], DelayState], answer_timeout_s: float,
+    group: str, deadline_ms: int,
+) -> DelayState:  # fmt: skip
+    """Ask one group until it answers; raises its refusal, or NotServed after the deadline."""
+    why = ""
+    while (left_ms := deadline_ms - sender.now_ms()) > 0:
+        connection = sender.connection(group)
+        if connection is None:
+            await sender.wait()
+            continue
+        try:
+            async with asyncio.timeout(min(left_ms / 1000, answer_timeout_s)):
+                return read(await connection.request(command, body))
+        except (CallError, AccessError):
+            raise
+        except TimeoutError:
+            why = "no answer in time"
+            connection.close(why)
+        except QmqError as error:
+            why = str(error)
+            sender.complain(group, error)
+    raise NotServed(f"delay group {group} did not answer: {sender.complaint(group) or why or 'no connection'}")
