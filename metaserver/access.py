@@ -31,6 +31,8 @@ RPC_ROLES: Mapping[str, frozenset[TokenRole]] = {
     "CheckToken": frozenset({TokenRole.BROKER}),
     "WatchRoutes": frozenset({TokenRole.CLIENT}),
     "CountOldRoutes": frozenset({TokenRole.CLUSTER}),
+    "HoldLease": frozenset({TokenRole.CLUSTER}),
+    "ListSources": frozenset({TokenRole.CLUSTER}),
 }
 """Method of the gRPC service -> roles of which a caller needs one. What is not here is refused to everybody."""
 

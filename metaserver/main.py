@@ -80,6 +80,7 @@ class Metaserver:
         self._settings = settings
         self.id = secrets.token_hex(8)
         self._access = Access((settings.cluster_token, settings.cluster_token_before))
+        self._vault = Vault(settings.password_keys)
         self._metrics = Metrics()
         self._refusals = Refusals(self._metrics)
         self._database = Database(settings.database, timeout_ms=settings.database_timeout_ms)
@@ -113,7 +114,7 @@ class Metaserver:
         )  # fmt: skip
         swaps = Swaps(self.registry, self._brokers, settings)
         desk = Desk(
-            self.registry, self._database, self._brokers, swaps, clients, Vault(settings.password_keys),
+            self.registry, self._database, self._brokers, swaps, clients, self._vault,
             bad_rows=lambda: self._database.bad_rows, version=VERSION, own_id=self.id,
         )  # fmt: skip
         return Actions(desk, self._metrics)
@@ -128,7 +129,9 @@ class Metaserver:
         rpc_server, listener = self._open_ports()
         http_server = _HttpServer(self._app(), trusted_proxies=self._settings.trusted_proxies)
         upkeep = Upkeep(self.registry, self._brokers, self._snapshots, self._row(), poll_ms=self._settings.poll_ms)
-        rpc = MetaserverRpc(self.registry, self.hub, self._access, self._metrics, upkeep.ask)
+        rpc = MetaserverRpc(
+            self.registry, self.hubs, self._access, self._metrics, upkeep.ask, self._database, self._vault
+        )
         add_MetaserverServicer_to_server(rpc, rpc_server)
         add_route_methods(rpc, rpc_server)
         await rpc_server.start()

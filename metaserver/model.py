@@ -279,3 +279,26 @@ class DataSource:
     status: int = 0
     """QMQ's numbers: 0 online, -1 offline."""
     update_time_ms: int = 0
+    table: str = "qmq_msg_queue"
+    """Or schema.table."""
+    rate: int = 10_000
+    """Rows a second that the watchdog sends at most."""
+    age_s: int = 60
+    """A row is the watchdog's once it is that old; before, its application sends it."""
+
+
+WATCHDOGS = "watchdog/"
+"""What the names of watchdogs' leases begin with; their room follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRow:
+    """Who of several processes acts under `name`. The beat goes up while the holder lives, the term with each holder."""
+
+    name: str
+    node: str
+    """Unique to the process; empty: nobody holds it."""
+    term: int
+    beat: int
+    address: str = ""
+    update_time_ms: int = 0

@@ -280,6 +280,9 @@ _CONSUMERS = (
     ),
 )
 
+_DATABASE = Parameter(
+    "database", "its name on the server, default qmq_produce; of SQLite the path of the file", chars_max=150
+)
 _DATABASES = (
     Action(
         "AddDb",
@@ -292,6 +295,15 @@ _DATABASES = (
             Parameter("username", "its user", required=True, kind=Kind.NAME),
             Parameter("password", "the user's password; stored encrypted", required=True, secret=True, chars_max=1000),
             Parameter("room", "namespace of the watchdog that scans it", default="default", kind=Kind.NAME),
+            _DATABASE,
+            Parameter("table", "name of the outbox: table, or schema.table", default="qmq_msg_queue", chars_max=130),
+            Parameter(
+                "rate", "rows a second that are sent at most", default="10000", kind=Kind.NUMBER, least=1,
+                most=1_000_000,
+            ),
+            Parameter(
+                "age", "seconds that a row is left to its application", default="60", kind=Kind.NUMBER, most=86_400
+            ),
         ),
         changes=True,
         qmq_data=_result,
@@ -304,10 +316,12 @@ _DATABASES = (
             Parameter("type", "kind of the database", default="mmm", kind=Kind.NAME),
             Parameter("host", "where it is", required=True, kind=Kind.NAME),
             Parameter("port", "its port", required=True, kind=Kind.PORT),
+            _DATABASE,
         ),
         changes=True,
     ),
     Action("ListDbs", "list registered databases, without passwords", VIEWER, installation=True),
+    Action("ListWatchdogs", "list namespaces of watchdogs, and which one is active in each", VIEWER),
 )
 
 _TOKENS = (

@@ -7,23 +7,27 @@ from typing import Any
 from metaserver.actions.desk import Desk
 from metaserver.actions.handler import Handler
 from metaserver.actions.plan import Plan, refused
-from metaserver.actions.shapes import source_json
+from metaserver.actions.shapes import source_json, watchdog_json
 from metaserver.actions.words import Words
 from metaserver.db.changes import AddDataSource, RemoveDataSource
 from metaserver.db.tables import LONG_NAME_CHARS_MAX
-from metaserver.model import DataSource
-from qmq.errors import OperatorError
+from metaserver.model import WATCHDOGS, DataSource
+from qmq.errors import InvalidRequest, OperatorError
+from qmq.outbox.table import table_name
 
 
 async def _add(desk: Desk, words: Words) -> Plan:
     try:
         stored = desk.vault.encrypt(words["password"])
-    except OperatorError as refusal:
+        table = table_name(words["table"])
+    except (OperatorError, InvalidRequest) as refusal:
         return refused(str(refusal))
     if len(stored) > LONG_NAME_CHARS_MAX:
         return refused(f"password is too long: encrypted it has {len(stored)} characters, {LONG_NAME_CHARS_MAX} fit")
     known = await _find(desk, url := _url(words))
-    source = DataSource(url, words["username"], stored, words["room"])
+    source = DataSource(
+        url, words["username"], stored, words["room"], table=table, rate=words.number("rate"), age_s=words.number("age")
+    )
     shown = source_json(source)
     del shown["updateTime"]
     return Plan(
@@ -52,11 +56,18 @@ async def _find(desk: Desk, url: str) -> DataSource | None:
 
 
 def _url(words: Words) -> str:
-    return f"{words['type']}://{words['host']}:{words.number('port')}"
+    url = f"{words['type']}://{words['host']}:{words.number('port')}"
+    return f"{url}/{words['database']}" if words["database"] else url
+
+
+async def _watchdogs(desk: Desk, words: Words) -> Any:
+    rows = await desk.database.read(lambda repository: repository.leases())
+    return [watchdog_json(row, room=row.name.removeprefix(WATCHDOGS)) for row in rows if row.name.startswith(WATCHDOGS)]
 
 
 HANDLERS = {
     "AddDb": Handler(plan=_add),
     "RemoveDb": Handler(plan=_remove),
     "ListDbs": Handler(look=_list),
+    "ListWatchdogs": Handler(look=_watchdogs),
 }

@@ -6,7 +6,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from metaserver.actions.action import Action
-from metaserver.model import DELAY, AuditRow, Broker, DataSource, Group, MetaserverRow, ReplicaState, Route, SubjectInfo
+from metaserver.model import (
+    DELAY,
+    AuditRow,
+    Broker,
+    DataSource,
+    Group,
+    LeaseRow,
+    MetaserverRow,
+    ReplicaState,
+    Route,
+    SubjectInfo,
+)
 
 SHOWN_MAX = 20
 """A list of the trail shows so many of the subjects that one action changed."""
@@ -119,6 +130,20 @@ def source_json(source: DataSource) -> dict[str, Any]:
         "room": source.room,
         "status": "online" if source.status == 0 else "offline",
         "updateTime": source.update_time_ms,
+        "table": source.table,
+        "rate": source.rate,
+        "age": source.age_s,
+    }
+
+
+def watchdog_json(row: LeaseRow, *, room: str) -> dict[str, Any]:
+    """A namespace of watchdogs: which one is active, where, since how many elections."""
+    return {
+        "room": room,
+        "active": row.node,
+        "address": row.address,
+        "term": row.term,
+        "updateTime": row.update_time_ms,
     }
 
 

@@ -82,7 +82,17 @@ def add_subject(connection: Connection, name: str, tag: str) -> None:
 
 def load_data_sources(connection: Connection) -> list[DataSource]:
     return [
-        DataSource(row.url, row.user_name, row.password, row.room, row.status, row.update_time)
+        DataSource(
+            row.url,
+            row.user_name,
+            row.password,
+            row.room,
+            row.status,
+            row.update_time,
+            row.table_name,
+            row.rate,
+            row.age_s,
+        )  # fmt: skip
         for row in connection.execute(select(_sources).order_by(_sources.c.id))
     ]
 
@@ -97,6 +107,9 @@ def add_data_source(connection: Connection, source: DataSource) -> None:
         "room": source.room,
         "status": source.status,
         "update_time": now,
+        "table_name": source.table,
+        "rate": source.rate,
+        "age_s": source.age_s,
     }
     same = _sources.c.url == source.url
     if connection.execute(update(_sources).where(same).values(**checked(_sources, values))).rowcount == 0:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, text
 
-from metaserver.db import backup, groups, operators, routes, sightings, tokens
+from metaserver.db import backup, groups, leases, operators, routes, sightings, tokens
 from metaserver.db.apply import apply_all
 from metaserver.db.bad_rows import BadRows
 from metaserver.db.changes import Change, Order
@@ -31,6 +31,7 @@ from metaserver.model import (
     Broker,
     DataSource,
     Directory,
+    LeaseRow,
     MetaserverRow,
     Route,
     SightingRow,
@@ -215,6 +216,13 @@ class Repository:
 
     def data_sources(self) -> list[DataSource]:
         return self._transactions.read(operators.load_data_sources)
+
+    def hold_lease(self, wish: LeaseRow, *, take: bool, release: bool) -> LeaseRow:
+        """Keep, take or give back a lease; see `metaserver.db.leases`. Returns the row as it is then."""
+        return self._transactions.write(lambda connection: leases.hold(connection, wish, take=take, release=release))
+
+    def leases(self) -> list[LeaseRow]:
+        return self._transactions.read(leases.load)
 
     def dump(self) -> dict[str, Any]:
         """Read everything, as a value that JSON can hold and `RestoreAll` takes."""

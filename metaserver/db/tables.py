@@ -188,7 +188,22 @@ datasource_config = Table(
     Column("room", name(), nullable=False),
     Column("create_time", BigInteger, nullable=False),
     Column("update_time", BigInteger, nullable=False),
+    Column("table_name", name(130), nullable=False, server_default="qmq_msg_queue"),
+    Column("rate", Integer, nullable=False, server_default="10000"),
+    Column("age_s", Integer, nullable=False, server_default="60"),
     UniqueConstraint("url", name="uniq_idx_name"),
+    **OPTIONS,
+)
+
+lease = Table(
+    "lease",  # who of several processes acts; changed by compare-and-set on (term, beat)
+    metadata,
+    Column("name", name(120), primary_key=True),
+    Column("node", name(), nullable=False),
+    Column("address", name(), nullable=False),
+    Column("term", BigInteger, nullable=False),
+    Column("beat", BigInteger, nullable=False),
+    Column("update_time", BigInteger, nullable=False),
     **OPTIONS,
 )
 

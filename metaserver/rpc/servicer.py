@@ -1,27 +1,34 @@
-"""Shell. The gRPC service of the metaserver, joined of its parts: brokers, clients' routes, tokens."""
+"""Shell. The gRPC service of the metaserver, joined of its parts: brokers, clients' routes, tokens, watchdogs."""
 
 from __future__ import annotations
 
 from metaserver.access import Access
+from metaserver.actions.vault import Vault
+from metaserver.database import Database
 from metaserver.metrics import Metrics
 from metaserver.registry import Ask, Registry
+from metaserver.route_hubs import RouteHubs
 from metaserver.rpc.brokers import BrokerRpc
 from metaserver.rpc.routes import RouteRpc
 from metaserver.rpc.tokens import TokenRpc
 from metaserver.rpc.visits import Visits
-from metaserver.watch import WatchHub
+from metaserver.rpc.watchdogs import WatchdogRpc
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer
 
 
-class MetaserverRpc(BrokerRpc, RouteRpc, TokenRpc, MetaserverServicer):  # type: ignore[misc]
+class MetaserverRpc(BrokerRpc, RouteRpc, TokenRpc, WatchdogRpc, MetaserverServicer):  # type: ignore[misc]
     """Created by main, once.
 
     Args:
         ask: asks a broker whether it is there.
     """
 
-    def __init__(self, registry: Registry, hub: WatchHub, access: Access, metrics: Metrics, ask: Ask) -> None:
-        self._registry, self._hub, self._access, self._metrics = registry, hub, access, metrics
+    def __init__(
+        self, registry: Registry, hubs: RouteHubs, access: Access, metrics: Metrics, ask: Ask, database: Database,
+        vault: Vault,
+    ) -> None:  # fmt: skip
+        self._registry, self._hubs, self._access, self._metrics = registry, hubs, access, metrics
+        self._database, self._vault = database, vault
         self._ask = ask
         self._logged: set[str] = set()
         self.visits = Visits(access)

@@ -21,7 +21,7 @@ from metaserver.db.tables import meta_version, metadata, subject_route
 from metaserver.model import ReadonlyMark
 from qmq.types import Role
 
-NEWEST = "0003"
+NEWEST = "0004"
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_rows_of_the_version_before_are_kept(empty, database_url):
 def test_database_of_a_newer_version_is_refused(empty, database_url):
     open_database(database_url).dispose()
     run(empty, "UPDATE alembic_version SET version_num = '0999'")
-    with pytest.raises(DatabaseUnusable, match="0999, this program knows versions up to 0003: a newer qmq"):
+    with pytest.raises(DatabaseUnusable, match="0999, this program knows versions up to 0004: a newer qmq"):
         open_database(database_url)
     assert version(empty) == "0999"
 
@@ -148,7 +148,7 @@ def test_migration_that_fails_half_way_is_undone_or_refused_at_the_next_start(em
         assert version(empty) == NEWEST
         return
     for _ in range(2):
-        with pytest.raises(DatabaseUnusable, match="from 0001 to 0003 stopped half way.* Restore the copy"):
+        with pytest.raises(DatabaseUnusable, match="from 0001 to 0004 stopped half way.* Restore the copy"):
             open_database(database_url)
     run(empty, f"UPDATE alembic_version SET version_num = '{NEWEST}'")  # as if only the last step had been missing
     open_database(database_url).dispose()

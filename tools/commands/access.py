@@ -13,6 +13,7 @@ _DB = (
     Option("type", "kind of the database", default="mmm"),
     Option("host", "where it is"),
     Option("port", "its port", kind=Kind.PORT),
+    Option("database", "its name on the server, default qmq_produce; of SQLite the path of the file", default=""),
 )
 
 
@@ -22,11 +23,27 @@ def _dbs(rows: Any) -> Table:
             Column("DATABASE", "url"),
             Column("USER", "username"),
             Column("ROOM", "room"),
+            Column("TABLE", lambda row: row.get("table", "")),
+            Column("ROWS/S", lambda row: row.get("rate", "")),
             Column("STATE", "status"),
             Column("CHANGED", moment("updateTime"), drop=1),
         ),
         rows,
         empty="no database is registered",
+    )
+
+
+def _watchdogs(rows: Any) -> Table:
+    return Table(
+        (
+            Column("ROOM", "room"),
+            Column("ACTIVE", "active"),
+            Column("ADDRESS", "address"),
+            Column("TERM", "term"),
+            Column("SEEN", moment("updateTime"), drop=1),
+        ),
+        rows,
+        empty="no watchdog has run yet",
     )
 
 
@@ -40,6 +57,9 @@ DATABASES = (
             Option("username", "its user"),
             Option("password", "the user's password", kind=Kind.SECRET),
             Option("room", "namespace of the watchdog that scans it", default="default"),
+            Option("table", "name of the outbox: table, or schema.table; default qmq_msg_queue", default=""),
+            Option("rate", "rows a second that are sent at most; default 10000", "", Kind.NUMBER),
+            Option("age", "seconds that a row is left to its application; default 60", "", Kind.NUMBER),
         ),
         lambda _: [good("the database is registered")],
         changes=True,
@@ -56,6 +76,9 @@ DATABASES = (
         look="ListDbs",
     ),
     Command("ListDbs", "list registered databases, without passwords", "", show=listing(_dbs)),
+    Command(
+        "ListWatchdogs", "list watchdogs' namespaces, and who is active in each", "", show=listing(_watchdogs)
+    ),
 )
 
 

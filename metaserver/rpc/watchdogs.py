@@ -1,0 +1,62 @@
+"""Shell. The gRPC methods of watchdogs: the lease by which one of them acts, and the databases that it scans.
+
+Passwords leave the metaserver here alone, decrypted, to whoever has the key of the installation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from metaserver.actions.vault import Vault
+from metaserver.database import Database
+from metaserver.model import WATCHDOGS, DataSource, LeaseRow
+from qmq.errors import InvalidName, NotServed, OperatorError, QmqError
+from qmq.proto import qmq_pb2 as pb
+from qmq.subjects import check_name
+
+ONLINE = 0
+
+
+class WatchdogRpc:
+    """Part of the metaserver's service."""
+
+    _database: Database
+    _vault: Vault
+
+    async def HoldLease(self, request: pb.LeaseRequest, context: Any) -> pb.Lease:
+        try:
+            check_name("room", request.name.removeprefix(WATCHDOGS))
+            check_name("node", request.node)
+            wish = LeaseRow(request.name, request.node, request.term, request.beat, request.address)
+            row = await self._database.write(
+                lambda repository: repository.hold_lease(wish, take=request.take, release=request.release)
+            )
+        except QmqError as error:
+            await context.abort(_status(error), str(error))
+            raise  # abort has raised already
+        return pb.Lease(node=row.node, term=row.term, beat=row.beat, address=row.address)
+
+    async def ListSources(self, request: pb.SourcesQuestion, context: Any) -> pb.SourceList:
+        try:
+            sources = await self._database.read(lambda repository: repository.data_sources())
+        except NotServed as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            raise  # abort has raised already
+        wanted = [one for one in sources if one.status == ONLINE and one.room == request.room]
+        return pb.SourceList(sources=map(self._source, wanted))
+
+    def _source(self, source: DataSource) -> pb.Source:
+        try:
+            password, problem = self._vault.decrypt(source.password), ""
+        except OperatorError as error:
+            password, problem = "", str(error)
+        return pb.Source(
+            url=source.url, user=source.user_name, password=password, table=source.table, rate=source.rate,
+            age_s=source.age_s, problem=problem,
+        )  # fmt: skip
+
+
+def _status(error: QmqError) -> grpc.StatusCode:
+    return grpc.StatusCode.INVALID_ARGUMENT if isinstance(error, InvalidName) else grpc.StatusCode.UNAVAILABLE
