@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from benchmarks.figures import Figure
 from benchmarks.machine import Clock
-from benchmarks.speed import Meter, Speed
+from benchmarks.speed import WARM_MESSAGES, Meter, Speed
 
 CROWD_PER_S = 20
 """Messages; each goes to every group."""
 RARE = 100
 """One message in so many has the tag that is asked for."""
-WARM_MESSAGES = 1_000
 
 
 class Consuming:

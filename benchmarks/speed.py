@@ -19,6 +19,8 @@ IN_FLIGHT = 256
 PACE_PER_S = 1_000
 WIDE = 64
 """Handlers at once."""
+WARM_MESSAGES = 1_000
+"""Taken before a process is measured."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,10 @@ class Speed:
             subject = self.subject()
             with self.worker() as client:
                 client.run("produce", subject=subject, messages=messages, size=1024)
+                client.run("produce", subject=f"{subject}.warm", messages=WARM_MESSAGES, size=1024)
             for figure, action, more in ((pull, "drain", {}), (listen, "listen", {}), (wide, "listen", many)):
-                with self.worker() as client:
+                with self.worker() as client:  # what a process imports at its first use is no cost of a message
+                    client.run(action, subject=f"{subject}.warm", messages=WARM_MESSAGES, group=figure.name, **more)
                     meter = Meter(self.pids(client=client))
                     measured = meter.run(client, action, subject, messages, group=figure.name, **more)
                     self._add_rate(figure, measured)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from broker import progress
+from broker.bodies import Bodies
 from broker.consume import Consumption, Subscription, WaitingPull
 from broker.counters import Counters
 from broker.dead_letters import DeadLetters
@@ -49,6 +50,7 @@ class Delivery:
         reign.before_progress = self._changing
         self._woken: dict[str, None] = {}
         self._turns = Turns()
+        self._bodies = Bodies(reign.log, reign.host)
         self._offline = Offline()
         self._forgot_ms = 0
 
@@ -417,21 +419,19 @@ class Delivery:
         subscription.in_flight += 1
         self._counters.pulled_messages += sum(part.end - part.begin for part in hand_out.parts)
         answer = PullAnswer(subscription, waiting.packet, hand_out, reign.gate, self._settled)
-        subscription.link.owed_bytes += hand_out.bytes
-        self._turns.spend(HAND_OUT_BYTES + hand_out.bytes)
+        subscription.link.owed_bytes += answer.bytes
+        self._turns.spend(HAND_OUT_BYTES + answer.bytes)
         subscription.owed.append(answer.send)
         missing: dict[int, FrameRef] = {}
         for part in hand_out.parts:
             offset = part.ref.offset
-            if (found := hand_out.bodies.get(offset) or reign.log.tail_body(offset)) is not None:
+            if (found := hand_out.bodies.get(offset) or self._bodies.at_hand(offset)) is not None:
                 answer.bodies[offset] = found
             else:
                 missing[offset] = part.ref
-        # Only these are surely on disk: what the tail has may not be written yet.
         if missing:
             answer.is_read = False
-            refs = [missing[offset] for offset in sorted(missing)]
-            reign.host.read(partial(reign.log.read_bodies, refs), partial(self._bodies_read, answer))
+            self._bodies.read([missing[offset] for offset in sorted(missing)], partial(self._bodies_read, answer))
         reign.gate.progress(reign.log.end, hand_out.data_end, answer.safe)
         reign.gate.release_now()
 

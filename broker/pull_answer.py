@@ -9,7 +9,7 @@ from broker.consume import Subscription
 from broker.hand_out import HandOut
 from qmq.codec import Buffer, labels_bytes, slice_batch
 from qmq.errors import QmqError
-from qmq.log.frame import FLAG_ALONE, FLAG_LABELLED, Frame
+from qmq.log.frame import FLAG_ALONE, FLAG_LABELLED, FLAG_ORDERED, Frame
 from qmq.remoting import commands
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import AckGate
@@ -20,7 +20,7 @@ class PullAnswer:
     """An answer to a pull that waits for two things: that it is safe, and that its bytes were read."""
 
     __slots__ = (
-        "subscription", "packet", "hand_out", "bodies", "is_read", "_gate", "_settled", "_flags", "_is_safe",
+        "subscription", "packet", "hand_out", "bytes", "bodies", "is_read", "_gate", "_settled", "_flags", "_is_safe",
         "_is_over",
     )  # fmt: skip
 
@@ -29,6 +29,8 @@ class PullAnswer:
         settled: Callable[[Link, int], None],
     ) -> None:  # fmt: skip
         self.subscription, self.packet, self.hand_out = subscription, packet, hand_out
+        self.bytes = hand_out.bytes()
+        """About how many it will have."""
         self.bodies: dict[int, tuple[Frame, Buffer]] = {}
         self.is_read = True
         self._gate, self._settled, self._flags = gate, settled, 0
@@ -40,7 +42,7 @@ class PullAnswer:
             subscription.link.refuse(self.packet, error)
             subscription.in_flight -= 1
             subscription.resend = min(subscription.resend, self.hand_out.parts[0].pull_sequence)
-            self._settled(subscription.link, self.hand_out.bytes)
+            self._settled(subscription.link, self.bytes)
             self._is_over = True
         # As of now: a slave that comes while the bytes are still being read has not confirmed the pull by that.
         self._flags = FLAG_ALONE if self._gate.alone else 0
@@ -59,7 +61,7 @@ class PullAnswer:
         if not self._is_safe or not self.is_read:
             return False
         self.subscription.in_flight -= 1
-        self._settled(self.subscription.link, self.hand_out.bytes)
+        self._settled(self.subscription.link, self.bytes)
         if self.subscription.over is not None:
             self.subscription.link.refuse(self.packet, self.subscription.over)
             return True
@@ -74,6 +76,7 @@ class PullAnswer:
                 body = memoryview(body)[: len(body) - labels_bytes(frame.count)]
                 crc = crc32(body)
             place = part.pull_sequence, part.begin, count
-            buffers += (commands.piece_header(*place, len(body), crc, self._flags, part.times), body)
+            flags = self._flags | frame.flags & FLAG_ORDERED
+            buffers += (commands.piece_header(*place, len(body), crc, flags, part.times), body)
         self.subscription.link.answer(self.packet, *buffers)
         return True

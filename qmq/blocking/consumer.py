@@ -159,7 +159,7 @@ class Consumer:
     def pull(
         self, subject: str, *, group: str = "", broadcast: bool = False, tags: Iterable[str] = (),
         tag_mode: TagMode = "any", start: Start = "latest", retries_max: int = 32, retry_delay: float = 5.0,
-        most_once: bool = False, prefetch_messages: int = 4_000, prefetch_bytes: int = 16 << 20,
+        most_once: bool = False, prefetch_messages: int = 8_000, prefetch_bytes: int = 16 << 20,
         unacked_max: int = 1_000_000,
     ) -> Puller:  # fmt: skip
         """Return a puller for `with`; the arguments are those of `listen`: see `qmq.Consumer.pull`."""

@@ -188,12 +188,14 @@ class Consumer:
     def pull(
         self, subject: str, *, group: str = "", broadcast: bool = False, tags: Iterable[str] = (),
         tag_mode: TagMode = "any", start: Start = "latest", retries_max: int = 32, retry_delay: float = 5.0,
-        most_once: bool = False, prefetch_messages: int = 4_000, prefetch_bytes: int = 16 << 20,
+        most_once: bool = False, prefetch_messages: int = 8_000, prefetch_bytes: int = 16 << 20,
         unacked_max: int = 1_000_000,
     ) -> Puller:  # fmt: skip
         """Return a puller for `async with`; the arguments are those of `listen`.
 
-        With `most_once`, `pull` returns messages when the broker keeps their acks.
+        With `most_once`, `pull` returns messages when the broker keeps their acks. `prefetch_messages` is that of who
+        takes messages as fast as they come: in pulls of 2,000 each costs both sides a quarter less than in pulls of
+        1,000. Ask for less where several pullers share few messages that take long.
         """
         terms = make_terms(
             subject=subject, group=group, consumer=self.id, broadcast=broadcast, start=start, tags=tags,

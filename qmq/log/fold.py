@@ -115,10 +115,7 @@ class Consumer:
         Raises:
             InvalidAck: the range is empty, or was not handed out.
         """
-        if not begin < end:
-            raise InvalidAck(f"[{begin}, {end}) is empty")
-        if end > self.next_pull:
-            raise InvalidAck(f"[{begin}, {end}) ends past {self.next_pull}, the next pull sequence to hand out")
+        self.check_given(begin, end)
         found: list[tuple[int, int]] = []
         for at in range(self._find(begin), len(self.unacked)):
             first, _, messages, _ = self.unacked[at]
@@ -130,6 +127,13 @@ class Consumer:
             else:
                 found.append(piece)
         return found
+
+    def check_given(self, begin: int, end: int) -> None:
+        """Raise InvalidAck if the range is empty, or was not handed out."""
+        if not begin < end:
+            raise InvalidAck(f"[{begin}, {end}) is empty")
+        if end > self.next_pull:
+            raise InvalidAck(f"[{begin}, {end}) ends past {self.next_pull}, the next pull sequence to hand out")
 
     def take(self, begin: int, end: int) -> list[Taken]:
         """Hold pull sequences `[begin, end)` no more; return what that was."""
@@ -342,12 +346,13 @@ def _holder(state: State, frame: Frame, progress: Progress) -> tuple[Group, Cons
 
 def _take(consumer: Consumer, frame: Frame, begin: int, end: int) -> list[Taken]:
     try:
-        held = consumer.held(begin, end)
+        consumer.check_given(begin, end)
     except InvalidAck as error:
         raise CorruptFrame(frame.offset, str(error)) from None
-    if not held:
+    taken = consumer.take(begin, end)
+    if not taken:
         raise CorruptFrame(frame.offset, f"nothing of [{begin}, {end}) is held any more")
-    return consumer.take(begin, end)
+    return taken
 
 
 def _ack(state: State, frame: Frame, body: Buffer) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qmq.codec import Buffer, decode_envelope, decode_message, split_batch
-from qmq.log.frame import Frame, FrameKind
+from qmq.log.frame import FLAG_ALONE, Frame, FrameKind
 from qmq.log.progress import decode_progress
 from qmq.remoting.commands import Piece, Produced
 from qmq.subjects import parse_derived
@@ -232,7 +232,7 @@ class Oracle:
         if times < 1 or (self.deliveries_max and times > self.deliveries_max):
             raise Violation(f"I21: {consumer.subject} {sequence} is handed out for the {times}th time")
         key = consumer.group, consumer.subject, sequence
-        if piece.flags:
+        if piece.flags & FLAG_ALONE:
             self._uncounted.add(key)
         number = consumer.name, piece.pull_sequence + at
         if self._counts.setdefault((*key, times), number) != number and key not in self._uncounted:

@@ -25,7 +25,8 @@ from qmq.errors import (
     SubscriptionReplaced,
     UnknownSubscription,
 )
-from qmq.log.frame import FLAG_LABELLED
+from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
+from qmq.message import ORDER_KEY
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server
 from qmq.remoting import commands
@@ -301,7 +302,8 @@ class FakeBroker:
     @staticmethod
     def _piece(at: int, messages: list[bytes], sequence: int, times: int) -> list[bytes]:
         body = join_batch(messages)
-        return [commands.piece_header(at, sequence, len(messages), len(body), crc32(body), 0, times), body]
+        flags = FLAG_ORDERED if ORDER_KEY.encode() in body else 0
+        return [commands.piece_header(at, sequence, len(messages), len(body), crc32(body), flags, times), body]
 
     def _ack(self, connection: Connection, packet: Packet) -> None:
         ack = commands.decode_ack(packet.body)
