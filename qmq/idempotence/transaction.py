@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from datetime import datetime
 from typing import TypeVar
@@ -17,6 +18,7 @@ from qmq.client.received import ReceivedMessage
 from qmq.errors import InvalidRequest
 from qmq.idempotence.keys import KeyOf, message_key
 from qmq.idempotence.tables import HANDLED, HandledTable
+from qmq.outbox.sqlalchemy import sends_after_commit
 
 S = TypeVar("S", AsyncSession, Session)
 
@@ -29,6 +31,8 @@ class SqlTransaction:
     lost, it comes again, its key is found, and it is acked. An error of the commit is an error of the message.
 
     Two processes that have the same message: the database lets the second one wait at the key for the first one's end.
+
+    Messages that a handler sends with `session=once.session` are written in that transaction and sent after its commit.
 
     The transaction is the filter's: `session.commit()` and `session.rollback()` of a handler reach back to a savepoint
     that lies behind the key, so that nothing is kept before all of it is.
@@ -63,7 +67,10 @@ class SqlTransaction:
 
     async def __call__(self, message: ReceivedMessage, handle: Callable[[ReceivedMessage], Awaitable[object]]) -> None:
         key = message_key(message, self._name_of)
-        async with self._engine.connect() as connection, connection.begin() as transaction:
+        async with AsyncExitStack() as stack:
+            connection = await stack.enter_async_context(self._engine.connect())
+            stack.enter_context(sends_after_commit(connection))
+            transaction = await stack.enter_async_context(connection.begin())
             try:
                 await connection.execute(self._table.insert(key, _now_ms()))
             except IntegrityError:
@@ -104,7 +111,7 @@ class BlockingSqlTransaction:
 
     def __call__(self, message: ReceivedMessage, handle: Callable[[ReceivedMessage], object]) -> None:
         key = message_key(message, self._name_of)
-        with self._engine.connect() as connection, connection.begin() as transaction:
+        with self._engine.connect() as connection, sends_after_commit(connection), connection.begin() as transaction:
             try:
                 connection.execute(self._table.insert(key, _now_ms()))
             except IntegrityError:

@@ -114,9 +114,14 @@ class Unit:
         by_courier: dict[Courier, list[Item]] = {}
         for item in self._staged.take():
             by_courier.setdefault(item.courier, []).append(item)
-        for courier, items in by_courier.items():
-            written = Written(self._database, items, rows_of(courier.table).insert([item.content for item in items]))
-            self._written.append(written)
+        try:
+            for courier, items in by_courier.items():
+                ids = rows_of(courier.table).insert([item.content for item in items])
+                self._written.append(Written(self._database, items, ids))
+        except BaseException:
+            for items in by_courier.values():
+                _are_rolled_back(items)
+            raise
 
     def committed(self) -> None:
         """The commit has succeeded."""

@@ -1,7 +1,39 @@
-"""Shell. Databases for the tests of the outbox."""
+"""Shell. A broker in memory, producers for it, and shops with real databases."""
 
 from __future__ import annotations
 
+import pytest
+
+import qmq.blocking
+from qmq.testing import BlockingBroker
 from tests.support.databases import database_url, mariadb, postgresql
+from tests.unit.outbox.worlds import INTERFACES, WORLDS
 
 __all__ = ["database_url", "mariadb", "postgresql"]
+
+
+@pytest.fixture
+def broker():
+    with BlockingBroker() as broker:
+        yield broker
+
+
+@pytest.fixture
+def producer(broker):
+    with qmq.blocking.Producer(metaserver=broker.metaserver, token="any", app="shop", timeout_s=20.0) as producer:
+        yield producer
+
+
+@pytest.fixture(params=INTERFACES)
+def world(request, database_url):
+    world = WORLDS[request.param](database_url)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def session_world(tmp_path):
+    """One of SQLAlchemy's on SQLite, for what does not depend on the database."""
+    world = WORLDS["session"](f"sqlite:///{tmp_path / 'shop.db'}")
+    yield world
+    world.close()

@@ -1,0 +1,96 @@
+"""Shell. What only plain DB-API connections have: drivers that begin transactions by themselves, or do not."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+
+from qmq import Outcome
+from qmq.errors import InvalidRequest
+from qmq.outbox.dbapi import Database
+from tests.unit.outbox.test_transactions import Failed, paid, sent
+from tests.unit.outbox.worlds import DbapiWorld, connect
+
+
+@pytest.fixture
+def world(database_url):
+    """One of each database."""
+    world = DbapiWorld(database_url)
+    yield world
+    world.close()
+
+
+def run(connection, statement):
+    cursor = connection.cursor()
+    cursor.execute(statement)
+    cursor.close()
+
+
+def autocommits(connection):
+    """Let the driver begin no transactions."""
+    if isinstance(connection, sqlite3.Connection):
+        connection.isolation_level = None
+    elif hasattr(connection, "get_autocommit"):
+        connection.autocommit(True)
+    else:
+        connection.autocommit = True
+
+
+@pytest.mark.parametrize("prepare", [lambda _: None, autocommits], ids=["by the driver", "by us"])
+def test_an_applications_own_connection_serves_for_transaction_after_transaction(world, broker, producer, prepare):
+    database, connection = Database(lambda: connect(world.url)), connect(world.url)
+    prepare(connection)
+    with database.transaction(connection) as begun:
+        run(connection, "INSERT INTO orders VALUES (1)")
+        producer.send(paid(1), session=begun)
+    with pytest.raises(Failed), database.transaction(connection) as begun:
+        run(connection, "INSERT INTO orders VALUES (2)")
+        producer.send(paid(2), session=begun)
+        raise Failed
+    with database.transaction(connection) as begun:
+        with pytest.raises(Failed), begun.savepoint():
+            run(connection, "INSERT INTO orders VALUES (3)")
+            producer.send(paid(3), session=begun)
+            raise Failed
+        run(connection, "INSERT INTO orders VALUES (4)")
+        producer.send(paid(4), session=begun)
+    connection.close()
+    producer.flush()
+    assert (sent(broker), world.orders(), world.rows()) == (["paid-1", "paid-4"], [1, 4], [])
+
+
+def test_a_commit_that_fails_has_no_known_outcome(tmp_path, broker, producer):
+    world = DbapiWorld(f"sqlite:///{tmp_path / 'shop.db'}")
+    connection = connect(world.url)
+    connection.executescript("""
+        PRAGMA foreign_keys = ON;
+        CREATE TABLE keys (n INTEGER PRIMARY KEY);
+        CREATE TABLE items (n INTEGER REFERENCES keys (n) DEFERRABLE INITIALLY DEFERRED);
+    """)
+    with pytest.raises(sqlite3.IntegrityError):
+        with Database(lambda: connect(world.url)).transaction(connection) as begun:
+            connection.execute("INSERT INTO items VALUES (1)")
+            later = producer.send(paid(1), session=begun)
+    assert later.result(5).outcome is Outcome.UNKNOWN
+    assert not connection.in_transaction
+    connection.close()
+    assert (sent(broker), world.rows()) == ([], [])
+    world.close()
+
+
+def test_a_transaction_without_an_outbox_is_rolled_back(tmp_path, broker, producer):
+    world = DbapiWorld(f"sqlite:///{tmp_path / 'shop.db'}")
+    world.drop_outbox()
+    with pytest.raises(sqlite3.OperationalError), world.begin() as begun:
+        begun.execute("INSERT INTO orders VALUES (1)")
+        later = producer.send(paid(1), session=begun.session)
+    assert later.result(5).outcome is Outcome.REFUSED
+    assert (sent(broker), world.orders()) == ([], [])
+    world.close()
+
+
+def test_an_unknown_driver_is_refused():
+    with pytest.raises(InvalidRequest, match="not known"):
+        with Database(lambda: object()).transaction(object()):
+            pass

@@ -1,0 +1,63 @@
+"""Shell. What only Django has: hooks of its own, and managed or unmanaged transactions."""
+
+from __future__ import annotations
+
+import pytest
+from django.db import connections, transaction
+from django.utils.connection import ConnectionProxy
+
+from qmq import Outcome
+from qmq.errors import InvalidRequest
+from tests.unit.outbox.test_transactions import Failed, paid, sent
+from tests.unit.outbox.worlds import DjangoWorld
+
+
+@pytest.fixture
+def world(tmp_path):
+    world = DjangoWorld(f"sqlite:///{tmp_path / 'shop.db'}")
+    yield world
+    world.close()
+
+
+def hooks(world):
+    return len(world.connection.run_on_commit)
+
+
+def test_messages_of_one_savepoint_are_sent_together_and_djangos_hooks_keep_their_order(world, broker, producer):
+    order = []
+    with world.begin() as begun:
+        for number in (1, 2):
+            producer.send(paid(number), session=begun.session)
+        assert hooks(world) == 1
+        transaction.on_commit(lambda: order.append("other"), using=world.connection.alias)
+        producer.send(paid(3), session=begun.session)
+        with begun.savepoint():
+            producer.send(paid(4), session=begun.session)
+        assert hooks(world) == 4
+    producer.flush()
+    assert sent(broker) == ["paid-1", "paid-2", "paid-3", "paid-4"]
+    assert (order, world.rows()) == (["other"], [])
+
+
+def test_the_proxy_of_the_current_thread_is_a_session(world, broker, producer):
+    proxy = ConnectionProxy(connections, world.connection.alias)
+    with transaction.atomic(using=world.connection.alias):
+        producer.send(paid(1), session=proxy)
+    producer.flush()
+    assert (sent(broker), world.rows()) == (["paid-1"], [])
+
+
+def test_django_does_not_tell_of_a_roll_back_so_the_outcome_is_unknown(world, producer):
+    with pytest.raises(Failed), world.begin() as begun:
+        later = producer.send(paid(1), session=begun.session)
+        raise Failed
+    assert later.result(5).outcome is Outcome.UNKNOWN
+
+
+def test_a_connection_without_managed_transactions_is_refused(world, producer):
+    world.connection.set_autocommit(False)
+    with pytest.raises(InvalidRequest, match="atomic"):
+        producer.send(paid(1), session=world.connection)
+    world.connection.rollback()
+    world.connection.set_autocommit(True)
+    assert world.rows() == []

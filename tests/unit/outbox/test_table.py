@@ -1,0 +1,82 @@
+"""Core. The statements: cut to what databases take, with the right ids also where INSERT does not tell them."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+
+from qmq.errors import InvalidRequest
+from qmq.outbox.schema import create_statements
+from qmq.outbox.table import BYTES_MAX, ROWS_MAX, Flavor, Rows, parts_of, table_name
+
+
+def of_sqlite(statements):
+    """An outbox in memory, whose statements are noted."""
+    connection = sqlite3.connect(":memory:")
+    for statement in create_statements("sqlite"):
+        connection.execute(statement)
+
+    def execute(statement, values):
+        statements.append(statement)
+        return connection.execute(statement, tuple(values)).fetchall()
+
+    return Rows(execute, "qmq_msg_queue", Flavor.SQLITE, "qmark"), connection
+
+
+def test_many_rows_are_written_read_and_deleted_in_statements_of_bounded_size():
+    statements = []
+    rows, connection = of_sqlite(statements)
+    contents = [f"content {number}" for number in range(2 * ROWS_MAX + 1)]
+    ids = rows.insert(contents)
+    assert len(statements) == 3
+    assert sorted(content for _, content in rows.read(ids)) == sorted(contents)
+    rows.delete(ids[1:])
+    assert rows.read(ids) == [(ids[0], "content 0")]
+    connection.close()
+
+
+def test_an_id_is_never_used_again():
+    rows, connection = of_sqlite([])
+    (first,) = rows.insert(["a"])
+    rows.delete([first])
+    assert rows.insert(["b"]) != [first]
+    connection.close()
+
+
+def test_large_contents_share_no_statement():
+    large = "x" * (BYTES_MAX - 1)
+    assert [len(part) for part in parts_of(["a", large, "b", large, large + "xxx", "c"])] == [2, 2, 1, 1]
+    assert list(parts_of([])) == []
+
+
+def test_where_insert_tells_no_ids_they_are_counted_from_the_first_one():
+    """MySQL, whose servers count in steps when there are several of them."""
+    asked = []
+
+    def execute(statement, values):
+        asked.append((statement.partition(" ")[0], len(values)))
+        return [(40, 3)] if statement.startswith("SELECT") else []
+
+    assert Rows(execute, "t", Flavor.MYSQL, "pyformat").insert(["a", "b", "c"]) == [40, 43, 46]
+    assert asked == [("INSERT", 3), ("SELECT", 0)]
+
+
+@pytest.mark.parametrize(
+    "paramstyle, marks", [("qmark", ["?", "?"]), ("format", ["%s", "%s"]), ("numeric_dollar", ["$1", "$2"])]
+)
+def test_values_are_marked_as_the_driver_wants_it(paramstyle, marks):
+    asked = []
+    Rows(lambda statement, values: asked.append(statement) or [], "t", Flavor.POSTGRESQL, paramstyle).insert(["a", "b"])
+    assert all(f"({mark}, 0, 0, clock_timestamp(), clock_timestamp())" in asked[0] for mark in marks)
+
+
+def test_another_driver_is_refused():
+    with pytest.raises(InvalidRequest):
+        Rows(lambda *_: [], "t", Flavor.SQLITE, "named")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a;b", "a.b.c", "a.", "1a", "ä", '"a"', "x" * 70])
+def test_what_is_no_name_of_a_table_is_refused(name):
+    with pytest.raises(InvalidRequest):
+        table_name(name)

@@ -1,0 +1,172 @@
+"""Shell. Messages of transactions, through each blocking interface and on each database."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq import InvalidMessage, InvalidName, Message, Outcome
+from qmq.errors import RolledBack
+
+PAY = "INSERT INTO orders VALUES (42)"
+WAIT_S = 20.0
+
+
+class Failed(Exception):
+    """The application's own."""
+
+
+def paid(number):
+    return Message("order.paid", {"number": number}, id=f"paid-{number}")
+
+
+def sent(broker):
+    return [message.id for message in broker.messages("order.paid")]
+
+
+def test_a_message_is_sent_after_the_commit_and_its_row_deleted(world, broker, producer):
+    with world.begin() as begun:
+        begun.execute(PAY)
+        later = producer.send(paid(42), session=begun.session)
+        producer.flush()
+        assert sent(broker) == [] and not later.done()
+    assert later.result(WAIT_S).check().message_id == "paid-42"
+    producer.flush()
+    (message,) = broker.messages("order.paid")
+    assert (message.id, message.get_int("number")) == ("paid-42", 42)
+    assert (world.orders(), world.rows()) == ([42], [])
+
+
+def test_what_is_rolled_back_is_neither_written_nor_sent(world, broker, producer):
+    with pytest.raises(Failed), world.begin() as begun:
+        begun.execute(PAY)
+        later = producer.send(paid(42), session=begun.session)
+        raise Failed
+    receipt = later.result(WAIT_S)
+    assert not receipt.is_stored
+    producer.flush()
+    assert (sent(broker), world.orders(), world.rows()) == ([], [], [])
+
+
+def test_messages_end_with_their_savepoint(world, broker, producer):
+    with world.begin() as begun:
+
+        def send(number):
+            return producer.send(paid(number), session=begun.session)
+
+        send(1)
+        with begun.savepoint():
+            send(2)
+            with pytest.raises(Failed), begun.savepoint():
+                send(3)
+                with begun.savepoint():
+                    send(4)
+                raise Failed
+            send(5)
+        with pytest.raises(Failed), begun.savepoint():
+            send(6)
+            raise Failed
+        with begun.savepoint():
+            send(7)
+        send(8)
+    producer.flush()
+    assert sent(broker) == ["paid-1", "paid-2", "paid-5", "paid-7", "paid-8"]
+    assert world.rows() == []
+
+
+def test_a_savepoint_from_before_the_first_message_takes_all_of_them_along(world, broker, producer):
+    with world.begin() as begun:
+        begun.execute(PAY)
+        with pytest.raises(Failed), begun.savepoint():
+            with begun.savepoint():
+                producer.send(paid(1), session=begun.session)
+            producer.send(paid(2), session=begun.session)
+            raise Failed
+        producer.send(paid(3), session=begun.session)
+    producer.flush()
+    assert (sent(broker), world.rows()) == (["paid-3"], [])
+
+
+def test_many_messages_are_one_insert_and_one_delete(world, broker, producer):
+    with world.begin() as begun:
+        producer.send_many([paid(number) for number in range(900)], session=begun.session)
+    producer.flush()
+    assert (len(sent(broker)), world.rows()) == (900, [])
+    # Django's DELETE runs on a connection that is not looked at, and so do all of the plain driver's.
+    assert world.statements in (["INSERT", "DELETE"], ["INSERT"], [])
+
+
+def test_the_row_is_there_before_the_message_is_sent_and_stays_until_it_is_stored(world, broker, producer):
+    broker.readonly()
+    with world.begin() as begun:
+        later = producer.send(paid(42), session=begun.session)
+    assert world.rows() == ["paid-42"]
+    assert not later.done()
+    broker.writable()
+    assert later.result(WAIT_S).is_stored
+    producer.flush()
+    assert (sent(broker), world.rows()) == (["paid-42"], [])
+
+
+def test_of_several_messages_only_rows_of_stored_ones_are_deleted(world, broker, producer):
+    broker.readonly("order.paid")
+    with world.begin() as begun:
+        stuck = producer.send(paid(1), session=begun.session)
+        producer.send_many([Message("other", id="other-1"), Message("other", id="other-2")], session=begun.session)
+    broker.refuse_next(InvalidMessage("it is not wanted"))
+    broker.writable()
+    stuck.result(WAIT_S)
+    producer.flush()
+    stored = [message.id for subject in ("order.paid", "other") for message in broker.messages(subject)]
+    assert sorted(world.rows() + stored) == ["other-1", "other-2", "paid-1"]
+    assert world.rows() != []
+
+
+def test_outside_of_a_transaction_the_row_is_written_then_the_message_sent_then_the_row_deleted(
+    world, broker, producer
+):
+    broker.readonly()
+    later = producer.send(paid(42), session=world.outside)
+    assert world.rows() == ["paid-42"]
+    broker.writable()
+    assert later.result(WAIT_S).is_stored
+    producer.flush()
+    assert (sent(broker), world.rows()) == (["paid-42"], [])
+
+
+def test_outside_of_a_transaction_a_message_is_sent_though_its_row_cannot_be_written(world, broker, producer):
+    world.drop_outbox()
+    assert producer.send(paid(42), session=world.outside).result(WAIT_S).is_stored
+    assert sent(broker) == ["paid-42"]
+
+
+@pytest.mark.parametrize(
+    "message, error",
+    [
+        (Message("a/b"), InvalidName),
+        (Message("a", {"qmq_x": "1"}), InvalidMessage),
+        (Message("a", id=""), InvalidMessage),
+    ],
+)
+def test_what_can_never_be_sent_is_refused_at_once_and_the_transaction_goes_on(session_world, producer, message, error):
+    with session_world.begin() as begun:
+        begun.execute(PAY)
+        with pytest.raises(error):
+            producer.send_many([paid(1), message], session=begun.session)
+    assert (session_world.orders(), session_world.rows()) == ([42], [])
+
+
+def test_a_message_is_sent_as_it_was_when_it_was_given(session_world, broker, producer):
+    message = paid(42)
+    with session_world.begin() as begun:
+        producer.send(message, session=begun.session)
+        message.properties["number"] = 43
+    producer.flush()
+    assert broker.messages("order.paid")[0].get_int("number") == 42
+
+
+def test_who_rolled_back_is_told_so(session_world, producer):
+    with pytest.raises(Failed), session_world.begin() as begun:
+        later = producer.send(paid(42), session=begun.session)
+        raise Failed
+    receipt = later.result(WAIT_S)
+    assert (receipt.outcome, type(receipt.error)) == (Outcome.REFUSED, RolledBack)
