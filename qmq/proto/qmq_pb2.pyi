@@ -6,6 +6,66 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class LeaseRequest(_message.Message):
+    __slots__ = ("name", "node", "address", "take", "term", "beat", "release")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TAKE_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    node: str
+    address: str
+    take: bool
+    term: int
+    beat: int
+    release: bool
+    def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., take: _Optional[bool] = ..., term: _Optional[int] = ..., beat: _Optional[int] = ..., release: _Optional[bool] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("node", "term", "beat", "address")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    term: int
+    beat: int
+    address: str
+    def __init__(self, node: _Optional[str] = ..., term: _Optional[int] = ..., beat: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
+class SourcesQuestion(_message.Message):
+    __slots__ = ("room",)
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    room: str
+    def __init__(self, room: _Optional[str] = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("url", "user", "password", "table", "rate", "age_s", "problem")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    PASSWORD_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    user: str
+    password: str
+    table: str
+    rate: int
+    age_s: int
+    problem: str
+    def __init__(self, url: _Optional[str] = ..., user: _Optional[str] = ..., password: _Optional[str] = ..., table: _Optional[str] = ..., rate: _Optional[int] = ..., age_s: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class SourceList(_message.Message):
+    __slots__ = ("sources",)
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    sources: _containers.RepeatedCompositeFieldContainer[Source]
+    def __init__(self, sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ...) -> None: ...
+
 class TokenQuestion(_message.Message):
     __slots__ = ("token",)
     TOKEN_FIELD_NUMBER: _ClassVar[int]

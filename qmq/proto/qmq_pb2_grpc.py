@@ -61,6 +61,16 @@ class MetaserverStub:
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.OldRoutesQuestion.SerializeToString,
                 response_deserializer=qmq_dot_proto_dot_qmq__pb2.OldRoutesAnswer.FromString,
                 _registered_method=True)
+        self.HoldLease = channel.unary_unary(
+                '/qmq.Metaserver/HoldLease',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.LeaseRequest.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.Lease.FromString,
+                _registered_method=True)
+        self.ListSources = channel.unary_unary(
+                '/qmq.Metaserver/ListSources',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.SourcesQuestion.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.SourceList.FromString,
+                _registered_method=True)
 
 
 class MetaserverServicer:
@@ -104,6 +114,20 @@ class MetaserverServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HoldLease(self, request, context):
+        """A watchdog keeps, takes or gives back the lease of its namespace; the answer is the row as it is then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSources(self, request, context):
+        """A watchdog asks which databases it scans, with what it needs to log in.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MetaserverServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -131,6 +155,16 @@ def add_MetaserverServicer_to_server(servicer, server):
                     servicer.CountOldRoutes,
                     request_deserializer=qmq_dot_proto_dot_qmq__pb2.OldRoutesQuestion.FromString,
                     response_serializer=qmq_dot_proto_dot_qmq__pb2.OldRoutesAnswer.SerializeToString,
+            ),
+            'HoldLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldLease,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.LeaseRequest.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.Lease.SerializeToString,
+            ),
+            'ListSources': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSources,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.SourcesQuestion.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.SourceList.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -270,6 +304,60 @@ class Metaserver:
             '/qmq.Metaserver/CountOldRoutes',
             qmq_dot_proto_dot_qmq__pb2.OldRoutesQuestion.SerializeToString,
             qmq_dot_proto_dot_qmq__pb2.OldRoutesAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Metaserver/HoldLease',
+            qmq_dot_proto_dot_qmq__pb2.LeaseRequest.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.Lease.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSources(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Metaserver/ListSources',
+            qmq_dot_proto_dot_qmq__pb2.SourcesQuestion.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.SourceList.FromString,
             options,
             channel_credentials,
             insecure,
