@@ -52,10 +52,11 @@ def decode_places(body: Buffer, count: int, at: int = 0) -> list[Place]:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
-def encode_dispatch(group: str, places: Sequence[Place]) -> bytes:
+def encode_dispatch(group: str, places: bytes) -> bytes:
+    """`places`: of `encode_places`."""
     name = group.encode()
     head = _LENGTH.pack(len(name)) + name
-    return head + bytes(-len(head) % 8) + encode_places(places)
+    return head + bytes(-len(head) % 8) + places
 
 
 def decode_dispatch(body: Buffer, count: int) -> tuple[str, list[Place]]:

@@ -438,6 +438,14 @@ class MessageLog:
         """Return the offset of the first frame that begins at or after `begin`. Blocks; may run on a thread."""
         return segments.next_frame(self._disk, list(self._bases), begin) if self._bases else None
 
+    def read_bytes(self, begin: int, end: int) -> bytes:
+        """Return what stands in `[begin, end)`, as it is: whoever asks checks it. Blocks; may run on a thread."""
+        end = min(end, self.flushed_end)
+        base = segment_at(self._bases, begin)
+        if base == segment_at(self._bases, max(begin, end - 1)):
+            return self._disk.read(log_name(base), begin - base, max(0, end - begin))
+        return read_raw(self._disk, list(self._bases), begin, end)
+
     def read_damaged(self, begin: int) -> bytes:
         """Return the bytes from `begin`, where no frame is, up to the next frame. Blocks; may run on a thread."""
         end = self.next_frame(begin + 8)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from qmq.codec import Buffer
 from qmq.errors import CorruptFrame, NotMaster, NotServed, QmqError
 from qmq.log import MessageLog
 from qmq.log.frame import FLAG_ALONE, Frame, FrameKind
@@ -65,13 +66,16 @@ class Reign:
             self.retry_begin_ms = began_ms - self.host.monotonic_ms()
         return self.retry_begin_ms + self.host.monotonic_ms()
 
-    def append(self, kind: FrameKind, subject: str, body: bytes) -> Frame:
-        """Write a frame that carries no messages."""
+    def append(
+        self, kind: FrameKind, subject: str, body: Buffer, *, flags: int = 0, count: int = 0, producer: int = 0,
+        batch: int = 0,
+    ) -> Frame:  # fmt: skip
+        """Write a frame that is not a producer's; without a slave it is marked so."""
         self.host.turn_soon()
         return self.log.append(
             kind, subject, body, body_crc=crc32(body), epoch=self.epoch, high_watermark=self.gate.high_watermark,
             timestamp_ms=self.retry_ms() if kind == FrameKind.NACK else self.host.now_ms(),
-            flags=FLAG_ALONE if self.gate.alone else 0,
+            flags=flags | FLAG_ALONE if self.gate.alone else flags, count=count, producer=producer, batch=batch,
         )  # fmt: skip
 
     def append_progress(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from zlib import crc32
 
-from qmq.codec import Buffer, decode_labels, encode_labels, join_batch, labels_bytes, split_batch
+from qmq.codec import BatchCheck, Buffer, decode_labels, encode_labels, join_batch, labels_bytes, split_batch
 from qmq.errors import InvalidRequest, OutcomeUnknown, Overloaded, QmqError
 from qmq.log.fold import StoredBatch
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, Frame, FrameKind, label_flags
@@ -93,10 +93,14 @@ class Producing:
         produced = Produced(frame.first_sequence, batch.count, Durability.FSYNC, refused)
         self._hold(link, packet, frame.end, commands.encode_produced(produced))
 
+    def check(self, batch: Buffer, count: int) -> BatchCheck:
+        """Say which messages of a batch cannot be stored; raises InvalidRequest."""
+        return check_messages(batch, count, self._reign.settings.message_bytes_max)
+
     def _storable(self, produce: Produce) -> tuple[_Batch | None, list[tuple[int, str]]]:
         """Return what is left when each message that cannot be stored is taken out, and (position, reason) of those."""
         batch, labels = _split(produce)
-        refused = check_messages(batch, produce.count, self._reign.settings.message_bytes_max).refused
+        refused = self.check(batch, produce.count).refused
         flags = label_flags(labels) if labels else 0
         if not refused:
             return _Batch(produce.body, produce.count, produce.crc, flags), refused

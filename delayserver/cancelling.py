@@ -1,0 +1,211 @@
+"""Core. Messages that are not to be sent after all, or at another time: found, decided, written down, answered truly.
+
+Whoever asks names messages by id or by a key of his own. They are looked for on a thread; then it is decided on the
+loop, where nothing happens in between, so that the answer is true when it is written down: what is planned for a broker
+group by then counts as sent. The answer leaves when both disks have the decision.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from delayserver.counters import Counters
+from delayserver.decisions import Decisions
+from delayserver.filing import Filing
+from delayserver.messages import Messages, Records, read_messages
+from delayserver.schedule import Candidate, DamagedSchedule, State
+from qmq.codec import decode_envelope, decode_properties
+from qmq.errors import CorruptFrame, InvalidMessage, LogError, NotServed, QmqError
+from qmq.message import DELAY_KEY
+from qmq.remoting.commands import DelayState
+from qmq.replication.reign import Reign
+
+log = logging.getLogger(__name__)
+
+class Named(NamedTuple):
+    """Messages that somebody names. `due_ms` says where to look first; 0: nobody knows."""
+
+    subject: str
+    ids: Sequence[str] = ()
+    keys: Sequence[str] = ()
+    due_ms: int = 0
+
+
+class _Found(NamedTuple):
+    """A message that has the name: position of the name, the record, its bytes if it was readable and pends."""
+
+    name: int
+    record: Any
+    state: State
+    message: bytes
+
+
+Fates = Callable[[list[DelayState] | QmqError], None]
+"""Gets the fate of each name, ids first, then keys."""
+
+
+class Cancelling:
+    """Made by the master; ends with the reign."""
+
+    def __init__(self, reign: Reign, filing: Filing, decisions: Decisions, counters: Counters) -> None:
+        self._reign, self._filing, self._decisions, self._counters = reign, filing, decisions, counters
+
+    def cancel(self, named: Named, answer: Fates) -> None:
+        """Cancel what these names mean and pends."""
+
+        def decide(found: list[_Found]) -> None:
+            fates = self._cancelled(named, found)
+            self._when_safe(fates, answer)
+
+        self._find(named, decide, answer)
+
+    def reschedule(self, named: Named, due_ms: int, answer: Fates) -> None:
+        """Let what these names mean and pends be due at `due_ms`."""
+
+        def decide(found: list[_Found]) -> None:
+            fates = self._moved(named, found, due_ms)
+            self._when_safe(fates, answer)
+
+        self._find(named, decide, answer)
+
+    # Looking.
+
+    def _find(self, named: Named, decide: Callable[[list[_Found]], None], answer: Fates) -> None:
+        reign, schedule = self._reign, self._filing.schedule
+        reign.check_in_office()
+        reign.readonly.check(reign.group, named.subject)
+        hashes = [[crc32(name.encode()) for name in names] for names in (named.ids, named.keys)]
+        look = schedule.find(named.subject, *hashes, due_ms=named.due_ms)
+        message_log = reign.log
+
+        def job() -> list[_Found]:
+            return _with_messages(named, look(), message_log)
+
+        def done(result: list[_Found] | LogError) -> None:
+            try:
+                if isinstance(result, LogError):
+                    raise result
+                reign.check_may_progress()
+                reign.readonly.check(reign.group, named.subject)
+                self._file_all()
+                if schedule is not self._filing.schedule:
+                    raise NotServed("the schedule is made anew; ask again in a moment")
+                decide(result)
+            except CorruptFrame as problem:
+                reign.found_damage(problem)
+                answer(NotServed("this copy is damaged and being repaired; ask again in a moment"))
+            except DamagedSchedule as problem:
+                self._filing.start_anew(str(problem))
+                answer(NotServed("the schedule is made anew; ask again in a moment"))
+            except QmqError as error:
+                answer(error)
+
+        reign.host.read(job, done)
+
+    def _file_all(self) -> None:
+        """States are exact when the schedule has what is on our disk, and the decisions know the rest."""
+        flushed_end = self._reign.log.flushed_end
+        self._filing.go_on(flushed_end)
+        if not self._filing.reaches(flushed_end):
+            raise NotServed("this delay server reads what came before it began; ask again in a moment")
+
+    # Deciding.
+
+    def _pends(self, found: _Found) -> bool:
+        if self._decisions.names(int(found.record["number"])):
+            return False
+        return bool(self._filing.schedule.state_of(found.record) == State.PENDING)
+
+    def _split(self, named: Named, found: Sequence[_Found]) -> tuple[list[_Found], list[DelayState]]:
+        """Return what pends, each message once, and the fate of each name as far as nothing is changed."""
+        fates = [DelayState.UNKNOWN] * (len(named.ids) + len(named.keys))
+        pending: dict[int, _Found] = {}
+        for one in found:
+            if one.message and self._pends(one):
+                pending[int(one.record["number"])] = one
+            elif (fate := self._past(one)) is not None and fates[one.name] is not DelayState.SENT:
+                fates[one.name] = fate
+        return list(pending.values()), fates
+
+    def _past(self, found: _Found) -> DelayState | None:
+        """What became of a message that does not pend; None: it was written again, and is found there."""
+        state = self._filing.schedule.state_of(found.record)
+        if state == State.CANCELLED:
+            return DelayState.CANCELLED
+        return None if state == State.MOVED else DelayState.SENT
+
+    def _cancelled(self, named: Named, found: Sequence[_Found]) -> list[DelayState]:
+        pending, fates = self._split(named, found)
+        if pending:
+            self._decisions.cancel(named.subject, _records(pending))
+            self._counters.cancelled_messages += len(pending)
+        return _with_fate(fates, found, pending, DelayState.CANCELLED)
+
+    def _moved(self, named: Named, found: Sequence[_Found], due_ms: int) -> list[DelayState]:
+        pending, fates = self._split(named, found)
+        if pending:
+            messages = [one.message for one in pending]
+            self._decisions.carry(named.subject, _records(pending), messages, [due_ms] * len(pending))
+            self._counters.rescheduled_messages += len(pending)
+        return _with_fate(fates, found, pending, DelayState.RESCHEDULED)
+
+    def _when_safe(self, fates: list[DelayState], answer: Fates) -> None:
+        reign = self._reign
+        reign.gate.stored(reign.log.end, lambda error: answer(fates if error is None else error))
+        reign.gate.release_now()
+
+
+def _with_messages(named: Named, candidates: list[Candidate], message_log: Any) -> list[_Found]:
+    """Keep those candidates that have the name itself, not its hash alone. Blocks; runs on a thread."""
+    found = []
+    for by_key, index, record, state in candidates:
+        name = index + len(named.ids) if by_key else index
+        message = _read(message_log, record)
+        if message is None:
+            if state in (State.SENT, State.CANCELLED):
+                found.append(_Found(name, record, state, b""))  # the log let it go; its hash has to do
+        elif _has_name(message, named, by_key, index):
+            found.append(_Found(name, record, state, message))
+    return found
+
+
+def _read(message_log: Any, record: Any) -> bytes | None:
+    """Read a message; None if retention took it."""
+    if record["number"] < message_log.start:
+        return None
+    wanted = Messages([int(record["number"])], [int(record["size"])], [int(record["crc"])])
+    try:
+        return read_messages(message_log, wanted)[0]
+    except CorruptFrame:
+        if record["number"] < message_log.start:
+            return None
+        raise
+
+
+def _has_name(message: bytes, named: Named, by_key: bool, index: int) -> bool:
+    try:
+        envelope = decode_envelope(message)
+        if not by_key:
+            return envelope.id == named.ids[index]
+        return decode_properties(message, envelope.body_begin).get(DELAY_KEY) == named.keys[index]
+    except InvalidMessage:
+        return False
+
+
+def _records(found: Sequence[_Found]) -> Records:
+    return np.array([one.record for one in found])
+
+
+def _with_fate(
+    fates: list[DelayState], found: Sequence[_Found], changed: Sequence[_Found], fate: DelayState
+) -> list[DelayState]:
+    numbers = {int(one.record["number"]) for one in changed}
+    for one in found:
+        if int(one.record["number"]) in numbers:
+            fates[one.name] = fate
+    return fates

@@ -1,0 +1,412 @@
+"""Core. What is due becomes batches: planned in the log, sent once the plan is safe, settled when there is an answer.
+
+One batch: `due` puts messages in line for their subject; `go_on` plans a batch of them for a broker group (a dispatch
+frame); when both disks have that frame and the messages were read, it is sent; its answer goes into the log (a settled
+frame). The schedule, which follows the log, then forgets the messages, or has them due again.
+
+A batch in doubt is repeated to its group under its numbers. Each subject waits for itself: one that has no route, or
+whose groups refuse, holds up no other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from delayserver.counters import LATENESS_MS_BUCKETS, Counters
+from delayserver.decisions import Decisions
+from delayserver.frames import Outcome, Settlement
+from delayserver.messages import Messages, Records, read_messages
+from qmq.client.numbered import Answer, NotStored, NumberedBatch, Stored
+from qmq.codec import encode_labels, join_batch, split_batch
+from qmq.errors import CorruptFrame, LogError, QmqError
+from qmq.log.frame import label_flags
+from qmq.replication.reign import Reign
+
+log = logging.getLogger(__name__)
+
+BATCH_MESSAGES_MAX = 500
+BATCH_BYTES_MAX = 512 * 1024
+IN_FLIGHT_MAX = 100_000
+"""Messages that are planned and not settled: the rest stays in line, 40 bytes each."""
+LANES = 16
+"""Producer ids per broker group. Subjects share them; one whose batch stays in doubt holds up a sixteenth."""
+SPAN_MAX = 48
+"""Numbers between a lane's oldest open batch and its newest. A broker remembers 64 (qmq.log.fold)."""
+REFUSED_MS = 300_000
+"""When a message that a broker refused is tried again."""
+REST_MS = (50, 100, 200, 500, 1000, 2000, 5000)
+"""How long a subject rests after failures in a row, and a batch in doubt before it is repeated."""
+
+
+class Senders(Protocol):
+    """The way to the broker groups; `qmq.client.numbered.NumberedSender` is the real one."""
+
+    def watch(self, subject: str) -> None: ...
+
+    def groups(self, subject: str) -> list[str]: ...
+
+    def home(self, subject: str, label: int) -> str | None: ...
+
+    def is_usable(self, name: str) -> bool: ...
+
+    def room(self, name: str) -> int: ...
+
+    def in_flight(self, name: str) -> int: ...
+
+    def why_not(self, subject: str) -> str: ...
+
+    def send(self, group: str, batch: NumberedBatch, done: Callable[[Answer], None]) -> None: ...
+
+
+class _Batch:
+    """Messages of one subject on their way to one broker group, for ever under the same numbers."""
+
+    __slots__ = (
+        "producer", "number", "subject", "group", "records", "is_doubtful", "numbered", "tries", "next_ms", "since_ms",
+    )  # fmt: skip
+
+    def __init__(self, producer: int, number: int, subject: str, group: str, records: Records, now_ms: int) -> None:
+        self.producer, self.number, self.subject, self.group = producer, number, subject, group
+        self.records = records
+        self.is_doubtful = False
+        self.numbered: NumberedBatch | None = None
+        self.tries, self.next_ms, self.since_ms = 0, 0, now_ms
+
+
+class _Line:
+    """What is due of one subject and not planned yet."""
+
+    __slots__ = ("subject", "due", "count", "failures", "rests_until_ms", "ordered", "complained")
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        """What it is called; records name it by a number."""
+        self.due: deque[Records] = deque()
+        self.count = self.failures = self.rests_until_ms = 0
+        self.ordered: set[str] = set()
+        """Groups to which a batch with order keys is open: the next one waits for it."""
+        self.complained = False
+
+
+class Dispatching:
+    """Made by the master; ends with the reign. `subject_name` says what a record's subject is."""
+
+    def __init__(
+        self, reign: Reign, senders: Senders, decisions: Decisions, counters: Counters,
+        subject_name: Callable[[int], str], unknown_ms: int,
+    ) -> None:  # fmt: skip
+        self._reign, self._senders, self._decisions, self._counters = reign, senders, decisions, counters
+        self._subject_name, self._unknown_ms = subject_name, unknown_ms
+        self.open: dict[tuple[int, int], _Batch] = {}
+        """Planned and not settled, by producer id and number."""
+        self._lines: dict[int, _Line] = {}
+        self._named: dict[str, _Line] = {}
+        self._ready: dict[int, None] = {}
+        """Subjects with something in line, the next one first."""
+        self._lanes: dict[int, dict[int, None]] = {}
+        """Producer id -> its open numbers, ascending."""
+        self._next: dict[int, int] = {}
+        self._settled: list[Settlement] = []
+        self._retry: dict[_Batch, None] = {}
+        self.in_flight = 0
+        """Messages in open batches."""
+        self._is_over = False
+
+    # What comes in.
+
+    def due(self, records: Records) -> None:
+        """Put messages in line, the earliest first."""
+        subjects = records["subject"]
+        if len(records) and (subjects == subjects[0]).all():
+            self._line_up(int(subjects[0]), records)
+            return
+        order = np.argsort(subjects, kind="stable")
+        ordered = records[order]
+        borders = np.flatnonzero(np.diff(ordered["subject"])) + 1
+        for piece in np.split(ordered, borders):
+            if len(piece):
+                self._line_up(int(piece["subject"][0]), piece)
+
+    def _line_up(self, subject: int, records: Records) -> None:
+        line = self._lines.get(subject)
+        if line is None:
+            line = self._lines[subject] = _Line(self._subject_name(subject))
+            self._named[line.subject] = line
+            self._senders.watch(line.subject)
+        line.due.append(records)
+        line.count += len(records)
+        self._ready[subject] = None
+
+    def remove(self, numbers: npt.NDArray[np.uint64]) -> None:
+        """Take messages out of their lines: they were cancelled, or written again elsewhere."""
+        for subject in list(self._ready):
+            line = self._lines[subject]
+            line.due = deque(
+                left for piece in line.due if len(left := piece[~np.isin(piece["number"], numbers)])
+            )  # fmt: skip
+            line.count = sum(map(len, line.due))
+            if not line.count:
+                del self._ready[subject]
+
+    def resume(self, producer: int, number: int, subject: str, group: str, records: Records) -> None:
+        """Take up a batch that an earlier reign planned and did not settle: it may be stored already."""
+        batch = _Batch(producer, number, subject, group, records, self._reign.host.monotonic_ms())
+        batch.is_doubtful = True
+        self._senders.watch(subject)
+        self._opened(batch)
+        self._when_safe(batch, self._reign.log.end)
+
+    @property
+    def waiting(self) -> int:
+        """Messages that are due and not planned."""
+        return sum(self._lines[subject].count for subject in self._ready)
+
+    def waiting_by_subject(self) -> dict[str, tuple[int, str]]:
+        """Return how many messages of each subject are due and not planned, and why if they cannot go."""
+        found = {}
+        for line in (self._lines[subject] for subject in self._ready):
+            why = "" if self._senders.groups(line.subject) else self._senders.why_not(line.subject)
+            found[line.subject] = line.count, why
+        return found
+
+    # Planning.
+
+    def go_on(self, now_ms: int) -> None:
+        """Write down outcomes, repeat what is in doubt, and plan what may go. `now_ms` is monotonic."""
+        self._write_settled()
+        for batch in [batch for batch in self._retry if batch.next_ms <= now_ms]:
+            del self._retry[batch]
+            self._send(batch)
+        for subject in list(self._ready):
+            if self.in_flight >= IN_FLIGHT_MAX:
+                return
+            line = self._lines[subject]
+            if line.rests_until_ms > now_ms:
+                continue
+            while line.count and self._plan(subject, line, now_ms):
+                if line.failures:
+                    break  # one batch tries whether it works again
+            if line.count:
+                self._ready[subject] = self._ready.pop(subject)  # behind the others
+            else:
+                del self._ready[subject]
+
+    def _plan(self, subject: int, line: _Line, now_ms: int) -> bool:
+        """Plan one batch of a subject; return False if there is no group for it now."""
+        if self.in_flight >= IN_FLIGHT_MAX:
+            return False
+        for at, records in enumerate(line.due):
+            group = self._group_for(line, records)
+            if group is None:
+                continue
+            chosen, rest = self._cut(line.subject, group, records)
+            if not len(chosen):
+                return False
+            del line.due[at]
+            if len(rest):
+                line.due.insert(at, rest)
+            line.count -= len(chosen)
+            line.complained = False
+            self._write(line, group, chosen, now_ms)
+            return True
+        if not line.complained:
+            line.complained = True
+            log.warning("no broker group takes subject=%s: %s", line.subject, self._senders.why_not(line.subject))
+        line.rests_until_ms = now_ms + REST_MS[0]
+        return False
+
+    def _group_for(self, line: _Line, records: Records) -> str | None:
+        """Choose a group for the first of these messages; None: none takes it now."""
+        senders, label = self._senders, int(records["label"][0])
+        if label >> 32:
+            home = senders.home(line.subject, label)
+            is_free = home is not None and home not in line.ordered and senders.room(home)
+            return home if is_free and home in senders.groups(line.subject) else None
+        names = [name for name in senders.groups(line.subject) if senders.room(name) and self._has_number(name, line)]
+        return min(names, key=senders.in_flight, default=None)
+
+    def _cut(self, subject: str, group: str, records: Records) -> tuple[Records, Records]:
+        """Return what the next batch has of these messages, and the rest."""
+        head = records[:BATCH_MESSAGES_MAX]
+        keys = head["label"] >> np.uint64(32)
+        if keys.any():
+            homes = {key: self._senders.home(subject, key << 32) if key else group for key in set(keys.tolist())}
+            fits = np.array([homes[key] == group for key in keys.tolist()])
+        else:
+            fits = np.ones(len(head), bool)
+        sizes = np.cumsum(np.where(fits, head["size"].astype(np.int64) + 16, 0))
+        fits &= sizes <= max(min(BATCH_BYTES_MAX, self._senders.room(group)), int(sizes[int(np.argmax(fits))]))
+        return head[fits], np.concatenate((head[~fits], records[len(head) :]))
+
+    def _has_number(self, group: str, line: _Line) -> bool:
+        numbers = self._lanes.get(self._producer(group, line.subject))
+        return not numbers or self._next[self._producer(group, line.subject)] - next(iter(numbers)) < SPAN_MAX
+
+    def _producer(self, group: str, subject: str) -> int:
+        """The producer id of a lane: of this reign alone, so that its numbers begin with 1."""
+        reign = self._reign
+        lane = f"{reign.group}/{reign.epoch.term}/{reign.epoch.boot}/{group}/{crc32(subject.encode()) % LANES}"
+        return (crc32(lane.encode()) << 32 | crc32(lane[::-1].encode())) or 1
+
+    def _write(self, line: _Line, group: str, records: Records, now_ms: int) -> None:
+        """Write the plan down; the batch is sent once that is safe."""
+        producer = self._producer(group, line.subject)
+        number = self._next[producer] = self._next.get(producer, 0) + 1
+        frame = self._decisions.dispatch(line.subject, group, records, producer=producer, batch=number)
+        batch = _Batch(producer, number, line.subject, group, records, now_ms)
+        if (records["label"] >> np.uint64(32)).any():
+            line.ordered.add(group)
+        self._opened(batch)
+        self._when_safe(batch, frame.end)
+
+    def _opened(self, batch: _Batch) -> None:
+        self.open[batch.producer, batch.number] = batch
+        self._lanes.setdefault(batch.producer, {})[batch.number] = None
+        self._next[batch.producer] = max(self._next.get(batch.producer, 0), batch.number)
+        self.in_flight += len(batch.records)
+
+    # Sending.
+
+    def _when_safe(self, batch: _Batch, end: int) -> None:
+        """Without a slave, what both copies had goes on, and what only we have is due again (P3)."""
+
+        def answer(error: QmqError | None) -> None:
+            if error is not None:
+                if not self._is_over:
+                    self._settle(batch, Outcome.NOT_STORED, now_ms=self._reign.host.monotonic_ms())
+                return
+            self._read(batch)  # now our disk has all of it
+
+        records = batch.records
+        self._reign.gate.progress(end, int((records["number"] + records["size"]).max()), answer)
+
+    def _read(self, batch: _Batch) -> None:
+        message_log, numbers = self._reign.log, Messages.of(batch.records)
+
+        def done(result: list[bytes] | LogError) -> None:
+            if self._is_over:
+                return
+            if isinstance(result, LogError):
+                self._not_read(batch, result)
+                return
+            batch.numbered = _numbered(batch, result)
+            self._send(batch)
+
+        self._reign.host.read(lambda: read_messages(message_log, numbers), done)
+
+    def _not_read(self, batch: _Batch, error: LogError) -> None:
+        """Our copy is damaged there: it is repaired from the other one, then these go on."""
+        if isinstance(error, CorruptFrame):
+            self._reign.found_damage(error)
+        log.error("messages not read subject=%s messages=%d: %s", batch.subject, len(batch.records), error)
+        self._later(batch)
+
+    def _later(self, batch: _Batch) -> None:
+        batch.next_ms = self._reign.host.monotonic_ms() + REST_MS[min(batch.tries, len(REST_MS) - 1)]
+        batch.tries += 1
+        self._retry[batch] = None
+
+    def _send(self, batch: _Batch) -> None:
+        if batch.numbered is None:
+            self._read(batch)  # it could not be read before
+        else:
+            self._senders.send(batch.group, batch.numbered, lambda answer: self._answered(batch, answer))
+
+    def _answered(self, batch: _Batch, answer: Answer) -> None:
+        if self._is_over or (batch.producer, batch.number) not in self.open:
+            return
+        now_ms = self._reign.host.monotonic_ms()
+        self._reign.host.turn_soon()
+        if isinstance(answer, Stored):
+            if answer.refused:
+                self._refused(batch, answer.refused)
+            self._settle(batch, Outcome.STORED, now_ms)
+        elif isinstance(answer, NotStored) and not batch.is_doubtful:
+            log.warning("batch not stored subject=%s group=%s: %s", batch.subject, batch.group, answer.error)
+            self._counters.not_stored_batches += 1
+            self._settle(batch, Outcome.NOT_STORED, now_ms)
+        else:
+            why = str(answer.error) if isinstance(answer, NotStored) else answer.reason
+            self._in_doubt(batch, why)
+
+    def _in_doubt(self, batch: _Batch, why: str) -> None:
+        """Repeat it to its group; after a long time let its messages go elsewhere, and maybe twice."""
+        now_ms = self._reign.host.monotonic_ms()
+        self._counters.unknown_answers += 1
+        batch.is_doubtful = True
+        others = set(self._senders.groups(batch.subject)) - {batch.group}
+        if now_ms - batch.since_ms >= self._unknown_ms and others:
+            log.warning(
+                "batch in doubt is given up subject=%s group=%s messages=%d: %s",
+                batch.subject, batch.group, len(batch.records), why,
+            )  # fmt: skip
+            self._settle(batch, Outcome.NOT_STORED, now_ms)
+            return
+        self._later(batch)
+
+    # Settling.
+
+    def _settle(self, batch: _Batch, outcome: Outcome, now_ms: int) -> None:
+        del self.open[batch.producer, batch.number]
+        numbers = self._lanes[batch.producer]
+        del numbers[batch.number]
+        self.in_flight -= len(batch.records)
+        self._retry.pop(batch, None)
+        self._settled.append((batch.producer, batch.number, outcome))
+        self._reign.host.turn_soon()
+        if (line := self._named.get(batch.subject)) is not None:
+            line.ordered.discard(batch.group)
+            line.failures = 0 if outcome is Outcome.STORED else line.failures + 1
+            rest_ms = REST_MS[min(line.failures, len(REST_MS)) - 1] if line.failures else 0
+            line.rests_until_ms = now_ms + rest_ms if rest_ms else 0
+        if outcome is Outcome.STORED:
+            self._count(batch)
+
+    def _count(self, batch: _Batch) -> None:
+        counters = self._counters
+        counters.sent_batches += 1
+        counters.sent_messages += len(batch.records)
+        late_ms = np.maximum(0, self._reign.retry_ms() - batch.records["due"].astype(np.int64))
+        places = np.searchsorted(LATENESS_MS_BUCKETS, late_ms)
+        for place, count in enumerate(np.bincount(places, minlength=len(counters.lateness_ms_counts)).tolist()):
+            counters.lateness_ms_counts[place] += count
+        counters.lateness_ms_sum += int(late_ms.sum())
+
+    def _refused(self, batch: _Batch, refused: Sequence[tuple[int, str]]) -> None:
+        """Messages that a broker never takes as they are stay with us: an operator may raise its limits."""
+        assert batch.numbered is not None
+        messages = [bytes(one) for one in split_batch(batch.numbered.blocks[0], len(batch.records))]
+        for position, reason in refused:
+            log.error("message refused by a broker subject=%s group=%s: %s", batch.subject, batch.group, reason)
+            self._counters.refused_messages_later += 1
+            due_ms = self._reign.retry_ms() + REFUSED_MS
+            self._decisions.carry(batch.subject, batch.records[position : position + 1], [messages[position]], [due_ms])
+
+    def _write_settled(self) -> None:
+        if self._settled:
+            settled, self._settled = self._settled, []
+            self._decisions.settle(settled)
+
+    def resign(self) -> None:
+        """The reign is over; the next master takes up what is open."""
+        self._is_over = True
+
+    def forget_lines(self) -> None:
+        """What is due comes again, from a schedule that is made anew."""
+        self._ready.clear()
+        self._lines.clear()
+        self._named.clear()
+
+
+def _numbered(batch: _Batch, messages: list[bytes]) -> NumberedBatch:
+    body, labels, flags = join_batch(messages), batch.records["label"].tolist(), 0
+    if any(labels):
+        body, flags = body + encode_labels(labels), label_flags(labels)
+    return NumberedBatch(batch.producer, batch.number, batch.subject, len(messages), crc32(body), flags, (body,))

@@ -1,0 +1,130 @@
+"""Core. The schedule follows the log: frame by frame, from memory, or from disk after a restart.
+
+A master files what is on its own disk, a slave what lies below the high watermark, which nothing ever cuts. If a master
+that filed more is cut when it becomes a slave, its schedule is made anew from its log; that is rare, and nobody waits
+for a slave's schedule. A schedule that is damaged, or behind the log's start, is made anew as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from delayserver.schedule import DamagedSchedule, Filed, Flush, Schedule
+from qmq.errors import CorruptFrame, LogError
+from qmq.log import MessageLog
+from qmq.log.segments import Chunk
+from qmq.replication.ports import Host
+
+log = logging.getLogger(__name__)
+
+TURN_BYTES = 1 << 20
+"""Frames filed at a time: about 10 ms in which nobody else is served."""
+READ_BYTES = 4 << 20
+
+
+class Filing:
+    """Made by main; used on the loop.
+
+    Args:
+        make: opens the schedule for a log that starts at this offset; `discard`: deletes its files.
+    """
+
+    def __init__(
+        self, message_log: MessageLog, host: Host, *, make: Callable[[int], Schedule], discard: Callable[[], None],
+        found_damage: Callable[[CorruptFrame], None],
+    ) -> None:  # fmt: skip
+        self._log, self._host, self._found_damage = message_log, host, found_damage
+        self._make, self._discard = make, discard
+        self.schedule = make(message_log.start)
+        self.told: Callable[[Filed], None] | None = None
+        """Called with what each frame changed."""
+        self.anew: Callable[[], None] | None = None
+        """Called when the schedule is another one, which begins to follow."""
+        self.is_reading = self._is_flushing = False
+
+    def reaches(self, end: int) -> bool:
+        """Return whether all frames before `end` are filed."""
+        return bool(self.schedule.filed_end >= end)
+
+    def go_on(self, end: int) -> None:
+        """File frames before `end`, as many as one turn allows; call again while `reaches` says no."""
+        message_log, schedule = self._log, self.schedule
+        if self.is_reading or schedule.filed_end == end or message_log.damage is not None:
+            return
+        if not message_log.start <= schedule.filed_end <= message_log.end or not self._is_our_history():
+            self.start_anew(f"it had {schedule.filed_end}, the log begins at {message_log.start}")
+            return
+        stop = min(end, schedule.filed_end + TURN_BYTES)
+        while schedule.filed_end < stop:
+            entry = message_log.tail_body(schedule.filed_end)
+            if entry is None:
+                self._read(min(end, message_log.flushed_end))
+                return
+            self._tell(schedule.file(*entry))
+
+    def _is_our_history(self) -> bool:
+        filed_end = self.schedule.filed_end
+        return filed_end == self._log.start or self._log.chain_is(filed_end, self.schedule.filed_chain)
+
+    def start_anew(self, why: str) -> None:
+        """Make the schedule from the log, from its first frame on."""
+        log.warning("schedule is made anew from the log: %s", why)
+        self._discard()
+        self.schedule = self._make(self._log.start)
+        if self.anew is not None:
+            self.anew()
+        self._host.turn_soon()
+
+    def _tell(self, filed: Filed) -> None:
+        if self.told is not None:
+            self.told(filed)
+
+    def _read(self, end: int) -> None:
+        """What is not in memory any more is read from disk, a few MiB at a time."""
+        message_log, schedule, begin = self._log, self.schedule, self.schedule.filed_end
+        if begin >= end:
+            return  # on its way to disk
+        self.is_reading = True
+
+        def done(result: Chunk | LogError) -> None:
+            self.is_reading = False
+            if isinstance(result, CorruptFrame):
+                self._found_damage(result)
+            elif not isinstance(result, LogError) and schedule is self.schedule and begin == schedule.filed_end:
+                data = memoryview(result.data)
+                for frame in result.frames:
+                    body = data[frame.offset - begin + frame.body_at : frame.end - begin]
+                    self._tell(schedule.file(frame, body))
+            self._host.turn_soon()
+
+        self._host.read(lambda: message_log.read(begin, end, READ_BYTES), done)
+
+    def keep(self, now_ms: int) -> None:
+        """Write down what was filed, now and then, and delete what is over."""
+        if self._is_flushing:
+            return
+        schedule = self.schedule
+        if (flush := schedule.take_flush(now_ms)) is not None:
+            self._is_flushing = True
+            self._host.read(flush.perform, lambda result: self._flushed(schedule, flush, result))
+        elif (job := schedule.remove_old(now_ms)) is not None:
+            self._is_flushing = True
+            self._host.read(job, lambda _: self._removed())
+
+    def _flushed(self, schedule: Schedule, flush: Flush, result: object) -> None:
+        self._is_flushing = False
+        if isinstance(result, DamagedSchedule):
+            self.start_anew(str(result))
+        elif isinstance(result, LogError):
+            raise result  # the disk failed
+        elif schedule is self.schedule:
+            schedule.flushed(flush)
+
+    def _removed(self) -> None:
+        self._is_flushing = False
+
+    def stop(self, now_ms: int) -> None:
+        """Write down everything that was filed, so that a restart need not file it again. Blocks."""
+        if not self._is_flushing and (flush := self.schedule.take_flush(now_ms, stop=True)) is not None:
+            flush.perform()

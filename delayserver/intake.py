@@ -1,0 +1,29 @@
+"""Core. What a delay server takes: batches as a broker does, of messages that say when they are due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from delayserver.due import DAY_MS, check_delayed
+from delayserver.settings import DelaySettings
+from qmq.codec import BatchCheck, Buffer
+from qmq.replication.reign import Reign
+from qmq.server.producing import ProduceCounters, Producing
+
+
+class Intake(Producing):
+    """Made by the master; ends with the reign."""
+
+    def __init__(
+        self, reign: Reign, counters: ProduceCounters, settings: DelaySettings, wake: Callable[[str], None]
+    ) -> None:  # fmt: skip
+        super().__init__(reign, counters, wake)
+        self.longest_ms = int(settings.delay_days_max * DAY_MS)
+
+    def check(self, batch: Buffer, count: int) -> BatchCheck:
+        """Check each message, and when it is due; a time that has passed is due at once."""
+        reign = self._reign
+        return check_delayed(
+            batch, count, message_bytes_max=reign.settings.message_bytes_max, now_ms=reign.retry_ms(),
+            longest_ms=self.longest_ms,
+        )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Shell. Starts one delay server: joins the parts of a delay server around its log."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from functools import partial
+
+from delayserver.control import DelayControl
+from delayserver.counters import Counters
+from delayserver.filing import Filing
+from delayserver.keeping import Keeping
+from delayserver.master import DelayMaster
+from delayserver.metrics import serve_metrics
+from delayserver.schedule import Schedule, discard
+from delayserver.settings import DelaySettings
+from qmq.client.numbered import NumberedSender
+from qmq.log import MessageLog, RealDisk
+from qmq.remoting.commands import Command
+from qmq.replication.identity import IdentityFile
+from qmq.replication.master import Appointment
+from qmq.server.meta_link import MetaLink
+from qmq.server.repair import keep_whole
+from qmq.server.running import Parts, run
+from qmq.server.service import Service
+from qmq.types import GroupKind
+
+BEAT_S = 0.01
+"""How often the clock is looked at: half of it is added to every message's lateness."""
+CLIENT_COMMANDS = frozenset({Command.PRODUCE, Command.CANCEL, Command.RESCHEDULE})
+
+
+def main() -> int:
+    """Run until SIGTERM or SIGINT; returns the exit status: 0 told to stop, 2 wrong settings, 1 could not start."""
+    return run("delayserver", DelaySettings, "QMQ_DELAY", "One delay server: master or slave of its group.", _build)
+
+
+def _build(settings: DelaySettings, message_log: MessageLog, disk: RealDisk, identity: IdentityFile) -> Parts:
+    counters = Counters()
+    senders = NumberedSender(metaserver=settings.metaserver, token=settings.token, app=settings.hostname)
+    shelf = RealDisk(settings.data / "schedule", cached_bytes=None)
+    segment_ms, keep_ms = settings.segment_minutes * 60_000, int(settings.sent_hours * 3_600_000)
+
+    def make(log_start: int) -> Schedule:
+        return Schedule(shelf, segment_ms=segment_ms, log_start=log_start, keep_ms=keep_ms)
+
+    def appoint(appointment: Appointment) -> DelayMaster:
+        return DelayMaster(appointment, settings, counters, filing, senders)
+
+    service = Service(
+        message_log=message_log, disk=disk, identity=identity, settings=settings, commands=CLIENT_COMMANDS,
+        appoint=appoint, keeper=Keeping(lambda: filing, settings),
+    )  # fmt: skip
+    filing = Filing(
+        message_log, service, make=make, discard=lambda: discard(shelf), found_damage=service.node.found_damage
+    )
+    tasks = [
+        service.run(), MetaLink(service, settings, kind=GroupKind.DELAY).run(),
+        DelayControl(service, settings).serve(), keep_whole(service, settings), _send(senders),
+        _beat(service, filing),
+    ]  # fmt: skip
+    return Parts(tasks, serve_metrics(service, counters, settings))
+
+
+async def _send(senders: NumberedSender) -> None:
+    """Keep the ways to the broker groups open."""
+    async with senders:
+        await asyncio.Event().wait()
+
+
+async def _beat(service: Service[DelayMaster], filing: Filing) -> None:
+    """Look at the clock as master, follow the log as slave, and write the schedule down."""
+    message_log = service.node.log
+    try:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            master = service.node.master
+            if master is not None:
+                service.guarded(master.beat)
+            else:
+                known = min(message_log.state.high_watermark, message_log.flushed_end)
+                service.guarded(partial(filing.go_on, max(known, filing.schedule.filed_end)))
+            service.guarded(partial(filing.keep, service.now_ms()))
+    finally:
+        filing.stop(service.now_ms())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
