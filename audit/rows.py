@@ -26,7 +26,7 @@ import pyarrow as pa
 from audit.walk import Problem, Walk, Window
 from qmq.codec import Envelope, check_batch, decode_envelope, decode_properties, split_batch
 from qmq.errors import QmqError
-from qmq.log.frame import FRAME_BYTES_MAX, Frame, FrameKind
+from qmq.log.frame import FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
 from qmq.types import NO_EPOCH, Epoch
 
 HOUR_MS = 3_600_000
@@ -89,7 +89,7 @@ class _Facts:
             self._new_epoch(frame)
         if frame.kind == FrameKind.MESSAGES:
             self._messages(frame)
-        elif frame.kind != FrameKind.EPOCH and frame.offset not in window.damaged:
+        elif frame.kind in PROGRESS and frame.offset not in window.damaged:
             self._progress(frame, window)
 
     def _new_epoch(self, frame: Frame) -> None:

@@ -81,6 +81,8 @@ class FrameKind(IntEnum):
 
 
 KIND_MAX = max(FrameKind)
+PROGRESS = frozenset({FrameKind.PULL, FrameKind.ACK, FrameKind.POSITION, FrameKind.NACK})
+"""How far consumers are (qmq.log.progress)."""
 
 
 class Frame(NamedTuple):
