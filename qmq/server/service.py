@@ -106,7 +106,7 @@ class Service(Generic[M]):
         self._turn_is_due = False
         self._loop: asyncio.AbstractEventLoop
         self._disk_thread = ThreadPoolExecutor(1, "disk")
-        self._read_threads = ThreadPoolExecutor(2, "read")
+        self._read_threads = ThreadPoolExecutor(4, "read")
         self._master_link: Connection | None = None
         self._last_reported: object = None
         self._told: set[str] = set()
