@@ -37,6 +37,7 @@ from metaserver.metrics import Metrics
 from metaserver.model import AuditRow, MetaserverRow
 from metaserver.refusals import Refusals
 from metaserver.registry import Registry
+from metaserver.route_hubs import RouteHubs
 from metaserver.rpc.broker_client import Brokers
 from metaserver.rpc.routes import add_route_methods
 from metaserver.rpc.servicer import MetaserverRpc
@@ -45,7 +46,6 @@ from metaserver.settings import MetaserverSettings
 from metaserver.snapshot import Snapshots
 from metaserver.swap import Swaps
 from metaserver.upkeep import Upkeep
-from metaserver.watch import WatchHub
 from qmq.control_plane import SERVER_OPTIONS
 from qmq.errors import OperatorError, QmqError
 from qmq.proto.qmq_pb2_grpc import add_MetaserverServicer_to_server
@@ -89,9 +89,9 @@ class Metaserver:
         self.registry = self._make_registry(clock)
         self._brokers = Brokers(settings.cluster_token, timeout_ms=settings.broker_timeout_ms)
         allowed = NewSubjects(settings.new_subjects_per_minute)
-        self.hub = WatchHub(
+        self.hubs = RouteHubs(
             self.registry, self._metrics, lambda who, wanted: allowed.allow(who, wanted, now_ms=self.registry.now_ms()),
-            groups_min=settings.groups_per_subject_min, subjects_max=settings.watch_subjects_max,
+            subjects_max=settings.watch_subjects_max,
         )  # fmt: skip
         self._actions = self._make_actions()
         self.grpc_port = 0
@@ -109,8 +109,8 @@ class Metaserver:
     def _make_actions(self) -> Actions:
         settings = self._settings
         clients = Clients(
-            self.hub, lambda: [row for row in self.registry.peers() if row.id != self.id], token=settings.cluster_token,
-            timeout_ms=settings.broker_timeout_ms,
+            self.hubs, lambda: [row for row in self.registry.peers() if row.id != self.id],
+            token=settings.cluster_token, timeout_ms=settings.broker_timeout_ms,
         )  # fmt: skip
         swaps = Swaps(self.registry, self._brokers, settings)
         desk = Desk(
@@ -136,7 +136,7 @@ class Metaserver:
         add_route_methods(rpc, rpc_server)
         await rpc_server.start()
         self.registry.liveness.serve(now_ms=self.registry.now_ms())
-        tasks = [asyncio.create_task(work) for work in (upkeep.run(), self.hub.run(), rpc.visits.run())]
+        tasks = [asyncio.create_task(work) for work in (upkeep.run(), self.hubs.run(), rpc.visits.run())]
         serving = asyncio.create_task(http_server.serve(sockets=[listener]))
         log.info("metaserver serving http=%s:%d grpc_port=%d", self._settings.host, self.http_port, self.grpc_port)
         if started:
@@ -224,7 +224,7 @@ class Metaserver:
             self._actions, self._access, self._metrics, self._refusals,
             address=f"{settings.advertised}:{self.grpc_port}",
             database_is_up=lambda: self.registry.database_is_up, is_stopping=lambda: self.registry.is_stopping,
-            limits=limits, open_lists=settings.open_lists, more=make_routes(self.hub),
+            limits=limits, open_lists=settings.open_lists, more=make_routes(self.hubs),
         )  # fmt: skip
 
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from qmq.types import Role
+from qmq.types import GroupKind, Role
 
 ALL_SUBJECTS = "*"
 """As the subject of a readonly mark: the whole broker group."""
 
-NORMAL, DELAY = 1, 2
-"""QMQ's numbers for the kinds of groups: one serves messages at once, the other is made of delay servers."""
+NORMAL, DELAY = GroupKind.NORMAL.value, GroupKind.DELAY.value
 
 
 class BrokerKey(NamedTuple):
@@ -28,6 +27,24 @@ class BrokerKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.hostname}:{self.serve_port}"
+
+
+_PARTS = {
+    (Role.MASTER, NORMAL): Role.MASTER,
+    (Role.SLAVE, NORMAL): Role.SLAVE,
+    (Role.MASTER, DELAY): Role.DELAY_MASTER,
+    (Role.SLAVE, DELAY): Role.DELAY_SLAVE,
+}
+
+
+def part(role: Role, kind: int) -> Role:
+    """What operators call the role that a broker has in a group of this kind. To the broker, master is master."""
+    return _PARTS[role, kind]
+
+
+def role_and_kind(part: Role) -> tuple[Role, int]:
+    """The inverse of `part`."""
+    return next(key for key, value in _PARTS.items() if value == part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +66,12 @@ class Broker:
 
     Once it does, nothing is acknowledged without it, so it stays complete until its disk or its part changes.
     """
+    kind: int = field(default=NORMAL, compare=False)
+    """Its group's, which is stored and never changes."""
+
+    @property
+    def part(self) -> Role:
+        return part(self.role, self.kind)
 
     @property
     def key(self) -> BrokerKey:
@@ -155,6 +178,9 @@ class Directory:
     def brokers(self) -> list[Broker]:
         return [broker for group in self.groups.values() for broker in group.brokers]
 
+    def groups_of(self, kind: int) -> Mapping[str, Group]:
+        return self._by_kind.get(kind, {})
+
     def find(self, key: BrokerKey) -> Broker | None:
         return self._by_key.get(key)
 
@@ -164,6 +190,13 @@ class Directory:
     @cached_property
     def _by_key(self) -> dict[BrokerKey, Broker]:
         return {broker.key: broker for broker in self.brokers()}
+
+    @cached_property
+    def _by_kind(self) -> dict[int, dict[str, Group]]:
+        found: dict[int, dict[str, Group]] = {}
+        for name, group in self.groups.items():
+            found.setdefault(group.kind, {})[name] = group
+        return found
 
     @cached_property
     def _marks_by_group(self) -> dict[str, list[str]]:
@@ -270,7 +303,7 @@ class AuditRow:
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """A client's database that the watchdog looks after. `url` (type://host:port) names it."""
+    """A client's database that the watchdog looks after. `url` (type://host:port/database) names it."""
 
     url: str
     user_name: str
@@ -293,7 +326,7 @@ WATCHDOGS = "watchdog/"
 
 @dataclass(frozen=True, slots=True)
 class LeaseRow:
-    """Who of several processes acts under `name`. The beat goes up while the holder lives, the term with each holder."""
+    """Who of several processes acts under `name`. The beat rises while the holder lives, the term with each holder."""
 
     name: str
     node: str

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from metaserver import roles, routing
@@ -33,11 +33,13 @@ from metaserver.model import (
     ReplicaState,
     Route,
     TokenRow,
+    part,
 )
 from metaserver.roles import RoleChange
 from metaserver.routing import GroupRoute, Loads, Placement
 from metaserver.snapshot import Snapshot
 from qmq.errors import OperatorError, OutcomeUnknown
+from qmq.types import Role
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -78,6 +80,7 @@ class Registry:
         self._published = -1
         self._loads = Loads()
         self.routes: Mapping[str, Route] = self._routes
+        self.find = self._routes.get
         self.directory = Directory()
         self.tokens: list[TokenRow] = []
         self.changes = Changes()
@@ -272,10 +275,12 @@ class Registry:
         self.liveness.check_free(said.key, said.incarnation, now_ms=self.now_ms())
         for attempt in range(REGISTER_TRIES):
             known = self.directory.find(said.key) or _refuse_unknown(said, self.directory)
+            roles.check_kind(known, said)
             roles.check_registration(known, said.incarnation)
             self.liveness.claim(said.key, said.incarnation, now_ms=self.now_ms())
             same_disk = known.incarnation == said.incarnation
-            broker = replace(said, group=known.group, role=known.role, complete=known.complete and same_disk)
+            complete = known.complete and same_disk
+            broker = replace(said, group=known.group, role=known.role, kind=known.kind, complete=complete)
             if broker == known:
                 break
             try:
@@ -364,7 +369,7 @@ class Registry:
         for subject in dict.fromkeys(subjects):
             route = self._routes.get(subject)
             groups = route.groups if route else ()
-            if route and not routing.is_short(subject, groups, self.directory, groups_min=self._groups_min):
+            if route and not self.is_short(subject, groups):
                 continue
             placement = placement or Placement(
                 self.directory, self._takes, self._loads, groups_min=self._groups_min, groups_new=self._groups_new,
@@ -374,6 +379,9 @@ class Registry:
             if chosen and set(chosen) != set(groups):
                 orders.append((subject, chosen, route.version if route else 0))
         return orders
+
+    def is_short(self, subject: str, groups: Sequence[str]) -> bool:
+        return routing.is_short(subject, groups, self.directory, groups_min=self._groups_min)
 
     def _stored_bytes(self) -> dict[str, int]:
         """Bytes in the logs of groups whose masters beat here."""
@@ -472,9 +480,10 @@ def _is_same(row: AuditRow, audit: AuditRow) -> bool:
 
 def _refuse_unknown(said: Broker, directory: Directory) -> Broker:
     vacant = next((group for group in directory.groups.values() if group.half_swapped), None)
-    command, group, role = "AddBroker", said.group or "GROUP", "0 (master) or 1 (slave)"
-    if vacant and said.group in ("", vacant.name):
-        command, group, role = "ReplaceBroker", vacant.name, "1"
+    master, slave = (part(role, said.kind) for role in (Role.MASTER, Role.SLAVE))
+    command, group, role = "AddBroker", said.group or "GROUP", f"{master:d} (master) or {slave:d} (slave)"
+    if vacant and vacant.kind == said.kind and said.group in ("", vacant.name):
+        command, group, role = "ReplaceBroker", vacant.name, f"{slave:d}"
     raise OperatorError(
         f"{said.key} is no broker here. Run: tools/tools.sh {command} --metaserver=HOST:PORT --token=TOKEN "
         f"--brokerGroup={group} --role={role} --hostname={said.hostname} --ip={said.ip} "

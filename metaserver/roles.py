@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from metaserver.model import Broker, BrokerKey, Directory, Group, ReplicaState
+from metaserver.model import DELAY, NORMAL, Broker, BrokerKey, Directory, Group, ReplicaState, part, role_and_kind
 from qmq.errors import OperatorError
 from qmq.subjects import check_name
 from qmq.types import Role
@@ -20,7 +20,12 @@ from qmq.types import Role
 MayBeUp = Callable[[Broker], bool]
 
 _HOSTNAME = re.compile(r"[A-Za-z0-9._-]+")
-_UNSUPPORTED_ROLES = {4: "BACKUP", 5: "DELAY_MASTER", 6: "DELAY_SLAVE", 7: "DELAY_BACKUP"}
+_UNSUPPORTED_ROLES = {4: "BACKUP", 7: "DELAY_BACKUP"}
+_ROLES = "0 is MASTER, 1 is SLAVE, 5 is DELAY_MASTER, 6 is DELAY_SLAVE"
+_KINDS = {
+    NORMAL: "of brokers, whose roles are 0 (MASTER) and 1 (SLAVE)",
+    DELAY: "of delay servers, whose roles are 5 (DELAY_MASTER) and 6 (DELAY_SLAVE)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,8 @@ class RoleChange:
     master: Broker | None
     slave: Broker | None
     half_swapped: bool = False
+    kind: int = NORMAL
+    """Of a group that does not exist yet. It keeps it for ever."""
 
 
 def parse_broker(group: str, role: str, hostname: str, ip: str, serve_port: str, sync_port: str) -> Broker:
@@ -49,16 +56,17 @@ def parse_broker(group: str, role: str, hostname: str, ip: str, serve_port: str,
     serve, sync = parse_port("servePort", serve_port), parse_port("syncPort", sync_port)
     if serve == sync:
         raise OperatorError(f"servePort and syncPort are both {serve}; a broker needs two ports")
-    return Broker(group, parse_role(role), hostname, parse_ip(ip), serve, sync)
+    plain, kind = role_and_kind(parse_role(role))
+    return Broker(group, plain, hostname, parse_ip(ip), serve, sync, kind=kind)
 
 
 def parse_role(text: str) -> Role:
     if not text.isascii() or not text.isdigit():
-        raise OperatorError(f"role {text!r} is no role code; 0 is MASTER, 1 is SLAVE")
+        raise OperatorError(f"role {text!r} is no role code; {_ROLES}")
     if name := _UNSUPPORTED_ROLES.get(int(text)):
-        raise OperatorError(f"role {int(text)} ({name}) is not supported; 0 is MASTER, 1 is SLAVE")
-    if int(text) not in (Role.MASTER, Role.SLAVE):
-        raise OperatorError(f"invalid broker role code {int(text)}; 0 is MASTER, 1 is SLAVE")
+        raise OperatorError(f"role {int(text)} ({name}) is not supported; {_ROLES}")
+    if int(text) not in tuple(Role):
+        raise OperatorError(f"invalid broker role code {int(text)}; {_ROLES}")
     return Role(int(text))
 
 
@@ -83,10 +91,11 @@ def add_broker(directory: Directory, broker: Broker) -> RoleChange:
     _require_free(directory, broker.key)
     group = directory.groups.get(broker.group)
     if group is None:
-        return _with_holder(RoleChange(broker.group, 0, None, None, None), broker)
+        return _with_holder(RoleChange(broker.group, 0, None, None, None, kind=broker.kind), broker)
+    _require_kind(group, broker)
     if holder := group.holder(broker.role):
         raise OperatorError(
-            f"{group.name} has a {broker.role.name} already, {holder.key}; ReplaceBroker puts another in its place"
+            f"{group.name} has a {broker.part.name} already, {holder.key}; ReplaceBroker puts another in its place"
         )
     return _with_holder(_unchanged(group), broker)
 
@@ -107,10 +116,12 @@ def replace_broker(
         The change (None: only addresses are to be stored) and the holder of the role before.
     """
     group = directory.groups.get(broker.group)
+    if group is not None:
+        _require_kind(group, broker)
     before = _holder_before(group, broker.role)
     if group is None or before is None:
         raise OperatorError(
-            f"no broker with group {broker.group} and role {broker.role.name}; AddBroker adds one to a vacant place"
+            f"no broker with group {broker.group} and role {broker.part.name}; AddBroker adds one to a vacant place"
         )
     for member in group.brokers:
         if member.key in (before.key, broker.key) and not _stays_master(group, member, broker):
@@ -122,7 +133,7 @@ def replace_broker(
     if group.master and group.master.key == broker.key:
         raise OperatorError(
             f"{broker.key} is the master of {group.name}; for a swap, first put {before.key} in its place with "
-            "ReplaceBroker --role=0, then repeat this call"
+            f"{_replace_call(group, Role.MASTER)}, then repeat this call"
         )
     _require_free(directory, broker.key)
     return _with_holder(_unchanged(group), broker), before
@@ -143,8 +154,8 @@ def swap_stopped(
     group = directory.groups.get(broker.group)
     if group is None:
         raise OperatorError(f"there is no broker group {broker.group}; ListBrokerGroups names them")
-    if group.half_swapped:
-        raise OperatorError(f"{group.name} is half swapped already; finish that with ReplaceBroker --role=1")
+    _require_kind(group, broker)
+    check_not_half_swapped(group)
     holder = group.holder(broker.role)
     if holder and holder.key == broker.key:
         return None, holder
@@ -198,6 +209,23 @@ def check_same_log(master: ReplicaState, slave: ReplicaState) -> None:
         )
 
 
+def check_not_half_swapped(group: Group) -> None:
+    if group.half_swapped:
+        call = _replace_call(group, Role.SLAVE)
+        raise OperatorError(f"{group.name} is half swapped with ReplaceBroker; finish that with {call}")
+
+
+def check_kind(broker: Broker, said: Broker) -> None:
+    """Refuse a broker in a delay server's place and the other way round: their logs are read by different rules."""
+    if broker.kind != said.kind:
+        name = {NORMAL: "a broker", DELAY: "a delay server"}
+        raise OperatorError(
+            f"{broker.key} was added as the {broker.part.name} of {broker.group}, a place for {name[broker.kind]}, and "
+            f"what runs there is {name[said.kind]}. Start the other program there, or RemoveBroker and add it to a "
+            f"group of its kind"
+        )
+
+
 def check_registration(broker: Broker, incarnation: str) -> None:
     """Refuse a master that comes with another disk than before: it would count its empty log as the group's history.
 
@@ -206,8 +234,9 @@ def check_registration(broker: Broker, incarnation: str) -> None:
     if broker.role == Role.MASTER and broker.incarnation and broker.incarnation != incarnation:
         raise OperatorError(
             f"{broker.key} was the master of {broker.group} with another data directory. Give it that one back; if it "
-            f"is lost, stop both brokers of the group, put the slave in its place with ReplaceBroker --role=0, then "
-            f"{broker.key} in the slave's with ReplaceBroker --role=1, and start both: it will be filled from the other"
+            f"is lost, stop both brokers of the group, put the slave in its place with ReplaceBroker "
+            f"--role={part(Role.MASTER, broker.kind):d}, then {broker.key} in the slave's with ReplaceBroker "
+            f"--role={part(Role.SLAVE, broker.kind):d}, and start both: it will be filled from the other"
         )
 
 
@@ -240,7 +269,8 @@ def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bo
     if not unused:
         raise OperatorError(
             f"only the slave of {group.name} holds its messages and can become the master; {broker.key} would begin "
-            "with an empty log. Make it the slave (ReplaceBroker --role=1), let it catch up, then SwapRoles"
+            f"with an empty log. Make it the slave ({_replace_call(group, Role.SLAVE)}), let it catch up, then "
+            "SwapRoles"
         )
     return _with_holder(_unchanged(group), broker)
 
@@ -258,10 +288,22 @@ def _stays_master(group: Group, member: Broker, broker: Broker) -> bool:
     return broker.role == Role.SLAVE and member.role == Role.MASTER and member.key != broker.key
 
 
+def _require_kind(group: Group, broker: Broker) -> None:
+    if broker.kind != group.kind:
+        raise OperatorError(
+            f"{broker.part:d} ({broker.part.name}) is no role in {group.name}: that is a group {_KINDS[group.kind]}, "
+            "and it stays one; give the other kind a group of its own"
+        )
+
+
+def _replace_call(group: Group, role: Role) -> str:
+    return f"ReplaceBroker --role={part(role, group.kind):d}"
+
+
 def _require_stopped(group: Group, member: Broker, may_be_up: MayBeUp) -> None:
     if may_be_up(member):
         raise OperatorError(
-            f"{member.key} ({member.role.name} of {group.name}) is running: stop it first, or exchange the roles of "
+            f"{member.key} ({member.part.name} of {group.name}) is running: stop it first, or exchange the roles of "
             "two running brokers with SwapRoles"
         )
 
@@ -275,7 +317,7 @@ def _addressed(group: Group, broker: Broker) -> Broker:
 
 def _require_free(directory: Directory, key: BrokerKey) -> None:
     if taken := directory.find(key):
-        raise OperatorError(f"{key} is the {taken.role.name} of {taken.group} already; one broker serves one group")
+        raise OperatorError(f"{key} is the {taken.part.name} of {taken.group} already; one broker serves one group")
 
 
 def _unchanged(group: Group) -> RoleChange:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from metaserver.model import ALL_SUBJECTS, Directory, Group, ReadonlyMark
+from metaserver.model import ALL_SUBJECTS, DELAY, NORMAL, Directory, Group, ReadonlyMark
 from metaserver.route_bytes import GroupBytes, RouteBytes, group_bytes, route_bytes
-from metaserver.routing import IsWritable, serves, takes_messages
+from metaserver.routing import IsWritable, takes_messages
 
-NO_GROUP = "none of the subject's broker groups has a master now; ListSubjectRoutes and ListBrokers show them"
+NO_GROUP = {
+    NORMAL: "none of the subject's broker groups has a master now; ListSubjectRoutes and ListBrokers show them",
+    DELAY: "there is no group of delay servers with a master, which takes delayed messages; AddBroker with roles 5 and "
+    "6 adds one",
+}
 
 
 @dataclass(slots=True)
@@ -20,20 +24,22 @@ class _Sight:
 
 
 class Sights:
-    """All groups as clients see them; `look` takes them in. Made by the hub."""
+    """All groups of one kind as clients see them; `look` takes them in. Made by the hub."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: int) -> None:
+        self._kind = kind
         self._sights: dict[str, _Sight] = {}
         self.state = 0
         """Raised with each change, so that one can tell whether anything is new since."""
 
     def look(self, directory: Directory, is_writable: IsWritable) -> list[str]:
         """Take in how the groups are now; return the names of those that look different."""
-        changed = [name for name in self._sights if not serves(directory.groups.get(name))]
+        groups = directory.groups_of(self._kind)
+        changed = [name for name in self._sights if name not in groups or groups[name].master is None]
         for name in changed:
             del self._sights[name]
-        for name, group in directory.groups.items():
-            if not serves(group):
+        for name, group in groups.items():
+            if group.master is None:
                 continue
             sight, writable = self._sights.get(name), takes_messages(group, ALL_SUBJECTS, directory, is_writable)
             if sight is None or (sight.group is not group and _shown(sight.group) != _shown(group)):
@@ -59,7 +65,7 @@ class Sights:
                 fields.append(sight.data.writable if writable else sight.data.readonly)
                 if writable:
                     offered.append(group)
-        return route_bytes(name, fields, "" if fields else NO_GROUP), groups, tuple(offered)
+        return route_bytes(name, fields, "" if fields else NO_GROUP[self._kind]), groups, tuple(offered)
 
     def has_more_than(self, groups: tuple[str, ...]) -> bool:
         """Whether there is a group that a route of these could be extended by."""

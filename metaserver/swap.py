@@ -82,13 +82,12 @@ class Swaps:
         group = self._registry.directory.groups.get(name)
         if group is None:
             raise OperatorError(f"there is no broker group {name}; ListBrokerGroups names them")
-        if group.half_swapped:
-            raise OperatorError(f"{name} is half swapped with ReplaceBroker; finish that with ReplaceBroker --role=1")
+        roles.check_not_half_swapped(group)
         if group.master is None or group.slave is None:
             raise OperatorError(f"{name} has no {'slave' if group.master else 'master'}; AddBroker adds one")
         for broker in group.brokers:
             state = self._registry.state(broker)
-            who = f"{broker.key} ({broker.role.name} of {name})"
+            who = f"{broker.key} ({broker.part.name} of {name})"
             if state is None:
                 raise OperatorError(f"{who} is down; start it, or use ReplaceBroker")
             if (state.role, state.term) != (broker.role, group.term):

@@ -20,9 +20,8 @@ from typing import Protocol
 
 from metaserver.changes import Changes
 from metaserver.metrics import Metrics
-from metaserver.model import Directory, Group, ReadonlyMark, Route
+from metaserver.model import NORMAL, Directory, Group, ReadonlyMark, Route
 from metaserver.route_bytes import RouteBytes, route_bytes, update_bytes
-from metaserver.routing import is_short
 from metaserver.sights import Sights
 from metaserver.watchers import Audience, ClientInfo, Counts, Seat, Send, Topic, Watch
 from qmq.errors import CallError, MissingRight, QmqError
@@ -59,17 +58,24 @@ NO_GROUP_YET = "there is no broker group that takes new subjects; AddBroker adds
 class RouteSource(Protocol):
     """What the hub asks of the registry."""
 
-    changes: Changes
+    @property
+    def changes(self) -> Changes: ...
 
     @property
     def directory(self) -> Directory: ...
 
     @property
-    def routes(self) -> Mapping[str, Route]: ...
+    def find(self) -> Callable[[str], Route | None]:
+        """The route of a real subject, if it has one. The same object until it changes."""
+        ...
 
     @property
     def routes_version(self) -> int:
-        """Another one whenever `routes` changed but by `routes_for`."""
+        """Another one whenever a route changed but by `routes_for`."""
+        ...
+
+    def is_short(self, subject: str, groups: Sequence[str]) -> bool:
+        """Whether a route lists so few groups that `routes_for` is to be asked for more."""
         ...
 
     def is_writable(self, group: Group) -> bool: ...
@@ -87,16 +93,17 @@ class WatchHub:
     Args:
         allow: how many of so many new subjects a caller may bring into being now.
         subjects_max: of one watch.
+        kind: of the groups in its routes.
     """
 
     def __init__(
-        self, registry: RouteSource, metrics: Metrics, allow: Callable[[Caller, int], int], *, groups_min: int,
-        subjects_max: int,
+        self, registry: RouteSource, metrics: Metrics, allow: Callable[[Caller, int], int], *, subjects_max: int,
+        kind: int = NORMAL,
     ) -> None:  # fmt: skip
         self._registry, self._metrics, self._allow = registry, metrics, allow
-        self._groups_min, self._subjects_max = groups_min, subjects_max
+        self._subjects_max = subjects_max
         self._audience = Audience()
-        self._sights = Sights()
+        self._sights = Sights(kind)
         self._marks: frozenset[ReadonlyMark] = frozenset()
         self._routes_version = -1
         self._short: set[Topic] = set()
@@ -231,7 +238,7 @@ class WatchHub:
         """Make a topic's content anew; return the seats that must be told of it."""
         if not topic.seats:
             return []  # everybody left meanwhile
-        route = self._registry.routes.get(topic.real)
+        route = self._registry.find(topic.real)
         topic.source = route
         self._want_more(topic, route)
         if route is not None:
@@ -249,7 +256,7 @@ class WatchHub:
     def _want_more(self, topic: Topic, route: Route | None) -> None:
         """Have a missing or short route made, unless that was tried since the groups last changed."""
         groups = route.groups if route else ()
-        if route and not is_short(topic.real, groups, self._registry.directory, groups_min=self._groups_min):
+        if route and not self._registry.is_short(topic.real, groups):
             self._short.discard(topic)
             return
         self._short.add(topic)
@@ -278,11 +285,11 @@ class WatchHub:
 
     def _concerned(self) -> list[Topic]:
         """The topics that something changed for: a group's state, a mark, the stored route."""
-        directory, routes, audience = self._registry.directory, self._registry.routes, self._audience
+        directory, find, audience = self._registry.directory, self._registry.find, self._audience
         concerned: list[Topic] = []
         if self._registry.routes_version != self._routes_version:
             self._routes_version = self._registry.routes_version
-            concerned += [topic for topic in audience.topics.values() if routes.get(topic.real) is not topic.source]
+            concerned += [topic for topic in audience.topics.values() if find(topic.real) is not topic.source]
         changed = self._sights.look(directory, self._registry.is_writable)
         for name in changed:
             concerned += audience.topics_of_group(name)
@@ -381,7 +388,7 @@ class WatchHub:
         new: dict[str, tuple[Caller, list[str]]] = {}
         for subject in subjects:
             watch = next((seat.watch for one in self._audience.topics_of_subject(subject) for seat in one.seats), None)
-            if watch and subject not in self._registry.routes:
+            if watch and self._registry.find(subject) is None:
                 new.setdefault(watch.caller.name, (watch.caller, []))[1].append(subject)
         waits: dict[str, str] = {}
         for caller, names in new.values():

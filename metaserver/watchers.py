@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from metaserver.model import ALL_SUBJECTS
+from metaserver.model import ALL_SUBJECTS, NORMAL
 from metaserver.route_bytes import RouteBytes
 from qmq.rights import Caller
 
@@ -44,6 +44,8 @@ class ClientInfo(NamedTuple):
     produces: bool
     streams: bool
     """Whether changes are pushed to it; else it polls over HTTP."""
+    kind: int = NORMAL
+    """Of the groups in its routes."""
 
 
 @dataclass(slots=True, eq=False)

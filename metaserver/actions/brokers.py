@@ -140,7 +140,7 @@ async def _replica(desk: Desk, broker: Broker) -> dict[str, Any]:
         except QmqError as failed:
             error = str(failed)
     return {
-        "role": broker.role.name,
+        "role": broker.part.name,
         "hostname": broker.hostname,
         "ip": broker.ip,
         "servePort": broker.serve_port,

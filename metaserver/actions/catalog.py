@@ -33,7 +33,7 @@ _WAIT = Parameter(
 )
 _BROKER = (
     _GROUP,
-    Parameter("role", "0 for the master, 1 for the slave", required=True),
+    Parameter("role", "0 for the master, 1 for the slave; of a group of delay servers 5 and 6", required=True),
     Parameter("hostname", "the broker's setting hostname", required=True, kind=Kind.NAME),
     Parameter("ip", "IPv4 address at which the broker is reached", required=True),
     Parameter("servePort", "port for producers and consumers", required=True, kind=Kind.PORT),
@@ -52,7 +52,7 @@ def _result(data: Any) -> Any:
 _BROKERS = (
     Action(
         "AddBroker",
-        "give a broker a vacant place in a group, before its first start",
+        "give a broker or a delay server a vacant place in a group, before its first start",
         ADMIN,
         _BROKER,
         changes=True,
@@ -298,7 +298,11 @@ _DATABASES = (
             _DATABASE,
             Parameter("table", "name of the outbox: table, or schema.table", default="qmq_msg_queue", chars_max=130),
             Parameter(
-                "rate", "rows a second that are sent at most", default="10000", kind=Kind.NUMBER, least=1,
+                "rate",
+                "rows a second that are sent at most",
+                default="10000",
+                kind=Kind.NUMBER,
+                least=1,
                 most=1_000_000,
             ),
             Parameter(

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import grpc
 
 from metaserver.actions.desk import OldRoutes
-from metaserver.model import MetaserverRow
+from metaserver.model import DELAY, MetaserverRow
 from metaserver.watchers import ClientInfo, Counts
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.proto import qmq_pb2 as pb
@@ -119,5 +119,6 @@ def _client_json(client: ClientInfo) -> dict[str, object]:
         "peer": client.peer,
         "produces": client.produces,
         "pushed": client.streams,
+        "delayed": client.kind == DELAY,
         "subjects": sorted(client.subjects),
     }

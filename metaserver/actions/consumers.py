@@ -13,7 +13,7 @@ from metaserver.actions.desk import Desk, wall_ms
 from metaserver.actions.handler import Handler, PartlyDone
 from metaserver.actions.plan import Plan, refused
 from metaserver.actions.words import Words
-from metaserver.model import ALL_SUBJECTS, AuditRow, Group, Offline
+from metaserver.model import ALL_SUBJECTS, NORMAL, AuditRow, Group, Offline
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import real_subject
@@ -165,7 +165,7 @@ async def _progress(desk: Desk, words: Words) -> tuple[list[tuple[str, pb.GroupP
     if subject:
         groups = _groups_of_subject(desk, subject, "")
     else:
-        groups = [group for _, group in sorted(desk.registry.directory.groups.items()) if group.master]
+        groups = [group for _, group in sorted(desk.registry.directory.groups_of(NORMAL).items()) if group.master]
     answers, unasked = await desk.ask_all(groups, subject, words["group"])
     rows = [(name, row) for name, answer in answers.items() for row in answer.groups]
     return sorted(rows, key=lambda pair: (pair[1].subject, pair[1].group, pair[0])), unasked

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from metaserver.actions.plan import Plan, refused
 from metaserver.db.changes import Change, DecidedOn, SetGroupState, SetMark, SetOffline, UnsetMark, UnsetOffline
-from metaserver.model import ALL_SUBJECTS, Directory, Offline, ReadonlyMark, Route
+from metaserver.model import ALL_SUBJECTS, DELAY, Directory, Offline, ReadonlyMark, Route
 from qmq.subjects import real_subject
 
 Routes = Mapping[str, Route]
@@ -24,7 +24,8 @@ def mark_readonly(directory: Directory, routes: Routes, subject: str, group: str
     change = SetMark(mark) if readonly else UnsetMark(mark)
     marked = directory.readonly_subjects(group)
     after = sorted({*marked, subject} if readonly else {*marked} - {subject})
-    subjects = served(routes, group, subject)
+    takes_any = directory.groups[group].kind == DELAY
+    subjects = frozenset({subject}) if takes_any else served(routes, group, subject)
     return Plan(
         (change,) if is_set != readonly else (),
         subjects=subjects,
@@ -42,6 +43,9 @@ def stranded(directory: Directory, routes: Routes, group: str, subjects: Iterabl
         other = directory.groups.get(name)
         return other is not None and name != group and not other.draining and not directory.is_marked(name, subject)
 
+    delay_groups = directory.groups_of(DELAY)
+    if group in delay_groups:
+        return sorted(subject for subject in subjects if not any(is_open(name, subject) for name in delay_groups))
     return sorted(
         subject
         for subject in subjects
@@ -55,9 +59,11 @@ def set_draining(directory: Directory, routes: Routes, group: str, *, draining: 
     if known is None:
         return refused(_no_group(group))
     refusals = []
-    others = [name for name, other in directory.groups.items() if name != group and other.master and not other.draining]
+    alike = directory.groups_of(known.kind)
+    others = [name for name, other in alike.items() if name != group and other.master and not other.draining]
     if draining and not others:
-        refusals.append(f"no other group would be left to take messages: {group} is the only one that is not drained")
+        what = "delayed messages" if known.kind == DELAY else "messages"
+        refusals.append(f"no other group would be left to take {what}: {group} is the only one that is not drained")
     change = SetGroupState(group, draining=draining)
     changes = (DecidedOn(directory.version), change) if draining else (change,)  # else two could drain the last two
     return Plan(
@@ -76,6 +82,10 @@ def set_tag(directory: Directory, group: str, tag: str) -> Plan:
     known = directory.groups.get(group)
     if known is None:
         return refused(_no_group(group))
+    if known.kind == DELAY:
+        return refused(
+            f"{group} is a group of delay servers: each takes delayed messages of any subject, whose tag no matter"
+        )
     return Plan(
         (SetGroupState(group, tag=tag),) if known.tag != tag else (),
         groups=frozenset({group}),

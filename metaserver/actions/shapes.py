@@ -27,7 +27,7 @@ def broker_json(broker: Broker, *, up: bool | None = None) -> dict[str, Any]:
     """QMQ's broker; `up` None: not known, not shown."""
     shown = {
         "group": broker.group,
-        "role": broker.role.name,
+        "role": broker.part.name,
         "hostname": broker.hostname,
         "ip": broker.ip,
         "servePort": broker.serve_port,

@@ -15,9 +15,10 @@ from metaserver.actions.handler import Handler
 from metaserver.actions.plan import Plan
 from metaserver.actions.shapes import audit_json, broker_json, metaserver_json
 from metaserver.actions.words import Words
-from metaserver.model import Broker, Group, MetaserverRow
+from metaserver.model import Broker, Group, MetaserverRow, part
 from qmq.errors import NotServed, QmqError
 from qmq.rights import Caller
+from qmq.types import Role
 
 DATABASE_WAIT_MS = 60_000
 """A dump of 100,000 subjects takes seconds."""
@@ -99,7 +100,7 @@ async def _brokers(desk: Desk) -> list[dict[str, Any]]:
 
 
 async def _broker(desk: Desk, broker: Broker) -> dict[str, Any]:
-    name = f"broker {broker.key} ({broker.role.name} of {broker.group})"
+    name = f"broker {broker.key} ({broker.part.name} of {broker.group})"
     facts = broker_json(broker, up=desk.registry.is_up(broker))
     if not broker.incarnation:
         return _check(name, False, "never registered", "start it; its log says what keeps it", facts)
@@ -122,7 +123,9 @@ def _groups(desk: Desk) -> list[dict[str, Any]]:
 def _group(desk: Desk, group: Group) -> dict[str, Any]:
     name, marked = f"group {group.name}", desk.registry.directory.readonly_subjects(group.name)
     if group.half_swapped:
-        return _check(name, False, "is half swapped", "finish it with ReplaceBroker --role=1")
+        return _check(
+            name, False, "is half swapped", f"finish it with ReplaceBroker --role={part(Role.SLAVE, group.kind):d}"
+        )
     if group.master is None or group.slave is None:
         lacks = "slave" if group.master else "master"
         return _check(name, False, f"has no {lacks}", f"AddBroker adds a {lacks}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import Connection, Row, and_, delete, insert, or_, select, update
@@ -22,19 +23,20 @@ from qmq.types import Role
 
 def load_groups(connection: Connection, bad: BadRows) -> dict[str, Group]:
     """Read all groups with their brokers; rows that cannot be understood are left out."""
+    rows = {}
+    for row in connection.execute(select(broker_group).where(broker_group.c.kind != REMOVED)):
+        if row.kind in (NORMAL, DELAY):
+            rows[row.group_name] = row
+        else:
+            bad.note("broker_group", row.group_name, f"kind {row.kind} is unknown")
     holders: dict[tuple[str, Role], Broker] = {}
     for row in connection.execute(select(broker)):
         try:
-            holders[row.group_name, Role(row.role)] = _broker(row)
+            kind = rows[row.group_name].kind if row.group_name in rows else NORMAL
+            holders[row.group_name, Role(row.role)] = replace(_broker(row), kind=kind)
         except (ValueError, TypeError) as error:
             bad.note("broker", f"{row.hostname}:{row.serve_port}", error)
-    groups = {}
-    for row in connection.execute(select(broker_group).where(broker_group.c.kind != REMOVED)):
-        if row.kind not in (NORMAL, DELAY):
-            bad.note("broker_group", row.group_name, f"kind {row.kind} is unknown")
-            continue
-        groups[row.group_name] = _group(row, holders)
-    return groups
+    return {name: _group(row, holders) for name, row in rows.items()}
 
 
 def set_roles(connection: Connection, change: RoleChange) -> None:
@@ -130,7 +132,7 @@ def _raise_term(connection: Connection, change: RoleChange, now: int) -> None:
 
 
 def _create(connection: Connection, change: RoleChange, now: int) -> None:
-    fresh: dict[str, Any] = {"kind": NORMAL, "half_swapped": False, "tag": "", "draining": False, "is_full": False}
+    fresh: dict[str, Any] = {"kind": change.kind, "half_swapped": False, "tag": "", "draining": False, "is_full": False}
     fresh |= {"create_time": now, "update_time": now}
     removed = (broker_group.c.group_name == change.group, broker_group.c.kind == REMOVED)
     again = update(broker_group).where(*removed).values(term=broker_group.c.term + 1, **fresh)

@@ -4,6 +4,7 @@
 
 `held` names the version of each route that the client uses, as `subject:version` with the version in hexadecimal; the
 answer has those routes alone that differ: the content of gRPC's RouteUpdate as JSON. Clients ask every few seconds.
+`kind=DELAY` asks for all groups of delay servers instead of those that the subject's route lists.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from metaserver.http import errors
 from metaserver.http.describing import JSON, make_route
 from metaserver.http.errors import to_json
 from metaserver.http.guard import Refused, caller_of, needs
-from metaserver.watch import TooManySubjects, WatchHub
+from metaserver.route_hubs import RouteHubs
+from metaserver.watch import TooManySubjects
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import TokenRole
+from qmq.types import GroupKind
 
 CLIENT_TEXT_CHARS_MAX = 100
 
 
-def make_routes(hub: WatchHub) -> list[APIRoute]:
+def make_routes(hubs: RouteHubs) -> list[APIRoute]:
     """The endpoint, for `build_app`."""
 
     @needs(TokenRole.CLIENT)
@@ -34,9 +37,10 @@ def make_routes(hub: WatchHub) -> list[APIRoute]:
         subject: Annotated[list[str], Query(min_length=1)],
         held: Annotated[list[str], Query(default_factory=list, description="subject:version in hexadecimal")],
         app: str = "", clientId: str = "", produces: Literal["true", "false"] = "false",
+        kind: Literal["NORMAL", "DELAY"] = "NORMAL",
     ) -> Response:  # fmt: skip
         try:
-            routes = await hub.poll(
+            routes = await hubs.of(GroupKind[kind]).poll(
                 subject, _versions(held), caller_of(request), app=app[:CLIENT_TEXT_CHARS_MAX],
                 client_id=clientId[:CLIENT_TEXT_CHARS_MAX], produces=produces == "true",
             )  # fmt: skip

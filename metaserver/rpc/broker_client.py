@@ -86,7 +86,7 @@ class Brokers:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            text = f"{broker.key} ({broker.role.name} of {broker.group})"
+            text = f"{broker.key} ({broker.part.name} of {broker.group})"
             if silent(error.code()):
                 where = f"{broker.ip}:{broker.control_port}"
                 raise NotServed(f"{text} did not answer at {where}: {error.details()}") from error

@@ -48,7 +48,7 @@ class BrokerRpc:
             await context.abort(_status(error), str(error))
             raise  # abort has raised already
         self._metrics.registrations.labels(broker.group, "accepted").inc()
-        log.info("broker registered broker=%s broker_group=%s role=%s", key, broker.group, broker.role.name)
+        log.info("broker registered broker=%s broker_group=%s role=%s", key, broker.group, broker.part.name)
         assignment = convert.assignment_for(self._registry.directory, key)
         if assignment is None:
             text = f"{key} was replaced at this moment; register again"

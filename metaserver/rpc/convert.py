@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metaserver.model import ALL_SUBJECTS, Broker, BrokerKey, Directory, Group, ReplicaState
+from metaserver.model import ALL_SUBJECTS, DELAY, NORMAL, Broker, BrokerKey, Directory, Group, ReplicaState
 from metaserver.roles import parse_broker
 from qmq.errors import InvalidRequest
 from qmq.proto import qmq_pb2 as pb
@@ -24,6 +24,9 @@ def broker_from_identity(identity: pb.BrokerIdentity) -> Broker:
     for name, port in (("control_port", identity.control_port), ("metrics_port", identity.metrics_port)):
         if not 0 <= port < 65536:
             raise InvalidRequest(f"{name} {port} is no port")
+    kind = identity.kind or NORMAL
+    if kind not in (NORMAL, DELAY):
+        raise InvalidRequest(f"kind {kind} of a group is unknown; {NORMAL} is of brokers, {DELAY} of delay servers")
     return Broker(
         group=identity.broker_group,
         role=Role.SLAVE,
@@ -34,6 +37,7 @@ def broker_from_identity(identity: pb.BrokerIdentity) -> Broker:
         control_port=identity.control_port,
         metrics_port=identity.metrics_port,
         incarnation=identity.incarnation,
+        kind=kind,
     )
 
 

@@ -13,8 +13,10 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from metaserver.metrics import Metrics
+from metaserver.route_hubs import RouteHubs
 from metaserver.rpc.visits import Visits
 from metaserver.watch import TooManySubjects, WatchHub
+from qmq.errors import InvalidRequest
 from qmq.proto import qmq_pb2 as pb
 from qmq.rpc_access import caller
 
@@ -27,7 +29,7 @@ Context = Any
 class RouteRpc:
     """Part of the metaserver's service. A stream is one task, which reads; the hub writes."""
 
-    _hub: WatchHub
+    _hubs: RouteHubs
     _metrics: Metrics
     visits: Visits
 
@@ -36,7 +38,8 @@ class RouteRpc:
         request = await _read(context)
         if request is None:
             return
-        watch = self._hub.join(
+        hub = await self._hub_of(request.kind, context)
+        watch = hub.join(
             app=request.app[:100], client_id=request.client_id[:100], produces=request.produces,
             caller=replace(caller(), peer=str(context.peer())), send=context.write,
         )  # fmt: skip
@@ -44,19 +47,26 @@ class RouteRpc:
             with self.visits.open(context):
                 while request is not None:
                     self._metrics.route_requests.inc()
-                    self._hub.confirm(watch, request.held)
+                    hub.confirm(watch, request.held)
                     if request.subjects:  # else it only says what it holds
-                        await self._hub.ask(watch, request.subjects, request.held)
+                        await hub.ask(watch, request.subjects, request.held)
                     request = None  # 20,000 of them would take 25 MB while their clients say nothing
                     request = await _read(context)
                 await asyncio.Event().wait()  # it asks no more and goes on listening
         except TooManySubjects as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:
-            self._hub.leave(watch)
+            hub.leave(watch)
+
+    async def _hub_of(self, kind: int, context: Context) -> WatchHub:
+        try:
+            return self._hubs.of(kind)
+        except InvalidRequest as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise  # abort has raised already
 
     async def CountOldRoutes(self, request: pb.OldRoutesQuestion, context: Context) -> pb.OldRoutesAnswer:
-        return pb.OldRoutesAnswer(**self._hub.old_routes(request.broker_group, request.subject)._asdict())
+        return pb.OldRoutesAnswer(**self._hubs.old_routes(request.broker_group, request.subject)._asdict())
 
 
 async def _read(context: Context) -> pb.RouteRequest | None:

@@ -84,10 +84,10 @@ class World:
         await broker.start()
         return broker
 
-    async def pair(self, name="g1", **options):
+    async def pair(self, name="g1", *, roles=(0, 1), **options):
         """A group of two running brokers whose master takes messages."""
-        await self.add(name, 0, f"{name}-a")
-        await self.add(name, 1, f"{name}-b")
+        await self.add(name, roles[0], f"{name}-a")
+        await self.add(name, roles[1], f"{name}-b")
         master, slave = await self.broker(f"{name}-a", **options), await self.broker(f"{name}-b", **options)
         await self.until(lambda: self.writable(name))
         return master, slave
@@ -95,15 +95,21 @@ class World:
     async def writable(self, name):
         return (await self.group(name))["writable"]
 
+    async def delay_pair(self, name="d1", **options):
+        """A group of two running delay servers."""
+        return await self.pair(name, roles=(5, 6), kind=2, **options)
+
     async def until(self, condition):
         async with asyncio.timeout(WAIT_S):
             while not await condition():
                 await asyncio.sleep(0.01)
 
     @asynccontextmanager
-    async def watch(self, *subjects, metadata=METADATA):
+    async def watch(self, *subjects, metadata=METADATA, kind=0, held=None):
         call = self.rpc.WatchRoutes(metadata=metadata)
-        await call.write(pb.RouteRequest(subjects=subjects, app="test", client_id="c1", produces=True))
+        await call.write(
+            pb.RouteRequest(subjects=subjects, app="test", client_id="c1", produces=True, kind=kind, held=held)
+        )
         yield RouteWatch(call)
         call.cancel()
 
@@ -138,7 +144,10 @@ class RouteWatch:
 class FakeBroker(BrokerServicer):
     """Registers, beats, takes every assignment at once, answers the control calls as it is told."""
 
-    def __init__(self, world, hostname, port, incarnation=None, token=TOKEN, beat_s=0.05, log_end=4096, chain=77):
+    def __init__(
+        self, world, hostname, port, incarnation=None, token=TOKEN, beat_s=0.05, log_end=4096, chain=77, kind=0
+    ):
+        self.kind = kind
         self.world, self.hostname, self.port, self.token = world, hostname, port, token
         self.incarnation = incarnation or f"disk of {hostname}"
         self.beat_s, self.log_end, self.chain = beat_s, log_end, chain
@@ -213,6 +222,7 @@ class FakeBroker(BrokerServicer):
             "control_port": self.control_port,
             "metrics_port": 9100,
             "incarnation": self.incarnation,
+            "kind": self.kind,
         }
         return pb.BrokerIdentity(**(values | changes))
 

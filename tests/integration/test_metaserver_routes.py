@@ -321,7 +321,7 @@ async def _true(value):
 
 
 async def _counted(world):
-    return tuple(world.server.hub.old_routes("g1", "*"))
+    return tuple(world.server.hubs.old_routes("g1", "*"))
 
 
 @in_world

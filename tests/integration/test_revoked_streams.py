@@ -45,7 +45,7 @@ def test_streams_of_a_revoked_token_end(tmp_path, monkeypatch):
         await watches[1].write(pb.RouteRequest(subjects=["b"]))
         assert await watches[1].read()
         async with asyncio.timeout(WAIT_S):
-            while len(world.server.hub.clients()) > 1:
+            while len(world.server.hubs.clients()) > 1:
                 await asyncio.sleep(0.01)
         watches[1].cancel()
 

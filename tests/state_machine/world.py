@@ -114,7 +114,7 @@ class Running:
         self.upkeep = upkeep.Upkeep(
             self.registry, self.all._brokers, self.all._snapshots, row, poll_ms=settings.poll_ms
         )
-        self.rpc = MetaserverRpc(self.registry, self.all.hub, self.all._access, self.all._metrics, self.upkeep.ask)
+        self.rpc = MetaserverRpc(self.registry, self.all.hubs, self.all._access, self.all._metrics, self.upkeep.ask)
 
     @property
     def registry(self) -> Any:

@@ -12,7 +12,7 @@ _HOSTNAME = Option("hostname", "the broker's setting hostname")
 _SERVE_PORT = Option("servePort", "port for producers and consumers", kind=Kind.PORT)
 _BROKER = (
     GROUP,
-    Option("role", "0 for the master, 1 for the slave"),
+    Option("role", "0 for the master, 1 for the slave; of a group of delay servers 5 and 6"),
     _HOSTNAME,
     Option("ip", "IPv4 address at which the broker is reached"),
     _SERVE_PORT,
@@ -76,7 +76,7 @@ def _groups(groups: Any) -> Table:
             Column("WHY NOT", _reasons, fold=12),
             Column("READONLY SUBJECTS", lambda group: group.get("readonlySubjects"), drop=2, fold=20),
             Column("TAG", "tag", drop=4),
-            Column("KIND", lambda group: "" if group.get("kind") == "NORMAL" else group.get("kind"), drop=5),
+            Column("KIND", lambda group: "" if group.get("kind") == "NORMAL" else group.get("kind"), drop=1),
         ),
         groups,
         empty="there is no broker group; AddBroker makes one",
@@ -107,7 +107,9 @@ def _replica_status(groups: Any) -> Iterable[Block]:
             yield ""
         yield Cell(f"{group['brokerGroup']}  term {group['term']}  {'writable' if group['writable'] else 'readonly'}")
         yield _verdict(group)
-        yield Table(_REPLICA, [row | {"isMaster": row["role"] == "MASTER"} for row in group["replicas"]])
+        yield Table(
+            _REPLICA, [row | {"isMaster": row["role"] in ("MASTER", "DELAY_MASTER")} for row in group["replicas"]]
+        )
     if not groups:
         yield "there is no broker group; AddBroker makes one"
 
@@ -141,7 +143,7 @@ _REPLICA = (
 BROKERS = (
     Command(
         "AddBroker",
-        "give a broker a vacant place in a group, before its first start",
+        "give a broker or a delay server a vacant place in a group, before its first start",
         "--brokerGroup=g1 --role=0 --hostname=mq1 --ip=10.0.0.1 --servePort=20881 --syncPort=20882",
         _BROKER,
         _added,

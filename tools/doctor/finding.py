@@ -129,7 +129,7 @@ def judge_group(group: Mapping[str, Any]) -> Iterator[Finding]:
 def judge_broker(who: str, role: str, metrics: Mapping[str, float]) -> Iterator[Finding]:
     """Judge what a broker says of itself: its part, and its disk."""
     is_master = metrics.get("qmq_broker_is_master")
-    if is_master is not None and bool(is_master) != (role == "MASTER"):
+    if is_master is not None and bool(is_master) != (role in ("MASTER", "DELAY_MASTER")):
         found = f"{who} thinks it is {'the master' if is_master else 'no master'}, the metaserver has it as {role}"
         yield fail("roles", found, "wait a few seconds and look again; if it stays, its link to the metaserver is down")
     free, limit = metrics.get("qmq_broker_disk_free_bytes"), metrics.get("qmq_broker_disk_free_limit_bytes", 0)

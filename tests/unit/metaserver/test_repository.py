@@ -25,6 +25,8 @@ from metaserver.db.engine import open_database
 from metaserver.db.errors import AlreadyThere, NotThere, StaleTerm
 from metaserver.db.repository import Repository
 from metaserver.model import (
+    DELAY,
+    NORMAL,
     AuditRow,
     Broker,
     MetaserverRow,
@@ -63,6 +65,15 @@ def test_each_change_of_roles_raises_the_term_by_one(pair):
     pair.change([SetRoles(roles.swap_roles(group, term=2))])
     swapped = pair.load().groups["g1"]
     assert (swapped.term, swapped.master.hostname, swapped.slave.hostname) == (3, "b", "a")
+
+
+def test_a_group_is_stored_with_the_kind_of_its_first_member(pair):
+    added = Broker("d1", Role.MASTER, "c", "10.0.0.3", 1, 2, kind=DELAY)
+    pair.change([SetRoles(roles.add_broker(pair.load(), added))])
+    pair.store_registration(replace(added, incarnation="disk c"), added)
+    groups = pair.load().groups
+    assert (groups["d1"].kind, groups["d1"].master.part) == (DELAY, Role.DELAY_MASTER)
+    assert (groups["g1"].kind, groups["g1"].slave.part) == (NORMAL, Role.SLAVE)
 
 
 def test_decision_on_an_older_term_changes_nothing(pair):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from metaserver import roles
-from metaserver.model import Broker, Directory, Group, ReplicaState
+from metaserver.model import DELAY, NORMAL, Broker, Directory, Group, ReplicaState
 from qmq.errors import InvalidName, OperatorError
 from qmq.types import Role
 
@@ -25,6 +25,15 @@ SLAVE = broker("b", Role.SLAVE, incarnation="disk b", control_port=2, complete=T
 def directory(master=MASTER, slave=SLAVE, *, term=7, half_swapped=False):
     other = Group("g2", 1, broker("z", group="g2"), None, 0)
     return Directory({"g1": Group("g1", term, master, slave, 0, half_swapped), "g2": other})
+
+
+def delay_server(hostname, role=Role.MASTER, **values):
+    return broker(hostname, role, kind=DELAY, **values)
+
+
+def delay_directory():
+    master, slave = replace(MASTER, kind=DELAY), replace(SLAVE, kind=DELAY)
+    return Directory({"g1": Group("g1", 7, master, slave, 0, kind=DELAY)})
 
 
 def nobody(_):
@@ -56,7 +65,7 @@ def is_up(*hostnames):
         pytest.param({"sync_port": "9" * 5000}, "syncPort", id="very long number"),
         pytest.param({"sync_port": "20881"}, "needs two ports", id="same port twice"),
         pytest.param({"role": "MASTER"}, "no role code", id="role by name"),
-        pytest.param({"role": "5"}, "DELAY_MASTER.*not supported", id="delay master"),
+        pytest.param({"role": "7"}, "DELAY_BACKUP.*not supported", id="delay backup"),
         pytest.param({"role": "4"}, "BACKUP.*not supported", id="backup"),
         pytest.param({"role": "2"}, "invalid broker role code 2", id="standby"),
         pytest.param({"role": "99"}, "invalid broker role code 99", id="unknown role"),
@@ -71,6 +80,52 @@ def test_wrong_words_are_refused_with_what_is_wrong(change, complaint):
 
 def test_right_words_are_a_broker():
     assert roles.parse_broker(*WORDS.values()) == Broker("g1", Role.MASTER, "h1", "10.0.0.1", 20881, 20882)
+
+
+@pytest.mark.parametrize("code, role", [("5", Role.MASTER), ("6", Role.SLAVE)])
+def test_delay_servers_have_roles_of_their_own_to_operators_alone(code, role):
+    added = roles.parse_broker(*(WORDS | {"role": code}).values())
+    assert (added.role, added.kind, int(added.part)) == (role, DELAY, int(code))
+
+
+def test_a_group_has_the_kind_of_its_first_member():
+    assert roles.add_broker(Directory(), delay_server("a")).kind == DELAY
+    assert roles.add_broker(Directory(), broker("a")).kind == NORMAL
+
+
+@pytest.mark.parametrize("decide", [roles.add_broker, *(
+    lambda known, added, change=change: change(known, added, nobody)
+    for change in (roles.replace_broker, roles.swap_stopped)
+)])  # fmt: skip
+def test_a_group_keeps_its_kind(decide):
+    with pytest.raises(OperatorError, match=r"6 \(DELAY_SLAVE\) is no role in g1: that is a group of brokers, whose"):
+        decide(directory(), delay_server("c", Role.SLAVE))
+    with pytest.raises(OperatorError, match=r"1 \(SLAVE\) is no role in g1: that is a group of delay servers, whose"):
+        decide(delay_directory(), broker("c", Role.SLAVE))
+
+
+def test_refusals_name_the_roles_of_delay_servers():
+    with pytest.raises(OperatorError, match="g1 has a DELAY_MASTER already"):
+        roles.add_broker(delay_directory(), delay_server("c"))
+    with pytest.raises(OperatorError, match="first put b:20881 in its place with ReplaceBroker --role=5"):
+        roles.replace_broker(delay_directory(), delay_server("a", Role.SLAVE), nobody)
+    half = replace(delay_directory().groups["g1"], slave=None, half_swapped=True)
+    with pytest.raises(OperatorError, match="finish that with ReplaceBroker --role=6"):
+        roles.check_not_half_swapped(half)
+
+
+def test_delay_servers_are_swapped_as_brokers_are():
+    change = roles.swap_roles(delay_directory().groups["g1"], term=7)
+    assert (change.master.part, change.slave.part) == (Role.DELAY_MASTER, Role.DELAY_SLAVE)
+    assert (change.master.hostname, change.slave.hostname) == ("b", "a")
+
+
+@pytest.mark.parametrize("place, program", [(broker, "a delay server"), (lambda name: delay_server(name), "a broker")])
+def test_a_program_of_the_other_kind_is_refused(place, program):
+    said = delay_server("a") if program == "a delay server" else broker("a")
+    with pytest.raises(OperatorError, match=f"what runs there is {program}"):
+        roles.check_kind(place("a"), said)
+    roles.check_kind(said, said)
 
 
 def test_first_broker_creates_its_group():

@@ -12,7 +12,7 @@ from metaserver import watch as watch_module
 from metaserver.changes import Changes
 from metaserver.metrics import Metrics
 from metaserver.model import Broker, Directory, Group, ReadonlyMark, Route
-from metaserver.routing import Loads, Placement
+from metaserver.routing import Loads, Placement, is_short
 from metaserver.watch import TooManySubjects, WatchHub
 from metaserver.watchers import Counts
 from qmq.errors import NotServed
@@ -32,6 +32,12 @@ class Registry:
         self.directory = Directory({name: _group(name) for name in groups})
         self.routes, self.routes_version, self.down, self.stored = {}, 0, set(), []
         self.error = self.held_up = None
+
+    def find(self, subject):
+        return self.routes.get(subject)
+
+    def is_short(self, subject, groups):
+        return is_short(subject, groups, self.directory, groups_min=2)
 
     def is_writable(self, group):
         return group.name not in self.down
@@ -116,7 +122,7 @@ def with_hub(*groups, subjects_max=100, allow=lambda caller, wanted: wanted):
         def run():
             async def body():
                 registry = Registry(groups or ("g1", "g2"))
-                hub = WatchHub(registry, Metrics(), allow, groups_min=2, subjects_max=subjects_max)
+                hub = WatchHub(registry, Metrics(), allow, subjects_max=subjects_max)
                 running = asyncio.create_task(hub.run())
                 while not hub._sights.state:
                     await asyncio.sleep(0)

@@ -1,0 +1,250 @@
+"""Shell. Groups of delay servers at the metaserver: their parts, the routes of delayed messages, marks and swaps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+import pytest
+
+from qmq.client import route_watch
+from qmq.client.route_watch import RouteWatch
+from qmq.client.routing import Routing
+from qmq.types import GroupKind, Role
+from tests.integration.metaserver_world import TOKEN, in_world
+
+DELAY = GroupKind.DELAY
+
+
+@in_world
+async def test_operators_see_delay_roles_and_the_process_itself_master_and_slave(world):
+    master, slave = await world.delay_pair()
+    assert (master.assignment.role, slave.assignment.role) == (Role.MASTER, Role.SLAVE)
+    shown = {row["hostname"]: row["role"] for row in await world.done("ListBrokers", brokerGroup="d1")}
+    assert shown == {"d1-a": "DELAY_MASTER", "d1-b": "DELAY_SLAVE"}
+    assert (await world.group("d1"))["kind"] == "DELAY"
+
+
+@in_world
+async def test_a_group_is_of_one_kind(world):
+    await world.delay_pair()
+    await world.pair("g1")
+    assert "group of delay servers" in await world.refused("AddBroker", **_place("d1", 1, "x"))
+    assert "group of brokers" in await world.refused("AddBroker", **_place("g1", 6, "x"))
+    assert "group of brokers" in await world.refused("ReplaceBroker", **_place("g1", 6, "x"))
+    assert "keeps no messages" in str(await world.post("AddSubjectBrokerGroup", subject="s", brokerGroup="d1"))
+    assert "delay servers" in await world.refused("SetGroupTag", brokerGroup="d1", tag="t")
+
+
+def _place(group, role, hostname):
+    words = {"brokerGroup": group, "role": role, "hostname": hostname, "ip": "127.0.0.1"}
+    return words | {"servePort": 20881, "syncPort": 20882}
+
+
+@pytest.mark.parametrize("role, kind, program", [(5, 1, "a broker"), (0, 2, "a delay server"), (5, 0, "a broker")])
+def test_the_wrong_program_is_not_let_in(tmp_path, role, kind, program):
+    @in_world
+    async def refuse(world):
+        await world.add("x1", role, "x1-a")
+        with pytest.raises(grpc.aio.AioRpcError, match=f"what runs there is {program}"):
+            await world.broker("x1-a", kind=kind)
+
+    refuse(tmp_path)
+
+
+@in_world
+async def test_a_delay_server_that_nobody_added_is_told_the_roles_of_its_kind(world):
+    with pytest.raises(grpc.aio.AioRpcError, match="--role=5 .master. or 6 .slave."):
+        await world.broker("d1-a", kind=2)
+
+
+@in_world
+async def test_delayed_messages_of_any_subject_go_to_all_delay_groups_and_no_route_is_stored(world):
+    await world.pair("g1")
+    await world.delay_pair("d1")
+    await world.delay_pair("d2")
+    async with world.watch("order.changed", "%RETRY%s%g", kind=DELAY) as delayed, world.watch("other") as normal:
+        await delayed.next()
+        assert delayed.writable("order.changed") == delayed.writable("%RETRY%s%g") == {"d1": True, "d2": True}
+        await normal.next()
+        assert normal.writable("other") == {"g1": True}
+        assert list(world.server.registry.routes) == ["other"]
+
+
+@in_world
+async def test_an_illegal_subject_has_no_route_of_that_kind_either(world):
+    await world.delay_pair()
+    async with world.watch("a\nb", kind=DELAY) as watch:
+        await watch.next()
+        assert watch.routes["a\nb"].refused
+
+
+@in_world
+async def test_a_delay_group_that_comes_is_told_at_once(world):
+    await world.pair("g1")
+    async with world.watch("s", kind=DELAY) as watch:
+        await watch.next()
+        assert "AddBroker with roles 5 and 6" in watch.routes["s"].refused
+        await world.delay_pair()
+        await watch.until(lambda routes: not routes["s"].refused and watch.writable("s") == {"d1": True})
+
+
+@in_world
+async def test_a_removed_delay_group_is_gone_from_the_routes(world):
+    await world.delay_pair("d1")
+    await world.add("d2", 5, "d2-a")
+    async with world.watch("s", kind=DELAY) as watch:
+        await watch.next()
+        assert watch.writable("s") == {"d1": True, "d2": False}
+        await world.done("RemoveBroker", hostname="d2-a", servePort=20881)
+        await watch.until(lambda routes: watch.writable("s") == {"d1": True})
+
+
+@in_world
+async def test_a_dead_delay_master_is_told(world):
+    master, _ = await world.delay_pair()
+    async with world.watch("s", kind=DELAY) as watch:
+        await watch.next()
+        await master.stop()
+        await watch.until(lambda routes: watch.writable("s") == {"d1": False})
+
+
+@in_world
+async def test_marks_of_a_delay_group_reach_its_producers_within_a_second(world):
+    master, _ = await world.delay_pair()
+    await world.pair("g1")
+    async with world.watch("s", "t", kind=DELAY) as watch, world.watch("s") as normal:
+        await watch.next()
+        await normal.next()
+        began = time.monotonic()
+        await world.done("MarkReadonlyBrokerGroup", subject="s", brokerGroup="d1")
+        await watch.until(lambda routes: watch.writable("s") == {"d1": False})
+        assert time.monotonic() - began < 1.0
+        assert watch.writable("t") == {"d1": True}, "the mark is of another subject"
+        await world.done("MarkReadonlyBrokerGroup", brokerGroup="d1")
+        await watch.until(lambda routes: watch.writable("t") == {"d1": False})
+        await master.until_assigned(lambda assignment: set(assignment.readonly_subjects) == {"*", "s"})
+        await world.done("UnMarkReadonlyBrokerGroup", brokerGroup="d1")
+        await watch.until(lambda routes: watch.writable("t") == {"d1": True})
+        assert normal.writable("s") == {"g1": True} and len(normal.versions) == 1
+
+
+@in_world
+async def test_a_mark_says_whether_delayed_messages_have_another_group(world):
+    await world.delay_pair("d1")
+    await world.pair("g1")
+    answer = await world.done("MarkReadonlyBrokerGroup", details="true", brokerGroup="d1")
+    assert answer["withoutOtherGroup"] == {"count": 1, "names": ["*"]}, "brokers do not take delayed messages"
+    await world.done("UnMarkReadonlyBrokerGroup", brokerGroup="d1")
+    await world.delay_pair("d2")
+    answer = await world.done("MarkReadonlyBrokerGroup", details="true", brokerGroup="d1")
+    assert answer["withoutOtherGroup"] == {"count": 0, "names": []}
+
+
+@in_world
+async def test_a_drained_delay_group_takes_nothing_and_the_last_one_is_not_drained(world):
+    await world.pair("g1")
+    await world.pair("g2")
+    master, _ = await world.delay_pair("d1")
+    assert "no other group would be left" in await world.refused("DrainGroup", brokerGroup="d1")
+    await world.delay_pair("d2")
+    async with world.watch("s", kind=DELAY) as watch:
+        await watch.next()
+        await world.done("DrainGroup", brokerGroup="d1")
+        await watch.until(lambda routes: watch.writable("s") == {"d1": False, "d2": True})
+        await master.until_assigned(lambda assignment: list(assignment.readonly_subjects) == ["*"])
+
+
+@in_world
+async def test_roles_of_delay_servers_are_swapped_while_they_run(world):
+    master, slave = await world.delay_pair()
+    async with world.watch("s", kind=DELAY) as watch:
+        await watch.next()
+        answer = await world.done("SwapRoles", brokerGroup="d1")
+        assert (answer["master"]["hostname"], answer["master"]["role"]) == ("d1-b", "DELAY_MASTER")
+        await slave.until_term(answer["term"])
+        assert slave.assignment.role == Role.MASTER
+        await watch.until(
+            lambda routes: watch.writable("s") == {"d1": True} and routes["s"].groups[0].term == answer["term"]
+        )
+
+
+@in_world
+async def test_a_dead_delay_slave_is_replaced_under_its_own_role(world):
+    _, slave = await world.delay_pair()
+    await slave.stop()
+    await world.replace("d1", 6, "d1-c")
+    third = await world.broker("d1-c", kind=2)
+    assert third.assignment.role == Role.SLAVE
+    shown = {row["hostname"]: row["role"] for row in await world.done("ListBrokers", brokerGroup="d1")}
+    assert shown == {"d1-a": "DELAY_MASTER", "d1-c": "DELAY_SLAVE"}
+
+
+@in_world
+async def test_what_a_client_holds_is_not_sent_again(world):
+    await world.delay_pair()
+    async with world.watch("s", kind=DELAY) as watch:
+        await watch.next()
+        held = {"s": watch.routes["s"].version}
+    async with world.watch("s", kind=DELAY, held=held) as again:
+        assert await again.next() == []
+
+
+@in_world
+async def test_a_stream_for_an_unknown_kind_is_refused(world):
+    async with world.watch("s", kind=7) as watch:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await watch.next()
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+class Client:
+    """The library's own watch of delay groups."""
+
+    def __init__(self, world):
+        self.routing = Routing()
+        self.watch = RouteWatch(
+            metaserver=world.url, token=TOKEN, app="test", client_id="c", produces=True, on_routes=self.routing.update,
+            kind=DELAY,
+        )  # fmt: skip
+
+    def writable(self, subject):
+        return {group.broker_group: group.writable for group in self.routing.groups_of(subject)}
+
+
+@pytest.mark.parametrize("is_walled", [False, True], ids=["over gRPC", "over HTTP"])
+def test_a_client_watches_delay_groups_and_confirms_what_it_uses(tmp_path, monkeypatch, is_walled):
+    monkeypatch.setattr(route_watch, "POLL_AFTER_S", 0.05 if is_walled else 60)
+    monkeypatch.setattr(route_watch, "POLL_S", 0.1)
+    if is_walled:
+        monkeypatch.setattr(route_watch, "find_metaserver", lambda url, timeout_s: "127.0.0.1:9")
+
+    @in_world
+    async def watch(world):
+        await world.delay_pair("d1")
+        await world.delay_pair("d2")
+        await world.pair("g1")
+        client = Client(world)
+        client.watch.watch("s")
+        running = asyncio.create_task(client.watch.run())
+        await world.until(lambda: _is(client.writable("s") == {"d1": True, "d2": True}))
+        answer = await world.done("MarkReadonlyBrokerGroup", details="true", brokerGroup="d1", waitMs=10_000)
+        assert answer["allKnow"] and answer["watchers"] == 1
+        assert client.writable("s") == {"d1": False, "d2": True}
+        shown = (await world.done("Clients"))["clients"]
+        assert [(row["clientId"], row["delayed"], row["pushed"]) for row in shown] == [("c", True, not is_walled)]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    watch(tmp_path)
+
+
+async def _is(value):
+    return value
+
+
+@in_world
+async def test_http_refuses_a_kind_it_does_not_know(world):
+    answer = await world.http.get("/meta/routes?subject=s&kind=BACKUP", headers={"X-Api-Token": TOKEN})
+    assert answer.status_code == 400
