@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from delayserver.counters import Counters
 from delayserver.decisions import Decisions
 from delayserver.filing import Filing
 from delayserver.messages import Messages, Records, read_messages
-from delayserver.schedule import Candidate, DamagedSchedule, State
+from delayserver.schedule import Candidate, DamagedSchedule, State, id_hash, key_hash
 from qmq.codec import decode_envelope, decode_properties
 from qmq.errors import CorruptFrame, InvalidMessage, LogError, NotServed, QmqError
 from qmq.message import DELAY_KEY
@@ -79,8 +78,9 @@ class Cancelling:
         reign, schedule = self._reign, self._filing.schedule
         reign.check_in_office()
         reign.readonly.check(reign.group, named.subject)
-        hashes = [[crc32(name.encode()) for name in names] for names in (named.ids, named.keys)]
-        look = schedule.find(named.subject, *hashes, due_ms=named.due_ms)
+        look = schedule.find(
+            named.subject, list(map(id_hash, named.ids)), list(map(key_hash, named.keys)), named.due_ms
+        )
         message_log = reign.log
 
         def job() -> list[_Found]:

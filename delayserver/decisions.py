@@ -61,17 +61,20 @@ class Decisions:
         return self._note(frame, records)
 
     def carry(
-        self, subject: str, records: Records, messages: Sequence[bytes], dues: Sequence[int] | None = None
-    ) -> Frame:
-        """Messages of one subject once more, in place of `records`: due when they were, or at `dues`."""
+        self, subject: str, records: Records, messages: Sequence[bytes], dues: Sequence[int] | None = None, *,
+        replaces: bool = True,
+    ) -> Frame:  # fmt: skip
+        """Messages of one subject once more, in place of `records`: due when they were, or at `dues`.
+
+        Those that are in flight are replaced by what settles their batch: then `replaces` is false.
+        """
         if dues is not None:
             messages = [with_due(message, due) for message, due in zip(messages, dues)]
         body, labels, flags = join_batch(messages), records["label"].tolist(), 0
         if any(labels):
             body, flags = body + encode_labels(labels), label_flags(labels)
-        frame = self._reign.append(
-            FrameKind.CARRY, subject, _places_of(records) + body, flags=flags, count=len(messages)
-        )
+        places = _places_of(records) if replaces else bytes(frames.PLACE_BYTES * len(records))
+        frame = self._reign.append(FrameKind.CARRY, subject, places + body, flags=flags, count=len(messages))
         return self._note(frame, records)
 
 

@@ -387,7 +387,8 @@ class Dispatching:
             log.error("message refused by a broker subject=%s group=%s: %s", batch.subject, batch.group, reason)
             self._counters.refused_messages_later += 1
             due_ms = self._reign.retry_ms() + REFUSED_MS
-            self._decisions.carry(batch.subject, batch.records[position : position + 1], [messages[position]], [due_ms])
+            one = batch.records[position : position + 1]
+            self._decisions.carry(batch.subject, one, [messages[position]], [due_ms], replaces=False)
 
     def _write_settled(self) -> None:
         if self._settled:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from delayserver.schedule import DamagedSchedule, Filed, Flush, Schedule
+from delayserver.schedule import DamagedSchedule, Filed, Schedule
+from delayserver.schedule.flush import Flush
 from qmq.errors import CorruptFrame, LogError
 from qmq.log import MessageLog
 from qmq.log.segments import Chunk
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 TURN_BYTES = 1 << 20
 """Frames filed at a time: about 10 ms in which nobody else is served."""
 READ_BYTES = 4 << 20
+REMOVE_MS = 10_000
+"""How often segments are looked for that are over."""
 
 
 class Filing:
@@ -42,6 +45,7 @@ class Filing:
         self.anew: Callable[[], None] | None = None
         """Called when the schedule is another one, which begins to follow."""
         self.is_reading = self._is_flushing = False
+        self._remove_ms = 0
 
     def reaches(self, end: int) -> bool:
         """Return whether all frames before `end` are filed."""
@@ -108,8 +112,8 @@ class Filing:
         if (flush := schedule.take_flush(now_ms)) is not None:
             self._is_flushing = True
             self._host.read(flush.perform, lambda result: self._flushed(schedule, flush, result))
-        elif (job := schedule.remove_old(now_ms)) is not None:
-            self._is_flushing = True
+        elif now_ms >= self._remove_ms and (job := schedule.remove_old(now_ms)) is not None:
+            self._is_flushing, self._remove_ms = True, now_ms + REMOVE_MS
             self._host.read(job, lambda _: self._removed())
 
     def _flushed(self, schedule: Schedule, flush: Flush, result: object) -> None:

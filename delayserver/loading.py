@@ -47,7 +47,7 @@ class Loading:
                 if self._filing.schedule is self._schedule:
                     self._filing.start_anew(str(result))
             elif not isinstance(result, LogError):
-                self._wheel.add(self._schedule.handed(piece))
+                self._wheel.add(self._schedule.handed(piece, result))
             self._host.turn_soon()
 
         self._host.read(piece.read, done)

@@ -1,0 +1,200 @@
+"""Core. Two real delay servers' cores, and broker groups that answer what a test says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from delayserver.counters import Counters
+from delayserver.filing import Filing
+from delayserver.keeping import Keeping
+from delayserver.master import DelayMaster
+from delayserver.schedule import Schedule, discard
+from delayserver.settings import DelaySettings
+from qmq.client.numbered import NotStored, Stored, Unknown
+from qmq.codec import decode_envelope, encode_message, split_batch, with_properties
+from qmq.errors import NotServed
+from qmq.log import MessageLog
+from qmq.log.memory_disk import FaultyDisk
+from qmq.message import Message
+from qmq.remoting import commands
+from qmq.remoting.commands import Cancel, Command, Reschedule
+from qmq.replication.identity import IdentityFile
+from qmq.replication.node import Node
+from tests.unit.broker.world import Broker, Client, FakeHost, Group
+
+if not hasattr(Schedule, "remove_old"):
+    Schedule.remove_old = lambda self, now_ms: None
+
+SETTINGS = DelaySettings(
+    hostname="d", data=Path("unused"), token="secret", segment_bytes=1 << 16, tail_bytes=1 << 20, slave_wait_ms=5_000,
+    message_bytes_max=1024, packet_bytes_max=1 << 20, window_bytes=1 << 20, segment_minutes=60, load_ahead_minutes=10,
+)  # fmt: skip
+HOUR_MS = 3_600_000
+
+
+class Senders:
+    """The broker groups: all of every subject. They store what they get, unless a test says otherwise."""
+
+    def __init__(self, *groups: str) -> None:
+        self.up = dict.fromkeys(groups or ("g1",), True)
+        self.routeless: set[str] = set()
+        self.stored: dict[tuple[str, int, int], list[str]] = {}
+        """(group, producer, number) -> ids: what P2 keeps of each group."""
+        self.attempts: list[tuple[str, int, int, list[str]]] = []
+        self.mute: set[str] = set()
+        """Groups that store and do not answer."""
+        self.refusing: dict[str, str] = {}
+        """Message id -> why no broker takes it."""
+
+    def watch(self, subject):
+        pass
+
+    def groups(self, subject):
+        return [] if subject in self.routeless else [name for name, is_up in self.up.items() if is_up]
+
+    def home(self, subject, label):
+        names = sorted(self.up)
+        return names[(label >> 32) % len(names)]
+
+    def is_usable(self, name):
+        return self.up[name]
+
+    def room(self, name):
+        return 1 << 20 if self.up[name] else 0
+
+    def in_flight(self, name):
+        return 0
+
+    def why_not(self, subject):
+        return "none is there"
+
+    def send(self, group, batch, done):
+        body = b"".join(batch.blocks)
+        ids = [decode_envelope(bytes(one)).id for one in split_batch(body, batch.count)]
+        self.attempts.append((group, batch.producer, batch.number, ids))
+        if not self.up[group]:
+            done(NotStored(NotServed(f"{group} is away")))
+            return
+        refused = [(at, self.refusing[id]) for at, id in enumerate(ids) if id in self.refusing]
+        known = self.stored.setdefault((group, batch.producer, batch.number), ids)
+        assert known == ids, "the same numbers stand for the same messages for ever"
+        if group in self.mute:
+            done(Unknown("no answer"))
+        else:
+            done(Stored(0, len(ids) - len(refused), refused))
+
+    def delivered(self):
+        """Return the ids that all groups have, in the order of arrival; a repeated batch counts once."""
+        return [id for ids in self.stored.values() for id in ids if id not in self.refusing]
+
+
+class DelayServer(Broker):
+    """One delay server. Its schedule lies on a disk of its own."""
+
+    def __init__(self, name, settings=SETTINGS, senders=None):
+        self.shelf, self.senders = FaultyDisk(), senders or Senders()
+        super().__init__(name, settings)
+
+    def start(self):
+        self.starts += 1
+        self.host = FakeHost()
+        settings = self.settings
+        message_log = MessageLog(self.disk, segment_bytes=settings.segment_bytes, tail_bytes=settings.tail_bytes)
+        self.counters = Counters()
+        identity = IdentityFile(self.disk, new_incarnation=f"{self.name}-{self.starts}")
+        self.node = Node(
+            message_log=message_log, host=self.host, identity=identity, settings=settings, appoint=self._appoint
+        )
+        self.host.node = self.node
+        self.filing = Filing(
+            message_log, self.host, make=self._make, discard=lambda: discard(self.shelf),
+            found_damage=self.node.found_damage,
+        )  # fmt: skip
+        self.keeping = Keeping(lambda: self.filing, settings)
+
+    def _make(self, log_start):
+        return Schedule(
+            self.shelf, segment_ms=self.settings.segment_minutes * 60_000, log_start=log_start, keep_ms=72 * HOUR_MS
+        )
+
+    def _appoint(self, appointment):
+        return DelayMaster(appointment, self.settings, self.counters, self.filing, self.senders)
+
+    def crash(self, rng=None):
+        self.shelf.crash(rng)
+        super().crash(rng)
+
+    def beat(self):
+        """What delayserver.main does every 10 ms."""
+        if self.node.master is not None:
+            self.node.master.beat()
+        else:
+            known = min(self.log.state.high_watermark, self.log.flushed_end)
+            self.filing.go_on(max(known, self.filing.schedule.filed_end))
+        self.filing.keep(self.host.now_ms())
+
+    def drop(self):
+        """What the service does for retention; return how many segments went."""
+        dropped = 0
+        while not self.node.is_pinned(()) and self.keeping.may_drop(self.log, self.host.now_ms()):
+            self.log.drop_oldest_segment()
+            dropped += 1
+        return dropped
+
+
+class Pair(Group):
+    """A delay group; `run` lets time pass."""
+
+    @classmethod
+    def made(cls, *groups, **changes):
+        settings, senders = replace(SETTINGS, **changes), Senders(*groups)
+        return cls(DelayServer("a", settings, senders), DelayServer("b", settings, senders))
+
+    @property
+    def senders(self):
+        return self.a.senders
+
+    @property
+    def now_ms(self):
+        return self.a.host.now_ms()
+
+    def run(self, ms, step_ms=100):
+        for _ in range(max(1, ms // step_ms)):
+            for server in (self.a, self.b):
+                server.host.clock_ms += step_ms
+                server.node.tick()
+                server.beat()
+            self.settle()
+            for server in (self.a, self.b):
+                server.beat()
+            self.settle()
+
+
+class Producer(Client):
+    """A producer's connection to a delay server."""
+
+    def delayed(self, due_ms, *ids, subject="s", key=None, size=0):
+        messages = [delayed(subject, id, due_ms, key=key, size=size) for id in ids]
+        return self.produce_raw(messages, subject=subject)
+
+    def cancel(self, *ids, subject="s", keys=(), due_ms=0):
+        return self.send(Command.CANCEL, commands.encode_cancel(Cancel(subject, list(ids), list(keys), due_ms)))
+
+    def fates(self, opaque):
+        answer = commands.decode_cancelled(self.body(opaque))
+        return [*map(str, answer.ids), *map(str, answer.keys)]
+
+    def reschedule(self, id, due_ms, *, subject="s", key=""):
+        return self.send(Command.RESCHEDULE, commands.encode_reschedule(Reschedule(subject, id, key, due_ms)))
+
+    def fate(self, opaque):
+        return str(commands.decode_rescheduled(self.body(opaque)))
+
+
+def delayed(subject, id, due_ms, *, key=None, size=0):
+    """Encode a message that is due at `due_ms`."""
+    data = encode_message(Message(subject, {"x": "y" * size} if size else {}, id=id), 0)
+    if key:
+        data = with_properties(data, {"qmq_delayKey": key})
+    return bytes((data[0] | 2,)) + data[1:9] + due_ms.to_bytes(8, "big") + data[17:]
