@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Protocol
 from zlib import crc32
 
@@ -33,8 +34,9 @@ log = logging.getLogger(__name__)
 
 BATCH_MESSAGES_MAX = 500
 BATCH_BYTES_MAX = 512 * 1024
-IN_FLIGHT_MAX = 100_000
-"""Messages that are planned and not settled: the rest stays in line, 40 bytes each."""
+IN_FLIGHT_MAX = 20_000
+"""Messages on their way to one broker group: the rest stays in line, 40 bytes each. A group that has died keeps these,
+and takes nobody else's place."""
 LANES = 16
 """Producer ids per broker group. Subjects share them; one whose batch stays in doubt holds up a sixteenth."""
 SPAN_MAX = 48
@@ -113,10 +115,11 @@ class Dispatching:
         self._lanes: dict[int, dict[int, None]] = {}
         """Producer id -> its open numbers, ascending."""
         self._next: dict[int, int] = {}
+        self._producers: dict[tuple[str, int], int] = {}
         self._settled: list[Settlement] = []
         self._retry: dict[_Batch, None] = {}
-        self.in_flight = 0
-        """Messages in open batches."""
+        self._in_flight_of: dict[str, int] = {}
+        """Broker group -> messages in open batches."""
         self._is_over = False
 
     # What comes in.
@@ -168,6 +171,11 @@ class Dispatching:
         """Messages that are due and not planned."""
         return sum(self._lines[subject].count for subject in self._ready)
 
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """Messages on their way, by broker group."""
+        return {group: count for group, count in self._in_flight_of.items() if count}
+
     def waiting_by_subject(self) -> dict[str, tuple[int, str]]:
         """Return how many messages of each subject are due and not planned, and why if they cannot go."""
         found = {}
@@ -185,8 +193,6 @@ class Dispatching:
             del self._retry[batch]
             self._send(batch)
         for subject in list(self._ready):
-            if self.in_flight >= IN_FLIGHT_MAX:
-                return
             line = self._lines[subject]
             if line.rests_until_ms > now_ms:
                 continue
@@ -200,8 +206,6 @@ class Dispatching:
 
     def _plan(self, subject: int, line: _Line, now_ms: int) -> bool:
         """Plan one batch of a subject; return False if there is no group for it now."""
-        if self.in_flight >= IN_FLIGHT_MAX:
-            return False
         for at, records in enumerate(line.due):
             group = self._group_for(line, records)
             if group is None:
@@ -227,9 +231,9 @@ class Dispatching:
         senders, label = self._senders, int(records["label"][0])
         if label >> 32:
             home = senders.home(line.subject, label)
-            is_free = home is not None and home not in line.ordered and senders.room(home)
-            return home if is_free and home in senders.groups(line.subject) else None
-        names = [name for name in senders.groups(line.subject) if senders.room(name) and self._has_number(name, line)]
+            is_free = home is not None and home not in line.ordered and home in senders.groups(line.subject)
+            return home if is_free and self._has_room(home, line) else None
+        names = [name for name in senders.groups(line.subject) if self._has_room(name, line)]
         return min(names, key=senders.in_flight, default=None)
 
     def _cut(self, subject: str, group: str, records: Records) -> tuple[Records, Records]:
@@ -245,15 +249,23 @@ class Dispatching:
         fits &= sizes <= max(min(BATCH_BYTES_MAX, self._senders.room(group)), int(sizes[int(np.argmax(fits))]))
         return head[fits], np.concatenate((head[~fits], records[len(head) :]))
 
-    def _has_number(self, group: str, line: _Line) -> bool:
-        numbers = self._lanes.get(self._producer(group, line.subject))
-        return not numbers or self._next[self._producer(group, line.subject)] - next(iter(numbers)) < SPAN_MAX
+    def _has_room(self, group: str | None, line: _Line) -> bool:
+        """Return whether a group takes one batch more, and a number is free for it."""
+        if group is None or self._in_flight_of.get(group, 0) >= IN_FLIGHT_MAX or not self._senders.room(group):
+            return False
+        producer = self._producer(group, line.subject)
+        numbers = self._lanes.get(producer)
+        return not numbers or self._next[producer] - next(iter(numbers)) < SPAN_MAX
 
     def _producer(self, group: str, subject: str) -> int:
         """The producer id of a lane: of this reign alone, so that its numbers begin with 1."""
-        reign = self._reign
-        lane = f"{reign.group}/{reign.epoch.term}/{reign.epoch.boot}/{group}/{crc32(subject.encode()) % LANES}"
-        return (crc32(lane.encode()) << 32 | crc32(lane[::-1].encode())) or 1
+        reign, lane = self._reign, crc32(subject.encode()) % LANES
+        producer = self._producers.get((group, lane))
+        if producer is None:
+            name = f"{reign.group}/{reign.epoch.term}/{reign.epoch.boot}/{group}/{lane}"
+            digest = blake2b(name.encode(), digest_size=8).digest()
+            producer = self._producers[group, lane] = int.from_bytes(digest, "little") or 1
+        return producer
 
     def _write(self, line: _Line, group: str, records: Records, now_ms: int) -> None:
         """Write the plan down; the batch is sent once that is safe."""
@@ -270,7 +282,7 @@ class Dispatching:
         self.open[batch.producer, batch.number] = batch
         self._lanes.setdefault(batch.producer, {})[batch.number] = None
         self._next[batch.producer] = max(self._next.get(batch.producer, 0), batch.number)
-        self.in_flight += len(batch.records)
+        self._in_flight_of[batch.group] = self._in_flight_of.get(batch.group, 0) + len(batch.records)
 
     # Sending.
 
@@ -357,7 +369,7 @@ class Dispatching:
         del self.open[batch.producer, batch.number]
         numbers = self._lanes[batch.producer]
         del numbers[batch.number]
-        self.in_flight -= len(batch.records)
+        self._in_flight_of[batch.group] -= len(batch.records)
         self._retry.pop(batch, None)
         self._settled.append((batch.producer, batch.number, outcome))
         self._reign.host.turn_soon()
