@@ -188,6 +188,10 @@ class NumberedSender:
         connection = group.link.connection
         return connection is not None and connection.is_open and connection.writable
 
+    def is_any_usable(self) -> bool:
+        """Say whether there is a group that could be sent to at all."""
+        return any(map(self.is_usable, self._groups))
+
     def room(self, name: str) -> int:
         """Return how many bytes the body of a batch to this group may have now; 0 if it cannot take one."""
         group = self._groups.get(name)

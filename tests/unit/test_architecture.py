@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "broker": {"qmq", "qmq.server"},
     "delayserver": {"qmq", "qmq.server"},
     "metaserver": {"qmq"},
+    "watchdog": {"qmq"},
     "tools": {"qmq"},
     "audit": {"qmq"},
     "deploy": {"qmq"},

@@ -1,0 +1,318 @@
+"""Shell. A world for random schedules: a real database, brokers in memory, an application and watchdogs that crash.
+
+The cores and the SQL are those of the product. What is played is the rest: brokers that store a batch once as theirs do
+(the last 64 numbers of a producer), a network that delays and loses, databases that fail before or after a commit,
+leaders that are paused with a decision in hand and act on it when another one leads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
+
+from qmq.client.numbered import NotStored, Stored, Unknown
+from qmq.client.routing import group_of_key
+from qmq.codec import decode_envelope, labels_bytes, split_batch
+from qmq.errors import BrokerReadOnly, NotMaster
+from qmq.message import Message
+from qmq.outbox.row import encode_row
+from qmq.outbox.schema import create_statements
+from watchdog.claims import ClaimName, batch_of, candidate_of
+from watchdog.db.engine import open_source
+from watchdog.db.outbox import Outbox
+from watchdog.draining import Draining, Limits
+from watchdog.work import Claiming, ReadClaims, ReadPage, Settling, TakeOver
+
+TABLE = "qmq_msg_queue"
+SUBJECTS = ("order.paid", "ticket.issued", "seat.moved")
+REFUSED = "refused-"
+"""Ids of messages that no broker takes."""
+WINDOW = 64
+
+
+@dataclass
+class Group:
+    """A broker group: its log, and what it remembers of producers."""
+
+    name: str
+    log: list = field(default_factory=list)
+    windows: dict = field(default_factory=lambda: defaultdict(dict))
+    state: str = "writable"
+
+    def produce(self, batch):
+        """Answer as a broker does."""
+        if self.state == "down":
+            return Unknown("nobody answers")
+        body = b"".join(bytes(block) for block in batch.blocks)
+        if batch.flags:
+            body = body[: len(body) - labels_bytes(batch.count)]
+        ids = [decode_envelope(bytes(one)).id for one in split_batch(body, batch.count)]
+        refused = [(at, "no broker takes it") for at, id in enumerate(ids) if id.startswith(REFUSED)]
+        window = self.windows[batch.producer]
+        if batch.number in window:
+            return Stored(*window[batch.number], refused)
+        if window and batch.number + WINDOW <= max(window):
+            return Unknown("too old to tell")
+        if self.state == "readonly":
+            return NotStored(BrokerReadOnly("no slave"))
+        if self.state == "moved":
+            return NotStored(NotMaster("another one is"))
+        good = [id for id in ids if not id.startswith(REFUSED)]
+        if good:
+            window[batch.number] = len(self.log), len(good)
+            if len(window) > WINDOW:
+                del window[min(window)]
+        self.log += [(batch.subject, id) for id in good]
+        return Stored(len(self.log) - len(good), len(good), refused)
+
+
+class View:
+    """What a watchdog sees of the groups, which may be old."""
+
+    def __init__(self, groups):
+        self._groups = groups
+
+    def watch(self, subject):
+        pass
+
+    def groups(self, subject):
+        return [name for name, group in self._groups.items() if group.state == "writable"]
+
+    def home(self, subject, label):
+        return group_of_key(label >> 32, sorted(self._groups))
+
+    def is_usable(self, name):
+        return self._groups[name].state in ("writable", "readonly")
+
+    def is_any_usable(self):
+        return any(map(self.is_usable, self._groups))
+
+    def room(self, name):
+        return 100_000
+
+    def why_not(self, subject):
+        return "the world says so"
+
+
+class Watchdog:
+    """A leader of one term. `hand`: work that it decided on and did not do yet; `now_ms`: by its own clock."""
+
+    def __init__(self, term, world):
+        self.term, self.world = term, world
+        limits = Limits(
+            page_rows=world.rng.choice([2, 5, 20]), claims_max=world.rng.choice([1, 3, 6]), release_ms=0,
+            postpone_ms=0, postpone_ms_max=0, rest_ms=1, repeat_ms=1, repeat_ms_max=5, errors_max=10_000,
+        )  # fmt: skip
+        self.core = Draining(term, limits, View(world.groups), lambda: world.rng.getrandbits(52))
+        self.hand = None
+
+    def step(self):
+        world, core = self.world, self.core
+        for attempt in core.attempts(world.now_ms):
+            world.network.append((self, attempt))
+        if self.hand is None:
+            self.hand = core.next_work(world.now_ms)
+            if self.hand is None or world.rng.random() < world.pauses:
+                return
+        work, self.hand = self.hand, None
+        try:
+            result = world.database(work)
+        except OperationalError:
+            core.failed(work, world.now_ms)
+            return
+        match work:
+            case ReadPage():
+                core.page(result, world.now_ms)
+            case Claiming():
+                core.claimed(result, world.now_ms)
+            case Settling():
+                core.settled(work)
+            case ReadClaims():
+                core.known(result)
+            case TakeOver():
+                core.taken_over(work, result, world.now_ms)
+
+
+class World:
+    """One schedule: `steps` random moves, then all faults end; `check` says what must hold."""
+
+    def __init__(self, seed, source):
+        self.seed, self.rng = seed, random.Random(seed)
+        self.engine = open_source(source)
+        self.outbox = Outbox(self.engine, source)
+        with self.engine.begin() as connection:
+            for statement in create_statements(self.engine.dialect.name, TABLE):
+                connection.execute(text(statement))
+            connection.execute(text("CREATE TABLE business (id VARCHAR(50) PRIMARY KEY)"))
+        self.groups = {name: Group(name) for name in ("g1", "g2")}
+        self.now_ms, self.term, self.made = 1_000, 0, 0
+        self.network, self.watchdogs = [], []
+        self.sent_by_application, self.poison = set(), set()
+        self.order_of = defaultdict(list)
+        self.loses, self.fails, self.pauses = (self.rng.choice([0, 0.1, 0.4]) for _ in range(3))
+
+    def close(self):
+        self.engine.dispose()
+
+    # Moves.
+
+    def run(self, steps=250):
+        moves = [self.business] * 4 + [self.act] * 12 + [self.deliver] * 8
+        moves += [self.elect, self.kill, self.group_changes, self.group_changes, self.spoil, self.pass_time]
+        self.elect()
+        for _ in range(steps):
+            self.rng.choice(moves)()
+            self.now_ms += self.rng.choice([0, 0, 1, 3])
+
+    def business(self):
+        """The application's transaction, and how far it comes before it crashes."""
+        crash = self.rng.choice(["none", "none", "in the transaction", "before the send", "before the delete"])
+        names, rows = [], []
+        for _ in range(self.rng.choice([1, 1, 3, 8])):
+            self.made += 1
+            kind = REFUSED if self.rng.random() < 0.03 else "m-"
+            key = self.rng.choice([None, None, "k1", "k2"])
+            message = Message(self.rng.choice(SUBJECTS), {"n": self.made}, id=f"{kind}{self.made}", order_key=key)
+            names.append(message.id)
+            rows.append(encode_row(message, 1_700_000_000_000))
+        with self.engine.connect() as connection, connection.begin() as transaction:
+            for name, row in zip(names, rows):
+                connection.execute(text("INSERT INTO business (id) VALUES (:id)"), {"id": name})
+                self._insert(connection, row)
+            if crash == "in the transaction":
+                transaction.rollback()
+                return
+        if crash == "before the send" or self.rng.random() < 0.6:
+            return
+        self._send(names, rows, deletes=crash == "none")
+
+    def _insert(self, connection, content):
+        connection.execute(
+            text(
+                f"INSERT INTO {TABLE} (content, status, error, create_time, update_time)"
+                " VALUES (:content, 0, 0, CURRENT_TIMESTAMP, CURRENT_TIMESTAMP)"
+            ),
+            {"content": content},
+        )
+
+    def _send(self, names, rows, *, deletes):
+        """As the producer does it after a commit: one message a batch here, under its own producer id."""
+        for number, (name, row) in enumerate(zip(names, rows), 1):
+            candidate = candidate_of(0, row, 0, 0)
+            group = self.rng.choice(list(self.groups.values()))
+            self.sent_by_application.add(name)
+            answer = group.produce(batch_of(ClaimName(self.rng.getrandbits(60), number, 0, group.name), [candidate]))
+            if isinstance(answer, Stored) and not answer.refused and deletes:
+                with self.engine.begin() as connection:
+                    connection.execute(text(f"DELETE FROM {TABLE} WHERE content = :content"), {"content": row})
+
+    def spoil(self):
+        """A row that nobody can read."""
+        if self.rng.random() < 0.3:
+            self.made += 1
+            with self.engine.begin() as connection:
+                self._insert(connection, f'{{"poison": {self.made}')
+                self.poison.add(self.made)
+
+    def elect(self):
+        """Another watchdog leads; those before may not know it yet, and go on."""
+        if self.rng.random() < 0.3 or not self.watchdogs:
+            self.term += 1
+            self.watchdogs.append(Watchdog(self.term, self))
+
+    def kill(self):
+        if len(self.watchdogs) > 1 and self.rng.random() < 0.5:
+            self.watchdogs.remove(self.rng.choice(self.watchdogs))
+
+    def act(self):
+        self.rng.choice(self.watchdogs).step()
+
+    def deliver(self):
+        """A request arrives, at last; its answer may be lost, and who sent it may be gone."""
+        if self.network:
+            watchdog, attempt = self.network.pop(self.rng.randrange(len(self.network)))
+            lost = self.rng.random()
+            answer = Unknown("the request was lost")
+            if lost >= self.loses / 2:
+                answer = self.groups[attempt.group].produce(attempt.batch)
+                if lost < self.loses:
+                    answer = Unknown("the answer was lost")
+            if (
+                isinstance(answer, Unknown) and self.rng.random() < 0.3
+            ):  # its link was given up, it arrives all the same
+                self.network.append((None, attempt))
+            if watchdog in self.watchdogs:
+                watchdog.core.answered(attempt.claim, answer, self.now_ms)
+
+    def group_changes(self):
+        group = self.rng.choice(list(self.groups.values()))
+        group.state = self.rng.choice(["writable", "writable", "readonly", "down", "moved"])
+
+    def pass_time(self):
+        self.now_ms += self.rng.choice([5, 50, 2_000])
+
+    def database(self, work):
+        """Do a watchdog's work; the connection may break before the commit or after it."""
+        fate = self.rng.random()
+        if fate < self.fails / 2:
+            raise OperationalError("the connection broke before the commit", {}, Exception())
+        does = {
+            ReadPage: self.outbox.read_page, Claiming: self.outbox.claim, Settling: self.outbox.settle,
+            ReadClaims: self.outbox.read_claims, TakeOver: self.outbox.take_over,
+        }  # fmt: skip
+        result = does[type(work)](work)
+        if fate < self.fails:
+            raise OperationalError("the connection broke after the commit", {}, Exception())
+        return result
+
+    # The end.
+
+    def recover(self):
+        """Everything is back: one new leader drains what is left."""
+        self.loses = self.fails = self.pauses = 0.0
+        for group in self.groups.values():
+            group.state = "writable"
+        self.term += 1
+        self.watchdogs.append(Watchdog(self.term, self))
+        for _ in range(3_000):
+            for watchdog in self.watchdogs:  # the deposed ones, too, until the end
+                watchdog.step()
+            while self.network:
+                self.deliver()
+            self.now_ms += 2
+            if not self.waiting() and not self.watchdogs[-1].core._claims:
+                return
+        raise AssertionError(f"seed {self.seed}: {self.waiting()} rows are not sent though all is well")
+
+    def waiting(self):
+        with self.engine.connect() as connection:
+            return connection.execute(text(f"SELECT COUNT(*) FROM {TABLE} WHERE status = 0")).scalar_one()
+
+    def check(self):
+        """Business rows and consumed messages are equal, one effect each; what is not sent is parked, with a reason."""
+        with self.engine.connect() as connection:
+            business = {row[0] for row in connection.execute(text("SELECT id FROM business"))}
+            left = connection.execute(text(f"SELECT content, status, reason, claim FROM {TABLE}")).all()
+        stored = Counter(id for group in self.groups.values() for _, id in group.log)
+        wanted = {id for id in business if not id.startswith(REFUSED)}
+        assert set(stored) == wanted, f"seed {self.seed}: {wanted ^ set(stored)}"
+        again = {id for id, count in stored.items() if count > 1} - self.sent_by_application
+        assert not again, f"seed {self.seed}: watchdogs stored twice: {again}"
+        assert all(status == -2 and reason and claim is None for _, status, reason, claim in left), f"seed {self.seed}"
+        parked = len(business - wanted) + len(self.poison)
+        assert len(left) == parked, f"seed {self.seed}: {len(left)} rows are parked, not {parked}"
+
+
+def play(seed, source, steps=250):
+    """Run one schedule on an empty database."""
+    world = World(seed, source)
+    try:
+        world.run(steps)
+        world.recover()
+        world.check()
+    finally:
+        world.close()

@@ -1,0 +1,93 @@
+"""Core. A claim: what a row of an outbox says about the batch it travels in, written down before the batch is sent.
+
+    <producer id>:<number>:<term>:<broker group>        the first three hexadecimal; `claim varchar(128)`
+
+Producer id, number and group name the batch at the broker, which stores it once however often it is sent; they never
+change. The term is that of the leader who looks after it: a new leader puts its own in its place before it does
+anything else, and every later write of the old one looks for a claim that is not there any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+from qmq.client.numbered import NumberedBatch
+from qmq.codec import batch_encoder, encode_labels, join_batch, label_of_message
+from qmq.errors import CallError
+from qmq.log.frame import label_flags
+from qmq.outbox.row import decode_row
+from qmq.subjects import check_subject
+
+PRODUCER_BITS = 52
+"""A claim has 128 characters, a group's name up to 100: 13 hexadecimal digits are left for the producer."""
+CREATED_AT, CREATED_BYTES = 1, 8
+"""Where an encoded message has its moment of creation (qmq.codec)."""
+
+
+class ClaimName(NamedTuple):
+    """What a claim's text says."""
+
+    producer: int
+    number: int
+    term: int
+    group: str
+
+    def __str__(self) -> str:
+        return f"{self.producer:x}:{self.number:x}:{self.term:x}:{self.group}"
+
+    def of_term(self, term: int) -> ClaimName:
+        return self._replace(term=term)
+
+    @classmethod
+    def parse(cls, text: str) -> ClaimName:
+        """Read what `str` wrote; raises ValueError."""
+        producer, number, term, group = text.split(":", 3)
+        return cls(int(producer, 16), int(number, 16), int(term, 16), group)
+
+
+class Candidate(NamedTuple):
+    """A row that was decoded: an encoded message, or the `problem` for which nobody can send it."""
+
+    id: int
+    errors: int
+    subject: str = ""
+    data: bytes = b""
+    label: int = 0
+    problem: str = ""
+
+    @property
+    def is_ordered(self) -> bool:
+        return self.label >> 32 != 0
+
+
+def candidate_of(id: int, content: str | None, errors: int, now_ms: int) -> Candidate:
+    """Decode a row and encode its message.
+
+    Args:
+        now_ms: moment of encoding; of creation as well, if the row does not have it.
+    """
+    try:
+        message = decode_row(content)
+        subject = check_subject(message.subject)
+        data = batch_encoder(subject, now_ms)(message)
+        label = label_of_message(message)
+        if created_ms := message.created_ms:
+            created = created_ms.to_bytes(CREATED_BYTES, "big", signed=True)
+            data = data[:CREATED_AT] + created + data[CREATED_AT + CREATED_BYTES :]
+    except CallError as error:
+        return Candidate(id, errors, problem=str(error) or type(error).__name__)
+    except (ValueError, OverflowError, RecursionError) as error:  # whatever a row holds, it stops no other
+        return Candidate(id, errors, problem=f"nobody can read it: {type(error).__name__}: {error}")
+    return Candidate(id, errors, subject, data, label)
+
+
+def batch_of(name: ClaimName, rows: Sequence[Candidate]) -> NumberedBatch:
+    """Build the request of a claim; its rows are of one subject, in ascending order of their ids."""
+    body = join_batch([row.data for row in rows])
+    flags = 0
+    if any(row.label for row in rows):
+        labels = [row.label for row in rows]
+        body, flags = body + encode_labels(labels), label_flags(labels)
+    return NumberedBatch(name.producer, name.number, rows[0].subject, len(rows), crc32(body), flags, [body])

@@ -1,0 +1,90 @@
+"""Shell. Opens an application's database: a guest there, with few connections, short waits and small locks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import URL, Engine, create_engine, event
+
+from watchdog.sources import MARIADB, POSTGRESQL, SQLITE, Source, UnusableSource
+
+CONNECT_S = 5
+LOCK_S = 3
+"""Rows that others lock are passed over; what waits at all waits for a moment."""
+ANSWER_S = 20
+"""How long one statement may take; each touches a thousand rows by an index."""
+CONNECTIONS = 2
+"""One that drains, one for questions of operators."""
+IDLE_S = 60
+
+_DRIVERS = {MARIADB: "mariadb+pymysql", POSTGRESQL: "postgresql+psycopg", SQLITE: "sqlite"}
+_EXTRAS = {MARIADB: "mariadb", POSTGRESQL: "postgresql"}
+
+
+def open_source(source: Source) -> Engine:
+    """Make the engine of a registered database; nothing is asked of it yet.
+
+    Raises:
+        UnusableSource: nobody could connect to this; the text says why.
+    """
+    kind = source.kind
+    host, port, database = source.place
+    if kind == SQLITE:
+        engine = create_engine(URL.create("sqlite", database=database), connect_args={"timeout": LOCK_S})
+        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(_begin_of(connection)))
+        return engine
+    url = URL.create(_DRIVERS[kind], source.user or None, source.password or None, host, port, database)
+    arguments = _mariadb_arguments() if kind == MARIADB else _postgresql_arguments()
+    try:
+        return create_engine(
+            url, connect_args=arguments, pool_size=CONNECTIONS, max_overflow=0, pool_timeout=CONNECT_S,
+            pool_recycle=IDLE_S * 3 // 4, isolation_level="READ COMMITTED", hide_parameters=True,
+        )  # fmt: skip
+    except ModuleNotFoundError as error:
+        raise UnusableSource(
+            f"{error}; the watchdog's machine needs the driver: install qmq[server,{_EXTRAS[kind]}]"
+        ) from None
+
+
+READING = "qmq_reading"
+"""Execution option of transactions that only read: SQLite's others take the lock of the file at once."""
+
+
+def _begin_of(connection: Any) -> str:
+    return "BEGIN" if connection.get_execution_options().get(READING) else "BEGIN IMMEDIATE"
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # the driver begins no transaction of its own; `begin` does
+    # One content that is no text must not make a whole page unreadable; what cannot be encoded again is parked.
+    connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
+
+
+def _mariadb_arguments() -> dict[str, Any]:
+    return {
+        "connect_timeout": CONNECT_S,
+        "read_timeout": ANSWER_S,
+        "write_timeout": ANSWER_S,
+        "charset": "utf8mb4",
+        # UTC, as an hour that comes twice a year would let the scan read on from a moment that it did not mean.
+        "init_command": f"SET SESSION time_zone = '+00:00', innodb_lock_wait_timeout = {LOCK_S}, "
+        f"wait_timeout = {IDLE_S}, sql_mode = 'STRICT_ALL_TABLES'",
+    }
+
+
+def _postgresql_arguments() -> dict[str, Any]:
+    milliseconds = {
+        "lock_timeout": LOCK_S,
+        "statement_timeout": ANSWER_S,
+        "idle_in_transaction_session_timeout": IDLE_S,
+    }
+    return {
+        "connect_timeout": CONNECT_S,
+        "options": " ".join(f"-c {name}={seconds * 1000}" for name, seconds in milliseconds.items()),
+        # A machine that is gone without a word is noticed after some 15 s.
+        "tcp_user_timeout": 15_000,
+        "keepalives_idle": 5,
+        "keepalives_interval": 5,
+        "keepalives_count": 2,
+    }

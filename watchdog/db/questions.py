@@ -1,0 +1,136 @@
+"""Shell. What operators and metrics ask about one outbox; each question is bounded, and reads by an index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import Engine, Row, text
+
+from qmq.errors import CallError
+from qmq.outbox.row import decode_row
+from qmq.outbox.table import table_name
+from watchdog.db.dialect import DIALECTS
+from watchdog.db.engine import READING
+from watchdog.sources import Source
+
+COUNT_MAX = 100_000
+"""Beyond it nothing is counted: a table of millions of rows would be read for a number that says "too many" anyway."""
+AGES_MAX = 10_000
+AGE_STEPS_S = (60, 600, 3_600, 86_400)
+RETRY_ROWS = 1_000
+"""Of one statement."""
+
+_SHOWN = "id, content, status, error, reason, claim"
+
+
+class Stats(NamedTuple):
+    """Counts up to COUNT_MAX. `by_age`: of the pending rows that are due longest, how many are older than each step."""
+
+    pending: int
+    claimed: int
+    parked: int
+    oldest_s: float
+    by_age: dict[int, int]
+
+
+class StuckRow(NamedTuple):
+    """A row that waits or is parked. `created_ms`: by its producer's clock; 0: nobody knows."""
+
+    id: int
+    state: str
+    errors: int
+    reason: str
+    age_s: float
+    subject: str
+    message_id: str
+    created_ms: int
+
+
+class Questions:
+    """Asked on any thread, beside a drain."""
+
+    def __init__(self, engine: Engine, source: Source) -> None:
+        self._engine, self._reading = engine, engine.execution_options(**{READING: True})
+        self._table, self._dialect = table_name(source.table), DIALECTS[source.kind]
+        self._age_ms = source.age_ms
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def stats(self) -> Stats:
+        with self._reading.begin() as connection:
+
+            def count(where: str) -> int:
+                some = f"SELECT 1 AS one FROM {self._table} WHERE {where} LIMIT {COUNT_MAX}"
+                return int(connection.execute(text(f"SELECT COUNT(*) FROM ({some}) AS some_rows")).scalar_one())
+
+            age = self._dialect.created_age.format("create_time")
+            oldest = (
+                f"SELECT {age} FROM {self._table} WHERE status = 0 ORDER BY update_time, id LIMIT {AGES_MAX}"
+            )  # fmt: skip
+            ages_s = [max(0, row[0] or 0) / 1000 for row in connection.execute(text(oldest))]
+            by_age = {step: sum(age_s >= step for age_s in ages_s) for step in AGE_STEPS_S}
+            return Stats(
+                count("status = 0"), count("claim > ''"), count("status < 0"), max(ages_s, default=0.0), by_age
+            )  # fmt: skip
+
+    def stuck(self, *, older_s: int, limit: int) -> list[StuckRow]:
+        """Return parked rows, then waiting ones that are older than `older_s`, the longest due first."""
+        age = self._dialect.created_age.format("create_time")
+        old = self._dialect.moment.format(-older_s * 1000)
+        found: list[StuckRow] = []
+        with self._reading.begin() as connection:
+            for where, order in (("status < 0", "status, update_time, id"), ("status = 0", "update_time, id")):
+                more = f" AND create_time <= {old}" if where == "status = 0" and not self._is_local else ""
+                statement = (
+                    f"SELECT {_SHOWN}, {age} FROM {self._table} WHERE {where}{more} ORDER BY {order}"
+                    f" LIMIT {int(limit) - len(found)}"
+                )
+                if len(found) < limit:
+                    found += [_stuck(row) for row in connection.execute(text(statement))]
+        return [row for row in found if row.state == "parked" or row.age_s >= older_s]
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether `create_time` is in another time zone than ours, so that it is compared by age alone."""
+        return self._dialect.age != self._dialect.created_age
+
+    def retry(self, ids: Sequence[int] | None) -> int:
+        """Let parked rows be sent, as if they had never failed; of those that wait, end the back-off. None: all parked.
+
+        Returns how many.
+        """
+        if ids is not None:
+            return sum(self._retry(list(ids[at : at + RETRY_ROWS])) for at in range(0, len(ids), RETRY_ROWS))
+        total = 0
+        while part := self._parked():
+            total += self._retry(part)
+        return total
+
+    def _parked(self) -> list[int]:
+        chosen = f"SELECT id FROM {self._table} WHERE status < 0 ORDER BY status, update_time, id LIMIT {RETRY_ROWS}"
+        with self._reading.begin() as connection:
+            return [row[0] for row in connection.execute(text(chosen))]
+
+    def _retry(self, ids: list[int]) -> int:
+        due = self._dialect.moment.format(-self._age_ms)
+        statement = (
+            f"UPDATE {self._table} SET status = 0, error = 0, reason = NULL, claim = NULL, update_time = {due}"
+            f" WHERE id IN ({', '.join(str(int(id)) for id in ids)}) AND (status < 0 OR claim IS NULL)"
+        )
+        with self._engine.begin() as connection:
+            return connection.execute(text(statement)).rowcount
+
+
+def _stuck(row: Row[Any]) -> StuckRow:
+    id, content, status, errors, reason, claim, age_ms = tuple(row)
+    state = "parked" if status < 0 else "claimed" if claim else "waiting"
+    subject = message_id = ""
+    created_ms = 0
+    try:
+        message = decode_row(content)
+        subject, message_id, created_ms = message.subject, str(message.id), message.created_ms
+    except (CallError, ValueError, OverflowError, RecursionError) as error:
+        reason = reason or str(error)
+    return StuckRow(id, state, errors, reason or "", max(0, age_ms or 0) / 1000, subject, message_id, created_ms)

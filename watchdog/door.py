@@ -1,0 +1,126 @@
+"""Shell. The HTTP port of a watchdog: health, metrics, and what operators ask about outboxes (tools.sh Outbox…)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from qmq.errors import AccessError, MissingRight, NotServed, QmqError
+from qmq.rights import Caller, TokenRole
+from qmq.server.tokens import TokenCache
+from watchdog.leading import Leading
+from watchdog.meta_link import MetaLink
+from watchdog.metrics import Metrics
+from watchdog.settings import WatchdogSettings
+from watchdog.watcher import Watcher
+
+CLUSTER = Caller("cluster", TokenRole.CLUSTER)
+TOKEN_VALID_MS = 20_000
+IDS_MAX = 10_000
+RECONCILE_S = 15.0
+
+Answering = Callable[[Request], Awaitable[Response]]
+
+
+class Door:
+    """Made by main. Health is for everybody, the rest for holders of a token with the role it takes."""
+
+    def __init__(
+        self, settings: WatchdogSettings, leading: Leading, watcher: Watcher, metrics: Metrics, link: MetaLink
+    ) -> None:  # fmt: skip
+        self._leading, self._watcher, self._metrics, self._link = leading, watcher, metrics, link
+        self._tokens = TokenCache(settings.token)
+
+    def app(self) -> Starlette:
+        routes = [
+            ("/health", "GET", self._health),
+            ("/metrics", "GET", self._guarded(TokenRole.VIEWER, self._show_metrics)),
+            ("/outbox/stuck", "GET", self._guarded(TokenRole.VIEWER, self._stuck)),
+            ("/outbox/reconcile", "GET", self._guarded(TokenRole.VIEWER, self._reconcile)),
+            ("/outbox/retry", "POST", self._guarded(TokenRole.OPERATOR, self._retry)),
+        ]
+        return Starlette(routes=[Route(path, answer, methods=[method]) for path, method, answer in routes])
+
+    async def _health(self, _: Request) -> Response:
+        """200 while it does its part: leads, or waits with a metaserver that answers. Troubles are told either way."""
+        leading = self._leading
+        troubles = {url: drain.trouble for url, drain in leading.drains.items() if drain.trouble} | leading.problems
+        is_well = leading.is_leader or not leading.metaserver_trouble
+        body = {
+            "leader": leading.is_leader, "term": leading.lease.term, "node": leading.lease.node,
+            "holder": leading.lease.holder, "databases": len(leading.drains), "troubles": troubles,
+            "metaserver": leading.metaserver_trouble,
+        }  # fmt: skip
+        return JSONResponse(body, 200 if is_well else 503)
+
+    async def _show_metrics(self, _: Request) -> Response:
+        return PlainTextResponse(self._metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def _stuck(self, request: Request) -> Response:
+        older_s, limit = _number(request, "older", 60), _number(request, "limit", 20)
+        return JSONResponse(await self._watcher.stuck(database=_database(request), older_s=older_s, limit=limit))
+
+    async def _reconcile(self, request: Request) -> Response:
+        older_s, limit = _number(request, "older", 60), _number(request, "limit", 100)
+        report = await self._watcher.reconcile(
+            database=_database(request), older_s=older_s, limit=limit, seconds=RECONCILE_S
+        )
+        return JSONResponse(report)
+
+    async def _retry(self, request: Request) -> Response:
+        text = request.query_params.get("ids", "")
+        words = [word for word in text.split(",") if word]
+        if len(words) > IDS_MAX or not all(word.isascii() and word.isdecimal() for word in words):
+            return JSONResponse({"problem": f"ids: up to {IDS_MAX} whole numbers, with commas between them"}, 400)
+        ids = [int(word) for word in words] if words else None
+        return JSONResponse(await self._watcher.retry(database=_database(request), ids=ids))
+
+    def _guarded(self, role: TokenRole, answer: Answering) -> Answering:
+        async def guarded(request: Request) -> Response:
+            try:
+                (await self._whose(request.headers.get("x-api-token", ""))).require_role(role)
+                return await answer(request)
+            except QmqError as error:
+                return JSONResponse({"problem": str(error)}, _status(error))
+
+        return guarded
+
+    async def _whose(self, token: str) -> Caller:
+        """Say whose token it is, without asking the metaserver each time."""
+        now_ms = time.monotonic_ns() // 1_000_000
+        if not token:
+            raise AccessError("the API token is missing (header X-Api-Token)")
+        if self._tokens.is_own(token):
+            return CLUSTER
+        if (known := self._tokens.fresh(token, now_ms=now_ms)) is None:
+            try:
+                caller = await self._link.whose(token)
+            except AccessError as error:
+                known = self._tokens.refused(token, str(error), now_ms=now_ms)
+            else:
+                known = self._tokens.accepted(token, caller, valid_ms=TOKEN_VALID_MS, expires_in_ms=0, now_ms=now_ms)
+        if known.caller is None:
+            raise AccessError(known.reason)
+        return known.caller
+
+
+def _database(request: Request) -> str:
+    return str(request.query_params.get("database", ""))
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    text = str(request.query_params.get(name, default))
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else default
+
+
+def _status(error: QmqError) -> int:
+    if isinstance(error, MissingRight):
+        return 403
+    if isinstance(error, AccessError):
+        return 401
+    return 503 if isinstance(error, NotServed) else 409

@@ -1,0 +1,516 @@
+"""Core. Drains one outbox: which rows are claimed when, what is sent where, and what becomes of each claim.
+
+    row         claimed -> sent -> stored        deleted
+                                -> not stored    released, with back-off; after the error limit parked
+                                -> unknown       the same batch again to the same group, by the next leader, too
+                invalid                          parked, with its reason
+                nobody takes its subject now     postponed: others go first
+
+Nothing is sent before its claim is stored, and a claim's rows leave it only for a reason that is certain. One piece of
+work with the database is under way at a time; answers of brokers come whenever they come.
+
+Order: messages with order keys go to the group of their key, one batch of a subject and group at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from qmq.client.numbered import Answer, NotStored, NumberedBatch, Stored, Unknown
+from qmq.errors import AskAnotherBroker, CallError, NotServed, QmqError
+from watchdog.claims import Candidate, ClaimName, batch_of
+from watchdog.work import (
+    Claiming,
+    Known,
+    Page,
+    Postponed,
+    ReadClaims,
+    ReadPage,
+    Released,
+    Settled,
+    Settling,
+    TakeOver,
+    Work,
+)
+
+BATCH_BYTES_MAX = 1 << 20
+NUMBERS_SPAN_MAX = 60
+"""A broker tells the last 64 numbers of a producer apart; the oldest claim in doubt and the newest stay within."""
+SUSPECTS_MAX = 100_000
+REASON_CHARS_MAX = 500
+"""As the column has."""
+
+
+class Brokers(Protocol):
+    """What a drain asks about broker groups (qmq.client.numbered)."""
+
+    def watch(self, subject: str) -> None: ...
+
+    def groups(self, subject: str) -> list[str]: ...
+
+    def home(self, subject: str, label: int) -> str | None: ...
+
+    def is_usable(self, name: str) -> bool: ...
+
+    def is_any_usable(self) -> bool: ...
+
+    def room(self, name: str) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds and delays, from the settings; `rate`: rows a second, of this database."""
+
+    rate: int = 10_000
+    page_rows: int = 1_000
+    claims_max: int = 8
+    errors_max: int = 1_000
+    release_ms: int = 1_000
+    release_ms_max: int = 600_000
+    repeat_ms: int = 200
+    repeat_ms_max: int = 10_000
+    postpone_ms: int = 1_000
+    postpone_ms_max: int = 60_000
+    rest_ms: int = 1_000
+    unknown_ms_max: int = 24 * 3_600_000
+
+    def __post_init__(self) -> None:
+        assert self.claims_max < NUMBERS_SPAN_MAX
+
+
+class State(Enum):
+    WAITING = auto()
+    """To be sent, the first time or again, at `due_ms`."""
+    SENT = auto()
+    ENDED = auto()
+    """Its end is to be written down."""
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """A claim under way. `is_doubtful`: some attempt, of whichever leader, may have stored it."""
+
+    name: ClaimName
+    rows: list[Candidate]
+    is_doubtful: bool
+    due_ms: int
+    claimed_ms: int
+    unsound: list[tuple[int, str]] = field(default_factory=list)
+    """Rows that this program, unlike the one that claimed them, cannot read: parked when the claim ends."""
+    state: State = State.WAITING
+    attempts: int = 0
+    end: Settled | Released | None = None
+
+    @property
+    def subject(self) -> str:
+        return self.rows[0].subject
+
+    @property
+    def is_ordered(self) -> bool:
+        return any(row.is_ordered for row in self.rows)
+
+    @property
+    def ids(self) -> list[int]:
+        return [row.id for row in self.rows]
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The batches of this leader to one broker group: a producer id of their own, and ascending numbers."""
+
+    producer: int
+    number: int = 0
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a drain did, for metrics; they only grow."""
+
+    sent: int = 0
+    failed: int = 0
+    parked: int = 0
+    doubtful: int = 0
+    released: int = 0
+    claimed: int = 0
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A batch to send now; its answer goes to `Draining.answered`."""
+
+    claim: Claim
+    group: str
+    batch: NumberedBatch
+
+
+@dataclass(slots=True)
+class Draining:
+    """One outbox under one leader. Made when its lease begins; ends with it. Used on one loop.
+
+    Args:
+        new_producer: makes an id that nobody else has.
+    """
+
+    term: int
+    limits: Limits
+    brokers: Brokers
+    new_producer: Callable[[], int]
+    counts: Counts = field(default_factory=Counts)
+    last_pass_ms: int | None = None
+    """When a scan last came to the end of the table."""
+    _claims: dict[str, Claim] = field(default_factory=dict)
+    _lanes: dict[str, _Lane] = field(default_factory=dict)
+    _order: Claiming | None = None
+    _new: dict[str, Claim] = field(default_factory=dict)
+    """What `_order` will have claimed."""
+    _foreign: list[Known] = field(default_factory=list)
+    _claims_after: str | None = ""
+    """Where to read on among claims; None: all were read."""
+    _after: tuple[object, int] | None = None
+    _page: Page | None = None
+    """A page of which some rows found no room yet."""
+    _rest_until_ms: int = 0
+    _holds: dict[str, int] = field(default_factory=dict)
+    """Subject without a group -> how long its rows are postponed next time."""
+    _suspects: set[int] = field(default_factory=set)
+    """Rows of a batch that was refused as wrong: each goes alone, to find out which of them it is."""
+    _tokens: float = 0.0
+    _tokens_ms: int | None = None
+    _is_stopping: bool = False
+
+    # What is next.
+
+    def stop(self) -> None:
+        """Claim nothing more; what is under way comes to its end."""
+        self._is_stopping = True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way that could end soon."""
+        return not any(claim.state is not State.WAITING or not claim.is_doubtful for claim in self._claims.values())
+
+    def next_work(self, now_ms: int) -> Work | None:
+        """Return what to do with the database now; None: nothing, until `wake_ms` or an answer."""
+        if any(claim.end for claim in self._claims.values()):
+            ends = [claim.end for claim in self._claims.values() if claim.end]
+            settled = [end for end in ends if isinstance(end, Settled)]
+            return Settling(settled, [end for end in ends if isinstance(end, Released)])
+        if self._is_stopping:
+            return None
+        if self._foreign:
+            old = self._foreign[0].claim
+            return TakeOver(old, str(ClaimName.parse(old).of_term(self.term)))
+        if self._claims_after is not None:
+            return ReadClaims(self._claims_after)
+        if self._order is not None:
+            return self._order
+        return self._next_page(now_ms)
+
+    def _next_page(self, now_ms: int) -> Work | None:
+        if self._page is not None:
+            self._compose(self._page, now_ms)
+            return self._order
+        limit = min(self.limits.page_rows, self._allowed(now_ms))
+        if now_ms < self._rest_until_ms or not limit or not self._has_room():
+            return None
+        return ReadPage(self._after, limit)
+
+    def _has_room(self) -> bool:
+        """An ordered batch that was just sent is waited for, so that the rows behind it need not be passed over."""
+        if sum(not claim.is_doubtful for claim in self._claims.values()) >= self.limits.claims_max:
+            return False
+        return not any(claim.is_ordered and not claim.is_doubtful for claim in self._claims.values())
+
+    def wake_ms(self, now_ms: int) -> int:
+        """Return when to look again if no answer comes before."""
+        dues = [claim.due_ms for claim in self._claims.values() if claim.state is State.WAITING]
+        soon = now_ms + 100  # tokens, room, groups that are usable again
+        return max(min([soon, *dues]) if self._claims or self._page else min(self._rest_until_ms, soon), now_ms + 1)
+
+    def _allowed(self, now_ms: int) -> int:
+        """Return how many rows may be claimed now; a second's worth may come at once."""
+        since_ms = now_ms - (self._tokens_ms if self._tokens_ms is not None else now_ms - 1_000)
+        self._tokens = min(float(self.limits.rate), self._tokens + since_ms * self.limits.rate / 1000)
+        self._tokens_ms = now_ms
+        enough = min(self.limits.page_rows, self.limits.rate) / 2  # not a page for each row
+        return int(self._tokens) if self._tokens >= max(1.0, enough) else 0
+
+    # What came back.
+
+    def failed(self, work: Work, now_ms: int) -> None:
+        """The database did not do it, or nobody knows. What was asked for is asked for again, all claims are read anew,
+        and new batches get producer ids of their own: a number that may have been claimed must not grow too old."""
+        self._order, self._page, self._after = None, None, None
+        self._new.clear()
+        self._foreign.clear()
+        self._lanes.clear()
+        self._claims_after = ""
+
+    def page(self, page: Page, now_ms: int) -> None:
+        self._compose(page, now_ms)
+
+    def claimed(self, got: dict[str, list[int]], now_ms: int) -> None:
+        """A claiming is stored; `got`: the ids that each claim has."""
+        new, order = self._new, self._order
+        self._new, self._order = {}, None
+        for text, ids in got.items():
+            claim, kept = new[text], set(ids)
+            claim.rows = [row for row in claim.rows if row.id in kept]
+            if claim.rows:
+                self._claims[text] = claim
+                self._tokens -= len(claim.rows)
+                self.counts.claimed += len(claim.rows)
+        if order is not None:
+            self.counts.parked += len(order.parked)
+
+    def settled(self, work: Settling) -> None:
+        ends: list[Settled | Released] = [*work.settled, *work.released]
+        for end in ends:
+            claim = self._claims.get(end.claim)
+            if claim is not None and claim.end is end:
+                del self._claims[end.claim]
+                self._count(end)
+
+    def _count(self, end: Settled | Released) -> None:
+        if isinstance(end, Settled):
+            self.counts.sent += len(end.stored)
+            self.counts.parked += len(end.parked)
+        else:
+            self.counts.released += len(end.ids)
+
+    def known(self, found: list[Known]) -> None:
+        """Claims that are in the database: those of earlier leaders, and of ours what we may have claimed unheard."""
+        self._claims_after = found[-1].claim if found else None
+        for one in found:
+            if self._is_ours_to_take(one.claim):
+                self._foreign.append(one)
+
+    def _is_ours_to_take(self, text: str) -> bool:
+        if text in self._claims:
+            return False
+        try:
+            return ClaimName.parse(text).term <= self.term
+        except ValueError:
+            return False  # nobody of ours wrote it; OutboxStuck shows its rows
+
+    def taken_over(self, work: TakeOver, rows: list[Candidate], now_ms: int) -> None:
+        """Rows of an earlier leader's claim are ours now; some of it may be stored, so the same batch goes again."""
+        known = next(one for one in self._foreign if one.claim == work.old)
+        self._foreign.remove(known)
+        sound = [row for row in rows if not row.problem]
+        unsound = [(row.id, _reason(row.problem)) for row in rows if row.problem]
+        if not rows:
+            return
+        claim = Claim(ClaimName.parse(work.new), sound, True, now_ms, now_ms - known.age_ms, unsound)
+        self._claims[work.new] = claim
+        self.counts.doubtful += 1
+        if sound:
+            self.brokers.watch(sound[0].subject)
+        else:
+            self._end(claim, [], [])
+
+    # Which rows, and where.
+
+    def _compose(self, page: Page, now_ms: int) -> None:
+        """Put the rows of a page into batches. What finds no room now waits in `_page`."""
+        parked = [(row.id, _reason(problem)) for row in page.rows if (problem := self._problem(row))]
+        unsound = {id for id, _ in parked}
+        by_subject = _by_subject(row for row in page.rows if row.id not in unsound)
+        for subject in by_subject:
+            self.brokers.watch(subject)
+        if by_subject and not parked and not self.brokers.is_any_usable():
+            self._rest_until_ms = now_ms + self.limits.rest_ms  # nobody takes anything: leave the rows in peace
+            self._page = None
+            return
+        left: list[Candidate] = []
+        postponed: list[Postponed] = []
+        for subject, rows in by_subject.items():
+            rest, stuck = self._place(subject, rows, now_ms)
+            left += rest
+            postponed += self._postpone(subject, stuck)
+        if parked or postponed or self._new:
+            self._order = Claiming({text: claim.ids for text, claim in self._new.items()}, parked, postponed)
+        self._page = Page(left, page.after) if left else None
+        if not left:
+            self._page_is_done(page, now_ms)
+
+    def _problem(self, row: Candidate) -> str:
+        return row.problem or ("too many errors" if row.errors >= self.limits.errors_max else "")
+
+    def _page_is_done(self, page: Page, now_ms: int) -> None:
+        self._after = page.after
+        if page.after is None:
+            self.last_pass_ms = now_ms
+            self._rest_until_ms = now_ms + self.limits.rest_ms
+            self._claims_after = ""
+
+    def _postpone(self, subject: str, rows: list[Candidate]) -> list[Postponed]:
+        """Rows that nobody takes now let others pass; each time for longer."""
+        if not rows:
+            self._holds.pop(subject, None)
+            return []
+        delay_ms = self._holds.get(subject, self.limits.postpone_ms)
+        self._holds[subject] = min(delay_ms * 2, self.limits.postpone_ms_max)
+        return [Postponed([row.id for row in rows], delay_ms)]
+
+    def _place(self, subject: str, rows: list[Candidate], now_ms: int) -> tuple[list[Candidate], list[Candidate]]:
+        """Make claims of a subject's rows.
+
+        Returns:
+            Those for which there is no room at this moment, and those that nobody takes for now.
+        """
+        groups = self.brokers.groups(subject)
+        homes: dict[str | None, list[Candidate]] = {}
+        for row in rows:
+            home = self.brokers.home(subject, row.label) if row.is_ordered else None
+            homes.setdefault(home if row.is_ordered else "", []).append(row)
+        left: list[Candidate] = []
+        stuck: list[Candidate] = []
+        for home, some in homes.items():
+            if home == "":
+                (left if groups else stuck).extend(self._spread(groups, some, now_ms))
+            elif home not in groups or (under_way := self._lane(subject, home)) is not None and under_way.is_doubtful:
+                stuck += some
+            else:
+                left += some if under_way else self._fill(home, some, now_ms)
+        return left, stuck
+
+    def _spread(self, groups: list[str], rows: list[Candidate], now_ms: int) -> list[Candidate]:
+        """Make batches of rows that may go to any of these groups; return those for which none has room."""
+        groups = list(groups)
+        while rows and groups:
+            group = min(groups, key=self._load)
+            rest = self._fill(group, rows, now_ms)
+            if len(rest) == len(rows):
+                groups.remove(group)
+            rows = rest
+        return rows
+
+    def _lane(self, subject: str, group: str) -> Claim | None:
+        """Return the ordered batch of a subject and group that is under way."""
+        claims = (*self._claims.values(), *self._new.values())
+        return next(
+            (one for one in claims if one.is_ordered and one.name.group == group and one.subject == subject), None
+        )
+
+    def _load(self, group: str) -> int:
+        """How many batches a group has before it, those included that are being claimed."""
+        return sum(claim.name.group == group for claim in (*self._claims.values(), *self._new.values()))
+
+    def _fill(self, group: str, rows: list[Candidate], now_ms: int) -> list[Candidate]:
+        """Make one batch to a group of the first rows; return the others, all if the group has no room."""
+        room = min(self.brokers.room(group), BATCH_BYTES_MAX)
+        lane = self._lanes.get(group)
+        if lane is None:
+            lane = self._lanes[group] = _Lane(self.new_producer())
+        if not room or lane.number + 1 - self._oldest_number(lane) >= NUMBERS_SPAN_MAX:
+            return rows
+        if len(self._claims) + len(self._new) >= self.limits.claims_max + self._doubtful():
+            return rows
+        taken = self._fitting(rows, room)
+        lane.number += 1
+        name = ClaimName(lane.producer, lane.number, self.term, group)
+        self._new[str(name)] = Claim(name, sorted(rows[:taken], key=lambda row: row.id), False, now_ms, now_ms)
+        return rows[taken:]
+
+    def _fitting(self, rows: list[Candidate], room: int) -> int:
+        """Return how many of the first rows make a batch: one at least, and one that is suspect goes alone."""
+        size = 0
+        for position, row in enumerate(rows):
+            size += len(row.data) + 16  # its end offset and its label
+            if position and (size > room or row.id in self._suspects or rows[0].id in self._suspects):
+                return position
+        return len(rows)
+
+    def _doubtful(self) -> int:
+        return sum(claim.is_doubtful for claim in self._claims.values())
+
+    def _oldest_number(self, lane: _Lane) -> int:
+        claims = (*self._claims.values(), *self._new.values())
+        numbers = (claim.name.number for claim in claims if claim.name.producer == lane.producer)
+        return min(numbers, default=lane.number + 1)
+
+    # Sending, and what comes of it.
+
+    def attempts(self, now_ms: int) -> list[Attempt]:
+        """Return what to send now; each is answered once."""
+        found = []
+        for claim in self._claims.values():
+            if claim.state is not State.WAITING or claim.due_ms > now_ms:
+                continue
+            if claim.is_doubtful and now_ms - claim.claimed_ms > self.limits.unknown_ms_max:
+                reason = f"nobody could tell for {self.limits.unknown_ms_max // 1000} s whether it was stored"
+                self._release(claim, reason)
+            elif self.brokers.is_usable(claim.name.group):
+                claim.state = State.SENT
+                claim.attempts += 1
+                found.append(Attempt(claim, claim.name.group, batch_of(claim.name, claim.rows)))
+            elif claim.is_doubtful:
+                claim.due_ms = now_ms + self._repeat_delay_ms(claim)
+            elif now_ms - claim.claimed_ms < self.limits.release_ms:
+                claim.due_ms = now_ms + self.limits.repeat_ms // 10  # its connection is full, or anew in a moment
+            else:
+                self._release(claim, f"{claim.name.group} takes nothing now")
+        return found
+
+    def answered(self, claim: Claim, answer: Answer, now_ms: int) -> None:
+        """An attempt came to its end."""
+        claim.state = State.WAITING
+        match answer:
+            case Stored():
+                self._stored(claim, answer)
+            case Unknown():
+                self.counts.doubtful += not claim.is_doubtful
+                claim.is_doubtful = True
+                claim.due_ms = now_ms + self._repeat_delay_ms(claim)
+            case NotStored(error):
+                self.counts.failed += len(claim.rows)
+                if claim.is_doubtful:  # this attempt was not stored; what an earlier one did, it does not say
+                    claim.due_ms = now_ms + self._repeat_delay_ms(claim)
+                else:
+                    self._refused(claim, error)
+
+    def _repeat_delay_ms(self, claim: Claim) -> int:
+        return min(self.limits.repeat_ms << min(claim.attempts, 10), self.limits.repeat_ms_max)
+
+    def _stored(self, claim: Claim, answer: Stored) -> None:
+        refused = dict(answer.refused)
+        stored = [row.id for position, row in enumerate(claim.rows) if position not in refused]
+        parked = [
+            (claim.rows[position].id, _reason(why)) for position, why in refused.items() if position < len(claim.rows)
+        ]
+        self._end(claim, stored, parked)
+
+    def _end(self, claim: Claim, stored: list[int], parked: list[tuple[int, str]]) -> None:
+        self._suspects.difference_update(claim.ids)
+        claim.state, claim.end = State.ENDED, Settled(str(claim.name), stored, parked + claim.unsound)
+
+    def _refused(self, claim: Claim, error: QmqError) -> None:
+        """Nothing of a claim is stored. What is wrong with one message is found by sending each alone."""
+        is_wrong = isinstance(error, CallError) and not isinstance(error, AskAnotherBroker | NotServed)
+        if is_wrong and len(claim.rows) == 1:
+            self._end(claim, [], [(claim.rows[0].id, _reason(str(error)))])
+            return
+        if is_wrong and len(self._suspects) < SUSPECTS_MAX:
+            self._suspects.update(claim.ids)
+        self._release(claim, str(error))
+
+    def _release(self, claim: Claim, reason: str) -> None:
+        errors = max(row.errors for row in claim.rows)
+        delay_ms = min(self.limits.release_ms << min(errors, 20), self.limits.release_ms_max)
+        ids = claim.ids + [id for id, _ in claim.unsound]  # read anew, these are parked
+        claim.state, claim.end = State.ENDED, Released(str(claim.name), ids, delay_ms, _reason(reason))
+
+
+def _by_subject(rows: Iterable[Candidate]) -> dict[str, list[Candidate]]:
+    found: dict[str, list[Candidate]] = {}
+    for row in rows:
+        found.setdefault(row.subject, []).append(row)
+    return found
+
+
+def _reason(text: str) -> str:
+    return text[:REASON_CHARS_MAX]

@@ -1,0 +1,163 @@
+"""Shell. A watchdog's two lives: waiting for the lease, and draining all databases of its room while it holds it.
+
+Losing the lease ends every drain at once; winning it again makes new ones. Nothing is carried over but counters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from qmq.client.numbered import NumberedSender
+from qmq.errors import CallError, NotServed
+from watchdog.claims import PRODUCER_BITS
+from watchdog.drain import Drain
+from watchdog.draining import Counts, Draining
+from watchdog.lease import Lease
+from watchdog.meta_link import MetaLink
+from watchdog.settings import WatchdogSettings
+from watchdog.sources import Source
+
+log = logging.getLogger("qmq.watchdog")
+
+
+class Leading:
+    """Made by main; `run` returns when it is cancelled, `stop` gives the lease back. Used on the loop."""
+
+    def __init__(self, settings: WatchdogSettings, link: MetaLink, sender: NumberedSender, address: str) -> None:
+        self._settings, self._link, self._sender, self._address = settings, link, sender, address
+        self.lease = Lease(secrets.token_hex(8), settings.lease_ms)
+        self.drains: dict[str, Drain] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ended: list[Drain] = []
+        self.sources: list[Source] = []
+        self.problems: dict[str, str] = {}
+        """Databases that cannot be used as they are registered, and why."""
+        self.counts: dict[str, Counts] = {}
+        """By database; they outlive leases and drains."""
+        self.elections = 0
+        self.metaserver_trouble = ""
+        self._refreshed_at = 0.0
+        self._term = 0
+        self._is_stopping = False
+        sender.on_change(self._wake)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.lease.holds(now_ms())
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether a drain, of this lease or the last one, waits for a database that does not answer."""
+        return any(drain.is_hanging for drain in (*self.drains.values(), *self._ended))
+
+    async def run(self) -> None:
+        while not self._is_stopping:
+            began = time.monotonic()
+            await self._elect()
+            if self.lease.term != self._term or not self.is_leader:
+                await self._depose()
+            if self.is_leader:
+                await self._lead()
+            await asyncio.sleep(max(0.0, self._settings.beat_ms / 1000 - (time.monotonic() - began)))
+
+    async def _elect(self) -> None:
+        asked_ms = now_ms()
+        request = self.lease.request(asked_ms)
+        try:
+            row = await self._link.hold(self.lease.node, self._address, request)
+        except NotServed as error:
+            if not self.metaserver_trouble:
+                log.warning("no metaserver reason=%s", error)
+            self.metaserver_trouble = str(error)
+            return
+        self.metaserver_trouble = ""
+        self.lease.answered(row, asked_ms=asked_ms, now_ms=now_ms())
+
+    async def _depose(self) -> None:
+        """End all drains; what they still have under way with a database looks for claims of a term that is over."""
+        if self._term:
+            log.warning("not the leader any more term=%d", self._term)
+        self._term = 0
+        self._ended = [drain for drain in (*self._ended, *self.drains.values()) if drain.is_hanging]
+        tasks, self._tasks, self.drains = self._tasks, {}, {}
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _lead(self) -> None:
+        if not self._term:
+            self._term = self.lease.term
+            self.elections += 1
+            self._refreshed_at = 0.0
+            log.info("leader now room=%s term=%d", self._settings.room, self._term)
+        if time.monotonic() - self._refreshed_at >= self._settings.refresh_ms / 1000:
+            await self._refresh()
+        for url, task in list(self._tasks.items()):
+            if task.done():  # it ends by itself only if it failed
+                log.error("drain ended database=%s reason=%r", url, task.exception())
+                self._forget(url)
+                self._refreshed_at = 0.0
+
+    async def _refresh(self) -> None:
+        """Begin to drain databases that are new or were registered anew; end drains of those that are gone."""
+        try:
+            self.sources, self.problems = await self._link.sources()
+        except (NotServed, CallError) as error:
+            log.warning("registered databases not read reason=%s", error)
+            return
+        self._refreshed_at = time.monotonic()
+        for url, problem in self.problems.items():
+            log.warning("database cannot be used database=%s reason=%s", url, problem)
+        wanted = {source.url: source for source in self.sources}
+        for url, drain in list(self.drains.items()):
+            if wanted.get(url) != drain.source:
+                self._tasks[url].cancel()
+                self._forget(url)
+        for url, source in wanted.items():
+            if url not in self.drains:
+                self._begin(url, source)
+
+    def _begin(self, url: str, source: Source) -> None:
+        counts = self.counts.setdefault(url, Counts())
+        core = Draining(self._term, self._settings.limits(source.rate), self._sender, _new_producer, counts)
+        self.drains[url] = drain = Drain(source, core, self._sender, self._holder(self._term))
+        self._tasks[url] = asyncio.create_task(drain.run())
+        log.info("drain begins database=%s table=%s rate=%d", url, source.table, source.rate)
+
+    def _holder(self, term: int) -> Callable[[], bool]:
+        return lambda: self.lease.term == term and self.lease.holds(now_ms())
+
+    def _forget(self, url: str) -> None:
+        del self.drains[url], self._tasks[url]
+
+    def _wake(self) -> None:
+        for drain in self.drains.values():
+            drain.wake()
+
+    async def stop(self) -> None:
+        """Claim nothing more, wait a little for answers, give the lease back."""
+        self._is_stopping = True
+        for drain in self.drains.values():
+            drain.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=self._settings.stop_ms / 1000)
+        held = self.lease.term != 0
+        await self._depose()
+        if held:
+            try:
+                await self._link.release(self.lease.node)
+            except NotServed as error:
+                log.warning("lease not given back; it ends by itself reason=%s", error)
+            self.lease.released()
+
+
+def _new_producer() -> int:
+    return secrets.randbits(PRODUCER_BITS) or 1
+
+
+def now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000

@@ -1,0 +1,111 @@
+"""Shell. What a watchdog asks of the metaserver: its lease, its databases, whose token somebody shows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
+from qmq.errors import AccessError, NotServed
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import MetaserverStub
+from qmq.rights import Caller, Scope, TokenRole
+from watchdog.lease import LeaseRequest, LeaseRow
+from watchdog.settings import WatchdogSettings
+from watchdog.sources import Source
+
+WATCHDOGS = "watchdog/"
+"""What the names of watchdogs' leases begin with; their room follows."""
+ANSWER_S = 3.0
+
+T = TypeVar("T")
+
+
+class MetaLink:
+    """Made by main; used on the loop. Every question raises NotServed if nobody answers it in time."""
+
+    def __init__(self, settings: WatchdogSettings) -> None:
+        self._settings = settings
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: Any = None
+
+    async def hold(self, node: str, address: str, request: LeaseRequest) -> LeaseRow:
+        """Keep the lease, or take it; return the row as it is then."""
+        return await self._lease(
+            pb.LeaseRequest(node=node, address=address, take=request.take, term=request.term, beat=request.beat)
+        )
+
+    async def release(self, node: str) -> None:
+        await self._lease(pb.LeaseRequest(node=node, release=True))
+
+    async def _lease(self, request: pb.LeaseRequest) -> LeaseRow:
+        request.name = WATCHDOGS + self._settings.room
+        answer = await self._ask(lambda stub, more: stub.HoldLease(request, **more))
+        return LeaseRow(answer.node, answer.term, answer.beat)
+
+    async def sources(self) -> tuple[list[Source], dict[str, str]]:
+        """Return the databases of this room, and for those that cannot be used the reason."""
+        question = pb.SourcesQuestion(room=self._settings.room)
+        answer = await self._ask(lambda stub, more: stub.ListSources(question, **more))
+        problems = {one.url: one.problem for one in answer.sources if one.problem}
+        sound = [one for one in answer.sources if not one.problem]
+        return [
+            Source(one.url, one.user, one.password, one.table, one.rate, one.age_s * 1000) for one in sound
+        ], problems
+
+    async def whose(self, token: str) -> Caller:
+        """Say whose token it is; raises AccessError."""
+        question = pb.TokenQuestion(token=token)
+        answer = await self._ask(lambda stub, more: stub.CheckToken(question, **more))
+        return Caller(answer.name, TokenRole(answer.role), Scope(tuple(answer.subjects), tuple(answer.groups)))
+
+    async def masters(self, subject: str) -> list[tuple[str, str]]:
+        """Return the broker groups of a subject, each with the address of its master's control port."""
+
+        async def route(stub: Any, more: dict[str, Any]) -> Any:
+            stream = stub.WatchRoutes(metadata=more["metadata"])
+            try:
+                await stream.write(pb.RouteRequest(subjects=[subject], app="watchdog", client_id="watchdog"))
+                return await stream.read()
+            finally:
+                stream.cancel()
+
+        update = await self._ask(route)
+        groups = [] if update is grpc.aio.EOF else [group for one in update.routes for group in one.groups]
+        if any(not group.HasField("master") for group in groups):
+            raise NotServed("a broker group of its subject has no master now")
+        return [(group.broker_group, f"{group.master.ip}:{group.master.control_port}") for group in groups]
+
+    async def _ask(self, question: Callable[[Any, dict[str, Any]], Awaitable[T]]) -> T:
+        more = {"metadata": (("x-api-token", self._settings.token),), "timeout": ANSWER_S}
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                if self._stub is None:
+                    await self._connect()
+                return await question(self._stub, more)
+        except grpc.aio.AioRpcError as error:
+            code, details = error.code(), str(error.details())
+            if code == grpc.StatusCode.NOT_FOUND:
+                raise AccessError(details) from None
+            if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+                raise NotServed(f"the metaserver does not accept the watchdog's token: {details}") from None
+            await self.close()  # the next question goes to whoever answers at the address then
+            raise NotServed(f"the metaserver does not answer: {details}") from None
+        except (OSError, ValueError, TimeoutError) as error:
+            await self.close()
+            raise NotServed(f"the metaserver does not answer: {error or 'not in time'}") from None
+
+    async def _connect(self) -> None:
+        address = await asyncio.to_thread(find_metaserver, self._settings.metaserver, timeout_s=ANSWER_S)
+        if self._stub is None:
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._stub = MetaserverStub(self._channel)
+
+    async def close(self) -> None:
+        channel, self._channel, self._stub = self._channel, None, None
+        if channel is not None:
+            await channel.close()

@@ -1,0 +1,87 @@
+"""Shell. The watchdog's metrics. Only the leader counts rows; a standby says that it is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from watchdog.db.questions import Stats
+from watchdog.leading import Leading, now_ms
+
+_COUNTED = {
+    "sent": "Rows whose messages are stored, and that were deleted.",
+    "failed": "Rows of batches that a broker group did not store.",
+    "released": "Rows that were given back, to be claimed again after a back-off.",
+    "parked": "Rows that nobody sends until OutboxRetry says so.",
+    "doubtful": "Batches of which an attempt left the outcome unknown.",
+    "claimed": "Rows that were claimed.",
+}
+
+
+class Metrics:
+    """Made by main. `stats` and `reconciled` are set by the watcher, by database."""
+
+    def __init__(self, leading: Leading) -> None:
+        self.registry = CollectorRegistry()
+        self.stats: dict[str, Stats] = {}
+        self.reconciled: dict[str, dict[str, int]] = {}
+        self.registry.register(_Watchdog(leading, self))
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _Watchdog(Collector):
+    def __init__(self, leading: Leading, metrics: Metrics) -> None:
+        self._leading, self._metrics = leading, metrics
+
+    def collect(self) -> Iterable[Metric]:
+        leading = self._leading
+        yield GaugeMetricFamily("qmq_watchdog_leader", "1 at the active watchdog.", int(leading.is_leader))
+        yield GaugeMetricFamily("qmq_watchdog_term", "Term of its lease; 0 at a standby.", leading.lease.term)
+        yield CounterMetricFamily("qmq_watchdog_elections", "How often it became active.", leading.elections)
+        yield from self._databases()
+        yield from self._rows()
+
+    def _databases(self) -> Iterable[Metric]:
+        leading = self._leading
+        up = GaugeMetricFamily("qmq_watchdog_database_up", "1 while the database answers.", labels=["database"])
+        passed = GaugeMetricFamily(
+            "qmq_watchdog_last_pass_seconds", "Since the whole table was last looked through.", labels=["database"]
+        )
+        for url, drain in leading.drains.items():
+            up.add_metric([url], int(not drain.trouble))
+            if drain.core.last_pass_ms is not None:
+                passed.add_metric([url], (now_ms() - drain.core.last_pass_ms) / 1000)
+        for url in leading.problems:
+            up.add_metric([url], 0)
+        yield from (up, passed)
+        for name, text in _COUNTED.items():
+            family = CounterMetricFamily(f"qmq_watchdog_{name}", text, labels=["database"])
+            for url, counts in leading.counts.items():
+                family.add_metric([url], getattr(counts, name))
+            yield family
+
+    def _rows(self) -> Iterable[Metric]:
+        rows = GaugeMetricFamily("qmq_watchdog_rows", "Rows by state, up to 100,000.", labels=["database", "state"])
+        oldest = GaugeMetricFamily("qmq_watchdog_oldest_seconds", "Age of the oldest row.", labels=["database"])
+        aged = GaugeMetricFamily(
+            "qmq_watchdog_rows_older", "Rows to be sent that are older, of the 10,000 that are due longest.",
+            labels=["database", "seconds"],
+        )  # fmt: skip
+        for url, stats in self._metrics.stats.items():
+            for state in ("pending", "claimed", "parked"):
+                rows.add_metric([url, state], getattr(stats, state))
+            oldest.add_metric([url], stats.oldest_s)
+            for step, count in stats.by_age.items():
+                aged.add_metric([url, str(step)], count)
+        looked = GaugeMetricFamily(
+            "qmq_watchdog_reconciled_rows", "Rows of the last look, by what the logs say.", labels=["database", "state"]
+        )
+        for url, states in self._metrics.reconciled.items():
+            for state, count in states.items():
+                looked.add_metric([url, state], count)
+        yield from (rows, oldest, aged, looked)

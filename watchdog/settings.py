@@ -1,0 +1,78 @@
+"""Core. Settings of a watchdog; in the environment they begin with QMQ_WATCHDOG_."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qmq.errors import InvalidName
+from qmq.settings import InvalidSettings, setting
+from qmq.subjects import check_name
+from watchdog.draining import Limits
+
+
+@dataclass(frozen=True)
+class WatchdogSettings:
+    """Everything a watchdog is told when it starts. Which databases it scans, and how fast, AddDb says."""
+
+    metaserver: str = setting(why="HTTP address of the metaservers")
+    token: str = setting(why="key of the installation: the metaserver gives passwords of databases to nobody else")
+    room: str = setting("default", why="namespace: it scans the databases that were registered with this room")
+    host: str = setting("127.0.0.1", why="address to listen on; 0.0.0.0 for all")
+    http_port: int = setting(8090, least=0, most=65535, why="/metrics, /health, questions of tools.sh; 0: a free port")
+    advertised_ip: str = setting("", why="address that tools.sh is told; default: host")
+    log_level: str = setting("INFO", one_of=("DEBUG", "INFO", "WARNING", "ERROR"), why="which log lines are written")
+
+    lease_ms: int = setting(
+        5000,
+        unit="ms",
+        least=500,
+        most=300_000,
+        why="QMQ's; a leader that died is replaced so long after its last beat",
+    )
+    beat_ms: int = setting(1000, unit="ms", least=50, most=60_000, why="five beats within a lease")
+    refresh_ms: int = setting(5000, unit="ms", least=100, most=600_000, why="how soon AddDb and RemoveDb take effect")
+    scan_ms: int = setting(
+        1000, unit="ms", least=10, most=600_000, why="between two passes; one over nothing costs a look at an index"
+    )
+    stats_ms: int = setting(
+        15_000, unit="ms", least=100, most=3_600_000, why="how often rows are counted, up to a bound, for the metrics"
+    )
+    stop_ms: int = setting(5000, unit="ms", least=0, most=60_000, why="how long a stop waits for answers of brokers")
+    page_rows: int = setting(1000, least=1, most=5000, why="rows of a transaction: locks of some 20 ms")
+    claims_max: int = setting(8, least=1, most=32, why="batches of one database that brokers have not answered")
+    errors_max: int = setting(1000, least=1, most=2_000_000_000, why="QMQ's; a row that failed so often is parked")
+    release_ms: int = setting(
+        1000, unit="ms", least=1, why="back-off of a row after its first failure; doubled each time"
+    )
+    release_ms_max: int = setting(600_000, unit="ms", least=1, most=86_400_000, why="and never longer than this")
+    unknown_s_max: int = setting(
+        86_400,
+        unit="s",
+        least=60,
+        why="a batch of which no broker can say for so long whether it is stored is sent anew",
+    )
+
+    def __post_init__(self) -> None:
+        complaints = []
+        if self.beat_ms * 3 > self.lease_ms:
+            complaints.append("beat_ms: a lease must outlast three beats, or one that is late loses it")
+        if not self.advertised_ip and self.host in ("0.0.0.0", "::"):
+            complaints.append(f"advertised_ip: missing; with host {self.host} it must say which address others use")
+        try:
+            check_name("room", self.room)
+        except InvalidName as error:
+            complaints.append(str(error))
+        if complaints:
+            raise InvalidSettings(complaints)
+
+    @property
+    def advertised(self) -> str:
+        return self.advertised_ip or self.host
+
+    def limits(self, rate: int) -> Limits:
+        """Bounds of one drain."""
+        return Limits(
+            rate=rate, page_rows=self.page_rows, claims_max=self.claims_max, errors_max=self.errors_max,
+            release_ms=self.release_ms, release_ms_max=self.release_ms_max, rest_ms=self.scan_ms,
+            unknown_ms_max=self.unknown_s_max * 1000,
+        )  # fmt: skip
