@@ -32,6 +32,8 @@ UNREADABLE = b"\xde" * BLOCK_BYTES
 """What a block that the disk cannot read is read as. Not zeros: those would look like the end of the log."""
 UNREADABLE_BLOCKS_MAX = 256
 """More of them in one read, a MiB, are no bad spot: the disk fails."""
+OPEN_FILES_MAX = 512
+"""More are closed, the one that is open longest first, and opened again when they are needed."""
 _MEDIUM_ERRORS = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ})
 _IOV_MAX = 1024
 """Linux takes at most this many buffers in one pwritev."""
@@ -98,10 +100,11 @@ class _Descriptor:
 class RealDisk:
     """Files below one directory. Reads and writes may run on different threads; one writer at a time per file."""
 
-    def __init__(self, root: Path, *, cached_bytes: int = 256 << 20) -> None:
-        """`cached_bytes`: the newest bytes written that stay in the system's memory (qmq.log.page_cache)."""
+    def __init__(self, root: Path, *, cached_bytes: int | None = 256 << 20) -> None:
+        """`cached_bytes`: the newest bytes written that stay in the system's memory (qmq.log.page_cache); None: the
+        system decides."""
         self._root = root
-        self._cache = PageCache(cached_bytes)
+        self._cache = PageCache(cached_bytes) if cached_bytes is not None else None
         self._written: dict[str, tuple[int, int]] = {}
         self._descriptors: dict[str, _Descriptor] = {}
         root.mkdir(parents=True, exist_ok=True)
@@ -141,7 +144,7 @@ class RealDisk:
             except FileNotFoundError:
                 return b""
             data = _read_over_bad_blocks(file.fd, name, offset, size)
-        if size >= COLD_READ_BYTES:
+        if size >= COLD_READ_BYTES and self._cache is not None:
             self._cache.was_read(file, offset, offset + len(data))
         return data
 
@@ -159,6 +162,7 @@ class RealDisk:
             path = self._root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             file = self._descriptors[name] = _Descriptor(path, os.O_CREAT | os.O_TRUNC)
+            self._close_some()
             # A nearly full disk keeps its rest for what must go on: a segment that grows with its frames of progress
             # needs a part of it, one that is reserved ahead would take all, or find too little and end the process.
             if size and self.free_bytes() >= 2 * size:
@@ -169,7 +173,8 @@ class RealDisk:
     def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
         with _failing(name):
             file = self._open(name)
-            self._written[name] = (self._written.get(name, (offset, 0))[0], offset + sum(map(len, buffers)))
+            if self._cache is not None:
+                self._written[name] = (self._written.get(name, (offset, 0))[0], offset + sum(map(len, buffers)))
             for begin in range(0, len(buffers), _IOV_MAX):
                 some = buffers[begin : begin + _IOV_MAX]
                 total = sum(map(len, some))
@@ -182,7 +187,7 @@ class RealDisk:
         with _failing(name):
             file = self._open(name)
             os.fdatasync(file.fd)
-            if (written := self._written.pop(name, None)) is not None:
+            if self._cache is not None and (written := self._written.pop(name, None)) is not None:
                 self._cache.synced(file, *written)
 
     def truncate(self, name: str, size: int) -> None:
@@ -227,7 +232,14 @@ class RealDisk:
         file = self._descriptors.get(name)
         if file is None:
             file = self._descriptors.setdefault(name, _Descriptor(self._root / name, 0))
+            self._close_some()
         return file
+
+    def _close_some(self) -> None:
+        """A delay server has two files per segment of its schedule: 35,000 for two years of hours."""
+        while len(self._descriptors) > OPEN_FILES_MAX:
+            with contextlib.suppress(KeyError, StopIteration, RuntimeError):  # another thread does it
+                self._descriptors.pop(next(iter(self._descriptors)), None)
 
     def _forget(self, name: str) -> None:
         self._descriptors.pop(name, None)

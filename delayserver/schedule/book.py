@@ -1,0 +1,142 @@
+"""Core. What the schedule knows: segments, counts, subjects, what is in flight, up to where the log is filed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from delayserver.schedule.counting import Counts
+from delayserver.schedule.record import RECORD, Numbers, Records, State
+from delayserver.schedule.segment import Loading, Segment
+from delayserver.schedule.timeline import Timeline
+from qmq.log.disk import Disk
+
+SETTLE_ROWS = 16_384
+"""So many new messages are put into their segments at once: with 720 segments that costs 0.1 µs a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A dispatch whose outcome is not known: exactly this batch is repeated to this group. `records` in its order."""
+
+    producer: int
+    batch: int
+    group: str
+    subject: str
+    records: Records
+
+
+@dataclass(slots=True)
+class Located:
+    """Messages that were looked up, in the order asked for; what was not found has zeros."""
+
+    records: Records
+    found: NDArray[np.bool_]
+    states: NDArray[np.uint8]
+
+    @property
+    def pending(self) -> NDArray[np.bool_]:
+        pending: NDArray[np.bool_] = self.found & (self.states == State.PENDING)
+        return pending
+
+
+@dataclass(slots=True)
+class Book:
+    """Made by Schedule, changed on its loop. New messages wait in `fresh` until `settle` puts them into segments."""
+
+    disk: Disk
+    segment_ms: int
+    filed_end: int
+    filed_chain: int
+    subjects: list[str] = field(default_factory=list)
+    in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
+    timeline: Timeline = field(init=False)
+    loaded_until_ms: int = 0
+    """Segments that begin before this are on the wheel, or come by pieces: also those that are still to be made."""
+    open_until_ms: int = 0
+    """Where the last of them ends."""
+    unsaved: int = 0
+    """Messages filed since the last checkpoint."""
+    _fresh: list[Records] = field(default_factory=list)
+    _fresh_rows: int = 0
+    _positions: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.timeline = Timeline(self.segment_ms, self._new_segment)
+        self._positions = {subject: position for position, subject in enumerate(self.subjects)}
+
+    def _new_segment(self, begin_ms: int, end_ms: int) -> Segment:
+        # A segment of the same time may have been deleted shortly before, and its files be there still.
+        name = f"{begin_ms:016d}-{end_ms:016d}-{self.filed_end:016x}"
+        segment = Segment(self.disk, begin_ms=begin_ms, end_ms=end_ms, name=name)
+        if begin_ms < self.loaded_until_ms:
+            self.open(segment)
+        return segment
+
+    def open(self, segment: Segment) -> None:
+        """From now on, new messages of the segment go to the wheel; those it has are still to be read."""
+        segment.loading = Loading(0, len(segment))
+        self.open_until_ms = max(self.open_until_ms, segment.end_ms)
+
+    def open_for(self, records: Records) -> None:
+        """Make the segments of messages that are due soon at once: are they on the wheel, with these messages?"""
+        dues = records["due"]
+        soon = dues[dues < self.loaded_until_ms + self.segment_ms]
+        if len(soon):
+            self.timeline.make(soon)
+
+    def position(self, subject: str) -> int:
+        """Return the number that stands for the subject in records."""
+        position = self._positions.get(subject)
+        if position is None:
+            position = self._positions[subject] = len(self.subjects)
+            self.subjects.append(subject)
+        return position
+
+    def known_position(self, subject: str) -> int | None:
+        return self._positions.get(subject)
+
+    def add(self, records: Records) -> None:
+        """File new messages, in the order of the log."""
+        self._fresh.append(records)
+        self._fresh_rows += len(records)
+        self.unsaved += len(records)
+        if self._fresh_rows >= SETTLE_ROWS:
+            self.settle()
+
+    def settle(self) -> None:
+        """Put what is fresh into its segments. Whoever looks into segments or counts does this first."""
+        if not self._fresh:
+            return
+        records = np.concatenate(self._fresh)
+        self._fresh, self._fresh_rows = [], 0
+        self.counts.add(records)
+        self.timeline.make(records["due"])
+        for segment, part in self.timeline.split(records):
+            segment.add(part)
+
+    def locate(self, numbers: Numbers, dues: Numbers) -> Located:
+        """Look up messages by number and due time; raises DamagedSchedule."""
+        self.settle()
+        count = len(numbers)
+        located = Located(np.zeros(count, RECORD), np.zeros(count, np.bool_), np.zeros(count, np.uint8))
+        positions = self.timeline.index(dues)
+        for position in np.unique(positions[positions >= 0]).tolist():
+            segment, mine = self.timeline.segments[position], np.flatnonzero(positions == position)
+            records, found = segment.locate(numbers[mine])
+            located.records[mine], located.found[mine] = records, found
+            located.states[mine] = segment.states_of(records["row"])
+        return located
+
+    def change(self, records: Records, state: State) -> None:
+        """Note what became of messages that were not over; they are in segments."""
+        if not len(records):
+            return
+        for segment, part in self.timeline.split(records):
+            segment.change(part["row"], state)
+        if state >= State.SENT:
+            self.counts.remove(records)
+            self.unsaved += len(records)

@@ -1,0 +1,130 @@
+"""Core. What each frame of the log does to the schedule.
+
+What a frame says about messages that do not pend is ignored: when the schedule is made again from a later start of the
+log, frames may speak of messages before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from delayserver.frames import Outcome, Place, batch_begin, decode_dispatch, decode_places, decode_settled
+from delayserver.schedule.book import Book, InFlight
+from delayserver.schedule.record import DUE_MAX_MS, Numbers, Records, State, no_records, read_batch
+from qmq.codec import Buffer
+from qmq.log.frame import Frame, FrameKind
+
+
+@dataclass(slots=True)
+class Filed:
+    """What a frame changed for a wheel.
+
+    `added`: messages of segments that are loaded; others come when those are. `done`: cancelled or moved.
+    `settled`: dispatches that are over.
+    """
+
+    added: Records = field(default_factory=no_records)
+    done: Records = field(default_factory=no_records)
+    settled: list[tuple[InFlight, Outcome]] = field(default_factory=list)
+
+
+def file_frame(book: Book, frame: Frame, body: Buffer) -> Filed:
+    """Take the frame at `filed_end`.
+
+    Raises:
+        ValueError: the body makes no sense; a frame of a checked log always does.
+        DamagedSchedule: a file that had to be read.
+    """
+    if frame.offset != book.filed_end:
+        raise ValueError(f"the frame at {frame.offset} does not continue a schedule that ends at {book.filed_end}")
+    file = _KINDS.get(frame.kind)
+    filed = file(book, frame, body) if file else Filed()
+    book.filed_end, book.filed_chain = frame.end, frame.chain
+    return filed
+
+
+def _messages(book: Book, frame: Frame, body: Buffer) -> Filed:
+    return Filed(added=_add(book, read_batch(frame, body, 0, book.position(frame.subject))))
+
+
+def _carry(book: Book, frame: Frame, body: Buffer) -> Filed:
+    """Messages in place of others. Of one that was dispatched or cancelled meanwhile there must not be a second."""
+    records = read_batch(frame, body, batch_begin(frame.count, True), book.position(frame.subject))
+    numbers, dues = _arrays(decode_places(body, frame.count))
+    old = book.locate(numbers, dues)
+    book.change(old.records[old.pending], State.MOVED)
+    is_over = old.found & ~old.pending
+    return Filed(added=_add(book, records[~is_over]), done=old.records[old.pending])
+
+
+def _add(book: Book, records: Records) -> Records:
+    """File messages; return those that go on the wheel at once."""
+    book.add(records)
+    if not book.loaded_until_ms:
+        return no_records()
+    book.open_for(records)
+    return records[records["due"] < book.open_until_ms]
+
+
+def _dispatch(book: Book, frame: Frame, body: Buffer) -> Filed:
+    group, places = decode_dispatch(body, frame.count)
+    located = book.locate(*_arrays(places))
+    records = located.records[located.pending]
+    book.change(records, State.IN_FLIGHT)
+    book.in_flight[frame.producer, frame.batch] = InFlight(frame.producer, frame.batch, group, frame.subject, records)
+    return Filed()
+
+
+def _settled(book: Book, frame: Frame, body: Buffer) -> Filed:
+    filed, added = Filed(), [no_records()]
+    for producer, batch, outcome in decode_settled(body, frame.count):
+        dispatch = book.in_flight.pop((producer, batch), None)
+        if dispatch is None:
+            continue
+        filed.settled.append((dispatch, Outcome(outcome)))
+        if outcome == Outcome.STORED:
+            book.change(dispatch.records, State.SENT)
+        else:
+            book.change(dispatch.records, State.PENDING)
+            added += _on_wheel(book, dispatch.records)
+    filed.added = np.concatenate(added)
+    return filed
+
+
+def _on_wheel(book: Book, records: Records) -> list[Records]:
+    """Return those that no piece will bring any more."""
+    parts = []
+    for segment, part in book.timeline.split(records):
+        if (loading := segment.loading) is not None:
+            parts.append(part[(part["row"] < loading.handed) | (part["row"] >= loading.end)])
+    return parts
+
+
+def _cancel(book: Book, frame: Frame, body: Buffer) -> Filed:
+    located = book.locate(*_arrays(decode_places(body, frame.count)))
+    records = located.records[located.pending]
+    book.change(records, State.CANCELLED)
+    return Filed(done=records)
+
+
+def _arrays(places: list[Place]) -> tuple[Numbers, Numbers]:
+    """Return numbers and due times; of a message that is named twice, the second time as one that nobody knows."""
+    both = np.array(places, np.uint64).reshape(-1, 2)
+    numbers, dues = both[:, 0].copy(), np.minimum(both[:, 1], np.uint64(DUE_MAX_MS))
+    if len(numbers) > 1:
+        first = np.zeros(len(numbers), np.bool_)
+        first[np.unique(numbers, return_index=True)[1]] = True
+        numbers[~first] = 0
+    return numbers, dues
+
+
+_KINDS: dict[int, Callable[[Book, Frame, Buffer], Filed]] = {
+    FrameKind.MESSAGES: _messages,
+    FrameKind.CARRY: _carry,
+    FrameKind.DISPATCH: _dispatch,
+    FrameKind.SETTLED: _settled,
+    FrameKind.CANCEL: _cancel,
+}

@@ -1,0 +1,127 @@
+"""Core. What the schedule keeps of a delayed message: 48 bytes that say when it is due and where it lies.
+
+A batch's records are made at once, column by column: a loop over its messages is left only for the two checksums.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qmq.codec import Buffer, decode_properties, labels_bytes, properties_begin
+from qmq.errors import InvalidMessage
+from qmq.log.frame import FLAG_LABELLED, Frame
+from qmq.message import DELAY_KEY
+
+RECORD = np.dtype(
+    [
+        ("number", "<u8"),  # offset in the log of the message's first byte
+        ("due", "<u8"),  # ms since 1970 UTC
+        ("label", "<u8"),  # qmq.codec: tags and order key
+        ("size", "<u4"),
+        ("subject", "<u4"),  # position in the schedule's list of subjects
+        ("crc", "<u4"),  # CRC-32 of the message's bytes
+        ("id_hash", "<u4"),  # CRC-32 of its id
+        ("key_hash", "<u4"),  # of the caller's key for cancelling, 0 without one
+        ("row", "<u4"),  # place in its segment
+    ]
+)
+RECORD_BYTES = RECORD.itemsize
+DUE_MAX_MS = 1 << 62
+"""Later due times are taken for this one. Intake refuses them long before; they must not break arithmetic."""
+
+Records = NDArray[np.void]
+"""An array of RECORD."""
+Numbers = NDArray[np.uint64]
+
+_DUE_AT = np.arange(9, 17)
+_KEY_NAME = DELAY_KEY.encode()
+
+
+class State(IntEnum):
+    """What became of a message. From SENT on it is over, and stays as it is."""
+
+    PENDING = 0
+    IN_FLIGHT = 1
+    SENT = 2
+    CANCELLED = 3
+    MOVED = 4
+    """Another copy of it, written later, stands in its place."""
+
+
+def id_hash(id: str) -> int:
+    return crc32(id.encode())
+
+
+def key_hash(key: str) -> int:
+    """Hash a caller's key; never 0, which stands for no key."""
+    return crc32(key.encode()) or 1
+
+
+def no_records() -> Records:
+    return np.empty(0, RECORD)
+
+
+def read_batch(frame: Frame, body: Buffer, at: int, subject: int) -> Records:
+    """Make the records of the batch that begins at `body[at]`, in its order.
+
+    Raises:
+        ValueError: the body does not hold what the header says; a frame of a checked log always does.
+    """
+    count, data_at = frame.count, at + 4 * (frame.count + 1)
+    data = np.frombuffer(body, np.uint8)
+    ends = np.frombuffer(body, "<u4", count + 1, at).astype(np.int64) + data_at
+    begins, stops = ends[:-1], ends[1:]
+    if count == 0 or stops[-1] > len(data) or (stops - begins).min() < _DUE_AT[-1] + 3:
+        raise ValueError(f"no batch of {count} delayed messages at offset {frame.offset}")
+    records = np.zeros(count, RECORD)
+    records["number"] = begins + (frame.offset + frame.body_at)
+    records["due"] = _dues(data, begins)
+    records["size"] = stops - begins
+    records["subject"] = subject
+    if frame.flags & FLAG_LABELLED:
+        records["label"] = np.frombuffer(body, "<u8", count, len(data) - labels_bytes(count))
+    view, places = memoryview(body), list(zip(begins.tolist(), stops.tolist(), strict=True))
+    records["crc"] = [crc32(view[begin:end]) for begin, end in places]
+    id_begins, id_ends = _ids(data, begins, stops)
+    ids = zip(id_begins.tolist(), id_ends.tolist(), strict=True)
+    records["id_hash"] = [crc32(view[begin:end]) for begin, end in ids]
+    text = bytes(body)
+    if text.find(_KEY_NAME, data_at) >= 0:
+        records["key_hash"] = [_key_hash(text, begin, end) for begin, end in places]
+    return records
+
+
+def _dues(data: NDArray[np.uint8], begins: NDArray[np.int64]) -> Numbers:
+    """Gather the due times, big-endian, at byte 9 of each message."""
+    dues = data[begins[:, None] + _DUE_AT].view(">i8").ravel()
+    clipped: Numbers = np.clip(dues, 0, DUE_MAX_MS).astype(np.uint64)
+    return clipped
+
+
+def _ids(
+    data: NDArray[np.uint8], begins: NDArray[np.int64], stops: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Find where each message's id begins and ends: behind its subject."""
+    at = np.minimum(begins + 19 + _lengths(data, begins + 17), stops - 2)
+    id_begins = at + 2
+    return id_begins, np.minimum(id_begins + _lengths(data, at), stops)
+
+
+def _lengths(data: NDArray[np.uint8], at: NDArray[np.int64]) -> NDArray[np.int64]:
+    high: NDArray[np.int64] = data[at].astype(np.int64)
+    return (high << 8) | data[at + 1]
+
+
+def _key_hash(data: bytes, begin: int, end: int) -> int:
+    if data.find(_KEY_NAME, begin, end) < 0:
+        return 0
+    message = data[begin:end]
+    try:
+        key = decode_properties(message, properties_begin(message)).get(DELAY_KEY)
+    except InvalidMessage:
+        return 0
+    return key_hash(key) if key else 0

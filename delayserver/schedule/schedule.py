@@ -1,0 +1,286 @@
+"""Core. The schedule: which delayed messages of a log are not done, by due time. It follows from the log's frames.
+
+Master and slave make it each for itself, from the frames below the high watermark, which are never cut: so nothing of
+it is ever taken back. What it loses in a crash it files again from the last checkpoint; what it finds damaged, from the
+log's start: whoever removes old parts of the log sees to it that no pending message lies in them (`pending_below`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from delayserver.schedule.book import InFlight
+from delayserver.schedule.checkpoint import Checkpoint, SavedDispatch, SavedSegment
+from delayserver.schedule.filing import Filed, file_frame
+from delayserver.schedule.flush import Flush, SegmentWrite
+from delayserver.schedule.growing import Growing
+from delayserver.schedule.record import DUE_MAX_MS, Records, State
+from delayserver.schedule.restore import discard, restore
+from delayserver.schedule.search import READ_ROWS, Find, Listing, PendingBelow, SegmentView, Wanted, view_of
+from delayserver.schedule.segment import Rows, Segment
+from qmq.codec import Buffer
+from qmq.errors import require
+from qmq.log.disk import Disk
+from qmq.log.frame import Frame
+
+__all__ = ["Filed", "InFlight", "Piece", "Schedule", "discard"]
+
+Names = list[str]
+Views = tuple[list[SegmentView], int | None]
+
+FLUSH_ROWS = 65_536
+MARKS_LEAST = 256
+"""Fewer marks of a segment are not worth a write of their own: they stay in memory and in the checkpoint."""
+CHECKPOINT_MS = 30_000
+CHECKPOINT_MESSAGES = 1_000_000
+"""A restart files at most about so many messages again, in two to three seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows of a segment that is being loaded."""
+
+    segment: Segment
+    rows: Rows
+    begin: int
+    end: int
+
+    def read(self) -> Records:
+        """Call it on a thread, then `Schedule.handed` with the answer; raises DamagedSchedule."""
+        return self.rows.read(self.begin, self.end)
+
+
+class Schedule:
+    """Made by whoever keeps the log's copy, used on its loop; `perform`, `read` and questions run on threads."""
+
+    def __init__(self, disk: Disk, *, segment_ms: int, log_start: int, keep_ms: int = 0) -> None:
+        """Begin with the checkpoint on the disk, else empty at `log_start`; `rebuilt` says why, or is empty.
+
+        Args:
+            segment_ms: length of segments that are made from now on.
+            keep_ms: so long after its end a segment is kept in which everything is done, to answer what became of it.
+        """
+        self._disk, self._keep_ms = disk, keep_ms
+        self._book, self.rebuilt = restore(disk, segment_ms=segment_ms, log_start=log_start)
+        self._flush: Flush | None = None
+        self._unsynced: set[str] = set()
+        self._unflushed_from = 0
+        self._checkpoint_ms, self._checkpoint_end = 0, self._book.filed_end
+        self._piece: Piece | None = None
+
+    @property
+    def filed_end(self) -> int:
+        """Offset of the log up to which its frames are in the schedule."""
+        return self._book.filed_end
+
+    @property
+    def filed_chain(self) -> int:
+        return self._book.filed_chain
+
+    @property
+    def subjects(self) -> Names:
+        """Names of the numbers that records hold."""
+        return self._book.subjects
+
+    @property
+    def in_flight(self) -> dict[tuple[int, int], InFlight]:
+        """(producer id, batch number) -> dispatch without outcome."""
+        return self._book.in_flight
+
+    @property
+    def pending_messages(self) -> int:
+        """Messages that are not done: they pend or are in flight."""
+        self._book.settle()
+        return self._book.counts.messages
+
+    @property
+    def pending_bytes(self) -> int:
+        self._book.settle()
+        return self._book.counts.bytes
+
+    @property
+    def segments(self) -> int:
+        self._book.settle()
+        return len(self._book.timeline.segments)
+
+    def file(self, frame: Frame, body: Buffer) -> Filed:
+        """Take the frame at `filed_end`, which lies below the high watermark; raises DamagedSchedule."""
+        return file_frame(self._book, frame, body)
+
+    # -- loading
+
+    def forget_loads(self) -> None:
+        """Nothing is on a wheel any more: load from the beginning."""
+        self._book.loaded_until_ms = self._book.open_until_ms = 0
+        self._piece = None
+        for segment in self._book.timeline.segments:
+            segment.loading = None
+
+    @property
+    def loaded_until_ms(self) -> int:
+        """What is due before is on the wheel, once `next_piece` had nothing more."""
+        return self._book.loaded_until_ms
+
+    def next_piece(self, until_ms: int) -> Piece | None:
+        """Return what is to be read next of segments that begin before `until_ms`; None: nothing, or one is out.
+
+        From here on `file` gives what is added to these segments. So nothing falls between the two.
+        """
+        book = self._book
+        book.settle()
+        book.loaded_until_ms = max(book.loaded_until_ms, until_ms)
+        if self._piece is not None:
+            return None
+        for segment in book.timeline.segments:
+            if segment.begin_ms >= book.loaded_until_ms:
+                break
+            if segment.loading is None:
+                book.open(segment)
+        for segment in book.timeline.segments:
+            loading = segment.loading
+            if loading is not None and loading.handed < loading.end:
+                end = min(loading.handed + READ_ROWS, loading.end)
+                self._piece = Piece(segment, segment.rows, loading.handed, end)
+                return self._piece
+        return None
+
+    def handed(self, piece: Piece, records: Records) -> Records:
+        """Return what of the piece that was read belongs on the wheel now; empty if loading began anew meanwhile."""
+        if piece is not self._piece or piece.segment.loading is None:
+            return records[:0]
+        self._piece = None
+        piece.segment.loading.handed = piece.end
+        pending: Records = records[piece.segment.states_of(records["row"]) == State.PENDING]
+        return pending
+
+    # -- disk
+
+    def take_flush(self, now_ms: int, *, stop: bool = False) -> Flush | None:
+        """Return what is worth writing now; `stop`: everything, with a checkpoint. None: nothing, or one is out."""
+        book = self._book
+        if self._flush is not None:
+            return None
+        is_late = book.unsaved >= CHECKPOINT_MESSAGES or now_ms - self._checkpoint_ms >= CHECKPOINT_MS
+        checkpoints = book.filed_end > self._checkpoint_end and (stop or is_late)
+        if not checkpoints and book.unsaved - self._unflushed_from < FLUSH_ROWS:
+            return None
+        book.settle()
+        gone = self._forget_old(now_ms) if checkpoints else []
+        writes = [write for segment in book.timeline.segments if (write := _take_write(segment)) is not None]
+        checkpoint = self._checkpoint(writes) if checkpoints else None
+        self._unflushed_from = book.unsaved
+        if checkpoint is not None:
+            self._checkpoint_ms, self._checkpoint_end = now_ms, book.filed_end
+            self._unflushed_from = book.unsaved = 0
+        self._flush = Flush(self._disk, writes, checkpoint, self._unsynced, gone)
+        return self._flush
+
+    def flushed(self, flush: Flush) -> None:
+        """It was performed."""
+        require(flush is self._flush, "a flush was performed that is not the one that is out")
+        for write in flush.writes:
+            segment = write.segment
+            segment.wrote_blocks()
+            segment.marks_bytes = write.marks_end
+            segment.marks = Growing(segment.marks.view[len(write.marks) :].copy())
+        if flush.checkpoint is not None:
+            self._unsynced = set()
+        self._flush = None
+
+    def _forget_old(self, now_ms: int) -> Names:
+        timeline = self._book.timeline
+        old = [one for one in timeline.segments if not one.undone and one.end_ms + self._keep_ms <= now_ms]
+        if old:
+            timeline.put([one for one in timeline.segments if one not in old])
+        return [one.name for one in old]
+
+    def _checkpoint(self, writes: Sequence[SegmentWrite]) -> Checkpoint:
+        """Return all that is known now, as it will be when `writes` are on disk."""
+        book, by_name = self._book, {write.segment.name: write for write in writes}
+        return Checkpoint(
+            book.filed_end,
+            book.filed_chain,
+            list(book.subjects),
+            [_save(segment, by_name.get(segment.name)) for segment in book.timeline.segments],
+            [SavedDispatch(one.producer, one.batch, one.group, one.subject, one.records)
+             for one in book.in_flight.values()],
+            book.counts.copy(),
+        )  # fmt: skip
+
+    # -- questions
+
+    def counts(self, begin_ms: int, end_ms: int, subject: str | None = None) -> dict[int, int]:
+        """Return messages not done, of the hours that share time with the range, by the ms at which the hour begins."""
+        self._book.settle()
+        position = self._book.known_position(subject) if subject is not None else None
+        if subject is not None and position is None:
+            return {}
+        return self._book.counts.by_hour(begin_ms, end_ms, position)
+
+    def find(self, subject: str | None, id_hashes: Sequence[int], key_hashes: Sequence[int], due_ms: int = 0) -> Find:
+        """Return a question for a thread: which messages have these hashes (`id_hash`, `key_hash`)?
+
+        The segment of `due_ms` is looked through first, and if all were found there, no other.
+        """
+        views, position = self._views(0, DUE_MAX_MS + 1, subject)
+        return Find(views, due_ms, position, Wanted(id_hashes), Wanted(key_hashes))
+
+    def list(
+        self, begin_ms: int, end_ms: int, subject: str | None, most: int, after: tuple[int, int] | None = None
+    ) -> Listing:
+        """Return a question for a thread: the first `most` messages not done, by (due, number), behind `after`."""
+        begin_ms = max(begin_ms, after[0] if after else 0, 0)
+        views, position = self._views(begin_ms, max(end_ms, 0), subject)
+        return Listing(views, begin_ms, max(end_ms, 0), position, most, after)
+
+    def pending_below(self, offset: int) -> PendingBelow:
+        """Return a question for a thread: which messages lie before `offset` of the log and pend (not in flight)?"""
+        self._book.settle()
+        segments = [one for one in self._book.timeline.segments if one.undone and one.first_number < offset]
+        return PendingBelow([view_of(segment) for segment in segments], offset)
+
+    def pending_from(self) -> int:
+        """Return an offset of the log below which every message is done; it may be up to 4 MiB too low."""
+        self._book.settle()
+        lowest = self._book.counts.lowest()
+        return self.filed_end if lowest is None else min(lowest, self.filed_end)
+
+    def in_flight_below(self, offset: int) -> bool:
+        """Return whether a message before `offset` of the log is in flight."""
+        return any((one.records["number"] < offset).any() for one in self.in_flight.values())
+
+    def state_of(self, record: np.void) -> State | None:
+        """Return what became of a message by now; None: its segment was deleted, everything in it was over."""
+        self._book.settle()
+        for segment, part in self._book.timeline.split(record.reshape(1)):
+            return State(int(segment.states_of(part["row"])[0]))
+        return None
+
+    def _views(self, begin_ms: int, end_ms: int, subject: str | None) -> Views:
+        self._book.settle()
+        position = self._book.known_position(subject) if subject is not None else None
+        if subject is not None and position is None:
+            return [], None
+        return [view_of(segment) for segment in self._book.timeline.between(begin_ms, end_ms)], position
+
+
+def _take_write(segment: Segment) -> SegmentWrite | None:
+    row, records = segment.written, segment.take_blocks()
+    marks = segment.marks.view if len(segment.marks) >= MARKS_LEAST else segment.marks.view[:0]
+    if not len(records) and not len(marks):
+        return None
+    return SegmentWrite(segment, row, records, segment.marks_bytes, marks)
+
+
+def _save(segment: Segment, write: SegmentWrite | None) -> SavedSegment:
+    written, marks_bytes, marks = segment.written, segment.marks_bytes, segment.marks.view
+    if write is not None:
+        written, marks_bytes = written + len(write.records), write.marks_end
+        marks = marks[len(write.marks) :]
+    return SavedSegment(
+        segment.begin_ms, segment.end_ms, segment.name, written, marks_bytes, segment.undone, segment.firsts.view,
+        segment.tail.view, marks,
+    )  # fmt: skip

@@ -1,0 +1,182 @@
+"""Core. Questions that read many records. Each is made on the loop and called on a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from delayserver.schedule.blocks import BLOCK_ROWS, split_marks
+from delayserver.schedule.record import Records, State, no_records
+from delayserver.schedule.segment import READ_BLOCKS, Marked, Rows, Segment, States
+
+READ_ROWS = READ_BLOCKS * BLOCK_ROWS
+Hashes = NDArray[np.uint32]
+
+
+class Candidate(NamedTuple):
+    """A message whose id or key has the hash that was looked for: read it to see whether it is the one."""
+
+    by_key: bool
+    position: int
+    record: np.void
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentView:
+    """A segment at one moment. The states go on changing; they are read when they are needed."""
+
+    end_ms: int
+    rows: Rows
+    marked: Marked
+    states: States | None
+    """None: they have to be read."""
+
+    def states_of(self, rows: NDArray[np.uint32]) -> States:
+        states = self.states
+        if states is None:
+            marked, reasons = split_marks(self.marked.read())
+            states = np.zeros(len(self.rows), np.uint8)
+            states[marked] = reasons
+        found = np.zeros(len(rows), np.uint8)
+        known = rows < len(states)
+        found[known] = states[rows[known]]
+        return found
+
+    def parts(self, end: int | None = None) -> Iterator[Records]:
+        """Read all rows, or those before `end`, some at a time."""
+        count = len(self.rows) if end is None else end
+        for at in range(0, count, READ_ROWS):
+            yield self.rows.read(at, min(at + READ_ROWS, count))
+
+
+def view_of(segment: Segment) -> SegmentView:
+    return SegmentView(segment.end_ms, segment.rows, segment.marked, segment.known_states())
+
+
+class Wanted:
+    """Hashes that are looked for. Most records are told apart by a table of 65,536 bits; the rest by search."""
+
+    def __init__(self, hashes: Sequence[int]) -> None:
+        self._hashes = np.array(hashes, np.uint32)
+        self._order = np.argsort(self._hashes, kind="stable")
+        self._sorted = self._hashes[self._order]
+        self._table = np.zeros(65_536, np.bool_)
+        self._table[self._hashes & 0xFFFF] = True
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def matches(self, hashes: Hashes) -> Iterator[tuple[int, int]]:
+        """Yield (position in `hashes`, position among those looked for)."""
+        maybe = np.flatnonzero(self._table[hashes & 0xFFFF])
+        first = np.searchsorted(self._sorted, hashes[maybe], "left")
+        last = np.searchsorted(self._sorted, hashes[maybe], "right")
+        for at in np.flatnonzero(first < last).tolist():
+            for place in range(first[at], last[at]):
+                yield int(maybe[at]), int(self._order[place])
+
+
+@dataclass(frozen=True, slots=True)
+class Find:
+    """Look for messages by the hashes of their ids and keys."""
+
+    views: list[SegmentView]
+    due_ms: int
+    subject: int | None
+    ids: Wanted
+    keys: Wanted
+
+    def __call__(self) -> list[Candidate]:
+        """Raises DamagedSchedule."""
+        found = []
+        near = [view for view in self.views if view.rows.begin_ms <= self.due_ms < view.end_ms]
+        for view in near:
+            found += self._in_segment(view)
+        if {(one.by_key, one.position) for one in found} != self._all():
+            for view in self.views:
+                if view not in near:
+                    found += self._in_segment(view)
+        return found
+
+    def _all(self) -> set[tuple[bool, int]]:
+        return {(False, index) for index in range(len(self.ids))} | {(True, index) for index in range(len(self.keys))}
+
+    def _in_segment(self, view: SegmentView) -> list[Candidate]:
+        found = []
+        for records in view.parts():
+            for by_key, wanted, column in ((False, self.ids, "id_hash"), (True, self.keys, "key_hash")):
+                if len(wanted):
+                    for at, index in wanted.matches(np.ascontiguousarray(records[column])):
+                        if self.subject is None or records["subject"][at] == self.subject:
+                            found.append((by_key, index, records[at].copy()))
+        if not found:
+            return []
+        states = view.states_of(np.array([record["row"] for _, _, record in found], np.uint32))
+        return [Candidate(*one, State(state)) for one, state in zip(found, states.tolist(), strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Messages that are not done, by (due, number)."""
+
+    views: list[SegmentView]
+    begin_ms: int
+    end_ms: int
+    subject: int | None
+    most: int
+    after: tuple[int, int] | None
+
+    def __call__(self) -> Records:
+        """Raises DamagedSchedule."""
+        parts, count = [no_records()], 0
+        for view in self.views:
+            found = self._in_segment(view)
+            parts.append(found)
+            count += len(found)
+            if count >= self.most:
+                break
+        return np.concatenate(parts)[: self.most]
+
+    def _in_segment(self, view: SegmentView) -> Records:
+        kept = no_records()
+        for records in view.parts():
+            more = records[self._matching(records)]
+            more = more[view.states_of(more["row"]) < State.SENT]
+            kept = np.concatenate((kept, more))
+            kept = kept[np.lexsort((kept["number"], kept["due"]))][: self.most]
+        return kept
+
+    def _matching(self, records: Records) -> NDArray[np.bool_]:
+        due, number = records["due"], records["number"]
+        matching: NDArray[np.bool_] = (due >= self.begin_ms) & (due < self.end_ms)
+        if self.subject is not None:
+            matching &= records["subject"] == self.subject
+        if self.after is not None:
+            after_due, after_number = self.after
+            matching &= (due > after_due) | ((due == after_due) & (number > after_number))
+        return matching
+
+
+@dataclass(frozen=True, slots=True)
+class PendingBelow:
+    """Messages that pend and lie before an offset of the log, by number."""
+
+    views: list[SegmentView]
+    offset: int
+
+    def __call__(self) -> Records:
+        """Raises DamagedSchedule."""
+        kept = [no_records()]
+        for view in self.views:
+            for records in view.parts():
+                old = records[: np.searchsorted(records["number"], np.uint64(self.offset))]
+                kept.append(old[view.states_of(old["row"]) == State.PENDING])
+                if len(old) < len(records):
+                    break
+        found = np.concatenate(kept)
+        return found[np.argsort(found["number"])]

@@ -1,0 +1,76 @@
+"""Core. The segments in the order of time: which one a due time belongs to.
+
+They never overlap. A new one begins at a multiple of its length in UTC and fills at most the gap that older ones leave:
+those keep their length when the setting changes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from delayserver.schedule.record import Numbers, Records
+from delayserver.schedule.segment import Segment
+
+NewSegment = Callable[[int, int], Segment]
+"""(begin_ms, end_ms) -> segment"""
+
+
+class Timeline:
+    def __init__(self, segment_ms: int, new: NewSegment) -> None:
+        self.segments: list[Segment] = []
+        self._segment_ms, self._new = segment_ms, new
+        self._begins: Numbers = np.empty(0, np.uint64)
+        self._ends: Numbers = np.empty(0, np.uint64)
+
+    def put(self, segments: list[Segment]) -> None:
+        """Replace all segments; they ascend."""
+        self.segments = segments
+        self._begins = np.array([segment.begin_ms for segment in segments], np.uint64)
+        self._ends = np.array([segment.end_ms for segment in segments], np.uint64)
+
+    def index(self, dues: Numbers) -> NDArray[np.int64]:
+        """Return the position of each due time's segment; -1: there is none."""
+        if not self.segments:
+            return np.full(len(dues), -1)
+        at = np.searchsorted(self._begins, dues, "right") - 1
+        at[(at >= 0) & (dues >= self._ends[at])] = -1
+        return at
+
+    def make(self, dues: Numbers) -> None:
+        """Make the segments that are missing for `dues`."""
+        missing = dues[self.index(dues) < 0]
+        if not len(missing):
+            return
+        segments = self.segments
+        for due in np.unique(missing).tolist():
+            at = bisect_right(segments, due, key=lambda segment: segment.begin_ms)
+            if at and due < segments[at - 1].end_ms:
+                continue  # made just now for an earlier one
+            begin = due - due % self._segment_ms
+            end = begin + self._segment_ms
+            if at:
+                begin = max(begin, segments[at - 1].end_ms)
+            if at < len(segments):
+                end = min(end, segments[at].begin_ms)
+            segments.insert(at, self._new(begin, end))
+        self.put(segments)
+
+    def split(self, records: Records) -> Iterator[tuple[Segment, Records]]:
+        """Yield each segment with its part of `records`, in their order; drop those that have no segment."""
+        at = self.index(records["due"])
+        order = np.argsort(at, kind="stable")
+        at, records = at[order], records[order]
+        bounds = [*(np.flatnonzero(at[1:] != at[:-1]) + 1).tolist(), len(at)]
+        begin = 0
+        for end in bounds:
+            if begin < end and at[begin] >= 0:
+                yield self.segments[at[begin]], records[begin:end]
+            begin = end
+
+    def between(self, begin_ms: int, end_ms: int) -> list[Segment]:
+        """Return the segments that share some time with `[begin_ms, end_ms)`."""
+        return [segment for segment in self.segments if segment.begin_ms < end_ms and begin_ms < segment.end_ms]

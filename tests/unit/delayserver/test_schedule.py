@@ -1,0 +1,294 @@
+"""Core. What a schedule knows follows from the log's frames, however often it is stopped, cut or damaged."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import pytest
+
+from delayserver.frames import Outcome
+from delayserver.schedule import Schedule, State, discard, id_hash, key_hash
+from qmq.log.memory_disk import MemoryDisk
+from tests.unit.delayserver.delay_log import HOUR_MS, DelayLog, delayed, flush_all, load, places
+
+
+def opened(disk: MemoryDisk, log: DelayLog, *, segment_ms: int = HOUR_MS, keep_ms: int = 0) -> Schedule:
+    schedule = Schedule(disk, segment_ms=segment_ms, log_start=log.start, keep_ms=keep_ms)
+    log.feed(schedule)
+    return schedule
+
+
+def many(count: int, *, first: int = 0, due_ms: int = 0, step_ms: int = 1000) -> list[bytes]:
+    return [delayed("s", f"m{first + i}", due_ms + i * step_ms) for i in range(count)]
+
+
+def listed(schedule: Schedule, begin_ms: int = 0, end_ms: int = 1 << 62, **options):
+    return places(
+        schedule.list(begin_ms, end_ms, options.pop("subject", None), options.pop("most", 10**6), **options)()
+    )
+
+
+def states(schedule: Schedule, *ids: str) -> list[State]:
+    found = schedule.find(None, [id_hash(id) for id in ids], [])()
+    return [one.state for one in sorted(found, key=lambda one: one.position)]
+
+
+def test_a_record_says_where_the_message_lies_and_what_it_is():
+    log, disk = DelayLog(), MemoryDisk()
+    messages = [delayed("s", "a", 5000), delayed("s", "bcd", 7000, key="order-7")]
+    where = log.messages(messages, labels=[3, 1 << 40])
+    schedule = opened(disk, log)
+    records = schedule.list(0, 10_000, "s", 10)()
+    assert places(records) == where
+    assert records["size"].tolist() == [len(message) for message in messages]
+    assert records["crc"].tolist() == [crc32(message) for message in messages]
+    assert records["id_hash"].tolist() == [id_hash("a"), id_hash("bcd")]
+    assert records["key_hash"].tolist() == [0, key_hash("order-7")]
+    assert records["label"].tolist() == [3, 1 << 40]
+    assert [schedule.subjects[subject] for subject in records["subject"]] == ["s", "s"]
+    frame, body = log.frames[0]
+    for number, message in zip(records["number"].tolist(), messages, strict=True):
+        at = number - frame.offset - frame.body_at
+        assert body[at : at + len(message)] == message
+
+
+@pytest.mark.parametrize("due_ms", [-(1 << 63), -1, 0, 1 << 62, (1 << 63) - 1])
+def test_an_absurd_due_time_breaks_nothing(due_ms):
+    log, disk = DelayLog(), MemoryDisk()
+    log.messages([delayed("s", "a", due_ms), *many(3)])
+    schedule = opened(disk, log)
+    flush_all(schedule)
+    assert len(listed(Schedule(disk, segment_ms=HOUR_MS, log_start=log.start), 0, (1 << 62) + 1)) == 4
+
+
+def test_loading_gives_each_pending_message_once_with_what_is_filed_meanwhile():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(300))
+    schedule = opened(disk, log)
+    piece = schedule.next_piece(HOUR_MS)
+    assert piece is not None
+    read = piece.read()
+    log.cancel(where[:1])
+    added = log.messages(many(2, first=300, due_ms=1000))
+    filed = log.feed(schedule)
+    assert [record[0] for record in places(filed[1].added)] == [number for number, _ in added]
+    handed = schedule.handed(piece, read)
+    assert places(handed) == where[1:]
+    assert schedule.next_piece(HOUR_MS) is None
+    assert schedule.next_piece(HOUR_MS) is None
+
+
+def test_a_message_due_before_what_is_loaded_goes_to_the_wheel_although_its_segment_is_new():
+    log, disk = DelayLog(), MemoryDisk()
+    schedule = opened(disk, log)
+    assert schedule.next_piece(HOUR_MS + 5) is None
+    where = log.messages([delayed("s", "later", HOUR_MS + 9), delayed("s", "now", 7), delayed("s", "no", 2 * HOUR_MS)])
+    (filed,) = log.feed(schedule)
+    assert places(filed.added) == where[:2]
+    assert load(schedule, HOUR_MS + 5) == []
+    assert load(schedule, 2 * HOUR_MS + 1) == [where[2][0]]
+
+
+def test_what_was_not_stored_is_due_again_and_what_was_stored_is_over():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(10))
+    schedule = opened(disk, log)
+    assert len(load(schedule, HOUR_MS)) == 10
+    log.dispatch("group", where[:4], producer=7, batch=1)
+    log.dispatch("group", where[4:6], producer=7, batch=2)
+    log.settled(7, 1, Outcome.STORED)
+    log.settled(7, 2, Outcome.NOT_STORED)
+    filed = log.feed(schedule)
+    assert places(filed[3].added) == where[4:6]
+    assert [(one.batch, outcome) for one, outcome in filed[2].settled] == [(1, Outcome.STORED)]
+    assert schedule.in_flight == {}
+    assert schedule.pending_messages == 6
+    assert states(schedule, "m0", "m4") == [State.SENT, State.PENDING]
+
+
+def test_a_dispatch_in_flight_survives_a_restart_with_its_records():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(100))
+    log.dispatch("group", where[90:50:-1], producer=7, batch=1)
+    flush_all(opened(disk, log))
+    schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
+    assert schedule.rebuilt == ""
+    flight = schedule.in_flight[7, 1]
+    assert (flight.group, flight.subject, places(flight.records)) == ("group", "s", where[90:50:-1])
+    assert load(schedule, HOUR_MS) == [number for number, _ in where[:51] + where[91:]]
+    log.settled(7, 1, Outcome.NOT_STORED)
+    (filed,) = log.feed(schedule)
+    assert sorted(places(filed.added)) == sorted(where[90:50:-1])
+
+
+def test_what_does_not_pend_is_neither_cancelled_nor_dispatched():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(10))
+    log.dispatch("group", where[:2], producer=7, batch=1)
+    log.cancel([*where[1:3], where[2], (999, 5)])
+    log.cancel(where[2:3])
+    schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
+    filed = log.feed(schedule)
+    assert places(filed[2].done) == where[2:3]
+    assert places(filed[3].done) == []
+    log.dispatch("group", where[2:4], producer=7, batch=2)
+    log.feed(schedule)
+    assert places(schedule.in_flight[7, 2].records) == where[3:4]
+    assert schedule.pending_messages == 9
+    assert states(schedule, "m0", "m1", "m2", "m3", "m4") == [
+        State.IN_FLIGHT, State.IN_FLIGHT, State.CANCELLED, State.IN_FLIGHT, State.PENDING,
+    ]  # fmt: skip
+
+
+def test_a_carried_message_stands_in_place_of_the_old_one():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(3))
+    log.cancel(where[2:])
+    new = log.carry([where[0], (0, 0), where[2], (17, 5)], [delayed("s", f"n{i}", HOUR_MS + i) for i in range(4)])
+    schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
+    filed = log.feed(schedule)
+    assert places(filed[2].done) == where[:1]
+    assert listed(schedule) == [where[1], new[0], new[1], new[3]], "nothing in place of a cancelled one"
+    assert states(schedule, "m0") == [State.MOVED]
+
+
+def test_a_restart_from_the_checkpoint_files_only_what_came_later():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(500, step_ms=60_000))
+    schedule = opened(disk, log)
+    flush_all(schedule)
+    filed_end = schedule.filed_end
+    where += log.messages(many(200, first=500))
+    log.feed(schedule)
+    disk.crash()
+    again = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
+    assert (again.filed_end, again.rebuilt) == (filed_end, "")
+    log.feed(again)
+    assert listed(again) == sorted(where, key=lambda place: place[::-1])
+    assert again.counts(0, 1 << 60) == schedule.counts(0, 1 << 60)
+
+
+@pytest.mark.parametrize("suffix", [".records", ".marks"])
+def test_a_missing_or_short_file_makes_the_schedule_begin_anew(suffix):
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(500))
+    log.cancel(where[:300])
+    flush_all(opened(disk, log))
+    (name,) = [name for name in disk.names("segments") if name.endswith(suffix)]
+    disk.truncate("segments/" + name, disk.size("segments/" + name) - 1)
+    schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
+    assert name in schedule.rebuilt
+    assert schedule.filed_end == log.start
+    assert disk.names("segments") == []
+    log.feed(schedule)
+    assert listed(schedule) == where[300:]
+
+
+def test_a_damaged_checkpoint_makes_the_schedule_begin_anew():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(5))
+    flush_all(opened(disk, log))
+    disk.flip("checkpoint", 999)
+    assert listed(opened(disk, log)) == where
+
+
+def test_segments_keep_their_length_when_the_setting_changes():
+    log, disk = DelayLog(), MemoryDisk()
+    log.messages([delayed("s", "a", HOUR_MS + 30 * 60_000)])
+    flush_all(opened(disk, log))
+    schedule = Schedule(disk, segment_ms=24 * HOUR_MS, log_start=log.start)
+    log.messages([delayed("s", f"b{hour}", hour * HOUR_MS) for hour in (0, 1, 2, 23)])
+    log.feed(schedule)
+    assert schedule.segments == 3
+    flush_all(schedule)
+    again = Schedule(disk, segment_ms=60_000, log_start=log.start)
+    assert len(load(again, 24 * HOUR_MS)) == 5
+
+
+def test_counts_are_per_hour_and_subject():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(90, step_ms=60_000))
+    log.messages([delayed("t", "x", 5)], subject="t")
+    log.cancel(where[:10])
+    schedule = opened(disk, log)
+    assert schedule.counts(0, 2 * HOUR_MS) == {0: 51, HOUR_MS: 30}
+    assert schedule.counts(0, HOUR_MS, "s") == {0: 50}
+    assert schedule.counts(0, HOUR_MS, "t") == {0: 1}
+    assert schedule.counts(0, HOUR_MS, "u") == {}
+
+
+def test_listing_continues_where_it_ended():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(300, step_ms=30_000)) + log.messages(many(300, first=300, step_ms=30_000))
+    schedule = opened(disk, log)
+    found: list[tuple[int, int]] = []
+    after = None
+    while part := listed(schedule, 60_000, 2 * HOUR_MS, subject="s", most=70, after=after):
+        found += part
+        after = part[-1][::-1]
+    assert found == sorted((p for p in where if 60_000 <= p[1] < 2 * HOUR_MS), key=lambda place: place[::-1])
+
+
+def test_a_message_is_found_by_id_and_key_with_and_without_its_due_time():
+    log, disk = DelayLog(), MemoryDisk()
+    log.messages(many(1000, step_ms=60_000))
+    where = log.messages([delayed("s", "mine", 3 * HOUR_MS, key="k"), delayed("s", "other", 5, key="k")])
+    schedule = opened(disk, log)
+    flush_all(schedule)
+    for due_ms in (0, 3 * HOUR_MS, 99 * HOUR_MS):
+        found = schedule.find("s", [id_hash("none"), id_hash("mine")], [], due_ms=due_ms)()
+        assert [(one.by_key, one.position, int(one.record["number"])) for one in found] == [(False, 1, where[0][0])]
+    assert len(schedule.find("s", [], [key_hash("k")], due_ms=7)()) == 1, "it was found where it was said to be"
+    assert len(schedule.find("s", [], [key_hash("k")], due_ms=HOUR_MS)()) == 2
+    assert schedule.find("t", [id_hash("mine")], [])() == []
+
+
+def test_retention_learns_what_lies_below():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(100)) + log.messages(many(100, first=100, due_ms=5 * HOUR_MS))
+    schedule = opened(disk, log)
+    border = where[150][0]
+    assert places(schedule.pending_below(border)()) == where[:150]
+    log.dispatch("group", where[:1], producer=1, batch=1)
+    log.cancel(where[1:140])
+    log.feed(schedule)
+    assert places(schedule.pending_below(border)()) == where[140:150]
+    assert schedule.in_flight_below(border)
+    assert not schedule.in_flight_below(where[0][0])
+    assert schedule.pending_from() <= where[0][0]
+    log.settled(1, 1, Outcome.STORED)
+    log.cancel(where[140:])
+    log.feed(schedule)
+    assert schedule.pending_from() == log.end
+
+
+def test_a_segment_that_is_over_is_deleted_after_its_time():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(100))
+    log.messages([delayed("s", "later", 9 * HOUR_MS)])
+    log.cancel(where)
+    schedule = opened(disk, log, keep_ms=HOUR_MS)
+    flush_all(schedule, 2 * HOUR_MS - 1)
+    assert states(schedule, "m5") == [State.CANCELLED]
+    again = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start, keep_ms=HOUR_MS)
+    assert states(again, "m5") == [State.CANCELLED]
+    log.cancel([])
+    log.feed(again)
+    flush_all(again, 2 * HOUR_MS)
+    assert states(again, "m5") == []
+    assert (again.segments, disk.names("segments")) == (1, [])
+
+
+def test_a_schedule_that_ends_before_the_log_begins_is_made_anew():
+    log, disk = DelayLog(), MemoryDisk()
+    log.messages(many(3))
+    flush_all(opened(disk, log))
+    assert "the log begins at" in Schedule(disk, segment_ms=HOUR_MS, log_start=log.end + 8).rebuilt
+
+
+def test_discard_leaves_nothing():
+    log, disk = DelayLog(), MemoryDisk()
+    log.messages(many(300))
+    flush_all(opened(disk, log))
+    discard(disk)
+    assert (disk.names("segments"), disk.size("checkpoint")) == ([], 0)
