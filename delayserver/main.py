@@ -56,10 +56,10 @@ def _build(settings: DelaySettings, message_log: MessageLog, disk: RealDisk, ide
     )
     tasks = [
         service.run(), MetaLink(service, settings, kind=GroupKind.DELAY).run(),
-        DelayControl(service, settings).serve(), keep_whole(service, settings), _send(senders),
+        DelayControl(service, settings, filing).serve(), keep_whole(service, settings), _send(senders),
         _beat(service, filing),
     ]  # fmt: skip
-    return Parts(tasks, serve_metrics(service, counters, settings))
+    return Parts(tasks, serve_metrics(service, counters, filing, settings))
 
 
 async def _send(senders: NumberedSender) -> None:

@@ -212,12 +212,6 @@ class DelayMaster(Master):
         self._reign.check_in_office()
         self._reign.host.read(self._filing.schedule.list(begin_ms, end_ms, subject, most, after=after), done)
 
-    def _in_flight_by_group(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for batch in self._dispatching.open.values():
-            found[batch.group] = found.get(batch.group, 0) + len(batch.records)
-        return found
-
     def stats(self) -> dict[str, Any]:
         """Return how much pends, is loaded, due and under way."""
         schedule, dispatching = self._filing.schedule, self._dispatching
@@ -230,7 +224,6 @@ class DelayMaster(Master):
             "waiting": dispatching.waiting_by_subject(),
             "in_flight": dispatching.in_flight,
             "in_flight_batches": len(dispatching.open),
-            "in_flight_by_group": self._in_flight_by_group(),
             "next_due_ms": self.wheel.next_due_ms,
             "clock_off_ms": self.clock_off_ms,
             "filed_end": schedule.filed_end,

@@ -265,6 +265,129 @@ class RouteUpdate(_message.Message):
     routes: _containers.RepeatedCompositeFieldContainer[SubjectRoute]
     def __init__(self, version: _Optional[int] = ..., routes: _Optional[_Iterable[_Union[SubjectRoute, _Mapping]]] = ...) -> None: ...
 
+class DelayStatsRequest(_message.Message):
+    __slots__ = ("subject", "begin_ms", "end_ms")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_MS_FIELD_NUMBER: _ClassVar[int]
+    END_MS_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    begin_ms: int
+    end_ms: int
+    def __init__(self, subject: _Optional[str] = ..., begin_ms: _Optional[int] = ..., end_ms: _Optional[int] = ...) -> None: ...
+
+class HourCount(_message.Message):
+    __slots__ = ("begin_ms", "messages")
+    BEGIN_MS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    begin_ms: int
+    messages: int
+    def __init__(self, begin_ms: _Optional[int] = ..., messages: _Optional[int] = ...) -> None: ...
+
+class WaitingSubject(_message.Message):
+    __slots__ = ("subject", "messages", "why")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    messages: int
+    why: str
+    def __init__(self, subject: _Optional[str] = ..., messages: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
+
+class DelayStatsAnswer(_message.Message):
+    __slots__ = ("pending_messages", "pending_bytes", "loaded_messages", "waiting_messages", "in_flight_messages", "in_flight", "next_due_ms", "clock_off_ms", "waiting", "hours")
+    class InFlightEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    PENDING_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    PENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADED_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    NEXT_DUE_MS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_OFF_MS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    HOURS_FIELD_NUMBER: _ClassVar[int]
+    pending_messages: int
+    pending_bytes: int
+    loaded_messages: int
+    waiting_messages: int
+    in_flight_messages: int
+    in_flight: _containers.ScalarMap[str, int]
+    next_due_ms: int
+    clock_off_ms: int
+    waiting: _containers.RepeatedCompositeFieldContainer[WaitingSubject]
+    hours: _containers.RepeatedCompositeFieldContainer[HourCount]
+    def __init__(self, pending_messages: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., loaded_messages: _Optional[int] = ..., waiting_messages: _Optional[int] = ..., in_flight_messages: _Optional[int] = ..., in_flight: _Optional[_Mapping[str, int]] = ..., next_due_ms: _Optional[int] = ..., clock_off_ms: _Optional[int] = ..., waiting: _Optional[_Iterable[_Union[WaitingSubject, _Mapping]]] = ..., hours: _Optional[_Iterable[_Union[HourCount, _Mapping]]] = ...) -> None: ...
+
+class ListDelayedRequest(_message.Message):
+    __slots__ = ("subject", "begin_ms", "end_ms", "messages_max", "after_due_ms", "after_number")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_MS_FIELD_NUMBER: _ClassVar[int]
+    END_MS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_MAX_FIELD_NUMBER: _ClassVar[int]
+    AFTER_DUE_MS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    begin_ms: int
+    end_ms: int
+    messages_max: int
+    after_due_ms: int
+    after_number: int
+    def __init__(self, subject: _Optional[str] = ..., begin_ms: _Optional[int] = ..., end_ms: _Optional[int] = ..., messages_max: _Optional[int] = ..., after_due_ms: _Optional[int] = ..., after_number: _Optional[int] = ...) -> None: ...
+
+class DelayedMessage(_message.Message):
+    __slots__ = ("subject", "id", "key", "due_ms", "created_ms", "number", "bytes", "problem")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    DUE_MS_FIELD_NUMBER: _ClassVar[int]
+    CREATED_MS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    id: str
+    key: str
+    due_ms: int
+    created_ms: int
+    number: int
+    bytes: int
+    problem: str
+    def __init__(self, subject: _Optional[str] = ..., id: _Optional[str] = ..., key: _Optional[str] = ..., due_ms: _Optional[int] = ..., created_ms: _Optional[int] = ..., number: _Optional[int] = ..., bytes: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class ListDelayedAnswer(_message.Message):
+    __slots__ = ("messages", "more")
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[DelayedMessage]
+    more: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[DelayedMessage, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
+
+class CancelDelayedRequest(_message.Message):
+    __slots__ = ("subject", "ids", "keys", "due_ms")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    DUE_MS_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    due_ms: int
+    def __init__(self, subject: _Optional[str] = ..., ids: _Optional[_Iterable[str]] = ..., keys: _Optional[_Iterable[str]] = ..., due_ms: _Optional[int] = ...) -> None: ...
+
+class CancelDelayedAnswer(_message.Message):
+    __slots__ = ("ids", "keys")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., keys: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class BrowseRequest(_message.Message):
     __slots__ = ("subject", "begin", "end", "since_ms", "until_ms", "newest_first", "id", "properties", "tags", "messages_max", "with_properties")
     class PropertiesEntry(_message.Message):

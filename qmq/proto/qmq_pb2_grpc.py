@@ -418,6 +418,21 @@ class BrokerStub:
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.BrowseRequest.SerializeToString,
                 response_deserializer=qmq_dot_proto_dot_qmq__pb2.BrowseAnswer.FromString,
                 _registered_method=True)
+        self.DelayStats = channel.unary_unary(
+                '/qmq.Broker/DelayStats',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.DelayStatsRequest.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.DelayStatsAnswer.FromString,
+                _registered_method=True)
+        self.ListDelayed = channel.unary_unary(
+                '/qmq.Broker/ListDelayed',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.ListDelayedRequest.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.ListDelayedAnswer.FromString,
+                _registered_method=True)
+        self.CancelDelayed = channel.unary_unary(
+                '/qmq.Broker/CancelDelayed',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.CancelDelayedRequest.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.CancelDelayedAnswer.FromString,
+                _registered_method=True)
 
 
 class BrokerServicer:
@@ -479,6 +494,27 @@ class BrokerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DelayStats(self, request, context):
+        """A delay server's: what pends, is due and under way. FAILED_PRECONDITION: not the master.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListDelayed(self, request, context):
+        """Messages that are not done, by due time. FAILED_PRECONDITION: not the master, or what was to be read is repaired.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelDelayed(self, request, context):
+        """Cancel messages; answered when both copies know it. FAILED_PRECONDITION: why not; nothing was changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BrokerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -521,6 +557,21 @@ def add_BrokerServicer_to_server(servicer, server):
                     servicer.Browse,
                     request_deserializer=qmq_dot_proto_dot_qmq__pb2.BrowseRequest.FromString,
                     response_serializer=qmq_dot_proto_dot_qmq__pb2.BrowseAnswer.SerializeToString,
+            ),
+            'DelayStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.DelayStats,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.DelayStatsRequest.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.DelayStatsAnswer.SerializeToString,
+            ),
+            'ListDelayed': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDelayed,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.ListDelayedRequest.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.ListDelayedAnswer.SerializeToString,
+            ),
+            'CancelDelayed': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelDelayed,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.CancelDelayedRequest.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.CancelDelayedAnswer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -739,6 +790,87 @@ class Broker:
             '/qmq.Broker/Browse',
             qmq_dot_proto_dot_qmq__pb2.BrowseRequest.SerializeToString,
             qmq_dot_proto_dot_qmq__pb2.BrowseAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DelayStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Broker/DelayStats',
+            qmq_dot_proto_dot_qmq__pb2.DelayStatsRequest.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.DelayStatsAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDelayed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Broker/ListDelayed',
+            qmq_dot_proto_dot_qmq__pb2.ListDelayedRequest.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.ListDelayedAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelDelayed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Broker/CancelDelayed',
+            qmq_dot_proto_dot_qmq__pb2.CancelDelayedRequest.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.CancelDelayedAnswer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,161 @@
+"""Shell. The delay server's gRPC port: what every process of a pair answers, and delayed messages for operators."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from delayserver.filing import Filing
+from delayserver.master import DelayMaster
+from delayserver.messages import Messages, Records, read_messages
+from delayserver.schedule import DamagedSchedule
+from delayserver.settings import DelaySettings
+from qmq.codec import decode_envelope, decode_properties
+from qmq.errors import CallError, CorruptFrame, InvalidMessage, LogError, QmqError
+from qmq.log import MessageLog
+from qmq.message import DELAY_KEY
+from qmq.proto import qmq_pb2 as pb
+from qmq.remoting.commands import DelayState
+from qmq.server.control import PairControl
+from qmq.server.service import Service
+
+log = logging.getLogger(__name__)
+
+LISTED, LISTED_MAX = 100, 1000
+NAMED_MAX = 10_000
+"""Messages that one call may cancel."""
+WAITING_MAX = 1000
+HOURS_MS_MAX = 3 * 366 * 24 * 3_600_000
+"""Hours that one answer may count: 26,000 numbers."""
+FOREVER_MS = 1 << 62
+SAFE_S = 10.0
+
+T = TypeVar("T")
+
+
+class DelayControl(PairControl[DelayMaster]):
+    """Made by main; its server ends with the process."""
+
+    def __init__(self, service: Service[DelayMaster], settings: DelaySettings, filing: Filing) -> None:
+        super().__init__(service, settings)
+        self._filing = filing
+
+    async def DelayStats(self, request: pb.DelayStatsRequest, context: Any) -> pb.DelayStatsAnswer:
+        if request.end_ms - request.begin_ms > HOURS_MS_MAX:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "count the hours of three years at most")
+        stats = await self._answered(context, self._stats)
+        hours: dict[int, int] = {}
+        if request.begin_ms < request.end_ms:
+            hours = self._filing.schedule.counts(request.begin_ms, request.end_ms, request.subject or None)
+        waiting = sorted(stats["waiting"].items(), key=lambda item: -item[1][0])[:WAITING_MAX]
+        return pb.DelayStatsAnswer(
+            pending_messages=stats["pending_messages"], pending_bytes=stats["pending_bytes"],
+            loaded_messages=stats["loaded_messages"], waiting_messages=stats["waiting_messages"],
+            in_flight_messages=sum(stats["in_flight"].values()), in_flight=stats["in_flight"],
+            next_due_ms=stats["next_due_ms"] or 0, clock_off_ms=stats["clock_off_ms"],
+            waiting=[pb.WaitingSubject(subject=name, messages=count, why=why) for name, (count, why) in waiting],
+            hours=[pb.HourCount(begin_ms=begin, messages=hours[begin]) for begin in sorted(hours)],
+        )  # fmt: skip
+
+    async def _stats(self) -> dict[str, Any]:
+        return self._service.node.acting_master().stats()
+
+    async def ListDelayed(self, request: pb.ListDelayedRequest, context: Any) -> pb.ListDelayedAnswer:
+        most = min(request.messages_max or LISTED, LISTED_MAX)
+        records = await self._answered(context, lambda: self._listed(request, most + 1))
+        shown = records[:most]
+        subjects = [self._filing.schedule.subjects[int(index)] for index in shown["subject"]]
+        messages = await self._answered(context, lambda: self._messages(shown))
+        return pb.ListDelayedAnswer(messages=map(_message, subjects, shown, messages), more=len(records) > most)
+
+    async def _listed(self, request: pb.ListDelayedRequest, most: int) -> Records:
+        found: asyncio.Future[Records] = self._loop.create_future()
+        after = (request.after_due_ms, request.after_number) if request.after_number else None
+        begin_ms, end_ms = max(request.begin_ms, 0), request.end_ms or FOREVER_MS
+        self._service.node.acting_master().list(
+            begin_ms, end_ms, request.subject or None, most, after, lambda result: _settle(found, result)
+        )
+        return await found
+
+    async def _messages(self, records: Records) -> list[bytes]:
+        message_log, wanted = self._service.node.log, Messages.of(records)
+        return await asyncio.to_thread(_read_what_is_there, message_log, wanted)
+
+    async def CancelDelayed(self, request: pb.CancelDelayedRequest, context: Any) -> pb.CancelDelayedAnswer:
+        """DEADLINE_EXCEEDED: it may or may not be done; repeat it. Others: see qmq.proto."""
+        ids, keys = list(request.ids), list(request.keys)
+        if not 0 < len(ids) + len(keys) <= NAMED_MAX:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"name 1 to {NAMED_MAX} messages by id or key")
+        states = await self._answered(context, lambda: self._cancel(request.subject, ids, keys, request.due_ms))
+        log.warning(
+            "delayed messages cancelled by an operator subject=%s named=%d cancelled=%d", request.subject, len(states),
+            states.count(DelayState.CANCELLED),
+        )  # fmt: skip
+        return pb.CancelDelayedAnswer(ids=states[: len(ids)], keys=states[len(ids) :])
+
+    async def _cancel(self, subject: str, ids: list[str], keys: list[str], due_ms: int) -> list[DelayState]:
+        safe: asyncio.Future[list[DelayState]] = self._loop.create_future()
+        master = self._service.node.acting_master()
+        self._service.guarded(lambda: master.cancel(subject, ids, keys, due_ms, lambda states: _settle(safe, states)))
+        return await asyncio.wait_for(safe, SAFE_S)
+
+    async def _answered(self, context: Any, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask, and end the call with the right status if there is no answer."""
+        try:
+            return await ask()
+        except CorruptFrame as problem:
+            await self._being_repaired(problem, context)
+        except DamagedSchedule as problem:
+            self._service.guarded(partial(self._filing.start_anew, str(problem)))
+            text = f"{problem}; the schedule is made anew, ask again"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        except TimeoutError:
+            text = f"the slave did not confirm it within {SAFE_S:.0f} s; repeat it to learn what became of it"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+        except CallError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except QmqError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        raise AssertionError("abort has raised")
+
+
+def _settle(future: asyncio.Future[T], result: T | QmqError | LogError) -> None:
+    if future.done():
+        return
+    if isinstance(result, QmqError | LogError):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+def _read_what_is_there(message_log: MessageLog, wanted: Messages) -> list[bytes]:
+    """Read messages; empty where one went between being listed and being read. Blocks; runs on a thread."""
+    try:
+        return read_messages(message_log, wanted)
+    except CorruptFrame:
+        if min(wanted.numbers, default=0) >= message_log.start:
+            raise
+    found = []
+    for number, size, crc in zip(*wanted, strict=True):
+        alone = Messages([number], [size], [crc])
+        found.append(read_messages(message_log, alone)[0] if number >= message_log.start else b"")
+    return found
+
+
+def _message(subject: str, record: Any, message: bytes) -> pb.DelayedMessage:
+    shown = pb.DelayedMessage(
+        subject=subject, due_ms=int(record["due"]), number=int(record["number"]), bytes=int(record["size"])
+    )
+    try:
+        envelope = decode_envelope(message)
+        shown.id, shown.created_ms = envelope.id, envelope.created_ms
+        shown.key = str(decode_properties(message, envelope.body_begin).get(DELAY_KEY, ""))
+    except InvalidMessage as error:
+        shown.problem = str(error) if message else "it was carried to another place meanwhile; ask again"
+    return shown

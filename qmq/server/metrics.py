@@ -1,0 +1,177 @@
+"""Shell. What every process that keeps one copy of a pair tells Prometheus: its part, its log, its producers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Generic
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from qmq.errors import NotServed
+from qmq.replication.readonly import Reason
+from qmq.replication.settings import PairSettings
+from qmq.server.metrics_door import MetricsDoor, serve_door
+from qmq.server.overload import ConnectionState
+from qmq.server.producing import PRODUCE_MS_BUCKETS, ProduceCounters
+from qmq.server.service import M, Service
+from qmq.version import VERSION
+
+Reading = tuple[str, str, float]
+"""Name without the prefix, what it says, value."""
+
+
+class PairCollector(Collector, Generic[M]):
+    """Reads the state on its loop whenever Prometheus asks; nothing is counted twice or kept beside the core.
+
+    Args:
+        prefix: with which all names begin.
+    """
+
+    def __init__(
+        self, prefix: str, service: Service[M], counters: ProduceCounters, settings: PairSettings,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:  # fmt: skip
+        self._prefix, self._service, self._loop = prefix, service, loop
+        self._produce_counters, self._pair_settings = counters, settings
+
+    def collect(self) -> Iterator[Metric]:
+        async def read() -> list[Metric]:
+            return list(self.read())
+
+        yield from asyncio.run_coroutine_threadsafe(read(), self._loop).result(timeout=5)
+
+    def read(self) -> Iterator[Metric]:
+        """What a process of this kind adds comes behind this."""
+        yield from map(self.gauge, self._gauges())
+        yield from map(self.count, self._counts())
+        info = self.gauges("info", "Always 1; says what runs", "version")
+        info.add_metric([self.group, VERSION], 1)
+        yield info
+        readonly = self.gauges("readonly", "1 while this is a reason to take no new messages", "reason")
+        for reason in Reason:
+            readonly.add_metric([self.group, reason.value], float(reason.value in self._service.node.readonly_reasons))
+        yield readonly
+        yield from self._flow()
+        yield self.histogram(
+            "produce_seconds", "Time from a batch's arrival to its acknowledgement", PRODUCE_MS_BUCKETS,
+            self._produce_counters.produce_ms_counts, self._produce_counters.produce_ms_sum,
+        )  # fmt: skip
+        received = self.counts("subject_messages", "Messages in the log since its beginning", "subject")
+        for subject, sequence in self._service.node.log.state.next_sequence.items():
+            received.add_metric([self.group, subject], sequence)
+        yield received
+
+    # Families, all labelled with the group first.
+
+    @property
+    def group(self) -> str:
+        return self._service.node.group
+
+    def gauge(self, reading: Reading) -> GaugeMetricFamily:
+        name, text, value = reading
+        family = self.gauges(name, text)
+        family.add_metric([self.group], value)
+        return family
+
+    def count(self, reading: Reading) -> CounterMetricFamily:
+        name, text, value = reading
+        family = self.counts(name, text)
+        family.add_metric([self.group], value)
+        return family
+
+    def gauges(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"{self._prefix}_{name}", text, labels=["broker_group", *labels])
+
+    def counts(self, name: str, text: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(f"{self._prefix}_{name}", text, labels=["broker_group", *labels])
+
+    def histogram(self, name: str, text: str, buckets_ms: Sequence[int], counts: list[int], sum_ms: float) -> Metric:
+        """Make a histogram in seconds; the last place of `counts` is for what is slower than every bucket."""
+        bounds = [str(ms / 1000) for ms in buckets_ms] + ["+Inf"]
+        family = HistogramMetricFamily(f"{self._prefix}_{name}", text, labels=["broker_group"])
+        family.add_metric([self.group], list(zip(bounds, accumulate(counts), strict=True)), sum_ms / 1000)
+        return family
+
+    # What all have.
+
+    def _gauges(self) -> Iterator[Reading]:
+        node, service = self._service.node, self._service
+        master, message_log = node.master, node.log
+        yield "is_master", "1 if this process is the master of its group", float(master is not None)
+        yield "writable", "1 if it takes new messages", float(node.writable)
+        yield "term", "Term of the newest epoch known", node.identity.value.term
+        yield "boot", "Boot of the newest epoch known", node.identity.value.boot
+        yield "log_start_bytes", "Offset of the oldest frame", message_log.start
+        yield "log_end_bytes", "Offset behind the newest frame", message_log.end
+        yield "flushed_end_bytes", "Offset below which this disk has everything", message_log.flushed_end
+        yield "disk_free_bytes", "Free space on the disk of the log", service.disk_free_bytes
+        limit = self._pair_settings.disk_free_limit
+        yield "disk_free_limit_bytes", "Free space below which no message is taken", limit
+        yield "connections", "Open connections of clients and slave", service.connections
+        yield "memory_bytes", "Memory of this process alone", service.memory_bytes
+        yield "memory_limit_bytes", "Memory above which producers wait", service.memory_alarm.limit_bytes
+        yield "sync_cost_seconds", "Recent mean time of a small fsync", service.sync_us / 1e6
+        if master is not None:
+            lag = message_log.end - master.gate.matched_end if not master.gate.alone else message_log.end
+            yield "high_watermark_bytes", "Offset below which both disks have everything", master.gate.high_watermark
+            yield "sync_lag_bytes", "Bytes that the slave has not confirmed; all of them while it is missing", lag
+            yield "slave_connected", "1 while a slave follows and has matched", float(not master.gate.alone)
+            yield "waiting_answers", "Answers that wait for both disks", master.gate.waiting
+
+    def _counts(self) -> Iterator[Reading]:
+        counters, service = self._produce_counters, self._service
+        yield "produced_messages", "Messages taken from producers", counters.produced_messages
+        yield "produced_bytes", "Bytes of batches taken from producers", counters.produced_bytes
+        yield "repeated_batches", "Batches sent again and stored once", counters.repeated_batches
+        yield "refused_messages", "Messages refused on their own, too large or malformed", counters.refused_messages
+        yield "commits", "Writes with fsync", service.commits
+        yield "sync_seconds", "Time spent in writes with fsync", service.sync_seconds
+
+    def _flow(self) -> Iterator[Metric]:
+        now = self.gauges(
+            "client_connections", "Clients' connections by state; flow and blocked ones are not read", "state"
+        )
+        stops = self.counts("stopped_connections", "How often a producer's connection was not read any more", "state")
+        counts = Counter(door.flow.state for door in self._service.doors)
+        for state in ConnectionState:
+            now.add_metric([self.group, state.value], counts[state])
+            if state is not ConnectionState.RUNNING:
+                stops.add_metric([self.group, state.value], self._service.stops[state])
+        yield now
+        yield stops
+
+
+def connections(service: Service[Any]) -> list[dict[str, object]]:
+    """What each client's connection does: `/connections`."""
+    return [
+        {
+            "peer": door.connection.peer, "app": door.app, "state": door.flow.state.value,
+            "produces": door.flow.produces, "consumes": door.flow.consumes, "reads": door.connection.writable,
+            "unacked_bytes": door.connection.unacked_bytes, "owed_bytes": door.connection.owed_bytes,
+        }
+        for door in service.doors
+    ]  # fmt: skip
+
+
+def serve_collector(
+    collector: PairCollector[M], service: Service[M], settings: PairSettings, loop: asyncio.AbstractEventLoop
+) -> tuple[WSGIServer, threading.Thread]:
+    """Serve /metrics on a thread of its own."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    registry.register(collector)
+    try:
+        return serve_door(MetricsDoor(registry, service.access, loop, lambda: connections(service)), settings)
+    except OSError as error:
+        address = f"{settings.ip}:{settings.metrics_port}"
+        raise NotServed(f"cannot listen on {address}: {error}; stop what uses it, or set another port") from None
