@@ -24,7 +24,17 @@ from types import TracebackType
 from typing import IO, Any
 
 from deploy.control import broker_state, manage, metaserver_answers
-from deploy.plan import BROKER_PORT, HOST, HTTP_PORT, BrokerPlan, load_plan, write_atomically, write_settings
+from deploy.plan import (
+    BROKER_PORT,
+    DELAY_SERVER,
+    HOST,
+    HTTP_PORT,
+    BrokerPlan,
+    Groups,
+    load_plan,
+    write_atomically,
+    write_settings,
+)
 from deploy.processes import Service, end_leftovers, stop_all
 from qmq.errors import NotServed, OperatorError, QmqError
 
@@ -62,7 +72,9 @@ class Cluster:
         run_dir: Path,
         *,
         groups: tuple[str, ...] = ("g1", "g2"),
+        delay_groups: tuple[str, ...] = (),
         broker: dict[str, Any] | None = None,
+        delay_server: dict[str, Any] | None = None,
         metaserver: dict[str, Any] | None = None,
         http_port: int = HTTP_PORT,
         broker_port: int = BROKER_PORT,
@@ -70,8 +82,9 @@ class Cluster:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.run_dir = run_dir.resolve()
-        self._groups, self._ports, self._restart_s = groups, (http_port, broker_port), restart_s
-        self._broker_settings, self._metaserver_settings = broker or {}, metaserver or {}
+        self._groups, self._ports, self._restart_s = Groups(groups, delay_groups), (http_port, broker_port), restart_s
+        self._settings = {"broker": broker or {}, DELAY_SERVER: delay_server or {}}
+        self._metaserver_settings = metaserver or {}
         self._say = say
         self._services: dict[str, Service] = {}
         self._roles: dict[str, str] = {}
@@ -147,9 +160,10 @@ class Cluster:
 
     def describe(self) -> dict[str, Any]:
         """What `cluster.json` holds. While a process is down its pid is null."""
-        groups: dict[str, dict[str, Any]] = {group: {} for group in self._groups}
+        groups: dict[str, dict[str, Any]] = {group: {} for group in self._groups.brokers}
+        delay: dict[str, dict[str, Any]] = {group: {} for group in self._groups.delay}
         for broker in self.plan.brokers:
-            groups[broker.group][self._roles[broker.hostname]] = {
+            (delay if broker.is_delay_server else groups).setdefault(broker.group, {})[self._roles[broker.hostname]] = {
                 "pid": self._services[broker.hostname].pid,
                 "hostname": broker.hostname,
                 "port": broker.serve_port,
@@ -163,6 +177,7 @@ class Cluster:
             "metaserver_pid": self._services["metaserver"].pid,
             "token": self.token,
             "groups": groups,
+            **({"delay_groups": delay} if delay else {}),
         }
 
     def broker(self, group: str, role: str) -> BrokerPlan:
@@ -195,7 +210,7 @@ class Cluster:
 
     def wait_writable(self, *groups: str, timeout_s: float = START_S) -> None:
         """Wait until the groups (none named: all) take messages; raises NotServed with the reasons if they do not."""
-        for group in groups or self._groups:
+        for group in groups or (*self._groups.brokers, *self._groups.delay):
             self._wait(partial(self.writable, group), f"group {group} is not writable", timeout_s)
 
     def _wait(self, ready: Callable[[], bool], complaint: str, timeout_s: float) -> None:
@@ -244,12 +259,13 @@ class Cluster:
                 "metrics_port": broker.metrics_port, "data": str(self._folder(broker) / "data"),
                 "metaserver": self.metaserver, "token": self.token,
             }  # fmt: skip
-            self._service(broker.hostname, "broker", settings | self._broker_settings).start()
+            self._service(broker.hostname, broker.module, settings | self._settings[broker.module]).start()
 
     def _refresh_roles(self) -> None:
         """Ask the metaserver who is what; while it is down, what was known stays."""
         try:
-            self._roles |= {row["hostname"]: str(row["role"]).lower() for row in self.manage("ListBrokers")}
+            for row in self.manage("ListBrokers"):
+                self._roles[row["hostname"]] = str(row["role"]).lower().removeprefix("delay_")
         except NotServed:
             pass
 
@@ -307,5 +323,6 @@ def recorded_pids(run_dir: Path) -> list[int]:
         cluster = json.loads((run_dir / "cluster.json").read_text())
     except (OSError, ValueError):
         return []
-    pids = [broker["pid"] for group in cluster["groups"].values() for broker in group.values()]
+    groups = [*cluster["groups"].values(), *cluster.get("delay_groups", {}).values()]
+    pids = [broker["pid"] for group in groups for broker in group.values()]
     return [pid for pid in (*pids, cluster["metaserver_pid"]) if pid]

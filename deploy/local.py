@@ -42,8 +42,8 @@ def run(run_dir: Path) -> int:
     """Run a cluster until a signal ends it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stopped)
-    say(f"starting a metaserver and two broker groups; data and logs are in {run_dir}/")
-    cluster = Cluster(run_dir, say=say)
+    say(f"starting a metaserver, two broker groups and a group of delay servers; data and logs are in {run_dir}/")
+    cluster = Cluster(run_dir, delay_groups=("d1",), say=say)
     try:
         with cluster:
             say(_welcome(cluster))
@@ -55,9 +55,12 @@ def run(run_dir: Path) -> int:
 
 
 def _welcome(cluster: Cluster) -> str:
-    names = ", ".join(f"{broker.hostname} :{broker.serve_port}" for broker in cluster.plan.brokers)
+    brokers, delay = (
+        ", ".join(f"{one.hostname} :{one.serve_port}" for one in cluster.plan.brokers if one.is_delay_server is kind)
+        for kind in (False, True)
+    )
     return (
-        f"metaserver  {cluster.metaserver}\nbrokers     {names}\ntoken       {cluster.token}\n"
+        f"metaserver  {cluster.metaserver}\nbrokers     {brokers}\ndelay       {delay}\ntoken       {cluster.token}\n"
         f"addresses   {cluster.run_dir / 'cluster.json'}\nCtrl-C or `make stop` ends it; what dies is started again"
     )
 

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qmq.errors import NotServed
 
@@ -17,11 +17,22 @@ HOST = "127.0.0.1"
 HTTP_PORT = 8080
 BROKER_PORT = 20881
 """QMQ's own ports, where they are free."""
+DELAY_SERVER = "delayserver"
+DELAY_MASTER = 5
+"""QMQ's number of the role; the slave's is the next one."""
+
+
+class Groups(NamedTuple):
+    """Names of groups: of brokers, and of delay servers."""
+
+    brokers: tuple[str, ...]
+    delay: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class BrokerPlan:
-    """One broker. `role` is the one it was added with; swaps change it, the metaserver knows the present one."""
+    """One broker or delay server. `role` is the one it was added with; swaps change it, the metaserver knows the
+    present one. `module` is what runs."""
 
     group: str
     hostname: str
@@ -30,6 +41,11 @@ class BrokerPlan:
     sync_port: int
     control_port: int
     metrics_port: int
+    module: str = "broker"
+
+    @property
+    def is_delay_server(self) -> bool:
+        return self.module == DELAY_SERVER
 
 
 @dataclass(frozen=True)
@@ -69,21 +85,28 @@ def _free_ports(first: int, taken: set[int]) -> Iterator[int]:
     raise NotServed(f"no free port between {first} and 32768 on {HOST}")
 
 
-def make_plan(groups: tuple[str, ...], http_port: int, broker_port: int) -> Plan:
+def make_plan(groups: Groups, http_port: int, broker_port: int) -> Plan:
     """Choose ports, the first free ones from those given, and a token."""
     taken: set[int] = set()
-    web, brokers = _free_ports(http_port, taken), _free_ports(broker_port, taken)
+    web, ports = _free_ports(http_port, taken), _free_ports(broker_port, taken)
     http, grpc = next(web), next(web)
-    plans = [
-        BrokerPlan(group, f"{group}-{letter}", role, next(brokers), next(brokers), next(brokers), next(brokers))
-        for group in groups
-        for role, letter in enumerate("ab")
+    return Plan(secrets.token_hex(16), http, grpc, _plan_groups(groups, ports))
+
+
+def _plan_groups(groups: Groups, ports: Iterator[int]) -> list[BrokerPlan]:
+    kinds = ((groups.brokers, "broker", 0), (groups.delay, DELAY_SERVER, DELAY_MASTER))
+    return [
+        BrokerPlan(group, f"{group}-{letter}", role, next(ports), next(ports), next(ports), next(ports), module)
+        for names, module, first in kinds
+        for group in names
+        for role, letter in enumerate("ab", first)
     ]
-    return Plan(secrets.token_hex(16), http, grpc, plans)
 
 
-def load_plan(path: Path, groups: tuple[str, ...], http_port: int, broker_port: int) -> Plan:
+def load_plan(path: Path, groups: Groups, http_port: int, broker_port: int) -> Plan:
     """Read the plan of an earlier start, so that a cluster goes on with its data; make and keep one if there is none.
+
+    Groups of delay servers that it does not have yet are added.
 
     Raises:
         NotServed: somebody else uses a port of this cluster now.
@@ -94,6 +117,10 @@ def load_plan(path: Path, groups: tuple[str, ...], http_port: int, broker_port: 
         return plan
     fields = json.loads(path.read_text())
     plan = Plan(**fields | {"brokers": [BrokerPlan(**broker) for broker in fields["brokers"]]})
+    known = {broker.group for broker in plan.brokers}
+    if missing := tuple(name for name in groups.delay if name not in known):
+        plan.brokers.extend(_plan_groups(Groups((), missing), _free_ports(broker_port, set(plan.ports))))
+        write_atomically(path, json.dumps(asdict(plan), indent=2))
     if busy := [port for port in plan.ports if not is_free(port)]:
         raise NotServed(
             f"port {', '.join(map(str, busy))} of this cluster is in use by another program; stop that, or remove "

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cluster import AlreadyRunning, Cluster
-from deploy.plan import is_free, load_plan
+from deploy.plan import Groups, is_free, load_plan
 from deploy.processes import ROOT
 from qmq.errors import NotServed
 
@@ -100,7 +100,7 @@ def start_runner(run_dir):
     """Do what `make run` does, on ports that are not those of a cluster that somebody runs beside the tests."""
     if not run_dir.exists():
         run_dir.mkdir()
-        load_plan(run_dir / "plan.json", ("g1", "g2"), HTTP_PORT, BROKER_PORT)
+        load_plan(run_dir / "plan.json", Groups(("g1", "g2")), HTTP_PORT, BROKER_PORT)
     log = run_dir / "runner.log"
     with log.open("wb") as file:
         runner = subprocess.Popen(command(run_dir, "run"), cwd=ROOT, stdout=file, stderr=file)

@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from deploy.plan import HOST, load_plan, write_settings
+from deploy.plan import HOST, Groups, load_plan, write_settings
 from qmq.errors import NotServed
 
 FIRST = 29_000
@@ -24,7 +24,7 @@ def busy_port():
 
 
 def test_every_process_has_ports_of_its_own(tmp_path):
-    plan = load_plan(tmp_path / "plan.json", ("g1", "g2"), FIRST, FIRST)
+    plan = load_plan(tmp_path / "plan.json", Groups(("g1", "g2")), FIRST, FIRST)
     assert len(plan.ports) == len(set(plan.ports)) == 2 + 4 * 4
     assert [(broker.group, broker.hostname, broker.role) for broker in plan.brokers] == [
         ("g1", "g1-a", 0), ("g1", "g1-b", 1), ("g2", "g2-a", 0), ("g2", "g2-b", 1),
@@ -37,31 +37,31 @@ def test_a_port_in_use_is_passed_over(tmp_path):
         listener.listen()
         taken = listener.getsockname()[1]
         if taken < 32_700:
-            assert load_plan(tmp_path / "plan.json", ("g1",), taken, FIRST).http_port > taken
+            assert load_plan(tmp_path / "plan.json", Groups(("g1",)), taken, FIRST).http_port > taken
     with socket.socket() as listener:
-        first = load_plan(tmp_path / "a.json", ("g1",), FIRST, FIRST).http_port
+        first = load_plan(tmp_path / "a.json", Groups(("g1",)), FIRST, FIRST).http_port
         listener.bind((HOST, first))
         listener.listen()
-        assert load_plan(tmp_path / "b.json", ("g1",), first, first).http_port > first
+        assert load_plan(tmp_path / "b.json", Groups(("g1",)), first, first).http_port > first
 
 
 def test_a_second_start_has_the_same_ports_and_token(tmp_path):
     path = tmp_path / "plan.json"
-    first = load_plan(path, ("g1",), FIRST, FIRST)
-    assert load_plan(path, ("g1",), FIRST + 100, FIRST + 100) == first
+    first = load_plan(path, Groups(("g1",)), FIRST, FIRST)
+    assert load_plan(path, Groups(("g1",)), FIRST + 100, FIRST + 100) == first
 
 
 def test_two_clusters_have_different_tokens(tmp_path):
-    one, other = (load_plan(tmp_path / name, ("g1",), FIRST, FIRST) for name in "ab")
+    one, other = (load_plan(tmp_path / name, Groups(("g1",)), FIRST, FIRST) for name in "ab")
     assert one.token != other.token
 
 
 def test_a_kept_port_that_somebody_else_uses_is_named(tmp_path, busy_port):
     path = tmp_path / "plan.json"
-    load_plan(path, ("g1",), FIRST, FIRST)
+    load_plan(path, Groups(("g1",)), FIRST, FIRST)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"http_port": busy_port}))
     with pytest.raises(NotServed, match=f"port {busy_port} of this cluster is in use"):
-        load_plan(path, ("g1",), FIRST, FIRST)
+        load_plan(path, Groups(("g1",)), FIRST, FIRST)
 
 
 def test_settings_are_read_back_as_they_were_written(tmp_path):
