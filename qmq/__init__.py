@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from qmq.client.batching import Outcome, Receipt, Receipts
     from qmq.client.consumer import Consumer
+    from qmq.client.delaying import DelayOutcome
     from qmq.client.listener import Listener
     from qmq.client.producer import Producer
     from qmq.client.puller import Puller
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Consumer": "client.consumer",
+    "DelayOutcome": "client.delaying",
     "Listener": "client.listener",
     "MasterChanged": "client.session",
     "Message": "message",
@@ -66,6 +68,7 @@ __all__ = [
     "ClientClosed",
     "Consumer",
     "DeadLetter",
+    "DelayOutcome",
     "InvalidMessage",
     "InvalidName",
     "InvalidRequest",

@@ -6,15 +6,18 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
+from datetime import datetime, timedelta
 from functools import partial
 from threading import Lock
 from types import TracebackType
-from typing import Self, overload
+from typing import Self, TypedDict, overload
 
 from qmq.blocking import background as process
 from qmq.blocking.background import Background
 from qmq.client.batching import Done, Receipt, Receipts
+from qmq.client.delaying import Delay, DelayOutcome
 from qmq.client.producer import Producer as AsyncProducer
+from qmq.client.producer import read_delay
 from qmq.errors import ClientClosed, QueueFull
 from qmq.message import Message
 from qmq.outbox.table import DEFAULT_TABLE
@@ -66,50 +69,87 @@ class Producer:
         self.close()
 
     @overload
-    def send(self, message: Message) -> Receipt: ...
+    def send(
+        self, message: Message, *, delay: float | timedelta | None = None, at: datetime | None = None,
+        key: str | None = None,
+    ) -> Receipt: ...  # fmt: skip
 
     @overload
     def send(self, message: Message, *, session: object) -> Future[Receipt]: ...
 
-    def send(self, message: Message, *, session: object = None) -> Receipt | Future[Receipt]:
+    def send(
+        self, message: Message, *, session: object = None, delay: float | timedelta | None = None,
+        at: datetime | None = None, key: str | None = None,
+    ) -> Receipt | Future[Receipt]:  # fmt: skip
         """Send one message and wait for its receipt: see `qmq.Producer.send`."""
+        later = read_delay(delay, at, key, session)
         if session is not None:
             (receipt,) = self._session().stage([message], session)
             return receipt
         own = self._session()
-        return own.background.run(own.producer.send(message))
+        return own.background.run(own.producer.send(message, **_as_arguments(later)))
 
     @overload
-    def send_many(self, messages: Iterable[Message]) -> Receipts: ...
+    def send_many(
+        self, messages: Iterable[Message], *, delay: float | timedelta | None = None, at: datetime | None = None,
+        key: str | None = None,
+    ) -> Receipts: ...  # fmt: skip
 
     @overload
     def send_many(self, messages: Iterable[Message], *, session: object) -> list[Future[Receipt]]: ...
 
-    def send_many(self, messages: Iterable[Message], *, session: object = None) -> Receipts | list[Future[Receipt]]:
+    def send_many(
+        self, messages: Iterable[Message], *, session: object = None, delay: float | timedelta | None = None,
+        at: datetime | None = None, key: str | None = None,
+    ) -> Receipts | list[Future[Receipt]]:  # fmt: skip
         """Send messages and wait for all receipts, in the order of the messages: see `qmq.Producer.send_many`.
 
         The iterable is read in this thread, up to 10,000 messages or 16 MiB ahead.
         """
+        later = read_delay(delay, at, key, session)
         if session is not None:
             return self._session().stage(messages, session)
         own = self._session()
         receipts = Receipts()
         for chunk in _chunks(messages):
-            receipts.extend(own.background.run(own.producer.send_many(chunk)))
+            receipts.extend(own.background.run(own.producer.send_many(chunk, **_as_arguments(later))))
         return receipts
 
-    def send_nowait(self, message: Message, on_done: Done | None = None) -> Future[Receipt]:
+    def send_nowait(
+        self, message: Message, on_done: Done | None = None, *, delay: float | timedelta | None = None,
+        at: datetime | None = None, key: str | None = None,
+    ) -> Future[Receipt]:  # fmt: skip
         """Queue one message and return at once; the future brings its receipt, or the error of a message that can
         never be sent. It cannot be cancelled.
 
         Args:
             on_done: called with the receipt on the thread that does the work, which must not wait.
+            delay, at, key: see `qmq.Producer.send`.
 
         Raises:
             QueueFull: nothing was queued; send it again later.
+            InvalidRequest: the delay is none.
             ClientClosed: the producer is closed.
         """
-        return self._session().put(message, on_done)
+        return self._session().put(message, on_done, read_delay(delay, at, key))
+
+    def cancel(
+        self, receipt: Receipt | None = None, *, subject: str | None = None, id: str | None = None,
+        key: str | None = None,
+    ) -> DelayOutcome:  # fmt: skip
+        """Take a delayed message back: see `qmq.Producer.cancel`."""
+        own = self._session()
+        return own.background.run(own.producer.cancel(receipt, subject=subject, id=id, key=key))
+
+    def reschedule(
+        self, receipt: Receipt | None = None, *, subject: str | None = None, id: str | None = None,
+        key: str | None = None, delay: float | timedelta | None = None, at: datetime | None = None,
+    ) -> DelayOutcome:  # fmt: skip
+        """Let a delayed message come at another time: see `qmq.Producer.reschedule`."""
+        own = self._session()
+        return own.background.run(
+            own.producer.reschedule(receipt, subject=subject, id=id, key=key, delay=delay, at=at)
+        )  # fmt: skip
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until every message that `send_nowait` or a transaction took before has its outcome.
@@ -165,8 +205,8 @@ class _Session:
         background.run(self.producer.__aenter__())
         background.clients.add(owner)
 
-    def put(self, message: Message, on_done: Done | None) -> Future[Receipt]:
-        sent = _Sent(message, on_done)
+    def put(self, message: Message, on_done: Done | None, later: Delay | None) -> Future[Receipt]:
+        sent = _Sent(message, on_done, later)
         with self._lock:
             if len(self._under_way) >= self._messages_max or (
                 self._under_way and self._bytes + sent.size > self._bytes_max
@@ -192,7 +232,7 @@ class _Session:
                     return
                 sent = self._outbox.popleft()
             try:
-                self.producer.send_nowait(sent.message, partial(self._done, sent))
+                self.producer.send_nowait(sent.message, partial(self._done, sent), **_as_arguments(sent.later))
             except QueueFull:  # by its true size, or because of what other threads send
                 self._outbox.appendleft(sent)
                 self.background.call_later(AGAIN_S, self._empty)
@@ -234,10 +274,10 @@ class _Session:
 class _Sent:
     """One message of `send_nowait` on its way."""
 
-    __slots__ = ("message", "on_done", "future", "size")
+    __slots__ = ("message", "on_done", "later", "future", "size")
 
-    def __init__(self, message: Message, on_done: Done | None) -> None:
-        self.message, self.on_done = message, on_done
+    def __init__(self, message: Message, on_done: Done | None, later: Delay | None) -> None:
+        self.message, self.on_done, self.later = message, on_done, later
         self.size = _size(message)
         self.future: Future[Receipt] = _Receipt()
         self.future.set_running_or_notify_cancel()
@@ -261,6 +301,16 @@ class _Receipt(Future[Receipt]):
     def _check_process(self) -> None:
         if os.getpid() != self._pid and not self.done():
             raise ClientClosed("the message was sent by the process that this one was forked from")
+
+
+class _Arguments(TypedDict, total=False):
+    at: datetime
+    key: str | None
+
+
+def _as_arguments(later: Delay | None) -> _Arguments:
+    """Return what to send a message with: the moment is that of the call, however long it waits here."""
+    return {} if later is None else {"at": later.at, "key": later.key}
 
 
 def _size(message: Message) -> int:

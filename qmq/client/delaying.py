@@ -26,6 +26,10 @@ class Delay(NamedTuple):
     due_ms: int
     key: str | None
 
+    @property
+    def at(self) -> datetime:
+        return _EPOCH + self.due_ms * _MS
+
     def apply(self, data: bytes) -> bytes:
         """Put the key into an encoded message; raises InvalidMessage."""
         return data if self.key is None else with_properties(data, {DELAY_KEY: self.key})
@@ -122,7 +126,7 @@ def wanted(receipt: Receipt | None, subject: str | None, id: str | None, key: st
     return Wanted(subject, id or "", check_key(key) if key else "")
 
 
-_BEST = (DelayState.CANCELLED, DelayState.RESCHEDULED, DelayState.SENT, DelayState.UNKNOWN)
+_BEST = (DelayState.RESCHEDULED, DelayState.CANCELLED, DelayState.SENT, DelayState.UNKNOWN)
 """What one group did counts more than what another one does not know."""
 
 

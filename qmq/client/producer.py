@@ -9,22 +9,28 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable
+from datetime import datetime, timedelta
 from itertools import islice
 from types import TracebackType
 from typing import overload
 from urllib.parse import urlsplit
 
 from qmq.access import find_token
+from qmq.client import recalling
 from qmq.client.batching import Done, MessageIds, Outcome, Receipt, Receipts, unstored
+from qmq.client.delaying import Delay, DelayOutcome, delay_of, due_of_call, wanted
 from qmq.client.flights import Flights
-from qmq.client.many import CHUNK_MESSAGES, ManySend
+from qmq.client.many import CHUNK_MESSAGES, ManySend, encode
+from qmq.client.moves import Moves
 from qmq.client.queues import Backlog, SubjectQueue, Waiting
 from qmq.client.sender import Sender
-from qmq.codec import batch_encoder, label_of_message
+from qmq.client.senders import Senders
+from qmq.codec import label_of_message
 from qmq.errors import ClientClosed, InvalidRequest, QueueFull
 from qmq.message import Message
 from qmq.outbox.courier import Courier
 from qmq.outbox.table import DEFAULT_TABLE, table_name
+from qmq.types import GroupKind
 
 
 class Producer:
@@ -36,7 +42,8 @@ class Producer:
         token: API token; if it is not given: of the variable QMQ_TOKEN, or the file that QMQ_TOKEN_FILE names.
         timeout_s: how long a message may wait for an answer that tells its outcome, retries included.
         answer_timeout_s: a connection that owes an answer for longer is given up, and the batch repeated on a new one.
-        in_flight_max: produce requests in flight per broker group; what arrives meanwhile gathers to the next batch.
+        in_flight_max: produce requests in flight per subject and broker group; what arrives meanwhile gathers to the
+            next batch. Over all subjects a broker group has up to 64.
         queue_messages_max, queue_bytes_max: single messages of one subject that may wait; then `send` waits,
             `send_nowait` refuses. All subjects together may have an eighth more, in fair shares.
         outbox_table: the table in the databases of `session`s, "table" or "schema.table".
@@ -62,19 +69,15 @@ class Producer:
         self._outbox: Courier | None = None
         self._flights = Flights()
         self._ids = MessageIds(_id_prefix(metaserver))
-        self._open_sender: Sender | None = None
+        self._open_senders: Senders | None = None
         self._is_closing = False
 
     # Opening and closing.
 
     async def __aenter__(self) -> Producer:
-        if self._open_sender is not None or self._is_closing:
+        if self._open_senders is not None or self._is_closing:
             raise ClientClosed("a producer is opened once")
-        self._open_sender = Sender(
-            metaserver=self._metaserver, token=self._token, app=self._app, producer_id=self.id,
-            in_flight_max=self._in_flight_max, answer_timeout_s=self._answer_timeout_s, backlog=self._backlog,
-        )  # fmt: skip
-        self._open_sender.start()
+        self._open_senders = Senders(self._new_sender)
         self._outbox = Courier(
             self._send_all, table=self._outbox_table, id_prefix=_id_prefix(self._metaserver),
             messages_max=self._outbox_messages_max,
@@ -95,34 +98,41 @@ class Producer:
             ClientClosed: the producer is not open.
         """
         await self.outbox.drain()
-        sender, flights = self._sender, self._flights.depart()
+        senders, flights = self._senders, self._flights.depart()
         while any(flight.open for flight in flights):
-            await sender.wait()
+            await senders.wait()
 
     async def close(self) -> None:
         """Take nothing more, send what waits, wait for its outcome (no longer than `timeout_s`), and disconnect.
 
         Cancelled, it disconnects at once: then what has no outcome yet is refused, or unknown if it was sent.
         """
-        sender, self._is_closing = self._open_sender, True
-        if sender is None:
+        senders, self._is_closing = self._open_senders, True
+        if senders is None:
             return
         try:
             if self._outbox is not None:
                 await self._outbox.drain()
-            while not sender.is_idle:
-                await sender.wait()
+            while not senders.is_idle:
+                await senders.wait()
         finally:
             if self._outbox is not None:
                 self._outbox.stop()
-            self._open_sender = None
-            await sender.stop()
+            self._open_senders = None
+            await senders.stop()
+
+    def _new_sender(self, kind: GroupKind, moves: Moves) -> Sender:
+        return Sender(
+            metaserver=self._metaserver, token=self._token, app=self._app, producer_id=self.id,
+            in_flight_max=self._in_flight_max, answer_timeout_s=self._answer_timeout_s, backlog=self._backlog,
+            kind=kind, moves=moves,
+        )  # fmt: skip
 
     @property
-    def _sender(self) -> Sender:
-        if self._open_sender is None or self._is_closing:
+    def _senders(self) -> Senders:
+        if self._open_senders is None or self._is_closing:
             raise ClientClosed("the producer is not open")
-        return self._open_sender
+        return self._open_senders
 
     @property
     def outbox(self) -> Courier:
@@ -134,12 +144,18 @@ class Producer:
     # Sending.
 
     @overload
-    async def send(self, message: Message) -> Receipt: ...
+    async def send(
+        self, message: Message, *, delay: float | timedelta | None = None, at: datetime | None = None,
+        key: str | None = None,
+    ) -> Receipt: ...  # fmt: skip
 
     @overload
     async def send(self, message: Message, *, session: object) -> asyncio.Future[Receipt]: ...
 
-    async def send(self, message: Message, *, session: object = None) -> Receipt | asyncio.Future[Receipt]:
+    async def send(
+        self, message: Message, *, session: object = None, delay: float | timedelta | None = None,
+        at: datetime | None = None, key: str | None = None,
+    ) -> Receipt | asyncio.Future[Receipt]:  # fmt: skip
         """Send one message and wait for its receipt, which says stored, refused or unknown.
 
         Messages that are sent at the same time travel in one batch. When the queue is full, this waits.
@@ -147,22 +163,26 @@ class Producer:
         Args:
             session: a transaction of the application's database (docs/outbox.md). The message is written with it, and
                 sent after its commit. Returned is a future of the receipt then; nobody needs to wait for it.
+            delay, at: consumers get it so many seconds (or a timedelta) from now, or at a datetime with its time zone;
+                until then a delay server keeps it (docs/delay.md). "Stored" then says: there.
+            key: a word of the application's own, by which `cancel` and `reschedule` find a delayed message.
 
         Raises:
             InvalidName, InvalidMessage: it can never be sent as it is.
-            InvalidRequest: nobody knows such a session.
+            InvalidRequest: nobody knows such a session, or the delay is none.
             ClientClosed: the producer is not open.
         """
+        later = read_delay(delay, at, key, session)
         if session is not None:
             (receipt,) = await self.outbox.stage([message], session)
             return asyncio.wrap_future(receipt)
-        sender = self._sender
-        queue, data, label = self._encode(sender, message)
+        sender = self._senders.of(is_delayed=later is not None)
+        queue, data, label = self._encode(sender, message, later)
         deadline_ms = sender.now_ms() + self._timeout_ms
         if not self._backlog.has_room(queue, len(data)):
             room = await sender.room(message.subject, label, len(data), deadline_ms)
             if isinstance(room, QueueFull):
-                return unstored(Outcome.REFUSED, str(message.id), message.subject, "", room)
+                return _due(unstored(Outcome.REFUSED, str(message.id), message.subject, "", room), later)
             queue = room
         future: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
         flight = self._flights.board()
@@ -170,21 +190,30 @@ class Producer:
         def done(receipt: Receipt) -> None:
             flight.open -= 1
             if not future.done():  # whoever was cancelled need not hear of it
-                future.set_result(receipt)
+                future.set_result(_due(receipt, later))
 
-        self._sender.add(queue, Waiting(data, str(message.id), deadline_ms, done, label))
+        self._senders.of(is_delayed=later is not None).add(
+            queue, Waiting(data, str(message.id), deadline_ms, done, label)
+        )
         return await future
 
-    def send_nowait(self, message: Message, on_done: Done) -> None:
+    def send_nowait(
+        self, message: Message, on_done: Done, *, delay: float | timedelta | None = None, at: datetime | None = None,
+        key: str | None = None,
+    ) -> None:  # fmt: skip
         """Queue one message; `on_done(receipt)` is called on the event loop when its outcome is known.
+
+        Args:
+            delay, at, key: see `send`.
 
         Raises:
             QueueFull: nothing was queued; send it again later.
-            InvalidName, InvalidMessage: it can never be sent as it is.
+            InvalidName, InvalidMessage, InvalidRequest: it can never be sent as it is.
             ClientClosed: the producer is not open.
         """
-        sender = self._sender
-        queue, data, label = self._encode(sender, message)
+        later = read_delay(delay, at, key)
+        sender = self._senders.of(is_delayed=later is not None)
+        queue, data, label = self._encode(sender, message, later)
         if not self._backlog.has_room(queue, len(data)):
             raise self._backlog.full()
         loop, flight = asyncio.get_running_loop(), self._flights.board()
@@ -192,21 +221,25 @@ class Producer:
         def done(receipt: Receipt) -> None:
             flight.open -= 1
             try:
-                on_done(receipt)
+                on_done(_due(receipt, later))
             except Exception as error:  # it concerns this message alone, not the sender that calls it
                 loop.call_exception_handler({"message": "on_done of send_nowait failed", "exception": error})
 
         sender.add(queue, Waiting(data, str(message.id), sender.now_ms() + self._timeout_ms, done, label))
 
     @overload
-    async def send_many(self, messages: Iterable[Message]) -> Receipts: ...
+    async def send_many(
+        self, messages: Iterable[Message], *, delay: float | timedelta | None = None, at: datetime | None = None,
+        key: str | None = None,
+    ) -> Receipts: ...  # fmt: skip
 
     @overload
     async def send_many(self, messages: Iterable[Message], *, session: object) -> list[asyncio.Future[Receipt]]: ...
 
     async def send_many(
-        self, messages: Iterable[Message], *, session: object = None
-    ) -> Receipts | list[asyncio.Future[Receipt]]:
+        self, messages: Iterable[Message], *, session: object = None, delay: float | timedelta | None = None,
+        at: datetime | None = None, key: str | None = None,
+    ) -> Receipts | list[asyncio.Future[Receipt]]:  # fmt: skip
         """Send messages and wait for all receipts, which come in the order of the messages.
 
         The iterable is read as fast as brokers take messages; only a few batches of it are in memory at a time. A
@@ -215,37 +248,97 @@ class Producer:
 
         Args:
             session: see `send`. Then a message that can never be sent raises, and nothing is written.
+            delay, at, key: see `send`; of all these messages.
 
         Raises:
+            InvalidRequest: the delay is none.
             ClientClosed: the producer is not open.
         """
+        later = read_delay(delay, at, key, session)
         if session is not None:
             return [asyncio.wrap_future(receipt) for receipt in await self.outbox.stage(messages, session)]
         if self._is_closing:
             raise ClientClosed("the producer is not open")
-        return await self._send_all(messages)
+        return await self._send_all(messages, later)
 
-    async def _send_all(self, messages: Iterable[Message]) -> Receipts:
+    async def _send_all(self, messages: Iterable[Message], later: Delay | None = None) -> Receipts:
         """Also while the producer is closing: what is committed by then is sent."""
-        if (sender := self._open_sender) is None:
+        if (senders := self._open_senders) is None:
             raise ClientClosed("the producer is not open")
-        many = ManySend(sender, self._ids, self._timeout_ms, self._flights.board)
+        sender = senders.of(is_delayed=later is not None)
+        many = ManySend(sender, self._ids, self._timeout_ms, self._flights.board, later)
         iterator = iter(messages)
         while chunk := list(islice(iterator, CHUNK_MESSAGES)):
             await many.send(chunk)
         await many.all_resolved()
         return many.receipts
 
-    def _encode(self, sender: Sender, message: Message) -> tuple[SubjectQueue, bytes, int]:
+    # Taking back.
+
+    async def cancel(
+        self, receipt: Receipt | None = None, *, subject: str | None = None, id: str | None = None,
+        key: str | None = None,
+    ) -> DelayOutcome:  # fmt: skip
+        """Take a delayed message back: by its receipt, by subject and id, or by subject and key.
+
+        Of a key, all messages that wait are taken back. By id or key, all delay groups are asked; by receipt, one.
+
+        Returns:
+            `CANCELLED`: nobody gets it. `SENT`: too late. `UNKNOWN`: there is no such message. Each is true when it
+            is said, and stays so.
+
+        Raises:
+            NotServed: a delay group that may have it did not answer within `timeout_s`; ask again.
+            InvalidRequest: the arguments name no message, or one that was not delayed.
+            ClientClosed: the producer is not open.
+        """
+        one, sender = wanted(receipt, subject, id, key), self._senders.of(is_delayed=True)
+        return await recalling.cancel(
+            sender, one, timeout_ms=self._timeout_ms, answer_timeout_s=self._answer_timeout_s
+        )  # fmt: skip
+
+    async def reschedule(
+        self, receipt: Receipt | None = None, *, subject: str | None = None, id: str | None = None,
+        key: str | None = None, delay: float | timedelta | None = None, at: datetime | None = None,
+    ) -> DelayOutcome:  # fmt: skip
+        """Let a delayed message come at another time, earlier or later: `delay` from now, or `at`.
+
+        Returns:
+            `RESCHEDULED`, `SENT` (too late), `CANCELLED` (before) or `UNKNOWN`.
+
+        Raises: see `cancel`; CallError also if the time is none that a delay server takes.
+        """
+        one, due_ms = wanted(receipt, subject, id, key), due_of_call(delay, at, now_ms=_now_ms())
+        sender = self._senders.of(is_delayed=True)
+        return await recalling.reschedule(
+            sender, one, due_ms, timeout_ms=self._timeout_ms, answer_timeout_s=self._answer_timeout_s
+        )  # fmt: skip
+
+    def _encode(self, sender: Sender, message: Message, later: Delay | None) -> tuple[SubjectQueue, bytes, int]:
         """Return where a message waits, its bytes and its label; sets its id."""
         queue = sender.queue(message.subject)
         if message.id is None:
             message.id = next(self._ids)
-        data = batch_encoder(message.subject, _now_ms())(message)
+        data = encode(message, _now_ms(), later)
         if not message.tags and message.order_key is None:
             return queue, data, 0
         label = label_of_message(message)
         return sender.queue(message.subject, label), data, label
+
+
+def read_delay(
+    delay: float | timedelta | None, at: datetime | None, key: str | None, session: object = None
+) -> Delay | None:  # fmt: skip
+    """Read what a call says about delay, as of now; None if nothing. Raises InvalidRequest."""
+    if delay is None and at is None and key is None:
+        return None
+    if session is not None:
+        raise InvalidRequest("a message of a session is sent when its transaction is committed: it takes no delay")
+    return delay_of(delay, at, key, now_ms=_now_ms())
+
+
+def _due(receipt: Receipt, later: Delay | None) -> Receipt:
+    return receipt if later is None else receipt._replace(due_ms=later.due_ms)
 
 
 def _now_ms() -> int:

@@ -7,7 +7,7 @@ from functools import partial
 
 from qmq.client.holding import OPEN, SETTLED, HeldPiece
 from qmq.client.retrying import DIGITS_MAX, Refused, refused, refused_for_good
-from qmq.codec import decode_envelope, decode_properties, properties_begin
+from qmq.codec import decode_envelope, decode_properties, due_of, properties_begin
 from qmq.message import ORDER_KEY, RETRIES_MAX, Message
 
 
@@ -55,6 +55,11 @@ class ReceivedMessage(Message):
     def pull_sequence(self) -> int:
         """Its number among those handed to this consumer out of `source` by `broker_group`."""
         return self._piece.begin + self._at
+
+    @property
+    def due_ms(self) -> int | None:
+        """When it was due, in ms since 1970 UTC, if it was sent with a delay; raises InvalidMessage."""
+        return due_of(self._data)
 
     @property
     def is_dropped(self) -> bool:

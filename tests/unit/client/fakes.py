@@ -15,7 +15,7 @@ from zlib import crc32
 import grpc
 import grpc.aio
 
-from qmq.codec import check_batch, decode_labels, join_batch, labels_bytes, split_batch
+from qmq.codec import check_batch, decode_labels, decode_message, join_batch, labels_bytes, split_batch
 from qmq.errors import (
     AccessError,
     InvalidAck,
@@ -26,13 +26,14 @@ from qmq.errors import (
     UnknownSubscription,
 )
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
-from qmq.message import ORDER_KEY
+from qmq.message import DELAY_KEY, ORDER_KEY
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server
 from qmq.remoting import commands
-from qmq.remoting.commands import Command, Verdict
+from qmq.remoting.commands import Command, DelayState, Verdict
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
+from qmq.types import GroupKind
 
 TOKEN = "secret"
 
@@ -372,11 +373,61 @@ class FakeBroker:
         self.refuse_with = NotMaster("this broker is not the master")
 
 
+class FakeDelayServer(FakeBroker):
+    """Master of one delay group: keeps messages, sends none; a test says which count as sent."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.sent: set[str] = set()
+        self.cancelled: set[str] = set()
+        self.asked: list[commands.Cancel | commands.Reschedule] = []
+        self.refuse_recall_with: QmqError | None = None
+        self.is_silent = False
+
+    def packet_received(self, connection: Connection, packet: Packet) -> None:
+        if packet.code not in (Command.CANCEL, Command.RESCHEDULE):
+            super().packet_received(connection, packet)
+            return
+        answer = self._cancel(packet) if packet.code == Command.CANCEL else self._reschedule(packet)
+        if self.loses_answer_to == packet.code:
+            self.loses_answer_to = None
+            self.cut()
+        elif self.refuse_recall_with is not None:
+            connection.refuse(packet, self.refuse_recall_with)
+        elif not self.is_silent:
+            connection.answer(packet, answer)
+
+    def _cancel(self, packet: Packet) -> bytes:
+        cancel = commands.decode_cancel(packet.body)
+        self.asked.append(cancel)
+        ids = [self._recall(cancel.subject, id, "", DelayState.CANCELLED) for id in cancel.ids]
+        keys = [self._recall(cancel.subject, "", key, DelayState.CANCELLED) for key in cancel.keys]
+        return commands.encode_cancelled(commands.Cancelled(ids, keys))
+
+    def _reschedule(self, packet: Packet) -> bytes:
+        reschedule = commands.decode_reschedule(packet.body)
+        self.asked.append(reschedule)
+        state = self._recall(reschedule.subject, reschedule.id, reschedule.key, DelayState.RESCHEDULED)
+        return commands.encode_rescheduled(state)
+
+    def _recall(self, subject: str, id: str, key: str, done: DelayState) -> DelayState:
+        messages = [decode_message(data) for data in self.subjects[subject]]
+        found = {str(one.id) for one in messages if one.id == id or (key and one.get(DELAY_KEY) == key)}
+        if not found:
+            return DelayState.UNKNOWN
+        if found <= self.sent:
+            return DelayState.SENT
+        if done is DelayState.CANCELLED:
+            self.cancelled |= found - self.sent
+        return done
+
+
 class FakeMetaserver(MetaserverServicer):
     """Serves routes; `set_group` changes them and tells every watch, but of what differs from what it holds."""
 
     def __init__(self) -> None:
         self.groups: dict[str, tuple[int, bool, int]] = {}  # port, writable, term
+        self.delay_groups: dict[str, tuple[int, bool, int]] = {}
         self.refuse: dict[str, str] = {}  # subject -> why
         self.requests: list[pb.RouteRequest] = []
         self.polls: list[dict[str, list[str]]] = []
@@ -446,7 +497,8 @@ class FakeMetaserver(MetaserverServicer):
             words = parse_qs(url.query)
             self.polls.append(words)
             held = {subject: int(version, 16) for subject, version in (w.split(":") for w in words.get("held", []))}
-            known = map(self.route, words["subject"])
+            kind = GroupKind[words.get("kind", ["NORMAL"])[0]]
+            known = (self.route(subject, kind) for subject in words["subject"])
             routes = [route for route in known if route.version != held.get(route.subject)]
             body = json.dumps({"routes": [as_json(route) for route in routes]}).encode()
             if f"x-api-token: {TOKEN}\r\n".encode() not in head.lower():
@@ -462,12 +514,13 @@ class FakeMetaserver(MetaserverServicer):
         event = asyncio.Event()
         self._changed.add(event)
         sent: dict[str, int] = {}
-        asked = 0
+        kind, asked = GroupKind.NORMAL, 0
 
         async def listen() -> None:
-            nonlocal asked
+            nonlocal asked, kind
             async for request in requests:
                 self.requests.append(request)
+                kind = GroupKind(request.kind or GroupKind.NORMAL)
                 for subject in request.subjects:
                     sent[subject] = request.held.get(subject, sent.get(subject, 0))
                 asked += bool(request.subjects)
@@ -480,7 +533,8 @@ class FakeMetaserver(MetaserverServicer):
             while True:
                 await event.wait()
                 event.clear()
-                routes = [route for subject in sorted(sent) if (route := self.route(subject)).version != sent[subject]]
+                routes = [self.route(subject, kind) for subject in sorted(sent)]
+                routes = [route for route in routes if route.version != sent[route.subject]]
                 if routes or asked > answered:
                     answered = asked
                     sent.update({route.subject: route.version for route in routes})
@@ -490,7 +544,8 @@ class FakeMetaserver(MetaserverServicer):
             self._changed.discard(event)
             task.cancel()
 
-    def route(self, subject: str) -> pb.SubjectRoute:
+    def route(self, subject: str, kind: GroupKind = GroupKind.NORMAL) -> pb.SubjectRoute:
+        groups = self.delay_groups if kind is GroupKind.DELAY else self.groups
         route = pb.SubjectRoute(subject=subject, refused=self.refuse.get(subject, ""))
         if not route.refused:
             route.groups.extend(
@@ -500,7 +555,7 @@ class FakeMetaserver(MetaserverServicer):
                     writable=writable,
                     term=term,
                 )
-                for name, (port, writable, term) in self.groups.items()
+                for name, (port, writable, term) in groups.items()
             )
         route.version = crc32(route.SerializeToString(deterministic=True))
         return route
@@ -535,3 +590,19 @@ async def cluster(*names: str) -> AsyncIterator[tuple[FakeMetaserver, list[FakeB
         for broker in brokers:
             await broker.stop()
         await metaserver.stop()
+
+
+@asynccontextmanager
+async def delay_cluster(*names: str) -> AsyncIterator[tuple[FakeMetaserver, FakeBroker, list[FakeDelayServer]]]:
+    """Run a metaserver, one broker, and one delay server per name."""
+    async with cluster("g1") as (metaserver, [broker]):
+        servers = [FakeDelayServer(name) for name in names]
+        try:
+            for server in servers:
+                await server.start()
+                metaserver.delay_groups[server.name] = server.port, True, 1
+            metaserver.tell()
+            yield metaserver, broker, servers
+        finally:
+            for server in servers:
+                await server.stop()

@@ -287,7 +287,7 @@ def test_answers_of_a_group_that_is_overloaded_do_not_open_its_breaker():
             broker.refuse_with = Overloaded("full")
             sending = asyncio.create_task(producer.send(Message("a")))
             await until(lambda: len(broker.attempts) >= 3)
-            assert producer._sender._groups["g1"].breaker._failures == 0
+            assert producer._senders.of(is_delayed=False)._groups["g1"].breaker._failures == 0
             broker.refuse_with = None
             assert (await sending).is_stored
 
@@ -301,7 +301,7 @@ def test_a_group_that_answers_nothing_is_given_up_and_the_others_take_what_comes
         async with cluster("g1") as (metaserver, [silent]):
             async with producer_of(metaserver, timeout_s=3.0, answer_timeout_s=0.1, in_flight_max=64) as producer:
                 await producer.send(Message("a", {"n": "connected"}))
-                breaker = producer._sender._groups["g1"].breaker
+                breaker = producer._senders.of(is_delayed=False)._groups["g1"].breaker
                 Hold(silent)
                 sends = []
                 for message in numbered(60):
@@ -331,7 +331,7 @@ def test_a_new_master_gets_a_new_breaker():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
             await producer.send(Message("a"))
-            group = producer._sender._groups["g1"]
+            group = producer._senders.of(is_delayed=False)._groups["g1"]
             breaker = group.breaker
             metaserver.set_group(broker, writable=False)
             metaserver.set_group(broker, writable=True)
