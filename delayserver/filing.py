@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from delayserver.schedule import DamagedSchedule, Filed, Schedule
-from delayserver.schedule.flush import Flush
+from delayserver.schedule import DamagedSchedule, Filed, Flush, Schedule
 from qmq.errors import CorruptFrame, LogError
 from qmq.log import MessageLog
 from qmq.log.segments import Chunk
@@ -22,8 +21,6 @@ log = logging.getLogger(__name__)
 TURN_BYTES = 1 << 20
 """Frames filed at a time: about 10 ms in which nobody else is served."""
 READ_BYTES = 4 << 20
-REMOVE_MS = 10_000
-"""How often segments are looked for that are over."""
 
 
 class Filing:
@@ -45,7 +42,8 @@ class Filing:
         self.anew: Callable[[], None] | None = None
         """Called when the schedule is another one, which begins to follow."""
         self.is_reading = self._is_flushing = False
-        self._remove_ms = 0
+        self._why_anew = ""
+        """Why the schedule is to be made anew as soon as nothing is written."""
 
     def reaches(self, end: int) -> bool:
         """Return whether all frames before `end` are filed."""
@@ -54,7 +52,7 @@ class Filing:
     def go_on(self, end: int) -> None:
         """File frames before `end`, as many as one turn allows; call again while `reaches` says no."""
         message_log, schedule = self._log, self.schedule
-        if self.is_reading or schedule.filed_end == end or message_log.damage is not None:
+        if self.is_reading or self._why_anew or schedule.filed_end == end or message_log.damage is not None:
             return
         if not message_log.start <= schedule.filed_end <= message_log.end or not self._is_our_history():
             self.start_anew(f"it had {schedule.filed_end}, the log begins at {message_log.start}")
@@ -72,8 +70,12 @@ class Filing:
         return filed_end == self._log.start or self._log.chain_is(filed_end, self.schedule.filed_chain)
 
     def start_anew(self, why: str) -> None:
-        """Make the schedule from the log, from its first frame on."""
+        """Make the schedule from the log, from its first frame on, once nobody writes into its files."""
+        if self._is_flushing:
+            self._why_anew = why
+            return
         log.warning("schedule is made anew from the log: %s", why)
+        self._why_anew = ""
         self._discard()
         self.schedule = self._make(self._log.start)
         if self.anew is not None:
@@ -105,28 +107,22 @@ class Filing:
         self._host.read(lambda: message_log.read(begin, end, READ_BYTES), done)
 
     def keep(self, now_ms: int) -> None:
-        """Write down what was filed, now and then, and delete what is over."""
+        """Write down what was filed, now and then."""
         if self._is_flushing:
             return
         schedule = self.schedule
         if (flush := schedule.take_flush(now_ms)) is not None:
             self._is_flushing = True
             self._host.read(flush.perform, lambda result: self._flushed(schedule, flush, result))
-        elif now_ms >= self._remove_ms and (job := schedule.remove_old(now_ms)) is not None:
-            self._is_flushing, self._remove_ms = True, now_ms + REMOVE_MS
-            self._host.read(job, lambda _: self._removed())
 
     def _flushed(self, schedule: Schedule, flush: Flush, result: object) -> None:
         self._is_flushing = False
-        if isinstance(result, DamagedSchedule):
-            self.start_anew(str(result))
+        if isinstance(result, DamagedSchedule) or self._why_anew:
+            self.start_anew(self._why_anew or str(result))
         elif isinstance(result, LogError):
             raise result  # the disk failed
         elif schedule is self.schedule:
             schedule.flushed(flush)
-
-    def _removed(self) -> None:
-        self._is_flushing = False
 
     def stop(self, now_ms: int) -> None:
         """Write down everything that was filed, so that a restart need not file it again. Blocks."""

@@ -23,9 +23,6 @@ from qmq.replication.identity import IdentityFile
 from qmq.replication.node import Node
 from tests.unit.broker.world import Broker, Client, FakeHost, Group
 
-if not hasattr(Schedule, "remove_old"):
-    Schedule.remove_old = lambda self, now_ms: None
-
 SETTINGS = DelaySettings(
     hostname="d", data=Path("unused"), token="secret", segment_bytes=1 << 16, tail_bytes=1 << 20, slave_wait_ms=5_000,
     message_bytes_max=1024, packet_bytes_max=1 << 20, window_bytes=1 << 20, segment_minutes=60, load_ahead_minutes=10,
