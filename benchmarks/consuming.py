@@ -8,6 +8,8 @@ from benchmarks.speed import WARM_MESSAGES, Meter, Speed
 
 CROWD_PER_S = 20
 """Messages; each goes to every group."""
+SETTLE_S = 5
+"""How long a new listener of many subjects is fed before its latencies count."""
 RARE = 100
 """One message in so many has the tag that is asked for."""
 
@@ -27,11 +29,15 @@ class Consuming:
             prefix = speed.subject()
             with speed.worker("producer") as producer, speed.worker("listener") as listener:
                 producer.run("pace_subjects", prefix=prefix, subjects=count, messages=count, per_second=count)
+                before = count * (1 + SETTLE_S)
                 listener.begin(
-                    "latency_subjects", prefix=prefix, subjects=count, group="g", messages=2 * count + messages,
-                    skipped=2 * count,
+                    "latency_subjects", prefix=prefix, subjects=count, group="g", messages=before + messages,
+                    skipped=before,
                 )  # fmt: skip
-                producer.run("pace_subjects", prefix=prefix, subjects=count, messages=count, per_second=count)
+                # While it subscribes a thousand times, and takes what waited for that, it is no steady state yet.
+                producer.run(
+                    "pace_subjects", prefix=prefix, subjects=count, messages=count * SETTLE_S, per_second=count
+                )
                 clock = Clock(speed.pids(producer=producer, listener=listener))
                 producer.run("pace_subjects", prefix=prefix, subjects=count, messages=messages, per_second=count)
                 measured = listener.end()

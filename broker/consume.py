@@ -24,6 +24,8 @@ from qmq.subjects import check_name, check_subject
 PULLS_IN_FLIGHT_MAX = 64
 """Per subscription; more are refused, so that one consumer cannot fill the broker's memory."""
 
+LOOKS_WITHIN_MS = 30_000
+"""A subscription that ended is remembered no longer than this, however long its pulls were to wait."""
 LOOKING_MS = 1_000
 """How much longer a pull waits while the broker looks for messages that its consumer asks for."""
 
@@ -52,6 +54,8 @@ class Subscription:
     in_flight: int = 0
     owed: deque[Callable[[], bool]] = field(default_factory=deque)
     """Answers under way, oldest first; each sends itself once it can, and says whether it did."""
+    noted_ms: int | None = None
+    """When somebody looks which of its pulls have waited long enough."""
     over: InvalidAck | None = None
     """Why nothing that was handed out before counts any more: its group was moved, or its consumer's lease ended."""
 
@@ -78,6 +82,8 @@ class Consumption:
         self._by_consumer: dict[tuple[str, str, str], Subscription] = {}
         self._waiting: dict[str, dict[str, dict[Subscription, None]]] = {}
         """Subject -> group -> those with pulls that wait, the one served longest ago first."""
+        self._deadlines: list[tuple[int, int, Subscription]] = []
+        """Heap of (ms, id, subscription), one for each that waits: a thousand subjects must cost a tick nothing."""
         self.skipped: dict[tuple[str, str], int] = {}
         """(subject, consumer group) -> messages that retention took before the group acked them."""
         self._due: list[tuple[int, str]] = []
@@ -203,11 +209,17 @@ class Consumption:
 
     # Pulls that wait.
 
-    def wait(self, subscription: Subscription, waiting: WaitingPull) -> None:
+    def wait(self, subscription: Subscription, waiting: WaitingPull, now_ms: int) -> None:
         if len(subscription.waiting) + subscription.in_flight >= PULLS_IN_FLIGHT_MAX:
             raise Overloaded(f"more than {PULLS_IN_FLIGHT_MAX} pulls of one subscription at a time")
         subscription.waiting.append(waiting)
         self._waiting.setdefault(subscription.subject, {}).setdefault(subscription.group, {})[subscription] = None
+        if subscription.noted_ms is None or waiting.deadline_ms < subscription.noted_ms:
+            self._look_at(subscription, waiting.deadline_ms, now_ms)
+
+    def _look_at(self, subscription: Subscription, deadline_ms: int, now_ms: int) -> None:
+        subscription.noted_ms = min(deadline_ms, now_ms + LOOKS_WITHIN_MS)
+        heappush(self._deadlines, (subscription.noted_ms, subscription.id, subscription))
 
     def _stop_waiting(self, subscription: Subscription) -> None:
         subscription.waiting.clear()
@@ -258,14 +270,19 @@ class Consumption:
         Those for which the broker `is_looking` get a little more: there may be messages, and a pull that does not wait
         would never see them.
         """
-        over = []
-        for subscription in self.all_waiting():
-            late = [waiting for waiting in subscription.waiting if waiting.deadline_ms <= now_ms]
-            if late and is_looking(subscription):
-                late = [waiting for waiting in late if waiting.deadline_ms <= now_ms - LOOKING_MS]
-            for waiting in late:
+        over: list[WaitingPull] = []
+        while self._deadlines and self._deadlines[0][0] <= now_ms:
+            noted_ms, _, subscription = heappop(self._deadlines)
+            if noted_ms != subscription.noted_ms:
+                continue  # a pull with an earlier deadline came, and was noted too
+            subscription.noted_ms = None
+            late_ms = now_ms - (LOOKING_MS if is_looking(subscription) else 0)
+            for waiting in [waiting for waiting in subscription.waiting if waiting.deadline_ms <= late_ms]:
                 self.give_up(subscription, waiting)
-            over += late
+                over.append(waiting)
+            if subscription.waiting:
+                soonest_ms = min(waiting.deadline_ms for waiting in subscription.waiting)
+                self._look_at(subscription, max(soonest_ms, now_ms + 1), now_ms)
         return over
 
     # Returned messages.

@@ -108,7 +108,7 @@ class Delivery:
         now_ms = reign.host.monotonic_ms()
         subscription = self.consumption.find(link, pull.subscription, now_ms)
         waiting = WaitingPull(link, packet, pull, now_ms + pull.timeout_ms)
-        self.consumption.wait(subscription, waiting)
+        self.consumption.wait(subscription, waiting, now_ms)
         self._offer(subscription)
 
     def ack(self, link: Link, packet: Packet) -> None:

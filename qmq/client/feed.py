@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -31,8 +32,9 @@ SWEEP_S = 1.0
 but after a crash, what was not acked comes again."""
 REQUESTS_IN_FLIGHT = 4
 """Acks, and nacks, that wait for their answer."""
-PULL_TIMEOUT_MS = 10_000
-"""How long a broker holds a pull while there is nothing. Only a bound: it answers as soon as there is."""
+PULL_TIMEOUT_MS = 10_000, 30_000
+"""How long a broker holds a pull while there is nothing, each pull a time of its own. Only a bound: it answers as soon
+as there is. Pulls of a thousand subjects that ended in the same moment held up all messages for a tenth of a second."""
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 2.0
 MANY_TIMES = 5
 """Somebody should look at what was handed over more often than this."""
@@ -225,7 +227,7 @@ class Feed:
                 return
             self._pulls += 1
             self._asked += wanted
-            pull = Pull(self._subscription, wanted, size, PULL_TIMEOUT_MS)
+            pull = Pull(self._subscription, wanted, size, random.randint(*PULL_TIMEOUT_MS))
             self._request(Command.PULL, commands.encode_pull(pull), partial(self._pulled, wanted))
 
     def _has_room(self, messages: int, size: int) -> bool:

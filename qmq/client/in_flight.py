@@ -28,6 +28,8 @@ class GroupBatches:
 
     def __init__(self, in_flight_max: int) -> None:
         self._in_flight_max = in_flight_max
+        self._of_subject: dict[str, int] = {}
+        """Unresolved batches of each subject."""
         self._next_number = 1
         self._unresolved: dict[int, Batch] = {}  # ascending, because numbers are given in order
         self._in_flight: set[int] = set()
@@ -49,9 +51,16 @@ class GroupBatches:
     def unresolved(self) -> list[Batch]:
         return list(self._unresolved.values())
 
-    def room_bytes(self) -> int:
-        """Return how large the body of a new batch may be now; 0 if no batch can be taken."""
-        if len(self._unresolved) >= self._in_flight_max or self.has_repeats:
+    def room_bytes(self, subject: str | None = None) -> int:
+        """Return how large the body of a new batch may be now; 0 if no batch can be taken, of this or any subject.
+
+        What waits for room gathers to larger batches, but only within its subject. So each subject has its own limit:
+        a thousand subjects of one message per second, 16 of them under way, would wait for each other for a second as
+        soon as an answer takes 20 ms.
+        """
+        if self.has_repeats:
+            return 0
+        if subject is not None and self._of_subject.get(subject, 0) >= self._in_flight_max:
             return 0
         if self._unresolved and self._next_number - next(iter(self._unresolved)) >= NUMBERS_SPAN_MAX:
             return 0
@@ -69,6 +78,7 @@ class GroupBatches:
         batch.number = self._next_number
         self._next_number += 1
         self._unresolved[batch.number] = batch
+        self._of_subject[batch.subject] = self._of_subject.get(batch.subject, 0) + 1
         self._sent(batch)
 
     def _sent(self, batch: Batch) -> None:
@@ -94,7 +104,10 @@ class GroupBatches:
     def release(self, batch: Batch) -> None:
         """The batch is resolved or goes to another group; its number is used up."""
         self.returned(batch)
-        self._unresolved.pop(batch.number, None)
+        if self._unresolved.pop(batch.number, None) is not None:
+            left = self._of_subject.pop(batch.subject) - 1
+            if left:
+                self._of_subject[batch.subject] = left
 
     def connection_lost(self) -> None:
         """Nobody will answer what is in flight: each of these may be stored or not."""

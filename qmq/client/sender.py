@@ -281,7 +281,7 @@ class Sender:
             group = self._groups.get(name)
             if group is None or not group.can_send or queue.group not in (None, name):
                 return None
-            room = group.batches.room_bytes()
+            room = group.batches.room_bytes(queue.subject)
             if not room or size > room and not group.batches.never_fits(size) or not group.breaker.allows(now_ms):
                 return None
             return group.batches.load

@@ -9,6 +9,7 @@ import pytest
 import broker.delivery
 from broker.turns import OWED_BYTES_MAX, TURN_BYTES, Turns
 from qmq.errors import ErrorCode
+from qmq.remoting.commands import Command
 from tests.unit.broker.test_produce import a_group
 from tests.unit.broker.world import Client
 
@@ -105,6 +106,33 @@ def test_pull_that_nobody_waits_for_any_more_gets_no_message():
     group.settle()
     assert late.code(overdue) == ErrorCode.NO_MESSAGE
     assert [id for *_, id in late.pulled(patient)] == ["m"]
+
+
+def test_pulls_end_in_their_own_time_whatever_order_they_came_in():
+    group, _ = a_group()
+    one, other = consumers(group, 2)
+    pulls = [(one, 400_000), (one, 300), (other, 200), (one, 100), (other, 40_000), (other, 100)]
+    opaques = [(consumer, consumer.pull(timeout_ms=timeout_ms), timeout_ms) for consumer, timeout_ms in pulls]
+    waited = 0
+    for until in (99, 100, 199, 200, 299, 300, 29_000, 39_999, 40_000, 399_999, 400_000):
+        for step in range(waited + 1_000, until, 1_000):
+            wait(group, step - waited, one, other)
+            waited = step
+        wait(group, until - waited, one, other)
+        waited = until
+        for consumer, opaque, timeout_ms in opaques:
+            assert consumer.answered(opaque) == (timeout_ms <= until), (timeout_ms, until)
+    again = one.pull(timeout_ms=50)
+    wait(group, 50, one)
+    assert one.answered(again)
+
+
+def wait(group, ms, *alive):
+    group.a.host.clock_ms += ms
+    for consumer in alive:
+        consumer.send(Command.HEARTBEAT, b"")
+    group.a.node.tick()
+    group.settle()
 
 
 def test_connection_that_reads_nothing_is_owed_so_much_and_no_more():

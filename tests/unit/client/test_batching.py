@@ -38,9 +38,9 @@ from qmq.message import Message
 from qmq.remoting.commands import Produced
 
 
-def batch_of(count: int = 1, size: int = 10, deadline_ms: int = 1000) -> Batch:
+def batch_of(count: int = 1, size: int = 10, deadline_ms: int = 1000, subject: str = "a") -> Batch:
     ids = [f"id{number}" for number in range(count)]
-    return Batch("a", ids, [join_batch([b"x" * size] * count)], deadline_ms, lambda _: None)
+    return Batch(subject, ids, [join_batch([b"x" * size] * count)], deadline_ms, lambda _: None)
 
 
 @pytest.mark.parametrize(

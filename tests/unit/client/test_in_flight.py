@@ -73,3 +73,21 @@ def test_an_unresolved_batch_stops_new_numbers_before_the_group_forgets_it():
     assert group.room_bytes() == 0, "number 65 would make the group forget number 1"
     group.release(stuck)
     assert group.room_bytes() > 0
+
+
+def test_a_subject_has_its_share_in_flight_whatever_others_have():
+    group = GroupBatches(in_flight_max=2)
+    busy = [batch_of(subject="busy") for _ in range(2)]
+    for batch in busy:
+        group.admit(batch)
+    assert not group.room_bytes("busy"), "what waits gathers to the next batch"
+    others = [batch_of(subject=f"s{number}") for number in range(NUMBERS_SPAN_MAX - 2)]
+    for batch in others:
+        assert group.room_bytes(batch.subject) > 0
+        group.admit(batch)
+    assert not group.room_bytes(), "the group remembers no more"
+    group.release(busy[0])
+    group.release(busy[0])
+    assert group.room_bytes("busy") > 0
+    group.admit(batch_of(subject="busy"))
+    assert not group.room_bytes("busy")
