@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test lint types format bench bench-metaserver simulate chaos history proto lock clean
+.PHONY: help venv run stop demo test lint types format bench bench-metaserver bench-delay simulate chaos history proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -42,6 +42,9 @@ bench: $(STAMP) ## speed: a table and .run/bench.json; ONLY=produce_1k,… QUICK
 
 bench-metaserver: $(STAMP) ## 100,000 subjects, 2,000 groups, 20,000 clients on one metaserver; .run/bench-metaserver.json QUICK=1
 	@exec $(PY) -m benchmarks.metaserver $(if $(QUICK),--quick)
+
+bench-delay: $(STAMP) ## a delay group: intake, lateness, memory, restart, loading; .run/bench-delay.json QUICK=1
+	@exec $(PY) -m benchmarks.delay $(if $(QUICK),--quick)
 
 simulate: $(STAMP) ## crashes, partitions and disk faults for SEEDS seeds (default 2000)
 	@$(PY) -m tests.simulation --seeds "$(or $(SEEDS),2000)"

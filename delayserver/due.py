@@ -7,11 +7,9 @@ import struct
 import numpy as np
 import numpy.typing as npt
 
-from qmq.codec import BatchCheck, Buffer
+from qmq.codec import DUE_AT, FLAG_DELAYED, BatchCheck, Buffer
 from qmq.server.limits import check_messages
 
-FLAG_DELAYED = 2
-DUE_AT = 9
 _DUE = struct.Struct(">q")
 DAY_MS = 86_400_000
 

@@ -44,6 +44,8 @@ from qmq.errors import InvalidMessage, InvalidRequest
 from qmq.message import ORDER_KEY, RESERVED, RETRIES_MAX, Message, text_of
 
 FLAG_DELAYED, FLAG_TAGS = 2, 4
+DUE_AT = 9
+"""Where a delayed message says when it is due."""
 TAGS_MAX = 10
 ID_BYTES_MAX = 100
 VALUE_BYTES_MAX = 32_767
