@@ -35,7 +35,7 @@ class Kind(Enum):
     PATH = "PATH"
     """A file to write."""
     MOMENT = "TIME"
-    """`2026-01-31`, `2026-01-31T12:00:00Z` or `90m` ago; sent as milliseconds since 1970."""
+    """`2026-01-31`, `2026-01-31T12:00:00Z`, `90m` ago or `+90m` from now; sent as milliseconds since 1970."""
     START = "latest|earliest|TIME"
     """A moment, or one of the two words."""
 

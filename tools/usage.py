@@ -26,7 +26,7 @@ exit status:
   3  the metaserver, or what it needs, does not answer: nothing was changed
   4  outcome unknown: it was done or not; it says which command tells"""
 _EXAMPLE_METASERVER = "--metaserver=127.0.0.1:8080"
-_AGO = re.compile(r"(\d{1,6})([smhd])", re.ASCII)
+_AWAY = re.compile(r"(\+?)(\d{1,6})([smhd])", re.ASCII)
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -214,9 +214,10 @@ def _flag(text: str) -> str:
 
 
 def _moment(text: str, *, now_ms: int) -> str:
-    """Milliseconds since 1970 of a date, a time or a while ago; a plain number stays."""
-    if ago := _AGO.fullmatch(text):
-        return str(now_ms - int(ago[1]) * _UNIT_S[ago[2]] * 1000)
+    """Milliseconds since 1970 of a date, a time, a while ago or, with a plus, from now; a plain number stays."""
+    if away := _AWAY.fullmatch(text):
+        away_ms = int(away[2]) * _UNIT_S[away[3]] * 1000
+        return str(now_ms + away_ms if away[1] else now_ms - away_ms)
     if text.isascii() and text.isdigit() and len(text) <= 19:
         return text
     try:

@@ -9,7 +9,7 @@ from metaserver.actions.plan import Plan, refused
 from metaserver.actions.route_plans import NAMED_MAX, Routes, take_out_of_routes
 from metaserver.actions.shapes import broker_json, parts_json
 from metaserver.db.changes import Change, RemoveGroup, SetRoles, StoreAddresses
-from metaserver.model import Broker, BrokerKey, Directory, Group
+from metaserver.model import DELAY, Broker, BrokerKey, Directory, Group
 from metaserver.roles import MayBeUp, RoleChange
 from qmq.errors import OperatorError
 
@@ -68,6 +68,12 @@ def _remove_last(directory: Directory, routes: Routes, change: RoleChange, data:
         objections.append(
             f"{len(subjects):,} subject{'s use' if len(subjects) > 1 else ' uses'} {change.group} ({named}), and what "
             "is not consumed there cannot be consumed any more; DrainGroup and RemoveSubjectBrokerGroup first"
+        )
+    group = change.before
+    if group and group.kind == DELAY and not group.draining and any(member.incarnation for member in group.brokers):
+        objections.append(
+            f"delayed messages that {change.group} still has would never be sent; start it again, DrainGroup, and wait "
+            "until DelayStats says that nothing pends there"
         )
     changes: tuple[Change, ...] = (*moves, SetRoles(change), RemoveGroup(change.group, change.term + 1))
     return Plan(

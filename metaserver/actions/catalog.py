@@ -52,7 +52,7 @@ def _result(data: Any) -> Any:
 _BROKERS = (
     Action(
         "AddBroker",
-        "give a broker or a delay server a vacant place in a group, before its first start",
+        "give a broker or delay server a place in a group, before its first start",
         ADMIN,
         _BROKER,
         changes=True,
@@ -283,6 +283,46 @@ _CONSUMERS = (
 _DATABASE = Parameter(
     "database", "its name on the server, default qmq_produce; of SQLite the path of the file", chars_max=150
 )
+_DELAYS = (
+    Action(
+        "DelayStats",
+        "say how many delayed messages pend, are due and under way",
+        VIEWER,
+        (
+            _ANY_GROUP,
+            _ANY_SUBJECT,
+            Parameter(
+                "hours", "count messages per hour, so many hours ahead", kind=Kind.NUMBER, default="24", most=26_280
+            ),
+        ),
+    ),
+    Action(
+        "ListDelayed",
+        "list delayed messages by when they are due",
+        OPERATOR,
+        (
+            _ANY_SUBJECT,
+            _ANY_GROUP,
+            Parameter("since", "only what is due then or later, milliseconds since 1970", kind=Kind.NUMBER),
+            Parameter("until", "only what is due before", kind=Kind.NUMBER),
+            Parameter("limit", "so many messages at most", kind=Kind.NUMBER, default="100", least=1, most=1000),
+        ),
+        installation=True,
+    ),
+    Action(
+        "CancelDelayed",
+        "cancel delayed messages that are not sent yet; says of each what became of it",
+        OPERATOR,
+        (
+            _SUBJECT,
+            Parameter("ids", "ids of messages, separated by commas", chars_max=100_000),
+            Parameter("keys", "keys that their senders gave them, separated by commas", chars_max=100_000),
+            _ANY_GROUP,
+        ),
+        changes=True,
+    ),
+)
+
 _DATABASES = (
     Action(
         "AddDb",
@@ -399,6 +439,6 @@ _UPKEEP = (
 )
 
 ACTIONS: Mapping[str, Action] = MappingProxyType(
-    by_name((*_BROKERS, *_ROUTES, *_GROUPS, *_CONSUMERS, *_DATABASES, *_TOKENS, *_UPKEEP))
+    by_name((*_BROKERS, *_ROUTES, *_GROUPS, *_CONSUMERS, *_DELAYS, *_DATABASES, *_TOKENS, *_UPKEEP))
 )
 """Action by name, in the order in which people look for them."""

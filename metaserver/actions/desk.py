@@ -13,7 +13,7 @@ from metaserver.actions.route_plans import Contents, Leftover
 from metaserver.actions.vault import Vault
 from metaserver.db.changes import Change
 from metaserver.db.repository import Repository
-from metaserver.model import ALL_SUBJECTS, AuditRow, Broker, Directory, Group, MetaserverRow, ReplicaState, Route
+from metaserver.model import ALL_SUBJECTS, DELAY, AuditRow, Broker, Directory, Group, MetaserverRow, ReplicaState, Route
 from metaserver.rpc.broker_client import Brokers
 from metaserver.swap import Swaps
 from qmq.errors import NotServed, OperatorError, QmqError
@@ -57,6 +57,9 @@ ROUTES_AT_ONCE = 1_000
 """About a millisecond's work; a thread would only begin after several, as it has to wait for the loop's."""
 NOTICE_S, NOTICE_PAUSE_S = 1.5, 0.05
 """A broker that does not answer may have died this moment: so long, until its stream is seen to have ended."""
+
+DELAYED = "delayed"
+"""In place of a consumer group: what is not due yet."""
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -153,6 +156,8 @@ class Desk:
         group = self.registry.directory.groups.get(name)
         if group is None or not any(broker.incarnation for broker in group.brokers):
             return Contents()  # nobody ever served there
+        if group.kind == DELAY:
+            return await self._delayed(group)
         try:
             answer = await self.ask_consumers(group)
         except QmqError as error:
@@ -163,6 +168,15 @@ class Desk:
             if row.lag and subject in (ALL_SUBJECTS, real_subject(row.subject))
         ]
         return Contents(tuple(left))
+
+    async def _delayed(self, group: Group) -> Contents:
+        """What a group of delay servers still has to send, whosever it is."""
+        try:
+            stats = await self.brokers.delay_stats(self.master_of(group), pb.DelayStatsRequest())
+        except QmqError as error:
+            return Contents(unknown=str(error))
+        pending = stats.pending_messages
+        return Contents((Leftover(ALL_SUBJECTS, DELAYED, pending),) if pending else ())
 
     async def ask_consumers(self, group: Group, subject: str = "", consumer_group: str = "") -> pb.ConsumersAnswer:
         """Ask the master of a group how far its consumer groups are."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from metaserver.actions import brokers, consumers, databases, groups, routes, tokens, upkeep
+from metaserver.actions import brokers, consumers, databases, delays, groups, routes, tokens, upkeep
 from metaserver.actions.action import DRY_RUN, Action, Answer, Status
 from metaserver.actions.catalog import ACTIONS
 from metaserver.actions.desk import Desk
@@ -30,6 +30,7 @@ HANDLERS: Mapping[str, Handler] = {
     **routes.HANDLERS,
     **groups.HANDLERS,
     **consumers.HANDLERS,
+    **delays.HANDLERS,
     **databases.HANDLERS,
     **tokens.HANDLERS,
     **upkeep.HANDLERS,

@@ -72,6 +72,26 @@ class Brokers:
             answer: pb.ResetOffsetAnswer = await self._call(broker, call, silent=lambda code: code not in _REFUSALS)
             return answer
 
+    async def delay_stats(self, broker: Broker, request: pb.DelayStatsRequest) -> pb.DelayStatsAnswer:
+        """Ask the master of a group of delay servers what pends."""
+        async with self._stub(broker) as (stub, metadata):
+            call = stub.DelayStats(request, **metadata, timeout=self._timeout_ms / 1000)
+            answer: pb.DelayStatsAnswer = await self._call(broker, call)
+            return answer
+
+    async def list_delayed(self, broker: Broker, request: pb.ListDelayedRequest) -> pb.ListDelayedAnswer:
+        async with self._stub(broker) as (stub, metadata):
+            call = stub.ListDelayed(request, **metadata, timeout=self._timeout_ms / 1000)
+            answer: pb.ListDelayedAnswer = await self._call(broker, call)
+            return answer
+
+    async def cancel_delayed(self, broker: Broker, request: pb.CancelDelayedRequest) -> pb.CancelDelayedAnswer:
+        """Let a master cancel messages; it answers when slave and disk know it."""
+        async with self._stub(broker) as (stub, metadata):
+            call = stub.CancelDelayed(request, **metadata, timeout=self._timeout_ms / 1000)
+            answer: pb.CancelDelayedAnswer = await self._call(broker, call, silent=lambda code: code not in _REFUSALS)
+            return answer
+
     @asynccontextmanager
     async def _stub(self, broker: Broker) -> AsyncIterator[tuple[Any, dict[str, Any]]]:
         async with grpc.aio.insecure_channel(f"{broker.ip}:{broker.control_port}", options=CHANNEL_OPTIONS) as channel:

@@ -8,6 +8,7 @@ from tools.command import Command
 from tools.commands.access import DATABASES, TOKENS, UPKEEP
 from tools.commands.brokers import BROKERS
 from tools.commands.consumers import CONSUMERS
+from tools.commands.delays import DELAYS
 from tools.commands.installation import INSTALLATION
 from tools.commands.messages import MESSAGES
 from tools.commands.routes import GROUPS, ROUTES
@@ -18,6 +19,7 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = {
     "subjects and their routes": ROUTES,
     "consumers and clients": CONSUMERS,
     "messages": MESSAGES,
+    "delayed messages": DELAYS,
     "databases of businesses": DATABASES,
     "tokens": TOKENS,
     "metadata and its history": UPKEEP,

@@ -76,9 +76,7 @@ DATABASES = (
         look="ListDbs",
     ),
     Command("ListDbs", "list registered databases, without passwords", "", show=listing(_dbs)),
-    Command(
-        "ListWatchdogs", "list watchdogs' namespaces, and who is active in each", "", show=listing(_watchdogs)
-    ),
+    Command("ListWatchdogs", "list watchdogs' namespaces, and who is active in each", "", show=listing(_watchdogs)),
 )
 
 

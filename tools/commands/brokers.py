@@ -143,7 +143,7 @@ _REPLICA = (
 BROKERS = (
     Command(
         "AddBroker",
-        "give a broker or a delay server a vacant place in a group, before its first start",
+        "give a broker or delay server a place in a group, before its first start",
         "--brokerGroup=g1 --role=0 --hostname=mq1 --ip=10.0.0.1 --servePort=20881 --syncPort=20882",
         _BROKER,
         _added,

@@ -1,0 +1,174 @@
+"""Shell. Actions on delayed messages: how many pend, which, and what is not to be sent after all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from heapq import merge
+from itertools import islice
+from typing import Any, TypeVar
+
+from metaserver.actions.desk import Desk, together, wall_ms
+from metaserver.actions.handler import Handler, PartlyDone
+from metaserver.actions.plan import Plan, refused
+from metaserver.actions.words import Words
+from metaserver.model import DELAY, AuditRow, Broker, Group
+from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
+from qmq.proto import qmq_pb2 as pb
+
+log = logging.getLogger("qmq.metaserver")
+
+HOUR_MS = 3_600_000
+CANCELLED, SENT, UNKNOWN = "cancelled", "sent", "unknown"
+
+A = TypeVar("A")
+
+
+async def _stats(desk: Desk, words: Words) -> Any:
+    begin_ms = wall_ms()
+    request = pb.DelayStatsRequest(
+        subject=words["subject"], begin_ms=begin_ms, end_ms=begin_ms + words.number("hours") * HOUR_MS
+    )
+    answers, unasked = await _ask_all(desk, words, lambda broker: desk.brokers.delay_stats(broker, request))
+    hours: dict[int, int] = {}
+    for answer in answers.values():
+        for hour in answer.hours:
+            hours[hour.begin_ms] = hours.get(hour.begin_ms, 0) + hour.messages
+    return {
+        "groups": [_stats_json(name, answer) for name, answer in answers.items()],
+        "hours": [{"begin": begin, "messages": hours[begin]} for begin in sorted(hours)],
+        "unasked": unasked,
+    }
+
+
+def _stats_json(name: str, answer: pb.DelayStatsAnswer) -> dict[str, Any]:
+    return {
+        "brokerGroup": name,
+        "pendingMessages": answer.pending_messages,
+        "pendingBytes": answer.pending_bytes,
+        "loadedMessages": answer.loaded_messages,
+        "waitingMessages": answer.waiting_messages,
+        "inFlight": dict(answer.in_flight),
+        "nextDue": answer.next_due_ms,
+        "clockOffMs": answer.clock_off_ms,
+        "waiting": [{"subject": one.subject, "messages": one.messages, "why": one.why} for one in answer.waiting],
+    }
+
+
+async def _list(desk: Desk, words: Words) -> Any:
+    limit = words.number("limit")
+    request = pb.ListDelayedRequest(
+        subject=words["subject"], begin_ms=words.number("since"), end_ms=words.number("until"), messages_max=limit
+    )
+    answers, unasked = await _ask_all(desk, words, lambda broker: desk.brokers.list_delayed(broker, request))
+    parts = [[_message_json(name, message) for message in answer.messages] for name, answer in answers.items()]
+    count = sum(map(len, parts))
+    messages = list(islice(merge(*parts, key=lambda message: (message["due"], message["number"])), limit))
+    is_more = count > limit or any(answer.more for answer in answers.values())
+    return {"messages": messages, "more": is_more, "unasked": unasked}
+
+
+def _message_json(name: str, message: pb.DelayedMessage) -> dict[str, Any]:
+    return {
+        "brokerGroup": name,
+        "subject": message.subject,
+        "id": message.id,
+        "key": message.key,
+        "due": message.due_ms,
+        "created": message.created_ms,
+        "number": message.number,
+        "bytes": message.bytes,
+        "problem": message.problem,
+    }
+
+
+async def _plan_cancel(desk: Desk, words: Words) -> Plan:
+    if not words.names("ids") and not words.names("keys"):
+        return refused("name the messages: ids, keys or both, separated by commas")
+    try:
+        groups = _groups(desk, words)
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    return Plan(
+        orders=True,
+        subjects=frozenset({words["subject"]}),
+        groups=frozenset(group.name for group in groups),
+        before={"ids": words.names("ids"), "keys": words.names("keys")},
+    )
+
+
+async def _carry_out_cancel(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
+    """Ask every group: a message lies in one of them. The row comes first, what became of it second."""
+    try:
+        await desk.registry.change((), replace(audit, result="begun"))
+    except OutcomeUnknown as error:
+        raise NotServed(f"no delay server was asked, as the database failed: {error}") from error
+    ids, keys = words.names("ids"), words.names("keys")
+    request = pb.CancelDelayedRequest(subject=words["subject"], ids=ids, keys=keys)
+    answers, failed = await _ask_all(desk, words, lambda broker: desk.brokers.cancel_delayed(broker, request))
+    outcomes = {
+        "ids": _together(ids, [answer.ids for answer in answers.values()]),
+        "keys": _together(keys, [answer.keys for answer in answers.values()]),
+    }
+    result = "done" if not failed else "partly done" if answers else "failed"
+    try:
+        await desk.registry.change((), replace(audit, after=outcomes, result=result))
+    except QmqError as error:  # the delay servers have done it, and the first row says that it was begun
+        log.warning("end of CancelDelayed not recorded subject=%s reason=%s", words["subject"], error)
+    data = {"subject": words["subject"], **outcomes, "unasked": failed}
+    names = [*outcomes["ids"].values(), *outcomes["keys"].values()]
+    if failed and UNKNOWN in names:  # it may lie where nobody answered
+        text = "; ".join(f"{name}: {why}" for name, why in failed.items())
+        raise PartlyDone(
+            f"not every group of delay servers answered: {text}. Repeat it, that changes nothing else", data
+        )
+    return data
+
+
+def _together(names: list[str], answers: Iterable[Iterable[str]]) -> dict[str, str]:
+    """The fate of each message: that which any group told for certain."""
+    told = [list(answer) for answer in answers]
+    fates = {}
+    for place, name in enumerate(names):
+        each = {answer[place] for answer in told if place < len(answer)}
+        fates[name] = next((fate for fate in (CANCELLED, SENT) if fate in each), UNKNOWN)
+    return fates
+
+
+def _groups(desk: Desk, words: Words) -> list[Group]:
+    groups, only = desk.registry.directory.groups_of(DELAY), words["brokerGroup"]
+    if only and only not in groups:
+        raise OperatorError(f"there is no group {only} of delay servers; ListBrokerGroups names them")
+    if not groups:
+        raise OperatorError("there is no group of delay servers; AddBroker with roles 5 and 6 adds one")
+    return [groups[name] for name in sorted(groups) if only in ("", name)]
+
+
+async def _ask_all(
+    desk: Desk, words: Words, ask: Callable[[Broker], Awaitable[A]]
+) -> tuple[dict[str, A], dict[str, str]]:
+    """Ask the masters of the delay groups; return their answers, and who did not answer why."""
+
+    async def one(group: Group) -> A | QmqError:
+        try:
+            return await ask(desk.master_of(group))
+        except QmqError as error:
+            return error
+
+    groups = _groups(desk, words)
+    results = await together([one(group) for group in groups])
+    answers, failed = {}, {}
+    for group, result in zip(groups, results, strict=True):
+        if isinstance(result, QmqError):
+            failed[group.name] = str(result)
+        else:
+            answers[group.name] = result
+    return answers, failed
+
+
+HANDLERS = {
+    "DelayStats": Handler(look=_stats),
+    "ListDelayed": Handler(look=_list),
+    "CancelDelayed": Handler(plan=_plan_cancel, carry_out=_carry_out_cancel),
+}

@@ -1,0 +1,140 @@
+"""Shell. What operators see of delayed messages, and do to them: a real pair of delay servers beside real brokers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+import qmq
+from deploy.cluster import Cluster
+from qmq.errors import OperatorError
+from tests.integration.cluster_world import SETTINGS, until
+
+SUBJECT = "order.unpaid"
+SMALL = {name: value for name, value in SETTINGS.items() if name != "lease_ms"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    first = random.SystemRandom().randrange(24_000, 31_000, 50)
+    with Cluster(
+        tmp_path_factory.mktemp("delays"), groups=("g1",), delay_groups=("d1",), broker=SETTINGS, delay_server=SMALL,
+        http_port=first, broker_port=first + 2, restart_s=0.1,
+    ) as cluster:  # fmt: skip
+        yield cluster
+
+
+def send(cluster, count, *, delay, key=None, subject=SUBJECT):
+    async def main():
+        async with qmq.Producer(metaserver=cluster.metaserver, token=cluster.token, app="shop") as producer:
+            messages = [qmq.Message(subject, {"n": n}) for n in range(count)]
+            receipts = [await producer.send(message, delay=delay, key=key) for message in messages]
+            assert all(receipt.outcome is qmq.Outcome.STORED for receipt in receipts), receipts
+            return [str(message.id) for message in messages]
+
+    return asyncio.run(main())
+
+
+def stats(cluster, **words):
+    (group,) = (answer := cluster.manage("DelayStats", **words))["groups"]
+    return group, answer
+
+
+def test_what_pends_is_counted_listed_and_cancelled_with_a_true_answer(cluster):
+    before, _ = stats(cluster)
+    ids = send(cluster, 5, delay=3600)
+    (by_key,) = send(cluster, 1, delay=7200, key="order 4711")
+    group, answer = stats(cluster, subject=SUBJECT)
+    assert group["brokerGroup"] == "d1" and group["pendingMessages"] == before["pendingMessages"] + 6
+    assert sum(hour["messages"] for hour in answer["hours"]) == 6
+    listed = cluster.manage("ListDelayed", subject=SUBJECT)
+    assert [row["id"] for row in listed["messages"]] == [*ids, by_key] and not listed["more"]
+    assert [row["key"] for row in listed["messages"]] == [""] * 5 + ["order 4711"]
+    page = cluster.manage("ListDelayed", subject=SUBJECT, limit=2)
+    assert [row["id"] for row in page["messages"]] == ids[:2] and page["more"]
+    done = cluster.manage("CancelDelayed", subject=SUBJECT, ids=f"{ids[0]},{ids[1]},nobody", keys="order 4711")
+    assert done["ids"] == {ids[0]: "cancelled", ids[1]: "cancelled", "nobody": "unknown"}
+    assert done["keys"] == {"order 4711": "cancelled"}
+    assert [row["id"] for row in cluster.manage("ListDelayed", subject=SUBJECT)["messages"]] == ids[2:]
+    results = [row["result"] for row in cluster.manage("AuditTrail", name="CancelDelayed")["rows"]]
+    assert results == ["done", "begun"]
+
+
+def test_a_cancel_that_comes_too_late_says_that_the_message_was_sent(cluster):
+    (id,) = send(cluster, 1, delay=0.05, subject="soon")
+    until(lambda: not cluster.manage("ListDelayed", subject="soon")["messages"], "it is sent")
+
+    def is_sent():
+        return cluster.manage("CancelDelayed", subject="soon", ids=id)["ids"] == {id: "sent"}
+
+    until(is_sent, "the delay server says so")
+
+
+def test_a_cancel_without_a_name_is_refused(cluster):
+    with pytest.raises(OperatorError, match="name the messages"):
+        cluster.manage("CancelDelayed", subject=SUBJECT)
+    with pytest.raises(OperatorError, match="no group g1 of delay servers"):
+        cluster.manage("DelayStats", brokerGroup="g1")
+
+
+def test_people_read_the_same_in_a_terminal(cluster):
+    (id,) = send(cluster, 1, delay=5400, subject="shown")
+    assert "d1" in tool(cluster, "DelayStats", "--hours=3")
+    assert id in tool(cluster, "ListDelayed", "--subject=shown", "--until=+2h").replace("\n", "")
+    assert "no such message" in tool(cluster, "ListDelayed", "--subject=shown", "--until=+1h")
+    assert "cancelled" in tool(cluster, "CancelDelayed", "--subject=shown", f"--ids={id}", "--yes")
+    assert json.loads(tool(cluster, "ListDelayed", "--subject=shown", "--json"))["data"]["messages"] == []
+
+
+def tool(cluster, command, *options):
+    environment = {**os.environ, "QMQ_TOKEN": cluster.token, "COLUMNS": "200"}
+    address = cluster.metaserver.removeprefix("http://")
+    words = [sys.executable, "-m", "tools", command, f"--metaserver={address}", *options]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_only_delay_group_is_not_drained(cluster):
+    with pytest.raises(OperatorError, match="take delayed messages"):
+        cluster.manage("DrainGroup", brokerGroup="d1")
+
+
+def test_metrics_say_what_pends_and_how_late_messages_went(cluster):
+    send(cluster, 3, delay=0.05, subject="measured")
+    send(cluster, 1, delay=3600, subject="measured")
+    found = until(lambda: _sent(metrics(cluster)), "messages are sent")
+    assert found["qmq_delayserver_pending_messages"] >= 1 and found["qmq_delayserver_loaded_messages"] >= 0
+    assert found["qmq_delayserver_lateness_seconds_count"] == found["qmq_delayserver_sent_messages_total"]
+    assert found["qmq_delayserver_is_master"] == 1 and found["qmq_delayserver_writable"] == 1
+    assert abs(found["qmq_delayserver_clock_difference_seconds"]) < 1
+
+
+def _sent(found):
+    return found if found["qmq_delayserver_sent_messages_total"] >= 3 else None
+
+
+def metrics(cluster):
+    port = cluster.describe()["delay_groups"]["d1"]["master"]["metrics_port"]
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"X-Api-Token": cluster.token})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+    return {name.partition("{")[0]: float(value) for name, value in pairs}
+
+
+def test_roles_are_swapped_and_what_pends_stays(cluster):
+    (id,) = send(cluster, 1, delay=3600, subject="kept")
+    cluster.swap_roles("d1")
+    until(lambda: cluster.writable("d1"), "the new master takes messages")
+    shown = until(lambda: cluster.manage("ListDelayed", subject="kept")["messages"], "the new master lists it")
+    assert [row["id"] for row in shown] == [id]
+    roles = {row["role"] for row in cluster.manage("ListBrokers", brokerGroup="d1")}
+    assert roles == {"DELAY_MASTER", "DELAY_SLAVE"}

@@ -1,0 +1,135 @@
+"""Shell. Actions on delayed messages, and what a group of delay servers still holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from metaserver.actions import Status
+from metaserver.model import BrokerKey
+from qmq.errors import NotServed
+from qmq.proto import qmq_pb2 as pb
+from tests.unit.metaserver.actions_world import in_world, place
+
+
+class DelayServers:
+    """What masters of delay groups answer; those that are silent do not."""
+
+    def __init__(self, world):
+        self.world, self.pending, self.fates, self.silent = world, {}, {}, set()
+        self.listed = {}
+        for name in ("delay_stats", "list_delayed", "cancel_delayed"):
+            setattr(world.brokers, name, getattr(self, name))
+
+    def _reach(self, broker):
+        if broker.group in self.silent:
+            raise NotServed(f"{broker.key} did not answer")
+
+    async def delay_stats(self, broker, request):
+        self._reach(broker)
+        hours = [pb.HourCount(begin_ms=3_600_000, messages=2)] if request.end_ms > request.begin_ms else []
+        return pb.DelayStatsAnswer(pending_messages=self.pending.get(broker.group, 0), hours=hours)
+
+    async def list_delayed(self, broker, request):
+        self._reach(broker)
+        rows = self.listed.get(broker.group, [])
+        messages = [pb.DelayedMessage(id=id, due_ms=due) for id, due in rows[: request.messages_max]]
+        return pb.ListDelayedAnswer(messages=messages, more=len(rows) > request.messages_max)
+
+    async def cancel_delayed(self, broker, request):
+        self._reach(broker)
+        fates = self.fates.get(broker.group, {})
+        return pb.CancelDelayedAnswer(ids=[fates.get(id, "unknown") for id in request.ids])
+
+
+async def delay_groups(world, *names):
+    for name in names:
+        await world.done("AddBroker", **place(name, 5, f"{name}-a"))
+        known = world.registry.directory.find(BrokerKey(f"{name}-a", 20881))
+        said = replace(known, control_port=20883, metrics_port=20884, incarnation=f"disk of {name}")
+        await world.registry.register(said, lambda question: None)
+        world.sessions[f"{name}-a"] = world.registry.join(said.key, said.incarnation)
+        world.beat(f"{name}-a")
+    return DelayServers(world)
+
+
+@in_world
+async def test_counts_of_all_groups_are_one_answer(world):
+    servers = await delay_groups(world, "d1", "d2")
+    servers.pending = {"d1": 3, "d2": 4}
+    answer = await world.done("DelayStats")
+    assert [(row["brokerGroup"], row["pendingMessages"]) for row in answer["groups"]] == [("d1", 3), ("d2", 4)]
+    assert answer["hours"] == [{"begin": 3_600_000, "messages": 4}]
+    assert (await world.done("DelayStats", hours=0))["hours"] == []
+
+
+@in_world
+async def test_lists_of_all_groups_are_one_by_due_time(world):
+    servers = await delay_groups(world, "d1", "d2")
+    servers.listed = {"d1": [("a", 10), ("c", 30)], "d2": [("b", 20), ("d", 40)]}
+    answer = await world.done("ListDelayed", limit=3)
+    assert [row["id"] for row in answer["messages"]] == ["a", "b", "c"] and answer["more"]
+    assert not (await world.done("ListDelayed"))["more"]
+
+
+@in_world
+async def test_each_message_gets_the_fate_that_some_group_knows(world):
+    servers = await delay_groups(world, "d1", "d2")
+    servers.fates = {"d1": {"a": "cancelled"}, "d2": {"b": "sent"}}
+    answer = await world.done("CancelDelayed", subject="s", ids="a, b, c")
+    assert answer["ids"] == {"a": "cancelled", "b": "sent", "c": "unknown"}
+    assert [row.result for row in await world.audit() if row.action == "CancelDelayed"] == ["done", "begun"]
+
+
+@in_world
+async def test_unknown_is_no_answer_while_a_group_is_silent(world):
+    servers = await delay_groups(world, "d1", "d2")
+    servers.fates, servers.silent = {"d1": {"a": "cancelled"}}, {"d2"}
+    assert (await world.done("CancelDelayed", subject="s", ids="a"))["ids"] == {"a": "cancelled"}
+    answer = await world.run("CancelDelayed", subject="s", ids="a,b")
+    assert answer.status == Status.UNKNOWN and "d2" in answer.message
+    assert answer.data["ids"] == {"a": "cancelled", "b": "unknown"}
+
+
+@in_world
+async def test_a_silent_group_is_named_where_counts_are_asked(world):
+    servers = await delay_groups(world, "d1", "d2")
+    servers.silent = {"d2"}
+    answer = await world.done("DelayStats")
+    assert list(answer["unasked"]) == ["d2"] and [row["brokerGroup"] for row in answer["groups"]] == ["d1"]
+
+
+@in_world
+async def test_without_delay_servers_it_says_how_there_would_be_some(world):
+    await world.pair("g1")
+    assert "AddBroker with roles 5 and 6" in await world.refused("DelayStats")
+    assert "AddBroker with roles 5 and 6" in await world.refused("CancelDelayed", subject="s", ids="a")
+
+
+@in_world
+async def test_a_drain_says_how_many_delayed_messages_are_left(world):
+    servers = await delay_groups(world, "d1", "d2")
+    servers.pending = {"d1": 7}
+    answer = await world.done("DrainGroup", brokerGroup="d1")
+    assert answer["messagesLeft"] == 7 and not answer["empty"]
+    servers.pending = {}
+    assert (await world.done("DrainGroup", brokerGroup="d1"))["empty"]
+
+
+@in_world
+async def test_the_last_delay_server_of_a_group_goes_only_once_it_is_drained_or_by_force(world):
+    await delay_groups(world, "d1", "d2", "d3")
+    for name in ("d1", "d2"):
+        world.stop(f"{name}-a")
+    text = await world.refused("RemoveBroker", hostname="d1-a", servePort=20881)
+    assert "would never be sent" in text and "d1" in world.registry.directory.groups
+    await world.done("RemoveBroker", hostname="d1-a", servePort=20881, force="true")
+    await world.done("DrainGroup", brokerGroup="d2")
+    await world.done("RemoveBroker", hostname="d2-a", servePort=20881)
+    assert world.registry.directory.groups.keys() == {"d3"}
+
+
+@in_world
+async def test_a_delay_group_whose_servers_never_ran_is_removed_at_once(world):
+    await world.done("AddBroker", **place("d1", 5, "d1-a"))
+    await world.done("RemoveBroker", hostname="d1-a", servePort=20881)
+    assert not world.registry.directory.groups

@@ -1,0 +1,130 @@
+"""Core. Commands about delayed messages: how many pend, which, and what is not to be sent after all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tools.command import ANY_GROUP, ANY_SUBJECT, SUBJECT, Command, Kind, Option, bad, good, warning
+from tools.table import Block, Cell, Column, Table, moment, size, span, utc
+
+
+def _stats(data: Any) -> Iterable[Block]:
+    yield Table(
+        (
+            Column("GROUP", "brokerGroup"),
+            Column("PENDING", "pendingMessages"),
+            Column("SIZE", lambda row: size(row["pendingBytes"]), drop=3),
+            Column("LOADED", "loadedMessages", drop=2),
+            Column("DUE", _due),
+            Column("UNDER WAY", _under_way, fold=12),
+            Column("NEXT DUE", lambda row: utc(row["nextDue"]) if row["nextDue"] else "", drop=1),
+            Column("CLOCK", _clock, drop=4),
+        ),
+        data["groups"],
+        empty="no group of delay servers answered",
+    )
+    for group in data["groups"]:
+        for one in group["waiting"]:
+            if one["why"]:
+                yield warning(f"{group['brokerGroup']}: {one['messages']:,} of {one['subject']} wait: {one['why']}")
+    if data["hours"]:
+        yield ""
+        yield Table((Column("HOUR", moment("begin")), Column("MESSAGES", "messages")), data["hours"])
+    yield from _unasked(data)
+
+
+def _due(row: Mapping[str, Any]) -> Cell:
+    messages = row["waitingMessages"]
+    return warning(f"{messages:,}") if messages else good("0")
+
+
+def _under_way(row: Mapping[str, Any]) -> list[str]:
+    return [f"{name} {messages:,}" for name, messages in sorted(row["inFlight"].items())]
+
+
+def _clock(row: Mapping[str, Any]) -> Cell:
+    off_ms = row["clockOffMs"]
+    return bad(f"off by {span(abs(off_ms))}") if abs(off_ms) > 1000 else good("agrees")
+
+
+def _unasked(data: Mapping[str, Any]) -> Iterable[Block]:
+    for name, why in (data.get("unasked") or {}).items():
+        yield warning(f"not asked: {name}, {why}")
+
+
+def _listed(data: Any) -> Iterable[Block]:
+    yield Table(
+        (
+            Column("DUE", moment("due")),
+            Column("SUBJECT", "subject"),
+            Column("ID", lambda row: row["problem"] or row["id"], fold=12),
+            Column("KEY", "key", drop=2, fold=12),
+            Column("BYTES", "bytes", drop=3),
+            Column("GROUP", "brokerGroup", drop=1),
+        ),
+        data["messages"],
+        empty="no such message pends",
+    )
+    if data["more"]:
+        yield "there are more: go on with --since, or raise --limit"
+    yield from _unasked(data)
+
+
+_FATES = {"cancelled": good("cancelled"), "sent": bad("was sent already"), "unknown": bad("unknown")}
+
+
+def _cancelled(data: Any) -> Iterable[Block]:
+    rows = [
+        {"what": what, "name": name, "fate": fate}
+        for what, fates in (("id", data["ids"]), ("key", data["keys"]))
+        for name, fate in fates.items()
+    ]
+    yield Table((Column("", "what"), Column("MESSAGE", "name", fold=16), Column("BECAME", _fate)), rows)
+    yield from _unasked(data)
+
+
+def _fate(row: Mapping[str, Any]) -> Cell:
+    return _FATES.get(row["fate"], Cell(row["fate"]))
+
+
+DELAYS = (
+    Command(
+        "DelayStats",
+        "say how many delayed messages pend, are due and under way",
+        "--hours=24",
+        (
+            ANY_GROUP,
+            ANY_SUBJECT,
+            Option("hours", "count messages per hour, so many hours ahead; default: 24", "", Kind.NUMBER),
+        ),
+        _stats,
+    ),
+    Command(
+        "ListDelayed",
+        "list delayed messages by when they are due",
+        "--subject=order.unpaid --until=+2h",
+        (
+            ANY_SUBJECT,
+            ANY_GROUP,
+            Option("since", "only what is due then or later (2026-01-31T12:00:00Z; +90m: from now)", "", Kind.MOMENT),
+            Option("until", "only what is due before", "", Kind.MOMENT),
+            Option("limit", "so many messages; default: 100", "", Kind.NUMBER),
+        ),
+        _listed,
+    ),
+    Command(
+        "CancelDelayed",
+        "cancel delayed messages; says of each whether it was in time",
+        "--subject=order.unpaid --ids=20261121T120000.10.0.0.7.42.1",
+        (
+            SUBJECT,
+            Option("ids", "ids of messages: a,b", default=""),
+            Option("keys", "keys that their senders gave them: a,b", default=""),
+            ANY_GROUP,
+        ),
+        _cancelled,
+        changes=True,
+        look="ListDelayed --subject={subject}",
+    ),
+)
