@@ -40,6 +40,8 @@ class _Run:
         end = self.begin + count
         taken = _join(self.dues[self.begin : end], self.rest[self.begin : end])
         self.begin = end
+        if 8 * end > len(self.dues):  # give back the memory
+            self.dues, self.rest, self.begin = self.dues[end:].copy(), self.rest[end:].copy(), 0
         return taken
 
 
@@ -96,6 +98,7 @@ class Wheel:
             self._runs.append(_sorted_run(some["due"].copy(), rest))
         self._count += len(records)
         runs = self._runs
+        runs.sort(key=len, reverse=True)  # few are long, the others at least twice as long as the next
         while len(runs) > 1 and len(runs[-2]) <= 2 * len(runs[-1]) and len(runs[-2]) + len(runs[-1]) <= RUN_MAX:
             merged = _merge(runs[-2], runs[-1])
             del runs[-2:]

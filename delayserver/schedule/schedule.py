@@ -223,7 +223,7 @@ class Schedule:
     def find(self, subject: str | None, id_hashes: Sequence[int], key_hashes: Sequence[int], due_ms: int = 0) -> Find:
         """Return a question for a thread: which messages have these hashes (`id_hash`, `key_hash`)?
 
-        The segment of `due_ms` is looked through first, and if all were found there, no other.
+        Who knows the due time asks `near` it first. 0: it is not known.
         """
         views, position = self._views(0, DUE_MAX_MS + 1, subject)
         return Find(views, due_ms, position, Wanted(id_hashes), Wanted(key_hashes))

@@ -83,7 +83,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """Look for messages by the hashes of their ids and keys."""
+    """Look for messages by the hashes of their ids and keys: `near` their supposed due time, then where that is not.
+
+    Two ids may have the same hash, and a message may have moved: whoever does not find near what it wants looks far.
+    """
 
     views: list[SegmentView]
     due_ms: int
@@ -92,19 +95,19 @@ class Find:
     keys: Wanted
 
     def __call__(self) -> list[Candidate]:
-        """Raises DamagedSchedule."""
-        found = []
-        near = [view for view in self.views if view.rows.begin_ms <= self.due_ms < view.end_ms]
-        for view in near:
-            found += self._in_segment(view)
-        if {(one.by_key, one.position) for one in found} != self._all():
-            for view in self.views:
-                if view not in near:
-                    found += self._in_segment(view)
-        return found
+        """Look everywhere; raises DamagedSchedule."""
+        return self.near() + self.far()
 
-    def _all(self) -> set[tuple[bool, int]]:
-        return {(False, index) for index in range(len(self.ids))} | {(True, index) for index in range(len(self.keys))}
+    def near(self) -> list[Candidate]:
+        """Look into the segment of the due time, none if that is 0; raises DamagedSchedule."""
+        return [one for view in self.views if self._is_near(view) for one in self._in_segment(view)]
+
+    def far(self) -> list[Candidate]:
+        """Look into all others; raises DamagedSchedule."""
+        return [one for view in self.views if not self._is_near(view) for one in self._in_segment(view)]
+
+    def _is_near(self, view: SegmentView) -> bool:
+        return self.due_ms > 0 and view.rows.begin_ms <= self.due_ms < view.end_ms
 
     def _in_segment(self, view: SegmentView) -> list[Candidate]:
         found = []
