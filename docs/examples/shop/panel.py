@@ -1,0 +1,235 @@
+"""Shell. The page with the buttons: runs a cluster, a watchdog and the shop, kills them when told, and shows the rest.
+
+    python docs/examples/shop/panel.py
+
+It keeps everything in one directory, so that the next start finds the same orders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from cryptography.fernet import Fernet
+from deaths import Step
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import FileResponse
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import OperationalError
+
+from deploy.cluster import Cluster
+from deploy.processes import ROOT
+
+HERE = Path(__file__).parent
+RESTART_S = 1.0
+"""Until what was killed is started again; long enough to be seen on the page."""
+ANSWER_S = 10.0
+OPEN_S = 60.0
+"""How long a customer waits for a shop that is being started."""
+AGE_S = 3
+"""How old a row is before the watchdog sends it. In production a minute: longer than a producer tries."""
+
+
+class Kept:
+    """A process that is started again when it dies."""
+
+    def __init__(self, name: str, command: list[str], environment: dict[str, str], log: Path) -> None:
+        self.name, self.deaths = name, 0
+        self._command, self._environment, self._log = command, environment, log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._restart_at = 0.0
+
+    @property
+    def is_up(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(ANSWER_S)
+
+    async def keep(self) -> None:
+        while True:
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    self._command, env=os.environ | self._environment, stdout=log, stderr=log, cwd=ROOT
+                )
+            await asyncio.to_thread(self._process.wait)
+            self.deaths += 1
+            await asyncio.sleep(RESTART_S)
+
+
+class Panel:
+    """Everything that runs, and what the customers did since the panel was started."""
+
+    def __init__(self, directory: Path, cluster_port: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._database = directory.resolve() / "shop.db"
+        self._engine = create_engine(f"sqlite:///{self._database}")
+        self._directory, self._cluster_port = directory.resolve(), cluster_port
+        self._payments: list[dict[str, Any]] = []
+        self.kept: dict[str, Kept] = {}
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        self.cluster = Cluster(
+            self._directory / "cluster", groups=("g1",), metaserver={"password_keys": [self._password_key()]},
+            http_port=self._cluster_port, broker_port=self._cluster_port + 2, restart_s=RESTART_S,
+        )  # fmt: skip
+        await asyncio.to_thread(self.cluster.start)
+        try:
+            await asyncio.to_thread(self._register)
+            self._shop_port = _free_port()
+            self._keep("shop", ["-m", "uvicorn", "shop:app", "--app-dir", str(HERE), "--port", str(self._shop_port)], {
+                "SHOP_DATABASE": f"sqlite+aiosqlite:///{self._database}",
+                "QMQ_METASERVER": self.cluster.metaserver, "QMQ_TOKEN": self.cluster.token,
+            })  # fmt: skip
+            self._keep("watchdog", ["-m", "watchdog"], {
+                "QMQ_WATCHDOG_METASERVER": self.cluster.metaserver, "QMQ_WATCHDOG_TOKEN": self.cluster.token,
+                "QMQ_WATCHDOG_HTTP_PORT": str(_free_port()),
+            })  # fmt: skip
+            keepers = [asyncio.create_task(kept.keep()) for kept in self.kept.values()]
+            yield
+            for keeper in keepers:
+                keeper.cancel()
+        finally:
+            for kept in self.kept.values():
+                kept.end()
+            await asyncio.to_thread(self.cluster.stop)
+            self._engine.dispose()
+
+    def _keep(self, name: str, arguments: list[str], environment: dict[str, str]) -> None:
+        log = self._directory / f"{name}.log"
+        self.kept[name] = Kept(name, [sys.executable, *arguments], environment, log)
+
+    def _password_key(self) -> str:
+        """The metaserver's key for passwords of databases; made once."""
+        file = self._directory / "password.key"
+        if not file.exists():
+            file.touch(0o600)
+            file.write_bytes(Fernet.generate_key())
+        return file.read_text()
+
+    def _register(self) -> None:
+        """Tell the watchdog of the shop's database, as an operator does with `tools.sh AddDb`."""
+        self.cluster.manage(
+            "AddDb", type="sqlite", host="localhost", port=1, database=str(self._database), username="none",
+            password="none", age=AGE_S,
+        )  # fmt: skip
+
+    # What the buttons do.
+
+    async def pay(self, die: Step | None) -> None:
+        payment = {"number": await asyncio.to_thread(self._next_number), "die": die, "answer": "…"}
+        self._payments.append(payment)
+        url = f"http://127.0.0.1:{self._shop_port}/orders/{payment['number']}" + (f"?die={die}" if die else "")
+        payment["answer"] = await asyncio.to_thread(_post, url)
+
+    def _next_number(self) -> int:
+        known: list[int] = [payment["number"] for payment in self._payments]
+        return 1 + max([0, *known, *self._read("SELECT number FROM orders")])
+
+    def kill(self, what: str) -> None:
+        if what == "master":
+            self.cluster.kill("g1", "master")
+        elif what in self.kept:
+            self.kept[what].kill()
+        else:
+            raise HTTPException(404, f"there is no {what}")
+
+    # What the page shows.
+
+    def state(self) -> dict[str, Any]:
+        paid = set(self._read("SELECT number FROM orders"))
+        tickets = self._read("SELECT order_number FROM tickets")
+        answers = {payment["number"]: payment for payment in self._payments}
+        return {
+            "processes": {name: {"up": kept.is_up, "deaths": kept.deaths} for name, kept in self.kept.items()}
+            | {"master": {"up": self.cluster.writable("g1"), "deaths": self.cluster.starts - 3}},
+            "outbox": len(self._read("SELECT id FROM qmq_msg_queue")),
+            "paid": len(paid), "tickets": len(tickets),
+            "orders": [
+                {
+                    "number": number, "paid": number in paid, "tickets": tickets.count(number),
+                    "die": answers.get(number, {}).get("die"), "answer": answers.get(number, {}).get("answer", ""),
+                }
+                for number in sorted(paid | answers.keys(), reverse=True)[:100]
+            ],
+        }  # fmt: skip
+
+    def _read(self, statement: str) -> list[int]:
+        try:
+            with self._engine.connect() as connection:
+                return list(connection.execute(text(statement)).scalars())
+        except OperationalError:
+            return []  # the shop has not made its tables yet
+
+
+def application(panel: Panel) -> FastAPI:
+    app = FastAPI(title="Panel", lifespan=panel.lifespan)
+    app.get("/")(lambda: FileResponse(HERE / "page.html"))
+    app.get("/state")(panel.state)
+
+    @app.post("/pay")
+    async def pay(die: Step | None = None) -> dict[str, Any]:
+        await panel.pay(die)
+        return await asyncio.to_thread(panel.state)
+
+    @app.post("/kill/{what}")
+    def kill(what: str) -> dict[str, Any]:
+        panel.kill(what)
+        return panel.state()
+
+    return app
+
+
+def _post(url: str) -> str:
+    """What a customer sees, who waits for a shop that is about to open."""
+    opener, deadline = urllib.request.build_opener(urllib.request.ProxyHandler({})), time.monotonic() + OPEN_S
+    while True:
+        try:
+            with opener.open(urllib.request.Request(url, method="POST"), timeout=ANSWER_S):
+                return "paid"
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            if not isinstance(reason, ConnectionRefusedError) or time.monotonic() > deadline:
+                return f"no answer: {reason}"
+        time.sleep(0.2)
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, default=Path(".shop"), help="data and logs; default: .shop")
+    parser.add_argument("--port", type=int, default=8000, help="of the page; default: 8000")
+    parser.add_argument("--cluster-port", type=int, default=8180, help="where the cluster looks for free ports")
+    options = parser.parse_args()
+    signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+    app = application(Panel(options.dir, options.cluster_port))
+    uvicorn.run(app, host="127.0.0.1", port=options.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()
