@@ -26,6 +26,8 @@ PULLS_IN_FLIGHT_MAX = 64
 
 LOOKS_WITHIN_MS = 30_000
 """A subscription that ended is remembered no longer than this, however long its pulls were to wait."""
+LOOKS_IN_LEASE = 4
+"""Consumers say that they live thrice in a lease, so that one is never ended by what it said in time."""
 LOOKING_MS = 1_000
 """How much longer a pull waits while the broker looks for messages that its consumer asks for."""
 
@@ -77,6 +79,7 @@ class Consumption:
     def __init__(self, log: MessageLog, *, lease_ms: int, now_ms: int) -> None:
         self._log = log
         self._lease_ms = lease_ms
+        self._ticked_ms = now_ms
         self._next_id = 1
         self._by_link: dict[Link, dict[int, Subscription]] = {}
         self._by_consumer: dict[tuple[str, str, str], Subscription] = {}
@@ -178,6 +181,18 @@ class Consumption:
             subscription.link.refuse(waiting.packet, why)
         subscription.over = why
         self.forget(subscription)
+
+    def ticked(self, now_ms: int) -> None:
+        """From one tick to the next at most a quarter of a lease goes by, however long that took.
+
+        If it took longer, it was we who stood still (a stopped process, a virtual machine that was moved): what
+        consumers said meanwhile waits in our sockets, and all leases would end before anybody reads it.
+        """
+        stood_still_ms = now_ms - self._ticked_ms - self._lease_ms // LOOKS_IN_LEASE
+        self._ticked_ms = now_ms
+        if stood_still_ms > 0:
+            for key, seen_ms in self._seen.items():
+                self._seen[key] = min(seen_ms + stood_still_ms, now_ms)
 
     def expired(self, now_ms: int) -> list[tuple[str, str, str]]:
         """Return (subject, group, consumer) of those whose lease ended; the caller writes down that they left.

@@ -286,6 +286,7 @@ class Delivery:
 
     def tick(self, now_ms: int) -> None:
         """Retries that are due, consumers that are gone, groups that nobody needs. `now_ms` never jumps."""
+        self.consumption.ticked(now_ms)
         if self._reign.may_progress:
             retry_ms = self._reign.retry_ms()
             for subject in (*self.consumption.due(retry_ms), *self._selection.overdue(retry_ms)):

@@ -1,20 +1,38 @@
-"""Shell. The parts of a broker in memory, joined: both copies, their ports, the metaserver, and the wishes of tests."""
+"""Shell. The parts of a broker in memory, joined: both copies, their ports, the metaserver, and the wishes of tests.
+
+A delay group joins them when a client first asks for one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 from itertools import chain
+from typing import TYPE_CHECKING
 
+from broker.consume import LOOKS_IN_LEASE
+from broker.counters import Counters
+from broker.master import BrokerMaster
 from broker.settings import BrokerSettings
 from qmq.codec import decode_message, split_batch
-from qmq.errors import QmqError
+from qmq.errors import NotServed, QmqError
 from qmq.message import Message
+from qmq.remoting.commands import Command
 from qmq.testing.door import Door
 from qmq.testing.metaserver import Metaserver
 from qmq.testing.pair import Clock, Copy, Pair
 from qmq.testing.standing import Standing, Wish, standing
 
+if TYPE_CHECKING:
+    from qmq.testing.delays import Delays
+
+COMMANDS = frozenset(
+    {
+        Command.PRODUCE, Command.SUBSCRIBE, Command.PULL, Command.ACK, Command.NACK, Command.HEARTBEAT,
+        Command.UNSUBSCRIBE,
+    }
+)  # fmt: skip
 TICK_S = 0.1
 """A broker's own pace, for leases and retries that come due without `advance`."""
 
@@ -24,18 +42,26 @@ class Machine:
 
     def __init__(self, group: str, settings: BrokerSettings) -> None:
         self.refusals: deque[QmqError] = deque()
-        self.metaserver = Metaserver(group)
+        self.metaserver = Metaserver(group, self._open_delays)
         self._clock = Clock()
         self._wishes: list[Wish] = []
         self._failure: Exception | None = None
         self._readonly: frozenset[str] = frozenset()
-        self._pair = Pair(
-            group=group, settings=settings, clock=self._clock, happened=self._happened, failed=self._failed
-        )
-        self._doors: dict[Copy, Door] = {
-            copy: Door(copy, group=group, settings=settings, refusals=self.refusals) for copy in self._pair.copies
+        self._delays: Delays | None = None
+        self._opening_delays = asyncio.Lock()
+
+        def make(name: str) -> Copy[BrokerMaster]:
+            return Copy(
+                name, settings=settings, clock=self._clock, happened=self._happened, failed=self._failed,
+                appoint=partial(BrokerMaster, settings=settings, counters=Counters()),
+            )  # fmt: skip
+
+        self._pair = Pair(group, make)
+        self._doors: dict[Copy[BrokerMaster], Door] = {
+            copy: Door(copy, group=group, settings=settings, commands=COMMANDS, refusals=self.refusals)
+            for copy in self._pair.copies
         }
-        self._step_ms = settings.lease_ms // 3
+        self._step_ms = settings.lease_ms // LOOKS_IN_LEASE
         """A clock that goes faster than consumers can say that they live goes in steps, and they say it at each."""
         self._looks_soon = False
         self._ticking = asyncio.ensure_future(self._tick())
@@ -53,7 +79,29 @@ class Machine:
     async def close(self) -> None:
         self._ticking.cancel()
         await asyncio.gather(self._ticking, return_exceptions=True)
-        await asyncio.gather(*(door.close() for door in self._doors.values()), self.metaserver.close())
+        await asyncio.gather(*(door.close() for door in self._all_doors()), self.metaserver.close())
+
+    async def _open_delays(self) -> tuple[str, int]:
+        """Return the delay group's name and port; it is made when it is first wanted.
+
+        Raises:
+            NotServed: what it is made of is not installed.
+        """
+        async with self._opening_delays:
+            if self._delays is None:
+                try:
+                    from qmq.testing.delays import Delays
+                except ImportError as error:
+                    raise NotServed(f"delayed messages in tests need {error.name}: install qmq[testing]") from None
+                delays = Delays(
+                    self._pair, clock=self._clock, happened=self._happened, failed=self._failed, refusals=self.refusals
+                )
+                await delays.open()
+                self._delays = delays
+        return self._delays.group, self._delays.port
+
+    def _all_doors(self) -> list[Door]:
+        return [*self._doors.values(), *(self._delays.doors if self._delays else [])]
 
     def check(self) -> None:
         """Raise what the cores raised and never should."""
@@ -74,7 +122,19 @@ class Machine:
         consumers = {one.consumer for one in master.subscriptions if (one.subject, one.group) == (subject, group)}
         return standing(self._pair.log.state, subject, group, consumers=len(consumers), now_ms=self._clock.now_ms())
 
-    def advance(self, ms: int) -> None:
+    def delayed(self, subject: str) -> list[Message]:
+        return self._delays.messages(subject) if self._delays else []
+
+    async def advance(self, ms: int) -> None:
+        """Put the clock forward, from one delayed message to the next; each is at the broker when it is due."""
+        while self._delays is not None and ms > 0:
+            step = self._delays.next_due_ms(ms)
+            self.skip(step)
+            ms -= step
+            await self._delays.caught_up()
+        self.skip(ms)
+
+    def skip(self, ms: int) -> None:
         while ms > 0:
             step = min(ms, self._step_ms)
             self._clock.skipped_ms += step
@@ -89,7 +149,7 @@ class Machine:
         self._tell_routes()
 
     async def drop(self) -> None:
-        for door in self._doors.values():
+        for door in self._all_doors():
             await door.drop_all("the test dropped all connections")
 
     def swap(self) -> None:
@@ -130,12 +190,14 @@ class Machine:
                 self._wishes.remove(wish)
                 wish.granted.set_result(None)
             elif wish.skip_delays and found.delayed and not found.held:
-                self.advance(found.next_due_ms - self._clock.now_ms())
+                self.skip(found.next_due_ms - self._clock.now_ms())
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self._pair.tick()
+            if self._delays is not None:
+                self._delays.tick()
 
     def _failed(self, error: Exception) -> None:
         self._failure = self._failure or error

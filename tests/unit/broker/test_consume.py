@@ -179,7 +179,7 @@ def test_messages_of_a_consumer_that_went_away_reach_the_others():
         group.settle()
         if way == "lease":
             gone.lost()
-            group.a.host.clock_ms += 900
+            group.a.wait(900)
             waiting = stays.pull(most=2, timeout_ms=60_000)
             group.settle()
             assert ids(stays, waiting) == ["m4", "m5"]
@@ -205,6 +205,29 @@ def test_consumer_that_shows_itself_keeps_its_messages():
         group.settle()
     held = group.a.log.state.groups["s", "g"].consumers["busy"]
     assert held.unacked_messages == 1
+
+
+def test_master_that_stood_still_ends_no_lease_before_it_hears_who_lives():
+    group, producer = a_group(lease_ms=1_000)
+    producer.produce("m0", "m1")
+    lives, gone = subscribed(group, "lives"), subscribed(group, "gone")
+    assert pulled_by(group, lives, most=1) == ["m0"] and pulled_by(group, gone, most=1) == ["m1"]
+    group.a.stand_still(60_000)
+    group.settle()
+    assert set(group.a.log.state.groups["s", "g"].consumers) == {"lives", "gone"}
+    lives.send(Command.HEARTBEAT, b"")
+    group.a.wait(751)
+    group.settle()
+    assert set(group.a.log.state.groups["s", "g"].consumers) == {"lives"}, "who is gone goes a moment later"
+
+
+def test_leases_end_on_a_master_whose_every_turn_takes_long():
+    group, producer = a_group(lease_ms=1_000)
+    producer.produce("m")
+    pulled_by(group, subscribed(group, "gone"))
+    for _ in range(5):
+        group.a.stand_still(20_000)
+    assert not group.a.log.state.groups["s", "g"].consumers
 
 
 def test_ack_after_the_lease_ended_is_not_said_to_count():

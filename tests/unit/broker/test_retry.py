@@ -100,7 +100,7 @@ def test_consumer_that_falls_silent_has_its_messages_counted_and_given_to_others
     group.settle()
     waiting = other.pull(other.subscription(opaque), timeout_ms=120_000)
     client.lost()
-    group.a.host.clock_ms += 20_000
+    group.a.wait(20_000)
     other.send(Command.HEARTBEAT, b"")
     group.a.wait(10_001)
     group.settle()
@@ -257,8 +257,8 @@ def test_a_broadcast_consumer_that_stays_away_is_forgotten_and_others_are_not():
     client.subscription(opaque)
     assert ids(group, client) == ["m0"]
     client.lost()
-    for _ in range(61):
-        group.a.wait(60_001)
+    for _ in range(500):
+        group.a.wait(7_500)
         group.settle()
     assert list(group.a.log.state.groups) == [("s", "g")]
     assert group.b.log.state.groups.keys() == group.a.log.state.groups.keys()
@@ -269,7 +269,7 @@ def test_a_broadcast_consumer_that_only_listens_is_not_forgotten():
     client.subscribe("host1", group="host1", broadcast=True)
     group.settle()
     for _ in range(200):
-        group.a.host.clock_ms += 20_000
+        group.a.wait(20_000)
         client.send(Command.HEARTBEAT, b"")
         group.a.wait(1)
         group.settle()
