@@ -23,6 +23,8 @@ from qmq.testing.standing import Wish, consumed, delayed, subscribed
 T = TypeVar("T")
 
 CLOSE_S = 5.0
+ADVANCE_S = 300.0
+"""A year goes by in about a minute: leases are renewed at each step."""
 WAIT_S = 5.0
 """How long the `wait_until` functions wait if they are not told."""
 
@@ -86,9 +88,9 @@ class _Broker:
         self._thread.join(CLOSE_S)
         loop.close()
 
-    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+    def _await(self, work: Coroutine[Any, Any, T], timeout_s: float = CLOSE_S) -> T:
         assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(CLOSE_S)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     @property
     def _running(self) -> Machine:
@@ -125,16 +127,23 @@ class _Broker:
         """
         return self.messages(dead_letter_subject(subject, group))
 
+    def delayed(self, subject: str) -> list[Message]:
+        """Return the messages of `subject` that wait until they are due, the first one first."""
+        return self._ask(lambda machine: machine.delayed(subject))
+
     # Time.
 
     def advance(self, seconds: float) -> None:
-        """Put the broker's clock forward: retries come due, and consumers that vanished lose their leases.
+        """Put the broker's clock forward: delayed messages and retries come due, vanished consumers lose their leases.
 
-        Consumers that are connected keep theirs, however far it goes. Timers of clients do not change.
+        When it returns, consumers can get what was delayed until then. Consumers that are connected keep their leases,
+        however far it goes. Timers of clients do not change.
         """
         if seconds < 0:
             raise InvalidRequest("time goes forward only")
-        self._ask(lambda machine: machine.advance(int(seconds * 1000)))
+        machine = self._running
+        machine.check()
+        self._await(machine.advance(int(seconds * 1000)), ADVANCE_S)
 
     # What may go wrong.
 

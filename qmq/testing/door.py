@@ -1,35 +1,34 @@
-"""Shell. Where clients connect to a broker in memory: any token opens it, and a test may have it refuse and hang up."""
+"""Shell. Where clients connect to a pair in memory: any token opens it, and a test may have it refuse and hang up."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from functools import partial
+from typing import Any
 
-from broker.settings import BrokerSettings
 from qmq.errors import AccessError, InvalidRequest, QmqError
 from qmq.remoting.commands import Command, decode_json, encode_json
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import ONE_WAY, Packet
+from qmq.replication.settings import PairSettings
 from qmq.testing.pair import Copy
-
-COMMANDS = frozenset(
-    {
-        Command.PRODUCE, Command.SUBSCRIBE, Command.PULL, Command.ACK, Command.NACK, Command.HEARTBEAT,
-        Command.UNSUBSCRIBE,
-    }
-)  # fmt: skip
 
 
 class Door:
-    """One broker's port for clients, and their connections. Made with the broker; ends with it.
+    """One process's port for clients, and their connections. Made with the copy; ends with it.
 
     Args:
+        commands: those that clients may send.
         refusals: errors for the next produces, in turn; a test puts them there.
     """
 
-    def __init__(self, copy: Copy, *, group: str, settings: BrokerSettings, refusals: deque[QmqError]) -> None:
+    def __init__(
+        self, copy: Copy[Any], *, group: str, settings: PairSettings, commands: frozenset[Command],
+        refusals: deque[QmqError],
+    ) -> None:  # fmt: skip
         self._copy, self._group, self._settings, self._refusals = copy, group, settings, refusals
+        self._commands = commands
         self._guests: set[Connection] = set()
         self._let_in: set[Connection] = set()
         self._server: asyncio.Server | None = None
@@ -70,12 +69,16 @@ class Door:
             self._authenticate(connection, packet)
         elif connection not in self._let_in:
             connection.refuse(packet, AccessError("say who you are first: AUTHENTICATE with an API token"))
-        elif packet.code not in COMMANDS:
+        elif packet.code not in self._commands:
             connection.refuse(packet, InvalidRequest(f"command {packet.code} is not served on this port"))
         elif packet.code == Command.PRODUCE and self._refusals:
             connection.refuse(packet, self._refusals.popleft())
         else:
-            self._copy.guarded(partial(self._copy.node.packet_received, connection, packet))
+            self._copy.guarded(partial(self._copy.node.packet_received, connection, self.read(packet)))
+
+    def read(self, packet: Packet) -> Packet:
+        """Return what the core gets of a packet."""
+        return packet
 
     def _authenticate(self, connection: Connection, packet: Packet) -> None:
         settings = self._settings

@@ -1,11 +1,11 @@
-"""Shell. A metaserver that knows one broker group, which serves every subject: routes over gRPC, and over HTTP for
-clients that no gRPC reaches, such as those in a forked process."""
+"""Shell. A metaserver that knows one broker group, which serves every subject, and a delay group for who asks for one:
+routes over gRPC, and over HTTP for clients that no gRPC reaches, such as those in a forked process."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 from zlib import crc32
@@ -13,15 +13,21 @@ from zlib import crc32
 import grpc.aio
 
 from qmq.control_plane import SERVER_OPTIONS, grpc_begins
+from qmq.errors import NotServed
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server
+from qmq.types import GroupKind
 
 
 class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no types
-    """Made with the broker; ends with it. `tell` changes the routes and lets every client know."""
+    """Made with the broker; ends with it. `tell` changes the routes and lets every client know.
 
-    def __init__(self, group: str) -> None:
-        self._group = group
+    Args:
+        open_delays: starts the delay group, if it does not run; returns its name and port, or raises NotServed.
+    """
+
+    def __init__(self, group: str, open_delays: Callable[[], Awaitable[tuple[str, int]]]) -> None:
+        self._group, self._open_delays = group, open_delays
         self._port = self._term = 0
         self._readonly: frozenset[str] = frozenset()
         self._watches: set[_Watch] = set()
@@ -50,15 +56,22 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
         for watch in self._watches:
             watch.moved.set()
 
-    def route(self, subject: str) -> pb.SubjectRoute:
+    async def route(self, subject: str, kind: int) -> pb.SubjectRoute:
         """Make the route of a subject; its version is a hash of what it says."""
-        group = pb.BrokerGroupRoute(
-            broker_group=self._group, master=pb.BrokerAddress(ip="127.0.0.1", serve_port=self._port),
-            writable=self._readonly.isdisjoint({subject, "*"}), term=self._term,
-        )  # fmt: skip
-        route = pb.SubjectRoute(subject=subject, groups=[group])
+        if kind == GroupKind.DELAY:
+            route = await self._delay_route(subject)
+        else:
+            writable = self._readonly.isdisjoint({subject, "*"})
+            route = pb.SubjectRoute(subject=subject, groups=[_group(self._group, self._port, writable, self._term)])
         route.version = crc32(route.SerializeToString(deterministic=True)) + 1
         return route
+
+    async def _delay_route(self, subject: str) -> pb.SubjectRoute:
+        try:
+            name, port = await self._open_delays()
+        except NotServed as error:
+            return pb.SubjectRoute(subject=subject, refused=str(error))
+        return pb.SubjectRoute(subject=subject, groups=[_group(name, port, True, 1)])
 
     # Over gRPC.
 
@@ -71,9 +84,8 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
             while True:
                 await watch.moved.wait()
                 watch.moved.clear()
-                routes = [
-                    route for subject, held in watch.held.items() if (route := self.route(subject)).version != held
-                ]
+                routes = [await self.route(subject, watch.kind) for subject in list(watch.held)]
+                routes = [route for route in routes if route.version != watch.held[route.subject]]
                 if routes or watch.is_asked:
                     watch.is_asked = False
                     watch.held.update({route.subject: route.version for route in routes})
@@ -88,7 +100,7 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             url = urlsplit(head.split(b" ", 2)[1].decode())
-            body = self._answer(url.path, parse_qs(url.query))
+            body = await self._answer(url.path, parse_qs(url.query))
             status = b"404 Not Found" if body is None else b"200 OK"
             answer = body or b""
             writer.write(
@@ -100,13 +112,14 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
         finally:
             writer.close()
 
-    def _answer(self, path: str, words: dict[str, list[str]]) -> bytes | None:
+    async def _answer(self, path: str, words: dict[str, list[str]]) -> bytes | None:
         if path == "/meta/address":
             return b"127.0.0.1:%d" % self._grpc_port
         if path != "/meta/routes":
             return None
         held = dict(word.rsplit(":", 1) for word in words.get("held", []))
-        routes = [self.route(subject) for subject in words.get("subject", [])]
+        kind = GroupKind[words.get("kind", ["NORMAL"])[0]]
+        routes = [await self.route(subject, kind) for subject in words.get("subject", [])]
         changed = [_as_json(route) for route in routes if held.get(route.subject) != f"{route.version:016x}"]
         return json.dumps({"routes": changed}).encode()
 
@@ -116,12 +129,14 @@ class _Watch:
 
     def __init__(self, requests: AsyncIterator[pb.RouteRequest]) -> None:
         self.held: dict[str, int] = {}
+        self.kind = 0
         self.is_asked = False
         self.moved = asyncio.Event()
         self.listening = asyncio.ensure_future(self._listen(requests))
 
     async def _listen(self, requests: AsyncIterator[pb.RouteRequest]) -> None:
         async for request in requests:
+            self.kind = request.kind
             for subject in request.subjects:
                 self.held[subject] = request.held.get(subject, 0)
                 self.is_asked = True
@@ -129,7 +144,18 @@ class _Watch:
 
 
 def _as_json(route: pb.SubjectRoute) -> dict[str, object]:
-    (group,) = route.groups
-    master = {"ip": group.master.ip, "servePort": group.master.serve_port}
-    groups = [{"brokerGroup": group.broker_group, "term": group.term, "writable": group.writable, "master": master}]
-    return {"subject": route.subject, "version": f"{route.version:016x}", "refused": "", "groups": groups}
+    groups = [
+        {
+            "brokerGroup": group.broker_group,
+            "term": group.term,
+            "writable": group.writable,
+            "master": {"ip": group.master.ip, "servePort": group.master.serve_port},
+        }
+        for group in route.groups
+    ]
+    return {"subject": route.subject, "version": f"{route.version:016x}", "refused": route.refused, "groups": groups}
+
+
+def _group(name: str, port: int, writable: bool, term: int) -> pb.BrokerGroupRoute:
+    master = pb.BrokerAddress(ip="127.0.0.1", serve_port=port)
+    return pb.BrokerGroupRoute(broker_group=name, master=master, writable=writable, term=term)

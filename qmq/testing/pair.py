@@ -1,4 +1,4 @@
-"""Shell. A broker group in memory: the real cores of its master and its slave, joined by a wire that loses nothing.
+"""Shell. A pair in memory: the real cores of its master and its slave, joined by a wire that loses nothing.
 
 Everything happens on one event loop, in the order in which it was caused. There is no disk to wait for, so a message
 is acknowledged as soon as both cores have it; what the cores decide is what they decide in production.
@@ -10,11 +10,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from broker.counters import Counters
-from broker.master import BrokerMaster
-from broker.settings import BrokerSettings
 from qmq.codec import Buffer
 from qmq.errors import LogError, NotServed, QmqError, from_code
 from qmq.log import Commit, MessageLog
@@ -23,8 +20,12 @@ from qmq.remoting.commands import Command
 from qmq.remoting.packet import ONE_WAY, Packet
 from qmq.replication.assignment import Address, Assignment
 from qmq.replication.identity import IdentityFile
+from qmq.replication.master import Appointment, Master
 from qmq.replication.node import Node
+from qmq.replication.settings import PairSettings
 from qmq.types import Role
+
+M = TypeVar("M", bound=Master)
 
 WIRE_REQUEST = 1
 """Opaque number of a slave's hello: the only request between the two."""
@@ -54,26 +55,26 @@ class Shelf(MemoryDisk):
         """All of it is kept already."""
 
 
-class Copy:
-    """One broker of the group, and the world around its core (`qmq.replication.ports.Host`).
+class Copy(Generic[M]):
+    """One process of the pair, and the world around its core (`qmq.replication.ports.Host`).
 
-    Made by the pair. `happened` is called after each step of the core, `failed` with what must never be raised there.
+    `happened` is called after each step of the core, `failed` with what must never be raised there; `appoint` makes the
+    master whose reign begins.
     """
 
     def __init__(
-        self, name: str, *, settings: BrokerSettings, clock: Clock, happened: Callable[[], None],
-        failed: Callable[[Exception], None],
+        self, name: str, *, settings: PairSettings, clock: Clock, happened: Callable[[], None],
+        failed: Callable[[Exception], None], appoint: Callable[[Appointment], M],
     ) -> None:  # fmt: skip
         disk = Shelf()
         self._loop = asyncio.get_running_loop()
         self._clock, self._happened, self._failed = clock, happened, failed
         self._turn_is_due = False
         self.wire: Wire | None = None
-        """This broker's end of the connection to the other one."""
+        """This end of the connection to the other one."""
         self.node = Node(
             message_log=MessageLog(disk, segment_bytes=settings.segment_bytes, tail_bytes=settings.tail_bytes),
-            host=self, identity=IdentityFile(disk, new_incarnation=name), settings=settings,
-            appoint=partial(BrokerMaster, settings=settings, counters=Counters()),
+            host=self, identity=IdentityFile(disk, new_incarnation=name), settings=settings, appoint=appoint,
         )  # fmt: skip
 
     def guarded(self, call: Callable[[], object]) -> None:
@@ -83,6 +84,10 @@ class Copy:
         except Exception as error:
             self._failed(error)
         self._happened()
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self.node.tick()
 
     def soon(self, call: Callable[[], object]) -> None:
         self._loop.call_soon(self.guarded, call)
@@ -123,9 +128,9 @@ class Copy:
 
 
 class Wire:
-    """One end of the connection between the two brokers, a `Link` of theirs; what it is told arrives at the other."""
+    """One end of the connection between the two, a `Link` of theirs; what it is told arrives at the other."""
 
-    def __init__(self, copy: Copy, peer: str) -> None:
+    def __init__(self, copy: Copy[Any], peer: str) -> None:
         self._copy = copy
         self.peer, self.writable, self.is_open = peer, True, True
         self.unacked_bytes = self.owed_bytes = 0
@@ -164,24 +169,21 @@ class Wire:
                 end._copy.soon(partial(end._copy.node.link_lost, end))
 
 
-class Pair:
-    """Both brokers of the group. Made on the loop that runs it; ends with that."""
+class Pair(Generic[M]):
+    """Both processes of a group. Made on the loop that runs it; ends with that.
 
-    def __init__(
-        self, *, group: str, settings: BrokerSettings, clock: Clock, happened: Callable[[], None],
-        failed: Callable[[Exception], None],
-    ) -> None:  # fmt: skip
+    Args:
+        make: makes a copy of this name.
+    """
+
+    def __init__(self, group: str, make: Callable[[str], Copy[M]]) -> None:
         self.group, self.term = group, 0
-        self._clock = clock
-        first, second = (
-            Copy(name, settings=settings, clock=clock, happened=happened, failed=failed) for name in ("first", "second")
-        )
-        self.copies = [first, second]
+        self.copies = [make("first"), make("second")]
         """The master, then the slave."""
         self._readonly_subjects: frozenset[str] = frozenset()
 
     @property
-    def master(self) -> BrokerMaster:
+    def master(self) -> M:
         """The master's reign.
 
         Raises:
@@ -189,8 +191,13 @@ class Pair:
         """
         master = self.copies[0].node.master
         if master is None or not master.in_office or master.gate.alone:
-            raise NotServed("the broker's two copies have not agreed yet")
+            raise NotServed("the two copies have not agreed yet")
         return master
+
+    async def ready(self) -> None:
+        """Wait until they have."""
+        while not self.is_ready:
+            await asyncio.sleep(0)
 
     @property
     def is_ready(self) -> bool:
@@ -223,13 +230,17 @@ class Pair:
         self.copies.reverse()
         self.begin_reign()
 
+    def takes(self, subject: str) -> bool:
+        """Return whether no test has marked the subject readonly."""
+        return self._readonly_subjects.isdisjoint({subject, "*"})
+
     def mark_readonly(self, subjects: frozenset[str]) -> None:
         """Refuse new messages of these subjects, as an operator's mark does; `*` stands for all."""
         self._readonly_subjects = subjects
         for copy in self.copies:
             self._assign(copy)
 
-    def _assign(self, copy: Copy) -> None:
+    def _assign(self, copy: Copy[M]) -> None:
         role = Role.MASTER if copy is self.copies[0] else Role.SLAVE
         nowhere = Address("127.0.0.1", 0, 0, 0)
         copy.node.assign(
@@ -238,4 +249,4 @@ class Pair:
 
     def tick(self) -> None:
         for copy in self.copies:
-            copy.guarded(copy.node.tick)
+            copy.guarded(copy.tick)

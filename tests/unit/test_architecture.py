@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 MAY_IMPORT: dict[str, set[str]] = {
     "qmq": set(),
     "qmq.server": {"qmq"},
-    "qmq.testing": {"qmq", "qmq.server", "broker"},
+    "qmq.testing": {"qmq", "qmq.server", "broker", "delayserver"},
     "broker": {"qmq", "qmq.server"},
     "delayserver": {"qmq", "qmq.server"},
     "metaserver": {"qmq"},
@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 `qmq.server` is what processes that keep one copy of a pair have in common; clients do not know it. The audit is no
 process but a Spark program: its benchmark calls it within a session that is warm. And `qmq.testing` is no part of the
-library but a world for the broker's core, as the simulator is; only tests may know it, those of applications and ours.
+library but a world for the cores of broker and delay server, as the simulator is; only tests may know it, those of
+applications and ours.
 """
 
 IMPURE = {

@@ -1,0 +1,244 @@
+"""Shell. A delay group in memory: the real cores of both copies of a delay server, in front of the broker of the test.
+
+Its clock is the broker's, which tests put forward. Clients' clocks are not: so when a message is due is read on the
+client's clock, and kept on this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from delayserver.counters import Counters
+from delayserver.filing import Filing
+from delayserver.master import DelayMaster
+from delayserver.messages import Messages, read_messages
+from delayserver.schedule import Schedule, discard
+from delayserver.settings import DelaySettings
+from qmq.client.numbered import Answer, Done, NotStored, NumberedBatch, Stored, Unknown
+from qmq.codec import Buffer, batch_ends, decode_message
+from qmq.errors import AccessError, AskAnotherBroker, CallError, QmqError, from_code
+from qmq.message import Message
+from qmq.remoting import commands
+from qmq.remoting.commands import Command
+from qmq.remoting.packet import Packet
+from qmq.replication.master import Appointment
+from qmq.testing.door import Door
+from qmq.testing.pair import Clock, Copy, Pair, Shelf
+
+COMMANDS = frozenset({Command.PRODUCE, Command.CANCEL, Command.RESCHEDULE})
+TURNS_MAX = 2_000
+"""Turns of the loop until what is due must have come to the broker, unless that refuses it."""
+ROOM_BYTES = 1 << 20
+SETTINGS = DelaySettings(
+    hostname="test", data=Path("memory"), token="any", segment_bytes=1 << 20, slave_lag_ms_max=1 << 50,
+)  # fmt: skip
+_DUE_AT, _DUE = 9, struct.Struct(">q")
+"""Where a message says when it is due (qmq.codec)."""
+
+
+class DelayCopy(Copy[DelayMaster]):
+    """One delay server: a copy of the log, and the schedule that follows from it."""
+
+    def __init__(
+        self, name: str, *, clock: Clock, happened: Callable[[], None], failed: Callable[[Exception], None],
+        hatch: Hatch,
+    ) -> None:  # fmt: skip
+        def appoint(appointment: Appointment) -> DelayMaster:
+            return DelayMaster(appointment, SETTINGS, Counters(), self.filing, hatch)
+
+        super().__init__(
+            name, settings=SETTINGS, clock=clock, happened=happened, failed=failed, appoint=appoint
+        )  # fmt: skip
+        shelf, message_log = Shelf(), self.node.log
+        segment_ms, keep_ms = SETTINGS.segment_minutes * 60_000, int(SETTINGS.sent_hours * 3_600_000)
+
+        def make(log_start: int) -> Schedule:
+            return Schedule(shelf, segment_ms=segment_ms, log_start=log_start, keep_ms=keep_ms)
+
+        self.filing = Filing(
+            message_log, self, make=make, discard=lambda: discard(shelf), found_damage=self.node.found_damage
+        )
+
+    def tick(self) -> None:
+        """Let the core look at the clock: what is due goes on its way."""
+        super().tick()
+        filing, message_log = self.filing, self.node.log
+        if self.node.master is not None:
+            self.node.master.beat()
+        else:
+            known = min(message_log.state.high_watermark, message_log.flushed_end)
+            filing.go_on(max(known, filing.schedule.filed_end))
+        filing.keep(self.now_ms())
+
+
+class Hatch:
+    """The way from the delay servers into the broker: `delayserver.dispatching.Senders`, and a `Link` of the broker."""
+
+    peer, writable, is_open = "delay server", True, True
+
+    def __init__(self, brokers: Pair[Any]) -> None:
+        self._brokers = brokers
+        self._asked: dict[int, Done] = {}
+        self._opaque = 0
+        self.unacked_bytes = self.owed_bytes = 0
+
+    # For the delay servers.
+
+    def watch(self, subject: str) -> None:
+        """The broker serves every subject."""
+
+    def groups(self, subject: str) -> list[str]:
+        is_open = self._brokers.is_ready and self._brokers.takes(subject)
+        return [self._brokers.group] if is_open else []
+
+    def home(self, subject: str, label: int) -> str | None:
+        return self._brokers.group
+
+    def is_usable(self, name: str) -> bool:
+        return self._brokers.is_ready
+
+    def room(self, name: str) -> int:
+        return ROOM_BYTES
+
+    def in_flight(self, name: str) -> int:
+        return len(self._asked)
+
+    def why_not(self, subject: str) -> str:
+        return "the test has marked it readonly"
+
+    def send(self, group: str, batch: NumberedBatch, done: Done) -> None:
+        self._opaque += 1
+        self._asked[self._opaque] = done
+        header = commands.produce_header(
+            batch.producer, batch.number, batch.count, batch.crc, batch.subject, batch.flags
+        )  # fmt: skip
+        body = memoryview(b"".join((header, *batch.blocks)))
+        master = self._brokers.copies[0]
+        master.soon(
+            partial(master.node.packet_received, self, Packet(Command.PRODUCE, self._opaque, 0, Command.PRODUCE, body))
+        )
+
+    # For the broker.
+
+    def answer(self, request: Packet, *parts: Buffer, code: int = 0) -> None:
+        if code:
+            self.refuse(request, from_code(code, str(b"".join(parts), "utf-8")))
+        else:
+            produced = commands.decode_produced(memoryview(b"".join(parts)))
+            self._tell(request, Stored(produced.first_sequence, produced.stored, produced.refused))
+
+    def refuse(self, request: Packet, error: QmqError) -> None:
+        is_sure = isinstance(error, AskAnotherBroker | CallError | AccessError)
+        self._tell(request, NotStored(error) if is_sure else Unknown(str(error)))
+
+    def _tell(self, request: Packet, answer: Answer) -> None:
+        self._brokers.copies[0].soon(partial(self._asked.pop(request.opaque), answer))
+
+    def tell(self, command: Command, *parts: Buffer) -> None:
+        """A broker tells a producer nothing unasked."""
+
+    def close(self, reason: str = "") -> None:
+        """There is nothing to close."""
+
+
+class DelayDoor(Door):
+    """The delay group's port. It reads due times on the client's clock."""
+
+    def __init__(self, copy: DelayCopy, *, clock: Clock, group: str, refusals: deque[QmqError]) -> None:
+        super().__init__(copy, group=group, settings=SETTINGS, commands=COMMANDS, refusals=refusals)
+        self._clock = clock
+
+    def read(self, packet: Packet) -> Packet:
+        skipped_ms = self._clock.skipped_ms
+        try:
+            if packet.code == Command.PRODUCE and skipped_ms:
+                return packet._replace(body=memoryview(_put_forward(packet.body, skipped_ms)))
+            if packet.code == Command.RESCHEDULE:
+                reschedule = commands.decode_reschedule(packet.body)
+                later = reschedule._replace(due_ms=reschedule.due_ms + skipped_ms)
+                return packet._replace(body=memoryview(commands.encode_reschedule(later)))
+        except QmqError:
+            pass  # the core says what is wrong with it
+        return packet
+
+
+def _put_forward(body: memoryview, ms: int) -> bytes:
+    """Return the body of a PRODUCE whose messages are due `ms` later."""
+    produce = commands.decode_produce(body)
+    batch, count = bytearray(produce.body), produce.count
+    data = 4 * (count + 1)
+    for begin in batch_ends(batch, count)[:-1]:
+        at = data + begin + _DUE_AT
+        if at + _DUE.size <= len(batch):
+            _DUE.pack_into(batch, at, _DUE.unpack_from(batch, at)[0] + ms)
+    header = commands.produce_header(
+        produce.producer, produce.batch, count, crc32(batch), produce.subject, produce.flags
+    )  # fmt: skip
+    return header + batch
+
+
+class Delays:
+    """Made when a client first asks for delay groups, on the broker's loop; ends with the broker."""
+
+    def __init__(
+        self, brokers: Pair[Any], *, clock: Clock, happened: Callable[[], None], failed: Callable[[Exception], None],
+        refusals: deque[QmqError],
+    ) -> None:  # fmt: skip
+        self.group = f"{brokers.group}-delay"
+        self._clock, hatch = clock, Hatch(brokers)
+
+        def make(name: str) -> DelayCopy:
+            return DelayCopy(name, clock=clock, happened=happened, failed=failed, hatch=hatch)
+
+        self._pair: Pair[DelayMaster] = Pair(self.group, make)
+        master = self._pair.copies[0]
+        assert isinstance(master, DelayCopy)
+        self._master = master
+        self.doors = [DelayDoor(master, clock=clock, group=self.group, refusals=refusals)]
+
+    async def open(self) -> None:
+        await self.doors[0].open()
+        self._pair.begin_reign()
+        await self._pair.ready()
+
+    @property
+    def port(self) -> int:
+        return self.doors[0].port
+
+    def tick(self) -> None:
+        self._pair.tick()
+
+    def next_due_ms(self, within_ms: int) -> int:
+        """Return in how many ms the next message is due that is not yet; `within_ms` if none is so soon."""
+        now_ms = self._clock.now_ms()
+        records = self._master.filing.schedule.list(now_ms + 1, now_ms + within_ms, None, 1)()
+        return int(records["due"][0]) - now_ms if len(records) else within_ms
+
+    def messages(self, subject: str) -> list[Message]:
+        """Return the messages that wait, the first one first."""
+        records = self._master.filing.schedule.list(0, 1 << 62, subject, 1 << 30)()
+        return [decode_message(data) for data in read_messages(self._pair.log, Messages.of(records))]
+
+    async def caught_up(self) -> None:
+        """Wait until what is due by now was given to the broker, if that takes it."""
+        for _ in range(TURNS_MAX):
+            self.tick()
+            await asyncio.sleep(0)
+            if not self._is_busy():
+                return
+
+    def _is_busy(self) -> bool:
+        master, schedule, now_ms = self._pair.master, self._master.filing.schedule, self._clock.now_ms()
+        stats = master.stats()
+        is_filed = schedule.filed_end >= self._pair.log.end and schedule.loaded_until_ms > now_ms
+        next_due_ms = stats["next_due_ms"]
+        is_due = next_due_ms is not None and next_due_ms <= now_ms
+        is_waiting = any(not why for _, why in stats["waiting"].values())
+        return not is_filed or is_due or is_waiting or bool(stats["in_flight_batches"])
