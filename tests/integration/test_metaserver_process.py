@@ -53,6 +53,21 @@ def add(process, hostname="a", role=0):
     return post(process, "AddBroker", **words, servePort=1, syncPort=2).json()
 
 
+def test_the_installed_grpc_knows_the_engine_that_the_metaserver_chooses(tmp_path, monkeypatch):
+    monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
+    assert "experiment" not in said(tmp_path).lower()
+    monkeypatch.setenv("GRPC_EXPERIMENTS", "-no_such_engine")
+    assert "no_such_engine" in said(tmp_path), "gRPC says when it does not know one, and the operator's choice counts"
+
+
+def said(folder):
+    """All that a metaserver logs between its start and its end."""
+    with metaserver(folder) as process:
+        assert httpx.get(f"{process.url}/meta/address", trust_env=False).status_code == 200
+        process.terminate()
+        return "".join([*process.heard, process.stderr.read()])
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stops_in_order_when_told(tmp_path, number):
     with metaserver(tmp_path) as process:
