@@ -14,10 +14,12 @@ from typing import Protocol
 from qmq.client.holding import HeldPiece, Holding, Refusal, SentAck, SentNack
 from qmq.client.link import Link
 from qmq.client.received import ReceivedMessage
+from qmq.client.retrying import worn_out
 from qmq.client.terms import Terms
 from qmq.codec import batch_ends
 from qmq.errors import AccessError, CallError, ClientClosed, InvalidAck, NotServed, QmqError, UnknownSubscription
 from qmq.log.frame import FLAG_ORDERED
+from qmq.message import RETRIES_MAX
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Nack, Piece, Pull, Verdict
 
@@ -41,7 +43,7 @@ MANY_TIMES = 5
 
 FOR_GROUP = "qmq_consumerGroupName"
 """QMQ's way to send a message to one group of a subject. The others take it as done."""
-_FOR_GROUP = FOR_GROUP.encode()
+_FOR_GROUP, _RETRIES_MAX = FOR_GROUP.encode(), RETRIES_MAX.encode()
 
 
 class Parcel:
@@ -140,7 +142,7 @@ class Feed:
             subject=self.source, group=terms.group, consumer=terms.consumer, held_end=self.holding.held_end,
             is_new=self._is_new,
             start=terms.start if is_plain else "earliest", since_ms=terms.since_ms, broadcast=terms.broadcast,
-            deliveries_max=terms.policy.deliveries_max, tags=terms.tags if is_plain else (),
+            deliveries_max=terms.policy.backstop, tags=terms.tags if is_plain else (),
             tag_mode=terms.tag_mode,
         )  # fmt: skip
         self._request(Command.SUBSCRIBE, body, self._subscribed)
@@ -278,6 +280,9 @@ class Feed:
             self._is_ordered = True
         if _FOR_GROUP in data:  # a fifteenth of all that a message costs here: not one such search more
             messages = self._without_those_of_others(part, messages)
+        if piece.times > 1 and not self._owner.terms.most_once:
+            if piece.times > self.policy.deliveries_max or _RETRIES_MAX in data:
+                messages = self._without_worn_out(part, messages)
         if messages:
             self.buffered += len(messages)
             self.buffered_bytes += len(data)
@@ -297,6 +302,20 @@ class Feed:
                 piece.mark(message._at)
                 self.done(piece)
         return mine
+
+    def _without_worn_out(self, piece: HeldPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
+        """Make dead letters of what was handed over too often, by the message's own limit or by the group's."""
+        rest = []
+        for message in messages:
+            if (decision := worn_out(message, self.policy)) is None:
+                rest.append(message)
+                continue
+            log.warning(
+                "message is a dead letter subject=%s group=%s sequence=%d broker_group=%s times=%d reason=%s",
+                self.source, self.group, message.sequence, message.broker_group, message.times, decision.reason,
+            )  # fmt: skip
+            self.nack(piece, message._at, delay_s=0.0, verdict=decision.verdict, reason=decision.reason)
+        return rest
 
     def taken(self, parcel: Parcel) -> None:
         """All messages of a parcel were taken."""

@@ -11,6 +11,9 @@ from qmq.errors import DeadLetter, InvalidMessage, InvalidRequest, RetryLater
 from qmq.message import RETRIES_MAX, Value
 from qmq.remoting.commands import DELAY_MS_MAX, REASON_BYTES_MAX, Verdict
 
+BACKSTOP = 1_000
+"""Hand-overs after which a broker itself makes a dead letter of a message: one that ends each process before it is
+looked at. All others are counted here, for a broker does not know the limit that a message has of its own."""
 DIGITS_MAX = 9
 """Of a number in a message; Python reads no number of thousands of them."""
 
@@ -25,6 +28,11 @@ class RetryPolicy:
 
     deliveries_max: int
     delay_s: float
+
+    @property
+    def backstop(self) -> int:
+        """The limit that a broker is told."""
+        return max(BACKSTOP, 2 * self.deliveries_max) if self.deliveries_max else 0
 
 
 class Refused(NamedTuple):
@@ -73,6 +81,15 @@ def refused(
     if limit and message.times >= limit:
         return Refused(Verdict.DEAD_LETTER, 0.0, f"handed over {message.times} times; {reason}", True)
     return Refused(Verdict.RETRY, delay_s, reason, is_failure)
+
+
+def worn_out(message: Refusable, policy: RetryPolicy) -> Refused | None:
+    """Decide on a message that has just come: it was handed over as often as it may, and whoever had it was gone each
+    time before it said anything. Nobody begins with it once more."""
+    limit = _limit(message, policy)
+    if not limit or message.times <= limit:
+        return None
+    return Refused(Verdict.DEAD_LETTER, 0.0, f"handed out {limit} times, and never acked", True)
 
 
 def refused_for_good(message: Refusable, policy: RetryPolicy, reason: str) -> Refused:

@@ -272,8 +272,8 @@ def test_the_mailbox_of_a_group_is_shown_as_its_subject():
                 await until(lambda: handled)
             assert handled == [("a", "%RETRY%a%g", "1")], "from the earliest on, though the group begins at the latest"
             plain, mailbox = subscribes(broker)[0], subscribes(broker, "%RETRY%a%g")[0]
-            assert (plain["start"], plain["tags"], plain["deliveries_max"]) == ("latest", ["x"], 32)
-            assert (mailbox["start"], mailbox["tags"], mailbox["deliveries_max"]) == ("earliest", [], 32)
+            assert (plain["start"], plain["tags"], plain["deliveries_max"]) == ("latest", ["x"], 1_000)
+            assert (mailbox["start"], mailbox["tags"], mailbox["deliveries_max"]) == ("earliest", [], 1_000)
 
     run(test())
 
