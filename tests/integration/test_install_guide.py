@@ -103,7 +103,8 @@ class Reader:
             "QMQ_DATA": str(self.data),
         }  # fmt: skip
         (folder / ".my.cnf").write_text(f"[client]\nuser=root\nsocket={mariadb.directory}/socket\n")
-        small = {"QMQ_BROKER_SEGMENT_BYTES": str(1 << 20), "QMQ_BROKER_DISK_FREE_LIMIT": "0"}  # fits any test machine
+        fits = {"SEGMENT_BYTES": str(1 << 20), "DISK_FREE_LIMIT": "0"}  # any test machine
+        small = {f"QMQ_{kind}_{name}": value for kind in ("BROKER", "DELAY") for name, value in fits.items()}
         known = {name: value for name, value in os.environ.items() if not name.startswith("QMQ_")}
         self.shell = Shell(folder, known | small | {"HOME": str(folder)})
         self.nginx = None
@@ -160,7 +161,7 @@ def reader(mariadb, tmp_path):
         mariadb.execute("DROP USER IF EXISTS 'qmq'@'%'")
 
 
-def test_reader_comes_from_nothing_to_messages_a_swap_an_upgrade_and_one_metaserver_less(reader):
+def test_reader_comes_from_nothing_to_messages_a_swap_an_upgrade_one_metaserver_less_and_delay_servers(reader):
     for step in (2, 4, 5, 6):
         reader.follow(step)
     secret = [path for path in reader.etc.iterdir() if path.stat().st_mode & 0o077 == 0]
@@ -193,6 +194,9 @@ def test_reader_comes_from_nothing_to_messages_a_swap_an_upgrade_and_one_metaser
     left = reader.shell.type("tools.sh ListMetaservers")
     assert f"{HOST}:{reader.values['M1_HTTP']}" in left
 
+    pending = reader.follow(16)
+    assert re.search(r"^delay +0 ", pending, re.MULTILINE), "the group answers, and nothing pends"
+
 
 def masters(reader):
     """Hostnames of the masters, as the metaserver lists them."""
@@ -214,7 +218,7 @@ def test_every_block_is_of_a_known_kind_and_what_is_not_run_has_one_that_is():
     assert by_systemd == by_hand, "the two ways start and restart the same, in the same order"
 
 
-@pytest.mark.parametrize("module", ["metaserver", "broker"])
+@pytest.mark.parametrize("module", ["metaserver", "broker", "delayserver"])
 def test_unit_runs_what_the_guide_runs_by_hand(module):
     unit = RawConfigParser(strict=False)
     unit.optionxform = str

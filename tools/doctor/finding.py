@@ -14,6 +14,10 @@ CLOCK_WARN_MS, CLOCK_FAIL_MS = 2_000, 60_000
 """No acknowledged message hangs on a clock; expiry of tokens, times of messages and resetting to a time do."""
 
 
+CLOCK_OFF_S_MAX = 1.0
+"""As the setting clock_alarm_ms of delay servers: from there on their log says it, too."""
+
+
 class Level(StrEnum):
     OK, WARN, FAIL = "OK", "WARN", "FAIL"
 
@@ -127,12 +131,17 @@ def judge_group(group: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def judge_broker(who: str, role: str, metrics: Mapping[str, float]) -> Iterator[Finding]:
-    """Judge what a broker says of itself: its part, and its disk."""
-    is_master = metrics.get("qmq_broker_is_master")
+    """Judge what a broker or a delay server says of itself: its part, its disk, and the clock of due times."""
+    prefix = "qmq_delayserver" if role.startswith("DELAY_") else "qmq_broker"
+    is_master = metrics.get(f"{prefix}_is_master")
     if is_master is not None and bool(is_master) != (role in ("MASTER", "DELAY_MASTER")):
         found = f"{who} thinks it is {'the master' if is_master else 'no master'}, the metaserver has it as {role}"
         yield fail("roles", found, "wait a few seconds and look again; if it stays, its link to the metaserver is down")
-    free, limit = metrics.get("qmq_broker_disk_free_bytes"), metrics.get("qmq_broker_disk_free_limit_bytes", 0)
+    off_s = metrics.get("qmq_delayserver_clock_difference_seconds", 0.0)
+    if abs(off_s) > CLOCK_OFF_S_MAX:
+        found = f"the clock of {who} jumped by {off_s:.1f} s while it reigned; due times follow the one from before"
+        yield warn("clocks", found, "if its clock is right now, SwapRoles begins a reign with it")
+    free, limit = metrics.get(f"{prefix}_disk_free_bytes"), metrics.get(f"{prefix}_disk_free_limit_bytes", 0)
     if free is None:
         return
     found = f"{who} has {size(free)} free; it stops taking messages below {size(limit)}"
@@ -150,8 +159,8 @@ def worst(findings: Iterable[Finding]) -> Level:
 
 
 def read_version(text: str) -> str:
-    """Find which version a broker's metrics say; empty: it does not say."""
-    found = re.search(r'^qmq_broker_info\{[^}]*version="([^"]*)"', text, re.MULTILINE)
+    """Find which version a broker's metrics say, or a delay server's; empty: they do not say."""
+    found = re.search(r'^qmq_(?:broker|delayserver)_info\{[^}]*version="([^"]*)"', text, re.MULTILINE)
     return found[1] if found else ""
 
 

@@ -86,6 +86,18 @@ def test_a_broker_that_thinks_otherwise_of_its_part_is_named():
     assert list(judge_broker("a:1", "MASTER", {"qmq_broker_is_master": 1.0})) == []
 
 
+def test_a_delay_server_is_judged_by_its_own_metrics():
+    metrics = {"qmq_delayserver_is_master": 1.0, "qmq_delayserver_disk_free_bytes": 10.0 * 2**30}
+    (found,) = judge_broker("d:1", "DELAY_MASTER", metrics)
+    assert (found.level, found.step) == (Level.OK, "disks")
+    (found, _) = judge_broker("d:1", "DELAY_SLAVE", metrics)
+    assert found.level is Level.FAIL and "has it as DELAY_SLAVE" in found.found
+    jumped = metrics | {"qmq_delayserver_clock_difference_seconds": -86_400.0}
+    (found, _) = judge_broker("d:1", "DELAY_MASTER", jumped)
+    assert (found.level, found.step) == (Level.WARN, "clocks") and "SwapRoles" in found.do
+    assert read_version('qmq_delayserver_info{broker_group="d1",version="1.2"} 1.0') == "1.2"
+
+
 def test_the_metaservers_own_checks_are_passed_on():
     checks = [
         {"name": "database", "ok": False, "found": "away", "remedy": "start it"},
