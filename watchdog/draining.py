@@ -200,13 +200,13 @@ class Draining:
             return Settling(settled, [end for end in ends if isinstance(end, Released)])
         if self._is_stopping:
             return None
+        if self._order is not None:
+            return self._order
         if self._foreign:
             old = self._foreign[0].claim
             return TakeOver(old, str(ClaimName.parse(old).of_term(self.term)))
         if self._claims_after is not None:
             return ReadClaims(self._claims_after)
-        if self._order is not None:
-            return self._order
         return self._next_page(now_ms)
 
     def _next_page(self, now_ms: int) -> Work | None:

@@ -97,8 +97,8 @@ class Leading:
         if time.monotonic() - self._refreshed_at >= self._settings.refresh_ms / 1000:
             await self._refresh()
         for url, task in list(self._tasks.items()):
-            if task.done():  # it ends by itself only if it failed
-                log.error("drain ended database=%s reason=%r", url, task.exception())
+            if task.done():  # it ends by itself if the lease was late for a moment, or if it failed
+                log.warning("drain begins anew database=%s reason=%r", url, task.exception() or "the lease was late")
                 self._forget(url)
                 self._refreshed_at = 0.0
 

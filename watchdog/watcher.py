@@ -133,7 +133,7 @@ class Watcher:
         return {"databases": [*answers, *(one for one in problems if database in ("", one["database"]))]}
 
     async def _ask(self, source: Source, question: Callable[[Questions], T]) -> T:
-        """Ask on a thread; raises NotServed if the database does not answer in time."""
+        """Ask on a thread; raises NotServed if the database is of no use, or does not answer in time."""
 
         def ask() -> T:
             questions = Questions(open_source(source), source)
@@ -145,6 +145,8 @@ class Watcher:
         try:
             async with asyncio.timeout(QUESTION_S):
                 return await asyncio.to_thread(ask)
+        except CallError as error:
+            raise NotServed(str(error)) from None
         except (SQLAlchemyError, OSError, TimeoutError) as error:
             reason = str(getattr(error, "orig", None) or error or "no answer in time").partition("\n")[0][:200]
             raise NotServed(f"{source.url}: {reason}") from None

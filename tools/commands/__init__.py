@@ -11,6 +11,7 @@ from tools.commands.consumers import CONSUMERS
 from tools.commands.delays import DELAYS
 from tools.commands.installation import INSTALLATION
 from tools.commands.messages import MESSAGES
+from tools.commands.outbox import OUTBOX
 from tools.commands.routes import GROUPS, ROUTES
 
 SECTIONS: Mapping[str, tuple[Command, ...]] = {
@@ -21,6 +22,7 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = {
     "messages": MESSAGES,
     "delayed messages": DELAYS,
     "databases of businesses": DATABASES,
+    "outboxes": OUTBOX,
     "tokens": TOKENS,
     "metadata and its history": UPKEEP,
     "the installation": INSTALLATION,

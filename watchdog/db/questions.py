@@ -76,25 +76,19 @@ class Questions:
             )  # fmt: skip
 
     def stuck(self, *, older_s: int, limit: int) -> list[StuckRow]:
-        """Return parked rows, then waiting ones that are older than `older_s`, the longest due first."""
+        """Return parked rows, then of the AGES_MAX waiting ones that are due longest those older than `older_s`."""
         age = self._dialect.created_age.format("create_time")
-        old = self._dialect.moment.format(-older_s * 1000)
-        found: list[StuckRow] = []
+        parked = f"SELECT id FROM {self._table} WHERE status < 0 ORDER BY status, update_time, id LIMIT {int(limit)}"
+        due = f"SELECT id, {age} AS age FROM {self._table} WHERE status = 0 ORDER BY update_time, id LIMIT {AGES_MAX}"
+        waiting = f"SELECT id FROM ({due}) AS due WHERE age >= {older_s * 1000} LIMIT {int(limit)}"
         with self._reading.begin() as connection:
-            for where, order in (("status < 0", "status, update_time, id"), ("status = 0", "update_time, id")):
-                more = f" AND create_time <= {old}" if where == "status = 0" and not self._is_local else ""
-                statement = (
-                    f"SELECT {_SHOWN}, {age} FROM {self._table} WHERE {where}{more} ORDER BY {order}"
-                    f" LIMIT {int(limit) - len(found)}"
-                )
-                if len(found) < limit:
-                    found += [_stuck(row) for row in connection.execute(text(statement))]
-        return [row for row in found if row.state == "parked" or row.age_s >= older_s]
-
-    @property
-    def _is_local(self) -> bool:
-        """Whether `create_time` is in another time zone than ours, so that it is compared by age alone."""
-        return self._dialect.age != self._dialect.created_age
+            ids = [row[0] for statement in (parked, waiting) for row in connection.execute(text(statement))][:limit]
+            if not ids:
+                return []
+            listed = ", ".join(map(str, ids))
+            statement = f"SELECT {_SHOWN}, {age} FROM {self._table} WHERE id IN ({listed})"
+            found = {row.id: _stuck(row) for row in connection.execute(text(statement))}
+        return [found[id] for id in ids if id in found]
 
     def retry(self, ids: Sequence[int] | None) -> int:
         """Let parked rows be sent, as if they had never failed; of those that wait, end the back-off. None: all parked.

@@ -1,0 +1,148 @@
+"""Shell. Real watchdogs, brokers and databases: what stays in an outbox is sent, whoever dies meanwhile."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.integration.cluster_world import begin, consume_all, end, until
+from tests.integration.watchdog_world import Application, WatchdogProcess, register, running
+
+SUBJECT = "order.paid"
+
+
+@pytest.fixture
+def application(database_url):
+    made = Application(database_url)
+    yield made
+    made.close()
+
+
+def test_rows_that_an_application_left_behind_are_sent_once_and_deleted(tmp_path, application):
+    with running(tmp_path / "cluster") as cluster, WatchdogProcess(cluster, tmp_path) as watchdog:
+        application.write(SUBJECT, [f"m-{number}" for number in range(2_500)])
+        application.write(SUBJECT, ["tagged"], tags=("paid",))
+        application.write_rows(["no JSON at all"])
+        register(cluster, application.source)
+        until(lambda: application.count() == 0, "all rows are sent or parked")
+        got = consume_all(cluster, SUBJECT, "g", 2_501)
+        assert sorted(id for _, id in got) == sorted([*(f"m-{number}" for number in range(2_500)), "tagged"])
+        [parked] = application.rows()
+        assert parked.status == -2 and "no JSON" in parked.reason and parked.claim is None
+        [shown] = watchdog.ask("/outbox/stuck")["databases"]
+        assert shown["parked"] == 1 and shown["rows"][0]["reason"] == parked.reason
+        url = application.source.url
+        until(lambda: watchdog.metrics().get(f'qmq_watchdog_rows{{database="{url}",state="parked"}}') == 1, "counted")
+        assert watchdog.metrics()[f'qmq_watchdog_sent_total{{database="{url}"}}'] == 2_501
+        assert "no JSON" not in watchdog.log.read_text()
+
+
+def test_a_killed_leader_is_followed_within_ten_seconds_and_a_paused_one_does_no_harm(tmp_path, application):
+    usual = {"lease_ms": 5000, "beat_ms": 1000}
+    with running(tmp_path / "cluster") as cluster:
+        register(cluster, application.source)
+        with (
+            WatchdogProcess(cluster, tmp_path, "w1", **usual) as first,
+            WatchdogProcess(cluster, tmp_path, "w2", **usual) as second,
+        ):
+            until(lambda: first.is_leader or second.is_leader, "one of them leads")
+            leader, standby = (first, second) if first.is_leader else (second, first)
+            assert not standby.is_leader and leader.health()["node"] != standby.health()["node"]
+            application.write(SUBJECT, [f"a-{number}" for number in range(3_000)])
+            leader.process.send_signal(signal.SIGSTOP)
+            began = time.monotonic()
+            until(lambda: standby.is_leader, "the other one leads")
+            assert time.monotonic() - began < 10
+            until(lambda: application.count() == 0, "what the paused one had claimed is sent")
+            application.write(SUBJECT, [f"b-{number}" for number in range(100)])
+            leader.process.send_signal(signal.SIGCONT)
+            until(lambda: leader.health() is not None, "it goes on")
+            until(lambda: application.count() == 0, "all is sent")
+            assert standby.is_leader and not leader.is_leader
+            standby.process.kill()
+            began = time.monotonic()
+            until(lambda: leader.is_leader, "the first one leads again")
+            assert time.monotonic() - began < 10
+            application.write(SUBJECT, ["c"])
+            until(lambda: application.count() == 0, "it sends again")
+        got = consume_all(cluster, SUBJECT, "g", 3_101)
+        assert len({id for _, id in got}) == len(got) == 3_101
+
+
+def test_a_stopped_leader_gives_its_lease_back(tmp_path):
+    with running(tmp_path / "cluster") as cluster:
+        slow = {"lease_ms": 60_000, "beat_ms": 200}
+        with WatchdogProcess(cluster, tmp_path, "w1", **slow) as first:
+            until(lambda: first.is_leader, "it leads")
+            with WatchdogProcess(cluster, tmp_path, "w2", **slow) as second:
+                first.process.terminate()
+                assert first.process.wait(20) == 0
+                until(lambda: second.is_leader, "the other one does not wait for the lease to end")
+                [shown] = cluster.manage("ListWatchdogs")
+                assert (shown["room"], shown["term"]) == ("default", 2)
+                assert shown["address"] == f"127.0.0.1:{second.port}"
+
+
+def test_databases_come_and_go_without_a_restart_and_a_dead_one_holds_up_nobody(tmp_path, application):
+    other = Application(f"sqlite:///{tmp_path}/other.db", table="outgoing")
+    with running(tmp_path / "cluster") as cluster, WatchdogProcess(cluster, tmp_path) as watchdog:
+        cluster.manage("AddDb", type="postgresql", host="127.0.0.1", port=1, username="u", password="p", database="d")
+        cluster.manage("AddDb", type="oracle", host="127.0.0.1", port=1, username="u", password="p")
+        words = register(cluster, application.source)
+        application.write(SUBJECT, ["first"])
+        until(lambda: application.count() == 0, "the database that is well is drained")
+        register(cluster, other.source)
+        other.write(SUBJECT, ["second"])
+        until(lambda: other.count() == 0, "a new one, too, under another table's name")
+        troubles = until(lambda: watchdog.health()["troubles"], "the dead one is told")
+        assert any("127.0.0.1:1/d" in url for url in troubles)
+        cluster.manage(
+            "RemoveDb", type=words["type"], host=words["host"], port=words["port"], database=words["database"]
+        )
+        until(lambda: application.source.url not in str(watchdog.ask("/outbox/stuck")), "it is not scanned any more")
+        application.write(SUBJECT, ["left alone"])
+        other.write(SUBJECT, ["third"])
+        until(lambda: other.count() == 0, "the other one is")
+        assert application.count() == 1
+        assert sorted(id for _, id in consume_all(cluster, SUBJECT, "g", 3)) == ["first", "second", "third"]
+    other.close()
+
+
+def test_rows_wait_while_no_broker_takes_them_and_go_when_one_does(tmp_path, application):
+    with running(tmp_path / "cluster") as cluster, WatchdogProcess(cluster, tmp_path):
+        register(cluster, application.source)
+        application.write(SUBJECT, ["before"])
+        until(lambda: application.count() == 0, "it works")
+        slave = cluster.broker("g1", "slave").hostname
+        end(cluster, slave)
+        application.write(SUBJECT, [f"m-{number}" for number in range(50)])
+        time.sleep(1.0)  # nothing to wait for: nothing may happen
+        assert application.count("status = 0") == 50
+        begin(cluster, slave)
+        until(lambda: application.count() == 0, "the group takes them again")
+        got = consume_all(cluster, SUBJECT, "g", 51)
+        assert len({id for _, id in got}) == 51
+
+
+def test_a_parked_row_goes_after_a_retry_and_reconciliation_says_what_the_log_has(tmp_path, application):
+    with running(tmp_path / "cluster") as cluster:
+        with WatchdogProcess(cluster, tmp_path) as watchdog:
+            register(cluster, application.source)
+            application.write(SUBJECT, ["sent"])
+            until(lambda: application.count() == 0, "it is sent")
+        application.write(SUBJECT, ["sent", "not sent"])
+        with application.engine.begin() as connection:
+            connection.exec_driver_sql(f"UPDATE {application.table} SET status = -2, reason = 'by hand'")
+        with WatchdogProcess(cluster, tmp_path, "w2") as watchdog:
+            until(lambda: watchdog.health()["databases"], "it knows the database")
+            [report] = watchdog.ask("/outbox/reconcile?older=0")["databases"]
+            assert report["counts"] == {"inLog": 1, "notInLog": 1, "unchecked": 0}
+            assert {row["messageId"]: row["log"] for row in report["rows"]} == {"sent": "inLog", "not sent": "notInLog"}
+            wrong = next(row.id for row in application.rows() if '"sent"' in row.content)
+            right = next(row.id for row in application.rows() if '"not sent"' in row.content)
+            done = watchdog.ask(f"/outbox/retry?database={application.source.url}&ids={right}", method="POST")
+            assert done["databases"][0]["retried"] == 1
+            until(lambda: [row.id for row in application.rows()] == [wrong], "the one that was named is sent")
+        assert sorted(id for _, id in consume_all(cluster, SUBJECT, "g", 2)) == ["not sent", "sent"]

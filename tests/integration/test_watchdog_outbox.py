@@ -1,0 +1,154 @@
+"""Shell. The watchdog's statements on real databases: by an index, past rows that others lock, and never too much."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import text
+
+from tests.integration.watchdog_world import TABLE, Application
+from watchdog.db.outbox import CLAIMS_MAX, Outbox
+from watchdog.db.questions import Questions
+from watchdog.work import Claiming, Postponed, ReadClaims, ReadPage, Released, Settled, Settling, TakeOver
+
+SUBJECT = "order.paid"
+
+
+@pytest.fixture
+def application(database_url):
+    made = Application(database_url)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def outbox(application):
+    return Outbox(application.engine, application.source)
+
+
+def names(count, name="m"):
+    return [f"{name}-{number}" for number in range(count)]
+
+
+def ids_of(page):
+    return [row.id for row in page.rows]
+
+
+def plan_of(application, statement):
+    """The database's plan as text."""
+    explain = "EXPLAIN QUERY PLAN" if application.engine.dialect.name == "sqlite" else "EXPLAIN"
+    with application.engine.begin() as connection:
+        return "\n".join(str(tuple(row)) for row in connection.execute(text(f"{explain} {statement}")))
+
+
+def test_scans_use_an_index(application, outbox):
+    application.write(SUBJECT, names(3_000))
+    with application.engine.begin() as connection:
+        connection.execute(text(f"UPDATE {TABLE} SET claim = '1:1:1:g1' WHERE id <= 10"))
+        connection.execute(text(f"UPDATE {TABLE} SET status = -2 WHERE id > 10 AND id <= 20"))
+    refresh = {"postgresql": f"ANALYZE {TABLE}", "mysql": f"ANALYZE TABLE {TABLE}", "mariadb": f"ANALYZE TABLE {TABLE}"}
+    with application.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text(refresh.get(application.engine.dialect.name, f"ANALYZE {TABLE}")))
+    behind = " AND update_time >= '2026-01-01' AND (update_time > '2026-01-01' OR id > 5)"
+    for statement in (outbox.page_statement("", 100), outbox.page_statement(behind, 100)):
+        plan = plan_of(application, statement)
+        assert "qmq_msg_queue_due" in plan and "filesort" not in plan, plan
+    claims = plan_of(application, f"SELECT claim, MIN(update_time) FROM {TABLE} WHERE claim > '' GROUP BY claim")
+    assert "qmq_msg_queue_claim" in claims, claims
+    parked = plan_of(application, f"SELECT 1 FROM {TABLE} WHERE status < 0 LIMIT 100")
+    assert "qmq_msg_queue_due" in parked, parked
+
+
+def test_pages_go_through_the_whole_table_in_order_and_end(application, outbox):
+    application.write(SUBJECT, names(25))
+    seen, after = [], None
+    while True:
+        page = outbox.read_page(ReadPage(after, 10))
+        seen += ids_of(page)
+        if (after := page.after) is None:
+            break
+    assert len(seen) == 25 == len(set(seen))
+
+
+def test_a_page_has_a_bound_of_bytes_and_one_row_at_least(application, outbox):
+    application.write_rows(['{"messageId": "x", "subject": "s", "attrs": {"a": "%s"}}' % ("x" * 3_000_000)] * 3)
+    first = outbox.read_page(ReadPage(None, 10))
+    assert len(first.rows) == 1 and first.after is not None
+
+
+def test_young_rows_are_left_to_their_application(application):
+    from dataclasses import replace
+
+    old = Outbox(application.engine, replace(application.source, age_ms=60_000))
+    application.write(SUBJECT, ["young"])
+    assert old.read_page(ReadPage(None, 10)) == ([], None)
+
+
+def test_a_claim_takes_each_row_once_and_passes_over_what_others_have(application, outbox):
+    application.write(SUBJECT, names(6))
+    ids = ids_of(outbox.read_page(ReadPage(None, 10)))
+    assert outbox.claim(Claiming({"1:1:1:g1": ids[:4]}, [], [])) == {"1:1:1:g1": ids[:4]}
+    assert outbox.claim(Claiming({"2:1:1:g1": ids}, [], [])) == {"2:1:1:g1": ids[4:]}
+    assert ids_of(outbox.read_page(ReadPage(None, 10))) == []
+
+
+def test_a_row_that_another_transaction_locks_is_left_out(application, outbox):
+    if application.engine.dialect.name == "sqlite":
+        return  # there a transaction has the whole file, or nothing
+    application.write(SUBJECT, names(3))
+    ids = ids_of(outbox.read_page(ReadPage(None, 10)))
+    with application.engine.begin() as other:
+        other.execute(text(f"SELECT id FROM {TABLE} WHERE id = {ids[1]} FOR UPDATE"))
+        assert outbox.claim(Claiming({"1:1:1:g1": ids}, [], [])) == {"1:1:1:g1": [ids[0], ids[2]]}
+
+
+def test_what_a_deposed_leader_writes_finds_no_row(application, outbox):
+    application.write(SUBJECT, names(2))
+    [first, second] = ids_of(outbox.read_page(ReadPage(None, 10)))
+    outbox.claim(Claiming({"1:1:1:g1": [first, second]}, [], []))
+    [known] = outbox.read_claims(ReadClaims())
+    assert known.claim == "1:1:1:g1" and known.age_ms < 60_000
+    rows = outbox.take_over(TakeOver("1:1:1:g1", "1:1:2:g1"))
+    assert [row.id for row in rows] == [first, second] and not rows[0].problem
+    outbox.settle(Settling([Settled("1:1:1:g1", [first], [(second, "?")])], [Released("1:1:1:g1", [first], 0, "?")]))
+    assert [(row.status, row.error, row.claim) for row in application.rows()] == [(0, 0, "1:1:2:g1")] * 2
+    assert outbox.take_over(TakeOver("1:1:1:g1", "1:1:3:g1")) == []
+    outbox.settle(Settling([Settled("1:1:2:g1", [first], [(second, "no broker takes it")])], []))
+    [left] = application.rows()
+    assert (left.id, left.status, left.reason, left.claim) == (second, -2, "no broker takes it", None)
+
+
+def test_released_and_postponed_rows_wait_and_come_again(application, outbox):
+    application.write(SUBJECT, names(4))
+    ids = ids_of(outbox.read_page(ReadPage(None, 10)))
+    outbox.claim(Claiming({"1:1:1:g1": ids[:2]}, [], [Postponed(ids[2:], 3_600_000)]))
+    outbox.settle(
+        Settling([], [Released("1:1:1:g1", ids[:1], 0, "later"), Released("1:1:1:g1", ids[1:2], 3_600_000, "?")])
+    )
+    assert ids_of(outbox.read_page(ReadPage(None, 10))) == ids[:1]
+    assert [(row.error, row.reason) for row in application.rows()][:2] == [(1, "later"), (1, "?")]
+
+
+def test_more_claims_than_one_answer_has_are_read_on(application, outbox):
+    application.write(SUBJECT, names(CLAIMS_MAX + 5))
+    ids = ids_of(outbox.read_page(ReadPage(None, 1_000)))
+    outbox.claim(Claiming({f"1:{number:x}:1:g1": [id] for number, id in enumerate(ids)}, [], []))
+    first = outbox.read_claims(ReadClaims())
+    rest = outbox.read_claims(ReadClaims(first[-1].claim))
+    assert len(first) == CLAIMS_MAX and len({one.claim for one in first + rest}) == CLAIMS_MAX + 5
+
+
+def test_questions_count_list_and_retry(application, outbox):
+    questions = Questions(application.engine, application.source)
+    application.write(SUBJECT, names(3))
+    application.write_rows(["poison"])
+    ids = ids_of(outbox.read_page(ReadPage(None, 10)))
+    outbox.claim(Claiming({"1:1:1:g1": ids[:1]}, [(ids[3], "cannot be read")], []))
+    stats = questions.stats()
+    assert (stats.pending, stats.claimed, stats.parked) == (3, 1, 1) and stats.oldest_s < 3_600
+    stuck = questions.stuck(older_s=0, limit=10)
+    assert sorted(row.state for row in stuck) == ["claimed", "parked", "waiting", "waiting"]
+    assert (stuck[0].reason, stuck[0].id) == ("cannot be read", ids[3])
+    assert {row.message_id for row in stuck[1:]} == {"m-0", "m-1", "m-2"}
+    assert [row.id for row in questions.stuck(older_s=3_600, limit=10)] == [ids[3]]
+    assert questions.retry(None) == 1 and questions.stats().parked == 0
+    assert questions.retry(ids[:1]) == 0, "a claimed row is left to its claim"

@@ -1,0 +1,155 @@
+"""Shell. A real cluster with watchdogs and applications' databases, and what stands in an outbox."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from sqlalchemy import make_url, text
+
+import qmq
+from deploy.cluster import Cluster
+from qmq.outbox.row import encode_row
+from qmq.outbox.schema import create_statements
+from tests.integration.cluster_world import SETTINGS, free_ports, until
+from watchdog.db.engine import open_source
+from watchdog.sources import Source
+
+KEY = "nBLTTCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A="
+TABLE = "qmq_msg_queue"
+ROOT = Path(__file__).parents[2]
+QUICK = {"lease_ms": 2000, "beat_ms": 200, "refresh_ms": 300, "scan_ms": 100, "stats_ms": 300}
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@contextmanager
+def running(run_dir, *, groups=("g1",)):
+    """A cluster whose metaserver can keep passwords."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    first = random.SystemRandom().randrange(21_500 + worker % 4 * 2_500, 24_000 + worker % 4 * 2_500, 50)
+    with Cluster(
+        run_dir, groups=groups, broker=SETTINGS, metaserver={"password_keys": [KEY]}, http_port=first,
+        broker_port=first + 2, restart_s=0.1,
+    ) as cluster:  # fmt: skip
+        yield cluster
+
+
+def source_of(url, **options):
+    """What AddDb and the watchdog need to know of a SQLAlchemy URL of tests."""
+    parsed = make_url(url)
+    kind = parsed.get_backend_name().replace("mysql", "mariadb")
+    host, port = parsed.host or "localhost", parsed.port or 1
+    return Source(f"{kind}://{host}:{port}/{parsed.database}", parsed.username or "", parsed.password or "", **options)
+
+
+def register(cluster, source, **more):
+    scheme, _, rest = source.url.partition("://")
+    place, _, database = rest.partition("/")
+    host, _, port = place.partition(":")
+    words = {"type": scheme, "host": host, "port": port, "username": source.user or "nobody", "database": database}
+    cluster.manage("AddDb", **words, password=source.password or "none", table=source.table, age=0, **more)
+    return words
+
+
+class Application:
+    """An application's database with an outbox, and a table of business rows beside it."""
+
+    def __init__(self, url, table=TABLE):
+        self.source = source_of(url, table=table, age_ms=0)
+        self.engine, self.table = open_source(self.source), table
+        with self.engine.begin() as connection:
+            if self.source.kind == "mariadb":  # which lets root in without a password alone, and AddDb wants one
+                connection.execute(text("CREATE USER IF NOT EXISTS 'guest'@'127.0.0.1' IDENTIFIED BY 'secret'"))
+                connection.execute(text("GRANT ALL ON *.* TO 'guest'@'127.0.0.1'"))
+                self.source = replace(self.source, user="guest", password="secret")
+            for statement in create_statements(self.engine.dialect.name, table):
+                connection.execute(text(statement))
+
+    def close(self):
+        self.engine.dispose()
+
+    def write(self, subject, names, **options):
+        """Commit messages as a crashed application leaves them behind."""
+        rows = [encode_row(qmq.Message(subject, {"n": name}, id=name, **options), 1) for name in names]
+        self.write_rows(rows)
+
+    def write_rows(self, contents):
+        statement = text(
+            f"INSERT INTO {self.table} (content, status, error, create_time, update_time)"
+            " VALUES (:content, 0, 0, CURRENT_TIMESTAMP, CURRENT_TIMESTAMP)"
+        )
+        with self.engine.begin() as connection:
+            connection.execute(statement, [{"content": content} for content in contents])
+
+    def rows(self, where="1 = 1"):
+        statement = f"SELECT id, content, status, error, reason, claim FROM {self.table} WHERE {where} ORDER BY id"
+        with self.engine.begin() as connection:
+            return connection.execute(text(statement)).all()
+
+    def count(self, where="status = 0"):
+        with self.engine.begin() as connection:
+            return connection.execute(text(f"SELECT COUNT(*) FROM {self.table} WHERE {where}")).scalar_one()
+
+
+class WatchdogProcess:
+    """A real watchdog. Its settings are quick ones, unless others are given."""
+
+    def __init__(self, cluster, directory, name="w1", **settings):
+        directory.mkdir(parents=True, exist_ok=True)
+        [self.port] = free_ports(1)
+        self.token, self.name = cluster.token, name
+        words = {"metaserver": cluster.metaserver, "token": cluster.token, "http_port": self.port, **QUICK, **settings}
+        config = directory / f"{name}.toml"
+        config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in words.items()))
+        self._log = (directory / f"{name}.log").open("ab")
+        self.log = directory / f"{name}.log"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "watchdog", "--config", str(config)], cwd=ROOT, stdout=self._log, stderr=self._log
+        )
+
+    def __enter__(self):
+        until(lambda: self.health() is not None or self.process.poll() is not None, "the watchdog answers")
+        assert self.process.poll() is None, self.log.read_text()
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+        self.process.wait(20)
+        self._log.close()
+
+    def health(self):
+        try:
+            return json.loads(self._get("/health"))
+        except urllib.error.HTTPError as error:
+            return json.loads(error.read())
+        except OSError:
+            return None
+
+    @property
+    def is_leader(self):
+        health = self.health()
+        return bool(health and health["leader"])
+
+    def metrics(self):
+        lines = self._get("/metrics").decode().splitlines()
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+    def ask(self, path, *, method="GET", token=None):
+        return json.loads(self._get(path, method=method, token=token))
+
+    def _get(self, path, *, method="GET", token=None):
+        headers = {"X-Api-Token": self.token if token is None else token}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=headers, method=method)
+        with _DIRECT.open(request, timeout=20) as answer:
+            return answer.read()

@@ -1,0 +1,372 @@
+"""Core. What a drain decides: which rows are claimed, where they go, and what becomes of each claim."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.client.numbered import NotStored, Stored, Unknown
+from qmq.client.routing import group_of_key
+from qmq.codec import label_of
+from qmq.errors import BrokerReadOnly, InvalidMessage, InvalidRequest
+from watchdog.claims import Candidate, ClaimName
+from watchdog.draining import NUMBERS_SPAN_MAX, Draining, Limits
+from watchdog.work import Claiming, Known, Page, ReadClaims, ReadPage, Settling, TakeOver
+
+
+class Brokers:
+    """Groups as a test sets them."""
+
+    def __init__(self, *names):
+        self.writable, self.usable, self.rooms = set(names), set(names), dict.fromkeys(names, 1 << 20)
+        self.watched = []
+
+    def watch(self, subject):
+        self.watched.append(subject)
+
+    def groups(self, subject):
+        return sorted(self.writable)
+
+    def home(self, subject, label):
+        return group_of_key(label >> 32, sorted(self.rooms))
+
+    def is_usable(self, name):
+        return name in self.usable
+
+    def is_any_usable(self):
+        return bool(self.usable)
+
+    def room(self, name):
+        return self.rooms[name]
+
+
+class Drain:
+    """A core and its database, which does what it is asked."""
+
+    def __init__(self, *groups, term=7, **limits):
+        self.brokers = Brokers(*(groups or ("g1",)))
+        producers = iter(range(100, 1_000))
+        self.core = Draining(term, Limits(**limits), self.brokers, lambda: next(producers))
+        self.now_ms = 10_000
+        assert isinstance(self.next(), ReadClaims)
+        self.core.known([])
+
+    def next(self):
+        return self.core.next_work(self.now_ms)
+
+    def page(self, *rows, after=None):
+        if isinstance(self.next(), ReadClaims):
+            self.core.known([])
+        assert isinstance(self.next(), ReadPage)
+        self.core.page(Page(list(rows), after), self.now_ms)
+
+    def claim(self):
+        work = self.next()
+        assert isinstance(work, Claiming), work
+        self.core.claimed(dict(work.claims), self.now_ms)
+        return work
+
+    def attempts(self):
+        return self.core.attempts(self.now_ms)
+
+    def answer(self, attempt, answer):
+        self.core.answered(attempt.claim, answer, self.now_ms)
+
+    def settle(self):
+        work = self.next()
+        assert isinstance(work, Settling), work
+        self.core.settled(work)
+        return work
+
+
+def row(id, subject="a", *, errors=0, key=None, size=10):
+    return Candidate(id, errors, subject, b"x" * size, label_of((), key) if key else 0)
+
+
+def stored(attempt, *refused):
+    return Stored(0, attempt.batch.count - len(refused), list(refused))
+
+
+def test_rows_are_claimed_sent_and_deleted_when_they_are_stored():
+    drain = Drain()
+    drain.page(row(1), row(2), row(3, "b"))
+    order = drain.claim()
+    assert sorted(order.claims.values()) == [[1, 2], [3]] and order.parked == []
+    attempts = drain.attempts()
+    assert {attempt.batch.subject: attempt.batch.count for attempt in attempts} == {"a": 2, "b": 1}
+    for attempt in attempts:
+        drain.answer(attempt, stored(attempt))
+    assert sorted(end.stored for end in drain.settle().settled) == [[1, 2], [3]]
+    assert drain.core.counts.sent == 3 and drain.attempts() == []
+
+
+def test_nothing_is_sent_before_its_claim_is_stored():
+    drain = Drain()
+    drain.page(row(1))
+    assert drain.attempts() == []
+    work = drain.next()
+    drain.core.failed(work, drain.now_ms)
+    assert drain.attempts() == []
+
+
+def test_rows_that_the_claim_did_not_get_are_not_sent():
+    drain = Drain()
+    drain.page(row(1), row(2))
+    [(claim, _)] = drain.next().claims.items()
+    drain.core.claimed({claim: [2]}, drain.now_ms)
+    [attempt] = drain.attempts()
+    assert attempt.batch.count == 1 and attempt.claim.ids == [2]
+
+
+def test_a_refused_batch_is_released_with_back_off_that_grows_with_its_errors():
+    drain = Drain(release_ms=1_000, release_ms_max=60_000)
+    drain.page(row(1, errors=3), row(2))
+    drain.claim()
+    [attempt] = drain.attempts()
+    drain.answer(attempt, NotStored(BrokerReadOnly("no slave")))
+    [end] = drain.settle().released
+    assert (end.ids, end.delay_ms) == ([1, 2], 8_000) and "no slave" in end.reason
+
+
+def test_a_batch_in_doubt_goes_again_as_it_is_to_the_same_group_whatever_else_is_answered():
+    drain = Drain("g1", "g2")
+    drain.page(row(1), row(2))
+    drain.claim()
+    [first] = drain.attempts()
+    drain.answer(first, Unknown("lost"))
+    assert drain.attempts() == [], "not at once"
+    for answer in (NotStored(BrokerReadOnly("no slave")), NotStored(InvalidMessage("wrong")), Unknown("again")):
+        drain.now_ms += 20_000
+        [again] = drain.attempts()
+        assert (again.group, again.batch) == (first.group, first.batch)
+        drain.answer(again, answer)
+    drain.now_ms += 20_000
+    drain.brokers.writable.clear()
+    [last] = drain.attempts()
+    drain.answer(last, stored(last))
+    assert drain.settle().settled[0].stored == [1, 2]
+
+
+def test_a_batch_of_which_nobody_can_tell_for_a_day_is_released_at_last():
+    drain = Drain(unknown_ms_max=86_400_000)
+    drain.page(row(1))
+    drain.claim()
+    [attempt] = drain.attempts()
+    drain.answer(attempt, Unknown("lost"))
+    drain.now_ms += 86_400_001
+    assert drain.attempts() == []
+    [end] = drain.settle().released
+    assert "86400 s" in end.reason
+
+
+def test_messages_that_the_broker_refuses_are_parked_and_the_others_deleted():
+    drain = Drain()
+    drain.page(row(1), row(2), row(3))
+    drain.claim()
+    [attempt] = drain.attempts()
+    drain.answer(attempt, stored(attempt, (1, "too large")))
+    [end] = drain.settle().settled
+    assert (end.stored, end.parked) == ([1, 3], [(2, "too large")])
+
+
+def test_of_a_batch_that_is_wrong_each_row_goes_alone_and_the_wrong_one_is_parked():
+    drain = Drain(release_ms=0)
+    drain.page(row(1), row(2))
+    drain.claim()
+    [attempt] = drain.attempts()
+    drain.answer(attempt, NotStored(InvalidRequest("one of them is wrong")))
+    drain.settle()
+    drain.now_ms += 1_000
+    assert isinstance(drain.next(), ReadClaims)
+    drain.core.known([])
+    drain.page(row(1, errors=1), row(2, errors=1))
+    drain.claim()
+    [first, second] = drain.attempts()
+    assert [first.claim.ids, second.claim.ids] == [[1], [2]]
+    drain.answer(first, stored(first))
+    drain.answer(second, NotStored(InvalidRequest("this one")))
+    assert [(end.stored, end.parked) for end in drain.settle().settled] == [([1], []), ([], [(2, "this one")])]
+
+
+def test_a_row_that_nobody_can_read_or_that_failed_too_often_is_parked_and_holds_up_no_other():
+    drain = Drain(errors_max=5)
+    drain.page(Candidate(1, 0, problem="no JSON"), row(2, errors=5), row(3))
+    order = drain.claim()
+    assert order.parked == [(1, "no JSON"), (2, "too many errors")] and list(order.claims.values()) == [[3]]
+    assert drain.core.counts.parked == 2
+
+
+def test_rows_of_a_subject_that_nobody_takes_are_postponed_for_longer_each_time():
+    drain = Drain(postpone_ms=1_000, postpone_ms_max=4_000, rest_ms=0)
+    drain.brokers.writable.clear()
+    delays = []
+    for _ in range(4):
+        drain.page(row(1))
+        [postponed] = drain.next().postponed
+        delays.append(postponed.delay_ms)
+        drain.claim()
+        drain.core.known([])
+    assert delays == [1_000, 2_000, 4_000, 4_000]
+
+
+def test_while_no_broker_is_there_at_all_rows_are_left_in_peace():
+    drain = Drain(rest_ms=1_000)
+    drain.brokers.writable.clear()
+    drain.brokers.usable.clear()
+    drain.page(row(1))
+    assert drain.next() is None and drain.core.last_pass_ms is None
+    drain.now_ms += 1_000
+    assert isinstance(drain.next(), ReadPage)
+
+
+def test_a_claim_of_an_earlier_leader_is_taken_over_and_sent_with_its_own_number():
+    drain = Drain(term=9)
+    drain.core._claims_after = ""
+    assert isinstance(drain.next(), ReadClaims)
+    old = str(ClaimName(0xABC, 5, 8, "g1"))
+    drain.core.known([Known(old, 70_000), Known(str(ClaimName(1, 1, 10, "g1")), 5), Known("by hand", 5)])
+    work = drain.next()
+    assert work == TakeOver(old, "abc:5:9:g1"), "not that of a later leader, nor what nobody of ours wrote"
+    drain.core.taken_over(work, [row(1), row(2)], drain.now_ms)
+    [attempt] = drain.attempts()
+    assert (attempt.batch.producer, attempt.batch.number, attempt.group) == (0xABC, 5, "g1")
+    drain.answer(attempt, NotStored(BrokerReadOnly("no slave")))
+    drain.core.known([])
+    assert not isinstance(drain.next(), Settling), "an attempt of the earlier leader may have stored it"
+
+
+def test_after_a_failure_of_the_database_claims_are_read_anew_and_numbers_begin_anew():
+    drain = Drain(rest_ms=0)
+    drain.page(row(1))
+    work = drain.next()
+    [unheard] = work.claims
+    drain.core.failed(work, drain.now_ms)
+    assert isinstance(drain.next(), ReadClaims)
+    drain.core.known([Known(unheard, 10)])
+    assert drain.next() == TakeOver(unheard, unheard)
+    drain.core.taken_over(drain.next(), [row(1)], drain.now_ms)
+    drain.core.known([])
+    drain.page(row(2))
+    [claim] = drain.claim().claims
+    assert ClaimName.parse(claim).producer != ClaimName.parse(unheard).producer
+
+
+def test_a_producer_id_spans_fewer_numbers_than_a_broker_remembers():
+    drain = Drain(rest_ms=0, rate=1_000_000)
+    numbers = []
+    doubtful = None
+    for id in range(1, 80):
+        work = drain.next()
+        while isinstance(work, ReadClaims):
+            drain.core.known([])
+            work = drain.next()
+        if work is None:
+            break
+        drain.core.page(Page([row(id)], None), drain.now_ms)
+        if not isinstance(drain.next(), Claiming):
+            break
+        drain.claim()
+        for attempt in drain.attempts():
+            if doubtful is None:
+                doubtful = attempt
+                drain.answer(attempt, Unknown("lost"))
+                attempt.claim.due_ms = 1 << 60
+            else:
+                numbers.append(attempt.batch.number)
+                drain.answer(attempt, stored(attempt))
+                drain.settle()
+        drain.now_ms += 1
+    assert max(numbers) - doubtful.batch.number < NUMBERS_SPAN_MAX <= 60
+
+
+def test_messages_with_order_keys_go_to_the_group_of_their_key_one_batch_at_a_time():
+    drain = Drain("g1", "g2", rest_ms=0)
+    keys = ["k1", "k2", "k3", "k4"]
+    drain.page(*(row(id, key=keys[id % 4]) for id in range(8)), after=("t", 8))
+    drain.claim()
+    attempts = drain.attempts()
+    for attempt in attempts:
+        for one in attempt.claim.rows:
+            assert drain.brokers.home("a", one.label) == attempt.group
+    assert len({attempt.group for attempt in attempts}) == len(attempts)
+    assert drain.next() is None, "the rows behind them wait"
+    for attempt in attempts:
+        drain.answer(attempt, stored(attempt))
+    drain.settle()
+    assert drain.next() == ReadPage(("t", 8), 1_000)
+
+
+def test_ordered_rows_wait_while_an_earlier_batch_of_their_lane_is_in_doubt():
+    drain = Drain("g1", rest_ms=0)
+    drain.page(row(1, key="k"), after=("t", 1))
+    drain.claim()
+    [attempt] = drain.attempts()
+    drain.answer(attempt, Unknown("lost"))
+    drain.page(row(2, key="k"), row(3))
+    order = drain.claim()
+    assert [one.ids for one in order.postponed] == [[2]] and list(order.claims.values()) == [[3]]
+
+
+def test_batches_keep_to_the_room_of_a_group_and_the_rest_follows():
+    drain = Drain("g1")
+    drain.brokers.rooms["g1"] = 1_000
+    drain.page(*(row(id, size=300) for id in range(5)))
+    first = drain.claim()
+    assert all(len(ids) <= 3 for ids in first.claims.values()) and sum(map(len, first.claims.values())) == 5
+
+
+def test_no_more_batches_are_under_way_than_allowed_and_those_in_doubt_do_not_count():
+    drain = Drain("g1", claims_max=2, page_rows=1, rest_ms=0)
+    for id in (1, 2):
+        drain.page(row(id), after=("t", id))
+        drain.claim()
+    attempts = drain.attempts()
+    assert len(attempts) == 2 and drain.next() is None
+    drain.answer(attempts[0], Unknown("lost"))
+    assert isinstance(drain.next(), ReadPage)
+
+
+def test_the_rate_is_kept():
+    drain = Drain(rate=100, rest_ms=0)
+    drain.page(*(row(id) for id in range(100)), after=("t", 1))
+    drain.claim()
+    assert drain.next() is None
+    drain.now_ms += 600
+    work = drain.next()
+    assert isinstance(work, ReadPage) and work.limit == 60
+
+
+def test_a_group_that_is_left_before_the_first_attempt_costs_a_release_and_no_doubt():
+    drain = Drain(release_ms=1_000)
+    drain.page(row(1))
+    drain.claim()
+    drain.brokers.usable.clear()
+    assert drain.attempts() == []
+    drain.now_ms += 1_000
+    assert drain.attempts() == []
+    assert "takes nothing" in drain.settle().released[0].reason
+
+
+def test_after_a_stop_nothing_is_claimed_and_what_is_under_way_ends():
+    drain = Drain()
+    drain.page(row(1))
+    drain.claim()
+    [attempt] = drain.attempts()
+    drain.core.stop()
+    assert drain.next() is None and not drain.core.is_idle
+    drain.answer(attempt, stored(attempt))
+    drain.settle()
+    assert drain.core.is_idle and drain.next() is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "1:2:3", "g:2:3:g1", "::::"], ids=["empty", "a word", "too short", "no number", "colons"]
+)
+def test_what_is_no_claim_is_not_read_as_one(text):
+    with pytest.raises(ValueError):
+        ClaimName.parse(text)
+
+
+def test_a_claim_survives_the_way_through_its_text_and_fits_the_column():
+    name = ClaimName((1 << 52) - 1, 0xFFFFFF, 0xFFFFFF, "g" * 100)
+    assert ClaimName.parse(str(name)) == name and len(str(name)) <= 128
+    assert ClaimName.parse("1:2:3:a:b").group == "a:b"

@@ -1,0 +1,108 @@
+"""Core. The watchdogs' lease, against a metaserver's row in memory: one holder at a time, by clocks of their own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from watchdog.lease import Lease, LeaseRow
+
+LEASE_MS = 5_000
+
+
+class Row:
+    """The row at the metaserver, changed as `metaserver.db.leases` does."""
+
+    def __init__(self):
+        self.row = LeaseRow("", 0, 0)
+
+    def hold(self, node, request, *, release=False):
+        row = self.row
+        if row.node == node:
+            self.row = LeaseRow("" if release else node, row.term, row.beat + 1)
+        elif not row.node or (request.take and (request.term, request.beat) == (row.term, row.beat)):
+            self.row = LeaseRow(node, row.term + 1, 0)
+        return self.row
+
+
+def turn(lease, row, now_ms, *, took_ms=0):
+    lease.answered(row.hold(lease.node, lease.request(now_ms)), asked_ms=now_ms, now_ms=now_ms + took_ms)
+
+
+def test_who_comes_first_holds_it_and_others_wait():
+    row, a, b = Row(), Lease("a", LEASE_MS), Lease("b", LEASE_MS)
+    for now_ms in range(0, 20_000, 1_000):
+        turn(a, row, now_ms)
+        turn(b, row, now_ms + 10)
+        assert a.holds(now_ms + 20) and not b.holds(now_ms + 20)
+    assert (a.term, b.term, b.holder) == (1, 0, "a")
+
+
+def test_a_dead_holder_is_followed_when_its_lease_is_over():
+    row, a, b = Row(), Lease("a", LEASE_MS), Lease("b", LEASE_MS)
+    turn(a, row, 0)
+    taken = next(now_ms for now_ms in range(10, 20_000, 1_000) if turn(b, row, now_ms) or b.holds(now_ms))
+    assert LEASE_MS < taken <= LEASE_MS + 2_000 and b.term == 2
+
+
+def test_a_holder_that_wakes_up_does_not_act_and_leads_again_later():
+    row, a, b = Row(), Lease("a", LEASE_MS), Lease("b", LEASE_MS)
+    turn(a, row, 0)
+    for now_ms in range(10, 8_000, 1_000):
+        turn(b, row, now_ms)
+    assert not a.holds(8_000), "by its own clock, before it asks anybody"
+    turn(a, row, 8_000)
+    assert not a.holds(8_000) and b.holds(8_000)
+    for now_ms in range(9_000, 20_000, 1_000):
+        turn(a, row, now_ms)
+    assert a.holds(19_000) and a.term == 3
+
+
+def test_a_late_answer_gives_no_longer_lease_than_the_question_had():
+    row, a = Row(), Lease("a", LEASE_MS)
+    turn(a, row, 0, took_ms=4_900)
+    assert a.holds(4_950) and not a.holds(5_000)
+
+
+def test_what_is_given_back_is_taken_at_once():
+    row, a, b = Row(), Lease("a", LEASE_MS), Lease("b", LEASE_MS)
+    turn(a, row, 0)
+    turn(b, row, 10)
+    row.hold("a", a.request(20), release=True)
+    turn(b, row, 30)
+    assert b.holds(30)
+
+
+def test_an_old_picture_of_a_row_takes_nothing():
+    row, a, b = Row(), Lease("a", LEASE_MS), Lease("b", LEASE_MS)
+    turn(a, row, 0)
+    turn(b, row, 10)
+    for now_ms in range(1_000, 9_000, 1_000):  # meanwhile b reaches nobody
+        turn(a, row, now_ms)
+    turn(b, row, 9_000)
+    assert a.holds(9_001) and not b.holds(9_001)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_no_two_hold_it_at_once(seed):
+    """Clocks differ, turns are lost and late, processes stand still: true time is the order of these steps alone."""
+    rng, row = random.Random(seed), Row()
+    leases = [Lease(name, LEASE_MS) for name in "abc"]
+    shift = {lease.node: rng.randrange(1_000_000) for lease in leases}
+    paused = dict.fromkeys("abc", 0)
+    now_ms, terms = 0, []
+    for _ in range(3_000):
+        now_ms += rng.randrange(200)
+        lease = rng.choice(leases)
+        if now_ms >= paused[lease.node] and rng.random() < 0.4:
+            own_ms, lag = now_ms + shift[lease.node], rng.randrange(800)
+            answer = row.hold(lease.node, lease.request(own_ms))
+            if rng.random() < 0.9:
+                lease.answered(answer, asked_ms=own_ms - lag, now_ms=own_ms)
+        if rng.random() < 0.01:
+            paused[lease.node] = now_ms + rng.randrange(20_000)
+        holding = [one for one in leases if one.holds(now_ms + shift[one.node])]
+        assert len(holding) <= 1, f"seed {seed} at {now_ms}"
+        terms += [one.term for one in holding]
+    assert terms == sorted(terms) and len(set(terms)) > 1

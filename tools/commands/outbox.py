@@ -1,0 +1,57 @@
+"""Core. Commands about outboxes of applications: what is stuck there, sending it again, holding it against the logs.
+
+They ask the active watchdog of a room, which the metaserver names: the tools need no access to any database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tools.command import Command, Kind, Option
+
+_ROOM = Option("room", "namespace of the watchdog", default="default")
+_DATABASE = Option("database", "only this one, as ListDbs names it", default="")
+_OLDER = Option("older", "waiting rows count once they are older than so many seconds", "60", Kind.NUMBER)
+_WATCHDOG = Option("watchdog", "host:port of the active watchdog, if it cannot be reached as it says", default="")
+
+
+def _retries_something(words: Mapping[str, str]) -> str:
+    ids = words.get("ids", "")
+    if ids and "database" not in words:
+        return "--ids are those of one database: say which with --database"
+    if not all(word.isascii() and word.isdecimal() for word in ids.split(",") if word):
+        return "--ids are whole numbers with commas between them"
+    return ""
+
+
+OUTBOX = (
+    Command(
+        "OutboxStuck",
+        "list rows of outboxes that are parked, or wait long",
+        "--older=600",
+        (_ROOM, _DATABASE, _OLDER, Option("limit", "so many rows of each database", "20", Kind.NUMBER), _WATCHDOG),
+        runs="tools.outbox.stuck",
+    ),
+    Command(
+        "OutboxReconcile",
+        "say of stuck rows which are in a broker's log; reads only",
+        "--older=600 --limit=100",
+        (_ROOM, _DATABASE, _OLDER, Option("limit", "so many rows of each database", "100", Kind.NUMBER), _WATCHDOG),
+        runs="tools.outbox.reconcile",
+    ),
+    Command(
+        "OutboxRetry",
+        "let parked rows be sent: those with --ids, or all",
+        "--database=mmm://db1:3306 --ids=17,18",
+        (
+            _ROOM,
+            _DATABASE,
+            Option("ids", "only these rows, as OutboxStuck shows them: 1,2", default=""),
+            _WATCHDOG,
+        ),
+        runs="tools.outbox.retry",
+        changes=True,
+        look="OutboxStuck --room={room}",
+        needs=_retries_something,
+    ),
+)

@@ -1,0 +1,64 @@
+"""Shell. Asks the active watchdog of a room, which the metaserver names."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import urlencode
+
+from qmq.control_plane import DIRECT
+from tools.answer import Exit
+from tools.call import CallFailed, post
+from tools.command import LIST_TIMEOUT_S
+from tools.session import Session
+
+ANSWER_S = 45.0
+"""A look at the logs takes a quarter of a minute, and the databases' answers come before it."""
+
+
+class Unanswered(Exception):
+    """No watchdog gave what was asked for; the text says why. `sent`: it may have done it all the same."""
+
+    def __init__(self, exit_status: Exit, text: str, *, sent: bool = False) -> None:
+        super().__init__(text)
+        self.exit, self.sent = exit_status, sent
+
+
+def ask_watchdog(session: Session, path: str, *, method: str = "GET", **words: str) -> Any:
+    """Return what the watchdog answers, read from JSON. Raises Unanswered."""
+    address = session.values["watchdog"] or _active(session)
+    query = urlencode({name: value for name, value in words.items() if value})
+    request = urllib.request.Request(
+        f"http://{address}{path}?{query}", headers={"X-Api-Token": session.token}, method=method
+    )
+    try:
+        with DIRECT.open(request, timeout=ANSWER_S) as answer:
+            return json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        raise Unanswered(Exit.UNREACHABLE if error.code == 503 else Exit.REFUSED, _problem(error)) from None
+    except (OSError, ValueError) as error:
+        sent = not isinstance(getattr(error, "reason", None), ConnectionRefusedError)
+        raise Unanswered(Exit.UNREACHABLE, f"the watchdog at {address} does not answer: {error}", sent=sent) from None
+
+
+def _active(session: Session) -> str:
+    try:
+        answer = post(session.metaserver, session.token, {"action": "ListWatchdogs"}, timeout_s=LIST_TIMEOUT_S)
+    except CallFailed as error:
+        raise Unanswered(Exit.UNREACHABLE, str(error)) from None
+    if answer.exit is not Exit.DONE:
+        raise Unanswered(answer.exit, answer.message)
+    room = session.values["room"]
+    row = next((row for row in answer.data if row["room"] == room), None)
+    if row is None or not row["address"]:
+        raise Unanswered(Exit.UNREACHABLE, f"no watchdog of the room {room!r} is active; ListWatchdogs shows all")
+    return str(row["address"])
+
+
+def _problem(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.loads(error.read())["problem"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"the watchdog answered {error.code} {error.reason}"
