@@ -6,7 +6,7 @@ import pytest
 
 import qmq.blocking
 from qmq.testing import BlockingBroker
-from tests.support.databases import database_url, mariadb, postgresql
+from tests.support.databases import KINDS, database_url, mariadb, postgresql
 from tests.unit.outbox.worlds import INTERFACES, WORLDS
 
 __all__ = ["database_url", "mariadb", "postgresql"]
@@ -24,9 +24,24 @@ def producer(broker):
         yield producer
 
 
+@pytest.fixture(scope="session")
+def shop_urls():
+    """A database of each server for all shops, one after the other: making one takes half a second."""
+    return {}
+
+
+@pytest.fixture(params=KINDS)
+def shop_url(request, shop_urls, tmp_path):
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'shop.db'}"
+    if request.param not in shop_urls:
+        shop_urls[request.param] = request.getfixturevalue(request.param).create_database()
+    return shop_urls[request.param]
+
+
 @pytest.fixture(params=INTERFACES)
-def world(request, database_url):
-    world = WORLDS[request.param](database_url)
+def world(request, shop_url):
+    world = WORLDS[request.param](shop_url)
     yield world
     world.close()
 

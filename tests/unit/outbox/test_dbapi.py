@@ -14,9 +14,9 @@ from tests.unit.outbox.worlds import DbapiWorld, connect
 
 
 @pytest.fixture
-def world(database_url):
+def world(shop_url):
     """One of each database."""
-    world = DbapiWorld(database_url)
+    world = DbapiWorld(shop_url)
     yield world
     world.close()
 

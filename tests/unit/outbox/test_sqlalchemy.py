@@ -31,9 +31,9 @@ class Order(Base):
 
 
 @pytest.fixture
-def world(database_url):
+def world(shop_url):
     """One of each database."""
-    world = SessionWorld(database_url)
+    world = SessionWorld(shop_url)
     yield world
     world.close()
 
@@ -277,8 +277,8 @@ def test_a_handler_of_coroutines_may_so_too(world, broker):
             async def handle(message):
                 await producer.send(paid(1), session=once.session)
 
-            await once(Handed("m"), handle)
-            await once(Handed("m"), handle)
+            await once(Handed("n"), handle)
+            await once(Handed("n"), handle)
 
     asyncio.run(shop())
     assert (sent(broker), world.rows()) == (["paid-1"], [])

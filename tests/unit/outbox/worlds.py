@@ -52,9 +52,15 @@ class World:
         self.engine = create_engine(url)
         self.statements: list[str] = []
         with self.engine.begin() as connection:
-            for statement in create_statements(self.engine.dialect.name):
-                connection.execute(text(statement))
-            connection.execute(text("CREATE TABLE orders (number INTEGER)"))
+            if self.engine.dialect.has_table(connection, TABLE):
+                connection.execute(text(f"DELETE FROM {TABLE}"))
+            else:
+                for statement in create_statements(self.engine.dialect.name):
+                    connection.execute(text(statement))
+            if self.engine.dialect.has_table(connection, "orders"):
+                connection.execute(text("DELETE FROM orders"))
+            else:
+                connection.execute(text("CREATE TABLE orders (number INTEGER)"))
         event.listen(self.engine, "before_cursor_execute", self._note)
 
     def close(self) -> None:
