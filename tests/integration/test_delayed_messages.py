@@ -1,0 +1,93 @@
+"""Shell. Delayed messages through a real cluster: the example of docs/delay.md, and clients whose delay servers die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+import qmq
+import qmq.blocking
+from deploy.cluster import Cluster
+from deploy.processes import ROOT
+from qmq import DelayOutcome, Message
+from tests.integration.cluster_world import SETTINGS
+
+SMALL = {name: value for name, value in SETTINGS.items() if name != "lease_ms"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    first = random.SystemRandom().randrange(24_000, 31_000, 50)
+    with Cluster(
+        tmp_path_factory.mktemp("run"), groups=("g1",), delay_groups=("d1",), broker=SETTINGS, delay_server=SMALL,
+        http_port=first, broker_port=first + 2, restart_s=0.1,
+    ) as cluster:  # fmt: skip
+        cluster.wait_writable("g1", "d1")
+        yield cluster
+
+
+def client(cluster):
+    return {"metaserver": cluster.metaserver, "token": cluster.token, "app": "test"}
+
+
+def now_ms():
+    return time.time_ns() // 1_000_000
+
+
+def test_the_example_cancels_the_order_that_nobody_paid(cluster):
+    environment = {**os.environ, "RUN_DIR": str(cluster.run_dir)}
+    command = [sys.executable, "docs/examples/unpaid_orders/orders.py", "--minutes", "0.05"]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[3:] == ["A-1: paid", "A-2: paid", "A-3: cancelled", "A-3, paid too late: not accepted"]
+
+
+def test_messages_come_when_they_are_due_although_the_delay_master_dies(cluster):
+    async def test():
+        consumer = qmq.Consumer(**client(cluster))
+        async with qmq.Producer(**client(cluster)) as producer:
+            due = datetime.now(UTC) + timedelta(seconds=6)
+            messages = [Message("kill.late", {"n": n}) for n in range(500)]
+            receipts = await producer.send_many(messages, at=due)
+            assert receipts.all_stored and {one.broker_group for one in receipts} == {"d1"}
+            moved = await producer.send(Message("kill.late", {"n": "moved"}), delay=timedelta(days=300), key="moved")
+            cluster.kill("d1", "master")
+            assert await producer.cancel(receipts[0]) is DelayOutcome.CANCELLED
+            assert await producer.reschedule(moved, at=due) is DelayOutcome.RESCHEDULED
+            assert await producer.cancel(subject="kill.late", id="nobody") is DelayOutcome.UNKNOWN
+            got = {}
+            async with consumer.pull("kill.late", group="g", start="earliest") as puller:
+                while len(got) < 500:
+                    for message in await puller.pull(500, timeout=30):
+                        assert message.due_ms is not None and now_ms() >= message.due_ms
+                        got[message["n"]] = message.due_ms
+                        await message.ack()
+            due_ms = receipts[1].due_ms
+            assert got == {str(n): due_ms for n in range(1, 500)} | {"moved": due_ms}
+            assert await producer.cancel(receipts[7]) is DelayOutcome.SENT
+
+    asyncio.run(test())
+
+
+def test_roles_of_the_delay_group_swap_while_messages_wait(cluster):
+    with qmq.blocking.Producer(**client(cluster)) as producer:
+        receipt = producer.send(Message("swap.late", {"n": 1}), delay=4)
+        kept = producer.send(Message("swap.late", {"n": 2}), delay=timedelta(days=700), key="k")
+        cluster.swap_roles("d1")
+        assert receipt.is_stored and kept.is_stored
+        assert producer.cancel(subject="swap.late", key="k") is DelayOutcome.CANCELLED
+        too_far = producer.send(Message("swap.late"), delay=timedelta(days=731))
+        assert too_far.outcome is qmq.Outcome.REFUSED and "730" in too_far.reason
+        consumer = qmq.blocking.Consumer(**client(cluster))
+        with consumer.pull("swap.late", group="g", start="earliest") as puller:
+            (message,) = puller.pull(1, timeout=30)
+            assert message["n"] == "1" and now_ms() >= receipt.due_ms
+            puller.ack([message])

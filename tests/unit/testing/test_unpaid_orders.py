@@ -1,0 +1,18 @@
+"""The example of docs/delay.md, run as its reader would run it: by pytest, where it lies."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[3] / "docs" / "examples" / "unpaid_orders"
+
+
+def test_the_orders_of_the_example_end_when_they_should():
+    without = ["-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:hypothesispytest"]  # slow to load
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-W", "error", "--rootdir", str(FOLDER), *without]
+    ran = subprocess.run([*command, "test_orders.py"], cwd=FOLDER, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"^4 passed", ran.stdout, re.MULTILINE), ran.stdout
