@@ -1,6 +1,8 @@
 """Shell. A shop that pays orders and sends a message for each, as a process of its own: it kills itself where told.
 
-Each order that is not paid yet is paid in a transaction of its own. `crashes` says at which step of which order.
+Each order that is not paid yet is paid in a transaction of its own. `crashes` says at which step of which order. Each
+line of the input is one life, with its options as JSON, each of the output says how it ended. Lives are forked from a
+process that has loaded everything, as that is what takes time.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
@@ -56,7 +59,7 @@ def message(subject: str, number: int) -> qmq.Message:
     return qmq.Message(subject, {"number": number, "price": 2.5, "isVip": True}, id=f"{subject}-{number}")
 
 
-async def pay_all(options: dict[str, str], crashes: Crashes, orders: int) -> None:
+async def pay_all(options: dict[str, Any], crashes: Crashes, orders: int) -> None:
     engine = create_async_engine(options["url"])
     crashes.watch(engine.sync_engine)
     async with qmq.Producer(metaserver=options["metaserver"], app="shop") as producer:
@@ -71,7 +74,7 @@ async def pay_all(options: dict[str, str], crashes: Crashes, orders: int) -> Non
     await engine.dispose()
 
 
-def pay_all_blocking(options: dict[str, str], crashes: Crashes, orders: int) -> None:
+def pay_all_blocking(options: dict[str, Any], crashes: Crashes, orders: int) -> None:
     engine = create_engine(options["url"])
     crashes.watch(engine)
     with qmq.blocking.Producer(metaserver=options["metaserver"], app="shop") as producer:
@@ -86,10 +89,17 @@ def pay_all_blocking(options: dict[str, str], crashes: Crashes, orders: int) -> 
     engine.dispose()
 
 
-if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
-    crashing, count = Crashes(told["crashes"]), told["orders"]
-    if told["blocking"]:
-        pay_all_blocking(told, crashing, count)
+def live(options: dict[str, Any]) -> None:
+    crashes, orders = Crashes(options["crashes"]), options["orders"]
+    if options["blocking"]:
+        pay_all_blocking(options, crashes, orders)
     else:
-        asyncio.run(pay_all(told, crashing, count))
+        asyncio.run(pay_all(options, crashes, orders))
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        if (pid := os.fork()) == 0:
+            live(json.loads(line))
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -20,9 +21,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from qmq.idempotence.tables import HandledTable
 from qmq.idempotence.transaction import SqlTransaction
 from qmq.outbox.row import decode_row
-from qmq.outbox.schema import create_statements
-from tests.integration.cluster_world import WAIT_S, consumer, producer, running
+from tests.integration.cluster_world import WAIT_S, consumer, until
 from tests.integration.outbox_process import STEPS
+from tests.integration.watchdog_world import Application, WatchdogProcess, register, running
 from tests.support.databases import database_url, mariadb, postgresql
 from tests.unit.idempotence.stores import async_url
 
@@ -41,11 +42,16 @@ def cluster(tmp_path_factory):
 
 
 @pytest.fixture
-def engine(database_url):
+def shop(database_url):
+    shop = Application(database_url)
+    yield shop
+    shop.close()
+
+
+@pytest.fixture
+def engine(database_url, shop):
     engine = create_engine(database_url)
     with engine.begin() as connection:
-        for statement in create_statements(engine.dialect.name):
-            connection.execute(text(statement))
         HandledTable("qmq_handled").create(connection)
         connection.execute(text("CREATE TABLE orders (number INTEGER PRIMARY KEY)"))
         connection.execute(text("CREATE TABLE tickets (number INTEGER)"))
@@ -58,25 +64,26 @@ def read(engine, statement):
         return list(connection.execute(text(statement)).scalars())
 
 
-def pay(cluster, engine, subject, crashes, *, blocking):
-    """Run the shop once; returns how it ended."""
+@pytest.fixture(scope="module")
+def process(cluster):
+    command = [sys.executable, "-m", "tests.integration.outbox_process"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"QMQ_TOKEN": cluster.token}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        yield process
+
+
+def pay(process, cluster, engine, subject, crashes, *, blocking):
+    """Let the shop live once; returns how it ended."""
     url = engine.url.render_as_string(hide_password=False)
     options = {
         "url": url if blocking else async_url(url), "metaserver": cluster.metaserver, "subject": subject,
         "crashes": crashes, "orders": ORDERS, "blocking": blocking,
     }  # fmt: skip
-    command = [sys.executable, "-m", "tests.integration.outbox_process", json.dumps(options)]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | {"QMQ_TOKEN": cluster.token}, timeout=WAIT_S).returncode
-
-
-async def send_what_is_left(cluster, engine):
-    """What a watchdog does: send the rows as they are, each with its own id, then delete them."""
-    with engine.connect() as connection:
-        rows = connection.execute(text("SELECT id, content FROM qmq_msg_queue")).all()
-    async with producer(cluster) as sender:
-        assert (await sender.send_many([decode_row(content) for _, content in rows])).all_stored
-    with engine.begin() as connection:
-        connection.execute(text("DELETE FROM qmq_msg_queue"))
+    process.stdin.write(json.dumps(options) + "\n")
+    process.stdin.flush()
+    return int(process.stdout.readline())
 
 
 async def issue_tickets(cluster, engine, subject, messages):
@@ -110,10 +117,13 @@ async def issue_tickets(cluster, engine, subject, messages):
     [("sqlite", True), ("mariadb", False), ("postgresql", False)],
     indirect=["database_url"],
 )
-def test_a_shop_that_dies_at_each_step_has_a_ticket_for_each_paid_order_once(cluster, tmp_path, engine, blocking):
+def test_a_shop_that_dies_at_each_step_has_a_ticket_for_each_paid_order_once(
+    process, cluster, tmp_path, engine, shop, blocking
+):
     subject = f"paid.{tmp_path.name}"
     crashes, deaths = dict(CRASHES), 0
-    while pay(cluster, engine, subject, crashes, blocking=blocking) != 0:
+    while (status := pay(process, cluster, engine, subject, crashes, blocking=blocking)) != 0:
+        assert status == -signal.SIGKILL
         order, step = min((order, step) for step, order in crashes.items())
         del crashes[step]
         deaths += 1
@@ -124,7 +134,9 @@ def test_a_shop_that_dies_at_each_step_has_a_ticket_for_each_paid_order_once(clu
     left = [decode_row(content).get_int("number") for content in read(engine, "SELECT content FROM qmq_msg_queue")]
     assert sorted(left) == sorted([CRASHES["after the commit"], CRASHES["before the delete"]])
 
-    asyncio.run(send_what_is_left(cluster, engine))
+    register(cluster, shop.source)
+    with WatchdogProcess(cluster, tmp_path / "watchdog"):
+        until(lambda: shop.count() == 0, "the watchdog has sent what was left")
     seen = asyncio.run(issue_tickets(cluster, engine, subject, ORDERS + 1))
     assert Counter(seen) == Counter(
         [(f"{subject}-{number}", number, 2.5, True) for number in [*range(ORDERS), CRASHES["before the delete"]]]
