@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test lint types format bench bench-metaserver bench-delay simulate chaos history proto lock clean
+.PHONY: help venv run stop demo test lint types format bench bench-metaserver bench-outbox outbox bench-delay simulate chaos history proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -45,6 +45,12 @@ bench-metaserver: $(STAMP) ## 100,000 subjects, 2,000 groups, 20,000 clients on 
 
 bench-delay: $(STAMP) ## a delay group: intake, lateness, memory, restart, loading; .run/bench-delay.json QUICK=1
 	@exec $(PY) -m benchmarks.delay $(if $(QUICK),--quick)
+
+bench-outbox: $(STAMP) ## ROWS (default 1000000) stuck in an outbox on MariaDB, beside an application; .run/bench-outbox.json
+	@exec $(PY) -m benchmarks.outbox --rows "$(or $(ROWS),1000000)"
+
+outbox: $(STAMP) ## random schedules of outboxes and watchdogs: SEEDS (default 1000) on SQLite, a tenth on the others
+	@$(PY) -m tests.outbox --sqlite "$(or $(SEEDS),1000)" --mariadb "$$(( $(or $(SEEDS),1000) / 10 ))" --postgresql "$$(( $(or $(SEEDS),1000) / 10 ))"
 
 simulate: $(STAMP) ## crashes, partitions and disk faults for SEEDS seeds (default 2000)
 	@$(PY) -m tests.simulation --seeds "$(or $(SEEDS),2000)"

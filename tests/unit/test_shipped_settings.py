@@ -12,9 +12,10 @@ import pytest
 from broker.settings import BrokerSettings
 from metaserver.settings import MetaserverSettings
 from qmq.settings import load
+from watchdog.settings import WatchdogSettings
 
 ROOT = Path(__file__).parents[2]
-KINDS = {"broker": BrokerSettings, "metaserver": MetaserverSettings}
+KINDS = {"broker": BrokerSettings, "metaserver": MetaserverSettings, "watchdog": WatchdogSettings}
 SHARED = {"broker": ("qmq/replication", "qmq/server")}
 """What runs in these processes beside their own package."""
 
