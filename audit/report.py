@@ -68,7 +68,8 @@ def _proven(result: Result) -> list[str]:
         yes = (
             f"Every byte of {span} was read on both copies: each message was a row in Spark and was hashed there "
             "(xxhash64, with its place), each frame's CRCs and chain were computed again from its bytes, and all of "
-            "it is equal. Sequences are dense, epochs only grow, pulls and acks follow from the log."
+            "it is equal. Sequences are dense, epochs only grow, pulls and acks follow from the log; no delayed "
+            "message went early, twice, or after it was cancelled."
         )
         lines = [yes]
     else:

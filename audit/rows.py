@@ -12,6 +12,7 @@ Behind them come rows with a `fact`: what the frames of the piece say, small eno
     epoch      offset where it begins in this piece, first: term, last: boot
     problem    offset, end, text: what is wrong there, subject and first sequence if known
     progress   a pull, ack or position frame: offset, end, subject, header, body, last: end of the subject if known
+    delayed    what a delay server decided about one message (audit.delays)
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from audit import delays
 from audit.walk import Problem, Walk, Window
 from qmq.codec import Envelope, check_batch, decode_envelope, decode_properties, split_batch
 from qmq.errors import QmqError
-from qmq.log.frame import FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
+from qmq.log.frame import DELAYS, FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
 from qmq.types import NO_EPOCH, Epoch
 
 HOUR_MS = 3_600_000
@@ -91,6 +93,14 @@ class _Facts:
             self._messages(frame)
         elif frame.kind in PROGRESS and frame.offset not in window.damaged:
             self._progress(frame, window)
+        elif frame.kind in DELAYS and frame.offset not in window.damaged:
+            self._delays(frame, window)
+
+    def _delays(self, frame: Frame, window: Window) -> None:
+        try:
+            self.ready.extend(delays.facts_of(frame, window.body(frame)))
+        except ValueError as error:
+            self.problem(Problem(frame.offset, frame.end, str(error), frame.subject))
 
     def _new_epoch(self, frame: Frame) -> None:
         if frame.epoch < self._epoch:

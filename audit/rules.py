@@ -14,6 +14,7 @@ import pyarrow as pa
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
+from audit import delays
 from audit.progress import FINDING_ROWS, Judge
 from audit.schema import COPIES, FACT, FINDINGS
 from qmq.errors import CorruptFrame
@@ -65,7 +66,10 @@ def within_copies(facts: DataFrame, damaged: DataFrame, start: int) -> DataFrame
 
     `start` is where both logs were begun to be read; from 0 on, nothing before them excuses anything.
     """
-    rules = (sequences(facts, damaged, start), epochs(facts), counts(facts), progress(facts, damaged, start))
+    rules = (
+        sequences(facts, damaged, start), epochs(facts), counts(facts), progress(facts, damaged, start),
+        delays.broken_promises(facts),
+    )  # fmt: skip
     return reduce(DataFrame.unionByName, rules)
 
 

@@ -10,6 +10,9 @@
     sequence        a subject's sequences have a gap, or come twice or in another order
     epoch           an older epoch after a newer one
     progress        a pull, ack or position that does not follow from the log
+    early           a delayed message that was planned before it was due, by its master's clock
+    twice           a delayed message that broker groups stored in more than one batch
+    recalled        a delayed message that was planned after it was cancelled or rescheduled
     missing, extra  a frame that only the master has, only the slave has
     different       a frame that differs
     reordered       the same messages at another offset

@@ -1,89 +1,31 @@
-"""Core. Bodies of the frames that only a delay server's log has: how plans and outcomes are written down.
-
-A message's *number* is the offset in the log of its first byte. All integers little-endian:
-
-    carry      n x (u64 number, u64 due) of the messages in whose place these stand (number 0: of none), then a batch
-               and maybe its labels, as in a messages frame: written again with new numbers
-    dispatch   u16 g, g bytes broker group, zeros up to a multiple of 8, n x (u64 number, u64 due): these are produced
-               to that group as one batch, under the producer id and batch number in the frame's header
-    settled    n x (u64 producer id, u64 batch number, u64 outcome): what became of dispatches
-    cancel     n x (u64 number, u64 due): these are not sent any more
-
-A dispatch is written, and on both disks, before its batch is sent. So after a crash or a swap the same messages are
-repeated under the same numbers to the same group, which stores them once (P2).
-"""
+"""Core. Moved to qmq.log.delays, where the audit reads it as well."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Sequence
-from enum import IntEnum
-from itertools import chain
+from qmq.log.delays import (
+    PLACE_BYTES,
+    Outcome,
+    Place,
+    Settlement,
+    batch_begin,
+    decode_dispatch,
+    decode_places,
+    decode_settled,
+    encode_dispatch,
+    encode_places,
+    encode_settled,
+)
 
-from qmq.codec import Buffer
-
-_LENGTH = struct.Struct("<H")
-PLACE_BYTES = 16
-
-Place = tuple[int, int]
-"""(number, due time in ms): where a message lies in the log, and in which segment of the schedule."""
-
-
-class Outcome(IntEnum):
-    STORED = 0
-    NOT_STORED = 1
-    """Its messages are due again."""
-
-
-Settlement = tuple[int, int, int]
-"""(producer id, batch number, outcome)"""
-
-
-def encode_places(places: Sequence[Place]) -> bytes:
-    return struct.pack(f"<{2 * len(places)}Q", *chain.from_iterable(places))
-
-
-def decode_places(body: Buffer, count: int, at: int = 0) -> list[Place]:
-    """Read `count` places from `body[at:]`; raises ValueError if there are fewer."""
-    try:
-        flat = struct.unpack_from(f"<{2 * count}Q", body, at)
-    except struct.error as error:
-        raise ValueError(f"no {count} places: {error}") from None
-    return list(zip(flat[::2], flat[1::2], strict=True))
-
-
-def encode_dispatch(group: str, places: bytes) -> bytes:
-    """`places`: of `encode_places`."""
-    name = group.encode()
-    head = _LENGTH.pack(len(name)) + name
-    return head + bytes(-len(head) % 8) + places
-
-
-def decode_dispatch(body: Buffer, count: int) -> tuple[str, list[Place]]:
-    """Return the broker group and the messages; raises ValueError."""
-    try:
-        (length,) = _LENGTH.unpack_from(body)
-        group = str(memoryview(body)[2 : 2 + length], "utf-8")
-    except (struct.error, UnicodeDecodeError) as error:
-        raise ValueError(f"not the body of a dispatch: {error}") from None
-    head = 2 + length
-    return group, decode_places(body, count, head + -head % 8)
-
-
-def encode_settled(settled: Iterable[Settlement]) -> bytes:
-    flat = list(chain.from_iterable(settled))
-    return struct.pack(f"<{len(flat)}Q", *flat)
-
-
-def decode_settled(body: Buffer, count: int) -> list[Settlement]:
-    """Raises ValueError if the body is too short."""
-    try:
-        flat = struct.unpack_from(f"<{3 * count}Q", body)
-    except struct.error as error:
-        raise ValueError(f"no {count} outcomes: {error}") from None
-    return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
-
-
-def batch_begin(count: int, is_carry: bool) -> int:
-    """Return where the batch begins in the body of a messages frame, or of a carry."""
-    return PLACE_BYTES * count if is_carry else 0
+__all__ = [
+    "PLACE_BYTES",
+    "Outcome",
+    "Place",
+    "Settlement",
+    "batch_begin",
+    "decode_dispatch",
+    "decode_places",
+    "decode_settled",
+    "encode_dispatch",
+    "encode_places",
+    "encode_settled",
+]

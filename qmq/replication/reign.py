@@ -21,6 +21,9 @@ from qmq.types import Epoch
 
 log = logging.getLogger(__name__)
 
+_BY_THE_REIGNS_CLOCK = frozenset({FrameKind.NACK, FrameKind.DISPATCH})
+"""Frames that say what was due when."""
+
 @dataclass(slots=True)
 class Reign:
     """Made by the master that it belongs to."""
@@ -74,7 +77,7 @@ class Reign:
         self.host.turn_soon()
         return self.log.append(
             kind, subject, body, body_crc=crc32(body), epoch=self.epoch, high_watermark=self.gate.high_watermark,
-            timestamp_ms=self.retry_ms() if kind == FrameKind.NACK else self.host.now_ms(),
+            timestamp_ms=self.retry_ms() if kind in _BY_THE_REIGNS_CLOCK else self.host.now_ms(),
             flags=flags | FLAG_ALONE if self.gate.alone else flags, count=count, producer=producer, batch=batch,
         )  # fmt: skip
 
