@@ -24,6 +24,7 @@ import struct
 from zlib import crc32
 
 import numpy as np
+from numpy.typing import NDArray
 
 from delayserver.schedule.record import RECORD, RECORD_BYTES, Numbers, Records
 from qmq.codec import Buffer
@@ -58,22 +59,18 @@ def encode_blocks(begin_ms: int, row: int, records: Records) -> bytearray:
     return data
 
 
-def decode_blocks(name: str, begin_ms: int, row: int, data: Buffer) -> Records:
-    """Unpack whole blocks of records; raises DamagedSchedule."""
-    if len(data) % BLOCK_BYTES:
+def decode_blocks(name: str, begin_ms: int, blocks: NDArray[np.int64], data: Buffer) -> Records:
+    """Unpack whole blocks, which have these positions in their file; raises DamagedSchedule."""
+    if len(data) != len(blocks) * BLOCK_BYTES:
         raise DamagedSchedule(f"{name} ends within a block")
     view = memoryview(data)
     rows: Records = np.frombuffer(data, RECORD).reshape(-1, BLOCK_ROWS + 1)
     heads = rows[:, 0].view(_HEAD)
     crcs = [crc32(view[at + 4 : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
-    expected = np.arange(row, row + BLOCK_ROWS * len(crcs), BLOCK_ROWS)
-    if not (
-        np.array_equal(heads["crc"], crcs)
-        and np.array_equal(heads["row"], expected)
-        and (heads["magic"] == _MAGIC).all()
-        and (heads["begin_ms"] == begin_ms).all()
-    ):
-        raise DamagedSchedule(f"{name}: rows {row} to {row + BLOCK_ROWS * len(crcs)} do not match their CRC")
+    right = (heads["crc"] == crcs) & (heads["row"] == blocks * BLOCK_ROWS)
+    right &= (heads["magic"] == _MAGIC) & (heads["begin_ms"] == begin_ms)
+    if not right.all():
+        raise DamagedSchedule(f"{name}: block {blocks[int(np.argmin(right))]} does not match its CRC")
     return rows[:, 1:].ravel()
 
 

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delayserver.schedule.counting import Counts
-from delayserver.schedule.record import RECORD, Numbers, Records, State
+from delayserver.schedule.record import RECORD, Numbers, Records, State, join
 from delayserver.schedule.segment import Loading, Segment
 from delayserver.schedule.timeline import Timeline
 from qmq.log.disk import Disk
 
-SETTLE_ROWS = 16_384
-"""So many new messages are put into their segments at once: with 720 segments that costs 0.1 µs a message."""
+SETTLE_ROWS = 8_192
+"""So many new messages are put into their segments at once: with 720 segments that takes 4 ms, 0.5 µs a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Book:
         """Put what is fresh into its segments. Whoever looks into segments or counts does this first."""
         if not self._fresh:
             return
-        records = np.concatenate(self._fresh)
+        records = join(self._fresh)
         self._fresh, self._fresh_rows = [], 0
         self.counts.add(records)
         self.timeline.make(records["due"])

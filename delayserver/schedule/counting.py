@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
+import numpy.ma  # np.unique imports it when it is first called: 0.2 s in which nobody is served
 
 from delayserver.schedule.record import Records
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from delayserver.frames import Outcome, Place, batch_begin, decode_dispatch, decode_places, decode_settled
 from delayserver.schedule.book import Book, InFlight
-from delayserver.schedule.record import DUE_MAX_MS, Numbers, Records, State, no_records, read_batch
+from delayserver.schedule.record import DUE_MAX_MS, Numbers, Records, State, join, no_records, read_batch
 from qmq.codec import Buffer
+from qmq.log.delays import Outcome, Place, batch_begin, decode_dispatch, decode_places, decode_settled
 from qmq.log.frame import Frame, FrameKind
 
 
@@ -79,7 +79,7 @@ def _dispatch(book: Book, frame: Frame, body: Buffer) -> Filed:
 
 
 def _settled(book: Book, frame: Frame, body: Buffer) -> Filed:
-    filed, added = Filed(), [no_records()]
+    filed, added = Filed(), list[Records]()
     for producer, batch, outcome in decode_settled(body, frame.count):
         dispatch = book.in_flight.pop((producer, batch), None)
         if dispatch is None:
@@ -90,7 +90,7 @@ def _settled(book: Book, frame: Frame, body: Buffer) -> Filed:
         else:
             book.change(dispatch.records, State.PENDING)
             added += _on_wheel(book, dispatch.records)
-    filed.added = np.concatenate(added)
+    filed.added = join(added)
     return filed
 
 

@@ -5,6 +5,7 @@ A batch's records are made at once, column by column: a loop over its messages i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from zlib import crc32
 
@@ -30,6 +31,7 @@ RECORD = np.dtype(
     ]
 )
 RECORD_BYTES = RECORD.itemsize
+_BYTES = np.dtype((np.void, RECORD_BYTES))
 DUE_MAX_MS = 1 << 62
 """Later due times are taken for this one. Intake refuses them long before; they must not break arithmetic."""
 
@@ -63,6 +65,14 @@ def key_hash(key: str) -> int:
 
 def no_records() -> Records:
     return np.empty(0, RECORD)
+
+
+def join(parts: Sequence[Records]) -> Records:
+    """Put arrays of RECORD one behind the other, as bytes: numpy's own way takes 20 µs for each."""
+    if not parts:
+        return no_records()
+    joined: Records = np.concatenate([part.view(_BYTES) for part in parts]).view(RECORD)
+    return joined
 
 
 def read_batch(frame: Frame, body: Buffer, at: int, subject: int) -> Records:

@@ -19,7 +19,16 @@ from delayserver.schedule.flush import Flush, SegmentWrite
 from delayserver.schedule.growing import Growing
 from delayserver.schedule.record import DUE_MAX_MS, Records, State
 from delayserver.schedule.restore import discard, restore
-from delayserver.schedule.search import READ_ROWS, Find, Listing, PendingBelow, SegmentView, Wanted, view_of
+from delayserver.schedule.search import (
+    READ_ROWS,
+    Find,
+    Listing,
+    PendingBelow,
+    PendingLabelled,
+    SegmentView,
+    Wanted,
+    view_of,
+)
 from delayserver.schedule.segment import Rows, Segment
 from qmq.codec import Buffer
 from qmq.errors import require
@@ -241,6 +250,13 @@ class Schedule:
         self._book.settle()
         segments = [one for one in self._book.timeline.segments if one.undone and one.first_number < offset]
         return PendingBelow([view_of(segment) for segment in segments], offset)
+
+    def pending_labelled(self, subject: str, label: int) -> PendingLabelled:
+        """Return a question for a thread: which messages of the subject pend and have this label?"""
+        self._book.settle()
+        position = self._book.known_position(subject)
+        segments = [one for one in self._book.timeline.segments if one.undone] if position is not None else []
+        return PendingLabelled([view_of(segment) for segment in segments], position, label)
 
     def pending_from(self) -> int:
         """Return an offset of the log below which every message is done; it may be up to 4 MiB too low."""

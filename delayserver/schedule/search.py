@@ -183,3 +183,21 @@ class PendingBelow:
                     break
         found = np.concatenate(kept)
         return found[np.argsort(found["number"])]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLabelled:
+    """Messages of a subject that pend and have exactly this label, in no order."""
+
+    views: list[SegmentView]
+    subject: int | None
+    label: int
+
+    def __call__(self) -> Records:
+        """Raises DamagedSchedule."""
+        kept = [no_records()]
+        for view in self.views:
+            for records in view.parts():
+                found = records[(records["label"] == self.label) & (records["subject"] == self.subject)]
+                kept.append(found[view.states_of(found["row"]) == State.PENDING])
+        return np.concatenate(kept)

@@ -21,14 +21,14 @@ from delayserver.schedule.blocks import (
     split_marks,
 )
 from delayserver.schedule.growing import Growing
-from delayserver.schedule.record import RECORD, Numbers, Records, State, no_records
+from delayserver.schedule.record import RECORD, Numbers, Records, State, join, no_records
 from qmq.log.disk import Disk
 
 States = NDArray[np.uint8]
 FOLDER = "segments"
-NO_NUMBER = (1 << 64) - 1
-READ_BLOCKS = 1024
-"""65,536 rows, 3 MiB: what is read of a file at once."""
+NO_NUMBER, NO_BLOCK = (1 << 64) - 1, 1 << 62
+READ_BLOCKS = 512
+"""32,768 rows, 1.5 MiB: what is read of a file at once; to put them on a wheel takes about 2 ms."""
 
 
 @dataclass(slots=True)
@@ -60,12 +60,12 @@ class Rows:
         for part in self.memory:
             parts.append(part[max(begin - at, 0) : max(end - at, 0)])
             at += len(part)
-        return np.concatenate(parts) if parts else no_records()
+        return join(parts)
 
     def _from_file(self, begin: int, end: int) -> Records:
         first, last = begin // BLOCK_ROWS, -(-end // BLOCK_ROWS)
         data = read_blocks(self.disk, self.name, first, last)
-        rows = decode_blocks(self.name, self.begin_ms, first * BLOCK_ROWS, data)
+        rows = decode_blocks(self.name, self.begin_ms, np.arange(first, last), data)
         return rows[begin - first * BLOCK_ROWS : end - first * BLOCK_ROWS]
 
 
@@ -154,8 +154,7 @@ class Segment:
                 return np.empty(0, np.uint8)
             rows, states = split_marks(self.marked.read())
             self._set(rows, states.astype(np.uint8))
-            assert self._states is not None
-        return self._states.view
+        return self._states.view if self._states is not None else np.empty(0, np.uint8)
 
     @property
     def marked(self) -> Marked:
@@ -178,7 +177,7 @@ class Segment:
 
     def _set(self, rows: NDArray[np.uint32] | Numbers, states: States | int) -> None:
         if self._states is None:
-            self._states = Growing(dtype=np.uint8)
+            self._states = Growing(np.zeros(len(self), np.uint8))
         if len(rows) and (missing := int(rows.max()) + 1 - len(self._states)) > 0:
             self._states.append(np.zeros(max(missing, len(self) - len(self._states)), np.uint8))
         self._states.view[rows] = states
@@ -192,13 +191,17 @@ class Segment:
             rest = np.flatnonzero(~found)
             blocks = np.searchsorted(self.firsts.view[: self.written // BLOCK_ROWS], numbers[rest], "right") - 1
             if (wanted := np.unique(blocks[blocks >= 0])).size:
-                part = np.concatenate([self._block(block) for block in wanted.tolist()])
-                _pick(part, numbers, records, found)
+                _pick(self._read_blocks(wanted), numbers, records, found)
         return records, found
 
-    def _block(self, block: int) -> Records:
-        data = read_blocks(self._disk, self.name, block, block + 1)
-        return decode_blocks(self.name, self.begin_ms, block * BLOCK_ROWS, data)
+    def _read_blocks(self, blocks: NDArray[np.int64]) -> Records:
+        """Read blocks here and there in the file, neighbours at once."""
+        borders = np.flatnonzero(np.diff(blocks, prepend=-2, append=NO_BLOCK) != 1)
+        firsts, lasts = blocks[borders[:-1]].tolist(), (blocks[borders[1:] - 1] + 1).tolist()
+        data = b"".join(
+            [read_blocks(self._disk, self.name, first, last) for first, last in zip(firsts, lasts, strict=True)]
+        )
+        return decode_blocks(self.name, self.begin_ms, blocks, data)
 
     def take_blocks(self) -> Records:
         """Take what fills whole blocks out of the tail; it is `flushing` until it was written."""
@@ -220,5 +223,5 @@ def _pick(part: Records, numbers: Numbers, records: Records, found: NDArray[np.b
     known = part["number"]
     at = np.minimum(np.searchsorted(known, numbers), len(part) - 1)
     hits = known[at] == numbers
-    records[hits] = part[at[hits]]
+    records[hits] = part.take(at[hits])
     found |= hits

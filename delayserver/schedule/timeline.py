@@ -42,28 +42,38 @@ class Timeline:
 
     def make(self, dues: Numbers) -> None:
         """Make the segments that are missing for `dues`."""
-        missing = dues[self.index(dues) < 0]
-        if not len(missing):
-            return
+        while len(dues := dues[self.index(dues) < 0]):
+            begins = dues // np.uint64(self._segment_ms)
+            some = dues[
+                np.unique(begins, return_index=True)[1]
+            ]  # older, shorter segments may leave several gaps in one
+            for due in some.tolist():
+                self._make_for(due)
+            self.put(self.segments)
+
+    def _make_for(self, due: int) -> None:
         segments = self.segments
-        for due in np.unique(missing).tolist():
-            at = bisect_right(segments, due, key=lambda segment: segment.begin_ms)
-            if at and due < segments[at - 1].end_ms:
-                continue  # made just now for an earlier one
-            begin = due - due % self._segment_ms
-            end = begin + self._segment_ms
-            if at:
-                begin = max(begin, segments[at - 1].end_ms)
-            if at < len(segments):
-                end = min(end, segments[at].begin_ms)
-            segments.insert(at, self._new(begin, end))
-        self.put(segments)
+        at = bisect_right(segments, due, key=lambda segment: segment.begin_ms)
+        begin = due - due % self._segment_ms
+        end = begin + self._segment_ms
+        if at:
+            begin = max(begin, segments[at - 1].end_ms)
+        if at < len(segments):
+            end = min(end, segments[at].begin_ms)
+        segments.insert(at, self._new(begin, end))
 
     def split(self, records: Records) -> Iterator[tuple[Segment, Records]]:
         """Yield each segment with its part of `records`, in their order; drop those that have no segment."""
+        if len(records) == 0:
+            return
         at = self.index(records["due"])
-        order = np.argsort(at, kind="stable")
-        at, records = at[order], records[order]
+        if (at == at[0]).all():  # as what is due now mostly is
+            if at[0] >= 0:
+                yield self.segments[at[0]], records
+            return
+        # Numpy sorts 16-bit integers fifteen times as fast; `take` copies records ten times as fast as indexing does.
+        order = np.argsort(at.astype(np.int16) if len(self.segments) < 1 << 15 else at, kind="stable")
+        at, records = at[order], records.take(order)
         bounds = [*(np.flatnonzero(at[1:] != at[:-1]) + 1).tolist(), len(at)]
         begin = 0
         for end in bounds:

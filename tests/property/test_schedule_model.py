@@ -14,10 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from delayserver.frames import Outcome, Place
 from delayserver.schedule import DamagedSchedule, Filed, Schedule, State, discard, id_hash, key_hash
 from delayserver.wheel import Wheel
 from qmq.errors import DiskFailed
+from qmq.log.delays import Outcome, Place
 from qmq.log.memory_disk import FaultyDisk
 from tests.unit.delayserver.delay_log import HOUR_MS, DelayLog, delayed, drop_before, places
 

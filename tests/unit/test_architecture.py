@@ -25,14 +25,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tools": {"qmq"},
     "audit": {"qmq"},
     "deploy": {"qmq"},
-    "benchmarks": {"qmq", "deploy", "audit"},
+    "benchmarks": {"qmq", "deploy", "audit", "delayserver"},
 }
 """Package of ours -> other packages of ours that it may import. Whoever needs a process starts it, as a process.
 
 `qmq.server` is what processes that keep one copy of a pair have in common; clients do not know it. The audit is no
-process but a Spark program: its benchmark calls it within a session that is warm. And `qmq.testing` is no part of the
-library but a world for the cores of broker and delay server, as the simulator is; only tests may know it, those of
-applications and ours.
+process but a Spark program: its benchmark calls it within a session that is warm. The delay server's schedule is
+measured alone, without its process. And `qmq.testing` is no part of the library but a world for the cores of broker and
+delay server, as the simulator is; only tests may know it, those of applications and ours.
 """
 
 IMPURE = {

@@ -6,8 +6,8 @@ from zlib import crc32
 
 import pytest
 
-from delayserver.frames import Outcome
 from delayserver.schedule import Schedule, State, discard, id_hash, key_hash
+from qmq.log.delays import Outcome
 from qmq.log.memory_disk import MemoryDisk
 from tests.unit.delayserver.delay_log import HOUR_MS, DelayLog, delayed, flush_all, load, places
 

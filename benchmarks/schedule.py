@@ -1,0 +1,210 @@
+"""Shell. `python -m benchmarks.schedule`: what the delay server's schedule costs, alone in one process.
+
+What runs on a delay server's loop is timed apart from what runs on its threads. Messages have 200 bytes and come in
+frames of 100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from delayserver.schedule import Records, Schedule, id_hash
+from delayserver.wheel import Wheel
+from qmq.codec import encode_message, join_batch
+from qmq.log.delays import Outcome, Place, encode_dispatch, encode_places, encode_settled
+from qmq.log.disk import RealDisk
+from qmq.log.frame import HEADER_BYTES, Frame, FrameKind
+from qmq.message import Message
+from qmq.types import Epoch
+
+HOUR_MS = 3_600_000
+SUBJECT = "delayed.order"
+BATCH = 100
+BEGIN_MS = 1_800_000_000_000 // HOUR_MS * HOUR_MS
+LOG_START = 4096
+ID = "{:012d}"
+T = TypeVar("T")
+
+
+class Frames:
+    """Makes frames of a log, one behind the other. Chains and checksums are not what is measured here."""
+
+    def __init__(self, begin_ms: int, span_ms: int, *, first: int = 0, end: int = LOG_START) -> None:
+        self._begin_ms, self._span_ms = begin_ms, span_ms
+        self.count, self.end = first, end
+        self._rng = np.random.default_rng(first + 1)
+        self._message = self._one()
+        self._id_at = self._message.index(ID.format(0).encode())
+
+    def _one(self) -> bytes:
+        empty = encode_message(Message(SUBJECT, {"text": ""}, id=ID.format(0)), 1)
+        data = encode_message(Message(SUBJECT, {"text": "x" * (200 - len(empty))}, id=ID.format(0)), 1)
+        return bytes([data[0] | 2]) + data[1:]
+
+    def messages(self) -> tuple[Frame, bytes]:
+        """Make a frame of 100 messages, each with its own id and due time."""
+        batch = np.tile(np.frombuffer(self._message, np.uint8), (BATCH, 1))
+        dues = self._rng.integers(self._begin_ms, self._begin_ms + self._span_ms, BATCH)
+        batch[:, 9:17] = dues.astype(">i8").view(np.uint8).reshape(BATCH, 8)
+        ids = "".join(map(ID.format, range(self.count, self.count + BATCH))).encode()
+        batch[:, self._id_at : self._id_at + 12] = np.frombuffer(ids, np.uint8).reshape(BATCH, 12)
+        self.count += BATCH
+        return self._frame(FrameKind.MESSAGES, join_batch([bytes(message) for message in batch]), BATCH)
+
+    def dispatch(self, places: list[Place], batch: int) -> tuple[Frame, bytes]:
+        return self._frame(FrameKind.DISPATCH, encode_dispatch("group", encode_places(places)), len(places), batch)
+
+    def settled(self, batch: int) -> tuple[Frame, bytes]:
+        return self._frame(FrameKind.SETTLED, encode_settled([(1, batch, Outcome.STORED)]), 1)
+
+    def _frame(self, kind: FrameKind, body: bytes, count: int, batch: int = 0) -> tuple[Frame, bytes]:
+        body_at = HEADER_BYTES + -(-len(SUBJECT) // 8) * 8
+        frame = Frame(
+            kind, 0, SUBJECT, count, len(body), Epoch(1, 1), self.end, 0, 0, 0, 1, batch, 0, 0, body_at
+        )  # fmt: skip
+        self.end = frame.end
+        return frame, body
+
+
+class Stopwatch:
+    """Adds up the time of steps, and keeps the longest. On a machine that others use too, processor time says more."""
+
+    def __init__(self) -> None:
+        self.total_s = self.cpu_s = self.longest_s = 0.0
+
+    def __call__(self, step: Callable[..., T], *arguments: object) -> T:
+        began, cpu_began = time.perf_counter(), time.thread_time()
+        result = step(*arguments)
+        cpu_s = time.thread_time() - cpu_began
+        self.total_s += time.perf_counter() - began
+        self.cpu_s += cpu_s
+        self.longest_s = max(self.longest_s, cpu_s)
+        return result
+
+
+def rss_mb() -> float:
+    gc.collect()
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
+
+
+def opened(folder: Path) -> Schedule:
+    return Schedule(RealDisk(folder, cached_bytes=None), segment_ms=HOUR_MS, log_start=LOG_START)
+
+
+def fill(schedule: Schedule, frames: Frames, messages: int) -> tuple[Stopwatch, Stopwatch]:
+    """File messages; return the time on the loop, and that on a thread."""
+    loop, thread = Stopwatch(), Stopwatch()
+    for _ in range(messages // BATCH):
+        entry = frames.messages()
+        loop(schedule.file, *entry)
+        flush = loop(schedule.take_flush, 0)
+        if flush is not None:
+            thread(flush.perform)
+            schedule.flushed(flush)
+    return loop, thread
+
+
+def save(schedule: Schedule) -> float:
+    thread = Stopwatch()
+    if (flush := schedule.take_flush(0, stop=True)) is not None:
+        thread(flush.perform)
+        schedule.flushed(flush)
+    return thread.total_s
+
+
+def far_ahead(folder: Path, messages: int) -> dict[str, float]:
+    """Messages over 30 days: filing, memory, looking for some, and a restart."""
+    before = rss_mb()
+    schedule, frames = opened(folder), Frames(BEGIN_MS, 30 * 24 * HOUR_MS)
+    loop, thread = fill(schedule, frames, messages)
+    figures = {
+        "filed_per_cpu_s": messages / loop.cpu_s,
+        "filed_per_s": messages / loop.total_s,
+        "filed_longest_ms": 1e3 * loop.longest_s,
+        "flush_cpu_s_per_million": 1e6 * thread.cpu_s / messages,
+        "growth_mb": rss_mb() - before,
+        "checkpoint_s": save(schedule),
+    }
+    for ids in (1, 1000):
+        find = schedule.find(SUBJECT, [id_hash(ID.format(i * (messages // ids))) for i in range(ids)], [])
+        watch = Stopwatch()
+        assert len(watch(find)) >= ids
+        figures[f"find_{ids}_s"] = watch.total_s
+    later = [frames.messages() for _ in range(1_000_000 // BATCH)]
+    del schedule, find
+    watch = Stopwatch()
+    schedule = watch(lambda: opened(folder))
+    assert not schedule.rebuilt and schedule.pending_messages == messages
+    figures["open_s"] = watch.total_s
+    watch(lambda: [schedule.file(*entry) for entry in later])
+    figures["restart_s"] = watch.total_s
+    return figures
+
+
+def one_hour(folder: Path, messages: int) -> dict[str, float]:
+    """Messages of one hour: loading them, taking them off the wheel as they come due, and settling them."""
+    schedule, frames = opened(folder), Frames(BEGIN_MS, HOUR_MS)
+    fill(schedule, frames, messages)
+    save(schedule)
+    wheel, loop, thread, before = Wheel(), Stopwatch(), Stopwatch(), rss_mb()
+    while (piece := loop(schedule.next_piece, BEGIN_MS + 1)) is not None:
+        records = thread(piece.read)
+        records = loop(schedule.handed, piece, records)
+        loop(wheel.add, records)
+    assert len(wheel) == messages
+    figures = {
+        "load_loop_cpu_s": loop.cpu_s,
+        "load_thread_cpu_s": thread.cpu_s,
+        "load_longest_ms": 1e3 * loop.longest_s,
+        "wheel_bytes_per_message": wheel.bytes / messages,
+        "loaded_growth_mb": rss_mb() - before,
+    }
+    take, file, taken, step_ms = Stopwatch(), Stopwatch(), 0, 10
+    for step in range(1, 3000):
+        due = take(wheel.take, BEGIN_MS + step * step_ms, 100_000)
+        if not len(due):
+            continue
+        taken += len(due)
+        dispatch, settled = frames.dispatch(_places(due), step), frames.settled(step)
+        file(schedule.file, *dispatch)
+        file(schedule.file, *settled)
+    figures |= {
+        "take_cpu_us_per_message": 1e6 * take.cpu_s / taken,
+        "take_longest_ms": 1e3 * take.longest_s,
+        "settle_cpu_us_per_message": 1e6 * file.cpu_s / taken,
+        "settle_longest_ms": 1e3 * file.longest_s,
+    }
+    return figures
+
+
+def _places(records: Records) -> list[Place]:
+    return list(zip(records["number"].tolist(), records["due"].tolist(), strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.schedule", description=__doc__)
+    parser.add_argument("--messages", type=int, default=10_000_000, help="spread over 30 days")
+    parser.add_argument("--hour", type=int, default=5_000_000, help="messages of one hour")
+    parser.add_argument("--folder", type=Path, default=None, help="where the files go; a temporary one by default")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        figures = far_ahead(folder / "far", options.messages) | one_hour(folder / "hour", options.hour)
+    finally:
+        shutil.rmtree(folder)
+    print(json.dumps({name: round(value, 3) for name, value in figures.items()}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
