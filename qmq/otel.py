@@ -11,8 +11,10 @@ provider nothing is recorded, and a context that came along is passed on.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import overload
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
@@ -55,8 +57,16 @@ class TracedProducer:
     def __init__(self, producer: Producer, *, tracer_provider: TracerProvider | None = None) -> None:
         self._producer, self._tracer = producer, _tracer(tracer_provider)
 
-    async def send(self, message: Message) -> Receipt:
-        """See `Producer.send`."""
+    @overload
+    async def send(self, message: Message) -> Receipt: ...
+
+    @overload
+    async def send(self, message: Message, *, session: object) -> asyncio.Future[Receipt]: ...
+
+    async def send(self, message: Message, *, session: object = None) -> Receipt | asyncio.Future[Receipt]:
+        """See `Producer.send`. With a session, the spans end when the outcome is known, after the commit."""
+        if session is not None:
+            return await self._send_in(session, message)
         with self._sending({"subject": message.subject}) as (span, carrying):
             inject(message, trace.set_span_in_context(span))
             receipt = await self._producer.send(message)
@@ -76,24 +86,40 @@ class TracedProducer:
 
     def send_nowait(self, message: Message, on_done: Callable[[Receipt], None]) -> None:
         """See `Producer.send_nowait`. The spans end when the outcome is known."""
+        with self._until_known(message) as end:
+
+            def done(receipt: Receipt) -> None:
+                end(receipt)
+                on_done(receipt)
+
+            self._producer.send_nowait(message, done)
+
+    async def _send_in(self, session: object, message: Message) -> asyncio.Future[Receipt]:
+        with self._until_known(message) as end:
+            later = await self._producer.send(message, session=session)
+            later.add_done_callback(lambda done: end(None if done.cancelled() else done.result()))
+            return later
+
+    @contextmanager
+    def _until_known(self, message: Message) -> Iterator[Callable[[Receipt | None], None]]:
+        """Begin the spans of a message, which carries their context; yield what ends them, as does a block that raises."""
         span = self._tracer.start_span("Qmq.Produce.Send", kind=SpanKind.PRODUCER, attributes=SYSTEM)
         span.set_attribute("subject", message.subject)
         context = trace.set_span_in_context(span)
         carrying = self._tracer.start_span("Qmq.QueueSender.Send", context)
 
-        def done(receipt: Receipt) -> None:
-            _note(receipt, span, carrying)
+        def end(receipt: Receipt | None) -> None:
+            if receipt is not None:
+                _note(receipt, span, carrying)
             carrying.end()
             span.end()
-            on_done(receipt)
 
         try:
             inject(message, context)
-            self._producer.send_nowait(message, done)
+            yield end
         except BaseException as error:
             span.set_status(StatusCode.ERROR, f"{type(error).__name__}: {error}")
-            carrying.end()
-            span.end()
+            end(None)
             raise
 
     @contextmanager

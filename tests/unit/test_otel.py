@@ -11,10 +11,13 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.trace import StatusCode
+from sqlalchemy import create_engine, text
+from sqlalchemy.orm import Session
 
 import qmq
 from qmq.errors import InvalidMessage
 from qmq.otel import TracedProducer, Tracing, extract, inject
+from qmq.outbox.schema import create_statements
 from qmq.testing import Broker
 
 SEND, CARRY, PROCESS, ACK = "Qmq.Produce.Send", "Qmq.QueueSender.Send", "Qmq.Consume.Process", "Qmq.Consume.Ack"
@@ -87,6 +90,32 @@ def test_spans_of_one_message_share_a_trace_from_producer_to_ack():
             assert dict(carry.attributes) == {"broker": "test"}
             assert dict(process.attributes) == identity | {"messaging.system": "qmq", "times": 1}
             assert dict(ack.attributes) == identity | {"consumerGroup": "g", "outcome": "ack"}
+
+    asyncio.run(run())
+
+
+def test_a_message_of_a_transaction_has_spans_until_its_outcome_is_known(tmp_path):
+    async def run():
+        database = create_engine(f"sqlite:///{tmp_path / 'shop.db'}")
+        with database.begin() as connection:
+            for statement in create_statements("sqlite"):
+                connection.execute(text(statement))
+        async with world() as w:
+            with Session(database) as session:
+                later = await w.producer.send(qmq.Message("order", id="1"), session=session)
+                assert w.spans.named(SEND) == []
+                session.commit()
+                await later
+                refused = await w.producer.send(qmq.Message("order", id="2"), session=session)
+                session.rollback()
+                await refused
+                with pytest.raises(InvalidMessage):
+                    await w.producer.send(qmq.Message("order", {"qmq_x": "1"}), session=session)
+            await asyncio.sleep(0)
+            outcomes = [span.attributes.get("outcome") for span in w.spans.named(SEND)]
+            assert sorted(map(str, outcomes)) == ["None", "refused", "stored"]
+            assert w.broker.messages("order")[0].get("qtrace_traceparent")
+        database.dispose()
 
     asyncio.run(run())
 
