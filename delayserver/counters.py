@@ -22,6 +22,10 @@ class Counters(ProduceCounters):
     cancelled_messages: int = 0
     rescheduled_messages: int = 0
     carried_messages: int = 0
+    recurred_messages: int = 0
+    """Occurrences of recurring schedules."""
+    skipped_occurrences: int = 0
+    """Those that were missed while nobody was there, and are not sent."""
     lateness_ms_counts: list[int] = field(default_factory=lambda: [0] * (len(LATENESS_MS_BUCKETS) + 1))
     """Messages sent, by time from due until stored; the last place is for those later than every bucket."""
     lateness_ms_sum: int = 0

@@ -27,7 +27,7 @@ from qmq.types import GroupKind
 
 BEAT_S = 0.01
 """How often the clock is looked at: half of it is added to every message's lateness."""
-CLIENT_COMMANDS = frozenset({Command.PRODUCE, Command.CANCEL, Command.RESCHEDULE})
+CLIENT_COMMANDS = frozenset({Command.PRODUCE, Command.CANCEL, Command.RESCHEDULE, Command.RECUR})
 
 
 def main() -> int:

@@ -75,6 +75,9 @@ class DelayCollector(PairCollector[DelayMaster]):
         yield "rejected_messages", "Messages that a broker does not take as they are; tried again later", rejected
         yield "cancelled_messages", "Messages that were cancelled", counters.cancelled_messages
         yield "rescheduled_messages", "Messages that got another due time", counters.rescheduled_messages
+        yield "recurred_messages", "Occurrences of recurring schedules that came due", counters.recurred_messages
+        skipped = counters.skipped_occurrences
+        yield "skipped_occurrences", "Occurrences that were missed, and are not sent: only the latest is", skipped
         yield "carried_messages", "Messages written again because their part of the log went", counters.carried_messages
 
 

@@ -34,3 +34,6 @@ class DelaySettings(PairSettings):
     clock_alarm_ms: int = setting(
         1000, unit="ms", least=1, why="difference of the machine's clock to the reign's that raises the alarm"
     )
+    recurring_max: int = setting(
+        1000, least=1, most=10_000, why="recurring schedules of one subject: each change looks through all of them"
+    )

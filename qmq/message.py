@@ -15,6 +15,12 @@ Value = str | int | float | bool | datetime
 RESERVED = "qmq_"
 """How the names of properties begin that qmq itself sets."""
 ORDER_KEY, RETRIES_MAX, DELAY_KEY = "qmq_orderKey", "qmq_maxRetryNum", "qmq_delayKey"
+RECUR_NAME, RECUR_OWNER, RECUR_CRON, RECUR_ZONE = "qmq_recurName", "qmq_recurOwner", "qmq_recurCron", "qmq_recurZone"
+"""What each occurrence of a recurring schedule says about where it comes from."""
+RECUR_SKIPPED = "qmq_recurSkipped"
+"""How many occurrences before this one were missed, and are not sent any more; only if there are some."""
+TIMES = "qmq_times"
+"""Of a message in a group's mailbox: which hand-over to the group the first one from there is."""
 JSON = "json"
 """The property that holds the value of `Message.of_json`."""
 

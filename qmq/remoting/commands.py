@@ -15,6 +15,7 @@
     211   FRAMES         master <-> slave      one-way: u64 offset, frames
     212   CONFIRM        slave -> master       one-way: Confirmation
     213   SNAPSHOT       master -> slave       one-way: u64 offset, snapshot of the state at that offset
+    220   RECUR          producer -> delay server   Recurring schedules
 
 The body of an answer with an error code is the error's text in UTF-8. Fixed bodies are little-endian, as frames are;
 what is rare is JSON. AUTHENTICATE comes first on every connection; nothing else is answered before it.
@@ -24,7 +25,9 @@ from __future__ import annotations
 
 import json
 import struct
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime, timedelta
 from enum import IntEnum, StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -50,6 +53,10 @@ class Command(IntEnum):
     FRAMES = 211
     CONFIRM = 212
     SNAPSHOT = 213
+    RECUR = 220
+
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def encode_json(**fields: Any) -> bytes:
@@ -420,6 +427,74 @@ def decode_rescheduled(body: Buffer) -> DelayState:
         return DelayState(decode_json(body, outcome=str)["outcome"])
     except ValueError as error:
         raise InvalidRequest(f"not an answer to RESCHEDULE: {error}") from None
+
+
+# RECUR:    JSON action "put"|"delete"|"list", subject str, name str ("" for list: all), owner str, cron str,
+#           timezone str, message str: base64 of an encoded message (these four for put). Answered when both disks have
+#           it, and the same when it is asked again.
+#           -> JSON schedules list of RecurringSchedule: the one that was put, those that were deleted, or all.
+RECUR_NAME_BYTES_MAX = 60
+"""With the time of an occurrence it makes the occurrence's id."""
+
+
+class RecurAction(StrEnum):
+    PUT = "put"
+    DELETE = "delete"
+    LIST = "list"
+
+
+class Recur(NamedTuple):
+    action: RecurAction
+    subject: str
+    name: str = ""
+    owner: str = ""
+    cron: str = ""
+    timezone: str = ""
+    message: bytes = b""
+
+
+class RecurringSchedule(NamedTuple):
+    """A message that is sent again and again; `due_ms`: when next, in ms since 1970 UTC."""
+
+    subject: str
+    name: str
+    owner: str
+    cron: str
+    timezone: str
+    due_ms: int
+
+    @property
+    def next_at(self) -> datetime:
+        """When it is due next."""
+        return _EPOCH + timedelta(milliseconds=self.due_ms)
+
+
+def encode_recur(recur: Recur) -> bytes:
+    return encode_json(**recur._replace(message=b"")._asdict() | {"message": b64encode(recur.message).decode()})
+
+
+def decode_recur(body: Buffer) -> Recur:
+    kinds = dict.fromkeys(Recur._fields, str)
+    fields = decode_json(body, **kinds)
+    try:
+        action, message = RecurAction(fields["action"]), b64decode(fields["message"], validate=True)
+    except ValueError as error:
+        raise InvalidRequest(f"not a RECUR: {error}") from None
+    recur = Recur(**{name: fields[name] for name in kinds} | {"action": action, "message": message})
+    if not recur.name and action is not RecurAction.LIST:
+        raise InvalidRequest("a recurring schedule has a name")
+    return recur
+
+
+def encode_recurring(schedules: Iterable[RecurringSchedule]) -> bytes:
+    return encode_json(schedules=[one._asdict() for one in schedules])
+
+
+def decode_recurring(body: Buffer) -> list[RecurringSchedule]:
+    try:
+        return [RecurringSchedule(**one) for one in decode_json(body, schedules=list)["schedules"]]
+    except TypeError as error:
+        raise InvalidRequest(f"not an answer to RECUR: {error}") from None
 
 
 # FRAMES and SNAPSHOT: 0 u64 offset of the first byte, then the bytes.

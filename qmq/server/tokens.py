@@ -23,6 +23,9 @@ KNOWN_MAX = 10_000
 SUBJECTS_MAX = 10_000
 """Per connection; more are checked anew."""
 
+_OF_PRODUCERS = frozenset({Command.CANCEL, Command.RESCHEDULE, Command.RECUR})
+"""What delayed messages are told by those who may send them."""
+
 CONTROL_ROLES: Mapping[str, frozenset[TokenRole]] = {
     "ReplicaStatus": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
     "DescribeLog": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
@@ -108,6 +111,8 @@ class Limits:
         elif packet.code == Command.SUBSCRIBE:
             subject = commands.decode_json(packet.body, subject=str)["subject"]
             self._caller.require_subject(CONSUME, subject)
+        elif packet.code in _OF_PRODUCERS:
+            self._caller.require_subject(PRODUCE, commands.decode_json(packet.body, subject=str)["subject"])
 
     def _check_subject(self, name: bytes, known_subjects: Mapping[str, object], now_ms: int) -> None:
         try:

@@ -18,7 +18,7 @@ from qmq.log import MessageLog
 from qmq.log.memory_disk import FaultyDisk
 from qmq.message import Message
 from qmq.remoting import commands
-from qmq.remoting.commands import Cancel, Command, Reschedule
+from qmq.remoting.commands import Cancel, Command, Recur, RecurAction, Reschedule
 from qmq.replication.identity import IdentityFile
 from qmq.replication.node import Node
 from tests.unit.broker.world import Broker, Client, FakeHost, Group
@@ -184,6 +184,14 @@ class Producer(Client):
 
     def reschedule(self, id, due_ms, *, subject="s", key=""):
         return self.send(Command.RESCHEDULE, commands.encode_reschedule(Reschedule(subject, id, key, due_ms)))
+
+    def recur(self, action="put", name="daily", *, cron="0 8 * * *", timezone="UTC", subject="s", owner="o", **content):
+        message = encode_message(Message(subject, id="any", **content), 0)
+        recur = Recur(RecurAction(action), subject, name, owner, cron, timezone, message)
+        return self.send(Command.RECUR, commands.encode_recur(recur))
+
+    def schedules(self, opaque):
+        return commands.decode_recurring(self.body(opaque))
 
     def fate(self, opaque):
         return str(commands.decode_rescheduled(self.body(opaque)))

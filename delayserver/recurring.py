@@ -1,0 +1,369 @@
+"""Core. Recurring schedules: put, deleted, listed; and what happens when one is due.
+
+A template that comes off the wheel is read; then one frame says both: its occurrence, which is a delayed message like
+any other, due now, and the template again, due at its next time, in place of itself. A crash or a swap leaves both or
+none of it, so each occurrence is sent once, and the next one exists. Of occurrences that were missed, the latest is
+sent: however long nobody was there, a schedule never sends more than one message for it.
+
+Requests are handled one after the other, each when the schedule has what the one before has written; so one name of a
+subject never means two templates.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from delayserver.counters import Counters
+from delayserver.decisions import Decisions
+from delayserver.filing import Filing
+from delayserver.messages import Messages, Records, read_messages
+from delayserver.schedule import RECORD, DamagedSchedule, State
+from delayserver.settings import DelaySettings
+from delayserver.templates import LABEL, Template, new_template, read_template
+from qmq.errors import (
+    CorruptFrame,
+    InvalidMessage,
+    InvalidRequest,
+    LogError,
+    NotMaster,
+    NotServed,
+    Overloaded,
+    QmqError,
+)
+from qmq.remoting import commands
+from qmq.remoting.commands import Recur, RecurAction, RecurringSchedule
+from qmq.remoting.packet import Packet
+from qmq.replication.ports import Link
+from qmq.replication.readonly import Reason
+from qmq.replication.reign import Reign
+from qmq.subjects import check_subject
+
+log = logging.getLogger(__name__)
+
+FIRED_AT_ONCE = 100
+"""Templates read and put forward together, on a thread: about 10 ms of its time."""
+REST_MS = 1000
+"""When a template is tried again whose occurrence cannot be written now."""
+UNREADABLE_MS = 300_000
+"""When one is tried again that this machine cannot read: its time zone may be installed by then."""
+AGAIN_MS = 50
+REQUESTS_MAX = 1000
+"""That wait at the same time."""
+
+
+class _Firing(NamedTuple):
+    """What a template that is due says: the occurrence at `at_ms`, and when it is due next."""
+
+    template: Template
+    at_ms: int
+    skipped: int
+    next_ms: int
+
+
+class _Asked(NamedTuple):
+    recur: Recur
+    template: Template | None
+    link: Link
+    packet: Packet
+
+
+class _Waiting:
+    """A template that is due and not put forward yet."""
+
+    __slots__ = ("record", "next_ms", "is_unreadable")
+
+    def __init__(self, record: Any) -> None:
+        self.record, self.next_ms, self.is_unreadable = record, 0, False
+
+
+class _Found(NamedTuple):
+    """A template that pends, or did when it was looked for."""
+
+    record: Any
+    template: Template
+
+    @property
+    def schedule(self) -> RecurringSchedule:
+        return self.template.due(int(self.record["due"]))
+
+
+class Recurring:
+    """Made by the master; ends with the reign. `not_recurring` takes what is due and has the label by mistake."""
+
+    def __init__(
+        self, reign: Reign, filing: Filing, decisions: Decisions, counters: Counters, settings: DelaySettings,
+        not_recurring: Callable[[Records], None],
+    ) -> None:  # fmt: skip
+        self._reign, self._filing, self._decisions, self._counters = reign, filing, decisions, counters
+        self._settings, self._not_recurring = settings, not_recurring
+        self._due: dict[int, _Waiting] = {}
+        """By number of the template."""
+        self._is_firing = self._is_looking = False
+        self._asked: deque[_Asked] = deque()
+        self._look_end, self._look_ms = 0, 0
+        """What has to be filed, and how late it has to be, before the next look."""
+
+    # When one is due.
+
+    def due(self, records: Records) -> None:
+        """Take templates that are due."""
+        for record in records:
+            self._due.setdefault(int(record["number"]), _Waiting(record))
+
+    def remove(self, numbers: npt.NDArray[np.uint64]) -> None:
+        """They were deleted, or others stand in their place."""
+        if self._due:
+            for number in numbers.tolist():
+                self._due.pop(number, None)
+
+    def forget(self) -> None:
+        """The schedule is another one; what is due comes again."""
+        self._due.clear()
+
+    def go_on(self, now_ms: int) -> None:
+        """Put forward what is due, and look for what was asked. `now_ms` is monotonic."""
+        if self._due and not self._is_firing:
+            ready = [one for one in self._due.values() if one.next_ms <= now_ms and self._is_safe(one.record)]
+            if ready:
+                self._fire(ready[:FIRED_AT_ONCE])
+        if self._asked and not self._is_looking and now_ms >= self._look_ms and self._filing.reaches(self._look_end):
+            self._look()
+
+    def _is_safe(self, record: Any) -> bool:
+        """Without a slave, what follows from what both copies had goes on; what only we have has to wait (P3)."""
+        return not self._reign.gate.alone or bool(self._decisions.is_with_both(np.array([record])).all())
+
+    def _fire(self, ready: Sequence[_Waiting]) -> None:
+        message_log, now_ms = self._reign.log, self._reign.retry_ms()
+        records = np.array([one.record for one in ready])
+        wanted, dues = Messages.of(records), records["due"].tolist()
+        self._is_firing = True
+
+        def job() -> list[_Firing | QmqError]:
+            messages = read_messages(message_log, wanted)
+            return [_firing(message, due_ms, now_ms) for message, due_ms in zip(messages, dues)]
+
+        def done(result: list[_Firing | QmqError] | LogError) -> None:
+            self._is_firing = False
+            if isinstance(result, LogError):
+                self._not_read(ready, result)
+            else:
+                for one, firing in zip(ready, result):
+                    self._fired(one, firing)
+
+        self._reign.host.read(job, done)
+
+    def _not_read(self, ready: Sequence[_Waiting], error: LogError) -> None:
+        """Our copy is damaged there: it is repaired from the other one, then these go on."""
+        if isinstance(error, CorruptFrame):
+            self._reign.found_damage(error)
+        log.error("recurring schedules not read count=%d: %s", len(ready), error)
+        self._rest(ready, REST_MS)
+
+    def _rest(self, waiting: Sequence[_Waiting], ms: int) -> None:
+        for one in waiting:
+            one.next_ms = self._reign.host.monotonic_ms() + ms
+
+    def _fired(self, one: _Waiting, firing: _Firing | QmqError) -> None:
+        number = int(one.record["number"])
+        if self._due.get(number) is not one or self._decisions.names(number):
+            self._due.pop(number, None)  # deleted or replaced meanwhile
+        elif isinstance(firing, InvalidMessage):
+            del self._due[number]
+            self._not_recurring(np.array([one.record]))
+        elif isinstance(firing, QmqError):
+            one.is_unreadable = True
+            log.error("recurring schedule cannot go on; delete it, or put it anew: %s", firing)
+            self._rest([one], UNREADABLE_MS)
+        elif not (self._reign.may_progress and self._is_safe(one.record)):
+            self._rest([one], REST_MS)
+        else:
+            self._write(one.record, firing)
+            del self._due[number]
+
+    def _write(self, record: Any, firing: _Firing) -> None:
+        template, counters = firing.template, self._counters
+        if firing.skipped:
+            log.warning(
+                "recurring schedule skips what was missed subject=%s name=%s occurrences=%d",
+                template.subject, template.name, firing.skipped,
+            )  # fmt: skip
+        occurrence = template.occurrence(firing.at_ms, firing.skipped)
+        self._decisions.recur(
+            template.subject, record, template.message, firing.next_ms, occurrence, template.occurrence_label()
+        )
+        counters.recurred_messages += 1
+        counters.skipped_occurrences += firing.skipped
+
+    # Requests.
+
+    def request(self, link: Link, packet: Packet) -> None:
+        """Put, delete or list; raises QmqError for what can be refused at once."""
+        reign, recur = self._reign, commands.decode_recur(packet.body)
+        check_subject(recur.subject)
+        reign.check_may_progress()
+        self._check_writable(recur)
+        if len(self._asked) >= REQUESTS_MAX:
+            raise Overloaded(f"{REQUESTS_MAX} requests about recurring schedules wait already")
+        template = None
+        if recur.action is RecurAction.PUT:
+            template = new_template(recur, message_bytes_max=self._settings.message_bytes_max)
+        self._asked.append(_Asked(recur, template, link, packet._replace(body=memoryview(b""))))
+        reign.host.turn_soon()
+
+    def _check_writable(self, recur: Recur) -> None:
+        """What an operator marked takes nothing new; but one may take schedules out of it."""
+        reign = self._reign
+        if recur.action is RecurAction.PUT or (
+            recur.action is RecurAction.DELETE and set(reign.readonly.reasons) - {Reason.OPERATOR}
+        ):
+            reign.readonly.check(reign.group, recur.subject)
+
+    def _look(self) -> None:
+        """Find the templates of the subject that is asked about."""
+        reign, schedule, asked = self._reign, self._filing.schedule, self._asked[0]
+        look, message_log = schedule.pending_labelled(asked.recur.subject, LABEL), reign.log
+        self._is_looking = True
+
+        def job() -> list[_Found]:
+            records = look()
+            return list(_templates(records, read_messages(message_log, Messages.of(records))))
+
+        def done(result: list[_Found] | LogError) -> None:
+            self._is_looking = False
+            if not self._asked or self._asked[0] is not asked:
+                return  # the reign is over
+            try:
+                if self._is_vain(result) or schedule is not self._filing.schedule:
+                    self._again()
+                elif isinstance(result, LogError):
+                    raise NotServed("this copy is damaged and being repaired; ask again in a moment")
+                else:
+                    self._decide(asked, result)
+            except QmqError as error:
+                asked.link.refuse(asked.packet, error)
+                self._next()
+
+        reign.host.read(job, done)
+
+    def _is_vain(self, result: list[_Found] | LogError) -> bool:
+        """Return whether what was found has to be looked for again, as it was changed meanwhile."""
+        if isinstance(result, DamagedSchedule):
+            self._filing.start_anew(str(result))
+        elif isinstance(result, CorruptFrame):
+            if result.offset < self._reign.log.start:
+                return True  # carried, and its segment went
+            self._reign.found_damage(result)
+        return False
+
+    def _again(self) -> None:
+        self._look_end = self._reign.log.end
+        self._look_ms = self._reign.host.monotonic_ms() + AGAIN_MS
+        self._reign.host.turn_soon()
+
+    def _next(self) -> None:
+        self._asked.popleft()
+        self._look_end, self._look_ms = self._reign.log.end, 0
+        self._reign.host.turn_soon()
+
+    def _decide(self, asked: _Asked, found: Sequence[_Found]) -> None:
+        """Nothing happens between this look at what pends and the frame; raises QmqError."""
+        recur = asked.recur
+        self._reign.check_may_progress()
+        self._check_writable(recur)
+        named = [one for one in found if recur.name in ("", one.template.name)]
+        if not self._filing.reaches(self._reign.log.flushed_end) or not all(map(self._still_pends, named)):
+            self._again()
+        elif recur.action is RecurAction.LIST:
+            body = commands.encode_recurring(sorted(one.schedule for one in named))
+            self._reign.answer_when_safe(asked.link, asked.packet, body)
+            self._next()
+        elif recur.action is RecurAction.DELETE:
+            self._delete(asked, named)
+        elif any(map(self._is_about_to_fire, named)):
+            self._again()  # what is due is sent before the schedule changes
+        else:
+            self._put(asked, named, len(found))
+
+    def _still_pends(self, found: _Found) -> bool:
+        if self._decisions.names(int(found.record["number"])):
+            return False
+        return bool(self._filing.schedule.state_of(found.record) == State.PENDING)
+
+    def _is_about_to_fire(self, found: _Found) -> bool:
+        waiting = self._due.get(int(found.record["number"]))
+        if waiting is not None and waiting.is_unreadable:
+            return False
+        return bool(int(found.record["due"]) <= self._reign.retry_ms())
+
+    def _delete(self, asked: _Asked, named: Sequence[_Found]) -> None:
+        if named:
+            self._decisions.cancel(asked.recur.subject, _records(named))
+        self._answer(asked, [one.schedule for one in named])
+
+    def _put(self, asked: _Asked, named: Sequence[_Found], count: int) -> None:
+        template, subject = asked.template, asked.recur.subject
+        assert template is not None
+        if not named and count >= self._settings.recurring_max:
+            raise InvalidRequest(
+                f"{subject!r} has {count} recurring schedules, and may have no more: delete some, or let one of them "
+                "send what several do"
+            )
+        if len(named) == 1 and named[0].template.is_same_as(template):
+            due_ms = int(named[0].record["due"])  # asked again, for instance as an application started
+        else:
+            due_ms = template.cron().next_ms(self._reign.retry_ms())
+            if named[1:]:
+                self._decisions.cancel(subject, _records(named[1:]))
+            self._decisions.template(subject, _records(named[:1]), template.message, due_ms, LABEL)
+        self._answer(asked, [template.due(due_ms)])
+
+    def _answer(self, asked: _Asked, schedules: Sequence[RecurringSchedule]) -> None:
+        """Answer when both disks have everything written by now."""
+        gate, body = self._reign.gate, commands.encode_recurring(schedules)
+
+        def answer(error: QmqError | None) -> None:
+            if error is None:
+                asked.link.answer(asked.packet, body)
+            else:
+                asked.link.refuse(asked.packet, error)
+
+        gate.stored(self._reign.log.end, answer)
+        gate.release_now()
+        self._next()
+
+    def resign(self) -> None:
+        """The reign is over; the next master has all that was written."""
+        while self._asked:
+            asked = self._asked.popleft()
+            asked.link.refuse(asked.packet, NotMaster(f"{self._reign.group} has a newer master: fetch the route again"))
+        self._due.clear()
+
+
+def _firing(message: bytes, due_ms: int, now_ms: int) -> _Firing | QmqError:
+    """Say what is to be sent by now. Runs on a thread."""
+    try:
+        template = read_template(message)
+        cron = template.cron()
+        at_ms, skipped = cron.latest(due_ms, now_ms)
+        return _Firing(template, at_ms, skipped, cron.next_ms(max(at_ms, now_ms)))
+    except (InvalidMessage, InvalidRequest) as error:
+        return error
+
+
+def _templates(records: Records, messages: Sequence[bytes]) -> Iterator[_Found]:
+    for record, message in zip(records, messages):
+        try:
+            yield _Found(record, read_template(message))
+        except InvalidMessage:
+            continue  # it has the label by mistake
+
+
+def _records(found: Sequence[_Found]) -> Records:
+    return np.array([one.record for one in found], RECORD)
