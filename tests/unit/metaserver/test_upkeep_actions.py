@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from metaserver.actions.vault import Vault
-from metaserver.model import MetaserverRow
+from metaserver.model import LeaseRow, MetaserverRow
 from tests.unit.metaserver.actions_world import World, caller, in_world
 
 DB = {"host": "db1", "port": 3306, "username": "app", "password": "hunter2"}
@@ -31,6 +31,26 @@ async def test_a_database_can_be_removed(world):
     await world.done("RemoveDb", host="db1", port=3306)
     assert await world.done("ListDbs") == []
     assert "no database mmm://db1:3306" in await world.refused("RemoveDb", host="db1", port=3306)
+
+
+@in_world
+async def test_a_database_is_registered_with_its_table_its_rate_and_the_age_of_its_rows(world):
+    more = {"database": "shop", "table": "outbox.messages", "rate": 500, "age": 120}
+    await world.done("AddDb", **DB, **more)
+    [shown] = await world.done("ListDbs")
+    assert shown["url"] == "mmm://db1:3306/shop"
+    assert (shown["table"], shown["rate"], shown["age"]) == ("outbox.messages", 500, 120)
+    assert "is not the name of a table" in await world.refused("AddDb", **DB, table="x; DROP TABLE y")
+    await world.done("RemoveDb", host="db1", port=3306, database="shop")
+    assert await world.done("ListDbs") == []
+
+
+@in_world
+async def test_watchdogs_are_listed_by_room(world):
+    wish = LeaseRow("watchdog/default", "n1", 0, 0, "10.0.0.1:8090")
+    await world.database.write(lambda repository: repository.hold_lease(wish, take=False, release=False))
+    [shown] = await world.done("ListWatchdogs")
+    assert (shown["room"], shown["active"], shown["address"], shown["term"]) == ("default", "n1", "10.0.0.1:8090", 1)
 
 
 @in_world
