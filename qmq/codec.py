@@ -400,6 +400,12 @@ def with_properties(data: bytes, extra: Mapping[str, str]) -> bytes:
     return data[: begin - 4] + _I32.pack(len(body)) + body
 
 
+def delayed_copy(data: bytes, due_ms: int, extra: Mapping[str, str]) -> bytes:
+    """Return an encoded message, due at `due_ms` and with more properties; raises InvalidMessage."""
+    copy = with_properties(data, extra)
+    return bytes((copy[0] | FLAG_DELAYED,)) + copy[1:9] + due_ms.to_bytes(8, "big", signed=True) + copy[17:]
+
+
 _LABELS_END = struct.Struct("<I4s")
 _LABELS_MAGIC = b"QML1"
 

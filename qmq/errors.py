@@ -240,7 +240,7 @@ class RetryLater(QmqError):
     """Raised by a handler: hand me this message again, after `delay_s` seconds or at `at`. Nothing failed.
 
     Args:
-        delay_s: seconds from now, at most a day.
+        delay_s: seconds from now. More than a day needs a delay group (docs/consuming.md).
         at: a datetime with its time zone, instead of the delay.
     """
 

@@ -11,10 +11,11 @@ from functools import partial
 from itertools import repeat
 from typing import Protocol
 
+from qmq.client.batching import Done, Receipt
 from qmq.client.holding import HeldPiece, Holding, Refusal, SentAck, SentNack
 from qmq.client.link import Link
 from qmq.client.received import ReceivedMessage
-from qmq.client.retrying import worn_out
+from qmq.client.retrying import BROKER_DELAY_S_MAX, worn_out
 from qmq.client.terms import Terms
 from qmq.codec import batch_ends
 from qmq.errors import AccessError, CallError, ClientClosed, InvalidAck, NotServed, QmqError, UnknownSubscription
@@ -70,6 +71,8 @@ class FeedOwner(Protocol):
 
     def settled(self) -> None: ...
 
+    def defer(self, message: ReceivedMessage, delay_s: float, done: Done) -> None: ...
+
     def failed(self, error: QmqError) -> None: ...
 
     def route_is_old(self) -> None: ...
@@ -87,8 +90,8 @@ class Feed:
         self.holding = Holding()
         self.lease_ms = 0
         self.buffered = self.buffered_bytes = 0
-        self._is_mailbox = source != owner.terms.subject
-        self._pulls_max = 1 if self._is_mailbox else PULLS_IN_FLIGHT
+        self.is_mailbox = source != owner.terms.subject
+        self._pulls_max = 1 if self.is_mailbox else PULLS_IN_FLIGHT
         self._ack_wait_s = 0.0 if owner.terms.most_once else ACK_WAIT_S  # there, somebody waits for each
         self._subscription: int | None = None
         self._is_new = True
@@ -137,7 +140,7 @@ class Feed:
         if self._link.connection is None or self._closed or (self._stopped and not self.holding.held):
             return
         terms = self._owner.terms
-        is_plain = not self._is_mailbox  # what is in the mailbox is for this group, whatever it is
+        is_plain = not self.is_mailbox  # what is in the mailbox is for this group, whatever it is
         body = commands.encode_subscribe(
             subject=self.source, group=terms.group, consumer=terms.consumer, held_end=self.holding.held_end,
             is_new=self._is_new,
@@ -348,6 +351,27 @@ class Feed:
         """Hand this message over again in `delay_s`, or never."""
         due_ms = int((self._loop.time() + delay_s) * 1000)
         self.holding.nack(Refusal(piece, at, due_ms, verdict, reason))
+        self.done(piece)
+
+    def defer(self, message: ReceivedMessage, *, delay_s: float, reason: str) -> None:
+        """Have this message come again in more than a day, which a broker does not keep."""
+        piece, at = message._piece, message._at
+        if not piece.is_dropped and piece.refuse(at):
+            self._owner.defer(message, delay_s, partial(self._deferred, piece, at, delay_s, reason))
+
+    def _deferred(self, piece: HeldPiece, at: int, delay_s: float, reason: str, receipt: Receipt) -> None:
+        """A delay group has a copy, and the message is done; or the broker keeps it for as long as it can."""
+        if piece.is_dropped:
+            return
+        if receipt.is_stored:
+            piece.done_after_all(at)
+        else:
+            log.error(
+                "retry in %.1f days cannot be kept, message comes again in a day subject=%s group=%s id=%s error=%s",
+                delay_s / 86_400, self.source, self.group, receipt.message_id, receipt.reason,
+            )  # fmt: skip
+            due_ms = int((self._loop.time() + BROKER_DELAY_S_MAX) * 1000)
+            self.holding.tell(Refusal(piece, at, due_ms, Verdict.RETRY, reason))
         self.done(piece)
 
     def flush(self) -> None:

@@ -17,10 +17,13 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from qmq.client.retrying import RetryPolicy
 from qmq.remoting.commands import NackEntry, Verdict
+
+if TYPE_CHECKING:
+    from qmq.client.received import ReceivedMessage
 
 OPEN, DONE, SENT, SETTLED, NACKED = range(5)
 """States of one message: not decided; done, the broker does not know; the ack is on its way; the broker keeps the
@@ -41,10 +44,13 @@ class Acker(Protocol):
     policy: RetryPolicy
     source: str
     group: str
+    is_mailbox: bool
 
     def done(self, piece: HeldPiece) -> None: ...
 
     def nack(self, piece: HeldPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None: ...
+
+    def defer(self, message: ReceivedMessage, *, delay_s: float, reason: str) -> None: ...
 
     def on_loop(self, call: Callable[[], None]) -> None: ...
 
@@ -88,6 +94,13 @@ class HeldPiece:
         if not self.open:
             self._decided.append(self)
         return True
+
+    def done_after_all(self, at: int) -> None:
+        """The nacked message at position `at`, of which no broker was told, is done after all."""
+        if self.states[at] == NACKED:
+            self.states[at] = DONE
+            if not self.open:
+                self._decided.append(self)
 
     def settle(self, begin: int, end: int) -> None:
         """The broker keeps the decisions on positions `[begin, end)`."""
@@ -239,7 +252,11 @@ class Holding:
         """Send this one when it is its turn; nothing happens if the message was decided before, or is not held."""
         piece = refusal.piece
         if not piece.is_dropped and piece.refuse(refusal.at):
-            self._refusals.setdefault(refusal.reason, []).append(refusal)
+            self.tell(refusal)
+
+    def tell(self, refusal: Refusal) -> None:
+        """Send this one, which counts as nacked already, when it is its turn."""
+        self._refusals.setdefault(refusal.reason, []).append(refusal)
 
     def begun(self, taken_ends: dict[HeldPiece, int]) -> list[tuple[HeldPiece, int]]:
         """Return what the application was given and did not decide, as pieces and positions.

@@ -6,9 +6,10 @@ from datetime import timedelta
 from functools import partial
 
 from qmq.client.holding import OPEN, SETTLED, HeldPiece
-from qmq.client.retrying import DIGITS_MAX, Refused, refused, refused_for_good
+from qmq.client.retrying import BROKER_DELAY_S_MAX, DIGITS_MAX, Refused, refused, refused_for_good
 from qmq.codec import decode_envelope, decode_properties, due_of, properties_begin
-from qmq.message import ORDER_KEY, RETRIES_MAX, Message
+from qmq.errors import InvalidMessage
+from qmq.message import ORDER_KEY, RETRIES_MAX, TIMES, Message
 
 
 class ReceivedMessage(Message):
@@ -35,7 +36,17 @@ class ReceivedMessage(Message):
     @property
     def times(self) -> int:
         """How often it was handed over to its group, this time included."""
-        return self._piece.times
+        piece = self._piece
+        return piece.times if not piece.acker.is_mailbox else piece.times + self._times_before()
+
+    def _times_before(self) -> int:
+        """Return how often it was handed over before it came to the group's mailbox."""
+        try:
+            first = str(self.properties.get(TIMES, ""))
+        except InvalidMessage:  # bytes that no producer of ours has made
+            return 0
+        is_number = first.isascii() and first.isdecimal() and len(first) <= DIGITS_MAX
+        return max(0, int(first) - 1) if is_number else 0
 
     @property
     def group(self) -> str:
@@ -83,10 +94,11 @@ class ReceivedMessage(Message):
     async def nack(self, reason: str = "", *, delay: float | timedelta | None = None) -> None:
         """Hand this message over again, to any consumer of the group: after `delay` (seconds; else the listener's).
 
-        If it was handed over as often as it may, it becomes a dead letter instead, with `reason`.
+        A delay of more than a day needs a delay group; without one it is a day. If it was handed over as often as it
+        may, it becomes a dead letter instead, with `reason`.
 
         Raises:
-            InvalidRequest: the delay is negative or longer than a day.
+            InvalidRequest: the delay is negative, or it is longer than a day and this is a broadcast or a dead letter.
         """
         self.nack_nowait(reason, delay=delay)
 
@@ -114,6 +126,9 @@ class ReceivedMessage(Message):
     def _refuse(self, decision: Refused) -> None:
         piece = self._piece
         verdict, delay_s, reason, _ = decision
+        if delay_s > BROKER_DELAY_S_MAX:
+            piece.acker.on_loop(partial(piece.acker.defer, self, delay_s=delay_s, reason=reason))
+            return
         piece.acker.on_loop(partial(piece.acker.nack, piece, self._at, delay_s=delay_s, verdict=verdict, reason=reason))
 
     def __getattr__(self, name: str) -> object:

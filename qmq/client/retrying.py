@@ -14,6 +14,10 @@ from qmq.remoting.commands import DELAY_MS_MAX, REASON_BYTES_MAX, Verdict
 BACKSTOP = 1_000
 """Hand-overs after which a broker itself makes a dead letter of a message: one that ends each process before it is
 looked at. All others are counted here, for a broker does not know the limit that a message has of its own."""
+BROKER_DELAY_S_MAX = DELAY_MS_MAX / 1000
+"""A longer delay is a delay server's (docs/decisions/0015)."""
+DELAY_S_MAX = 36_500 * 86_400.0
+"""What delay servers take at most; most are set to less, and say so."""
 DIGITS_MAX = 9
 """Of a number in a message; Python reads no number of thousands of them."""
 
@@ -23,11 +27,12 @@ class RetryPolicy:
     """How often a group tries a message.
 
     `deliveries_max` hand-overs in all, 0 for no limit (nothing becomes a dead letter: a dead letter stays where it is);
-    `delay_s` between them, unless a handler says otherwise.
+    `delay_s` between them, unless a handler says otherwise: up to `delay_s_max`.
     """
 
     deliveries_max: int
     delay_s: float
+    delay_s_max: float = BROKER_DELAY_S_MAX
 
     @property
     def backstop(self) -> int:
@@ -73,10 +78,10 @@ def refused(
     """Decide on a message that is to come again: after `delay` (seconds), or never if its limit is reached.
 
     Raises:
-        InvalidRequest: the delay is negative or longer than a day.
+        InvalidRequest: the delay is negative or longer than the policy's limit.
     """
     delay_s = delay.total_seconds() if isinstance(delay, timedelta) else delay
-    delay_s = policy.delay_s if delay_s is None else check_delay(delay_s)
+    delay_s = policy.delay_s if delay_s is None else check_delay(delay_s, policy.delay_s_max)
     limit = _limit(message, policy)
     if limit and message.times >= limit:
         return Refused(Verdict.DEAD_LETTER, 0.0, f"handed over {message.times} times; {reason}", True)
@@ -99,10 +104,10 @@ def refused_for_good(message: Refusable, policy: RetryPolicy, reason: str) -> Re
     return Refused(Verdict.RETRY, policy.delay_s, reason, True)
 
 
-def check_delay(delay_s: float) -> float:
-    """Return a delay that a broker takes: 0 s to a day; raises InvalidRequest."""
-    if not 0 <= delay_s <= DELAY_MS_MAX / 1000:
-        raise InvalidRequest(f"a delay is 0 to {DELAY_MS_MAX // 1000} s, not {delay_s}")
+def check_delay(delay_s: float, most_s: float = BROKER_DELAY_S_MAX) -> float:
+    """Return a delay of 0 s up to a limit, by default what a broker takes: a day; raises InvalidRequest."""
+    if not 0 <= delay_s <= most_s:
+        raise InvalidRequest(f"a delay is 0 to {most_s:.0f} s, not {delay_s}")
     return delay_s
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from qmq.client.deferring import Deferring
 from qmq.client.link import Link
+from qmq.client.queues import Backlog
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routing import Routing, SubjectRoute
+from qmq.client.sender import Sender
 from qmq.client.subscription import Subscription
 from qmq.client.terms import Terms
 from qmq.errors import QmqError
 from qmq.remoting.commands import Command
-from qmq.types import Endpoint
+from qmq.types import Endpoint, GroupKind
 
 BEATS_IN_LEASE = 3
+DEFERS_IN_FLIGHT = 4
+ANSWER_TIMEOUT_S = 5.0
+"""Of delay servers, for retries that these keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +40,13 @@ class Session:
         self, *, metaserver: str, token: str, app: str, client_id: str,
         on_master_changed: Callable[[MasterChanged], None],
     ) -> None:  # fmt: skip
-        self._token, self._app = token, app
+        self._metaserver, self._token, self._app = metaserver, token, app
         self._on_master_changed = on_master_changed
         self._routing = Routing()
         self._masters: dict[str, tuple[Endpoint, int]] = {}
         self._links: dict[str, Link] = {}
         self._subscriptions: list[Subscription] = []
+        self._deferring = Deferring(self._new_sender)
         self._watch = RouteWatch(
             metaserver=metaserver, token=token, app=app, client_id=client_id, produces=False,
             on_routes=self._routes_changed,
@@ -47,7 +55,7 @@ class Session:
 
     def subscribe(self, terms: Terms, on_failed: Callable[[], None]) -> Subscription:
         """Begin to receive; the subscription is the caller's to close, with `leave`."""
-        subscription = Subscription(terms, self._watch, on_failed)
+        subscription = Subscription(terms, self._watch, self._deferring, on_failed)
         self._subscriptions.append(subscription)
         self._watch.watch(terms.subject)
         self._feed(subscription)
@@ -64,6 +72,14 @@ class Session:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._deferring.stop()
+
+    def _new_sender(self) -> Sender:
+        return Sender(
+            metaserver=self._metaserver, token=self._token, app=self._app,
+            producer_id=random.SystemRandom().randrange(1, 1 << 64), in_flight_max=DEFERS_IN_FLIGHT,
+            answer_timeout_s=ANSWER_TIMEOUT_S, backlog=Backlog(1 << 30, 1 << 40), kind=GroupKind.DELAY,
+        )  # fmt: skip
 
     def _routes_changed(self, routes: list[SubjectRoute]) -> None:
         for name in self._routing.update(routes):

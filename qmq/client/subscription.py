@@ -6,9 +6,12 @@ A group has two sources in each broker group: the subject, and its mailbox, the 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 
+from qmq.client.batching import Done
+from qmq.client.deferring import Deferring
 from qmq.client.feed import Feed, Parcel
 from qmq.client.link import Link
 from qmq.client.received import ReceivedMessage
@@ -26,12 +29,14 @@ class Subscription:
     `on_failed` is called when it ends by itself; `error` says why.
     """
 
-    def __init__(self, terms: Terms, watch: RouteWatch, on_failed: Callable[[], None]) -> None:
+    def __init__(
+        self, terms: Terms, watch: RouteWatch, deferring: Deferring, on_failed: Callable[[], None]
+    ) -> None:  # fmt: skip
         self.terms = terms
         self.error: QmqError | None = None
         """Why it ended: another process uses the consumer id, or the broker does not accept a name."""
         self.is_closing = False
-        self._watch, self._on_failed = watch, on_failed
+        self._watch, self._deferring, self._on_failed = watch, deferring, on_failed
         self._feeds: dict[tuple[str, str], Feed] = {}
         self._parcels: deque[Parcel] = deque()
         self._takers: deque[asyncio.Future[None]] = deque()
@@ -87,6 +92,11 @@ class Subscription:
         for future in waiting:
             if not future.done():
                 future.set_result(None)
+
+    def defer(self, message: ReceivedMessage, delay_s: float, done: Done) -> None:
+        mailbox = self.terms.mailbox
+        assert mailbox is not None  # its policy allows no such delay
+        self._deferring.defer(message, mailbox, time.time_ns() // 1_000_000 + int(delay_s * 1000), done)
 
     def failed(self, error: QmqError) -> None:
         self.error = self.error or error

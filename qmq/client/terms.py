@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from qmq.client.retrying import RetryPolicy, check_delay
+from qmq.client.retrying import BROKER_DELAY_S_MAX, DELAY_S_MAX, RetryPolicy, check_delay
 from qmq.codec import TAGS_MAX
 from qmq.errors import InvalidRequest
 from qmq.subjects import check_name, check_subject, is_dead_letter_subject, parse_derived, retry_subject
@@ -39,9 +39,7 @@ class Terms:
     @property
     def mailbox(self) -> str | None:
         """The subject of the messages that are meant for this group alone; None if it has none."""
-        if self.broadcast or parse_derived(self.subject) is not None:
-            return None
-        return retry_subject(self.subject, self.group)
+        return _mailbox(self.subject, self.group, self.broadcast)
 
 
 def make_terms(
@@ -66,11 +64,16 @@ def make_terms(
     if min(prefetch_messages, prefetch_bytes, unacked_max) < 1:
         raise InvalidRequest("prefetch and unacked_max are at least 1")
     deliveries_max = 0 if is_dead_letter_subject(subject) else max(1, retries_max)
-    policy = RetryPolicy(deliveries_max, check_delay(retry_delay))
+    longest_s = DELAY_S_MAX if _mailbox(subject, group, broadcast) else BROKER_DELAY_S_MAX
+    policy = RetryPolicy(deliveries_max, check_delay(retry_delay), longest_s)
     return Terms(
         subject, group, consumer, broadcast, begin, since_ms, _tags(tags), tag_mode, policy, most_once,
         prefetch_messages, prefetch_bytes, unacked_max,
     )  # fmt: skip
+
+
+def _mailbox(subject: str, group: str, broadcast: bool) -> str | None:
+    return None if broadcast or parse_derived(subject) is not None else retry_subject(subject, group)
 
 
 def check_concurrency(concurrency: int) -> int:

@@ -22,6 +22,7 @@ class Acker:
         self.told = 0
         self.nacks: list[tuple[int, float, Verdict, str]] = []
         self.policy, self.group = RetryPolicy(deliveries_max=3, delay_s=5.0), "group"
+        self.is_mailbox = False
         self.source = "a"
 
     def done(self, piece: HeldPiece) -> None:

@@ -288,7 +288,7 @@ def test_a_puller_nacks_and_gives_up_messages():
                 await puller.nack([messages[2]], "in the end")
                 await puller.dead_letter(messages[3:5], "never")
                 with pytest.raises(qmq.InvalidRequest):
-                    await puller.nack([messages[5]], delay=100_000)
+                    await puller.nack([messages[5]], delay=-1)
                 await puller.flush()
                 assert list(broker.subscribers["a", "g", "c1"].pulled.values()) == [5]
                 again = await pull_all(puller, 2)

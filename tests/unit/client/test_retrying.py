@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from qmq.client.retrying import RetryPolicy, check_delay, refused, refused_by_error, refused_for_good
+from qmq.client.retrying import DELAY_S_MAX, RetryPolicy, check_delay, refused, refused_by_error, refused_for_good
 from qmq.errors import DeadLetter, InvalidMessage, InvalidRequest, RetryLater
 from qmq.remoting.commands import Verdict
 
@@ -99,6 +99,14 @@ def test_an_exception_that_cannot_be_written_down_is_named():
 def test_a_delay_is_between_nothing_and_a_day(delay):
     with pytest.raises(InvalidRequest):
         refused(Handed(1), POLICY, "", delay)
+
+
+def test_a_group_with_a_mailbox_may_ask_for_years():
+    policy = RetryPolicy(deliveries_max=3, delay_s=5.0, delay_s_max=DELAY_S_MAX)
+    assert refused(Handed(1), policy, "", timedelta(days=700)).delay_s == 700 * 86_400
+    assert refused_by_error(Handed(1), policy, RetryLater(700 * 86_400), NOW).delay_s == 700 * 86_400
+    with pytest.raises(InvalidRequest):
+        refused(Handed(1), policy, "", DELAY_S_MAX + 1)
 
 
 def test_a_day_is_a_delay():

@@ -194,6 +194,57 @@ def test_many_days_pass_quickly(broker):
     run(test())
 
 
+def test_a_retry_in_three_days_waits_at_the_delay_group_for_its_consumer_group_alone(broker):
+    async def test():
+        consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
+        tried, others = [], []
+
+        @consumer.listen("s", group="slow", start="earliest", retries_max=3)
+        async def handle(message):
+            tried.append((message["n"], message.times, message.id))
+            raise qmq.RetryLater(3 * DAY_S)
+
+        @consumer.listen("s", group="other", start="earliest")
+        async def other(message):
+            others.append(message["n"])
+
+        async with producer_of(broker) as producer:
+            await producer.send(Message("s", {"n": 1}, tags={"t"}, id="one"))
+            task = asyncio.create_task(consumer.run())
+            for times in (1, 2, 3):
+                await broker.wait_until_consumed("s", "slow")
+                while len(tried) < times:
+                    await asyncio.sleep(0.01)
+                await broker.wait_until_consumed("s", "slow", skip_delays=False)
+                assert tried[-1] == ("1", times, "one")
+                broker.advance(2.9 * DAY_S)
+                assert len(tried) == times, "not early"
+                broker.advance(0.2 * DAY_S)
+            assert len(tried) == 3 and others == ["1"]
+            (dead,) = broker.dead_letters("s", "slow")
+            assert dead.id == "one" and dead.tags == {"t"} and "3 times" in str(dead["qmq_deadReason"])
+            consumer.stop()
+            await task
+
+    run(test())
+
+
+def test_a_day_is_kept_by_the_broker_itself(broker):
+    async def test():
+        consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
+        async with producer_of(broker) as producer, consumer.pull("s", group="g", start="earliest") as puller:
+            await producer.send(Message("s", {"n": 1}))
+            (message,) = await puller.pull(1, timeout=5)
+            await message.nack("tomorrow", delay=DAY_S)
+            await broker.wait_until_delayed("s", "g")
+            broker.advance(DAY_S)
+            (message,) = await puller.pull(1, timeout=5)
+            assert message.times == 2 and message.source == "s"
+            await message.ack()
+
+    run(test())
+
+
 def test_blocking_programs_delay_and_cancel_too(qmq_blocking_broker):
     broker = qmq_blocking_broker
     with qmq.blocking.Producer(metaserver=broker.metaserver, app="test") as producer:
