@@ -1,0 +1,31 @@
+"""Core. Which groups an audit of the whole installation looks at."""
+
+from __future__ import annotations
+
+import pytest
+
+from audit import brokers
+from audit.copies import CannotRead
+
+
+def row(group, role, port):
+    return {"group": group, "role": role, "ip": "10.0.0.1", "controlPort": port}
+
+
+def groups(monkeypatch, *rows):
+    monkeypatch.setattr(brokers, "_list_brokers", lambda metaserver, token: list(rows))
+    found = brokers.find_groups("http://m", "t")
+    return {group.name: {copy: place["broker"] for copy, place in group.places.items()} for group in found}
+
+
+def test_groups_of_delay_servers_are_audited_as_those_of_brokers(monkeypatch):
+    rows = [row("g1", "MASTER", 1), row("g1", "SLAVE", 2), row("d1", "DELAY_SLAVE", 4), row("d1", "DELAY_MASTER", 3)]
+    assert groups(monkeypatch, *rows) == {
+        "d1": {"master": "10.0.0.1:3", "slave": "10.0.0.1:4"},
+        "g1": {"master": "10.0.0.1:1", "slave": "10.0.0.1:2"},
+    }
+
+
+def test_a_group_that_lacks_a_copy_cannot_be_audited(monkeypatch):
+    with pytest.raises(CannotRead, match="d1 has no slave"):
+        groups(monkeypatch, row("d1", "DELAY_MASTER", 3))
