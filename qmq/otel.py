@@ -102,7 +102,7 @@ class TracedProducer:
 
     @contextmanager
     def _until_known(self, message: Message) -> Iterator[Callable[[Receipt | None], None]]:
-        """Begin the spans of a message, which carries their context; yield what ends them, as does a block that raises."""
+        """Begin the spans of a message, which carries their context; yield what ends them, as a raising block does."""
         span = self._tracer.start_span("Qmq.Produce.Send", kind=SpanKind.PRODUCER, attributes=SYSTEM)
         span.set_attribute("subject", message.subject)
         context = trace.set_span_in_context(span)

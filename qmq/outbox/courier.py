@@ -14,7 +14,7 @@ from typing import Any
 
 from qmq.client.batching import Outcome, Receipt, unstored
 from qmq.codec import batch_encoder
-from qmq.errors import ClientClosed, InvalidMessage, InvalidRequest, QmqError, QueueFull
+from qmq.errors import ClientClosed, InvalidMessage, InvalidRequest, NotServed, OutcomeUnknown, QmqError, QueueFull
 from qmq.message import Message
 from qmq.outbox.row import decode_row, encode_row
 from qmq.outbox.session import find
@@ -165,12 +165,11 @@ class Courier:
     async def _deliver(self, written: Written) -> None:
         database, items, ids = written
         receipts = await self._send(items)
+        if ids is None:
+            receipts = await self._kept_after_all(items, receipts, database)
         for item, receipt in zip(items, receipts):
             item.receipt.set_result(receipt)
-        if ids is None:
-            if left := [item for item, receipt in zip(items, receipts) if not receipt.is_stored]:
-                await self._insert(left, database)
-        elif any(receipt.is_stored for receipt in receipts):
+        if ids is not None and any(receipt.is_stored for receipt in receipts):
             await self._delete(database, await self._stored(database, ids, receipts))
 
     async def _send(self, items: Sequence[Item]) -> Sequence[Receipt]:
@@ -187,6 +186,15 @@ class Courier:
         except Exception as error:  # a driver's own
             log.warning("messages are not in the outbox messages=%d error=%r", len(items), error)
             return None
+
+    async def _kept_after_all(
+        self, items: Sequence[Item], receipts: Sequence[Receipt], database: Database
+    ) -> Sequence[Receipt]:
+        """Try once more to write rows that could not be written before, of messages that are not stored now."""
+        left = [item for item, receipt in zip(items, receipts) if not receipt.is_stored]
+        if not left or await self._insert(left, database) is not None:
+            return receipts
+        return [receipt if receipt.is_stored else _in_no_outbox(receipt) for receipt in receipts]
 
     async def _stored(self, database: Database, ids: Sequence[int], receipts: Sequence[Receipt]) -> Sequence[int]:
         """Return the ids of rows whose messages are stored: all, or those that say so themselves."""
@@ -221,6 +229,13 @@ class Courier:
     def _refuse(self, written: Written, error: QmqError) -> None:
         for item in written.items:
             item.fail(Outcome.REFUSED, error)
+
+
+def _in_no_outbox(receipt: Receipt) -> Receipt:
+    """Nobody sends this message but the application."""
+    reason = f"{receipt.reason}; and it is not in the outbox"
+    error = OutcomeUnknown(reason) if receipt.outcome is Outcome.UNKNOWN else NotServed(reason)
+    return receipt._replace(reason=reason, error=error)
 
 
 def _message_id(content: str) -> str | None:

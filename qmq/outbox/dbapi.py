@@ -21,7 +21,6 @@ _FLAVORS = {
     "psycopg2": Flavor.POSTGRESQL,
     "pymysql": Flavor.MYSQL,
     "MySQLdb": Flavor.MYSQL,
-    "mariadb": Flavor.MYSQL,
 }
 """Of the modules that connections come from; whether it is MariaDB, the server says."""
 

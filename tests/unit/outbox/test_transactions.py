@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+import qmq.blocking
 from qmq import InvalidMessage, InvalidName, Message, Outcome
-from qmq.errors import RolledBack
+from qmq.errors import NotServed, RolledBack
 
 PAY = "INSERT INTO orders VALUES (42)"
 WAIT_S = 20.0
@@ -137,6 +138,26 @@ def test_outside_of_a_transaction_a_message_is_sent_though_its_row_cannot_be_wri
     world.drop_outbox()
     assert producer.send(paid(42), session=world.outside).result(WAIT_S).is_stored
     assert sent(broker) == ["paid-42"]
+
+
+def test_what_is_neither_stored_nor_written_is_the_applications_again(session_world, broker):
+    session_world.drop_outbox()
+    broker.readonly()
+    with qmq.blocking.Producer(metaserver=broker.metaserver, token="any", app="shop", timeout_s=0.5) as producer:
+        receipt = producer.send(paid(42), session=session_world.engine).result(WAIT_S)
+    assert (receipt.outcome, type(receipt.error)) == (Outcome.REFUSED, NotServed)
+    assert receipt.reason.endswith("not in the outbox")
+
+
+def test_what_is_not_stored_in_time_is_written_after_all(session_world, broker):
+    """The table was missing when the message was given, and is there when it is given up."""
+    session_world.drop_outbox()
+    broker.readonly()
+    with qmq.blocking.Producer(metaserver=broker.metaserver, token="any", app="shop", timeout_s=1.0) as producer:
+        later = producer.send(paid(42), session=session_world.engine)
+        session_world.make_tables()
+        assert not later.result(WAIT_S).reason.endswith("not in the outbox")
+    assert (sent(broker), session_world.rows()) == ([], ["paid-42"])
 
 
 @pytest.mark.parametrize(

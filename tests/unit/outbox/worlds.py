@@ -51,6 +51,11 @@ class World:
         self.url = make_url(url)
         self.engine = create_engine(url)
         self.statements: list[str] = []
+        self.make_tables()
+        event.listen(self.engine, "before_cursor_execute", self._note)
+
+    def make_tables(self) -> None:
+        """Make them, or make them empty."""
         with self.engine.begin() as connection:
             if self.engine.dialect.has_table(connection, TABLE):
                 connection.execute(text(f"DELETE FROM {TABLE}"))
@@ -61,7 +66,6 @@ class World:
                 connection.execute(text("DELETE FROM orders"))
             else:
                 connection.execute(text("CREATE TABLE orders (number INTEGER)"))
-        event.listen(self.engine, "before_cursor_execute", self._note)
 
     def close(self) -> None:
         self.engine.dispose()
