@@ -11,6 +11,7 @@ import ipaddress
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from metaserver.model import DELAY, NORMAL, Broker, BrokerKey, Directory, Group, ReplicaState, part, role_and_kind
 from qmq.errors import OperatorError
@@ -213,6 +214,20 @@ def check_not_half_swapped(group: Group) -> None:
     if group.half_swapped:
         call = _replace_call(group, Role.SLAVE)
         raise OperatorError(f"{group.name} is half swapped with ReplaceBroker; finish that with {call}")
+
+
+def refuse_unknown(said: Broker, directory: Directory) -> NoReturn:
+    """Raise OperatorError with the command that gives a broker a place."""
+    vacant = next((group for group in directory.groups.values() if group.half_swapped), None)
+    master, slave = (part(role, said.kind) for role in (Role.MASTER, Role.SLAVE))
+    command, group, role = "AddBroker", said.group or "GROUP", f"{master:d} (master) or {slave:d} (slave)"
+    if vacant and vacant.kind == said.kind and said.group in ("", vacant.name):
+        command, group, role = "ReplaceBroker", vacant.name, f"{slave:d}"
+    raise OperatorError(
+        f"{said.key} is no broker here. Run: tools/tools.sh {command} --metaserver=HOST:PORT --token=TOKEN "
+        f"--brokerGroup={group} --role={role} --hostname={said.hostname} --ip={said.ip} "
+        f"--servePort={said.serve_port} --syncPort={said.sync_port}"
+    )
 
 
 def check_kind(broker: Broker, said: Broker) -> None:

@@ -11,7 +11,6 @@ Consumers keep every group of the route whatever its state: only `writable` says
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from metaserver.model import ALL_SUBJECTS, NORMAL, Directory, Group
@@ -20,25 +19,9 @@ IsWritable = Callable[[Group], bool]
 """Whether a group's master takes messages, marks of single subjects aside."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRoute:
-    """One group of a subject's route, as a client sees it."""
-
-    group: Group
-    writable: bool
-
-
 def serves(group: Group | None) -> bool:
     """Whether a group can be part of a route at all: it is there, has a master, and is not one of delay servers."""
     return group is not None and group.kind == NORMAL and group.master is not None
-
-
-def route_for_clients(
-    subject: str, groups: Iterable[str], directory: Directory, is_writable: IsWritable
-) -> list[GroupRoute]:
-    """Return the route as clients get it: every group that serves, with whether it takes messages of the subject."""
-    known = [directory.groups[name] for name in groups if serves(directory.groups.get(name))]
-    return [GroupRoute(group, takes_messages(group, subject, directory, is_writable)) for group in known]
 
 
 def takes_messages(group: Group, subject: str, directory: Directory, is_writable: IsWritable) -> bool:

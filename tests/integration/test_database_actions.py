@@ -19,6 +19,7 @@ def test_actions_are_the_same_on_every_database(database_url):
         await other.open()
         try:
             await race(world, other)
+            await keep_kinds(world, other)
             await change_many(world)
             await remove_and_restore(world)
         finally:
@@ -35,6 +36,20 @@ async def race(world, other):
     assert sorted(answer.status for answer in answers) == [-1] * 5 + [0], answers
     assert [row.action for row in await world.audit()] == ["AddBroker"]
     assert (await other.done("ListBrokers")) == (await world.done("ListBrokers"))
+
+
+async def keep_kinds(world, other):
+    """A group of delay servers is one for both metaservers, and after its name was used again."""
+    await world.done("AddBroker", **place("d1", 5, "d1-a"))
+    assert "stays one" in await other.refused("AddBroker", **place("d1", 1, "d1-b"))
+    await other.done("AddBroker", **place("d1", 6, "d1-b"))
+    rows = await world.done("ListBrokers", brokerGroup="d1")
+    assert [row["role"] for row in rows] == ["DELAY_MASTER", "DELAY_SLAVE"]
+    for name in ("d1-b", "d1-a"):
+        await world.done("RemoveBroker", hostname=name, servePort=20881)
+    await world.done("AddBroker", **place("d1", 0, "d1-a"))
+    assert [row["role"] for row in await other.done("ListBrokers", brokerGroup="d1")] == ["MASTER"]
+    await world.done("RemoveBroker", hostname="d1-a", servePort=20881)
 
 
 async def change_many(world):

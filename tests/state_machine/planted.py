@@ -11,6 +11,7 @@ from unittest import mock
 
 from metaserver import roles
 from metaserver.actions import routes as actions
+from metaserver.commits import Commits
 from metaserver.database import Database, DatabaseAway
 from metaserver.db import apply, changes, groups, operators, routes, transactions
 from metaserver.db.bad_rows import BadRows
@@ -117,18 +118,18 @@ def _lost_answers_count_as_failures() -> list[Patch]:
     async def was_stored(*_: Any) -> bool:
         return False
 
-    return [mock.patch.object(Registry, "_was_stored", was_stored)]
+    return [mock.patch.object(Commits, "_was_stored", was_stored)]
 
 
 def _late_answers_count_as_failures() -> list[Patch]:
     """The change is looked for while it may still be under way."""
 
-    async def was_stored(self: Registry, audit: Any, began_ms: int, error: Exception) -> bool:
+    async def was_stored(self: Commits, audit: Any, began_ms: int, error: Exception) -> bool:
         await self.database.probe()
         rows = await self.database.read(lambda r: r.audit_trail(limit=200))
         return any(dict(row.parameters) == dict(audit.parameters) for row in rows)
 
-    return [mock.patch.object(Registry, "_was_stored", was_stored)]
+    return [mock.patch.object(Commits, "_was_stored", was_stored)]
 
 
 def _done_is_said_although_the_database_is_away() -> list[Patch]:

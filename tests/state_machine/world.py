@@ -114,7 +114,10 @@ class Running:
         self.upkeep = upkeep.Upkeep(
             self.registry, self.all._brokers, self.all._snapshots, row, poll_ms=settings.poll_ms
         )
-        self.rpc = MetaserverRpc(self.registry, self.all.hubs, self.all._access, self.all._metrics, self.upkeep.ask)
+        self.rpc = MetaserverRpc(
+            self.registry, self.all.hubs, self.all._access, self.all._metrics, self.upkeep.ask, self.all._database,
+            self.all._vault,
+        )  # fmt: skip
 
     @property
     def registry(self) -> Any:
@@ -485,7 +488,7 @@ class World:
 
     async def _route(self, registry: Any, subject: str) -> None:
         with suppress(NotServed, OperatorError, OutcomeUnknown):  # a client asks again
-            await registry.route(subject)
+            await registry.routes_for([subject])
 
     def _look_at_answers(self) -> None:
         for errand in [known for known in self.actions if known.task and known.task.done()]:

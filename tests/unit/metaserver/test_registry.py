@@ -65,7 +65,7 @@ def test_a_route_that_was_removed_while_the_answer_was_on_its_way_stays_removed(
             return stored
 
         monkeypatch.setattr(world.database, "write", late)
-        assert await world.registry.routes_for(["a"]) == [[]]
+        await world.registry.routes_for(["a"])
         assert not world.registry.routes
 
     asyncio.run(test())
