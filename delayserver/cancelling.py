@@ -26,6 +26,10 @@ from qmq.replication.reign import Reign
 
 log = logging.getLogger(__name__)
 
+LOOKS_MAX = 5
+"""How often messages are looked for that are written elsewhere meanwhile."""
+
+
 class Named(NamedTuple):
     """Messages that somebody names. `due_ms` says where to look first; 0: nobody knows."""
 
@@ -74,10 +78,14 @@ class Cancelling:
 
     # Looking.
 
-    def _find(self, named: Named, decide: Callable[[list[_Found]], None], answer: Fates) -> None:
-        reign, schedule = self._reign, self._filing.schedule
+    def _find(
+        self, named: Named, decide: Callable[[list[_Found]], None], answer: Fates, looks: int = LOOKS_MAX
+    ) -> None:
+        reign = self._reign
         reign.check_in_office()
         reign.readonly.check(reign.group, named.subject)
+        self._file_all()
+        schedule = self._filing.schedule
         look = schedule.find(
             named.subject, list(map(id_hash, named.ids)), list(map(key_hash, named.keys)), named.due_ms
         )
@@ -95,7 +103,12 @@ class Cancelling:
                 self._file_all()
                 if schedule is not self._filing.schedule:
                     raise NotServed("the schedule is made anew; ask again in a moment")
-                decide(result)
+                if not self._is_behind(result):
+                    decide(result)
+                elif looks > 1:
+                    self._find(named, decide, answer, looks - 1)
+                else:
+                    raise NotServed("this message is being written again; ask again in a moment")
             except CorruptFrame as problem:
                 reign.found_damage(problem)
                 answer(NotServed("this copy is damaged and being repaired; ask again in a moment"))
@@ -111,14 +124,23 @@ class Cancelling:
         """States are exact when the schedule has what is on our disk, and the decisions know the rest."""
         flushed_end = self._reign.log.flushed_end
         self._filing.go_on(flushed_end)
+        self._decisions.filed(self._filing.schedule.filed_end)
         if not self._filing.reaches(flushed_end):
             raise NotServed("this delay server reads what came before it began; ask again in a moment")
+
+    def _is_behind(self, found: Sequence[_Found]) -> bool:
+        """Return whether something happened to a message since it was looked for that has to be looked at again: it is
+        written elsewhere now, or the schedule does not know yet what a frame decides about it."""
+        state_of = self._filing.schedule.state_of
+        return any(
+            self._decisions.names(int(one.record["number"]))
+            or (one.state != State.MOVED and state_of(one.record) == State.MOVED)
+            for one in found
+        )
 
     # Deciding.
 
     def _pends(self, found: _Found) -> bool:
-        if self._decisions.names(int(found.record["number"])):
-            return False
         return bool(self._filing.schedule.state_of(found.record) == State.PENDING)
 
     def _split(self, named: Named, found: Sequence[_Found]) -> tuple[list[_Found], list[DelayState]]:

@@ -22,15 +22,19 @@ import numpy.typing as npt
 
 from delayserver.counters import LATENESS_MS_BUCKETS, Counters
 from delayserver.decisions import Decisions
-from delayserver.frames import Outcome, Settlement
 from delayserver.messages import Messages, Records, read_messages
 from qmq.client.numbered import Answer, NotStored, NumberedBatch, Stored
 from qmq.codec import encode_labels, join_batch, split_batch
 from qmq.errors import CorruptFrame, LogError, QmqError
+from qmq.log.delays import Outcome, Settlement
 from qmq.log.frame import label_flags
 from qmq.replication.reign import Reign
 
 log = logging.getLogger(__name__)
+
+Fits = npt.NDArray[np.bool_]
+KEY_SHIFT = np.uint64(32)
+"""A label's upper half is the hash of its order key, 0 without one (qmq.codec)."""
 
 BATCH_MESSAGES_MAX = 500
 BATCH_BYTES_MAX = 512 * 1024
@@ -71,29 +75,42 @@ class _Batch:
     """Messages of one subject on their way to one broker group, for ever under the same numbers."""
 
     __slots__ = (
-        "producer", "number", "subject", "group", "records", "is_doubtful", "numbered", "tries", "next_ms", "since_ms",
+        "producer", "number", "subject", "group", "records", "end", "is_safe", "is_doubtful", "numbered", "tries",
+        "next_ms", "since_ms",
     )  # fmt: skip
 
-    def __init__(self, producer: int, number: int, subject: str, group: str, records: Records, now_ms: int) -> None:
+    def __init__(
+        self, producer: int, number: int, subject: str, group: str, records: Records, end: int, now_ms: int
+    ) -> None:
         self.producer, self.number, self.subject, self.group = producer, number, subject, group
-        self.records = records
-        self.is_doubtful = False
+        self.records, self.end = records, end
+        """`end`: of the log; what is before it has to be safe before the batch is sent."""
+        self.is_safe = self.is_doubtful = False
         self.numbered: NumberedBatch | None = None
         self.tries, self.next_ms, self.since_ms = 0, 0, now_ms
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.producer, self.number
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether messages of it have order keys."""
+        return bool((self.records["label"] >> KEY_SHIFT).any())
 
 
 class _Line:
     """What is due of one subject and not planned yet."""
 
-    __slots__ = ("subject", "due", "count", "failures", "rests_until_ms", "ordered", "complained")
+    __slots__ = ("subject", "due", "count", "failures", "rests_until_ms", "avoided", "complained")
 
     def __init__(self, subject: str) -> None:
         self.subject = subject
         """What it is called; records name it by a number."""
         self.due: deque[Records] = deque()
         self.count = self.failures = self.rests_until_ms = 0
-        self.ordered: set[str] = set()
-        """Groups to which a batch with order keys is open: the next one waits for it."""
+        self.avoided: dict[str, int] = {}
+        """Group -> until when nothing new goes there: a batch to it was given up, and may be stored there."""
         self.complained = False
 
 
@@ -116,7 +133,10 @@ class Dispatching:
         """Producer id -> its open numbers, ascending."""
         self._next: dict[int, int] = {}
         self._producers: dict[tuple[str, int], int] = {}
+        self._ordered: dict[tuple[str, str], set[tuple[int, int]]] = {}
+        """(subject, group) -> batches with order keys that hold up the next one: open, or not stored and not filed."""
         self._settled: list[Settlement] = []
+        self._refused_messages: list[tuple[str, Records, bytes]] = []
         self._retry: dict[_Batch, None] = {}
         self._in_flight_of: dict[str, int] = {}
         """Broker group -> messages in open batches."""
@@ -126,6 +146,7 @@ class Dispatching:
 
     def due(self, records: Records) -> None:
         """Put messages in line, the earliest first."""
+        records = self._decisions.not_named(records)
         subjects = records["subject"]
         if len(records) and (subjects == subjects[0]).all():
             self._line_up(int(subjects[0]), records)
@@ -143,7 +164,10 @@ class Dispatching:
             line = self._lines[subject] = _Line(self._subject_name(subject))
             self._named[line.subject] = line
             self._senders.watch(line.subject)
-        line.due.append(records)
+        at = len(line.due)
+        while at and line.due[at - 1]["due"][0] > records["due"][0]:
+            at -= 1  # these were not stored: what has their order keys stays behind them
+        line.due.insert(at, records)
         line.count += len(records)
         self._ready[subject] = None
 
@@ -160,11 +184,12 @@ class Dispatching:
 
     def resume(self, producer: int, number: int, subject: str, group: str, records: Records) -> None:
         """Take up a batch that an earlier reign planned and did not settle: it may be stored already."""
-        batch = _Batch(producer, number, subject, group, records, self._reign.host.monotonic_ms())
+        reign = self._reign
+        batch = _Batch(producer, number, subject, group, records, reign.log.end, reign.host.monotonic_ms())
         batch.is_doubtful = True
         self._senders.watch(subject)
         self._opened(batch)
-        self._when_safe(batch, self._reign.log.end)
+        self._when_safe(batch)
 
     @property
     def waiting(self) -> int:
@@ -207,47 +232,68 @@ class Dispatching:
     def _plan(self, subject: int, line: _Line, now_ms: int) -> bool:
         """Plan one batch of a subject; return False if there is no group for it now."""
         for at, records in enumerate(line.due):
-            group = self._group_for(line, records)
+            group, fits = self._choose(line, records, now_ms)
             if group is None:
                 continue
-            chosen, rest = self._cut(line.subject, group, records)
-            if not len(chosen):
-                return False
+            chosen, rest = self._cut(group, records, fits)
             del line.due[at]
             if len(rest):
                 line.due.insert(at, rest)
             line.count -= len(chosen)
             line.complained = False
-            self._write(line, group, chosen, now_ms)
+            if len(chosen := self._decisions.not_named(chosen)):  # others were cancelled just now, or moved
+                self._write(line, group, chosen, now_ms)
             return True
-        if not line.complained:
+        if not line.complained and not self._reign.gate.alone:
             line.complained = True
             log.warning("no broker group takes subject=%s: %s", line.subject, self._senders.why_not(line.subject))
         line.rests_until_ms = now_ms + REST_MS[0]
         return False
 
-    def _group_for(self, line: _Line, records: Records) -> str | None:
-        """Choose a group for the first of these messages; None: none takes it now."""
-        senders, label = self._senders, int(records["label"][0])
-        if label >> 32:
-            home = senders.home(line.subject, label)
-            is_free = home is not None and home not in line.ordered and home in senders.groups(line.subject)
-            return home if is_free and self._has_room(home, line) else None
-        names = [name for name in senders.groups(line.subject) if self._has_room(name, line)]
-        return min(names, key=senders.in_flight, default=None)
+    def _choose(self, line: _Line, records: Records, now_ms: int) -> tuple[str | None, Fits]:
+        """Return the group for the first of these messages that can go now, and which ones can go there with it."""
+        fits = np.ones(len(records), bool)
+        if self._reign.gate.alone:  # only what both copies have goes on
+            fits = self._decisions.is_with_both(records)
+        keys = records["label"] >> KEY_SHIFT
+        if not keys.any():
+            return (self._any_group(line, now_ms) if fits.any() else None), fits
+        distinct, places = np.unique(keys, return_inverse=True)
+        groups = [self._group_of(line, key, now_ms) for key in distinct.tolist()]
+        can_go = fits & np.array([group is not None for group in groups])[places]
+        if not can_go.any():
+            return None, fits
+        group = groups[places[int(np.argmax(can_go))]]
+        fits &= np.array([key == 0 or other == group for key, other in zip(distinct.tolist(), groups)])[places]
+        return group, fits
 
-    def _cut(self, subject: str, group: str, records: Records) -> tuple[Records, Records]:
+    def _any_group(self, line: _Line, now_ms: int) -> str | None:
+        avoided = line.avoided
+        names = [
+            name for name in self._senders.groups(line.subject)
+            if avoided.get(name, 0) <= now_ms and self._has_room(name, line)
+        ]  # fmt: skip
+        return min(names, key=self._senders.in_flight, default=None)
+
+    def _group_of(self, line: _Line, key: int, now_ms: int) -> str | None:
+        """Return the group for messages with this order key, if it takes some now; 0: without one."""
+        if not key:
+            return self._any_group(line, now_ms)
+        home = self._senders.home(line.subject, key << int(KEY_SHIFT))
+        is_free = not self._ordered.get((line.subject, home or "")) and home in self._senders.groups(line.subject)
+        return home if is_free and self._has_room(home, line) else None
+
+    def _cut(self, group: str, records: Records, fits: Fits) -> tuple[Records, Records]:
         """Return what the next batch has of these messages, and the rest."""
-        head = records[:BATCH_MESSAGES_MAX]
-        keys = head["label"] >> np.uint64(32)
-        if keys.any():
-            homes = {key: self._senders.home(subject, key << 32) if key else group for key in set(keys.tolist())}
-            fits = np.array([homes[key] == group for key in keys.tolist()])
-        else:
-            fits = np.ones(len(head), bool)
-        sizes = np.cumsum(np.where(fits, head["size"].astype(np.int64) + 16, 0))
-        fits &= sizes <= max(min(BATCH_BYTES_MAX, self._senders.room(group)), int(sizes[int(np.argmax(fits))]))
-        return head[fits], np.concatenate((head[~fits], records[len(head) :]))
+        places = np.flatnonzero(fits)[:BATCH_MESSAGES_MAX]
+        sizes = np.cumsum(records["size"][places].astype(np.int64) + 16)
+        most = max(min(BATCH_BYTES_MAX, self._senders.room(group)), int(sizes[0]))
+        places = places[: int(np.searchsorted(sizes, most, "right"))]
+        if places[-1] == len(places) - 1:
+            return records[: len(places)], records[len(places) :]
+        fits = np.zeros(len(records), bool)
+        fits[places] = True
+        return records[fits], records[~fits]
 
     def _has_room(self, group: str | None, line: _Line) -> bool:
         """Return whether a group takes one batch more, and a number is free for it."""
@@ -272,32 +318,37 @@ class Dispatching:
         producer = self._producer(group, line.subject)
         number = self._next[producer] = self._next.get(producer, 0) + 1
         frame = self._decisions.dispatch(line.subject, group, records, producer=producer, batch=number)
-        batch = _Batch(producer, number, line.subject, group, records, now_ms)
-        if (records["label"] >> np.uint64(32)).any():
-            line.ordered.add(group)
+        batch = _Batch(producer, number, line.subject, group, records, frame.end, now_ms)
         self._opened(batch)
-        self._when_safe(batch, frame.end)
+        self._when_safe(batch)
 
     def _opened(self, batch: _Batch) -> None:
-        self.open[batch.producer, batch.number] = batch
+        self.open[batch.key] = batch
+        if batch.is_ordered:
+            self._ordered.setdefault((batch.subject, batch.group), set()).add(batch.key)
         self._lanes.setdefault(batch.producer, {})[batch.number] = None
         self._next[batch.producer] = max(self._next.get(batch.producer, 0), batch.number)
         self._in_flight_of[batch.group] = self._in_flight_of.get(batch.group, 0) + len(batch.records)
 
     # Sending.
 
-    def _when_safe(self, batch: _Batch, end: int) -> None:
-        """Without a slave, what both copies had goes on, and what only we have is due again (P3)."""
+    def _when_safe(self, batch: _Batch) -> None:
+        """Send it when both copies have its plan. Without a slave, what both copies had goes on, and what only we have
+        is due again (P3), unless an earlier reign may have sent it."""
 
         def answer(error: QmqError | None) -> None:
-            if error is not None:
-                if not self._is_over:
-                    self._settle(batch, Outcome.NOT_STORED, now_ms=self._reign.host.monotonic_ms())
+            if self._is_over:
                 return
-            self._read(batch)  # now our disk has all of it
+            if error is None:
+                batch.is_safe = True
+                self._read(batch)  # now our disk has all of it
+            elif batch.is_doubtful:
+                self._later(batch)
+            else:
+                self._settle(batch, Outcome.NOT_STORED, now_ms=self._reign.host.monotonic_ms())
 
-        records = batch.records
-        self._reign.gate.progress(end, int((records["number"] + records["size"]).max()), answer)
+        data_end = self._decisions.data_end(batch.records) if len(batch.records) else 0
+        self._reign.gate.progress(batch.end, data_end, answer)
 
     def _read(self, batch: _Batch) -> None:
         message_log, numbers = self._reign.log, Messages.of(batch.records)
@@ -326,13 +377,15 @@ class Dispatching:
         self._retry[batch] = None
 
     def _send(self, batch: _Batch) -> None:
-        if batch.numbered is None:
+        if not batch.is_safe:
+            self._when_safe(batch)  # the slave was missing
+        elif batch.numbered is None:
             self._read(batch)  # it could not be read before
         else:
             self._senders.send(batch.group, batch.numbered, lambda answer: self._answered(batch, answer))
 
     def _answered(self, batch: _Batch, answer: Answer) -> None:
-        if self._is_over or (batch.producer, batch.number) not in self.open:
+        if self._is_over or batch.key not in self.open:
             return
         now_ms = self._reign.host.monotonic_ms()
         self._reign.host.turn_soon()
@@ -353,20 +406,29 @@ class Dispatching:
         now_ms = self._reign.host.monotonic_ms()
         self._counters.unknown_answers += 1
         batch.is_doubtful = True
-        others = set(self._senders.groups(batch.subject)) - {batch.group}
-        if now_ms - batch.since_ms >= self._unknown_ms and others:
+        if now_ms - batch.since_ms >= self._unknown_ms and self._may_go_elsewhere(batch):
             log.warning(
                 "batch in doubt is given up subject=%s group=%s messages=%d: %s",
                 batch.subject, batch.group, len(batch.records), why,
             )  # fmt: skip
             self._settle(batch, Outcome.NOT_STORED, now_ms)
+            if (line := self._named.get(batch.subject)) is not None:
+                line.avoided[batch.group] = now_ms + self._unknown_ms
             return
         self._later(batch)
+
+    def _may_go_elsewhere(self, batch: _Batch) -> bool:
+        """Return whether another group takes these messages; under new numbers, this one would store them twice."""
+        if batch.is_ordered:
+            keys = np.unique(batch.records["label"] >> KEY_SHIFT).tolist()
+            homes = {self._senders.home(batch.subject, key << int(KEY_SHIFT)) for key in keys if key}
+            return batch.group not in homes and None not in homes
+        return bool(set(self._senders.groups(batch.subject)) - {batch.group})
 
     # Settling.
 
     def _settle(self, batch: _Batch, outcome: Outcome, now_ms: int) -> None:
-        del self.open[batch.producer, batch.number]
+        del self.open[batch.key]
         numbers = self._lanes[batch.producer]
         del numbers[batch.number]
         self._in_flight_of[batch.group] -= len(batch.records)
@@ -374,12 +436,20 @@ class Dispatching:
         self._settled.append((batch.producer, batch.number, outcome))
         self._reign.host.turn_soon()
         if (line := self._named.get(batch.subject)) is not None:
-            line.ordered.discard(batch.group)
             line.failures = 0 if outcome is Outcome.STORED else line.failures + 1
             rest_ms = REST_MS[min(line.failures, len(REST_MS)) - 1] if line.failures else 0
             line.rests_until_ms = now_ms + rest_ms if rest_ms else 0
         if outcome is Outcome.STORED:
             self._count(batch)
+            self.filed(batch.subject, batch.group, batch.key)
+
+    def filed(self, subject: str, group: str, key: tuple[int, int]) -> None:
+        """The schedule knows that a batch is settled: messages that were not stored are due again."""
+        waiting = self._ordered.get((subject, group))
+        if waiting is not None and key not in self.open:
+            waiting.discard(key)
+            if not waiting:
+                del self._ordered[subject, group]
 
     def _count(self, batch: _Batch) -> None:
         counters = self._counters
@@ -398,11 +468,13 @@ class Dispatching:
         for position, reason in refused:
             log.error("message refused by a broker subject=%s group=%s: %s", batch.subject, batch.group, reason)
             self._counters.refused_messages_later += 1
-            due_ms = self._reign.retry_ms() + REFUSED_MS
             one = batch.records[position : position + 1]
-            self._decisions.carry(batch.subject, one, [messages[position]], [due_ms], replaces=False)
+            self._refused_messages.append((batch.subject, one, messages[position]))
 
     def _write_settled(self) -> None:
+        refused, self._refused_messages = self._refused_messages, []
+        for subject, one, message in refused:
+            self._decisions.carry(subject, one, [message], [self._reign.retry_ms() + REFUSED_MS], replaces=False)
         if self._settled:
             settled, self._settled = self._settled, []
             self._decisions.settle(settled)

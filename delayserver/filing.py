@@ -11,8 +11,10 @@ import logging
 from collections.abc import Callable
 
 from delayserver.schedule import DamagedSchedule, Filed, Flush, Schedule
+from qmq.codec import Buffer
 from qmq.errors import CorruptFrame, LogError
 from qmq.log import MessageLog
+from qmq.log.frame import Frame
 from qmq.log.segments import Chunk
 from qmq.replication.ports import Host
 
@@ -63,7 +65,8 @@ class Filing:
             if entry is None:
                 self._read(min(end, message_log.flushed_end))
                 return
-            self._tell(schedule.file(*entry))
+            if not self._file(*entry):
+                return
 
     def _is_our_history(self) -> bool:
         filed_end = self.schedule.filed_end
@@ -82,9 +85,16 @@ class Filing:
             self.anew()
         self._host.turn_soon()
 
-    def _tell(self, filed: Filed) -> None:
+    def _file(self, frame: Frame, body: Buffer) -> bool:
+        """File one frame; return False if a file of the schedule that had to be read is damaged."""
+        try:
+            filed = self.schedule.file(frame, body)
+        except DamagedSchedule as problem:
+            self.start_anew(str(problem))
+            return False
         if self.told is not None:
             self.told(filed)
+        return True
 
     def _read(self, end: int) -> None:
         """What is not in memory any more is read from disk, a few MiB at a time."""
@@ -101,7 +111,8 @@ class Filing:
                 data = memoryview(result.data)
                 for frame in result.frames:
                     body = data[frame.offset - begin + frame.body_at : frame.end - begin]
-                    self._tell(schedule.file(frame, body))
+                    if not self._file(frame, body):
+                        break
             self._host.turn_soon()
 
         self._host.read(lambda: message_log.read(begin, end, READ_BYTES), done)

@@ -15,7 +15,7 @@ from delayserver.counters import Counters
 from delayserver.decisions import Decisions
 from delayserver.filing import Filing
 from delayserver.messages import Messages, Records, read_messages
-from delayserver.schedule import DamagedSchedule, State
+from delayserver.schedule import DamagedSchedule, Schedule, State
 from delayserver.settings import DelaySettings
 from qmq.errors import CorruptFrame, LogError
 from qmq.log import MessageLog
@@ -51,14 +51,22 @@ class Keeping:
     def __init__(self, filing: Callable[[], Filing], settings: DelaySettings) -> None:
         self._filing, self._settings = filing, settings
 
+        self._done: tuple[Schedule, int, int] | None = None
+        """(schedule, end of the oldest segment, what was filed when it was first seen that all in it is done)"""
+
     def may_drop(self, message_log: MessageLog, now_ms: int) -> bool:
-        """Raises CorruptFrame: this copy is damaged."""
+        """Return whether all in the oldest segment is done by what both copies have: what a master alone wrote may be
+        cut, and then these messages pend again.
+
+        Raises:
+            CorruptFrame: this copy is damaged.
+        """
         schedule, end = self._filing().schedule, message_log.bases[1]
-        return bool(
-            schedule.filed_end >= end
-            and schedule.pending_from() >= end
-            and is_old(message_log, self._settings, now_ms)
-        )  # fmt: skip
+        if schedule.filed_end < end or schedule.pending_from() < end:
+            return False
+        if self._done is None or self._done[0] is not schedule or self._done[1] != end:
+            self._done = schedule, end, schedule.filed_end
+        return self._done[2] <= message_log.state.high_watermark and is_old(message_log, self._settings, now_ms)
 
     def dropped(self, message_log: MessageLog) -> None:
         """Nothing in it was needed."""
@@ -107,6 +115,8 @@ class Carrying:
 
         def done(result: Records | LogError) -> None:
             self._is_looking = False
+            if schedule is not self._filing.schedule:
+                return
             if isinstance(result, DamagedSchedule):
                 self._filing.start_anew(str(result))
             elif not isinstance(result, LogError):
@@ -119,15 +129,20 @@ class Carrying:
         assert self._left is not None
         fits = max(1, int(np.searchsorted(np.cumsum(self._left["size"][:CARRIED_MESSAGES]), CARRIED_BYTES)))
         some, self._left = self._left[:fits], self._left[fits:]
-        message_log, wanted = self._reign.log, Messages.of(some)
+        schedule, message_log, wanted = self._filing.schedule, self._reign.log, Messages.of(some)
         self._is_looking = True
 
         def done(result: list[bytes] | LogError) -> None:
             self._is_looking = False
             if isinstance(result, CorruptFrame):
                 self._reign.found_damage(result)
-            elif not isinstance(result, LogError) and self._reign.may_progress:
-                self._write(some, result)
+            elif isinstance(result, LogError) or schedule is not self._filing.schedule:
+                return
+            elif self._reign.may_progress:
+                try:
+                    self._write(some, result)
+                except DamagedSchedule as problem:
+                    self._filing.start_anew(str(problem))
 
         self._reign.host.read(lambda: read_messages(message_log, wanted), done)
 

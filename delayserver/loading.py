@@ -43,11 +43,13 @@ class Loading:
 
         def done(result: Records | LogError) -> None:
             self._is_reading = False
-            if isinstance(result, DamagedSchedule):
-                if self._filing.schedule is self._schedule:
-                    self._filing.start_anew(str(result))
-            elif not isinstance(result, LogError):
+            try:
+                if isinstance(result, LogError):
+                    raise result
                 self._wheel.add(self._schedule.handed(piece, result))
+            except DamagedSchedule as problem:
+                if self._filing.schedule is self._schedule:
+                    self._filing.start_anew(str(problem))
             self._host.turn_soon()
 
         self._host.read(piece.read, done)

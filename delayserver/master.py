@@ -25,10 +25,8 @@ from delayserver.intake import Intake
 from delayserver.keeping import Carrying
 from delayserver.loading import Loading
 from delayserver.messages import Records
-from delayserver.recurring import Recurring
-from delayserver.schedule import Filed
+from delayserver.schedule import DamagedSchedule, Filed
 from delayserver.settings import DelaySettings
-from delayserver.templates import LABEL
 from delayserver.wheel import Wheel
 from qmq.errors import InvalidRequest, LogError, QmqError
 from qmq.remoting import commands
@@ -54,21 +52,17 @@ class DelayMaster(Master):
         self._settings, self._filing = settings, filing
         decisions = Decisions(reign)
         self._decisions = decisions
-        self._dispatching = Dispatching(
-            reign, senders, decisions, counters, self._subject, settings.unknown_ms
-        )
+        self._dispatching = Dispatching(reign, senders, decisions, counters, self._subject, settings.unknown_ms)
         self._cancelling = Cancelling(reign, filing, decisions, counters)
-        self._recurring = Recurring(reign, filing, decisions, counters, settings, self._dispatching.due)
         self._carrying = Carrying(reign, filing, decisions, counters, settings)
         self._intake = Intake(reign, counters, settings, lambda subject: None)
         self._handlers |= {
             Command.PRODUCE: self._intake.produce,
             Command.CANCEL: self._cancel,
             Command.RESCHEDULE: self._reschedule,
-            Command.RECUR: self._recurring.request,
         }
         self._clock_is_off = False
-        self._has_loaded = False
+        self._has_begun = self._has_resumed = False
         self._follow()
 
     def _subject(self, index: int) -> str:
@@ -80,21 +74,21 @@ class DelayMaster(Master):
         self._filing.schedule.forget_loads()
         self.wheel = Wheel()
         self._loading = Loading(self._filing, self.wheel, self._reign.host, self._settings)
-        self._has_loaded = False
+        self._has_begun = False
 
     def _made_anew(self) -> None:
         self._dispatching.forget_lines()
         self._carrying.forget()
-        self._recurring.forget()
         self._follow()
 
     def _filed(self, filed: Filed) -> None:
         if len(filed.done):
             self.wheel.remove(filed.done)
             self._dispatching.remove(filed.done["number"])
-            self._recurring.remove(filed.done["number"])
         if len(filed.added):
             self.wheel.add(filed.added)
+        for flight, _ in filed.settled:
+            self._dispatching.filed(flight.subject, flight.group, (flight.producer, flight.batch))
 
     # Events.
 
@@ -114,17 +108,17 @@ class DelayMaster(Master):
         if not filing.reaches(flushed_end):
             if not filing.is_reading:
                 reign.host.turn_soon()
-        elif reign.may_progress and (self._has_loaded or self._begin(flushed_end)):
+        elif reign.may_progress and (self._has_begun or self._begin(flushed_end)):
             self._send_due()
 
     def _begin(self, flushed_end: int) -> bool:
         """Take up what earlier reigns planned, once everything they wrote is filed."""
         if flushed_end <= self._reign.log.state.epochs[-1].offset:
             return False
-        for flight in list(self._filing.schedule.in_flight.values()):
-            if (flight.producer, flight.batch) not in self._dispatching.open:
+        if not self._has_resumed:  # later, what the schedule does not know to be settled is ours
+            for flight in list(self._filing.schedule.in_flight.values()):
                 self._dispatching.resume(flight.producer, flight.batch, flight.subject, flight.group, flight.records)
-        self._has_loaded = True
+        self._has_begun = self._has_resumed = True
         return True
 
     def _send_due(self) -> None:
@@ -134,18 +128,9 @@ class DelayMaster(Master):
         self._carrying.go_on(reign.host.monotonic_ms())
         due = self.wheel.take(now_ms, DUE_AT_ONCE)
         if len(due):
-            self._due(due)
+            self._dispatching.due(due)
             reign.host.turn_soon()
-        self._recurring.go_on(reign.host.monotonic_ms())
         self._dispatching.go_on(reign.host.monotonic_ms())
-
-    def _due(self, records: Records) -> None:
-        recurs = records["label"] == LABEL
-        if recurs.any():
-            self._recurring.due(records[recurs])
-            records = records[~recurs]
-        if len(records):
-            self._dispatching.due(records)
 
     def beat(self) -> None:
         """Called about every 10 ms: something may be due, or rested enough."""
@@ -180,7 +165,6 @@ class DelayMaster(Master):
     def resign(self) -> None:
         self._filing.told = self._filing.anew = None
         self._dispatching.resign()
-        self._recurring.resign()
         super().resign()
 
     # Requests.
@@ -226,7 +210,14 @@ class DelayMaster(Master):
     ) -> None:  # fmt: skip
         """List what is due in [begin_ms, end_ms), ascending by (due, number); `after` is the last one seen."""
         self._reign.check_in_office()
-        self._reign.host.read(self._filing.schedule.list(begin_ms, end_ms, subject, most, after=after), done)
+        schedule = self._filing.schedule
+
+        def listed(result: Records | LogError) -> None:
+            if isinstance(result, DamagedSchedule) and schedule is self._filing.schedule:
+                self._filing.start_anew(str(result))
+            done(result)
+
+        self._reign.host.read(schedule.list(begin_ms, end_ms, subject, most, after=after), listed)
 
     def stats(self) -> dict[str, Any]:
         """Return how much pends, is loaded, due and under way."""
