@@ -91,3 +91,36 @@ def test_roles_of_the_delay_group_swap_while_messages_wait(cluster):
             (message,) = puller.pull(1, timeout=30)
             assert message["n"] == "1" and now_ms() >= receipt.due_ms
             puller.ack([message])
+
+
+def test_a_delayed_message_to_a_mailbox_reaches_its_consumer_group_alone(cluster):
+    """The way of retries of more than a day (docs/decisions/0015), in two seconds."""
+
+    async def test():
+        consumer = qmq.Consumer(**client(cluster))
+        got = {"slow": [], "other": []}
+
+        def listen(group):
+            @consumer.listen("retry.late", group=group, start="earliest")
+            async def handle(message):
+                got[group].append((message["n"], message.times, message.source))
+
+        for group in got:
+            listen(group)
+        task = asyncio.create_task(consumer.run())
+        async with qmq.Producer(**client(cluster)) as producer:
+            (await producer.send(Message("retry.late", {"n": 0}))).check()
+            sent = await producer.send(Message("%RETRY%retry.late%slow", {"n": 1}), delay=2)
+            sent.check()
+            async with asyncio.timeout(30):
+                while len(got["slow"]) < 2 or not got["other"]:
+                    await asyncio.sleep(0.05)
+        assert now_ms() >= sent.due_ms
+        consumer.stop()
+        await task
+        assert got == {
+            "slow": [("0", 1, "retry.late"), ("1", 1, "%RETRY%retry.late%slow")],
+            "other": [("0", 1, "retry.late")],
+        }
+
+    asyncio.run(test())
