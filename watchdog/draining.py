@@ -59,6 +59,8 @@ class Brokers(Protocol):
 
     def room(self, name: str) -> int: ...
 
+    def why_not(self, subject: str) -> str: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -354,7 +356,8 @@ class Draining:
             return []
         delay_ms = self._holds.get(subject, self.limits.postpone_ms)
         self._holds[subject] = min(delay_ms * 2, self.limits.postpone_ms_max)
-        return [Postponed([row.id for row in rows], delay_ms)]
+        reason = self.brokers.why_not(subject) or "an earlier batch of its order key is in doubt"
+        return [Postponed([row.id for row in rows], delay_ms, _reason(reason))]
 
     def _place(self, subject: str, rows: list[Candidate], now_ms: int) -> tuple[list[Candidate], list[Candidate]]:
         """Make claims of a subject's rows.

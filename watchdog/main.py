@@ -58,7 +58,7 @@ async def serve(settings: WatchdogSettings, stop: asyncio.Event) -> bool:
     for failed in (one for one in results if isinstance(one, Exception)):
         raise failed
     log.info("watchdog stopped")
-    return leading.is_hanging
+    return leading.is_hanging or watcher.is_hanging
 
 
 class _HttpServer(uvicorn.Server):

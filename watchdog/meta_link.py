@@ -95,9 +95,14 @@ class MetaLink:
                 raise NotServed(f"the metaserver does not accept the watchdog's token: {details}") from None
             await self.close()  # the next question goes to whoever answers at the address then
             raise NotServed(f"the metaserver does not answer: {details}") from None
-        except (OSError, ValueError, TimeoutError) as error:
+        except (OSError, ValueError, TimeoutError, grpc.aio.UsageError) as error:
             await self.close()
             raise NotServed(f"the metaserver does not answer: {error or 'not in time'}") from None
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            # Another question closed the connection. Nobody cancelled us.
+            raise NotServed("the connection to the metaserver was closed meanwhile") from None
 
     async def _connect(self) -> None:
         address = await asyncio.to_thread(find_metaserver, self._settings.metaserver, timeout_s=ANSWER_S)

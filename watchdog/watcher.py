@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -23,6 +24,8 @@ from watchdog.sources import Source
 log = logging.getLogger("qmq.watchdog")
 
 QUESTION_S = 20.0
+THREADS_MAX = 200
+"""A database has one question at a time, so one that hangs takes one thread."""
 SAMPLE_ROWS, SAMPLE_OLDER_S, SAMPLE_S = 20, 300, 10.0
 """What the metric of reconciliation looks at, each time."""
 EACH = 40
@@ -37,6 +40,14 @@ class Watcher:
 
     def __init__(self, settings: WatchdogSettings, leading: Leading, link: MetaLink, metrics: Metrics) -> None:
         self._settings, self._leading, self._link, self._metrics = settings, leading, link, metrics
+        # Threads of our own: a database that hangs must not take those by which the metaserver is found.
+        self._threads = ThreadPoolExecutor(THREADS_MAX, "questions")
+        self._asked: dict[str, Future[Any]] = {}
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether a question has not been answered; its thread cannot be ended."""
+        return any(not call.done() for call in self._asked.values())
 
     async def run(self) -> None:
         turn = 0
@@ -144,11 +155,14 @@ class Watcher:
 
         try:
             async with asyncio.timeout(QUESTION_S):
-                return await asyncio.to_thread(ask)
+                while (earlier := self._asked.get(source.url)) is not None and not earlier.done():
+                    await asyncio.sleep(0.02)
+                self._asked[source.url] = call = self._threads.submit(ask)
+                return await asyncio.wrap_future(call)
         except CallError as error:
             raise NotServed(str(error)) from None
         except (SQLAlchemyError, OSError, TimeoutError) as error:
-            reason = str(getattr(error, "orig", None) or error or "no answer in time").partition("\n")[0][:200]
+            reason = (str(getattr(error, "orig", None) or error) or "no answer in time").partition("\n")[0][:200]
             raise NotServed(f"{source.url}: {reason}") from None
 
 

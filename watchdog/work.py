@@ -13,10 +13,11 @@ from watchdog.claims import Candidate
 
 
 class Postponed(NamedTuple):
-    """Rows that nobody wants to look at for `delay_ms`."""
+    """Rows that nobody takes now, for a reason; nobody looks at them for `delay_ms`."""
 
     ids: list[int]
     delay_ms: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

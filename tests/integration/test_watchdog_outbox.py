@@ -120,7 +120,7 @@ def test_what_a_deposed_leader_writes_finds_no_row(application, outbox):
 def test_released_and_postponed_rows_wait_and_come_again(application, outbox):
     application.write(SUBJECT, names(4))
     ids = ids_of(outbox.read_page(ReadPage(None, 10)))
-    outbox.claim(Claiming({"1:1:1:g1": ids[:2]}, [], [Postponed(ids[2:], 3_600_000)]))
+    outbox.claim(Claiming({"1:1:1:g1": ids[:2]}, [], [Postponed(ids[2:], 3_600_000, "readonly")]))
     outbox.settle(
         Settling([], [Released("1:1:1:g1", ids[:1], 0, "later"), Released("1:1:1:g1", ids[1:2], 3_600_000, "?")])
     )

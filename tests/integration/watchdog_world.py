@@ -65,6 +65,8 @@ class Application:
 
     def __init__(self, url, table=TABLE):
         self.source = source_of(url, table=table, age_ms=0)
+        if self.source.kind == "sqlite":
+            Path(self.source.place[2]).touch()
         self.engine, self.table = open_source(self.source), table
         with self.engine.begin() as connection:
             if self.source.kind == "mariadb":  # which lets root in without a password alone, and AddDb wants one

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
@@ -142,6 +143,8 @@ class World:
 
     def __init__(self, seed, source):
         self.seed, self.rng = seed, random.Random(seed)
+        if source.kind == "sqlite":
+            Path(source.place[2]).touch()
         self.engine = open_source(source)
         if self.engine.dialect.name == "sqlite":  # no power fails here, and ten times as many schedules do in the time
             event.listen(self.engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=OFF"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 from sqlalchemy import URL, Engine, create_engine, event
 
@@ -30,7 +31,9 @@ def open_source(source: Source) -> Engine:
     kind = source.kind
     host, port, database = source.place
     if kind == SQLITE:
-        engine = create_engine(URL.create("sqlite", database=database), connect_args={"timeout": LOCK_S})
+        # A wrong path is an error, not a new file.
+        path = URL.create("sqlite", database=f"file:{quote(database)}", query={"mode": "rw", "uri": "true"})
+        engine = create_engine(path, connect_args={"timeout": LOCK_S})
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(_begin_of(connection)))
         return engine

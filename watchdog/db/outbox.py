@@ -108,7 +108,8 @@ class Outbox:
             self._update(connection, [id for id in ids if id in free], self._parking(), reason=reason)
         for one in work.postponed:
             due = self._dialect.moment.format(one.delay_ms - self._age_ms)
-            self._update(connection, [id for id in one.ids if id in free], f"update_time = {due}")
+            setting = f"reason = :reason, update_time = {due}"
+            self._update(connection, [id for id in one.ids if id in free], setting, reason=one.reason)
         return got
 
     def _lock(self, connection: Connection, ids: Sequence[int]) -> set[int]:

@@ -1,0 +1,69 @@
+"""Shell. A watchdog while databases, brokers and metaservers are away: all is drained later, nothing comes twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.cluster_world import begin, consume_all, end, until
+from tests.integration.watchdog_world import Application, WatchdogProcess, register, running
+
+SUBJECT = "order.paid"
+
+
+def names(count, name="m"):
+    return [f"{name}-{number}" for number in range(count)]
+
+
+@pytest.fixture
+def application(database_server):
+    made = Application(database_server.create_database())
+    yield made
+    made.close()
+    database_server.drop_database(str(made.engine.url))
+
+
+def test_databases_that_die_or_hang_are_drained_when_they_are_back_and_hold_up_nobody(
+    tmp_path, application, database_server
+):
+    other = Application(f"sqlite:///{tmp_path}/other.db")
+    with running(tmp_path / "cluster") as cluster, WatchdogProcess(cluster, tmp_path, page_rows=50) as watchdog:
+        application.write(SUBJECT, names(3_000))
+        register(cluster, other.source)
+        register(cluster, application.source)
+        until(lambda: application.count() < 3_000, "it has begun")
+        database_server.kill()
+        until(lambda: application.source.url in watchdog.health()["troubles"], "it is told that the database is away")
+        other.write(SUBJECT, ["beside the dead one"])
+        until(lambda: other.count() == 0, "the other database is drained")
+        database_server.start()
+        application.engine.dispose()  # the test's own connections are dead, too
+        with database_server.paused():
+            other.write(SUBJECT, ["beside the one that hangs"])
+            until(lambda: other.count() == 0, "the other database is drained, again")
+        until(lambda: application.count() == 0, "it goes on", timeout_s=60)
+        got = [id for _, id in consume_all(cluster, SUBJECT, "g", 3_002)]
+        assert len(got) == len(set(got)) == 3_002
+    other.close()
+
+
+def test_masters_and_metaservers_that_die_make_no_message_come_twice(tmp_path):
+    application = Application(f"sqlite:///{tmp_path}/shop.db")
+    with running(tmp_path / "cluster", groups=("g1", "g2")) as cluster:
+        with WatchdogProcess(cluster, tmp_path, page_rows=50) as watchdog:
+            register(cluster, application.source)
+            application.write(SUBJECT, names(5_000))
+            until(lambda: application.count() < 5_000, "it has begun")
+            for group in ("g1", "g2", "g1"):
+                master = cluster.broker(group, "master").hostname
+                end(cluster, master)
+                begin(cluster, master)
+            end(cluster, "metaserver")
+            application.write(SUBJECT, names(100, "late"))
+            until(lambda: not watchdog.is_leader, "nobody leads while no metaserver is there")
+            assert watchdog.health()["metaserver"]
+            begin(cluster, "metaserver")
+            until(lambda: watchdog.is_leader, "it leads again")
+            until(lambda: application.count() == 0, "all is sent", timeout_s=60)
+        got = [id for _, id in consume_all(cluster, SUBJECT, "g", 5_100)]
+        assert len(got) == len(set(got)) == 5_100
+    application.close()
