@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from delayserver import frames
 from delayserver.due import with_due
-from delayserver.frames import Settlement
 from delayserver.messages import Records
 from qmq.codec import encode_labels, join_batch
+from qmq.log import delays
+from qmq.log.delays import Settlement
 from qmq.log.frame import Frame, FrameKind, label_flags
 from qmq.replication.reign import Reign
 
@@ -28,6 +29,9 @@ class Decisions:
         self._reign = reign
         self._unfiled: deque[tuple[int, list[int]]] = deque()
         self._named: set[int] = set()
+        self._derived: dict[int, tuple[int, int]] = {}
+        """What follows from another message: number -> (own end, end of the message it follows from)."""
+        self._safe = 0
 
     def names(self, number: int) -> bool:
         """Return whether a frame that the schedule does not have yet decides about the message."""
@@ -39,20 +43,31 @@ class Decisions:
             records = records[[number not in self._named for number in records["number"].tolist()]]
         return records
 
-    def data_end(self, records: Records) -> int:
-        """Return before which place of the log all of these messages lie."""
-        return int((records["number"] + records["size"]).max())
-
-    def is_with_both(self, records: Records) -> npt.NDArray[np.bool_]:
-        """Return which of these messages both copies have."""
-        high = np.uint64(self._reign.gate.high_watermark)
-        with_both: npt.NDArray[np.bool_] = records["number"] + records["size"] <= high
-        return with_both
-
     def filed(self, end: int) -> None:
         """The schedule has all frames before `end`."""
         while self._unfiled and self._unfiled[0][0] <= end:
             self._named.difference_update(self._unfiled.popleft()[1])
+        safe = self._reign.gate.high_watermark
+        if self._derived and safe > self._safe:
+            self._safe = safe
+            self._derived = {number: ends for number, ends in self._derived.items() if ends[0] > safe}
+
+    def data_end(self, records: Records) -> int:
+        """Return before which place of the log lies all that nobody could make anew from what lies before it."""
+        ends = records["number"] + records["size"]
+        if not self._derived:
+            return int(ends.max())
+        numbers = zip(records["number"].tolist(), ends.tolist())
+        return max(self._derived[number][1] if number in self._derived else end for number, end in numbers)
+
+    def is_with_both(self, records: Records) -> npt.NDArray[np.bool_]:
+        """Return which of these messages both copies have, or could make anew from what they have."""
+        high = self._reign.gate.high_watermark
+        with_both: npt.NDArray[np.bool_] = records["number"] + records["size"] <= np.uint64(high)
+        if self._derived:
+            ends = (self._derived.get(number, (0, high + 1))[1] for number in records["number"].tolist())
+            with_both |= np.fromiter((end <= high for end in ends), np.bool_, len(records))
+        return with_both
 
     def _note(self, frame: Frame, records: Records) -> Frame:
         numbers = records["number"].tolist()
@@ -62,7 +77,7 @@ class Decisions:
 
     def dispatch(self, subject: str, group: str, records: Records, *, producer: int, batch: int) -> Frame:
         """These messages go to `group` as one batch, under these numbers."""
-        body = frames.encode_dispatch(group, _places_of(records))
+        body = delays.encode_dispatch(group, _places_of(records))
         frame = self._reign.append(
             FrameKind.DISPATCH, subject, body, count=len(records), producer=producer, batch=batch
         )
@@ -70,7 +85,7 @@ class Decisions:
 
     def settle(self, settled: Sequence[Settlement]) -> Frame:
         """These batches were stored, or were not."""
-        return self._reign.append(FrameKind.SETTLED, "", frames.encode_settled(settled), count=len(settled))
+        return self._reign.append(FrameKind.SETTLED, "", delays.encode_settled(settled), count=len(settled))
 
     def cancel(self, subject: str, records: Records) -> Frame:
         """These messages are not sent any more."""
@@ -90,8 +105,38 @@ class Decisions:
         body, labels, flags = join_batch(messages), records["label"].tolist(), 0
         if any(labels):
             body, flags = body + encode_labels(labels), label_flags(labels)
-        places = _places_of(records) if replaces else bytes(frames.PLACE_BYTES * len(records))
+        places = _places_of(records) if replaces else bytes(delays.PLACE_BYTES * len(records))
         frame = self._reign.append(FrameKind.CARRY, subject, places + body, flags=flags, count=len(messages))
+        return self._note(frame, records)
+
+    def recur(self, subject: str, record: Any, template: bytes, due_ms: int, occurrence: bytes, label: int) -> Frame:
+        """A recurring schedule is due: the occurrence, and its template for the next time in place of itself.
+
+        One frame, so that there are both or none. If it is lost with the only copy that has it, the other copy makes it
+        anew from what `record` follows from; so these two are as safe as that.
+        """
+        records = np.array([record])
+        data_end = self.data_end(records)
+        places = _places_of(records) + bytes(delays.PLACE_BYTES)
+        messages, labels = [with_due(template, due_ms), occurrence], [int(record["label"]), label]
+        body = join_batch(messages)
+        frame = self._reign.append(
+            FrameKind.CARRY, subject, places + body + encode_labels(labels), flags=label_flags(labels), count=2
+        )
+        self._derived.pop(int(record["number"]), None)
+        at = frame.offset + frame.body_at + len(places) + 4 * (len(messages) + 1)
+        for message in messages:
+            self._derived[at] = at + len(message), data_end
+            at += len(message)
+        return self._note(frame, records)
+
+    def template(self, subject: str, records: Records, template: bytes, due_ms: int, label: int) -> Frame:
+        """A new template, in place of those `records`, of which there is one at most."""
+        places = _places_of(records) if len(records) else bytes(delays.PLACE_BYTES)
+        body = join_batch([with_due(template, due_ms)])
+        frame = self._reign.append(
+            FrameKind.CARRY, subject, places + body + encode_labels([label]), flags=label_flags([label]), count=1
+        )
         return self._note(frame, records)
 
 

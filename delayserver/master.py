@@ -25,8 +25,10 @@ from delayserver.intake import Intake
 from delayserver.keeping import Carrying
 from delayserver.loading import Loading
 from delayserver.messages import Records
+from delayserver.recurring import Recurring
 from delayserver.schedule import DamagedSchedule, Filed
 from delayserver.settings import DelaySettings
+from delayserver.templates import LABEL
 from delayserver.wheel import Wheel
 from qmq.errors import InvalidRequest, LogError, QmqError
 from qmq.remoting import commands
@@ -54,12 +56,14 @@ class DelayMaster(Master):
         self._decisions = decisions
         self._dispatching = Dispatching(reign, senders, decisions, counters, self._subject, settings.unknown_ms)
         self._cancelling = Cancelling(reign, filing, decisions, counters)
+        self._recurring = Recurring(reign, filing, decisions, counters, settings, self._dispatching.due)
         self._carrying = Carrying(reign, filing, decisions, counters, settings)
         self._intake = Intake(reign, counters, settings, lambda subject: None)
         self._handlers |= {
             Command.PRODUCE: self._intake.produce,
             Command.CANCEL: self._cancel,
             Command.RESCHEDULE: self._reschedule,
+            Command.RECUR: self._recurring.request,
         }
         self._clock_is_off = False
         self._has_begun = self._has_resumed = False
@@ -79,12 +83,14 @@ class DelayMaster(Master):
     def _made_anew(self) -> None:
         self._dispatching.forget_lines()
         self._carrying.forget()
+        self._recurring.forget()
         self._follow()
 
     def _filed(self, filed: Filed) -> None:
         if len(filed.done):
             self.wheel.remove(filed.done)
             self._dispatching.remove(filed.done["number"])
+            self._recurring.remove(filed.done["number"])
         if len(filed.added):
             self.wheel.add(filed.added)
         for flight, _ in filed.settled:
@@ -128,9 +134,18 @@ class DelayMaster(Master):
         self._carrying.go_on(reign.host.monotonic_ms())
         due = self.wheel.take(now_ms, DUE_AT_ONCE)
         if len(due):
-            self._dispatching.due(due)
+            self._due(due)
             reign.host.turn_soon()
+        self._recurring.go_on(reign.host.monotonic_ms())
         self._dispatching.go_on(reign.host.monotonic_ms())
+
+    def _due(self, records: Records) -> None:
+        recurs = records["label"] == LABEL
+        if recurs.any():
+            self._recurring.due(records[recurs])
+            records = records[~recurs]
+        if len(records):
+            self._dispatching.due(records)
 
     def beat(self) -> None:
         """Called about every 10 ms: something may be due, or rested enough."""
@@ -165,6 +180,7 @@ class DelayMaster(Master):
     def resign(self) -> None:
         self._filing.told = self._filing.anew = None
         self._dispatching.resign()
+        self._recurring.resign()
         super().resign()
 
     # Requests.
