@@ -1,4 +1,4 @@
-"""Core. The wheel: messages that are loaded, in the order in which they come due; 36 bytes each.
+"""Core. The wheel: messages that are loaded, in the order in which they come due; 40 bytes each.
 
 Sorted runs of arrays. What is added is a run; runs of about the same length are merged, up to 65,536 messages, so that
 no step takes longer than some milliseconds, however many messages are loaded or due at once. What is taken off it is
@@ -10,12 +10,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from delayserver.schedule.record import Numbers, Records
+from delayserver.schedule.record import RECORD, Numbers, Records, no_records
 
-LOADED = np.dtype(
-    [("number", "<u8"), ("due", "<u8"), ("label", "<u8"), ("size", "<u4"), ("subject", "<u4"), ("crc", "<u4")]
+_REST = np.dtype(
+    [("number", "<u8"), ("label", "<u8"), ("size", "<u4"), ("subject", "<u4"), ("crc", "<u4"), ("row", "<u4")]
 )
-_REST = np.dtype([("number", "<u8"), ("label", "<u8"), ("size", "<u4"), ("subject", "<u4"), ("crc", "<u4")])
 """Due times have an array of their own, that searching needs no copy."""
 _REST_BYTES = np.dtype((np.void, _REST.itemsize))
 """As bytes, records are copied ten times as fast."""
@@ -48,7 +47,7 @@ class _Run:
 
 
 def _join(dues: Numbers, rest: Records) -> Records:
-    joined = np.empty(len(dues), LOADED)
+    joined = np.zeros(len(dues), RECORD)
     joined["due"] = dues
     for name in _REST.names or ():
         joined[name] = rest[name]
@@ -108,14 +107,17 @@ class Wheel:
                 runs.append(merged)
 
     def take(self, now_ms: int, most: int) -> Records:
-        """Take up to `most` messages that are due at `now_ms`, the earliest first; none only if none is due."""
+        """Take up to `most` messages that are due at `now_ms`, the earliest first; none only if none is due.
+
+        The hashes that their records had are not kept.
+        """
         self._apply_removed()
         now = np.uint64(max(now_ms, 0))
         while due := [(run, run.due(now, most)) for run in self._runs if run.dues[run.begin] <= now]:
             taken = self._take(due, most)
             if len(taken):
                 return taken
-        return np.empty(0, LOADED)
+        return no_records()
 
     def _take(self, due: list[tuple[_Run, Numbers]], most: int) -> Records:
         """Take the earliest; fewer or none if some of them were removed."""

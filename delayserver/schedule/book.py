@@ -13,6 +13,7 @@ from delayserver.schedule.segment import Loading, Segment
 from delayserver.schedule.timeline import Timeline
 from qmq.log.disk import Disk
 
+NEVER_MS = 1 << 63
 SETTLE_ROWS = 8_192
 """So many new messages are put into their segments at once: with 720 segments that takes 4 ms, 0.5 µs a message."""
 
@@ -26,6 +27,8 @@ class InFlight:
     group: str
     subject: str
     records: Records
+    parts: list[tuple[Segment, Records]] = field(repr=False, compare=False)
+    """The records by segment."""
 
 
 @dataclass(slots=True)
@@ -62,6 +65,10 @@ class Book:
     """Messages filed since the last checkpoint."""
     _fresh: list[Records] = field(default_factory=list)
     _fresh_rows: int = 0
+    _fresh_from: int = NEVER_MS
+    """Nothing fresh is due before."""
+    planned: dict[tuple[int, int], Records] = field(default_factory=dict)
+    """Messages of dispatches that were written here and are not filed yet."""
     _positions: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,16 +110,30 @@ class Book:
         """File new messages, in the order of the log."""
         self._fresh.append(records)
         self._fresh_rows += len(records)
+        self._fresh_from = min(self._fresh_from, int(records["due"].min()))
         self.unsaved += len(records)
         if self._fresh_rows >= SETTLE_ROWS:
             self.settle()
+
+    def place(self, records: Records) -> Records:
+        """File new messages of segments that are open at once, and return them with their rows.
+
+        Those segments get no messages in any other way, so their numbers still ascend.
+        """
+        self.unsaved += len(records)
+        self.counts.add(records)
+        placed = []
+        for segment, part in self.timeline.split(records):
+            segment.add(part)
+            placed.append(part)
+        return join(placed)
 
     def settle(self) -> None:
         """Put what is fresh into its segments. Whoever looks into segments or counts does this first."""
         if not self._fresh:
             return
         records = join(self._fresh)
-        self._fresh, self._fresh_rows = [], 0
+        self._fresh, self._fresh_rows, self._fresh_from = [], 0, NEVER_MS
         self.counts.add(records)
         self.timeline.make(records["due"])
         for segment, part in self.timeline.split(records):
@@ -120,8 +141,9 @@ class Book:
 
     def locate(self, numbers: Numbers, dues: Numbers) -> Located:
         """Look up messages by number and due time; raises DamagedSchedule."""
-        self.settle()
         count = len(numbers)
+        if self._fresh and count and int(dues.max()) >= self._fresh_from:
+            self.settle()
         located = Located(np.zeros(count, RECORD), np.zeros(count, np.bool_), np.zeros(count, np.uint8))
         positions = self.timeline.index(dues)
         for position in np.unique(positions[positions >= 0]).tolist():
@@ -135,8 +157,18 @@ class Book:
         """Note what became of messages that were not over; they are in segments."""
         if not len(records):
             return
-        for segment, part in self.timeline.split(records):
+        self.change_parts(records, list(self.timeline.split(records)), state)
+
+    def change_parts(self, records: Records, parts: list[tuple[Segment, Records]], state: State) -> None:
+        """Do the same with messages whose segments are known."""
+        for segment, part in parts:
             segment.change(part["row"], state)
         if state >= State.SENT:
             self.counts.remove(records)
             self.unsaved += len(records)
+
+    def count_all(self) -> Counts:
+        """Return the counts, with everything counted."""
+        self.settle()
+        self.counts.settle()
+        return self.counts

@@ -13,8 +13,9 @@ import numpy as np
 
 from delayserver.schedule.book import Book, InFlight
 from delayserver.schedule.record import DUE_MAX_MS, Numbers, Records, State, join, no_records, read_batch
+from delayserver.schedule.segment import Segment
 from qmq.codec import Buffer
-from qmq.log.delays import Outcome, Place, batch_begin, decode_dispatch, decode_places, decode_settled
+from qmq.log.delays import PLACE_BYTES, Outcome, batch_begin, decode_dispatch, decode_settled
 from qmq.log.frame import Frame, FrameKind
 
 
@@ -53,8 +54,7 @@ def _messages(book: Book, frame: Frame, body: Buffer) -> Filed:
 def _carry(book: Book, frame: Frame, body: Buffer) -> Filed:
     """Messages in place of others. Of one that was dispatched or cancelled meanwhile there must not be a second."""
     records = read_batch(frame, body, batch_begin(frame.count, True), book.position(frame.subject))
-    numbers, dues = _arrays(decode_places(body, frame.count))
-    old = book.locate(numbers, dues)
+    old = book.locate(*_places(body, frame.count, 0))
     book.change(old.records[old.pending], State.MOVED)
     is_over = old.found & ~old.pending
     return Filed(added=_add(book, records[~is_over]), done=old.records[old.pending])
@@ -62,19 +62,33 @@ def _carry(book: Book, frame: Frame, body: Buffer) -> Filed:
 
 def _add(book: Book, records: Records) -> Records:
     """File messages; return those that go on the wheel at once."""
-    book.add(records)
     if not book.loaded_until_ms:
+        book.add(records)
         return no_records()
     book.open_for(records)
-    return records[records["due"] < book.open_until_ms]
+    soon = records["due"] < book.open_until_ms
+    if soon.all():
+        return book.place(records)
+    placed = book.place(records[soon])
+    book.add(records[~soon])
+    return placed
 
 
 def _dispatch(book: Book, frame: Frame, body: Buffer) -> Filed:
-    group, places = decode_dispatch(body, frame.count)
-    located = book.locate(*_arrays(places))
-    records = located.records[located.pending]
-    book.change(records, State.IN_FLIGHT)
-    book.in_flight[frame.producer, frame.batch] = InFlight(frame.producer, frame.batch, group, frame.subject, records)
+    key = (frame.producer, frame.batch)
+    group, _ = decode_dispatch(body, 0)
+    numbers, dues = _places(body, frame.count, len(body) - PLACE_BYTES * frame.count)
+    records = book.planned.pop(key, None)
+    if records is None or not np.array_equal(records["number"], numbers):
+        located = book.locate(numbers, dues)
+        records = located.records[located.pending]
+    parts = list(book.timeline.split(records))
+    if not all((segment.states_of(part["row"]) == State.PENDING).all() for segment, part in parts):
+        located = book.locate(numbers, dues)
+        records = located.records[located.pending]
+        parts = list(book.timeline.split(records))
+    book.change_parts(records, parts, State.IN_FLIGHT)
+    book.in_flight[key] = InFlight(*key, group, frame.subject, records, parts)
     return Filed()
 
 
@@ -86,35 +100,38 @@ def _settled(book: Book, frame: Frame, body: Buffer) -> Filed:
             continue
         filed.settled.append((dispatch, Outcome(outcome)))
         if outcome == Outcome.STORED:
-            book.change(dispatch.records, State.SENT)
+            book.change_parts(dispatch.records, dispatch.parts, State.SENT)
         else:
-            book.change(dispatch.records, State.PENDING)
-            added += _on_wheel(book, dispatch.records)
+            book.change_parts(dispatch.records, dispatch.parts, State.PENDING)
+            added += _on_wheel(dispatch.parts)
     filed.added = join(added)
     return filed
 
 
-def _on_wheel(book: Book, records: Records) -> list[Records]:
+def _on_wheel(dispatched: list[tuple[Segment, Records]]) -> list[Records]:
     """Return those that no piece will bring any more."""
     parts = []
-    for segment, part in book.timeline.split(records):
+    for segment, part in dispatched:
         if (loading := segment.loading) is not None:
             parts.append(part[(part["row"] < loading.handed) | (part["row"] >= loading.end)])
     return parts
 
 
 def _cancel(book: Book, frame: Frame, body: Buffer) -> Filed:
-    located = book.locate(*_arrays(decode_places(body, frame.count)))
+    located = book.locate(*_places(body, frame.count, 0))
     records = located.records[located.pending]
     book.change(records, State.CANCELLED)
     return Filed(done=records)
 
 
-def _arrays(places: list[Place]) -> tuple[Numbers, Numbers]:
-    """Return numbers and due times; of a message that is named twice, the second time as one that nobody knows."""
-    both = np.array(places, np.uint64).reshape(-1, 2)
+def _places(body: Buffer, count: int, at: int) -> tuple[Numbers, Numbers]:
+    """Return numbers and due times; of a message that is named twice, the second time as one that nobody knows.
+
+    The layout is that of qmq.log.delays, which would make a list of pairs. Raises ValueError: the body is too short.
+    """
+    both = np.frombuffer(body, "<u8", 2 * count, at).reshape(-1, 2)
     numbers, dues = both[:, 0].copy(), np.minimum(both[:, 1], np.uint64(DUE_MAX_MS))
-    if len(numbers) > 1:
+    if len(set(numbers.tolist())) < len(numbers):
         first = np.zeros(len(numbers), np.bool_)
         first[np.unique(numbers, return_index=True)[1]] = True
         numbers[~first] = 0

@@ -29,7 +29,8 @@ class Growing:
 
     @property
     def view(self) -> NDArray[Any]:
-        return self._room[: self._count].view(self._dtype)
+        room = self._room[: self._count]
+        return room if room.dtype is self._dtype else room.view(self._dtype)
 
     def append(self, more: NDArray[Any]) -> None:
         """`more` has the same type."""

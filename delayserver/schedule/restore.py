@@ -39,8 +39,9 @@ def _from_checkpoint(disk: Disk, segment_ms: int, log_start: int) -> Book:
     book.timeline.put([_segment(disk, one) for one in saved.segments])
     for dispatch in saved.in_flight:
         key = (dispatch.producer, dispatch.batch)
-        book.in_flight[key] = InFlight(*key, dispatch.group, dispatch.subject, dispatch.records)
-        book.change(dispatch.records, State.IN_FLIGHT)
+        parts = list(book.timeline.split(dispatch.records))
+        book.in_flight[key] = InFlight(*key, dispatch.group, dispatch.subject, dispatch.records, parts)
+        book.change_parts(dispatch.records, parts, State.IN_FLIGHT)
     return book
 
 

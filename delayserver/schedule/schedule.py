@@ -43,6 +43,7 @@ Views = tuple[list[SegmentView], int | None]
 FLUSH_ROWS = 65_536
 MARKS_LEAST = 256
 """Fewer marks of a segment are not worth a write of their own: they stay in memory and in the checkpoint."""
+PLANNED_MAX = 10_000
 CHECKPOINT_MS = 30_000
 CHECKPOINT_MESSAGES = 1_000_000
 """A restart files at most about so many messages again, in two to three seconds."""
@@ -102,13 +103,11 @@ class Schedule:
     @property
     def pending_messages(self) -> int:
         """Messages that are not done: they pend or are in flight."""
-        self._book.settle()
-        return self._book.counts.messages
+        return self._book.count_all().messages
 
     @property
     def pending_bytes(self) -> int:
-        self._book.settle()
-        return self._book.counts.bytes
+        return self._book.count_all().bytes
 
     @property
     def segments(self) -> int:
@@ -118,6 +117,13 @@ class Schedule:
     def file(self, frame: Frame, body: Buffer) -> Filed:
         """Take the frame at `filed_end`, which lies below the high watermark; raises DamagedSchedule."""
         return file_frame(self._book, frame, body)
+
+    def planned(self, producer: int, batch: int, records: Records) -> None:
+        """A dispatch of exactly these messages, as they came off the wheel, was written: filing it need not look them
+        up, which takes most of its time. Nothing else depends on it."""
+        if len(self._book.planned) >= PLANNED_MAX:
+            self._book.planned.clear()
+        self._book.planned[producer, batch] = records
 
     # -- loading
 
@@ -223,11 +229,10 @@ class Schedule:
 
     def counts(self, begin_ms: int, end_ms: int, subject: str | None = None) -> dict[int, int]:
         """Return messages not done, of the hours that share time with the range, by the ms at which the hour begins."""
-        self._book.settle()
         position = self._book.known_position(subject) if subject is not None else None
         if subject is not None and position is None:
             return {}
-        return self._book.counts.by_hour(begin_ms, end_ms, position)
+        return self._book.count_all().by_hour(begin_ms, end_ms, position)
 
     def find(self, subject: str | None, id_hashes: Sequence[int], key_hashes: Sequence[int], due_ms: int = 0) -> Find:
         """Return a question for a thread: which messages have these hashes (`id_hash`, `key_hash`)?
@@ -260,8 +265,7 @@ class Schedule:
 
     def pending_from(self) -> int:
         """Return an offset of the log below which every message is done; it may be up to 4 MiB too low."""
-        self._book.settle()
-        lowest = self._book.counts.lowest()
+        lowest = self._book.count_all().lowest()
         return self.filed_end if lowest is None else min(lowest, self.filed_end)
 
     def in_flight_below(self, offset: int) -> bool:

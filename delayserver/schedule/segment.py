@@ -162,6 +162,10 @@ class Segment:
 
     def states_of(self, rows: NDArray[np.uint32]) -> States:
         states = self.states()
+        try:
+            return states[rows]
+        except IndexError:  # nothing became of some of them
+            pass
         found = np.zeros(len(rows), np.uint8)
         known = rows < len(states)
         found[known] = states[rows[known]]

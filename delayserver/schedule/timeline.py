@@ -19,17 +19,23 @@ NewSegment = Callable[[int, int], Segment]
 """(begin_ms, end_ms) -> segment"""
 
 
+FEW = 200
+"""So many are looked up faster without numpy."""
+
+
 class Timeline:
     def __init__(self, segment_ms: int, new: NewSegment) -> None:
         self.segments: list[Segment] = []
         self._segment_ms, self._new = segment_ms, new
+        self._begin_list: list[int] = []
         self._begins: Numbers = np.empty(0, np.uint64)
         self._ends: Numbers = np.empty(0, np.uint64)
 
     def put(self, segments: list[Segment]) -> None:
         """Replace all segments; they ascend."""
         self.segments = segments
-        self._begins = np.array([segment.begin_ms for segment in segments], np.uint64)
+        self._begin_list = [segment.begin_ms for segment in segments]
+        self._begins = np.array(self._begin_list, np.uint64)
         self._ends = np.array([segment.end_ms for segment in segments], np.uint64)
 
     def index(self, dues: Numbers) -> NDArray[np.int64]:
@@ -66,11 +72,11 @@ class Timeline:
         """Yield each segment with its part of `records`, in their order; drop those that have no segment."""
         if len(records) == 0:
             return
-        at = self.index(records["due"])
-        if (at == at[0]).all():  # as what is due now mostly is
-            if at[0] >= 0:
-                yield self.segments[at[0]], records
+        dues = records["due"]
+        if len(dues) <= FEW and (only := self._only(dues.tolist())) is not None:
+            yield only, records
             return
+        at = self.index(dues)
         # Numpy sorts 16-bit integers fifteen times as fast; `take` copies records ten times as fast as indexing does.
         order = np.argsort(at.astype(np.int16) if len(self.segments) < 1 << 15 else at, kind="stable")
         at, records = at[order], records.take(order)
@@ -80,6 +86,11 @@ class Timeline:
             if begin < end and at[begin] >= 0:
                 yield self.segments[at[begin]], records[begin:end]
             begin = end
+
+    def _only(self, dues: list[int]) -> Segment | None:
+        """Return the segment of all these, if it is one: as it mostly is of those that are due now."""
+        at = bisect_right(self._begin_list, min(dues)) - 1
+        return self.segments[at] if at >= 0 and max(dues) < self.segments[at].end_ms else None
 
     def between(self, begin_ms: int, end_ms: int) -> list[Segment]:
         """Return the segments that share some time with `[begin_ms, end_ms)`."""

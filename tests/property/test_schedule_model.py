@@ -127,9 +127,11 @@ class ScheduleAndDict(RuleBasedStateMachine):
         self.feed()
 
     @precondition(lambda self: self.known)
-    @rule(picks=PICKS)
-    def dispatch(self, picks: list[int]) -> None:
+    @rule(picks=PICKS, is_planned=st.booleans())
+    def dispatch(self, picks: list[int], is_planned: bool) -> None:
         named = self.picked(picks)
+        if is_planned:
+            self.plan(named)
         self.log.dispatch("group", named, producer=9, batch=self.log.end)
         taken = []
         for number, _ in named:
@@ -139,6 +141,12 @@ class ScheduleAndDict(RuleBasedStateMachine):
         self.flying[9, self.log.frames[-1][0].batch] = taken
         self.take_off(taken)
         self.feed()
+
+    def plan(self, named: list[Place]) -> None:
+        """Say before what the frame will say."""
+        listed = {int(record["number"]): record for record in self.schedule.list(0, 1 << 60, None, 10**6)()}
+        if all(number in listed for number, _ in named):
+            self.schedule.planned(9, self.log.end, np.array([listed[number] for number, _ in named]))
 
     def take_off(self, numbers: list[int]) -> None:
         """They are no more on the wheel when they are dispatched."""
