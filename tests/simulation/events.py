@@ -62,11 +62,12 @@ class Events:
         """Let time go by; return whether `done` came true (it is asked every 50 ms of virtual time)."""
         next_look = self.now_us
         while self._queue and self._queue[0][0] <= end_us:
-            at_us, _, call = heapq.heappop(self._queue)
+            at_us = self._queue[0][0]
             if done is not None and at_us >= next_look:
                 next_look = at_us + 50_000
                 if done():
                     return True
+            at_us, _, call = heapq.heappop(self._queue)
             self.now_us = at_us
             self.steps += 1
             call()

@@ -118,7 +118,7 @@ class Machine:
         if events.chance(0.3):
             self._check_recovery()
         try:
-            self.process = Process(self)
+            self.process = self.make_process()
         except DiskFailed:
             events.note(f"{self.name} dies in recovery")
             self.disk.heal()
@@ -126,6 +126,9 @@ class Machine:
             self.start_later()
         else:
             self.process.begin()
+
+    def make_process(self) -> Process:
+        return Process(self)
 
     def start_later(self) -> None:
         if not self.stays_down:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qmq.types import Role
 from tests.simulation.registry import META
@@ -20,13 +20,17 @@ class Nemesis:
         self._world, self._events = world, world.events
         self._rng = world.events.rng
         self._is_active = True
-        names = list(FAULTS)
+        faults = self.faults()
+        names = list(faults)
         enabled = [name for name in names if self._rng.random() < 0.6] or names
-        self._choices = [(FAULTS[name], name) for name in enabled]
+        self._choices = [(faults[name], name) for name in enabled]
         self._weights = [self._rng.random() * WEIGHTS.get(name, 1.0) + 0.02 for name in enabled]
         self.victim = self._rng.choice(world.machines)
         """The only machine whose disk loses what was fsynced: two lost disks are not covered."""
         self._again()
+
+    def faults(self) -> dict[str, Callable[[Any], bool]]:
+        return FAULTS
 
     def stop(self) -> None:
         self._is_active = False

@@ -1,0 +1,117 @@
+"""A machine of a delay group, with a second disk for the schedule, and the delay servers that live and die on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from delayserver.counters import Counters
+from delayserver.filing import Filing
+from delayserver.keeping import Keeping
+from delayserver.master import DelayMaster
+from delayserver.schedule import Schedule, discard
+from qmq.replication.identity import IdentityFile
+from qmq.replication.master import Appointment
+from qmq.replication.node import Node
+from tests.delay_simulation.brokers import GroupSenders
+from tests.simulation.disk import SimulatedDisk
+from tests.simulation.machine import Machine, Process
+from tests.simulation.watched_log import WatchedLog
+
+if TYPE_CHECKING:
+    from tests.delay_simulation.world import DelayWorld
+
+KEEP_MS = 1 << 40
+
+
+class DelayMachine(Machine):
+    """What stays when a process dies: two disks."""
+
+    world: DelayWorld
+    process: DelayProcess | None
+
+    def __init__(self, world: DelayWorld, name: str) -> None:
+        super().__init__(world, name)
+        self.shelf = SimulatedDisk(world.events.rng)
+
+    def make_process(self) -> DelayProcess:
+        self.shelf.heal()
+        return DelayProcess(self)
+
+    def _lose_unsynced(self) -> None:
+        super()._lose_unsynced()
+        self.shelf.heal()
+        self.shelf.crash(self.world.events.rng if self.world.events.chance(0.8) else None)
+
+
+class DelayProcess(Process):
+    """One life of a delay server: what delayserver.main and qmq.server.service do around the core."""
+
+    machine: DelayMachine
+    world: DelayWorld
+
+    def __init__(self, machine: DelayMachine) -> None:
+        self.machine, self.world, self.name = machine, machine.world, machine.name
+        self._events = machine.world.events
+        world, limits = self.world, self.world.swarm.limits
+        self.is_alive = True
+        self.performing = self.seen_master = None
+        self.seen_high = 0
+        self.alone_end = 0
+        """Up to here it wrote without a slave, or had one that was lost: plans before this may go without it."""
+        self._turn_is_due = False
+        self._master_link = None
+        self._connecting = 0
+        self.counters = Counters()
+        self.log = WatchedLog(
+            machine.disk, owner=machine.name, oracle=world.oracle, segment_bytes=limits.segment_bytes,
+            tail_bytes=limits.tail_bytes,
+        )  # fmt: skip
+        self.settings = world.settings(machine.name)
+        self.senders = GroupSenders(world, self)
+        self.node: Node[DelayMaster] = Node(
+            message_log=self.log, host=self, settings=self.settings, appoint=self._appoint,
+            identity=IdentityFile(machine.disk, new_incarnation=f"{machine.name}{machine.lives}"),
+        )  # fmt: skip
+        self.filing = Filing(
+            self.log, self, make=self._make, discard=lambda: discard(machine.shelf),
+            found_damage=self.node.found_damage,
+        )  # fmt: skip
+        self.keeping = Keeping(lambda: self.filing, self.settings)
+        if self.filing.schedule.filed_end > self.log.start:
+            self._events.count("schedule begins with its checkpoint")
+
+    def _make(self, log_start: int) -> Schedule:
+        schedule = Schedule(
+            self.machine.shelf, segment_ms=self.world.segment_ms(), log_start=log_start, keep_ms=KEEP_MS
+        )
+        if schedule.rebuilt:
+            self._events.count("schedule made anew")
+            self._events.note(f"{self.name} schedule anew: {schedule.rebuilt}")
+        return schedule
+
+    def _appoint(self, appointment: Appointment) -> DelayMaster:
+        return DelayMaster(appointment, self.settings, self.counters, self.filing, self.senders)
+
+    def begin(self) -> None:
+        super().begin()
+        self._every(10, 30, self._beat)
+
+    def _beat(self) -> None:
+        master = self.node.master
+        if master is not None:
+            self.guarded(master.beat)
+        else:
+            known = min(self.log.state.high_watermark, self.log.flushed_end)
+            if self.world.is_quiet:
+                known = self.log.flushed_end  # else the last frame waits for the next one to say so
+            self.guarded(lambda: self.filing.go_on(max(known, self.filing.schedule.filed_end)))
+        if self.is_alive:
+            self.guarded(lambda: self.filing.keep(self.now_ms()))
+
+    def _drop(self) -> None:
+        while self.is_alive and not self.node.is_pinned(()) and self.keeping.may_drop(self.log, self.now_ms()):
+            self._events.count("segment dropped")
+            self._events.note(f"{self.name} drops {self.log.bases[0]}")
+            self.world.oracle.dropping(self)
+            self.log.drop_oldest_segment()
+            self.keeping.dropped(self.log)

@@ -1,0 +1,99 @@
+"""What goes wrong besides everything that goes wrong with two brokers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation.nemesis import FAULTS as PAIR_FAULTS
+from tests.simulation.nemesis import Nemesis
+
+if TYPE_CHECKING:
+    from tests.delay_simulation.world import DelayWorld
+
+
+class DelayNemesis(Nemesis):
+    """Made per seed; strikes until it is told to stop."""
+
+    _world: DelayWorld
+
+    def faults(self) -> dict[str, Callable[[Any], bool]]:
+        return FAULTS
+
+    def wipe(self) -> bool:
+        """The slave's disks are replaced by empty ones."""
+        if not super().wipe():
+            return False
+        self._world.machine(self.victim.name).shelf.wipe()
+        return True
+
+    def shelf_refuses(self) -> bool:
+        """The disk fails within a flush or a checkpoint."""
+        shelf = self._machine().shelf
+        shelf.fail_at = shelf.calls + self._rng.randint(1, 12)
+        return True
+
+    def shelf_lost(self) -> bool:
+        """Files of the schedule are lost, or all of them, while nobody runs."""
+        machine = self._machine()
+        machine.die("its schedule is lost", power=self._rng.random() < 0.5)
+        machine.shelf.heal()
+        names = sorted(machine.shelf._files)
+        for name in names if self._rng.random() < 0.3 else self._rng.sample(names, len(names) // 2):
+            machine.shelf.remove(name)
+        return bool(names)
+
+    def shelf_flips(self) -> bool:
+        """One bit of the schedule, whether a process uses it or not."""
+        shelf = self._machine().shelf
+        names = sorted(name for name, file in shelf._files.items() if len(file.durable))
+        if not names:
+            return False
+        name = self._rng.choice(names)
+        file = shelf._files[name]
+        file.data[self._rng.randrange(len(file.data))] ^= 1 << self._rng.randrange(8)
+        return True
+
+    def group_away(self) -> bool:
+        return self._for_a_while("is_up", False)
+
+    def group_refuses(self) -> bool:
+        return self._for_a_while("refuses", True)
+
+    def group_mute(self) -> bool:
+        return self._for_a_while("mute", self._rng.choice((0.3, 1.0)))
+
+    def group_late(self) -> bool:
+        return self._for_a_while("late_ms", self._rng.choice((30.0, 300.0, 1500.0)))
+
+    def _for_a_while(self, what: str, value: Any) -> bool:
+        group = self._rng.choice(list(self._world.brokers.groups.values()))
+        before = {"is_up": True, "refuses": False, "mute": 0.0, "late_ms": 1.0}[what]
+        setattr(group, what, value)
+        self._events.between(20, 2500, lambda: setattr(group, what, before))
+        return True
+
+    def route_changes(self) -> bool:
+        """Groups come and go for a subject."""
+        brokers = self._world.brokers
+        routes = self._rng.choice(list(brokers.routes.values()))
+        names = list(brokers.groups)
+        routes[:] = sorted(self._rng.sample(names, self._rng.randint(0, len(names))))
+
+        def back() -> None:
+            routes[:] = names
+
+        self._events.between(50, 2500, back)
+        return True
+
+
+FAULTS: dict[str, Callable[[Any], bool]] = {
+    **{name: getattr(DelayNemesis, name) for name in PAIR_FAULTS if name != "consumer_vanishes"},
+    **{
+        name: getattr(DelayNemesis, name)
+        for name in (
+            "shelf_refuses", "shelf_lost", "shelf_flips", "group_away", "group_refuses", "group_mute", "group_late",
+            "route_changes",
+        )
+    },
+}  # fmt: skip

@@ -1,0 +1,163 @@
+"""What a delay group promised, and whether it is kept (I11), besides what every pair of copies promises.
+
+Two things are allowed that a reader may not expect. A message may be stored twice if a dispatch of it stayed in doubt
+and it went to another group. And what a master without a slave dispatched is not known to the next one, if its plan
+was on one disk alone: such a message may be sent again, and whoever cancels it later may be told that it is cancelled.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING
+
+from qmq.client.numbered import NumberedBatch
+from qmq.codec import Buffer, decode_envelope, split_batch
+from qmq.log.delays import decode_dispatch
+from qmq.log.frame import Frame, FrameKind
+from qmq.remoting.commands import Produced
+from tests.simulation.events import Events, Violation
+from tests.simulation.oracle import Oracle
+from tests.simulation.watched_log import WatchedLog
+
+if TYPE_CHECKING:
+    from tests.delay_simulation.brokers import Key
+    from tests.delay_simulation.clients import Question
+    from tests.delay_simulation.machine import DelayProcess
+
+RECENT = 400
+
+
+class DelayOracle(Oracle):
+    """Made per seed. Raises Violation."""
+
+    def __init__(self, events: Events) -> None:
+        super().__init__(events)
+        self.dues: dict[str, set[int]] = {}
+        """Id -> when it may be due: as it was sent, or as somebody asked for and may have been granted."""
+        self.asked: set[str] = set()
+        self.asked_again: set[str] = set()
+        self.recent: deque[str] = deque(maxlen=RECENT)
+        """What was acknowledged last."""
+        self.cancelled: dict[str, int] = {}
+        self.said_sent: set[str] = set()
+        self.places: dict[str, list[Key]] = defaultdict(list)
+        """Id -> where it was stored, each batch once."""
+        self.tried: dict[str, dict[Key, None]] = defaultdict(dict)
+        self.doubtful: set[Key] = set()
+        """Batches of which some attempt has no certain answer."""
+        self.alone: set[str] = set()
+        """What a master without slave sent, before both copies had the plan."""
+        self.refused_later: set[str] = set()
+        self.plans: dict[tuple[int, int], tuple[Frame, str, list[tuple[int, int]]]] = {}
+        self._contents: dict[Key, list[str]] = {}
+
+    # Told by the logs.
+
+    def taking(self, log: WatchedLog, frame: Frame, body: Buffer) -> None:
+        super().taking(log, frame, body)
+        if frame.kind == FrameKind.DISPATCH:
+            group, places = decode_dispatch(body, frame.count)
+            self.plans[frame.producer, frame.batch] = (frame, group, places)
+
+    def dropping(self, process: DelayProcess) -> None:
+        """The oldest segment of a log is about to go."""
+
+    def look(self, process: DelayProcess) -> None:
+        super().look(process)
+        master = process.node.master
+        if master is not None and master.gate.alone:
+            process.alone_end = process.log.end
+
+    # Told by the clients.
+
+    def acknowledged(self, batch: tuple[int, int], subject: str, ids: list[str], produced: Produced) -> None:
+        super().acknowledged(batch, subject, ids, produced)
+        self.recent.extend(id for id in ids if id in self.acked)
+
+    def told(self, question: Question, fate: str) -> None:
+        """Somebody hears what became of a message."""
+        id = question.id
+        if fate == "cancelled":
+            if question.due_ms and id not in self.asked_again:
+                raise Violation(f"I11: {id} is cancelled, and nobody asked for it")
+            self.cancelled.setdefault(id, self._events.now_ms)
+            if self.places[id] and id not in self.alone:
+                raise Violation(f"I11: {id} is said to be cancelled, and was stored")
+        elif fate == "rescheduled":
+            if id not in self.asked_again:
+                self.dues[id] = {question.due_ms}
+        elif fate == "sent":
+            if id in self.cancelled:
+                raise Violation(f"I11: {id} is said to be sent, and was cancelled")
+            self.said_sent.add(id)
+        elif question.was_known and not self.tried[id] and question.attempts == 1:
+            raise Violation(f"I11: nobody knows {id}, which was acknowledged and not sent")
+
+    # Told by the senders.
+
+    def attempting(self, process: DelayProcess, group: str, batch: NumberedBatch) -> bool:
+        """A delay server sends a batch now; return whether no attempt of it is in doubt."""
+        master, key = process.node.master, (group, batch.producer, batch.number)
+        if master is None or not master.in_office:
+            raise Violation(f"I11: {process.name} sends, and is no master")
+        frame, planned, places = self.plans[batch.producer, batch.number]
+        body = b"".join(batch.blocks)
+        messages = [bytes(one) for one in split_batch(body, batch.count)]
+        ids = [decode_envelope(message).id for message in messages]
+        if planned != group:
+            raise Violation(f"I11: {process.name} sends to {group} what is planned for {planned}")
+        if self._contents.setdefault(key, ids) != ids or len(ids) != len(places):
+            raise Violation(f"I11: batch {key} was {self._contents[key]}, and is {ids}")
+        self._check_plan(process, frame, places, ids)
+        dues = [int.from_bytes(message[9:17], "big") for message in messages]
+        now_ms = master._reign.retry_ms()
+        for id, due_ms in zip(ids, dues, strict=True):
+            if frame.epoch == master.epoch and due_ms > now_ms:
+                raise Violation(f"I11: {id} is sent {due_ms - now_ms} ms before it is due")
+            if due_ms not in self.dues[id] and id not in self.refused_later and id not in self.alone:
+                raise Violation(f"I11: {id} is sent for a time at which it is not due any more")
+            if id in self.cancelled and id not in self.alone:
+                raise Violation(f"I11: {id}, which is cancelled, is sent")
+            self.tried[id][key] = None
+        return key not in self.doubtful
+
+    def _check_plan(self, process: DelayProcess, frame: Frame, places: list[tuple[int, int]], ids: list[str]) -> None:
+        master, log = process.node.master, process.log
+        assert master is not None
+        if frame.end <= self.committed.end and self._has_committed(log):
+            return
+        gate = master.gate
+        was_alone = frame.end <= process.alone_end
+        if was_alone and frame.end <= log.flushed_end and all(number < gate.high_watermark for number, _ in places):
+            self._events.count("sent by a master alone")
+            self.alone.update(ids)
+            return
+        raise Violation(f"I11: {process.name} sends what is planned at {frame.offset}, and that is not safe")
+
+    # Told by the broker groups.
+
+    def stored(self, id: str, key: Key) -> None:
+        places = self.places[id]
+        if id in self.cancelled and id not in self.alone:
+            raise Violation(f"I11: {id}, which is cancelled, is stored")
+        if places and not self._may_repeat(id, key):
+            raise Violation(f"I11: {id} is stored as {key} and was as {places}, and nobody was in doubt")
+        if places:
+            self._events.count("stored twice")
+        places.append(key)
+
+    def _may_repeat(self, id: str, key: Key) -> bool:
+        if id in self.alone or id in self.refused_later:
+            return True
+        return all(other in self.doubtful and other[0] != key[0] for other in self.places[id])
+
+    # At the end.
+
+    def check_sent(self) -> None:
+        for id in self.acked:
+            if id in self.cancelled or self.places[id]:
+                continue
+            raise Violation(f"I11: {id} was acknowledged and is stored nowhere; sent as {list(self.tried[id])}")
+        for id in self.said_sent:
+            if not self.places[id] and id not in self.cancelled:
+                raise Violation(f"I11: {id} is said to be sent, and is stored nowhere")
