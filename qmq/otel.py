@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import overload
 
 from opentelemetry import propagate, trace
@@ -48,14 +50,72 @@ def extract(message: Message) -> Context:
     return propagate.extract(carrier, Context())
 
 
-class TracedProducer:
+End = Callable[[Receipt | BaseException | None], None]
+"""Ends the spans of a message with its receipt, or with the error that it can never be sent for."""
+
+
+class Sending:
+    """Spans of what a producer sends, whichever form it has."""
+
+    def __init__(self, tracer_provider: TracerProvider | None) -> None:
+        self._tracer = _tracer(tracer_provider)
+
+    @contextmanager
+    def _until_known(self, message: Message) -> Iterator[End]:
+        """Begin the spans of a message, which carries their context; yield what ends them, as a raising block does."""
+        span = self._tracer.start_span("Qmq.Produce.Send", kind=SpanKind.PRODUCER, attributes=SYSTEM)
+        span.set_attribute("subject", message.subject)
+        context = trace.set_span_in_context(span)
+        carrying = self._tracer.start_span("Qmq.QueueSender.Send", context)
+
+        def end(receipt: Receipt | BaseException | None) -> None:
+            if isinstance(receipt, Receipt):
+                note(receipt, span, carrying)
+            elif receipt is not None:
+                span.set_status(StatusCode.ERROR, f"{type(receipt).__name__}: {receipt}")
+            carrying.end()
+            span.end()
+
+        try:
+            inject(message, context)
+            yield end
+        except BaseException as error:
+            end(error)
+            raise
+
+    @contextmanager
+    def _sending(self, attributes: dict[str, str]) -> Iterator[tuple[Span, Span]]:
+        start = self._tracer.start_as_current_span
+        with start("Qmq.Produce.Send", kind=SpanKind.PRODUCER, attributes=SYSTEM | attributes) as span:
+            with start("Qmq.QueueSender.Send") as carrying:
+                yield span, carrying
+
+    @contextmanager
+    def _sending_many(
+        self, messages: Iterable[Message]
+    ) -> Iterator[tuple[Iterator[Message], Callable[[Receipts], None]]]:
+        """Begin the spans of a `send_many`; yield the messages, which carry their context, and what notes its end."""
+        with self._sending({}) as (span, _):
+
+            def note_all(receipts: Receipts) -> None:
+                span.set_attribute("messages", len(receipts))
+                if missing := len(receipts) - receipts.count_of(Outcome.STORED):
+                    span.set_attribute("messages.not_stored", missing)
+                    span.set_status(StatusCode.ERROR, f"{missing} messages are not stored")
+
+            yield _injected(messages, trace.set_span_in_context(span)), note_all
+
+
+class TracedProducer(Sending):
     """Sends as the producer that it wraps does, which is opened and closed as ever. Messages are given a context.
 
-    A million messages of one `send_many` have one span together: each of its own would fill the memory.
+    A million messages of one `send_many` have one span together: each of its own would fill the memory. The form for
+    programs without an event loop is `qmq.blocking.otel.TracedProducer`.
     """
 
     def __init__(self, producer: Producer, *, tracer_provider: TracerProvider | None = None) -> None:
-        self._producer, self._tracer = producer, _tracer(tracer_provider)
+        super().__init__(tracer_provider)
+        self._producer = producer
 
     @overload
     async def send(self, message: Message) -> Receipt: ...
@@ -70,18 +130,13 @@ class TracedProducer:
         with self._sending({"subject": message.subject}) as (span, carrying):
             inject(message, trace.set_span_in_context(span))
             receipt = await self._producer.send(message)
-            _note(receipt, span, carrying)
+            note(receipt, span, carrying)
             return receipt
 
     async def send_many(self, messages: Iterable[Message]) -> Receipts:
         """See `Producer.send_many`."""
-        with self._sending({}) as (span, _):
-            context = trace.set_span_in_context(span)
-            receipts = await self._producer.send_many(_injected(messages, context))
-            span.set_attribute("messages", len(receipts))
-            if missing := len(receipts) - receipts.count_of(Outcome.STORED):
-                span.set_attribute("messages.not_stored", missing)
-                span.set_status(StatusCode.ERROR, f"{missing} messages are not stored")
+        with self._sending_many(messages) as (carrying, note_all):
+            note_all(receipts := await self._producer.send_many(carrying))
             return receipts
 
     def send_nowait(self, message: Message, on_done: Callable[[Receipt], None]) -> None:
@@ -97,37 +152,8 @@ class TracedProducer:
     async def _send_in(self, session: object, message: Message) -> asyncio.Future[Receipt]:
         with self._until_known(message) as end:
             later = await self._producer.send(message, session=session)
-            later.add_done_callback(lambda done: end(None if done.cancelled() else done.result()))
+            later.add_done_callback(partial(end_with, end))
             return later
-
-    @contextmanager
-    def _until_known(self, message: Message) -> Iterator[Callable[[Receipt | None], None]]:
-        """Begin the spans of a message, which carries their context; yield what ends them, as a raising block does."""
-        span = self._tracer.start_span("Qmq.Produce.Send", kind=SpanKind.PRODUCER, attributes=SYSTEM)
-        span.set_attribute("subject", message.subject)
-        context = trace.set_span_in_context(span)
-        carrying = self._tracer.start_span("Qmq.QueueSender.Send", context)
-
-        def end(receipt: Receipt | None) -> None:
-            if receipt is not None:
-                _note(receipt, span, carrying)
-            carrying.end()
-            span.end()
-
-        try:
-            inject(message, context)
-            yield end
-        except BaseException as error:
-            span.set_status(StatusCode.ERROR, f"{type(error).__name__}: {error}")
-            end(None)
-            raise
-
-    @contextmanager
-    def _sending(self, attributes: dict[str, str]) -> Iterator[tuple[Span, Span]]:
-        start = self._tracer.start_as_current_span
-        with start("Qmq.Produce.Send", kind=SpanKind.PRODUCER, attributes=SYSTEM | attributes) as span:
-            with start("Qmq.QueueSender.Send") as carrying:
-                yield span, carrying
 
 
 class Tracing:
@@ -174,7 +200,12 @@ def _injected(messages: Iterable[Message], context: Context) -> Iterator[Message
         yield message
 
 
-def _note(receipt: Receipt, span: Span, carrying: Span) -> None:
+def end_with(end: End, future: asyncio.Future[Receipt] | Future[Receipt]) -> None:
+    """End the spans as a future ended."""
+    end(None if future.cancelled() else future.exception() or future.result())
+
+
+def note(receipt: Receipt, span: Span, carrying: Span) -> None:
     span.set_attributes({"messageId": receipt.message_id, "outcome": receipt.outcome.value})
     carrying.set_attribute("broker", receipt.broker_group)
     if not receipt.is_stored:

@@ -1,0 +1,62 @@
+"""Shell. OpenTelemetry for programs without an event loop: what is sent. See qmq.otel.
+
+Of what is received, `qmq.otel.Tracing` is the filter here, too: a handler runs in its thread within the span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from functools import partial
+from typing import overload
+
+from opentelemetry import trace
+from opentelemetry.trace import TracerProvider
+
+from qmq.blocking.producer import Producer
+from qmq.client.batching import Done, Receipt, Receipts
+from qmq.message import Message
+from qmq.otel import Sending, end_with, inject, note
+
+
+class TracedProducer(Sending):
+    """Sends as the `qmq.blocking.Producer` that it wraps does, from any thread. Messages are given a context.
+
+    The context is that of the calling thread. It is opened and closed as ever.
+    """
+
+    def __init__(self, producer: Producer, *, tracer_provider: TracerProvider | None = None) -> None:
+        super().__init__(tracer_provider)
+        self._producer = producer
+
+    @overload
+    def send(self, message: Message) -> Receipt: ...
+
+    @overload
+    def send(self, message: Message, *, session: object) -> Future[Receipt]: ...
+
+    def send(self, message: Message, *, session: object = None) -> Receipt | Future[Receipt]:
+        """See `Producer.send`. With a session, the spans end when the outcome is known, after the commit."""
+        if session is not None:
+            with self._until_known(message) as end:
+                later = self._producer.send(message, session=session)
+                later.add_done_callback(partial(end_with, end))
+                return later
+        with self._sending({"subject": message.subject}) as (span, carrying):
+            inject(message, trace.set_span_in_context(span))
+            receipt = self._producer.send(message)
+            note(receipt, span, carrying)
+            return receipt
+
+    def send_many(self, messages: Iterable[Message]) -> Receipts:
+        """See `Producer.send_many`."""
+        with self._sending_many(messages) as (carrying, note_all):
+            note_all(receipts := self._producer.send_many(carrying))
+            return receipts
+
+    def send_nowait(self, message: Message, on_done: Done | None = None) -> Future[Receipt]:
+        """See `Producer.send_nowait`. The spans end when the future does."""
+        with self._until_known(message) as end:
+            future = self._producer.send_nowait(message, on_done)
+        future.add_done_callback(partial(end_with, end))
+        return future

@@ -1,0 +1,92 @@
+"""Shell. The same spans in a program without an event loop: one trace from producer to handler, and every span ends."""
+
+from __future__ import annotations
+
+from threading import Thread
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import StatusCode
+
+import qmq.blocking
+from qmq.blocking.otel import TracedProducer
+from qmq.errors import InvalidMessage
+from qmq.otel import Tracing
+from qmq.testing import BlockingBroker
+from tests.unit.test_otel import ACK, CARRY, PROCESS, SEND, Spans, is_child
+
+
+class World:
+    """A broker in memory, a producer with spans, and what to trace a consumer with."""
+
+    def __init__(self, broker, producer):
+        self.broker, self.spans = broker, Spans()
+        self.provider = TracerProvider(shutdown_on_exit=False)
+        self.provider.add_span_processor(self.spans)
+        self.producer = TracedProducer(producer, tracer_provider=self.provider)
+        self.tracing = Tracing(tracer_provider=self.provider)
+
+    def codes(self):
+        return [span.status.status_code for span in self.spans.named(SEND)]
+
+
+@pytest.fixture
+def world():
+    with BlockingBroker() as broker, qmq.blocking.Producer(metaserver=broker.metaserver, app="test") as producer:
+        one = World(broker, producer)
+        yield one
+        producer.flush()
+    assert one.spans.open == set(), "spans that never ended"
+    assert trace.get_current_span() is trace.INVALID_SPAN, "a span that stayed active"
+
+
+def test_a_blocking_handler_runs_in_the_trace_of_the_caller(world):
+    consumer, seen = qmq.blocking.Consumer(metaserver=world.broker.metaserver, app="test"), []
+
+    @consumer.listen("order", group="g", start="earliest", filters=[world.tracing])
+    def handle(message):
+        seen.append(trace.get_current_span())
+
+    with world.provider.get_tracer("application").start_as_current_span("mine") as mine:
+        receipt = world.producer.send(qmq.Message("order", {"n": 1}))
+    running = Thread(target=consumer.run)
+    running.start()
+    world.broker.wait_until_consumed("order", "g")
+    consumer.stop()
+    running.join(30)
+    (send,), (carry,), (process,), (ack,) = (world.spans.named(name) for name in (SEND, CARRY, PROCESS, ACK))
+    assert is_child(send, mine) and is_child(carry, send) and is_child(process, send) and is_child(ack, process)
+    assert [span.get_span_context() for span in seen] == [process.get_span_context()]
+    assert send.attributes["messageId"] == process.attributes["messageId"] == receipt.message_id
+
+
+def test_send_many_has_one_span_for_all_its_messages(world):
+    messages = [qmq.Message("order", {"n": n}) for n in range(30)] + [qmq.Message("order", {"x": "x" * 40_000})]
+    world.producer.send_many(iter(messages))
+    (send,) = world.spans.named(SEND)
+    assert (send.attributes["messages"], send.attributes["messages.not_stored"]) == (31, 1)
+    traces = {message["qtrace_traceparent"].split("-")[1] for message in world.broker.messages("order")}
+    assert traces == {f"{send.context.trace_id:032x}"}
+
+
+def test_send_nowait_ends_its_spans_with_the_outcome_whatever_that_is(world):
+    receipts = []
+    assert world.producer.send_nowait(qmq.Message("order", {"n": 1}), receipts.append).result(10).is_stored
+    world.broker.refuse_next(InvalidMessage("not today"))
+    assert not world.producer.send_nowait(qmq.Message("order", {"n": 2})).result(10).is_stored
+    with pytest.raises(InvalidMessage):
+        world.producer.send_nowait(qmq.Message("order", {"n": object()})).result(10)
+    world.producer._producer.close()
+    with pytest.raises(qmq.ClientClosed):
+        world.producer.send_nowait(qmq.Message("order", {"n": 3}))
+    assert world.codes() == [StatusCode.UNSET, *[StatusCode.ERROR] * 3]
+    assert len(world.spans.named(CARRY)) == 4 and [one.is_stored for one in receipts] == [True]
+
+
+def test_a_refused_or_impossible_message_ends_its_spans_as_failed(world):
+    world.broker.refuse_next(InvalidMessage("not today"))
+    assert not world.producer.send(qmq.Message("order", {"n": 1})).is_stored
+    with pytest.raises(InvalidMessage):
+        world.producer.send(qmq.Message("order", {"n": object()}))
+    assert world.codes() == [StatusCode.ERROR] * 2
