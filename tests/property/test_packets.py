@@ -158,6 +158,41 @@ def test_a_delay_or_verdict_that_nobody_knows_is_refused(entry):
         commands.decode_nack(memoryview(commands.encode_nack(commands.Nack(1, [entry], ""))))
 
 
+words = st.text(min_size=1, max_size=30)
+states = st.lists(st.sampled_from(commands.DelayState), max_size=5)
+
+
+@given(st.builds(commands.Cancel, names, st.lists(words, min_size=1), st.lists(words), U64), states, states)
+def test_a_cancel_and_its_answer_come_back_as_they_were(cancel, ids, keys):
+    assert commands.decode_cancel(memoryview(commands.encode_cancel(cancel))) == cancel
+    cancelled = commands.Cancelled(ids, keys)
+    assert commands.decode_cancelled(memoryview(commands.encode_cancelled(cancelled))) == cancelled
+
+
+@given(names, words, st.booleans(), U64, st.sampled_from(commands.DelayState))
+def test_a_reschedule_and_its_answer_come_back_as_they_were(subject, word, is_id, due_ms, state):
+    reschedule = commands.Reschedule(subject, word if is_id else "", "" if is_id else word, due_ms)
+    assert commands.decode_reschedule(memoryview(commands.encode_reschedule(reschedule))) == reschedule
+    assert commands.decode_rescheduled(memoryview(commands.encode_rescheduled(state))) is state
+
+
+@pytest.mark.parametrize(
+    "decode, fields",
+    [
+        pytest.param(commands.decode_cancel, {"subject": "s", "ids": [], "keys": [], "due_ms": 0}, id="no name"),
+        pytest.param(commands.decode_cancel, {"subject": "s", "ids": [1], "keys": [], "due_ms": 0}, id="no word"),
+        pytest.param(commands.decode_cancel, {"subject": "s", "ids": [""], "keys": [], "due_ms": 0}, id="empty word"),
+        pytest.param(commands.decode_cancelled, {"ids": ["gone"], "keys": []}, id="a state that nobody knows"),
+        pytest.param(commands.decode_reschedule, {"subject": "s", "id": "i", "key": "k", "due_ms": 0}, id="both"),
+        pytest.param(commands.decode_reschedule, {"subject": "s", "id": "", "key": "", "due_ms": 0}, id="neither"),
+        pytest.param(commands.decode_rescheduled, {"outcome": "moved"}, id="an outcome that nobody knows"),
+    ],
+)
+def test_a_recall_that_makes_no_sense_is_refused(decode, fields):
+    with pytest.raises(InvalidRequest):
+        decode(commands.encode_json(**fields))
+
+
 @given(st.builds(commands.Confirmation, st.builds(Epoch, U32, U32), U64, U64))
 def test_a_confirmation_comes_back_as_it_was(confirmation):
     assert commands.decode_confirmation(memoryview(commands.encode_confirmation(confirmation))) == confirmation
@@ -180,6 +215,10 @@ DECODERS = [
     lambda body: commands.decode_json(body, token=str),
     commands.decode_produce,
     commands.decode_nack,
+    commands.decode_cancel,
+    commands.decode_cancelled,
+    commands.decode_reschedule,
+    commands.decode_rescheduled,
     commands.decode_produced,
     commands.decode_pull,
     lambda body: list(commands.decode_pulled(body)),
