@@ -144,6 +144,9 @@ class Book:
         count = len(numbers)
         if self._fresh and count and int(dues.max()) >= self._fresh_from:
             self.settle()
+        if (only := self.timeline.only(dues)) is not None:
+            records, found = only.locate(numbers)
+            return Located(records, found, only.states_of(records["row"]))
         located = Located(np.zeros(count, RECORD), np.zeros(count, np.bool_), np.zeros(count, np.uint8))
         positions = self.timeline.index(dues)
         for position in np.unique(positions[positions >= 0]).tolist():

@@ -78,18 +78,25 @@ def _dispatch(book: Book, frame: Frame, body: Buffer) -> Filed:
     key = (frame.producer, frame.batch)
     group, _ = decode_dispatch(body, 0)
     numbers, dues = _places(body, frame.count, len(body) - PLACE_BYTES * frame.count)
-    records = book.planned.pop(key, None)
-    if records is None or not np.array_equal(records["number"], numbers):
+    records = _planned(book, key, numbers)
+    if records is None:
         located = book.locate(numbers, dues)
         records = located.records[located.pending]
     parts = list(book.timeline.split(records))
-    if not all((segment.states_of(part["row"]) == State.PENDING).all() for segment, part in parts):
-        located = book.locate(numbers, dues)
-        records = located.records[located.pending]
-        parts = list(book.timeline.split(records))
     book.change_parts(records, parts, State.IN_FLIGHT)
     book.in_flight[key] = InFlight(*key, group, frame.subject, records, parts)
     return Filed()
+
+
+def _planned(book: Book, key: tuple[int, int], numbers: Numbers) -> Records | None:
+    """Return what was said before about this dispatch, if that is still so."""
+    records = book.planned.pop(key, None)
+    if records is None or not np.array_equal(records["number"], numbers):
+        return None
+    for segment, part in book.timeline.split(records):
+        if segment.states_of(part["row"]).any():  # not all pend
+            return None
+    return records
 
 
 def _settled(book: Book, frame: Frame, body: Buffer) -> Filed:

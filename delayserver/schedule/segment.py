@@ -26,7 +26,7 @@ from qmq.log.disk import Disk
 
 States = NDArray[np.uint8]
 FOLDER = "segments"
-NO_NUMBER, NO_BLOCK = (1 << 64) - 1, 1 << 62
+NO_NUMBER = (1 << 64) - 1
 READ_BLOCKS = 512
 """32,768 rows, 1.5 MiB: what is read of a file at once; to put them on a wheel takes about 2 ms."""
 
@@ -192,20 +192,22 @@ class Segment:
         for part in (self.flushing, self.tail.view):
             _pick(part, numbers, records, found)
         if self.written and not found.all():
-            rest = np.flatnonzero(~found)
-            blocks = np.searchsorted(self.firsts.view[: self.written // BLOCK_ROWS], numbers[rest], "right") - 1
-            if (wanted := np.unique(blocks[blocks >= 0])).size:
-                _pick(self._read_blocks(wanted), numbers, records, found)
+            in_file = self.firsts.view[: self.written // BLOCK_ROWS]
+            blocks = sorted({*(in_file.searchsorted(numbers[~found], "right") - 1).tolist()} - {-1})
+            if blocks:
+                _pick(self._read_blocks(blocks), numbers, records, found)
         return records, found
 
-    def _read_blocks(self, blocks: NDArray[np.int64]) -> Records:
+    def _read_blocks(self, blocks: list[int]) -> Records:
         """Read blocks here and there in the file, neighbours at once."""
-        borders = np.flatnonzero(np.diff(blocks, prepend=-2, append=NO_BLOCK) != 1)
-        firsts, lasts = blocks[borders[:-1]].tolist(), (blocks[borders[1:] - 1] + 1).tolist()
-        data = b"".join(
-            [read_blocks(self._disk, self.name, first, last) for first, last in zip(firsts, lasts, strict=True)]
-        )
-        return decode_blocks(self.name, self.begin_ms, blocks, data)
+        data, at = [], 0
+        while at < len(blocks):
+            end = at + 1
+            while end < len(blocks) and blocks[end] == blocks[end - 1] + 1:
+                end += 1
+            data.append(read_blocks(self._disk, self.name, blocks[at], blocks[end - 1] + 1))
+            at = end
+        return decode_blocks(self.name, self.begin_ms, np.array(blocks), b"".join(data))
 
     def take_blocks(self) -> Records:
         """Take what fills whole blocks out of the tail; it is `flushing` until it was written."""
@@ -225,7 +227,7 @@ def _pick(part: Records, numbers: Numbers, records: Records, found: NDArray[np.b
     if not len(part):
         return
     known = part["number"]
-    at = np.minimum(np.searchsorted(known, numbers), len(part) - 1)
+    at = np.minimum(known.searchsorted(numbers), len(part) - 1)
     hits = known[at] == numbers
     records[hits] = part.take(at[hits])
     found |= hits

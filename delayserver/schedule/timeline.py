@@ -72,11 +72,10 @@ class Timeline:
         """Yield each segment with its part of `records`, in their order; drop those that have no segment."""
         if len(records) == 0:
             return
-        dues = records["due"]
-        if len(dues) <= FEW and (only := self._only(dues.tolist())) is not None:
+        if (only := self.only(records["due"])) is not None:
             yield only, records
             return
-        at = self.index(dues)
+        at = self.index(records["due"])
         # Numpy sorts 16-bit integers fifteen times as fast; `take` copies records ten times as fast as indexing does.
         order = np.argsort(at.astype(np.int16) if len(self.segments) < 1 << 15 else at, kind="stable")
         at, records = at[order], records.take(order)
@@ -87,10 +86,13 @@ class Timeline:
                 yield self.segments[at[begin]], records[begin:end]
             begin = end
 
-    def _only(self, dues: list[int]) -> Segment | None:
-        """Return the segment of all these, if it is one: as it mostly is of those that are due now."""
-        at = bisect_right(self._begin_list, min(dues)) - 1
-        return self.segments[at] if at >= 0 and max(dues) < self.segments[at].end_ms else None
+    def only(self, dues: Numbers) -> Segment | None:
+        """Return the segment of all these, if they are few and it is one: as of what is due now it mostly is."""
+        if not 0 < len(dues) <= FEW:
+            return None
+        few = dues.tolist()
+        at = bisect_right(self._begin_list, min(few)) - 1
+        return self.segments[at] if at >= 0 and max(few) < self.segments[at].end_ms else None
 
     def between(self, begin_ms: int, end_ms: int) -> list[Segment]:
         """Return the segments that share some time with `[begin_ms, end_ms)`."""
