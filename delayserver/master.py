@@ -244,6 +244,7 @@ class DelayMaster(Master):
             "loaded_messages": len(self.wheel),
             "loaded_bytes": self.wheel.bytes,
             "waiting_messages": dispatching.waiting,
+            "recurring_due": self._recurring.waiting,
             "waiting": dispatching.waiting_by_subject(),
             "in_flight": dispatching.in_flight,
             "in_flight_batches": len(dispatching.open),

@@ -126,6 +126,11 @@ class Recurring:
         """The schedule is another one; what is due comes again."""
         self._due.clear()
 
+    @property
+    def waiting(self) -> int:
+        """Templates that are due and not put forward yet, but for those that this machine cannot read."""
+        return sum(not one.is_unreadable for one in self._due.values())
+
     def go_on(self, now_ms: int) -> None:
         """Put forward what is due, and look for what was asked. `now_ms` is monotonic."""
         if self._due and not self._is_firing:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         SubscriptionReplaced,
     )
     from qmq.message import Message
+    from qmq.remoting.commands import RecurringSchedule
 
 _PUBLIC = {
     "Consumer": "client.consumer",
@@ -43,6 +44,7 @@ _PUBLIC = {
     "Receipt": "client.batching",
     "ReceivedMessage": "client.received",
     "Receipts": "client.batching",
+    "RecurringSchedule": "remoting.commands",
 } | dict.fromkeys(
     (
         "AccessError",
@@ -86,6 +88,7 @@ __all__ = [
     "Receipt",
     "ReceivedMessage",
     "Receipts",
+    "RecurringSchedule",
     "RetryLater",
     "SubscriptionReplaced",
 ]

@@ -21,6 +21,7 @@ from qmq.client.producer import read_delay
 from qmq.errors import ClientClosed, QueueFull
 from qmq.message import Message
 from qmq.outbox.table import DEFAULT_TABLE
+from qmq.remoting.commands import RecurringSchedule
 
 CHUNK_MESSAGES_MAX = 10_000
 CHUNK_BYTES_MAX = 16 << 20
@@ -150,6 +151,25 @@ class Producer:
         return own.background.run(
             own.producer.reschedule(receipt, subject=subject, id=id, key=key, delay=delay, at=at)
         )  # fmt: skip
+
+    def put_recurring(
+        self, message: Message, *, name: str, cron: str, timezone: str, owner: str | None = None
+    ) -> RecurringSchedule:  # fmt: skip
+        """Send a message again and again: see `qmq.Producer.put_recurring`."""
+        own = self._session()
+        return own.background.run(
+            own.producer.put_recurring(message, name=name, cron=cron, timezone=timezone, owner=owner)
+        )  # fmt: skip
+
+    def delete_recurring(self, *, subject: str, name: str) -> bool:
+        """Delete a recurring schedule: see `qmq.Producer.delete_recurring`."""
+        own = self._session()
+        return own.background.run(own.producer.delete_recurring(subject=subject, name=name))
+
+    def list_recurring(self, *, subject: str) -> list[RecurringSchedule]:
+        """Return the recurring schedules of a subject: see `qmq.Producer.list_recurring`."""
+        own = self._session()
+        return own.background.run(own.producer.list_recurring(subject=subject))
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until every message that `send_nowait` or a transaction took before has its outcome.

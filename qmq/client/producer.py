@@ -16,7 +16,7 @@ from typing import overload
 from urllib.parse import urlsplit
 
 from qmq.access import find_token
-from qmq.client import recalling
+from qmq.client import recalling, recurring
 from qmq.client.batching import Done, MessageIds, Outcome, Receipt, Receipts, unstored
 from qmq.client.delaying import Delay, DelayOutcome, delay_of, due_of_call, wanted
 from qmq.client.flights import Flights
@@ -30,6 +30,7 @@ from qmq.errors import ClientClosed, InvalidRequest, QueueFull
 from qmq.message import Message
 from qmq.outbox.courier import Courier
 from qmq.outbox.table import DEFAULT_TABLE, table_name
+from qmq.remoting.commands import RecurringSchedule
 from qmq.types import GroupKind
 
 
@@ -312,6 +313,55 @@ class Producer:
         sender = self._senders.of(is_delayed=True)
         return await recalling.reschedule(
             sender, one, due_ms, timeout_ms=self._timeout_ms, answer_timeout_s=self._answer_timeout_s
+        )  # fmt: skip
+
+    # Sending again and again.
+
+    async def put_recurring(
+        self, message: Message, *, name: str, cron: str, timezone: str, owner: str | None = None
+    ) -> RecurringSchedule:  # fmt: skip
+        """Send a message like this one at each time that a cron expression names, until `delete_recurring`.
+
+        The schedule of this name and subject is replaced, if there is one; the same again changes nothing.
+
+        Args:
+            cron: five fields: minute, hour, day of the month, month, day of the week; "0 8 * * MON-FRI".
+            timezone: whose clock it is: "UTC", or a name such as "Europe/Berlin".
+            owner: who answers for it, for people who find it; else the application's name.
+
+        Returns:
+            The schedule, with the time at which it is due next, once both disks have it.
+
+        Raises:
+            CallError: it can never be sent as it is; says why, and what to write instead.
+            NotServed: not every delay group answered within `timeout_s`; call again.
+            BrokerReadOnly: no delay group takes it now.
+            ClientClosed: the producer is not open.
+        """
+        recur = recurring.to_put(message, name=name, cron=cron, timezone=timezone, owner=owner or self._app)
+        return await recurring.put(
+            self._senders.of(is_delayed=True), recur, timeout_ms=self._timeout_ms,
+            answer_timeout_s=self._answer_timeout_s,
+        )  # fmt: skip
+
+    async def delete_recurring(self, *, subject: str, name: str) -> bool:
+        """Delete a recurring schedule; return whether there was one. What has come due before is still sent.
+
+        Raises: see `put_recurring`.
+        """
+        return await recurring.delete(
+            self._senders.of(is_delayed=True), subject, name, timeout_ms=self._timeout_ms,
+            answer_timeout_s=self._answer_timeout_s,
+        )  # fmt: skip
+
+    async def list_recurring(self, *, subject: str) -> list[RecurringSchedule]:
+        """Return the recurring schedules of a subject, by name.
+
+        Raises: see `put_recurring`.
+        """
+        return await recurring.list_all(
+            self._senders.of(is_delayed=True), subject, timeout_ms=self._timeout_ms,
+            answer_timeout_s=self._answer_timeout_s,
         )  # fmt: skip
 
     def _encode(self, sender: Sender, message: Message, later: Delay | None) -> tuple[SubjectQueue, bytes, int]:

@@ -32,7 +32,7 @@ from qmq.replication.master import Appointment
 from qmq.testing.door import Door
 from qmq.testing.pair import Clock, Copy, Pair, Shelf
 
-COMMANDS = frozenset({Command.PRODUCE, Command.CANCEL, Command.RESCHEDULE})
+COMMANDS = frozenset({Command.PRODUCE, Command.CANCEL, Command.RESCHEDULE, Command.RECUR})
 TURNS_MAX = 2_000
 """Turns of the loop until what is due must have come to the broker, unless that refuses it."""
 ROOM_BYTES = 1 << 20
@@ -239,6 +239,6 @@ class Delays:
         stats = master.stats()
         is_filed = schedule.filed_end >= self._pair.log.end and schedule.loaded_until_ms > now_ms
         next_due_ms = stats["next_due_ms"]
-        is_due = next_due_ms is not None and next_due_ms <= now_ms
+        is_due = next_due_ms is not None and next_due_ms <= now_ms or stats["recurring_due"]
         is_waiting = any(not why for _, why in stats["waiting"].values())
-        return not is_filed or is_due or is_waiting or bool(stats["in_flight_batches"])
+        return not is_filed or bool(is_due) or is_waiting or bool(stats["in_flight_batches"])

@@ -30,7 +30,7 @@ from qmq.message import DELAY_KEY, ORDER_KEY
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server
 from qmq.remoting import commands
-from qmq.remoting.commands import Command, DelayState, Verdict
+from qmq.remoting.commands import Command, DelayState, RecurAction, RecurringSchedule, Verdict
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from qmq.types import GroupKind
@@ -381,14 +381,22 @@ class FakeDelayServer(FakeBroker):
         self.sent: set[str] = set()
         self.cancelled: set[str] = set()
         self.asked: list[commands.Cancel | commands.Reschedule] = []
+        self.recurring: dict[tuple[str, str], RecurringSchedule] = {}
+        self.templates: dict[tuple[str, str], bytes] = {}
+        self.refuse_put_with: QmqError | None = None
         self.refuse_recall_with: QmqError | None = None
         self.is_silent = False
 
     def packet_received(self, connection: Connection, packet: Packet) -> None:
-        if packet.code not in (Command.CANCEL, Command.RESCHEDULE):
+        handlers = {Command.CANCEL: self._cancel, Command.RESCHEDULE: self._reschedule, Command.RECUR: self._recur}
+        if packet.code not in handlers:
             super().packet_received(connection, packet)
             return
-        answer = self._cancel(packet) if packet.code == Command.CANCEL else self._reschedule(packet)
+        try:
+            answer = handlers[Command(packet.code)](packet)
+        except QmqError as error:
+            connection.refuse(packet, error)
+            return
         if self.loses_answer_to == packet.code:
             self.loses_answer_to = None
             self.cut()
@@ -409,6 +417,25 @@ class FakeDelayServer(FakeBroker):
         self.asked.append(reschedule)
         state = self._recall(reschedule.subject, reschedule.id, reschedule.key, DelayState.RESCHEDULED)
         return commands.encode_rescheduled(state)
+
+    def _recur(self, packet: Packet) -> bytes:
+        recur = commands.decode_recur(packet.body)
+        key = (recur.subject, recur.name)
+        if self.refuse_recall_with is not None or self.is_silent:
+            return b""
+        if recur.action is RecurAction.PUT:
+            if self.refuse_put_with is not None:
+                raise self.refuse_put_with
+            self.recurring[key] = RecurringSchedule(
+                recur.subject, recur.name, recur.owner, recur.cron, recur.timezone, due_ms=0
+            )
+            self.templates[key] = recur.message
+            return commands.encode_recurring([self.recurring[key]])
+        found = [one for one in self.recurring.values() if one.subject == recur.subject]
+        if recur.action is RecurAction.DELETE:
+            found = [one for one in found if one.name == recur.name]
+            self.recurring.pop(key, None)
+        return commands.encode_recurring(found)
 
     def _recall(self, subject: str, id: str, key: str, done: DelayState) -> DelayState:
         messages = [decode_message(data) for data in self.subjects[subject]]

@@ -1,0 +1,70 @@
+"""Shell. Recurring schedules in virtual time: the delay server's real cores behind real clients."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+import qmq.blocking
+from qmq import Message
+from qmq.errors import CallError
+from tests.unit.testing.test_delays import broker, producer_of, run
+
+__all__ = ["broker"]
+
+MINUTELY = {"name": "minutely", "cron": "* * * * *", "timezone": "UTC"}
+
+
+def test_each_time_is_one_message_also_if_time_leaps(broker):
+    async def test():
+        async with producer_of(broker) as producer:
+            schedule = await producer.put_recurring(Message("s", {"n": 1}, tags={"t"}), **MINUTELY, owner="ops")
+            assert 0 < (schedule.next_at - datetime.now(UTC)).total_seconds() <= 60
+            broker.advance(600)
+            messages = broker.messages("s")
+            assert len(messages) == 10 and len({message.id for message in messages}) == 10
+            assert {(message["n"], message.tags, message["qmq_recurOwner"]) for message in messages} == {
+                ("1", frozenset({"t"}), "ops")
+            }
+            created = [message.created_ms for message in messages]
+            assert created == list(range(schedule.due_ms, schedule.due_ms + 600_000, 60_000))
+
+    run(test())
+
+
+def test_deleted_schedule_is_over_and_a_changed_one_follows_its_new_times(broker):
+    async def test():
+        async with producer_of(broker) as producer:
+            await producer.put_recurring(Message("s"), **MINUTELY)
+            broker.advance(120)
+            await producer.put_recurring(Message("s"), **MINUTELY | {"cron": "0 0 1 1 *"})
+            broker.advance(600)
+            assert len(broker.messages("s")) == 2
+            assert [one.cron for one in await producer.list_recurring(subject="s")] == ["0 0 1 1 *"]
+            assert await producer.delete_recurring(subject="s", name="minutely")
+            assert await producer.list_recurring(subject="s") == []
+            assert not broker.delayed("s")
+
+    run(test())
+
+
+def test_order_keys_and_consumers_see_occurrences_as_any_message(broker):
+    async def test():
+        async with producer_of(broker) as producer:
+            await producer.put_recurring(Message("s", order_key="k"), **MINUTELY)
+            broker.advance(180)
+            assert {message.order_key for message in broker.messages("s")} == {"k"}
+
+    run(test())
+
+
+def test_program_without_event_loop_has_the_same(broker):
+    with qmq.blocking.Producer(metaserver=broker.metaserver, app="nightly", timeout_s=5.0) as producer:
+        assert producer.put_recurring(Message("s"), **MINUTELY).owner == "nightly"
+        assert [one.name for one in producer.list_recurring(subject="s")] == ["minutely"]
+        broker.advance(61)
+        assert len(broker.messages("s")) == 1
+        assert producer.delete_recurring(subject="s", name="minutely") is True
+        with pytest.raises(CallError, match="Bad minute"):
+            producer.put_recurring(Message("s"), **MINUTELY | {"cron": "60 * * * *"})
