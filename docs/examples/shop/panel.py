@@ -94,6 +94,7 @@ class Panel:
             http_port=self._cluster_port, broker_port=self._cluster_port + 2, restart_s=RESTART_S,
         )  # fmt: skip
         await asyncio.to_thread(self.cluster.start)
+        keepers: list[asyncio.Task[None]] = []
         try:
             await asyncio.to_thread(self._register)
             self._shop_port = _free_port()
@@ -105,11 +106,11 @@ class Panel:
                 "QMQ_WATCHDOG_METASERVER": self.cluster.metaserver, "QMQ_WATCHDOG_TOKEN": self.cluster.token,
                 "QMQ_WATCHDOG_HTTP_PORT": str(_free_port()),
             })  # fmt: skip
-            keepers = [asyncio.create_task(kept.keep()) for kept in self.kept.values()]
+            keepers += [asyncio.create_task(kept.keep()) for kept in self.kept.values()]
             yield
+        finally:
             for keeper in keepers:
                 keeper.cancel()
-        finally:
             for kept in self.kept.values():
                 kept.end()
             await asyncio.to_thread(self.cluster.stop)
