@@ -117,8 +117,11 @@ class Leading:
             if wanted.get(url) != drain.source:
                 self._tasks[url].cancel()
                 self._forget(url)
+        # A drain that was ended may have a write under way that looks for claims of this very term: first that ends.
+        self._ended = [drain for drain in self._ended if drain.is_hanging]
+        ending = {drain.source.url for drain in self._ended}
         for url, source in wanted.items():
-            if url not in self.drains:
+            if url not in self.drains and url not in ending:
                 self._begin(url, source)
 
     def _begin(self, url: str, source: Source) -> None:
@@ -132,7 +135,8 @@ class Leading:
         return lambda: self.lease.term == term and self.lease.holds(now_ms())
 
     def _forget(self, url: str) -> None:
-        del self.drains[url], self._tasks[url]
+        self._ended.append(self.drains.pop(url))
+        del self._tasks[url]
 
     def _wake(self) -> None:
         for drain in self.drains.values():

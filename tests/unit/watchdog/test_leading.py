@@ -1,0 +1,185 @@
+"""Shell. A watchdog that wins and loses its lease, and databases that come and go, without brokers or a metaserver."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from qmq.errors import NotServed
+from qmq.outbox.schema import create_statements
+from watchdog.db.outbox import Outbox
+from watchdog.leading import Leading
+from watchdog.lease import LeaseRow
+from watchdog.settings import WatchdogSettings
+from watchdog.sources import Source
+
+SETTINGS = WatchdogSettings(
+    metaserver="http://nowhere", token="t", lease_ms=500, beat_ms=50, refresh_ms=100, scan_ms=10, stop_ms=100
+)
+
+
+class Sender:
+    """No broker group is there."""
+
+    def on_change(self, callback):
+        pass
+
+    def watch(self, subject):
+        pass
+
+    def groups(self, subject):
+        return []
+
+    def is_usable(self, name):
+        return False
+
+    def is_any_usable(self):
+        return False
+
+    def why_not(self, subject):
+        return "nobody is there"
+
+
+class Link:
+    """A metaserver: its row and its databases as the test sets them."""
+
+    def __init__(self, *sources):
+        self.registered, self.row, self.is_away, self.released = list(sources), LeaseRow("", 0, 0), False, 0
+
+    async def hold(self, node, address, request):
+        if self.is_away:
+            raise NotServed("away")
+        if self.row.node in ("", node):
+            new = self.row.node != node
+            self.row = LeaseRow(node, self.row.term + new, 0 if new else self.row.beat + 1)
+        return self.row
+
+    async def release(self, node):
+        self.released += 1
+        self.row = LeaseRow("", self.row.term, self.row.beat)
+
+    async def sources(self):
+        return list(self.registered), {}
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "shop.db"
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.begin() as connection:
+        for statement in create_statements("sqlite"):
+            connection.execute(text(statement))
+    engine.dispose()
+    return Source(f"sqlite://here:1/{path}", age_ms=0)
+
+
+def leading(link, test):
+    """Run a test beside a watchdog."""
+
+    async def run():
+        watchdog = Leading(SETTINGS, link, Sender(), "here:1")
+        task = asyncio.create_task(watchdog.run())
+        try:
+            async with asyncio.timeout(20):
+                await test(watchdog)
+            assert not task.done() or task.exception() is None
+        finally:
+            await watchdog.stop()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_it_drains_again_after_any_number_of_elections(source):
+    """QMQ's watchdog sends nothing any more once it was elected a second time."""
+    link = Link(source)
+
+    async def test(watchdog):
+        for round_number in range(1, 4):
+            await until(lambda: watchdog.is_leader and watchdog.drains)
+            drain = watchdog.drains[source.url]
+            await until(lambda drain=drain: drain.core.last_pass_ms is not None)
+            assert (watchdog.lease.term, watchdog.elections) == (2 * round_number - 1, round_number)
+            link.row = LeaseRow("another", link.row.term + 1, 0)
+            await until(lambda: not watchdog.is_leader and not watchdog.drains)
+            link.row = LeaseRow("", link.row.term, 0)
+        await until(lambda: watchdog.is_leader)
+
+    leading(link, test)
+    assert link.released == 1 and not link.row.node
+
+
+def test_without_a_metaserver_it_stops_when_its_lease_is_over(source):
+    link = Link(source)
+
+    async def test(watchdog):
+        await until(lambda: watchdog.drains)
+        link.is_away = True
+        await until(lambda: not watchdog.is_leader and not watchdog.drains)
+        assert watchdog.metaserver_trouble == "away"
+        link.is_away = False
+        await until(lambda: watchdog.drains)
+
+    leading(link, test)
+
+
+def test_changed_settings_begin_only_when_the_last_write_of_the_drain_before_has_ended(source, monkeypatch):
+    link, held, began = Link(source), threading.Event(), threading.Event()
+    read_claims = Outbox.read_claims
+
+    def slow(self, work):
+        began.set()
+        held.wait(10)
+        return read_claims(self, work)
+
+    async def test(watchdog):
+        monkeypatch.setattr(Outbox, "read_claims", slow)
+        await until(began.is_set)
+        link.registered = [replace(source, rate=7)]
+        await until(lambda: not watchdog.drains)
+        await asyncio.sleep(0.3)  # some refreshes
+        assert not watchdog.drains and watchdog.is_hanging
+        held.set()
+        await until(lambda: watchdog.drains)
+        assert watchdog.drains[source.url].core.limits.rate == 7
+
+    leading(link, test)
+
+
+def test_a_database_that_is_forgotten_is_not_drained_any_more(source):
+    link = Link(source)
+
+    async def test(watchdog):
+        await until(lambda: watchdog.drains)
+        link.registered = []
+        await until(lambda: not watchdog.drains)
+        assert watchdog.is_leader
+
+    leading(link, test)
+
+
+def test_a_database_without_the_table_is_told_and_tried_again(tmp_path):
+    path = tmp_path / "empty.db"
+    path.touch()
+    source = Source(f"sqlite://here:1/{path}", age_ms=0)
+
+    async def test(watchdog):
+        await until(lambda: watchdog.drains and "no such table" in watchdog.drains[source.url].trouble)
+        engine = create_engine(f"sqlite:///{path}")
+        with engine.begin() as connection:
+            for statement in create_statements("sqlite"):
+                connection.execute(text(statement))
+        engine.dispose()
+        await until(lambda: not watchdog.drains[source.url].trouble)
+
+    leading(Link(source), test)
