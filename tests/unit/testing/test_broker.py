@@ -306,7 +306,7 @@ def test_what_breaks_within_the_core_is_told_to_the_test(monkeypatch):
         broker.wait_until_subscribed("s", "g", timeout=5)
 
 
-SERVER_ONLY = "alembic", "cryptography", "fastapi", "prometheus_client", "sqlalchemy", "uvicorn", "pytest"
+SERVER_ONLY = "alembic", "cryptography", "fastapi", "numpy", "prometheus_client", "sqlalchemy", "uvicorn", "pytest"
 
 
 def test_it_needs_nothing_but_what_a_client_needs():
@@ -318,9 +318,11 @@ import qmq, qmq.blocking, qmq.testing
 with qmq.testing.BlockingBroker() as broker:
     with qmq.blocking.Producer(metaserver=broker.metaserver, app="test") as producer:
         print(producer.send(qmq.Message("s", {{}})).outcome)
+    with qmq.blocking.Producer(metaserver=broker.metaserver, app="test", timeout_s=1.0) as producer:
+        print("numpy: install qmq[testing]" in producer.send(qmq.Message("s"), delay=1).reason)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "stored\n", "")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "stored\nTrue\n", "")
 
 
 def test_the_plugin_alone_loads_neither_client_nor_broker():
