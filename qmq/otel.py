@@ -16,14 +16,15 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import overload
+from typing import Unpack, overload
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, TracerProvider
 
 from qmq.client.batching import Outcome, Receipt, Receipts
-from qmq.client.producer import Producer
+from qmq.client.delaying import DelayArguments
+from qmq.client.producer import Producer, read_delay
 from qmq.client.received import ReceivedMessage
 from qmq.errors import DeadLetter, RetryLater
 from qmq.message import Message
@@ -118,28 +119,33 @@ class TracedProducer(Sending):
         self._producer = producer
 
     @overload
-    async def send(self, message: Message) -> Receipt: ...
+    async def send(self, message: Message, **delay: Unpack[DelayArguments]) -> Receipt: ...
 
     @overload
     async def send(self, message: Message, *, session: object) -> asyncio.Future[Receipt]: ...
 
-    async def send(self, message: Message, *, session: object = None) -> Receipt | asyncio.Future[Receipt]:
+    async def send(
+        self, message: Message, *, session: object = None, **delay: Unpack[DelayArguments]
+    ) -> Receipt | asyncio.Future[Receipt]:
         """See `Producer.send`. With a session, the spans end when the outcome is known, after the commit."""
         if session is not None:
+            read_delay(**delay, session=session)
             return await self._send_in(session, message)
         with self._sending({"subject": message.subject}) as (span, carrying):
             inject(message, trace.set_span_in_context(span))
-            receipt = await self._producer.send(message)
+            receipt = await self._producer.send(message, **delay)
             note(receipt, span, carrying)
             return receipt
 
-    async def send_many(self, messages: Iterable[Message]) -> Receipts:
+    async def send_many(self, messages: Iterable[Message], **delay: Unpack[DelayArguments]) -> Receipts:
         """See `Producer.send_many`."""
         with self._sending_many(messages) as (carrying, note_all):
-            note_all(receipts := await self._producer.send_many(carrying))
+            note_all(receipts := await self._producer.send_many(carrying, **delay))
             return receipts
 
-    def send_nowait(self, message: Message, on_done: Callable[[Receipt], None]) -> None:
+    def send_nowait(
+        self, message: Message, on_done: Callable[[Receipt], None], **delay: Unpack[DelayArguments]
+    ) -> None:  # fmt: skip
         """See `Producer.send_nowait`. The spans end when the outcome is known."""
         with self._until_known(message) as end:
 
@@ -147,7 +153,7 @@ class TracedProducer(Sending):
                 end(receipt)
                 on_done(receipt)
 
-            self._producer.send_nowait(message, done)
+            self._producer.send_nowait(message, done, **delay)
 
     async def _send_in(self, session: object, message: Message) -> asyncio.Future[Receipt]:
         with self._until_known(message) as end:

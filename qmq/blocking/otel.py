@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import overload
+from typing import Unpack, overload
 
 from opentelemetry import trace
 from opentelemetry.trace import TracerProvider
 
 from qmq.blocking.producer import Producer
 from qmq.client.batching import Done, Receipt, Receipts
+from qmq.client.delaying import DelayArguments
+from qmq.client.producer import read_delay
 from qmq.message import Message
 from qmq.otel import Sending, end_with, inject, note
 
@@ -30,33 +32,38 @@ class TracedProducer(Sending):
         self._producer = producer
 
     @overload
-    def send(self, message: Message) -> Receipt: ...
+    def send(self, message: Message, **delay: Unpack[DelayArguments]) -> Receipt: ...
 
     @overload
     def send(self, message: Message, *, session: object) -> Future[Receipt]: ...
 
-    def send(self, message: Message, *, session: object = None) -> Receipt | Future[Receipt]:
+    def send(
+        self, message: Message, *, session: object = None, **delay: Unpack[DelayArguments]
+    ) -> Receipt | Future[Receipt]:
         """See `Producer.send`. With a session, the spans end when the outcome is known, after the commit."""
         if session is not None:
+            read_delay(**delay, session=session)
             with self._until_known(message) as end:
                 later = self._producer.send(message, session=session)
                 later.add_done_callback(partial(end_with, end))
                 return later
         with self._sending({"subject": message.subject}) as (span, carrying):
             inject(message, trace.set_span_in_context(span))
-            receipt = self._producer.send(message)
+            receipt = self._producer.send(message, **delay)
             note(receipt, span, carrying)
             return receipt
 
-    def send_many(self, messages: Iterable[Message]) -> Receipts:
+    def send_many(self, messages: Iterable[Message], **delay: Unpack[DelayArguments]) -> Receipts:
         """See `Producer.send_many`."""
         with self._sending_many(messages) as (carrying, note_all):
-            note_all(receipts := self._producer.send_many(carrying))
+            note_all(receipts := self._producer.send_many(carrying, **delay))
             return receipts
 
-    def send_nowait(self, message: Message, on_done: Done | None = None) -> Future[Receipt]:
+    def send_nowait(
+        self, message: Message, on_done: Done | None = None, **delay: Unpack[DelayArguments]
+    ) -> Future[Receipt]:  # fmt: skip
         """See `Producer.send_nowait`. The spans end when the future does."""
         with self._until_known(message) as end:
-            future = self._producer.send_nowait(message, on_done)
+            future = self._producer.send_nowait(message, on_done, **delay)
         future.add_done_callback(partial(end_with, end))
         return future

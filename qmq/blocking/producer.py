@@ -10,12 +10,12 @@ from datetime import datetime, timedelta
 from functools import partial
 from threading import Lock
 from types import TracebackType
-from typing import Self, TypedDict, overload
+from typing import Self, overload
 
 from qmq.blocking import background as process
 from qmq.blocking.background import Background
 from qmq.client.batching import Done, Receipt, Receipts
-from qmq.client.delaying import Delay, DelayOutcome
+from qmq.client.delaying import Delay, DelayArguments, DelayOutcome
 from qmq.client.producer import Producer as AsyncProducer
 from qmq.client.producer import read_delay
 from qmq.errors import ClientClosed, QueueFull
@@ -323,12 +323,7 @@ class _Receipt(Future[Receipt]):
             raise ClientClosed("the message was sent by the process that this one was forked from")
 
 
-class _Arguments(TypedDict, total=False):
-    at: datetime
-    key: str | None
-
-
-def _as_arguments(later: Delay | None) -> _Arguments:
+def _as_arguments(later: Delay | None) -> DelayArguments:
     """Return what to send a message with: the moment is that of the call, however long it waits here."""
     return {} if later is None else {"at": later.at, "key": later.key}
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from qmq.client.batching import Receipt
 from qmq.codec import with_properties
@@ -33,6 +33,14 @@ class Delay(NamedTuple):
     def apply(self, data: bytes) -> bytes:
         """Put the key into an encoded message; raises InvalidMessage."""
         return data if self.key is None else with_properties(data, {DELAY_KEY: self.key})
+
+
+class DelayArguments(TypedDict, total=False):
+    """What `Producer.send` and its siblings take, for those that pass it on."""
+
+    delay: float | timedelta | None
+    at: datetime | None
+    key: str | None
 
 
 class DelayOutcome(StrEnum):

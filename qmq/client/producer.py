@@ -377,8 +377,8 @@ class Producer:
 
 
 def read_delay(
-    delay: float | timedelta | None, at: datetime | None, key: str | None, session: object = None
-) -> Delay | None:  # fmt: skip
+    delay: float | timedelta | None = None, at: datetime | None = None, key: str | None = None, session: object = None
+) -> Delay | None:
     """Read what a call says about delay, as of now; None if nothing. Raises InvalidRequest."""
     if delay is None and at is None and key is None:
         return None

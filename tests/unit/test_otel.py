@@ -235,6 +235,32 @@ def test_a_message_that_carries_no_context_begins_a_trace():
     asyncio.run(run())
 
 
+def test_a_delayed_message_belongs_to_the_trace_of_who_sent_it():
+    async def test():
+        async with world() as one:
+
+            @one.consumer.listen("order", group="g", start="earliest", filters=[one.tracing])
+            async def handle(message):
+                assert message.due_ms is not None
+
+            (await one.producer.send(qmq.Message("order", {"n": 1}), delay=60)).check()
+            assert (await one.producer.send_many([qmq.Message("order")], delay=60)).all_stored
+            told = []
+            one.producer.send_nowait(qmq.Message("order"), told.append, delay=60, key="k")
+            await one.plain.flush()
+            assert told[0].due_ms is not None
+            with pytest.raises(qmq.InvalidRequest, match="commit"):
+                await one.producer.send(qmq.Message("order"), session=object(), delay=1)
+            one.broker.advance(61)
+            await one.consume()
+            sent, processed = (
+                {span.context.trace_id for span in one.spans.named(name)} for name in (SEND, PROCESS)
+            )  # fmt: skip
+            assert len(one.spans.named(PROCESS)) == 3 and processed <= sent
+
+    asyncio.run(test())
+
+
 def test_send_many_has_one_span_for_all_its_messages():
     async def run():
         async with world() as w:
