@@ -15,7 +15,8 @@
     4     u32  count n
     8     n x  u64: bits 0 to 55 the row, bits 56 to 63 the state (sent, cancelled, moved)
 
-Both are derived from the log, only grow, and count up to where the checkpoint says; what stands behind is cut off.
+Both are derived from the log, only grow, and count up to where the checkpoint says: what a crash left behind that is
+never read, and written over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Core. The checkpoint: what the schedule knows in memory at one place of the log, in one file.
 
-It is replaced whole, after everything that it counts in the other files is on disk. A restart cuts those files to what
-it says and files the frames from `filed_end` on again. All integers little-endian:
+It is replaced whole, after everything that it counts in the other files is on disk. After a restart those files count
+as far as it says, and the frames from `filed_end` on are filed again. All integers little-endian:
 
     0     u32  CRC-32 of the rest
     4     u32  magic "QDC1"

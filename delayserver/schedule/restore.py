@@ -35,7 +35,7 @@ def _from_checkpoint(disk: Disk, segment_ms: int, log_start: int) -> Book:
     if saved.filed_end < log_start:
         raise DamagedSchedule(f"the checkpoint ends at {saved.filed_end}, the log begins at {log_start}")
     book = Book(disk, segment_ms, saved.filed_end, saved.filed_chain, saved.subjects, counts=saved.counts)
-    _cut_files(disk, saved)
+    _check_files(disk, saved)
     book.timeline.put([_segment(disk, one) for one in saved.segments])
     for dispatch in saved.in_flight:
         key = (dispatch.producer, dispatch.batch)
@@ -54,15 +54,13 @@ def _segment(disk: Disk, saved: SavedSegment) -> Segment:
     return segment
 
 
-def _cut_files(disk: Disk, saved: Checkpoint) -> None:
-    """Cut each file to what the checkpoint counts; delete those that it does not know."""
+def _check_files(disk: Disk, saved: Checkpoint) -> None:
+    """Delete files that the checkpoint does not know. What stands behind the bytes it counts is written over."""
     sizes = {records_name(one.name): one.written // BLOCK_ROWS * BLOCK_BYTES for one in saved.segments}
     sizes |= {marks_name(one.name): one.marks_bytes for one in saved.segments}
     for name, size in sizes.items():
         if (there := disk.size(name)) < size:
             raise DamagedSchedule(f"{name} has {there} bytes, not {size}")
-        if size and there > size:
-            disk.truncate(name, size)
     for name in disk.names(FOLDER):
         if not sizes.get(path := f"{FOLDER}/{name}"):
             disk.remove(path)

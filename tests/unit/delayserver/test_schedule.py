@@ -6,7 +6,7 @@ from zlib import crc32
 
 import pytest
 
-from delayserver.schedule import Schedule, State, discard, id_hash, key_hash
+from delayserver.schedule import DamagedSchedule, Schedule, State, discard, id_hash, key_hash
 from delayserver.wheel import Wheel
 from qmq.log.delays import Outcome
 from qmq.log.memory_disk import MemoryDisk
@@ -179,9 +179,12 @@ def test_a_carried_message_stands_in_place_of_the_old_one():
 
 def test_a_restart_from_the_checkpoint_files_only_what_came_later():
     log, disk = DelayLog(), MemoryDisk()
-    where = log.messages(many(500, step_ms=60_000))
+    where = log.messages(many(500, step_ms=20_000))
+    log.cancel(where[400:])
+    where = where[:400]
     schedule = opened(disk, log)
     flush_all(schedule)
+    disk.crash()
     filed_end = schedule.filed_end
     where += log.messages(many(200, first=500))
     log.feed(schedule)
@@ -191,6 +194,77 @@ def test_a_restart_from_the_checkpoint_files_only_what_came_later():
     log.feed(again)
     assert listed(again) == sorted(where, key=lambda place: place[::-1])
     assert again.counts(0, 1 << 60) == schedule.counts(0, 1 << 60)
+
+
+def test_what_comes_due_again_while_its_segment_is_loaded_comes_once():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(10))
+    log.dispatch("group", where[:2], producer=7, batch=1)
+    log.dispatch("group", where[2:4], producer=7, batch=2)
+    schedule = opened(disk, log)
+    piece = schedule.next_piece(HOUR_MS)
+    assert piece is not None
+    log.settled(7, 1, Outcome.NOT_STORED)
+    (filed,) = log.feed(schedule)
+    assert places(filed.added) == []
+    assert places(schedule.handed(piece, piece.read())) == where[:2] + where[4:]
+    log.settled(7, 2, Outcome.NOT_STORED)
+    (filed,) = log.feed(schedule)
+    assert places(filed.added) == where[2:4]
+
+
+def test_marks_are_written_once():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(1000))
+    log.cancel(where[:300])
+    schedule = opened(disk, log)
+    flush_all(schedule)
+    (name,) = [name for name in disk.names("segments") if name.endswith(".marks")]
+    size = disk.size("segments/" + name)
+    for _ in range(3):
+        log.cancel([])
+        log.feed(schedule)
+        flush_all(schedule)
+        assert disk.size("segments/" + name) == size
+        schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
+    assert listed(schedule) == where[300:]
+
+
+@pytest.mark.parametrize("byte", [0, 5, 9, 17, 30, 47, 48, 60, 3119, 3120, 7000])
+def test_whoever_reads_a_damaged_block_hears_of_it(byte):
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(200))
+    schedule = opened(disk, log)
+    flush_all(schedule)
+    (name,) = disk.names("segments")
+    disk.flip("segments/" + name, 8 * byte)
+    piece = schedule.next_piece(HOUR_MS)
+    assert piece is not None
+    for read in (piece.read, schedule.find(None, [1], []), schedule.list(0, HOUR_MS, None, 5)):
+        with pytest.raises(DamagedSchedule):
+            read()
+    log.cancel(where[64 * (byte // 3120) :][:1])
+    with pytest.raises(DamagedSchedule):
+        log.feed(schedule)
+
+
+def test_what_a_crash_left_behind_the_checkpoint_does_not_count():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(200))
+    schedule = opened(disk, log)
+    flush_all(schedule)
+    log.messages(many(400, first=200))
+    log.cancel(where + [(1, 1)] * 100)
+    log.feed(schedule)
+    flush = schedule.take_flush(0, stop=True)
+    assert flush is not None
+    for write in flush.writes:  # and then the power fails, before the checkpoint
+        flush._write(write)
+    again = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
+    assert listed(again) == where
+    log.feed(again)
+    flush_all(again)
+    assert len(load(Schedule(disk, segment_ms=HOUR_MS, log_start=log.start), HOUR_MS)) == 400
 
 
 @pytest.mark.parametrize("suffix", [".records", ".marks"])
