@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,15 @@ from qmq.log import delays
 from qmq.log.delays import Settlement
 from qmq.log.frame import Frame, FrameKind, label_flags
 from qmq.replication.reign import Reign
+
+
+class Recurrence(NamedTuple):
+    """A template, when it is due next, and what it sends now."""
+
+    template: bytes
+    next_ms: int
+    occurrence: bytes
+    label: int
 
 
 class Decisions:
@@ -109,23 +118,25 @@ class Decisions:
         frame = self._reign.append(FrameKind.CARRY, subject, places + body, flags=flags, count=len(messages))
         return self._note(frame, records)
 
-    def recur(self, subject: str, record: Any, template: bytes, due_ms: int, occurrence: bytes, label: int) -> Frame:
-        """A recurring schedule is due: the occurrence, and its template for the next time in place of itself.
+    def recur(self, subject: str, records: Records, recurrences: Sequence[Recurrence]) -> Frame:
+        """Recurring schedules of a subject are due: their occurrences, and `records` themselves for the next time.
 
         One frame, so that there are both or none. If it is lost with the only copy that has it, the other copy makes it
-        anew from what `record` follows from; so these two are as safe as that.
+        anew from what `records` follow from; so both are as safe as that.
         """
-        records = np.array([record])
-        data_end = self.data_end(records)
-        places = _places_of(records) + bytes(delays.PLACE_BYTES)
-        messages, labels = [with_due(template, due_ms), occurrence], [int(record["label"]), label]
-        body = join_batch(messages)
+        count, places = len(records), _places_of(records) + bytes(delays.PLACE_BYTES * len(records))
+        data_ends = [self.data_end(records[at : at + 1]) for at in range(count)]
+        messages = [with_due(one.template, one.next_ms) for one in recurrences]
+        messages += [one.occurrence for one in recurrences]
+        labels = records["label"].tolist() + [one.label for one in recurrences]
+        body = places + join_batch(messages) + encode_labels(labels)
         frame = self._reign.append(
-            FrameKind.CARRY, subject, places + body + encode_labels(labels), flags=label_flags(labels), count=2
+            FrameKind.CARRY, subject, body, flags=label_flags(labels), count=len(messages)
         )
-        self._derived.pop(int(record["number"]), None)
+        for number in records["number"].tolist():
+            self._derived.pop(number, None)
         at = frame.offset + frame.body_at + len(places) + 4 * (len(messages) + 1)
-        for message in messages:
+        for message, data_end in zip(messages, data_ends * 2):
             self._derived[at] = at + len(message), data_end
             at += len(message)
         return self._note(frame, records)

@@ -14,18 +14,19 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from delayserver.counters import Counters
-from delayserver.decisions import Decisions
+from delayserver.decisions import Decisions, Recurrence
 from delayserver.filing import Filing
 from delayserver.messages import Messages, Records, read_messages
-from delayserver.schedule import RECORD, DamagedSchedule, State
+from delayserver.schedule import RECORD, DamagedSchedule, State, id_hash
 from delayserver.settings import DelaySettings
-from delayserver.templates import LABEL, Template, new_template, read_template
+from delayserver.templates import ID_PREFIX, LABEL, Template, new_template, read_template
 from qmq.errors import (
     CorruptFrame,
     InvalidMessage,
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 
 FIRED_AT_ONCE = 100
 """Templates read and put forward together, on a thread: about 10 ms of its time."""
+FIRED_BYTES = 1 << 20
 REST_MS = 1000
 """When a template is tried again whose occurrence cannot be written now."""
 UNREADABLE_MS = 300_000
@@ -93,6 +95,13 @@ class _Found(NamedTuple):
         return self.template.due(int(self.record["due"]))
 
 
+class _Looked(NamedTuple):
+    """How many templates a subject has; those that were asked for."""
+
+    count: int  # type: ignore[assignment]  # shadows tuple.count
+    found: list[_Found]
+
+
 class Recurring:
     """Made by the master; ends with the reign. `not_recurring` takes what is due and has the label by mistake."""
 
@@ -136,7 +145,8 @@ class Recurring:
         if self._due and not self._is_firing:
             ready = [one for one in self._due.values() if one.next_ms <= now_ms and self._is_safe(one.record)]
             if ready:
-                self._fire(ready[:FIRED_AT_ONCE])
+                sizes = accumulate(int(one.record["size"]) for one in ready[:FIRED_AT_ONCE])
+                self._fire(ready[: max(1, sum(size <= FIRED_BYTES for size in sizes))])
         if self._asked and not self._is_looking and now_ms >= self._look_ms and self._filing.reaches(self._look_end):
             self._look()
 
@@ -159,8 +169,7 @@ class Recurring:
             if isinstance(result, LogError):
                 self._not_read(ready, result)
             else:
-                for one, firing in zip(ready, result):
-                    self._fired(one, firing)
+                self._fired(ready, result)
 
         self._reign.host.read(job, done)
 
@@ -175,36 +184,41 @@ class Recurring:
         for one in waiting:
             one.next_ms = self._reign.host.monotonic_ms() + ms
 
-    def _fired(self, one: _Waiting, firing: _Firing | QmqError) -> None:
-        number = int(one.record["number"])
-        if self._due.get(number) is not one or self._decisions.names(number):
-            self._due.pop(number, None)  # deleted or replaced meanwhile
-        elif isinstance(firing, InvalidMessage):
-            del self._due[number]
-            self._not_recurring(np.array([one.record]))
-        elif isinstance(firing, QmqError):
-            one.is_unreadable = True
-            log.error("recurring schedule cannot go on; delete it, or put it anew: %s", firing)
-            self._rest([one], UNREADABLE_MS)
-        elif not (self._reign.may_progress and self._is_safe(one.record)):
-            self._rest([one], REST_MS)
-        else:
-            self._write(one.record, firing)
-            del self._due[number]
+    def _fired(self, ready: Sequence[_Waiting], firings: Sequence[_Firing | QmqError]) -> None:
+        """Write down what may be written: a frame per subject."""
+        by_subject: dict[str, list[tuple[Any, _Firing]]] = {}
+        for one, firing in zip(ready, firings):
+            number = int(one.record["number"])
+            if self._due.get(number) is not one or self._decisions.names(number):
+                self._due.pop(number, None)  # deleted or replaced meanwhile
+            elif isinstance(firing, InvalidMessage):
+                del self._due[number]
+                self._not_recurring(np.array([one.record]))
+            elif isinstance(firing, QmqError):
+                one.is_unreadable = True
+                log.error("recurring schedule cannot go on; delete it, or put it anew: %s", firing)
+                self._rest([one], UNREADABLE_MS)
+            elif not (self._reign.may_progress and self._is_safe(one.record)):
+                self._rest([one], REST_MS)
+            else:
+                del self._due[number]
+                by_subject.setdefault(firing.template.subject, []).append((one.record, firing))
+        for subject, due in by_subject.items():
+            self._write(subject, due)
 
-    def _write(self, record: Any, firing: _Firing) -> None:
-        template, counters = firing.template, self._counters
-        if firing.skipped:
-            log.warning(
-                "recurring schedule skips what was missed subject=%s name=%s occurrences=%d",
-                template.subject, template.name, firing.skipped,
-            )  # fmt: skip
-        occurrence = template.occurrence(firing.at_ms, firing.skipped)
-        self._decisions.recur(
-            template.subject, record, template.message, firing.next_ms, occurrence, template.occurrence_label()
-        )
-        counters.recurred_messages += 1
-        counters.skipped_occurrences += firing.skipped
+    def _write(self, subject: str, due: Sequence[tuple[Any, _Firing]]) -> None:
+        recurrences = []
+        for _, (template, at_ms, skipped, next_ms) in due:
+            occurrence = template.occurrence(at_ms, skipped)
+            recurrences.append(Recurrence(template.message, next_ms, occurrence, template.occurrence_label()))
+            self._counters.skipped_occurrences += skipped
+            if skipped:
+                log.warning(
+                    "recurring schedule skips what was missed subject=%s name=%s occurrences=%d",
+                    subject, template.name, skipped,
+                )  # fmt: skip
+        self._decisions.recur(subject, np.array([record for record, _ in due]), recurrences)
+        self._counters.recurred_messages += len(due)
 
     # Requests.
 
@@ -213,7 +227,7 @@ class Recurring:
         reign, recur = self._reign, commands.decode_recur(packet.body)
         check_subject(recur.subject)
         reign.check_may_progress()
-        self._check_writable(recur)
+        self._check_deletes(recur)
         if len(self._asked) >= REQUESTS_MAX:
             raise Overloaded(f"{REQUESTS_MAX} requests about recurring schedules wait already")
         template = None
@@ -222,12 +236,10 @@ class Recurring:
         self._asked.append(_Asked(recur, template, link, packet._replace(body=memoryview(b""))))
         reign.host.turn_soon()
 
-    def _check_writable(self, recur: Recur) -> None:
+    def _check_deletes(self, recur: Recur) -> None:
         """What an operator marked takes nothing new; but one may take schedules out of it."""
         reign = self._reign
-        if recur.action is RecurAction.PUT or (
-            recur.action is RecurAction.DELETE and set(reign.readonly.reasons) - {Reason.OPERATOR}
-        ):
+        if recur.action is RecurAction.DELETE and set(reign.readonly.reasons) - {Reason.OPERATOR}:
             reign.readonly.check(reign.group, recur.subject)
 
     def _look(self) -> None:
@@ -236,11 +248,14 @@ class Recurring:
         look, message_log = schedule.pending_labelled(asked.recur.subject, LABEL), reign.log
         self._is_looking = True
 
-        def job() -> list[_Found]:
+        def job() -> _Looked:
             records = look()
-            return list(_templates(records, read_messages(message_log, Messages.of(records))))
+            count = len(records)
+            if asked.recur.name:
+                records = records[records["id_hash"] == id_hash(ID_PREFIX + asked.recur.name)]
+            return _Looked(count, list(_templates(records, read_messages(message_log, Messages.of(records)))))
 
-        def done(result: list[_Found] | LogError) -> None:
+        def done(result: _Looked | LogError) -> None:
             self._is_looking = False
             if not self._asked or self._asked[0] is not asked:
                 return  # the reign is over
@@ -257,7 +272,7 @@ class Recurring:
 
         reign.host.read(job, done)
 
-    def _is_vain(self, result: list[_Found] | LogError) -> bool:
+    def _is_vain(self, result: _Looked | LogError) -> bool:
         """Return whether what was found has to be looked for again, as it was changed meanwhile."""
         if isinstance(result, DamagedSchedule):
             self._filing.start_anew(str(result))
@@ -277,12 +292,12 @@ class Recurring:
         self._look_end, self._look_ms = self._reign.log.end, 0
         self._reign.host.turn_soon()
 
-    def _decide(self, asked: _Asked, found: Sequence[_Found]) -> None:
+    def _decide(self, asked: _Asked, looked: _Looked) -> None:
         """Nothing happens between this look at what pends and the frame; raises QmqError."""
         recur = asked.recur
         self._reign.check_may_progress()
-        self._check_writable(recur)
-        named = [one for one in found if recur.name in ("", one.template.name)]
+        self._check_deletes(recur)
+        named = [one for one in looked.found if recur.name in ("", one.template.name)]
         if not self._filing.reaches(self._reign.log.flushed_end) or not all(map(self._still_pends, named)):
             self._again()
         elif recur.action is RecurAction.LIST:
@@ -294,7 +309,7 @@ class Recurring:
         elif any(map(self._is_about_to_fire, named)):
             self._again()  # what is due is sent before the schedule changes
         else:
-            self._put(asked, named, len(found))
+            self._put(asked, named, looked.count)
 
     def _still_pends(self, found: _Found) -> bool:
         if self._decisions.names(int(found.record["number"])):
@@ -313,20 +328,23 @@ class Recurring:
         self._answer(asked, [one.schedule for one in named])
 
     def _put(self, asked: _Asked, named: Sequence[_Found], count: int) -> None:
-        template, subject = asked.template, asked.recur.subject
+        """Put it, unless it is there: applications put the same as they start, also while nobody may write."""
+        reign, template, subject = self._reign, asked.template, asked.recur.subject
         assert template is not None
+        if len(named) == 1 and named[0].template.is_same_as(template) and self._is_safe(named[0].record):
+            reign.answer_when_safe(asked.link, asked.packet, commands.encode_recurring([named[0].schedule]))
+            self._next()
+            return
+        reign.readonly.check(reign.group, subject)
         if not named and count >= self._settings.recurring_max:
             raise InvalidRequest(
                 f"{subject!r} has {count} recurring schedules, and may have no more: delete some, or let one of them "
                 "send what several do"
             )
-        if len(named) == 1 and named[0].template.is_same_as(template):
-            due_ms = int(named[0].record["due"])  # asked again, for instance as an application started
-        else:
-            due_ms = template.cron().next_ms(self._reign.retry_ms())
-            if named[1:]:
-                self._decisions.cancel(subject, _records(named[1:]))
-            self._decisions.template(subject, _records(named[:1]), template.message, due_ms, LABEL)
+        due_ms = template.cron().next_ms(reign.retry_ms())
+        if named[1:]:
+            self._decisions.cancel(subject, _records(named[1:]))
+        self._decisions.template(subject, _records(named[:1]), template.message, due_ms, LABEL)
         self._answer(asked, [template.due(due_ms)])
 
     def _answer(self, asked: _Asked, schedules: Sequence[RecurringSchedule]) -> None:

@@ -133,6 +133,18 @@ def test_broker_groups_that_are_away_do_not_stop_a_schedule_and_get_what_came_du
     assert times(pair) == minutes(14, 5)
 
 
+def test_many_schedules_of_several_subjects_that_are_due_at_once_are_all_sent_once():
+    pair, producer = a_pair()
+    for at in range(240):
+        size = 600 if at % 7 == 0 else 1
+        producer.recur("put", f"n{at}", subject=f"s{at % 3}", cron="* * * * *", properties={"x": "y" * size})
+        pair.run(100)
+    run_until(pair, "2023-11-14T22:16")
+    sent = len(pair.senders.delivered())
+    run_until(pair, "2023-11-14T22:18")
+    assert len(pair.senders.delivered()) - sent == 480 and len(set(pair.senders.delivered())) == sent + 480
+
+
 def test_put_replaces_the_schedule_of_that_name_and_no_other():
     pair, producer = a_pair()
     put(pair, producer, "a", cron="* * * * *")
@@ -246,13 +258,28 @@ def test_put_is_answered_when_both_disks_have_it_and_refused_without_a_slave():
     pair.settle()
     assert producer.schedules(asked)
     pair.cut()
-    for action in ("put", "delete"):
-        asked = producer.recur(action)
+    for action, cron in (("put", "0 9 * * *"), ("delete", "")):
+        asked = producer.recur(action, cron=cron)
         pair.a.host.settle()
         assert producer.code(asked) == ErrorCode.READ_ONLY
+    asked = producer.recur("put")
+    pair.a.host.settle()
+    assert producer.schedules(asked), "the same again needs nothing to be written"
     asked = producer.recur("list", "")
     pair.a.host.settle()
     assert [one.name for one in producer.schedules(asked)] == ["daily"]
+
+
+def test_group_that_an_operator_marked_goes_on_and_lets_schedules_be_deleted():
+    pair, producer = a_pair()
+    put(pair, producer, cron="* * * * *")
+    pair.a.master.readonly.mark_subjects(frozenset({"*"}))
+    asked = producer.recur("put", "other")
+    run_until(pair, "2023-11-14T22:15")
+    assert producer.code(asked) == ErrorCode.READ_ONLY and times(pair) == minutes(14, 2)
+    asked = producer.recur("delete")
+    pair.run(200)
+    assert producer.schedules(asked) and listed(pair, producer) == []
 
 
 def test_without_a_slave_schedules_go_on_and_come_no_flood_when_it_is_back():

@@ -51,6 +51,14 @@ def test_a_scope_decides_what_is_produced_and_what_is_consumed():
         allowed.check(subscribe("order"), {}, now_ms=0)
 
 
+@pytest.mark.parametrize("command", [Command.CANCEL, Command.RESCHEDULE, Command.RECUR])
+def test_delayed_messages_are_changed_by_those_who_may_send_them(command):
+    allowed = limits("produce:order", "consume:paid")
+    allowed.check(packet(command, b'{"subject": "order"}'), {}, now_ms=0)
+    with pytest.raises(MissingRight, match="may not produce to 'paid'"):
+        allowed.check(packet(command, b'{"subject": "paid"}'), {}, now_ms=0)
+
+
 def test_a_subject_that_was_refused_is_refused_again():
     allowed = limits("order")
     for _ in range(3):

@@ -1,0 +1,89 @@
+"""Shell. Recurring schedules through a real cluster with two delay groups: deaths, swaps, tools, rights."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+import qmq
+import qmq.blocking
+from deploy.cluster import Cluster
+from qmq import DelayOutcome, Message
+from tests.integration.cluster_world import SETTINGS, until
+
+SMALL = {name: value for name, value in SETTINGS.items() if name != "lease_ms"}
+YEARLY = {"cron": "0 0 1 1 *", "timezone": "Europe/Berlin"}
+"""Tests do not wait a year: a template is rescheduled as any delayed message, and is due when they say."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    first = random.SystemRandom().randrange(24_000, 31_000, 50)
+    with Cluster(
+        tmp_path_factory.mktemp("run"), groups=("g1",), delay_groups=("d1", "d2"), broker=SETTINGS,
+        delay_server=SMALL, http_port=first, broker_port=first + 2, restart_s=0.1,
+    ) as cluster:  # fmt: skip
+        cluster.wait_writable("g1", "d1", "d2")
+        yield cluster
+
+
+def client(cluster):
+    return {"metaserver": cluster.metaserver, "token": cluster.token, "app": "test"}
+
+
+async def pulled(cluster, subject, count):
+    """Return the ids of `count` messages, and of those that come within a second after them."""
+    ids = []
+    async with qmq.Consumer(**client(cluster)).pull(subject, group="g", start="earliest") as puller:
+        while messages := await puller.pull(100, timeout=30 if len(ids) < count else 1):
+            ids += [message.id for message in messages]
+            await puller.ack(messages)
+    return ids
+
+
+def test_occurrence_comes_once_although_the_masters_of_all_delay_groups_die(cluster):
+    async def test():
+        async with qmq.Producer(**client(cluster)) as producer:
+            names = [f"n{at}" for at in range(10)]
+            for name in names:
+                await producer.put_recurring(Message("recur.kill", {"n": name}), name=name, **YEARLY)
+            for name in names:
+                id = f"recurring:{name}"
+                assert await producer.reschedule(subject="recur.kill", id=id, delay=3) is DelayOutcome.RESCHEDULED
+            for group in ("d1", "d2"):
+                cluster.kill(group, "master")
+            ids = await pulled(cluster, "recur.kill", 10)
+            assert sorted(id.split("@")[0] for id in ids) == names
+            listed = await producer.list_recurring(subject="recur.kill")
+            assert [one.name for one in listed] == names
+            assert {(one.next_at.month, one.next_at.day, one.next_at.hour) for one in listed} == {(12, 31, 23)}
+
+    asyncio.run(test())
+
+
+def test_schedule_goes_on_behind_a_swap_and_ends_when_it_is_deleted(cluster):
+    async def test():
+        async with qmq.Producer(**client(cluster)) as producer:
+            await producer.put_recurring(Message("recur.swap"), name="a", owner="billing", **YEARLY)
+            for group in ("d1", "d2"):
+                await asyncio.to_thread(cluster.swap_roles, group)
+            cluster.wait_writable("d1", "d2")
+            assert [one.owner for one in await producer.list_recurring(subject="recur.swap")] == ["billing"]
+            await producer.reschedule(subject="recur.swap", id="recurring:a", delay=0)
+            assert len(await pulled(cluster, "recur.swap", 1)) == 1
+            assert await producer.delete_recurring(subject="recur.swap", name="a")
+            assert await producer.reschedule(subject="recur.swap", id="recurring:a", delay=0) is DelayOutcome.CANCELLED
+
+    asyncio.run(test())
+
+
+def test_operators_see_schedules_among_delayed_messages_and_delete_them(cluster):
+    with qmq.blocking.Producer(**client(cluster)) as producer:
+        producer.put_recurring(Message("recur.tools"), name="a", **YEARLY)
+        rows = until(lambda: cluster.manage("ListDelayed", subject="recur.tools")["messages"], "it is listed")
+        assert [row["id"] for row in rows] == ["recurring:a"]
+        done = cluster.manage("CancelDelayed", subject="recur.tools", ids="recurring:a")
+        assert done["ids"] == {"recurring:a": "cancelled"}
+        assert producer.list_recurring(subject="recur.tools") == []
