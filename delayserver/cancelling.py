@@ -147,10 +147,15 @@ class Cancelling:
         """Return what pends, each message once, and the fate of each name as far as nothing is changed."""
         fates = [DelayState.UNKNOWN] * (len(named.ids) + len(named.keys))
         pending: dict[int, _Found] = {}
-        for one in found:
+        last: dict[tuple[int, int], _Found] = {}
+        """What was written last of each message: a broker may have refused what counts as sent before."""
+        for one in sorted(found, key=lambda one: int(one.record["number"])):
             if one.message and self._pends(one):
                 pending[int(one.record["number"])] = one
-            elif (fate := self._past(one)) is not None and fates[one.name] is not DelayState.SENT:
+            else:
+                last[one.name, int(one.record["id_hash"])] = one
+        for one in last.values():
+            if (fate := self._past(one)) is not None and fates[one.name] is not DelayState.SENT:
                 fates[one.name] = fate
         return list(pending.values()), fates
 

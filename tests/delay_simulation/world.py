@@ -206,7 +206,10 @@ class DelayWorld(World):
             raise Violation(f"I11: the schedule of {process.name} is {ours}, its log says {anew}")
 
     def _compare_copies(self) -> None:
-        one, other = (_contents(machine.process.filing.schedule) for machine in self.machines)
+        try:
+            one, other = (_contents(machine.process.filing.schedule) for machine in self.machines)
+        except DamagedSchedule:
+            return  # a bit of what nobody had read since was flipped
         if one != other:
             raise Violation(f"I11: one copy has {one}, the other {other}")
 

@@ -80,6 +80,17 @@ def test_cancel_of_a_message_that_is_being_rescheduled_finds_it_at_its_new_place
     assert pair.senders.attempts == []
 
 
+def test_cancel_of_a_message_that_a_broker_refused_is_told_the_same_when_it_is_repeated():
+    pair, producer = a_pair()
+    pair.senders.refusing["bad"] = "too large"
+    producer.delayed(pair.now_ms, "bad")
+    pair.run(1_000)
+    for _ in range(2):
+        asked = producer.cancel("bad")
+        pair.settle()
+        assert producer.fates(asked) == ["cancelled"]
+
+
 def test_nothing_is_written_while_roles_are_swapped():
     pair, producer = a_pair(slow=True)
     producer.delayed(pair.now_ms, "bad", "good")

@@ -1,0 +1,59 @@
+"""A delay group, its broker groups and its clients, with everything going wrong that may (I11).
+
+`python -m tests.delay_simulation` runs more seeds and prints what they met.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.delay_simulation.planted import BUGS, Bug, search
+from tests.delay_simulation.world import simulate
+from tests.simulation.world import Outcome
+
+SEEDS = range(1, 31)
+FOUND_WITHIN = 40
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    logging.disable(logging.CRITICAL)
+    found = [simulate(seed) for seed in SEEDS]
+    logging.disable(logging.NOTSET)
+    return found
+
+
+def test_delayed_messages_are_sent_once_in_time_and_not_when_cancelled_whatever_fails(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        events = "\n".join(outcome.recent)
+        assert not outcome.failure, f"{events}\nseed {outcome.seed}: {outcome.failure}"
+
+
+def test_the_seeds_do_enough_work_to_mean_something(outcomes: list[Outcome]) -> None:
+    counts: Counter[str] = sum((outcome.counts for outcome in outcomes), Counter())
+    assert sum(outcome.acknowledged for outcome in outcomes) > 1_000
+    wanted = ("told: cancelled", "told: rescheduled", "told: sent", "outcome unknown", "schedule made anew", "role change",
+              "schedule begins with its checkpoint", "schedule compared", "segment dropped")  # fmt: skip
+    assert [name for name in wanted if not counts[name]] == []
+
+
+def test_a_seed_gives_the_same_trace_twice() -> None:
+    assert simulate(3) == simulate(3)
+
+
+@pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in BUGS])
+def test_a_planted_bug_is_found(bug: Bug) -> None:
+    outcome = search(bug, range(bug.first, bug.first + FOUND_WITHIN))
+    assert outcome is not None, f"nobody notices: {bug.name}"
+    print(f"{bug.name}: seed {outcome.seed}: {outcome.failure.splitlines()[0]}")
