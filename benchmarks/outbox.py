@@ -26,6 +26,7 @@ from typing import Any
 
 from sqlalchemy import Engine, create_engine, text
 
+from benchmarks.machine import cpu_seconds
 from deploy.cluster import Cluster
 from deploy.plan import write_atomically
 from deploy.processes import Service
@@ -50,8 +51,8 @@ def _free_port() -> int:
 
 
 @contextmanager
-def mariadb(buffer_mib: int) -> Iterator[Engine]:
-    """Run a server of our own, with an empty database `shop`; durable as it is by default."""
+def mariadb(buffer_mib: int) -> Iterator[tuple[Engine, int]]:
+    """Run a server of our own, with an empty database `shop`; durable as it is by default. Gives its pid, too."""
     directory = Path(tempfile.mkdtemp(prefix="qmq-bench-"))
     directory.chmod(0o755)
     root = ["--user=root"] if os.geteuid() == 0 else []
@@ -70,7 +71,7 @@ def mariadb(buffer_mib: int) -> Iterator[Engine]:
     )  # fmt: skip
     try:
         _prepare(port)
-        yield create_engine(f"mariadb+pymysql://{USER}:{PASSWORD}@127.0.0.1:{port}/shop", pool_size=4)
+        yield create_engine(f"mariadb+pymysql://{USER}:{PASSWORD}@127.0.0.1:{port}/shop", pool_size=4), server.pid
     finally:
         server.terminate()
         server.wait(60)
@@ -190,7 +191,7 @@ def measure(rows: int, *, alone_s: float, per_s: int, rate: int) -> dict[str, An
     run_dir = Path(tempfile.mkdtemp(prefix="qmq-bench-outbox-"))
     # The table fits into the memory of the database, as tables that are worked on do.
     with (
-        mariadb(buffer_mib=1_024) as engine,
+        mariadb(buffer_mib=1_024) as (engine, database),
         Cluster(run_dir, groups=("g1",), metaserver={"password_keys": [KEY]}, http_port=PORTS, broker_port=PORTS + 2)
         as cluster,
     ):  # fmt: skip
@@ -209,10 +210,17 @@ def measure(rows: int, *, alone_s: float, per_s: int, rate: int) -> dict[str, An
         while not watchdog.sent():
             time.sleep(0.05)
         began = time.monotonic()
+        pids = {"database": [database], "watchdog": [watchdog.service.pid or 0]}
+        pids["brokers"] = [cluster.service(plan.hostname).pid or 0 for plan in cluster.plan.brokers]
+        spent = {name: sum(map(cpu_seconds, some)) for name, some in pids.items()}
         before = watchdog.sent()
         while (sent := watchdog.sent()) < rows:
             time.sleep(0.25)
         ended = time.monotonic()
+        cpu_us = {
+            name: round((sum(map(cpu_seconds, some)) - spent[name]) / (sent - before) * 1e6, 1)
+            for name, some in pids.items()
+        }
         application.stop()
         watchdog.stop()
         time.sleep(1)
@@ -224,7 +232,8 @@ def measure(rows: int, *, alone_s: float, per_s: int, rate: int) -> dict[str, An
         "rows": rows, "left": left, "seconds": round(ended - began, 1),
         "rows_per_s": round((sent - before) / (ended - began)), "transactions_per_s": per_s, "rate": rate,
         "p99_alone_ms": round(p99_alone, 2), "p99_drain_ms": round(p99_drain, 2),
-        "p99_ratio": round(p99_drain / p99_alone, 2), "goals": GOALS,
+        "p99_ratio": round(p99_drain / p99_alone, 2), "cpu_us_per_row": cpu_us, "load": os.getloadavg()[0],
+        "goals": GOALS,
     }  # fmt: skip
 
 
