@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test lint types format bench bench-metaserver bench-outbox outbox bench-delay simulate chaos history proto lock clean
+.PHONY: help venv run stop demo test lint types format bench bench-metaserver bench-outbox outbox bench-delay simulate delay-simulate chaos delay-ledger history proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -55,8 +55,14 @@ outbox: $(STAMP) ## random schedules of outboxes and watchdogs: SEEDS (default 1
 simulate: $(STAMP) ## crashes, partitions and disk faults for SEEDS seeds (default 2000)
 	@$(PY) -m tests.simulation --seeds "$(or $(SEEDS),2000)"
 
+delay-simulate: $(STAMP) ## the same of a delay group and all that it talks to, for SEEDS seeds (default 500)
+	@$(PY) -m tests.delay_simulation --seeds "$(or $(SEEDS),500)"
+
 chaos: $(STAMP) ## real processes killed, stopped and swapped for MINUTES minutes (default 10)
 	@$(PY) -m tests.chaos --minutes "$(or $(MINUTES),10)"
+
+delay-ledger: $(STAMP) ## MESSAGES (default 100000) come due while delay servers are killed 20 times and swapped 5 times
+	@$(PY) -m tests.chaos.delay_trial --messages "$(or $(MESSAGES),100000)"
 
 history: $(STAMP) ## MESSAGES (default 1000000) through real processes and faults, and a judge of what consumers saw
 	@$(PY) -m tests.history --messages "$(or $(MESSAGES),1000000)" --seed "$(or $(SEED),1)"

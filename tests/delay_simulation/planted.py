@@ -90,7 +90,7 @@ def _early() -> list[Patch]:
 
 
 def _what_was_not_stored_is_not_due_again() -> list[Patch]:
-    return [mock.patch.object(frames_filed, "_on_wheel", lambda book, records: [])]
+    return [mock.patch.object(frames_filed, "_on_wheel", lambda *_: [])]
 
 
 def _schedule_of_another_history_is_kept() -> list[Patch]:

@@ -43,8 +43,10 @@ def test_delayed_messages_are_sent_once_in_time_and_not_when_cancelled_whatever_
 def test_the_seeds_do_enough_work_to_mean_something(outcomes: list[Outcome]) -> None:
     counts: Counter[str] = sum((outcome.counts for outcome in outcomes), Counter())
     assert sum(outcome.acknowledged for outcome in outcomes) > 1_000
-    wanted = ("told: cancelled", "told: rescheduled", "told: sent", "outcome unknown", "schedule made anew", "role change",
-              "schedule begins with its checkpoint", "schedule compared", "segment dropped")  # fmt: skip
+    wanted = (
+        "told: cancelled", "told: rescheduled", "told: sent", "outcome unknown", "schedule made anew", "role change",
+        "schedule begins with its checkpoint", "schedule compared", "segment dropped",
+    )  # fmt: skip
     assert [name for name in wanted if not counts[name]] == []
 
 

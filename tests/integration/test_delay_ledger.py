@@ -1,0 +1,14 @@
+"""Shell. Delayed messages come due while their servers are killed and swapped: what was sent is what is received.
+
+`make delay-ledger` does the same with 100,000 messages, twenty kills and five swaps.
+"""
+
+from __future__ import annotations
+
+from tests.chaos.delay_trial import run_trial
+
+
+def test_what_comes_due_while_delay_servers_are_killed_and_swapped_is_received_once(tmp_path):
+    ledgers = run_trial(tmp_path, messages=3_000, kills=4, swaps=1, spread_s=10.0, say=lambda line: None)
+    assert len(ledgers.stored) == 3_000 and (ledgers.kills, ledgers.swaps) == (4, 1)
+    assert (ledgers.lost, ledgers.doubled, ledgers.early, ledgers.unknown) == ([], [], [], [])
