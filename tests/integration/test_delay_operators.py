@@ -107,6 +107,15 @@ def test_the_only_delay_group_is_not_drained(cluster):
         cluster.manage("DrainGroup", brokerGroup="d1")
 
 
+def test_a_mark_of_the_only_delay_group_says_that_delayed_messages_have_nowhere_to_go(cluster):
+    said = tool(cluster, "MarkReadonly", "--brokerGroup=d1", "--wait=5", "--yes")
+    assert "no other group of delay servers" in said
+    until(lambda: not cluster.writable("d1"), "the delay master knows")
+    tool(cluster, "UnMarkReadonly", "--brokerGroup=d1", "--yes")
+    until(lambda: cluster.writable("d1"), "the mark is gone")
+    send(cluster, 1, delay=3600, subject="after.the.mark")
+
+
 def test_metrics_say_what_pends_and_how_late_messages_went(cluster):
     send(cluster, 3, delay=0.05, subject="measured")
     send(cluster, 1, delay=3600, subject="measured")

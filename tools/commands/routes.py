@@ -149,7 +149,10 @@ def _marked(data: Any) -> Iterable[Block]:
     yield from _holders(data)
     if stranded := (data.get("withoutOtherGroup") or {}).get("count"):
         names = ", ".join(data["withoutOtherGroup"]["names"][:NAMES_MAX])
-        yield warning(f"{stranded:,} subjects have no other group that takes messages: {names}")
+        if names == "*":
+            yield warning("delayed messages, of whatever subject, have no other group of delay servers now")
+        else:
+            yield warning(f"{stranded:,} subjects have no other group that takes messages: {names}")
 
 
 def _unmarked(data: Any) -> Iterable[Block]:
