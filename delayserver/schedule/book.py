@@ -67,6 +67,8 @@ class Book:
     _fresh_rows: int = 0
     _fresh_from: int = NEVER_MS
     """Nothing fresh is due before."""
+    gone: set[str] = field(default_factory=set)
+    """Names of segments that were deleted, or soon will be."""
     planned: dict[tuple[int, int], Records] = field(default_factory=dict)
     """Messages of dispatches that were written here and are not filed yet."""
     _positions: dict[str, int] = field(default_factory=dict)
@@ -85,7 +87,8 @@ class Book:
 
     def open(self, segment: Segment) -> None:
         """From now on, new messages of the segment go to the wheel; those it has are still to be read."""
-        segment.loading = Loading(0, len(segment))
+        count = len(segment)
+        segment.loading = Loading(0 if segment.undone else count, count)
         self.open_until_ms = max(self.open_until_ms, segment.end_ms)
 
     def open_for(self, records: Records) -> None:

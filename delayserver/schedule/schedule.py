@@ -206,11 +206,18 @@ class Schedule:
         self._flush = None
 
     def _forget_old(self, now_ms: int) -> Names:
-        timeline = self._book.timeline
-        old = [one for one in timeline.segments if not one.undone and one.end_ms + self._keep_ms <= now_ms]
-        if old:
-            timeline.put([one for one in timeline.segments if one not in old])
-        return [one.name for one in old]
+        """Drop segments in which everything is over, but not one that is being read; return their names."""
+        book, kept, gone = self._book, list[Segment](), Names()
+        read = None if self._piece is None else self._piece.segment
+        for segment in book.timeline.segments:
+            if segment.undone or segment.end_ms + self._keep_ms > now_ms or segment is read:
+                kept.append(segment)
+            else:
+                gone.append(segment.name)
+        if gone:
+            book.timeline.put(kept)
+            book.gone.update(gone)
+        return gone
 
     def _checkpoint(self, writes: Sequence[SegmentWrite]) -> Checkpoint:
         """Return all that is known now, as it will be when `writes` are on disk."""
@@ -254,14 +261,14 @@ class Schedule:
         """Return a question for a thread: which messages lie before `offset` of the log and pend (not in flight)?"""
         self._book.settle()
         segments = [one for one in self._book.timeline.segments if one.undone and one.first_number < offset]
-        return PendingBelow([view_of(segment) for segment in segments], offset)
+        return PendingBelow([view_of(segment, self._book.gone) for segment in segments], offset)
 
     def pending_labelled(self, subject: str, label: int) -> PendingLabelled:
         """Return a question for a thread: which messages of the subject pend and have this label?"""
         self._book.settle()
         position = self._book.known_position(subject)
         segments = [one for one in self._book.timeline.segments if one.undone] if position is not None else []
-        return PendingLabelled([view_of(segment) for segment in segments], position, label)
+        return PendingLabelled([view_of(segment, self._book.gone) for segment in segments], position, label)
 
     def pending_from(self) -> int:
         """Return an offset of the log below which every message is done; it may be up to 4 MiB too low."""
@@ -284,7 +291,8 @@ class Schedule:
         position = self._book.known_position(subject) if subject is not None else None
         if subject is not None and position is None:
             return [], None
-        return [view_of(segment) for segment in self._book.timeline.between(begin_ms, end_ms)], position
+        segments = self._book.timeline.between(begin_ms, end_ms)
+        return [view_of(segment, self._book.gone) for segment in segments], position
 
 
 def _take_write(segment: Segment) -> SegmentWrite | None:

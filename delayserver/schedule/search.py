@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from delayserver.schedule.blocks import BLOCK_ROWS, split_marks
-from delayserver.schedule.record import Records, State, no_records
+from delayserver.schedule.blocks import BLOCK_ROWS, DamagedSchedule, split_marks
+from delayserver.schedule.record import Records, State, join, no_records
 from delayserver.schedule.segment import READ_BLOCKS, Marked, Rows, Segment, States
 
 READ_ROWS = READ_BLOCKS * BLOCK_ROWS
+T = TypeVar("T")
 Hashes = NDArray[np.uint32]
 
 
@@ -35,6 +36,17 @@ class SegmentView:
     marked: Marked
     states: States | None
     """None: they have to be read."""
+    gone: set[str]
+    """Segments that were deleted since then."""
+
+    def look(self, into: Callable[[SegmentView], T], nothing: T) -> T:
+        """Return what `into` finds; nothing in a segment that is deleted meanwhile: there everything was over."""
+        try:
+            return into(self)
+        except DamagedSchedule:
+            if self.rows.name in self.gone:
+                return nothing
+            raise
 
     def states_of(self, rows: NDArray[np.uint32]) -> States:
         states = self.states
@@ -54,8 +66,8 @@ class SegmentView:
             yield self.rows.read(at, min(at + READ_ROWS, count))
 
 
-def view_of(segment: Segment) -> SegmentView:
-    return SegmentView(segment.end_ms, segment.rows, segment.marked, segment.known_states())
+def view_of(segment: Segment, gone: set[str]) -> SegmentView:
+    return SegmentView(segment.end_ms, segment.rows, segment.marked, segment.known_states(), gone)
 
 
 class Wanted:
@@ -100,11 +112,18 @@ class Find:
 
     def near(self) -> list[Candidate]:
         """Look into the segment of the due time, none if that is 0; raises DamagedSchedule."""
-        return [one for view in self.views if self._is_near(view) for one in self._in_segment(view)]
+        return [
+            one for view in self.views if self._is_near(view) for one in view.look(self._in_segment, list[Candidate]())
+        ]
 
     def far(self) -> list[Candidate]:
         """Look into all others; raises DamagedSchedule."""
-        return [one for view in self.views if not self._is_near(view) for one in self._in_segment(view)]
+        return [
+            one
+            for view in self.views
+            if not self._is_near(view)
+            for one in view.look(self._in_segment, list[Candidate]())
+        ]
 
     def _is_near(self, view: SegmentView) -> bool:
         return self.due_ms > 0 and view.rows.begin_ms <= self.due_ms < view.end_ms
@@ -138,19 +157,19 @@ class Listing:
         """Raises DamagedSchedule."""
         parts, count = [no_records()], 0
         for view in self.views:
-            found = self._in_segment(view)
+            found = view.look(self._in_segment, no_records())
             parts.append(found)
             count += len(found)
             if count >= self.most:
                 break
-        return np.concatenate(parts)[: self.most]
+        return join(parts)[: self.most]
 
     def _in_segment(self, view: SegmentView) -> Records:
         kept = no_records()
         for records in view.parts():
             more = records[self._matching(records)]
             more = more[view.states_of(more["row"]) < State.SENT]
-            kept = np.concatenate((kept, more))
+            kept = join([kept, more])
             kept = kept[np.lexsort((kept["number"], kept["due"]))][: self.most]
         return kept
 
@@ -174,15 +193,17 @@ class PendingBelow:
 
     def __call__(self) -> Records:
         """Raises DamagedSchedule."""
-        kept = [no_records()]
-        for view in self.views:
-            for records in view.parts():
-                old = records[: np.searchsorted(records["number"], np.uint64(self.offset))]
-                kept.append(old[view.states_of(old["row"]) == State.PENDING])
-                if len(old) < len(records):
-                    break
-        found = np.concatenate(kept)
-        return found[np.argsort(found["number"])]
+        found = join([view.look(self._in_segment, no_records()) for view in self.views])
+        return found.take(np.argsort(found["number"]))
+
+    def _in_segment(self, view: SegmentView) -> Records:
+        kept = []
+        for records in view.parts():
+            old = records[: np.searchsorted(records["number"], np.uint64(self.offset))]
+            kept.append(old[view.states_of(old["row"]) == State.PENDING])
+            if len(old) < len(records):
+                break
+        return join(kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +216,11 @@ class PendingLabelled:
 
     def __call__(self) -> Records:
         """Raises DamagedSchedule."""
-        kept = [no_records()]
-        for view in self.views:
-            for records in view.parts():
-                found = records[(records["label"] == self.label) & (records["subject"] == self.subject)]
-                kept.append(found[view.states_of(found["row"]) == State.PENDING])
-        return np.concatenate(kept)
+        return join([view.look(self._in_segment, no_records()) for view in self.views])
+
+    def _in_segment(self, view: SegmentView) -> Records:
+        kept = []
+        for records in view.parts():
+            found = records[(records["label"] == self.label) & (records["subject"] == self.subject)]
+            kept.append(found[view.states_of(found["row"]) == State.PENDING])
+        return join(kept)

@@ -222,11 +222,11 @@ def test_marks_are_written_once():
     (name,) = [name for name in disk.names("segments") if name.endswith(".marks")]
     size = disk.size("segments/" + name)
     for _ in range(3):
+        schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
         log.cancel([])
         log.feed(schedule)
         flush_all(schedule)
         assert disk.size("segments/" + name) == size
-        schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
     assert listed(schedule) == where[300:]
 
 
@@ -377,6 +377,49 @@ def test_a_segment_that_is_over_is_deleted_after_its_time():
     flush_all(again, 2 * HOUR_MS)
     assert states(again, "m5") == []
     assert (again.segments, disk.names("segments")) == (1, [])
+
+
+def test_who_looks_while_a_segment_is_deleted_finds_nothing_in_it():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(100))
+    later = log.messages([delayed("s", "later", 9 * HOUR_MS)])
+    schedule = opened(disk, log)
+    flush_all(schedule)
+    log.cancel(where)
+    log.feed(schedule)
+    find, below = schedule.find(None, [id_hash("m1"), id_hash("later")], []), schedule.pending_below(log.end)
+    listing = schedule.list(0, 1 << 60, None, 1000)
+    flush_all(schedule, HOUR_MS)
+    assert disk.names("segments") == []
+    assert [int(one.record["number"]) for one in find()] == [later[0][0]]
+    assert places(below()) == places(listing()) == later
+
+
+def test_a_segment_in_which_everything_is_over_is_not_loaded():
+    log, disk = DelayLog(), MemoryDisk()
+    log.cancel(log.messages(many(100)))
+    schedule = opened(disk, log)
+    assert schedule.next_piece(HOUR_MS) is None
+    where = log.messages(many(1, first=100))
+    (filed,) = log.feed(schedule)
+    assert places(filed.added) == where
+
+
+def test_a_segment_is_not_deleted_while_it_is_read():
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(100))
+    schedule = opened(disk, log)
+    flush_all(schedule)
+    piece = schedule.next_piece(HOUR_MS)
+    assert piece is not None
+    log.cancel(where)
+    log.feed(schedule)
+    flush_all(schedule, 2 * HOUR_MS)
+    assert places(schedule.handed(piece, piece.read())) == []
+    log.cancel([])
+    log.feed(schedule)
+    flush_all(schedule, 2 * HOUR_MS)
+    assert disk.names("segments") == []
 
 
 def test_a_schedule_that_ends_before_the_log_begins_is_made_anew():
