@@ -28,6 +28,7 @@ from qmq.codec import encode_labels, join_batch, split_batch
 from qmq.errors import CorruptFrame, LogError, QmqError
 from qmq.log.delays import Outcome, Settlement
 from qmq.log.frame import label_flags
+from qmq.replication.readonly import Reason
 from qmq.replication.reign import Reign
 
 log = logging.getLogger(__name__)
@@ -377,6 +378,8 @@ class Dispatching:
         self._retry[batch] = None
 
     def _send(self, batch: _Batch) -> None:
+        if Reason.FENCED in self._reign.readonly:
+            return  # the next master has this plan, or sends these messages by one of its own
         if not batch.is_safe:
             self._when_safe(batch)  # the slave was missing
         elif batch.numbered is None:

@@ -8,6 +8,7 @@ from qmq.client.numbered import NotStored, Stored
 from qmq.codec import encode_labels, label_of
 from qmq.errors import NotServed
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
+from qmq.replication.readonly import Reason
 from tests.unit.delayserver.world import HOUR_MS, Pair, Producer, Senders, delayed
 
 
@@ -103,6 +104,21 @@ def test_nothing_is_written_while_roles_are_swapped():
     pair.a.node.cancel_swap()
     pair.settle()
     assert pair.a.log.end > end and pair.a.filing.schedule.pending_messages == 1
+
+
+def test_master_that_is_fenced_sends_nothing_that_it_planned_before():
+    pair, producer = a_pair()
+    producer.delayed(pair.now_ms + 1_000, "m")
+    pair.run(900)
+    pair.a.host.clock_ms += 200
+    pair.a.node.master.beat()
+    pair.a.host.turn()
+    pair.a.node.master.readonly.change(Reason.FENCED, True)
+    pair.settle()
+    assert pair.senders.attempts == []
+    pair.swap(2)
+    pair.run(1_000)
+    assert pair.senders.delivered() == ["m"]
 
 
 def test_schedule_that_is_made_anew_does_not_bring_back_a_batch_that_was_settled_just_now():
