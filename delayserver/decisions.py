@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from delayserver.due import with_due
 from delayserver.messages import Records
+from delayserver.templates import LABEL
 from qmq.codec import encode_labels, join_batch
 from qmq.log import delays
 from qmq.log.delays import Settlement
@@ -41,6 +42,11 @@ class Decisions:
         self._derived: dict[int, tuple[int, int]] = {}
         """What follows from another message: number -> (own end, end of the message it follows from)."""
         self._safe = 0
+        self._templates_end: dict[str, int] = {}
+
+    def templates_end(self, subject: str) -> int:
+        """Return the end of the last frame of this reign that changes recurring schedules of the subject."""
+        return self._templates_end.get(subject, 0)
 
     def names(self, number: int) -> bool:
         """Return whether a frame that the schedule does not have yet decides about the message."""
@@ -80,6 +86,8 @@ class Decisions:
 
     def _note(self, frame: Frame, records: Records) -> Frame:
         numbers = records["number"].tolist()
+        if frame.kind != FrameKind.DISPATCH and (records["label"] == LABEL).any():
+            self._templates_end[frame.subject] = frame.end
         self._unfiled.append((frame.end, numbers))
         self._named.update(numbers)
         return frame
@@ -141,13 +149,14 @@ class Decisions:
             at += len(message)
         return self._note(frame, records)
 
-    def template(self, subject: str, records: Records, template: bytes, due_ms: int, label: int) -> Frame:
+    def template(self, subject: str, records: Records, template: bytes, due_ms: int) -> Frame:
         """A new template, in place of those `records`, of which there is one at most."""
         places = _places_of(records) if len(records) else bytes(delays.PLACE_BYTES)
         body = join_batch([with_due(template, due_ms)])
         frame = self._reign.append(
-            FrameKind.CARRY, subject, places + body + encode_labels([label]), flags=label_flags([label]), count=1
+            FrameKind.CARRY, subject, places + body + encode_labels([LABEL]), flags=label_flags([LABEL]), count=1
         )
+        self._templates_end[subject] = frame.end
         return self._note(frame, records)
 
 

@@ -24,7 +24,7 @@ from delayserver.counters import Counters
 from delayserver.decisions import Decisions, Recurrence
 from delayserver.filing import Filing
 from delayserver.messages import Messages, Records, read_messages
-from delayserver.schedule import RECORD, DamagedSchedule, State, id_hash
+from delayserver.schedule import RECORD, DamagedSchedule, id_hash
 from delayserver.settings import DelaySettings
 from delayserver.templates import ID_PREFIX, LABEL, Template, new_template, read_template
 from qmq.errors import (
@@ -246,7 +246,7 @@ class Recurring:
         """Find the templates of the subject that is asked about."""
         reign, schedule, asked = self._reign, self._filing.schedule, self._asked[0]
         look, message_log = schedule.pending_labelled(asked.recur.subject, LABEL), reign.log
-        self._is_looking = True
+        filed_end, self._is_looking = schedule.filed_end, True
 
         def job() -> _Looked:
             records = look()
@@ -260,7 +260,8 @@ class Recurring:
             if not self._asked or self._asked[0] is not asked:
                 return  # the reign is over
             try:
-                if self._is_vain(result) or schedule is not self._filing.schedule:
+                is_late = filed_end < self._decisions.templates_end(asked.recur.subject)
+                if self._is_vain(result) or is_late or schedule is not self._filing.schedule:
                     self._again()
                 elif isinstance(result, LogError):
                     raise NotServed("this copy is damaged and being repaired; ask again in a moment")
@@ -293,14 +294,12 @@ class Recurring:
         self._reign.host.turn_soon()
 
     def _decide(self, asked: _Asked, looked: _Looked) -> None:
-        """Nothing happens between this look at what pends and the frame; raises QmqError."""
+        """Nothing has changed these templates since they were looked for; raises QmqError."""
         recur = asked.recur
         self._reign.check_may_progress()
         self._check_deletes(recur)
         named = [one for one in looked.found if recur.name in ("", one.template.name)]
-        if not self._filing.reaches(self._reign.log.flushed_end) or not all(map(self._still_pends, named)):
-            self._again()
-        elif recur.action is RecurAction.LIST:
+        if recur.action is RecurAction.LIST:
             body = commands.encode_recurring(sorted(one.schedule for one in named))
             self._reign.answer_when_safe(asked.link, asked.packet, body)
             self._next()
@@ -310,11 +309,6 @@ class Recurring:
             self._again()  # what is due is sent before the schedule changes
         else:
             self._put(asked, named, looked.count)
-
-    def _still_pends(self, found: _Found) -> bool:
-        if self._decisions.names(int(found.record["number"])):
-            return False
-        return bool(self._filing.schedule.state_of(found.record) == State.PENDING)
 
     def _is_about_to_fire(self, found: _Found) -> bool:
         waiting = self._due.get(int(found.record["number"]))
@@ -344,7 +338,7 @@ class Recurring:
         due_ms = template.cron().next_ms(reign.retry_ms())
         if named[1:]:
             self._decisions.cancel(subject, _records(named[1:]))
-        self._decisions.template(subject, _records(named[:1]), template.message, due_ms, LABEL)
+        self._decisions.template(subject, _records(named[:1]), template.message, due_ms)
         self._answer(asked, [template.due(due_ms)])
 
     def _answer(self, asked: _Asked, schedules: Sequence[RecurringSchedule]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from datetime import UTC, datetime
 
 import numpy as np
@@ -103,6 +104,50 @@ def test_power_cut_within_any_byte_of_an_occurrence_loses_and_doubles_nothing():
         restart(pair)
         run_until(pair, "2023-11-14T22:16")
         assert times(pair) == minutes(14, 3), f"{kept} bytes were kept"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_crashes_swaps_and_absent_brokers_leave_each_occurrence_once(seed):
+    rng = random.Random(seed)
+    pair, producer = a_pair()
+    put(pair, producer, "steady", cron="* * * * *")
+    term = 1
+    for _ in range(40):
+        match rng.choice(["crash", "swap", "away", "back", "mute", "put", "wait"]):
+            case "crash":
+                pair.cut()
+                clock_ms = pair.a.host.clock_ms
+                pair.a.crash(rng)
+                pair.a.host.clock_ms = clock_ms
+                pair.a.assign(0, term)
+                pair.connect()
+                pair.settle()
+            case "swap":
+                term += 1
+                pair.swap(term)
+            case "away":
+                pair.senders.up["g1"] = False
+            case "back":
+                pair.senders.up["g1"] = True
+                pair.senders.mute.clear()
+            case "mute":
+                pair.senders.mute.add("g1")
+            case "put":
+                producer = Producer(pair.a)
+                producer.recur("put", rng.choice("abc"), cron=rng.choice(["*/2 * * * *", "* * * * *"]))
+        at_ms = rng.randrange(MINUTE_MS)  # often close to a full minute
+        pair.run(rng.choice([100, 300, at_ms, MINUTE_MS - pair.now_ms % MINUTE_MS]), step_ms=rng.choice([50, 5_000]))
+    pair.senders.up["g1"] = True
+    pair.senders.mute.clear()
+    pair.run(60_000, step_ms=500)
+    ids = pair.senders.delivered()
+    assert len(ids) == len(set(ids))
+    last = int(datetime.fromtimestamp(pair.now_ms / 1000, UTC).timestamp()) // 60
+    first = int(datetime(2023, 11, 14, 22, 14, tzinfo=UTC).timestamp()) // 60
+    steady = sorted(id.split("@")[1][:16] for id in ids if id.startswith("steady@"))
+    expected = [datetime.fromtimestamp(at * 60, UTC).isoformat()[:16] for at in range(first, last + 1)]
+    assert steady == expected
+    assert len({one.name for one in listed(pair, Producer(pair.a))}) == len(listed(pair, Producer(pair.a)))
 
 
 def test_of_missed_occurrences_the_latest_is_sent_and_the_others_are_counted():
