@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sqlalchemy import Connection, insert, select, update
+from sqlalchemy.exc import IntegrityError
 
 from metaserver.db.limits import checked
 from metaserver.db.rows import now_ms
@@ -20,7 +21,11 @@ def hold(connection: Connection, wish: LeaseRow, *, take: bool, release: bool) -
     row = connection.execute(select(lease).where(is_named).with_for_update()).first()
     if row is None:
         values = {"name": wish.name, "node": "", "address": "", "term": 0, "beat": 0, "update_time": now_ms()}
-        connection.execute(insert(lease).values(**checked(lease, values)))
+        try:
+            with connection.begin_nested():
+                connection.execute(insert(lease).values(**checked(lease, values)))
+        except IntegrityError:
+            pass  # another one was first
         row = connection.execute(select(lease).where(is_named).with_for_update()).one()
     term, beat, node, address = row.term, row.beat, row.node, row.address
     if node == wish.node:
