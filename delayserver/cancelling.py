@@ -89,7 +89,7 @@ class Cancelling:
         look = schedule.find(
             named.subject, list(map(id_hash, named.ids)), list(map(key_hash, named.keys)), named.due_ms
         )
-        message_log = reign.log
+        filed_end, message_log = schedule.filed_end, reign.log
 
         def job() -> list[_Found]:
             return _with_messages(named, look(), message_log)
@@ -103,7 +103,7 @@ class Cancelling:
                 self._file_all()
                 if schedule is not self._filing.schedule:
                     raise NotServed("the schedule is made anew; ask again in a moment")
-                if not self._is_behind(result):
+                if not self._is_behind(result, filed_end):
                     decide(result)
                 elif looks > 1:
                     self._find(named, decide, answer, looks - 1)
@@ -128,10 +128,16 @@ class Cancelling:
         if not self._filing.reaches(flushed_end):
             raise NotServed("this delay server reads what came before it began; ask again in a moment")
 
-    def _is_behind(self, found: Sequence[_Found]) -> bool:
+    def _is_behind(self, found: Sequence[_Found], filed_end: int) -> bool:
         """Return whether something happened to a message since it was looked for that has to be looked at again: it is
-        written elsewhere now, or the schedule does not know yet what a frame decides about it."""
+        written elsewhere now, or the schedule does not know yet what a frame decides about it.
+
+        The look saw the messages that were filed by `filed_end`, but their states as they were a little later.
+        """
         state_of = self._filing.schedule.state_of
+        newest = {(one.name, int(one.record["id_hash"])): one for one in _by_number(found)}
+        if filed_end < self._decisions.moved_end and any(one.state == State.MOVED for one in newest.values()):
+            return True
         return any(
             self._decisions.names(int(one.record["number"]))
             or (one.state != State.MOVED and state_of(one.record) == State.MOVED)
@@ -149,7 +155,7 @@ class Cancelling:
         pending: dict[int, _Found] = {}
         last: dict[tuple[int, int], _Found] = {}
         """What was written last of each message: a broker may have refused what counts as sent before."""
-        for one in sorted(found, key=lambda one: int(one.record["number"])):
+        for one in _by_number(found):
             if one.message and self._pends(one):
                 pending[int(one.record["number"])] = one
             else:
@@ -222,6 +228,11 @@ def _has_name(message: bytes, named: Named, by_key: bool, index: int) -> bool:
         return decode_properties(message, envelope.body_begin).get(DELAY_KEY) == named.keys[index]
     except InvalidMessage:
         return False
+
+
+def _by_number(found: Sequence[_Found]) -> list[_Found]:
+    """Return what was written first before what was written later."""
+    return sorted(found, key=lambda one: int(one.record["number"]))
 
 
 def _records(found: Sequence[_Found]) -> Records:

@@ -42,6 +42,8 @@ class Decisions:
         self._derived: dict[int, tuple[int, int]] = {}
         """What follows from another message: number -> (own end, end of the message it follows from)."""
         self._safe = 0
+        self.moved_end = 0
+        """End of the last frame of this reign that writes messages in place of others."""
         self._templates_end: dict[str, int] = {}
 
     def templates_end(self, subject: str) -> int:
@@ -86,6 +88,8 @@ class Decisions:
 
     def _note(self, frame: Frame, records: Records) -> Frame:
         numbers = records["number"].tolist()
+        if frame.kind == FrameKind.CARRY:
+            self.moved_end = frame.end
         if frame.kind != FrameKind.DISPATCH and (records["label"] == LABEL).any():
             self._templates_end[frame.subject] = frame.end
         self._unfiled.append((frame.end, numbers))

@@ -195,6 +195,25 @@ def test_rescheduled_message_is_sent_at_its_new_time_alone():
     assert pair.senders.delivered() == ["sooner", "later"]
 
 
+def test_cancel_finds_a_message_that_is_written_elsewhere_while_it_is_looked_for():
+    """The look sees it as moved, and does not see where to."""
+    pair, producer = a_pair()
+    due_ms, host = pair.now_ms + 5 * HOUR_MS, pair.a.host
+    producer.delayed(due_ms, "m", "x")
+    pair.run(200)
+    producer.cancel("x")  # from now on states are kept for this segment
+    pair.run(200)
+    moved, cancelled = producer.reschedule("m", due_ms + 30 * HOUR_MS), producer.cancel("m")
+    host.do_read()
+    while host.turn() or host.fsync():
+        pass  # it is filed at its new place before the second look is made
+    pair.settle()
+    pair.run(300)
+    assert (producer.fate(moved), producer.fates(cancelled)) == ("rescheduled", ["cancelled"])
+    pair.run(40 * HOUR_MS, step_ms=600_000)
+    assert pair.senders.delivered() == []
+
+
 # Retention.
 
 
