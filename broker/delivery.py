@@ -1,6 +1,7 @@
 """Core. A master's part towards consumers: write down who gets what, hand it over when that is safe, take acks.
 
-Which messages a pull gets is decided in `broker.hand_out`; here it becomes frames and answers.
+Which messages a pull gets is decided in `broker.hand_out`; here it becomes frames of progress, in
+`broker.handing_over` answers.
 """
 
 from __future__ import annotations
@@ -9,24 +10,21 @@ from collections.abc import Iterable
 from functools import partial
 
 from broker import progress
-from broker.bodies import Bodies
 from broker.consume import Consumption, Subscription, WaitingPull
 from broker.counters import Counters
 from broker.dead_letters import DeadLetters
 from broker.hand_out import HandOut, choose
+from broker.handing_over import HandingOver
 from broker.labels import Sight
 from broker.offline import Offline
-from broker.pull_answer import PullAnswer
 from broker.selection import Reading, Selection
 from broker.settings import BrokerSettings
 from broker.tags import TagRule
 from broker.terms import read_terms
-from broker.turns import HAND_OUT_BYTES, OWED_BYTES_MAX, TRY_BYTES, Turns
-from qmq.codec import Buffer
+from broker.turns import OWED_BYTES_MAX, TRY_BYTES, Turns
 from qmq.errors import CorruptFrame, ErrorCode, InvalidRequest, LogError, NotServed, OperatorError, QmqError
 from qmq.log.fold import Consumer
-from qmq.log.frame import Frame, FrameKind
-from qmq.log.index import FrameRef
+from qmq.log.frame import FrameKind
 from qmq.log.progress import Entry
 from qmq.remoting import commands
 from qmq.remoting.commands import RANGES_MAX, Pull, Verdict
@@ -50,7 +48,7 @@ class Delivery:
         reign.before_progress = self._changing
         self._woken: dict[str, None] = {}
         self._turns = Turns()
-        self._bodies = Bodies(reign.log, reign.host)
+        self._handing_over = HandingOver(reign, counters, self._turns, self.writable_again)
         self._offline = Offline()
         self._forgot_ms = 0
 
@@ -235,6 +233,7 @@ class Delivery:
         self._line_up(self.consumption.all_waiting())
 
     def writable_again(self, link: Link) -> None:
+        """The connection takes answers again."""
         self._line_up(self.consumption.waiting_at(link))
 
     def _line_up(self, subscriptions: list[Subscription]) -> None:
@@ -346,7 +345,7 @@ class Delivery:
                 return False
             self._write_down(subscription, hand_out)
             if hand_out.parts:
-                self._hand_over(subscription, self.consumption.take_waiting(subscription), hand_out)
+                self._handing_over.begin(subscription, self.consumption.take_waiting(subscription), hand_out)
                 return True
         return False
 
@@ -413,44 +412,6 @@ class Delivery:
     def _bury(self, subscription: Subscription, dead: list[tuple[int, int]]) -> None:
         reason = f"handed out {subscription.deliveries_max} times, and never acked"
         self._dead_letters.bury(subscription.key, dead, reason, None)
-
-    def _hand_over(self, subscription: Subscription, waiting: WaitingPull, hand_out: HandOut) -> None:
-        """Send it when that is safe and the bytes are at hand, whichever is later."""
-        reign = self._reign
-        subscription.in_flight += 1
-        self._counters.pulled_messages += sum(part.end - part.begin for part in hand_out.parts)
-        answer = PullAnswer(subscription, waiting.packet, hand_out, reign.gate, self._settled)
-        subscription.link.owed_bytes += answer.bytes
-        self._turns.spend(HAND_OUT_BYTES + answer.bytes)
-        subscription.owed.append(answer.send)
-        missing: dict[int, FrameRef] = {}
-        for part in hand_out.parts:
-            offset = part.ref.offset
-            if (found := hand_out.bodies.get(offset) or self._bodies.at_hand(offset)) is not None:
-                answer.bodies[offset] = found
-            else:
-                missing[offset] = part.ref
-        if missing:
-            answer.is_read = False
-            self._bodies.read([missing[offset] for offset in sorted(missing)], partial(self._bodies_read, answer))
-        reign.gate.progress(reign.log.end, hand_out.data_end, answer.safe)
-        reign.gate.release_now()
-
-    def _settled(self, link: Link, size: int) -> None:
-        """An answer left, or will not; pulls of the same connection may have waited for that."""
-        if link.owed_bytes >= OWED_BYTES_MAX > link.owed_bytes - size:
-            self._line_up(self.consumption.waiting_at(link))
-        link.owed_bytes -= size
-
-    def _bodies_read(self, answer: PullAnswer, bodies: list[tuple[Frame, Buffer]] | LogError) -> None:
-        if isinstance(bodies, CorruptFrame):
-            # The messages stay un-acked; the consumer asks again after the repair.
-            self._reign.found_damage(bodies)
-            answer.subscription.link.close("this copy is damaged there and is being repaired; ask again")
-        elif isinstance(bodies, LogError):
-            raise bodies
-        else:
-            answer.read(bodies)
 
     def _consumer_leaves(self, key: tuple[str, str, str], *, told: bool) -> None:
         """What the consumer did not ack goes back to its group; others get it next (W1).
