@@ -27,7 +27,9 @@ from delayserver.schedule.record import RECORD, Numbers, Records
 from qmq.codec import Buffer
 
 _MAGIC = b"QDC1"
-NAME = "checkpoint"
+FOLDER = "segments"
+NAME = f"{FOLDER}/checkpoint"
+"""Beside the files that it counts on: when it is durable, so are their names."""
 
 
 @dataclass(frozen=True, slots=True)

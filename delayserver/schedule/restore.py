@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from delayserver.schedule.blocks import BLOCK_BYTES, BLOCK_ROWS, DamagedSchedule
 from delayserver.schedule.book import Book, InFlight
-from delayserver.schedule.checkpoint import NAME, Checkpoint, SavedSegment, decode_checkpoint
+from delayserver.schedule.checkpoint import FOLDER, NAME, Checkpoint, SavedSegment, decode_checkpoint
 from delayserver.schedule.growing import Growing
 from delayserver.schedule.record import State
-from delayserver.schedule.segment import FOLDER, Segment, marks_name, records_name
+from delayserver.schedule.segment import Segment, marks_name, records_name
 from qmq.log.disk import Disk
 from qmq.log.frame import NO_CHAIN
 
@@ -62,5 +62,5 @@ def _check_files(disk: Disk, saved: Checkpoint) -> None:
         if (there := disk.size(name)) < size:
             raise DamagedSchedule(f"{name} has {there} bytes, not {size}")
     for name in disk.names(FOLDER):
-        if not sizes.get(path := f"{FOLDER}/{name}"):
+        if (path := f"{FOLDER}/{name}") != NAME and not sizes.get(path):
             disk.remove(path)

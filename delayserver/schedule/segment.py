@@ -20,12 +20,12 @@ from delayserver.schedule.blocks import (
     make_marks,
     split_marks,
 )
+from delayserver.schedule.checkpoint import FOLDER
 from delayserver.schedule.growing import Growing
 from delayserver.schedule.record import RECORD, Numbers, Records, State, join, no_records
 from qmq.log.disk import Disk
 
 States = NDArray[np.uint8]
-FOLDER = "segments"
 NO_NUMBER = (1 << 64) - 1
 READ_BLOCKS = 512
 """32,768 rows, 1.5 MiB: what is read of a file at once; to put them on a wheel takes about 2 ms."""

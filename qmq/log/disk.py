@@ -57,8 +57,11 @@ class Disk(Protocol):
     def map(self, name: str) -> Buffer:
         """Return the whole of a file that never changes again; nothing if there is none, or it has bad blocks."""
 
-    def create(self, name: str, size: int) -> None:
-        """Make a file of `size` zeros, durably; an empty one, which grows, on a disk that is nearly full."""
+    def create(self, name: str, size: int, *, lasting: bool = True) -> None:
+        """Make a file of `size` zeros, durably; an empty one, which grows, on a disk that is nearly full.
+
+        Not `lasting`: its name is only durable after a `put` into the same folder. That costs no fsync of its own.
+        """
 
     def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
         """Write the buffers one behind the other at `offset`."""
@@ -156,7 +159,7 @@ class RealDisk:
                 return b""  # whoever touches one of a mapped file is killed (SIGBUS)
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
-    def create(self, name: str, size: int) -> None:
+    def create(self, name: str, size: int, *, lasting: bool = True) -> None:
         with _failing(name):
             self._forget(name)
             path = self._root / name
@@ -167,8 +170,9 @@ class RealDisk:
             # needs a part of it, one that is reserved ahead would take all, or find too little and end the process.
             if size and self.free_bytes() >= 2 * size:
                 os.posix_fallocate(file.fd, 0, size)
-            os.fsync(file.fd)
-            self._sync_folders(path)
+            if lasting:
+                os.fsync(file.fd)
+                self._sync_folders(path)
 
     def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
         with _failing(name):

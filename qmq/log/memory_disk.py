@@ -47,7 +47,7 @@ class MemoryDisk:
     def map(self, name: str) -> Buffer:
         return self.read(name, 0, self.size(name))
 
-    def create(self, name: str, size: int) -> None:
+    def create(self, name: str, size: int, *, lasting: bool = True) -> None:
         self._files[name] = _File(bytes(size))
 
     def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
@@ -135,9 +135,9 @@ class FaultyDisk(MemoryDisk):
         if operation in self._refused or (self.fail_at is not None and self.calls >= self.fail_at):
             raise DiskFailed(f"{name}: {operation} refused")
 
-    def create(self, name: str, size: int) -> None:
+    def create(self, name: str, size: int, *, lasting: bool = True) -> None:
         self._may("create", name)
-        super().create(name, size)
+        super().create(name, size, lasting=lasting)
 
     def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
         self._may("write", name)
