@@ -15,7 +15,7 @@ from tests.delay_simulation.planted import BUGS, Bug, search
 from tests.delay_simulation.world import simulate
 from tests.simulation.world import Outcome
 
-SEEDS = range(1, 31)
+SEEDS = range(1, 25)
 FOUND_WITHIN = 40
 
 
@@ -51,7 +51,7 @@ def test_the_seeds_do_enough_work_to_mean_something(outcomes: list[Outcome]) -> 
 
 
 def test_a_seed_gives_the_same_trace_twice() -> None:
-    assert simulate(3) == simulate(3)
+    assert simulate(17) == simulate(17)
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in BUGS])
