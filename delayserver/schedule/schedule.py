@@ -178,7 +178,7 @@ class Schedule:
         book = self._book
         if self._flush is not None:
             return None
-        is_late = book.unsaved >= CHECKPOINT_MESSAGES or now_ms - self._checkpoint_ms >= CHECKPOINT_MS
+        is_late = book.unsaved >= CHECKPOINT_MESSAGES or abs(now_ms - self._checkpoint_ms) >= CHECKPOINT_MS
         checkpoints = book.filed_end > self._checkpoint_end and (stop or is_late)
         if not checkpoints and book.unsaved - self._unflushed_from < FLUSH_ROWS:
             return None

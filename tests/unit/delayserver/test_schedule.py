@@ -435,3 +435,15 @@ def test_discard_leaves_nothing():
     flush_all(opened(disk, log))
     discard(disk)
     assert disk.names("segments") == []
+
+
+def test_a_clock_that_jumps_back_does_not_put_off_the_checkpoint():
+    log, disk = DelayLog(), MemoryDisk()
+    schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
+    for now_ms in (1000 * HOUR_MS, 976 * HOUR_MS):
+        log.messages(many(1))
+        log.feed(schedule)
+        flush = schedule.take_flush(now_ms)
+        assert flush is not None and flush.checkpoint is not None
+        flush.perform()
+        schedule.flushed(flush)
