@@ -59,11 +59,10 @@ class SegmentView:
         found[known] = states[rows[known]]
         return found
 
-    def parts(self, end: int | None = None) -> Iterator[Records]:
-        """Read all rows, or those before `end`, some at a time."""
-        count = len(self.rows) if end is None else end
-        for at in range(0, count, READ_ROWS):
-            yield self.rows.read(at, min(at + READ_ROWS, count))
+    def parts(self) -> Iterator[Records]:
+        """Read all rows, some at a time."""
+        for at in range(0, len(self.rows), READ_ROWS):
+            yield self.rows.read(at, min(at + READ_ROWS, len(self.rows)))
 
 
 def view_of(segment: Segment, gone: set[str]) -> SegmentView:
