@@ -1,7 +1,7 @@
 """What a delay group promised, and whether it is kept (I11), besides what every pair of copies promises.
 
-Two things are allowed that a reader may not expect. A message may be stored twice if a dispatch of it stayed in doubt
-and it went to another group. And what a master without a slave dispatched is not known to the next one, if its plan
+Two things are allowed that a reader may not expect. A dispatch that stayed in doubt may be given up: its messages may
+be stored a second time at another group, and who cancels one before that is told that it is cancelled. And what a master without a slave dispatched is not known to the next one, if its plan
 was on one disk alone: such a message may be sent again, and whoever cancels it later may be told that it is cancelled.
 """
 
@@ -81,7 +81,7 @@ class DelayOracle(Oracle):
             if question.due_ms and id not in self.asked_again:
                 raise Violation(f"I11: {id} is cancelled, and nobody asked for it")
             self.cancelled.setdefault(id, self._events.now_ms)
-            if self.places[id] and id not in self.alone:
+            if id not in self.alone and not all(key in self.doubtful for key in self.places[id]):
                 raise Violation(f"I11: {id} is said to be cancelled, and was stored")
         elif fate == "rescheduled":
             if id not in self.asked_again:
@@ -138,7 +138,7 @@ class DelayOracle(Oracle):
 
     def stored(self, id: str, key: Key) -> None:
         places = self.places[id]
-        if id in self.cancelled and id not in self.alone:
+        if id in self.cancelled and id not in self.alone and key not in self.doubtful:
             raise Violation(f"I11: {id}, which is cancelled, is stored")
         if places and not self._may_repeat(id, key):
             raise Violation(f"I11: {id} is stored as {key} and was as {places}, and nobody was in doubt")
