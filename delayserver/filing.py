@@ -51,10 +51,15 @@ class Filing:
         """Return whether all frames before `end` are filed."""
         return bool(self.schedule.filed_end >= end)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing can be filed just now: a read is out, a flush before the schedule is made anew, a repair."""
+        return self.is_reading or bool(self._why_anew) or self._log.damage is not None
+
     def go_on(self, end: int) -> None:
         """File frames before `end`, as many as one turn allows; call again while `reaches` says no."""
         message_log, schedule = self._log, self.schedule
-        if self.is_reading or self._why_anew or schedule.filed_end == end or message_log.damage is not None:
+        if self.is_waiting or schedule.filed_end == end:
             return
         if not message_log.start <= schedule.filed_end <= message_log.end or not self._is_our_history():
             self.start_anew(f"it had {schedule.filed_end}, the log begins at {message_log.start}")

@@ -1,8 +1,9 @@
 """What a delay group promised, and whether it is kept (I11), besides what every pair of copies promises.
 
 Two things are allowed that a reader may not expect. A dispatch that stayed in doubt may be given up: its messages may
-be stored a second time at another group, and who cancels one before that is told that it is cancelled. And what a master without a slave dispatched is not known to the next one, if its plan
-was on one disk alone: such a message may be sent again, and whoever cancels it later may be told that it is cancelled.
+be stored a second time at another group, and who cancels one before that is told that it is cancelled. And what a
+master without a slave dispatched is not known to the next one, if its plan was on one disk alone: such a message may be
+sent again, and whoever cancels it later may be told that it is cancelled.
 """
 
 from __future__ import annotations

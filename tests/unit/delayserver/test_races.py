@@ -8,6 +8,7 @@ from qmq.client.numbered import NotStored, Stored
 from qmq.codec import encode_labels, label_of
 from qmq.errors import NotServed
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
+from qmq.log.recovery import Damage
 from qmq.replication.readonly import Reason
 from tests.unit.delayserver.world import HOUR_MS, Pair, Producer, Senders, delayed
 
@@ -206,6 +207,17 @@ def test_batch_in_doubt_goes_to_another_group_in_the_end_and_not_to_the_same_one
     pair.run(15_000)
     assert {attempt[0] for attempt in pair.senders.attempts} == {"g1", "g2"}
     assert len({attempt[:3] for attempt in pair.senders.attempts}) == 2
+
+
+def test_master_whose_log_is_damaged_waits_for_its_repair_without_turning_in_circles():
+    pair, producer = a_pair()
+    producer.delayed(pair.now_ms + HOUR_MS, "m")
+    pair.a.host.settle()
+    producer.delayed(pair.now_ms + HOUR_MS, "n")
+    pair.a.log.damage = Damage(0, pair.a.log.end, "a bit was flipped")
+    for _ in range(20):
+        pair.a.host.fsync() or pair.a.host.turn()
+    assert not pair.a.host.turn_is_due and pair.a.filing.schedule.filed_end < pair.a.log.flushed_end
 
 
 def test_master_alone_drops_nothing_that_pends_by_what_the_slave_has():
