@@ -112,7 +112,7 @@ class DelayMaster(Master):
         filing.go_on(flushed_end)
         self._decisions.filed(filing.schedule.filed_end)
         if not filing.reaches(flushed_end):
-            if not filing.is_reading:
+            if not filing.is_waiting:
                 reign.host.turn_soon()
         elif reign.may_progress and (self._has_begun or self._begin(flushed_end)):
             self._send_due()
