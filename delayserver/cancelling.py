@@ -92,7 +92,10 @@ class Cancelling:
         filed_end, message_log = schedule.filed_end, reign.log
 
         def job() -> list[_Found]:
-            return _with_messages(named, look(), message_log)
+            found = _with_messages(named, look.near(), message_log)
+            if not _are_all_there(named, found):
+                found += _with_messages(named, look.far(), message_log)
+            return found
 
         def done(result: list[_Found] | LogError) -> None:
             try:
@@ -205,6 +208,12 @@ def _with_messages(named: Named, candidates: list[Candidate], message_log: Any) 
         elif _has_name(message, named, by_key, index):
             found.append(_Found(name, record, state, message))
     return found
+
+
+def _are_all_there(named: Named, found: Sequence[_Found]) -> bool:
+    """Return whether each name means one message, and all of them pend: what was sent or moved may be elsewhere again,
+    and a key may mean several."""
+    return not named.keys and len({one.name for one in found if one.state == State.PENDING}) == len(named.ids)
 
 
 def _read(message_log: Any, record: Any) -> bytes | None:

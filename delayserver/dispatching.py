@@ -116,14 +116,19 @@ class _Line:
 
 
 class Dispatching:
-    """Made by the master; ends with the reign. `subject_name` says what a record's subject is."""
+    """Made by the master; ends with the reign.
+
+    Args:
+        subject_name: says what a record's subject is.
+        planned: told the numbers and messages of each batch: whoever files its frame then knows them.
+    """
 
     def __init__(
         self, reign: Reign, senders: Senders, decisions: Decisions, counters: Counters,
-        subject_name: Callable[[int], str], unknown_ms: int,
+        subject_name: Callable[[int], str], planned: Callable[[int, int, Records], None], unknown_ms: int,
     ) -> None:  # fmt: skip
         self._reign, self._senders, self._decisions, self._counters = reign, senders, decisions, counters
-        self._subject_name, self._unknown_ms = subject_name, unknown_ms
+        self._subject_name, self._planned, self._unknown_ms = subject_name, planned, unknown_ms
         self.open: dict[tuple[int, int], _Batch] = {}
         """Planned and not settled, by producer id and number."""
         self._lines: dict[int, _Line] = {}
@@ -319,6 +324,7 @@ class Dispatching:
         producer = self._producer(group, line.subject)
         number = self._next[producer] = self._next.get(producer, 0) + 1
         frame = self._decisions.dispatch(line.subject, group, records, producer=producer, batch=number)
+        self._planned(producer, number, records)
         batch = _Batch(producer, number, line.subject, group, records, frame.end, now_ms)
         self._opened(batch)
         self._when_safe(batch)

@@ -54,7 +54,9 @@ class DelayMaster(Master):
         self._settings, self._filing = settings, filing
         decisions = Decisions(reign)
         self._decisions = decisions
-        self._dispatching = Dispatching(reign, senders, decisions, counters, self._subject, settings.unknown_ms)
+        self._dispatching = Dispatching(
+            reign, senders, decisions, counters, self._subject, self._planned, settings.unknown_ms
+        )
         self._cancelling = Cancelling(reign, filing, decisions, counters)
         self._recurring = Recurring(reign, filing, decisions, counters, settings, self._dispatching.due)
         self._carrying = Carrying(reign, filing, decisions, counters, settings)
@@ -71,6 +73,9 @@ class DelayMaster(Master):
 
     def _subject(self, index: int) -> str:
         return self._filing.schedule.subjects[index]
+
+    def _planned(self, producer: int, batch: int, records: Records) -> None:
+        self._filing.schedule.planned(producer, batch, records)
 
     def _follow(self) -> None:
         """Begin with an empty wheel, and hear of what is filed from here on."""
