@@ -146,7 +146,7 @@ class GroupSenders:
             call = waiting.pop()
             self._bytes[name] -= size
             self._flights[name] -= 1
-            if not isinstance(answer, Unknown) and is_first:
+            if isinstance(answer, NotStored) and is_first:
                 self._world.oracle.doubtful.discard((name, batch.producer, batch.number))
             if isinstance(answer, Unknown):
                 events.count("outcome unknown")

@@ -18,7 +18,7 @@ class DelayNemesis(Nemesis):
     _world: DelayWorld
 
     def faults(self) -> dict[str, Callable[[Any], bool]]:
-        return FAULTS
+        return {name: FAULTS[name] for name in CALM} if self._world.is_calm else FAULTS
 
     def wipe(self) -> bool:
         """The slave's disks are replaced by empty ones."""
@@ -26,6 +26,10 @@ class DelayNemesis(Nemesis):
             return False
         self._world.machine(self.victim.name).shelf.wipe()
         return True
+
+    def clock(self) -> bool:
+        """What a broker refuses is due again some time later by the clock of then: after a jump, hours from now."""
+        return not self._world.refusing and super().clock()
 
     def shelf_refuses(self) -> bool:
         """The disk fails within a flush or a checkpoint."""
@@ -97,3 +101,15 @@ FAULTS: dict[str, Callable[[Any], bool]] = {
         )
     },
 }  # fmt: skip
+CALM = (
+    "swap",
+    "kill",
+    "clock",
+    "group_away",
+    "group_refuses",
+    "group_mute",
+    "group_late",
+    "route_changes",
+    "shelf_flips",
+)
+"""Of seeds in which both copies mostly run: then most swaps succeed, in the middle of loads and dispatches."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from qmq.client.numbered import NumberedBatch
 from qmq.codec import Buffer, decode_envelope, split_batch
-from qmq.log.delays import decode_dispatch
+from qmq.log.delays import Outcome, decode_dispatch, decode_settled
 from qmq.log.frame import Frame, FrameKind
 from qmq.remoting.commands import Produced
 from tests.simulation.events import Events, Violation
@@ -45,7 +45,9 @@ class DelayOracle(Oracle):
         """Id -> where it was stored, each batch once."""
         self.tried: dict[str, dict[Key, None]] = defaultdict(dict)
         self.doubtful: set[Key] = set()
-        """Batches of which some attempt has no certain answer."""
+        """Batches that were tried, but for those whose only attempt was certainly refused."""
+        self._settled: dict[tuple[int, int], int] = {}
+        """(producer id, number) of what is settled as stored -> end of the frame that says so."""
         self.alone: set[str] = set()
         """What a master without slave sent, before both copies had the plan."""
         self.refused_later: set[str] = set()
@@ -59,6 +61,10 @@ class DelayOracle(Oracle):
         if frame.kind == FrameKind.DISPATCH:
             group, places = decode_dispatch(body, frame.count)
             self.plans[frame.producer, frame.batch] = (frame, group, places)
+        elif frame.kind == FrameKind.SETTLED:
+            for producer, number, outcome in decode_settled(body, frame.count):
+                if outcome == Outcome.STORED:
+                    self._settled[producer, number] = frame.end
 
     def dropping(self, process: DelayProcess) -> None:
         """The oldest segment of a log is about to go."""
@@ -82,7 +88,7 @@ class DelayOracle(Oracle):
             if question.due_ms and id not in self.asked_again:
                 raise Violation(f"I11: {id} is cancelled, and nobody asked for it")
             self.cancelled.setdefault(id, self._events.now_ms)
-            if id not in self.alone and not all(key in self.doubtful for key in self.places[id]):
+            if id not in self.alone and not all(map(self._is_in_doubt, self.places[id])):
                 raise Violation(f"I11: {id} is said to be cancelled, and was stored")
         elif fate == "rescheduled":
             if id not in self.asked_again:
@@ -97,7 +103,7 @@ class DelayOracle(Oracle):
     # Told by the senders.
 
     def attempting(self, process: DelayProcess, group: str, batch: NumberedBatch) -> bool:
-        """A delay server sends a batch now; return whether no attempt of it is in doubt."""
+        """A delay server sends a batch now; return whether it is the first attempt."""
         master, key = process.node.master, (group, batch.producer, batch.number)
         if master is None or not master.in_office:
             raise Violation(f"I11: {process.name} sends, and is no master")
@@ -109,6 +115,7 @@ class DelayOracle(Oracle):
             raise Violation(f"I11: {process.name} sends to {group} what is planned for {planned}")
         if self._contents.setdefault(key, ids) != ids or len(ids) != len(places):
             raise Violation(f"I11: batch {key} was {self._contents[key]}, and is {ids}")
+        is_first = key not in self.tried[ids[0]]
         self._check_plan(process, frame, places, ids)
         dues = [int.from_bytes(message[9:17], "big") for message in messages]
         now_ms = master._reign.retry_ms()
@@ -120,7 +127,7 @@ class DelayOracle(Oracle):
             if id in self.cancelled and id not in self.alone:
                 raise Violation(f"I11: {id}, which is cancelled, is sent")
             self.tried[id][key] = None
-        return key not in self.doubtful
+        return is_first
 
     def _check_plan(self, process: DelayProcess, frame: Frame, places: list[tuple[int, int]], ids: list[str]) -> None:
         master, log = process.node.master, process.log
@@ -139,7 +146,7 @@ class DelayOracle(Oracle):
 
     def stored(self, id: str, key: Key) -> None:
         places = self.places[id]
-        if id in self.cancelled and id not in self.alone and key not in self.doubtful:
+        if id in self.cancelled and id not in self.alone and not self._is_in_doubt(key):
             raise Violation(f"I11: {id}, which is cancelled, is stored")
         if places and not self._may_repeat(id, key):
             raise Violation(f"I11: {id} is stored as {key} and was as {places}, and nobody was in doubt")
@@ -150,7 +157,11 @@ class DelayOracle(Oracle):
     def _may_repeat(self, id: str, key: Key) -> bool:
         if id in self.alone or id in self.refused_later:
             return True
-        return all(other in self.doubtful and other[0] != key[0] for other in self.places[id])
+        return all(self._is_in_doubt(other) and other[0] != key[0] for other in self.places[id])
+
+    def _is_in_doubt(self, key: Key) -> bool:
+        """Whether some master may not know that this batch was stored."""
+        return key in self.doubtful and self._settled.get(key[1:], 1 << 62) > self.committed.end
 
     # At the end.
 

@@ -62,6 +62,7 @@ class DelayWorld(World):
         self.unknown_ms = rng.choice((300, 1500, 5000))
         self.loaded_max = rng.choice((20, 1 << 20, 1 << 20))
         self.refusing = rng.random() < 0.2
+        self.is_calm = rng.random() < 0.3
         self._is_peace = self.is_quiet = False
         self.constants = {
             "delayserver.schedule.schedule.FLUSH_ROWS": rng.choice((64, 200)),
