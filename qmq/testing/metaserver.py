@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 from zlib import crc32
@@ -32,6 +33,7 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
         self._readonly: frozenset[str] = frozenset()
         self._watches: set[_Watch] = set()
         self._http: asyncio.Server | None = None
+        self._answering: set[asyncio.Task[None]] = set()
         self._grpc: Any = None
         self._grpc_port = 0
         self.url = ""
@@ -48,6 +50,9 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
     async def close(self) -> None:
         if self._http is not None:
             self._http.close()
+        for task in self._answering:
+            task.cancel()
+        await asyncio.gather(*self._answering, return_exceptions=True)  # else sockets stay open when the loop ends
         await self._grpc.stop(None)
 
     def tell(self, *, port: int, term: int, readonly: frozenset[str]) -> None:
@@ -97,6 +102,9 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
     # Over HTTP.
 
     async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering.add(task)
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             url = urlsplit(head.split(b" ", 2)[1].decode())
@@ -111,6 +119,9 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
             pass  # what a client does not understand, or does not wait for, is its own affair
         finally:
             writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+            self._answering.discard(task)
 
     async def _answer(self, path: str, words: dict[str, list[str]]) -> bytes | None:
         if path == "/meta/address":

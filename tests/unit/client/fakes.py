@@ -107,8 +107,13 @@ class FakeBroker:
 
     async def start(self, port: int = 0) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Connection(self, 64 << 20), "127.0.0.1", port)
+        self._server = await loop.create_server(self._accept, "127.0.0.1", port)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    def _accept(self) -> Connection:
+        connection = Connection(self, 64 << 20)
+        self.connections.add(connection)
+        return connection
 
     async def stop(self) -> None:
         """Die: stop listening and cut every connection."""
