@@ -68,15 +68,16 @@ class Liveness:
         timeout_ms: silence after which a broker, or a metaserver, is doubted.
     """
 
-    def __init__(self, own: str, *, timeout_ms: int, started_ms: int) -> None:
+    def __init__(self, own: str, *, timeout_ms: int) -> None:
         self.own = own
         self.timeout_ms = timeout_ms
         self.version = 0
         """Raised by each change of an answer that clients may see."""
         self.peers = Peers(timeout_ms=timeout_ms)
         self._damping = Damping()
-        self._presumed_until_ms = started_ms + timeout_ms
-        self._presuming = True
+        self._presumed_until_ms = 0
+        self._presumed_brokers: dict[BrokerKey, str] = {}
+        """Their incarnations; empty once the time is over."""
         self._sightings: dict[BrokerKey, Sighting] = {}
         self._claims: dict[BrokerKey, tuple[str, int]] = {}
         self._dirty: dict[BrokerKey, None] = {}
@@ -194,14 +195,20 @@ class Liveness:
 
     # -- doubts ---------------------------------------------------------------------------------------------------
 
-    def serve(self, *, now_ms: int) -> None:
-        """Brokers can come back from now on: what is presumed until they had the time holds for one timeout."""
-        self._presumed_until_ms, self._presuming = now_ms + self.timeout_ms, True
+    def serve(self, brokers: Iterable[Broker], *, now_ms: int) -> None:
+        """Brokers can come back from now on: what is presumed until they had the time holds for one timeout.
+
+        Args:
+            brokers: all that the rows tell of. Who registers only now, for the first time, is not on its way back.
+        """
+        self._presumed_until_ms = now_ms + self.timeout_ms
+        unknown = (broker for broker in brokers if broker.incarnation and broker.key not in self._sightings)
+        self._presumed_brokers = {broker.key: broker.incarnation for broker in unknown}
 
     def tick(self, *, now_ms: int) -> None:
         """Notice silence: of brokers whose stream stays open, and of metaservers. Call it many times a second."""
-        if self._presuming and now_ms >= self._presumed_until_ms:
-            self._presuming = False
+        if self._presumed_brokers and now_ms >= self._presumed_until_ms:
+            self._presumed_brokers = {}
             self.version += 1  # who was told what was presumed must hear that it is over
         for sighting in self._sightings.values():
             if sighting.up and sighting.metaserver == self.own and not sighting.live:
@@ -329,8 +336,8 @@ class Liveness:
         return named - {self.own}
 
     def _presumed(self, broker: Broker, now_ms: int) -> bool:
-        unknown = broker.key not in self._sightings
-        return bool(broker.incarnation) and unknown and now_ms < self._presumed_until_ms
+        known_before = self._presumed_brokers.get(broker.key, "") == broker.incarnation != ""
+        return known_before and broker.key not in self._sightings and now_ms < self._presumed_until_ms
 
     def _changed(self, key: BrokerKey) -> None:
         self._dirty[key] = None

@@ -10,7 +10,6 @@ import secrets
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,8 +98,7 @@ class Metaserver:
 
     def _make_registry(self, clock: AwakeClock) -> Registry:
         settings = self._settings
-        started_ms = clock.at(time.monotonic_ns() // 1_000_000)
-        liveness = Liveness(self.id, timeout_ms=settings.heartbeat_timeout_ms, started_ms=started_ms)
+        liveness = Liveness(self.id, timeout_ms=settings.heartbeat_timeout_ms)
         return Registry(
             self._database, liveness, self._metrics, clock, self._access.replace,
             groups_min=settings.groups_per_subject_min, groups_new=settings.groups_per_subject_new,
@@ -135,7 +133,7 @@ class Metaserver:
         add_MetaserverServicer_to_server(rpc, rpc_server)
         add_route_methods(rpc, rpc_server)
         await rpc_server.start()
-        self.registry.liveness.serve(now_ms=self.registry.now_ms())
+        self.registry.liveness.serve(self.registry.directory.brokers(), now_ms=self.registry.now_ms())
         tasks = [asyncio.create_task(work) for work in (upkeep.run(), self.hubs.run(), rpc.visits.run())]
         serving = asyncio.create_task(http_server.serve(sockets=[listener]))
         log.info("metaserver serving http=%s:%d grpc_port=%d", self._settings.host, self.http_port, self.grpc_port)

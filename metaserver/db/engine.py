@@ -12,6 +12,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 from metaserver.db.errors import DatabaseUnusable
 from metaserver.db.migrate import migrate
+from qmq.sql_waits import Waits
 
 CONNECT_S = 5
 """A database that is there answers at once; waiting longer would only hide that it is away."""
@@ -68,9 +69,10 @@ def connect(url: str) -> Engine:
             event.listen(engine, "connect", _prepare_sqlite)
             event.listen(engine, "begin", _begin_sqlite)
             return engine
+        waits = Waits(CONNECT_S, LOCK_S, ANSWER_S, IDLE_S)
         engine = create_engine(
             parsed,
-            connect_args=_postgresql_arguments() if backend == "postgresql" else _mariadb_arguments(),
+            connect_args=waits.postgresql() if backend == "postgresql" else waits.mariadb(),
             pool_size=POOL_CONNECTIONS,
             max_overflow=0,
             pool_timeout=CONNECT_S,
@@ -109,35 +111,6 @@ def _parse(url: str) -> URL:
     if backend not in _DRIVERS:
         raise DatabaseUnusable(f"the setting `database` names {backend}; qmq uses {_KNOWN}")
     return parsed if "+" in parsed.drivername else parsed.set(drivername=_DRIVERS[backend])
-
-
-def _mariadb_arguments() -> dict[str, Any]:
-    return {
-        "connect_timeout": CONNECT_S,
-        "read_timeout": ANSWER_S,
-        "write_timeout": ANSWER_S,
-        "charset": "utf8mb4",
-        # Without strict mode it would cut what is too long, and answer that all went well.
-        "init_command": f"SET SESSION sql_mode = 'STRICT_ALL_TABLES', innodb_lock_wait_timeout = {LOCK_S}, "
-        f"wait_timeout = {IDLE_S}",
-    }
-
-
-def _postgresql_arguments() -> dict[str, Any]:
-    milliseconds = {
-        "lock_timeout": LOCK_S,
-        "statement_timeout": ANSWER_S,
-        "idle_in_transaction_session_timeout": IDLE_S,
-    }
-    return {
-        "connect_timeout": CONNECT_S,
-        "options": " ".join(f"-c {name}={seconds * 1000}" for name, seconds in milliseconds.items()),
-        # A machine that is gone without a word is noticed after some 15 s.
-        "tcp_user_timeout": 15_000,
-        "keepalives_idle": 5,
-        "keepalives_interval": 5,
-        "keepalives_count": 2,
-    }
 
 
 def _check_encoding(engine: Engine) -> None:

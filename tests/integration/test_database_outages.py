@@ -67,7 +67,7 @@ def through(cable, url):
 
 def make_registry(database):
     clock = AwakeClock()
-    liveness = Liveness("m1", timeout_ms=2000, started_ms=0)
+    liveness = Liveness("m1", timeout_ms=2000)
     return Registry(database, liveness, Metrics(), clock, lambda tokens: None, groups_min=1, groups_new=1)
 
 

@@ -37,7 +37,7 @@ class World:
         self.metrics, clock = Metrics(), AwakeClock()
         url = database if "://" in str(database) else f"sqlite:///{database}"
         self.database = Database(url, timeout_ms=3000)
-        self.liveness = Liveness("m1", timeout_ms=5000, started_ms=-60_000)
+        self.liveness = Liveness("m1", timeout_ms=5000)
         self.registry = Registry(
             self.database, self.liveness, self.metrics, clock, lambda tokens: None, groups_min=1, groups_new=1
         )

@@ -22,8 +22,15 @@ def group(incarnation="x", term=7):
     return Group("g1", term, Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, incarnation=incarnation), None, 0)
 
 
-def liveness(own="m1", started_ms=0):
-    return Liveness(own, timeout_ms=TIMEOUT, started_ms=started_ms)
+def liveness(own="m1"):
+    return Liveness(own, timeout_ms=TIMEOUT)
+
+
+def started(*brokers, own="m1", at=START):
+    """One that has just started, and read of these brokers."""
+    signs = liveness(own)
+    signs.serve(brokers, now_ms=at)
+    return signs
 
 
 def beating(state=REIGNING, at=START):
@@ -231,14 +238,15 @@ def test_broker_that_we_hear_and_others_took_for_dead_begins_a_session_anew():
 
 def test_weakness_11_a_restart_never_forgets_that_a_group_is_down():
     """Weakness 11: a metaserver that restarts takes every group for up, however long it has been down."""
-    signs = liveness(started_ms=START)
+    signs = liveness()
     signs.take_rows([row(up=False)], now_ms=START)
+    signs.serve([group().master], now_ms=START)
     assert not signs.is_writable(group(), now_ms=START)
     assert not signs.is_up(KEY, now_ms=START) and not signs.may_be_up(group().master, now_ms=START)
 
 
 def test_stored_up_is_presumed_for_a_timeout_then_asked():
-    signs = liveness(started_ms=START)
+    signs = started(group().master)
     signs.take_rows([row()], now_ms=START)
     for now in range(START, START + TIMEOUT, 100):
         signs.peers.read([peer()], mentioned=signs.mentioned(), now_ms=now)
@@ -281,7 +289,7 @@ def test_broker_that_comes_back_while_the_database_is_away_is_found_by_asking():
 
 
 def test_after_our_start_a_known_master_without_any_row_is_presumed_until_it_had_time_to_come_back():
-    signs = liveness(started_ms=START)
+    signs = started(group().master)
     assert signs.is_writable(group(), now_ms=START + 999)
     assert signs.may_be_up(group().master, now_ms=START + 999)
     assert not signs.is_writable(group(), now_ms=START + 1000)
@@ -289,8 +297,7 @@ def test_after_our_start_a_known_master_without_any_row_is_presumed_until_it_had
 
 
 def test_the_end_of_what_was_presumed_is_news_once():
-    signs = liveness(started_ms=0)
-    signs.serve(now_ms=START)
+    signs = started(group().master)
     known = signs.version
     signs.tick(now_ms=START + 999)
     assert signs.is_writable(group(), now_ms=START + 999) and signs.version == known
@@ -300,9 +307,19 @@ def test_the_end_of_what_was_presumed_is_news_once():
 
 
 def test_what_never_registered_is_not_presumed():
-    signs = liveness(started_ms=START)
+    signs = started(group(incarnation="").master)
     assert not signs.is_writable(group(incarnation=""), now_ms=START)
     assert not signs.may_be_up(group(incarnation="").master, now_ms=START)
+
+
+@pytest.mark.parametrize("before", [(), ("",), ("older disk",)], ids=["new row", "never registered", "new disk"])
+def test_who_registers_for_the_first_time_after_our_start_is_writable_only_once_it_says_so(before):
+    signs = started(*(group(incarnation).master for incarnation in before))
+    signs.claim(KEY, "x", now_ms=START)
+    assert not signs.is_writable(group("x"), now_ms=START)
+    session = signs.join(KEY, "x", now_ms=START)
+    signs.beat(KEY, session, REIGNING, now_ms=START)
+    assert signs.is_writable(group("x"), now_ms=START)
 
 
 # -- at random ----------------------------------------------------------------------------------------------------
@@ -327,7 +344,7 @@ class Installation:
             return
         self.made += 1
         own = f"m{self.made}"
-        signs = liveness(own, started_ms=self.now)
+        signs = started(own=own, at=self.now)
         self.metaservers[own] = (signs, {"seen": 0})
         self.beats[own] = 0
         self.read(own)
