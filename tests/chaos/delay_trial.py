@@ -18,13 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import qmq
 from deploy.cluster import Cluster
 from qmq import Message
 from qmq.errors import QmqError
-from tests.integration.cluster_world import SETTINGS
+from tests.integration.cluster_world import running
 
 SUBJECTS = ("due.one", "due.two", "due.three")
 BATCH = 1000
@@ -69,13 +68,7 @@ def run_trial(
     folder: Path, *, messages: int, kills: int, swaps: int, spread_s: float, say: Callable[[str], None] = print
 ) -> Ledgers:
     """Send `messages` that come due within `spread_s` seconds, and break the delay group meanwhile."""
-    first = random.SystemRandom().randrange(24_000, 31_000, 50)
-    delay = {name: value for name, value in SETTINGS.items() if name != "lease_ms"}
-    broker: dict[str, Any] = {**SETTINGS, "lease_ms": 10_000}
-    with Cluster(
-        folder, groups=("g1", "g2"), delay_groups=("d1",), broker=broker, delay_server=delay, http_port=first,
-        broker_port=first + 2, restart_s=0.2,
-    ) as cluster:  # fmt: skip
+    with running(folder, groups=("g1", "g2"), delay_groups=("d1",), restart_s=0.2, lease_ms=10_000) as cluster:
         cluster.wait_writable("g1", "g2", "d1")
         return asyncio.run(_trial(cluster, messages, kills, swaps, spread_s, say))
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import re
 import socket
 import time
 import urllib.request
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -27,22 +26,23 @@ from qmq.log.segments import log_name, segment_bases
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Pull
 from qmq.remoting.packet import packet_header, read_packet
+from tests.support.ports import run_of_ports
 
 WAIT_S = 30.0
 SEGMENT_BYTES = 256 * 1024
 """Each segment is preallocated."""
-SETTINGS = {"segment_bytes": SEGMENT_BYTES, "lease_ms": 1000, "slave_wait_ms": 1000, "disk_free_limit": 0}
+PAIR_SETTINGS = {"segment_bytes": SEGMENT_BYTES, "slave_wait_ms": 1000, "disk_free_limit": 0}
+SETTINGS = PAIR_SETTINGS | {"lease_ms": 1000}
 
 
 @contextmanager
-def running(run_dir, *, groups=("g1",), restart_s=0.1, **broker):
-    """Run a cluster with small segments and short leases, on ports that other clusters hardly use."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # tests that run side by side choose elsewhere
-    first = random.SystemRandom().randrange(21_500 + worker % 4 * 2_500, 24_000 + worker % 4 * 2_500, 50)
-    settings = SETTINGS | broker
+def running(run_dir, *, groups=("g1",), delay_groups=(), restart_s=0.1, metaserver=None, **broker):
+    """Run a cluster with small segments and short leases, on ports that nobody else uses."""
+    first = run_of_ports()
     with Cluster(
-        run_dir, groups=groups, broker=settings, http_port=first, broker_port=first + 2, restart_s=restart_s
-    ) as cluster:
+        run_dir, groups=groups, delay_groups=delay_groups, broker=SETTINGS | broker, delay_server=PAIR_SETTINGS,
+        metaserver=metaserver, http_port=first, broker_port=first + 2, restart_s=restart_s,
+    ) as cluster:  # fmt: skip
         yield cluster
 
 
@@ -53,11 +53,6 @@ def until(condition, what, timeout_s=WAIT_S):
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         time.sleep(0.02)
     return found
-
-
-def free_ports(count):
-    with ExitStack() as stack:
-        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
 # Processes.
@@ -289,19 +284,22 @@ def send_all(cluster, subject, count, *, size=100, name="m"):
 
 
 def consume_all(cluster, subject, group, count, *, timeout_s=WAIT_S, consumer_id=None, **options):
-    """Pull and ack `count` messages, from the earliest on; returns (sequence, id) as they came."""
+    """Pull and ack `count` messages, from the earliest on; returns (sequence, id) as they came first.
+
+    A consumer that stands still longer than its short lease gets them again; that is no message stored twice.
+    """
 
     async def consume():
-        got = []
+        got = {}
         client = consumer(cluster, consumer_id=consumer_id)
         async with client.pull(subject, group=group, start="earliest", **options) as puller:
             async with asyncio.timeout(timeout_s):
                 while len(got) < count:
                     messages = await puller.pull(500, timeout=1.0)
-                    got += [(message.sequence, message.id) for message in messages]
+                    got |= {(message.broker_group, message.sequence): message.id for message in messages}
                     await puller.ack(messages)
                 await puller.flush()
-        return got
+        return [(sequence, id) for (_, sequence), id in got.items()]
 
     return asyncio.run(consume())
 

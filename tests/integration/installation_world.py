@@ -17,7 +17,8 @@ from deploy.control import manage
 from deploy.nginx import nginx_conf
 from deploy.plan import write_settings
 from deploy.processes import Service
-from tests.integration.cluster_world import SETTINGS, WAIT_S, free_ports, until
+from tests.integration.cluster_world import SETTINGS, WAIT_S, until
+from tests.support.ports import free_ports
 
 TOKEN = "cluster token of a test"
 HEADERS = {"X-Api-Token": TOKEN}

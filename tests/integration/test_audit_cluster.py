@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pyspark
 import pytest
 
 from qmq.types import Epoch
+from tests.support.ports import free_ports
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_walk import flip
 
@@ -24,12 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SPARK = Path(pyspark.__file__).parent
 START_S = 90.0
 JOB_S = 240.0
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextmanager
@@ -61,7 +55,7 @@ def wait_for(log: Path, text: str, times: int = 1) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[str]:
-    port, master = free_port(), tmp_path / "master.out"
+    [port], master = free_ports(1), tmp_path / "master.out"
     url = f"spark://127.0.0.1:{port}"
     address = ("--host", "127.0.0.1", "--webui-port", "0")
     with ExitStack() as stack:

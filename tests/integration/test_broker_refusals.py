@@ -29,7 +29,6 @@ from tests.integration.cluster_world import (
     consume_all,
     count_lines,
     ends,
-    free_ports,
     log_of,
     produce_body,
     running,
@@ -37,6 +36,7 @@ from tests.integration.cluster_world import (
     state,
     until,
 )
+from tests.support.ports import free_ports
 
 PORTS = ["serve_port", "sync_port", "control_port", "metrics_port"]
 SETTINGS = {"packet_bytes_max": 128 * 1024, "message_bytes_max": 64 * 1024}

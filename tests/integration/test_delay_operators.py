@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import subprocess
 import sys
 import urllib.request
@@ -13,21 +12,15 @@ import urllib.request
 import pytest
 
 import qmq
-from deploy.cluster import Cluster
 from qmq.errors import OperatorError
-from tests.integration.cluster_world import SETTINGS, until
+from tests.integration.cluster_world import running, until
 
 SUBJECT = "order.unpaid"
-SMALL = {name: value for name, value in SETTINGS.items() if name != "lease_ms"}
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    first = random.SystemRandom().randrange(24_000, 31_000, 50)
-    with Cluster(
-        tmp_path_factory.mktemp("delays"), groups=("g1",), delay_groups=("d1",), broker=SETTINGS, delay_server=SMALL,
-        http_port=first, broker_port=first + 2, restart_s=0.1,
-    ) as cluster:  # fmt: skip
+    with running(tmp_path_factory.mktemp("delays"), delay_groups=("d1",)) as cluster:
         yield cluster
 
 

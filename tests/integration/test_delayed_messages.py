@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import subprocess
 import sys
 import time
@@ -14,21 +13,14 @@ import pytest
 
 import qmq
 import qmq.blocking
-from deploy.cluster import Cluster
 from deploy.processes import ROOT
 from qmq import DelayOutcome, Message
-from tests.integration.cluster_world import SETTINGS
-
-SMALL = {name: value for name, value in SETTINGS.items() if name != "lease_ms"}
+from tests.integration.cluster_world import running
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    first = random.SystemRandom().randrange(24_000, 31_000, 50)
-    with Cluster(
-        tmp_path_factory.mktemp("run"), groups=("g1",), delay_groups=("d1",), broker=SETTINGS, delay_server=SMALL,
-        http_port=first, broker_port=first + 2, restart_s=0.1,
-    ) as cluster:  # fmt: skip
+    with running(tmp_path_factory.mktemp("run"), delay_groups=("d1",)) as cluster:
         cluster.wait_writable("g1", "d1")
         yield cluster
 

@@ -9,10 +9,10 @@ from collections import Counter
 
 import pytest
 
-from deploy.cluster import Cluster
 from deploy.processes import ROOT
 from deploy.proof import counting_sql, prove
 from deploy.rows import file_input
+from tests.integration.cluster_world import running
 
 ROWS = 4_000
 
@@ -40,7 +40,7 @@ def test_the_proof_notices_what_is_not_in_the_logs(tmp_path):
     (tmp_path / "rows.csv").write_text("city\nUlm\nUlm\n")
     source = file_input(tmp_path / "rows.csv")
     run_dir = tmp_path / "run"
-    with Cluster(run_dir, groups=("g1",), http_port=25_080, broker_port=25_100) as cluster:
+    with running(run_dir) as cluster:
         line = {"subject": "demo.row", "group": "g1", "sequence": 0, "id": "row-0000000"}
         (run_dir / "acknowledged.ndjson").write_text(json.dumps(line) + "\n")
         proof = prove(cluster, source, source.counts(), run_dir)

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster_world import free_ports
 from tests.integration.installation_world import NGINX_MAIN
+from tests.support.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "install.md"

@@ -15,12 +15,13 @@ from deploy.cluster import AlreadyRunning, Cluster
 from deploy.plan import Groups, is_free, load_plan
 from deploy.processes import ROOT
 from qmq.errors import NotServed
+from tests.support.ports import run_of_ports
 
-HTTP_PORT, BROKER_PORT = 24_080, 24_100
+PORT = run_of_ports()
 
 
 def local(run_dir):
-    return Cluster(run_dir, http_port=HTTP_PORT, broker_port=BROKER_PORT)
+    return Cluster(run_dir, http_port=PORT, broker_port=PORT)
 
 
 def read(run_dir):
@@ -86,7 +87,7 @@ def test_a_cluster_comes_up_stays_up_and_goes_on_with_its_data(tmp_path):
 
 
 def test_a_broker_that_refuses_its_settings_is_named(tmp_path):
-    cluster = Cluster(tmp_path, http_port=HTTP_PORT, broker_port=BROKER_PORT, broker={"no_such_setting": 1})
+    cluster = Cluster(tmp_path, http_port=PORT, broker_port=PORT, broker={"no_such_setting": 1})
     with pytest.raises(NotServed, match="refuses its settings(.|\n)*no_such_setting"):
         cluster.start()
     assert all(is_free(port) for port in cluster.plan.ports)
@@ -100,7 +101,7 @@ def start_runner(run_dir):
     """Do what `make run` does, on ports that are not those of a cluster that somebody runs beside the tests."""
     if not run_dir.exists():
         run_dir.mkdir()
-        load_plan(run_dir / "plan.json", Groups(("g1", "g2")), HTTP_PORT, BROKER_PORT)
+        load_plan(run_dir / "plan.json", Groups(("g1", "g2")), PORT, PORT)
     log = run_dir / "runner.log"
     with log.open("wb") as file:
         runner = subprocess.Popen(command(run_dir, "run"), cwd=ROOT, stdout=file, stderr=file)

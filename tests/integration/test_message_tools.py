@@ -18,7 +18,7 @@ from qmq.proto.qmq_pb2_grpc import BrokerStub
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Nack, NackEntry, Verdict
 from qmq.subjects import dead_letter_subject, retry_subject
-from tests.integration.cluster_world import Wire, begin, end, free_ports, producer, pull, running, send_all, until
+from tests.integration.cluster_world import Wire, begin, end, producer, pull, running, send_all, until
 from tests.integration.tools_world import (
     DONE,
     REFUSED,
@@ -31,6 +31,7 @@ from tests.integration.tools_world import (
     run_at_terminal,
     typed,
 )
+from tests.support.ports import free_ports
 from tools.address import Address
 from tools.commands import COMMANDS
 from tools.messages import redrive as redrive_module

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 
 import qmq
 import qmq.blocking
-from deploy.cluster import Cluster
 from qmq import DelayOutcome, Message
-from tests.integration.cluster_world import SETTINGS, until
+from tests.integration.cluster_world import running, until
 
-SMALL = {name: value for name, value in SETTINGS.items() if name != "lease_ms"}
 YEARLY = {"cron": "0 0 1 1 *", "timezone": "Europe/Berlin"}
 """Tests do not wait a year: a template is rescheduled as any delayed message, and is due when they say."""
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    first = random.SystemRandom().randrange(24_000, 31_000, 50)
-    with Cluster(
-        tmp_path_factory.mktemp("run"), groups=("g1",), delay_groups=("d1", "d2"), broker=SETTINGS,
-        delay_server=SMALL, http_port=first, broker_port=first + 2, restart_s=0.1,
-    ) as cluster:  # fmt: skip
+    with running(tmp_path_factory.mktemp("run"), delay_groups=("d1", "d2")) as cluster:
         cluster.wait_writable("g1", "d1", "d2")
         yield cluster
 

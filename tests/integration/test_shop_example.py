@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import signal
 import subprocess
@@ -13,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster_world import WAIT_S, free_ports, until
+from tests.integration.cluster_world import WAIT_S, until
+from tests.support.ports import free_ports, run_of_ports
 
 ROOT = Path(__file__).parents[2]
 SHOP = ROOT / "docs" / "examples" / "shop"
@@ -50,7 +50,7 @@ class Page:
 @pytest.fixture
 def page(tmp_path):
     (port,) = free_ports(1)
-    cluster_port = random.SystemRandom().randrange(15_000, 21_000, 50)  # those of other tests are above
+    cluster_port = run_of_ports()
     options = ["--dir", str(tmp_path / "shop"), "--port", str(port), "--cluster-port", str(cluster_port)]
     with (tmp_path / "panel.log").open("wb") as log:
         panel = subprocess.Popen([sys.executable, SHOP / "panel.py", *options], cwd=ROOT, stdout=log, stderr=log)

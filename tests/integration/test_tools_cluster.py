@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from tests.integration.cluster_world import Probe, begin, consume_all, end, free_ports, running, send_all, until
+from tests.integration.cluster_world import Probe, begin, consume_all, end, running, send_all, until
 from tests.integration.tools_world import DONE, REFUSED, UNREACHABLE, run
+from tests.support.ports import free_ports
 
 
 @pytest.fixture(scope="module")

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from sqlalchemy import make_url, text
 
 import qmq
-from deploy.cluster import Cluster
 from qmq.outbox.row import encode_row
 from qmq.outbox.schema import create_statements
-from tests.integration.cluster_world import SETTINGS, free_ports, until
+from tests.integration import cluster_world
+from tests.integration.cluster_world import until
+from tests.support.ports import free_ports
 from watchdog.db.engine import open_source
 from watchdog.sources import Source
 
@@ -31,16 +29,9 @@ QUICK = {"lease_ms": 2000, "beat_ms": 200, "refresh_ms": 300, "scan_ms": 100, "s
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-@contextmanager
 def running(run_dir, *, groups=("g1",)):
     """A cluster whose metaserver can keep passwords."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-    first = random.SystemRandom().randrange(21_500 + worker % 4 * 2_500, 24_000 + worker % 4 * 2_500, 50)
-    with Cluster(
-        run_dir, groups=groups, broker=SETTINGS, metaserver={"password_keys": [KEY]}, http_port=first,
-        broker_port=first + 2, restart_s=0.1,
-    ) as cluster:  # fmt: skip
-        yield cluster
+    return cluster_world.running(run_dir, groups=groups, metaserver={"password_keys": [KEY]})
 
 
 def source_of(url, **options):

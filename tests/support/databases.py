@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -26,8 +25,8 @@ from sqlalchemy.exc import DBAPIError
 
 from metaserver.db.engine import open_database
 from metaserver.db.tables import metadata
+from tests.support.ports import kept_port
 
-STARTS_MAX = 3
 START_S = 60
 """A server needs a second or two; a busy machine may take long."""
 
@@ -50,11 +49,9 @@ class DatabaseServer:
         self.directory = Path(tempfile.mkdtemp(prefix="qmq-db-"))
         self.directory.chmod(0o755)
         self.data = self.directory / "data"
-        self.port = _free_port()
+        self.port = kept_port()
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = count(1)
-        self._has_run = False
-        """Whether it ran before: then tests know its port."""
         self._migrated: tuple[str, dict[str, list[dict[str, Any]]]] | None = None
         self._initialize()
 
@@ -69,18 +66,6 @@ class DatabaseServer:
 
     def start(self) -> None:
         """Start the server and wait until it answers."""
-        for attempt in range(1, STARTS_MAX + 1):
-            try:
-                self._start()
-                break
-            except RuntimeError:
-                if self._has_run or attempt == STARTS_MAX:
-                    raise
-                self._end(self.kill_signal)
-                self.port = _free_port()  # somebody took the one that was free a moment ago
-        self._has_run = True
-
-    def _start(self) -> None:
         with open(self.directory / "server.log", "ab") as output:
             self._process = subprocess.Popen(
                 [*self._as_user("--pdeathsig", self.stop_signal.name[3:]), *self._command()],
@@ -329,13 +314,6 @@ def _program(name: str, directories: str = "/usr/sbin") -> str:
 
 def _root() -> list[str]:
     return ["--user=root"] if os.geteuid() == 0 else []
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _children(pid: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 import pytest
 import redis
 
+from tests.support.ports import kept_port
+
 START_S = 30
 
 
@@ -20,9 +21,7 @@ class RedisServer:
     """One server on a free loopback port, without a disk; it ends with the session, also when that is killed."""
 
     def __init__(self) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            self.port: int = listener.getsockname()[1]
+        self.port = kept_port()
         self._directory = Path(tempfile.mkdtemp(prefix="qmq-redis-"))
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -1,0 +1,81 @@
+"""Shell. Ports for the servers of tests, from a block that no other process of tests has at the same time.
+
+None of those that the system gives to outgoing connections: between a look and the start of a server somebody else may
+take one, and then a test talks to the server of another test.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import tempfile
+from functools import cache
+from itertools import cycle, islice
+from pathlib import Path
+from typing import IO
+
+from deploy.plan import is_free
+
+BLOCKS = range(21_500, 32_500, 1000)
+"""Above the ports that a cluster of a reader's own has (docs/install.md), below what outgoing connections get."""
+RUN = 50
+"""As many as the largest cluster of a test needs."""
+
+
+class Block:
+    """The ports of this process; it has them for as long as it lives."""
+
+    def __init__(self) -> None:
+        folder = Path(tempfile.gettempdir(), "qmq-test-ports")
+        folder.mkdir(exist_ok=True)
+        self._lock, first = self._claim(folder)
+        self._ports = cycle(range(first, first + BLOCKS.step))
+        self._kept: set[int] = set()
+
+    @staticmethod
+    def _claim(folder: Path) -> tuple[IO[bytes], int]:
+        for first in BLOCKS:
+            file = open(folder / str(first), "ab")  # it is the claim: closed with the process
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return file, first
+            except BlockingIOError:
+                file.close()
+        raise RuntimeError(f"{len(BLOCKS)} processes of tests run already, each with {BLOCKS.step} ports")
+
+    def take(self, count: int) -> list[int]:
+        """Return ports that nobody listens on; each comes again only after all the others."""
+        free = (port for port in islice(self._ports, BLOCKS.step) if port not in self._kept and is_free(port))
+        ports = list(islice(free, count))
+        if len(ports) < count:
+            raise RuntimeError(f"{len(ports)} of {BLOCKS.step} ports are free, {count} are needed")
+        return ports
+
+    def keep(self) -> int:
+        """Return a port that is never given again, as its server is stopped and started."""
+        [port] = self.take(1)
+        self._kept.add(port)
+        return port
+
+    def take_run(self) -> int:
+        """Return the first of `RUN` ports in a row; a cluster looks itself which of them are free."""
+        while (next(self._ports) - BLOCKS.start) % RUN != RUN - 1:
+            pass
+        first = next(self._ports)
+        for _ in range(RUN - 1):
+            next(self._ports)
+        return first
+
+
+block = cache(Block)
+
+
+def free_ports(count: int) -> list[int]:
+    return block().take(count)
+
+
+def kept_port() -> int:
+    return block().keep()
+
+
+def run_of_ports() -> int:
+    return block().take_run()
