@@ -67,7 +67,7 @@ class Limits:
     """Bounds and delays, from the settings; `rate`: rows a second, of this database."""
 
     rate: int = 10_000
-    page_rows: int = 1_000
+    page_rows: int = 500
     claims_max: int = 8
     errors_max: int = 1_000
     release_ms: int = 1_000

@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 from sqlalchemy import URL, Engine, create_engine, event
 
+from qmq.sql_waits import Waits
 from watchdog.sources import MARIADB, POSTGRESQL, SQLITE, Source, UnusableSource
 
 CONNECT_S = 5
@@ -38,7 +39,9 @@ def open_source(source: Source) -> Engine:
         event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(_begin_of(connection)))
         return engine
     url = URL.create(_DRIVERS[kind], source.user or None, source.password or None, host, port, database)
-    arguments = _mariadb_arguments() if kind == MARIADB else _postgresql_arguments()
+    waits = Waits(CONNECT_S, LOCK_S, ANSWER_S, IDLE_S)
+    # UTC, as an hour that comes twice a year would let the scan read on from a moment that it did not mean.
+    arguments = waits.mariadb("time_zone = '+00:00'") if kind == MARIADB else waits.postgresql()
     try:
         return create_engine(
             url, connect_args=arguments, pool_size=CONNECTIONS, max_overflow=0, pool_timeout=CONNECT_S,
@@ -62,32 +65,3 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # the driver begins no transaction of its own; `begin` does
     # One content that is no text must not make a whole page unreadable; what cannot be encoded again is parked.
     connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
-
-
-def _mariadb_arguments() -> dict[str, Any]:
-    return {
-        "connect_timeout": CONNECT_S,
-        "read_timeout": ANSWER_S,
-        "write_timeout": ANSWER_S,
-        "charset": "utf8mb4",
-        # UTC, as an hour that comes twice a year would let the scan read on from a moment that it did not mean.
-        "init_command": f"SET SESSION time_zone = '+00:00', innodb_lock_wait_timeout = {LOCK_S}, "
-        f"wait_timeout = {IDLE_S}, sql_mode = 'STRICT_ALL_TABLES'",
-    }
-
-
-def _postgresql_arguments() -> dict[str, Any]:
-    milliseconds = {
-        "lock_timeout": LOCK_S,
-        "statement_timeout": ANSWER_S,
-        "idle_in_transaction_session_timeout": IDLE_S,
-    }
-    return {
-        "connect_timeout": CONNECT_S,
-        "options": " ".join(f"-c {name}={seconds * 1000}" for name, seconds in milliseconds.items()),
-        # A machine that is gone without a word is noticed after some 15 s.
-        "tcp_user_timeout": 15_000,
-        "keepalives_idle": 5,
-        "keepalives_interval": 5,
-        "keepalives_count": 2,
-    }
