@@ -27,7 +27,6 @@ from metaserver.awake import AwakeClock
 from metaserver.database import Database, DatabaseAway
 from metaserver.db.changes import AddToken
 from metaserver.db.errors import DatabaseUnusable
-from metaserver.garbage import collect_rarely
 from metaserver.http.app import build_app
 from metaserver.http.guard import Limits
 from metaserver.http.routes import make_routes
@@ -47,6 +46,7 @@ from metaserver.swap import Swaps
 from metaserver.upkeep import Upkeep
 from qmq.control_plane import SERVER_OPTIONS
 from qmq.errors import OperatorError, QmqError
+from qmq.garbage import collect_by_the_clock
 from qmq.proto.qmq_pb2_grpc import add_MetaserverServicer_to_server
 from qmq.rations import NewSubjects
 from qmq.settings import InvalidSettings, load
@@ -271,7 +271,7 @@ async def run(settings: MetaserverSettings) -> bool:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     metaserver = Metaserver(settings)
-    collecting = asyncio.create_task(collect_rarely())
+    collecting = asyncio.create_task(collect_by_the_clock())
     try:
         await metaserver.serve(stop)
     finally:

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Protocol
 
 from qmq.client.batching import Done, Receipt
@@ -48,7 +48,7 @@ _FOR_GROUP, _RETRIES_MAX = FOR_GROUP.encode(), RETRIES_MAX.encode()
 
 
 class Parcel:
-    """Messages of one piece that wait to be taken; `at` is the next one."""
+    """Messages that are held as one piece and wait to be taken; `at` is the next one."""
 
     __slots__ = ("messages", "at", "feed", "size")
 
@@ -256,40 +256,49 @@ class Feed:
     def _pulled(self, asked: int, body: memoryview) -> None:
         self._pulls -= 1
         self._asked -= asked
-        for piece in commands.decode_pulled(body):
-            self._received(piece)
+        for run in _runs(commands.decode_pulled(body)):
+            self._received(run)
         self.fill()
 
-    def _received(self, piece: Piece) -> None:
-        """Make messages of a piece. About 0.5 µs each: nothing is decoded, and no call per message but the object."""
-        held = self.holding.received(piece.pull_sequence, piece.count, piece.times, self, self._link.broker_group)
+    def _received(self, run: list[Piece]) -> None:
+        """Make messages of pieces that are held as one.
+
+        About 0.5 µs each: nothing is decoded, and no call per message but the object. And about 3 µs for each piece:
+        nothing here is done per piece that can be done for all. Tags, and producers that send one by one, make pieces
+        of one message, of which each would cost 20 µs by itself.
+        """
+        count, times = sum(piece.count for piece in run), run[0].times
+        held = self.holding.received(run[0].pull_sequence, count, times, self, self._link.broker_group)
         if held is None:
             return
         part, skipped = held
-        ends = batch_ends(piece.body, piece.count)
-        data = bytes(piece.body[4 * len(ends) :])
-        begins = ends[skipped:-1]
-        encoded = [data[begin:end] for begin, end in zip(begins, ends[skipped + 1 :])]
-        sequences: Iterable[int] = range(piece.sequence + skipped, piece.sequence + piece.count)
+        sequences: list[int] = []
+        encoded: list[bytes] = []
+        batches: list[bytes] = []
+        for piece in run:
+            ends = batch_ends(piece.body, piece.count)
+            batches.append(data := bytes(piece.body[4 * len(ends) :]))
+            encoded += [data[begin:end] for begin, end in pairwise(ends)]
+            sequences += range(piece.sequence, piece.sequence + piece.count)
+            self._is_ordered = self._is_ordered or bool(piece.flags & FLAG_ORDERED)
+        del sequences[:skipped], encoded[:skipped]
         subject = repeat(self._owner.terms.subject)
         messages = list(map(ReceivedMessage, subject, sequences, encoded, repeat(part), range(len(encoded))))
-        if piece.times > MANY_TIMES:
+        if times > MANY_TIMES:
             log.warning(
                 "messages come again and again subject=%s group=%s broker_group=%s sequence=%d messages=%d times=%d",
-                self.source, self._owner.terms.group, part.broker_group, piece.sequence + skipped, len(messages),
-                piece.times,
+                self.source, self._owner.terms.group, part.broker_group, sequences[0], len(messages), times,
             )  # fmt: skip
-        if piece.flags & FLAG_ORDERED:
-            self._is_ordered = True
-        if _FOR_GROUP in data:  # a fifteenth of all that a message costs here: not one such search more
+        if any(_FOR_GROUP in data for data in batches):  # a fifteenth of all that a message costs: no such search more
             messages = self._without_those_of_others(part, messages)
-        if piece.times > 1 and not self._owner.terms.most_once:
-            if piece.times > self.policy.deliveries_max or _RETRIES_MAX in data:
+        if times > 1 and not self._owner.terms.most_once:
+            if times > self.policy.deliveries_max or any(_RETRIES_MAX in data for data in batches):
                 messages = self._without_worn_out(part, messages)
         if messages:
+            size = sum(map(len, batches))
             self.buffered += len(messages)
-            self.buffered_bytes += len(data)
-            self._owner.arrived(Parcel(messages, self, len(data)))
+            self.buffered_bytes += size
+            self._owner.arrived(Parcel(messages, self, size))
 
     def _without_those_of_others(self, piece: HeldPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """Take as done what names another group as its receiver."""
@@ -432,3 +441,15 @@ class Feed:
         self._send()
         self.fill()
         self._owner.settled()
+
+
+def _runs(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield pieces that can be held as one: numbered one after the other, handed out equally often."""
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and (piece.pull_sequence, piece.times) != (run[-1].pull_sequence + run[-1].count, run[-1].times):
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run

@@ -35,6 +35,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 from zlib import crc32
@@ -50,6 +51,8 @@ _CHAINED = struct.Struct("<IBBHIIIIQQqQQQ")
 _TAIL = struct.Struct("<QI")
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
+_epoch = lru_cache(8)(Epoch)
+"""Of the frames in the tail, nearly all have the same one."""
 FRAME_BYTES_MAX = 64 << 20
 """No frame is longer, so a length that says so is damage and is not followed."""
 
@@ -189,8 +192,8 @@ def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None
     if not 1 <= kind <= KIND_MAX or body_bytes % 8:
         raise CorruptFrame(offset, f"kind {kind} with {body_bytes} bytes of body is unknown to this version")
     return Frame(
-        kind, flags, field[:subject_bytes].decode("utf-8", "replace"), count, body_bytes, Epoch(term, boot), own_offset,
-        high_watermark, timestamp_ms, first_sequence, producer, batch, chain, body_crc, body_at,
+        kind, flags, field[:subject_bytes].decode("utf-8", "replace"), count, body_bytes, _epoch(term, boot),
+        own_offset, high_watermark, timestamp_ms, first_sequence, producer, batch, chain, body_crc, body_at,
     )  # fmt: skip
 
 

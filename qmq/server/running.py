@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar, cast
 from wsgiref.simple_server import WSGIServer
 
 from qmq.errors import QmqError
+from qmq.garbage import collect_by_the_clock
 from qmq.log import MessageLog, RealDisk
 from qmq.logs import configure
 from qmq.replication.identity import IdentityFile
@@ -99,7 +100,7 @@ async def _serve(settings: S, build: Build[S]) -> None:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(task) for task in parts.tasks]
-    tasks.append(asyncio.ensure_future(_wait(stop)))
+    tasks += [asyncio.ensure_future(_wait(stop)), asyncio.ensure_future(collect_by_the_clock())]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
