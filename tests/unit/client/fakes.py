@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from urllib.parse import parse_qs, urlsplit
 from zlib import crc32
 
@@ -83,6 +84,8 @@ class FakeBroker:
         self.returned: dict[tuple[str, str], list[int]] = defaultdict(list)
         self.times: dict[tuple[str, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
         self.dead: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)  # sequence, reason
+        self.passed: set[int] = set()
+        """Sequences that no consumer gets, as if a tag were asked for."""
         self.acks: list[list[tuple[int, int]]] = []
         self.nacks: list[commands.Nack] = []
         self.unsubscribes = 0
@@ -288,6 +291,7 @@ class FakeBroker:
             begin = self.positions[group]
             sequences = list(range(begin, min(len(log), begin + pull.messages_max)))
             self.positions[group] = begin + len(sequences)
+            sequences = [sequence for sequence in sequences if sequence not in self.passed]
         if not sequences:
             return []
         at = subscriber.next_pull
@@ -295,7 +299,16 @@ class FakeBroker:
             times[sequence] += 1
         subscriber.pulled.update(zip(range(at, at + len(sequences)), sequences, strict=True))
         subscriber.next_pull = subscriber.handed_end = at + len(sequences)
-        return self._piece(at, [log[sequence] for sequence in sequences], sequences[0], times[sequences[0]])
+        pieces: list[list[int]] = []
+        for sequence in sequences:
+            if pieces and (pieces[-1][-1] + 1, times[pieces[-1][-1]]) == (sequence, times[sequence]):
+                pieces[-1].append(sequence)
+            else:
+                pieces.append([sequence])
+        begins = accumulate(map(len, pieces), initial=at)
+        parts = [self._piece(begin, [log[one] for one in piece], piece[0], times[piece[0]])
+                 for begin, piece in zip(begins, pieces)]  # fmt: skip
+        return [part for piece in parts for part in piece]
 
     def _bury(self, key: tuple[str, str, str], subscriber: Subscriber) -> None:
         """What was handed out as often as it may is a dead letter."""

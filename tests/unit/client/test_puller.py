@@ -65,6 +65,34 @@ def test_a_slow_message_holds_back_the_acks_of_its_own_piece_and_no_other():
     run(test())
 
 
+def test_pieces_that_follow_each_other_are_acked_as_one_and_each_message_keeps_its_place():
+    """Each message that a tag chooses stands alone in the log; what it costs must not be that of a batch."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.passed = {n for n in range(100) if n % 10 not in (3, 4, 7)}
+            broker.times["a", "g"][53] = 1  # so this one was handed out before, and cannot be held with the others
+            fill(broker, range(100))
+            consumer = consumer_of(metaserver, consumer_id="c1")
+            async with consumer.pull("a", group="g", start="earliest") as puller:
+                messages = await pull_all(puller, 30)
+                expected = [n for n in range(100) if n not in broker.passed]
+                assert ns(messages) == [message.sequence for message in messages] == expected
+                base = messages[0].pull_sequence
+                assert [message.pull_sequence - base for message in messages] == list(range(30))
+                assert [message.sequence for message in messages if message.times > 1] == [53]
+                await puller.ack([one for one in messages if one.sequence not in (47, 53)])
+                await until(lambda: broker.acks)
+                assert broker.acks == [[(base, base + 14), (base + 16, base + 30)]]
+                broker.cut()
+                await until(lambda: len(subscribes(broker)) == 2)
+                await puller.ack(messages)
+                await puller.flush()
+                assert not broker.subscribers["a", "g", "c1"].pulled
+
+    run(test())
+
+
 def test_flush_has_every_ack_kept_wherever_its_message_stands():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):

@@ -1,0 +1,59 @@
+"""Shell. Python's collector of circles, as a server uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+from qmq import garbage
+
+
+class Circle:
+    def __init__(self):
+        self.me = self
+
+
+def young():
+    return sum(type(one) is Circle for one in gc.get_objects(0))
+
+
+def test_the_collector_comes_by_the_clock_and_by_itself_only_afterwards(monkeypatch):
+    monkeypatch.setattr(garbage, "YOUNG_S", 0.01)
+
+    async def run():
+        gc.collect()
+        task = asyncio.create_task(garbage.collect_by_the_clock())
+        await asyncio.sleep(0)
+        assert not gc.isenabled()
+        kept = [Circle() for _ in range(5_000)]
+        for _ in range(5_000):
+            Circle()
+        assert young() == 10_000, "nothing looked at them yet"
+        async with asyncio.timeout(10):
+            while young():
+                await asyncio.sleep(0.01)
+        assert sum(type(one) is Circle for one in gc.get_objects()) == len(kept), "what nobody has is gone"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert gc.isenabled()
+
+    asyncio.run(run())
+
+
+def test_once_in_a_while_it_looks_at_everything(monkeypatch):
+    monkeypatch.setattr(garbage, "YOUNG_S", 0.001)
+    monkeypatch.setattr(garbage, "FULL_S", 0.1)
+
+    async def run():
+        gc.collect()
+        olds = [Circle() for _ in range(100)]
+        gc.collect()  # they are old now
+        olds.clear()
+        task = asyncio.create_task(garbage.collect_by_the_clock())
+        async with asyncio.timeout(10):
+            while any(type(one) is Circle for one in gc.get_objects()):
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
