@@ -1,8 +1,10 @@
 """Shell. `make bench-outbox`: a million rows that are stuck in an outbox on MariaDB, and an application that goes on.
 
-The application does a transaction at fixed times: it writes an order and a message's row, and deletes the row a little
-later, as a producer that was told "stored". Its latency is measured from the moment at which a transaction was due,
-first alone, with all rows lying there, then while a watchdog drains them to a cluster of one group.
+The application (`benchmarks.outbox_application`) is measured first alone, with all rows lying there, then while a
+watchdog drains them to a cluster of one group, and at last beside two processes that only compute, for as large a share
+of a core as the drain took: it is two processes as well, the watchdog and the database. The last one tells what of the
+difference is the machine's: where the database, the brokers, the watchdog and the application share two cores, whoever
+computes now and then moves the application's p99.
 """
 
 from __future__ import annotations
@@ -16,33 +18,42 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Engine, create_engine, text
 
+from benchmarks.figures import percentile
 from benchmarks.machine import cpu_seconds
+from benchmarks.outbox_application import TABLE, content
+from benchmarks.worker import Worker
 from deploy.cluster import Cluster
 from deploy.plan import write_atomically
 from deploy.processes import Service
 from qmq.control_plane import DIRECT
-from qmq.message import Message, Value
-from qmq.outbox.row import encode_row
 from qmq.outbox.schema import create_statements
 
 GOALS = {"rows_per_s": 5_000, "p99_ratio": 1.2}
-SUBJECT = "order.paid"
-TABLE = "qmq_msg_queue"
 USER, PASSWORD = "guest", "secret"
 KEY = "nBLTTCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A="
 START_S = 60.0
 PORTS = 24_700
 ROWS_AT_ONCE = 2_000
+WARM_S = 2.0
+COMPUTING = 2
+SLICE_S = 0.5
+"""How long the application works between two looks at the watchdog; the slice in which all is sent does not count."""
+
+
+class Process(NamedTuple):
+    """A database server."""
+
+    engine: Engine
+    pid: int
 
 
 def _free_port() -> int:
@@ -51,8 +62,8 @@ def _free_port() -> int:
 
 
 @contextmanager
-def mariadb(buffer_mib: int) -> Iterator[tuple[Engine, int]]:
-    """Run a server of our own, with an empty database `shop`; durable as it is by default. Gives its pid, too."""
+def mariadb(buffer_mib: int) -> Iterator[Process]:
+    """Run a server of our own, with an empty database `shop`; durable as it is by default."""
     directory = Path(tempfile.mkdtemp(prefix="qmq-bench-"))
     directory.chmod(0o755)
     root = ["--user=root"] if os.geteuid() == 0 else []
@@ -71,7 +82,8 @@ def mariadb(buffer_mib: int) -> Iterator[tuple[Engine, int]]:
     )  # fmt: skip
     try:
         _prepare(port)
-        yield create_engine(f"mariadb+pymysql://{USER}:{PASSWORD}@127.0.0.1:{port}/shop", pool_size=4), server.pid
+        url = f"mariadb+pymysql://{USER}:{PASSWORD}@127.0.0.1:{port}/shop"
+        yield Process(create_engine(url, pool_size=4), server.pid)
     finally:
         server.terminate()
         server.wait(60)
@@ -106,7 +118,7 @@ def fill(engine: Engine, rows: int) -> None:
         connection.execute(text("CREATE TABLE orders (id BIGINT AUTO_INCREMENT PRIMARY KEY, state VARCHAR(20))"))
     old = "NOW() - INTERVAL 10 MINUTE"
     for first in range(0, rows, ROWS_AT_ONCE):
-        contents = [_content(f"stuck-{number}") for number in range(first, min(first + ROWS_AT_ONCE, rows))]
+        contents = [content(f"stuck-{number}") for number in range(first, min(first + ROWS_AT_ONCE, rows))]
         values = ", ".join(f"(%s, {old}, {old})" for _ in contents)
         with engine.begin() as connection:
             connection.exec_driver_sql(
@@ -114,49 +126,6 @@ def fill(engine: Engine, rows: int) -> None:
             )
     with engine.connect() as connection:
         connection.execute(text(f"ANALYZE TABLE {TABLE}"))
-
-
-def _content(name: str) -> str:
-    properties: dict[str, Value] = {"orderNo": 4_711, "state": "paid", "text": "x" * 100}
-    return encode_row(Message(SUBJECT, properties, id=name), 1_700_000_000_000)
-
-
-class Application(threading.Thread):
-    """Does a transaction at each time that is due; those that come late count with their waiting."""
-
-    def __init__(self, engine: Engine, per_s: int) -> None:
-        super().__init__(daemon=True)
-        self._engine, self._per_s = engine, per_s
-        self.latencies_ms: list[tuple[float, float]] = []
-        """(when it was due, how long it took)"""
-        self._is_over = threading.Event()
-
-    def run(self) -> None:
-        due, written = time.monotonic(), 0
-        with self._engine.connect() as connection:
-            while not self._is_over.is_set():
-                due += 1 / self._per_s
-                time.sleep(max(0.0, due - time.monotonic()))
-                with connection.begin():
-                    connection.exec_driver_sql("INSERT INTO orders (state) VALUES ('paid')")
-                    row = connection.exec_driver_sql(
-                        f"INSERT INTO {TABLE} (content, create_time) VALUES (%s, NOW()) RETURNING id",
-                        (_content(f"sent-{written}"),),
-                    )
-                    id = row.scalar_one()
-                with connection.begin():
-                    connection.exec_driver_sql(f"DELETE FROM {TABLE} WHERE id = {id}")
-                written += 1
-                self.latencies_ms.append((due, (time.monotonic() - due) * 1000))
-
-    def stop(self) -> None:
-        self._is_over.set()
-        self.join()
-
-    def p99_ms(self, begin: float, end: float) -> float:
-        """99 of 100 transactions that were due in this time took no longer."""
-        taken = sorted(took for due, took in self.latencies_ms if begin <= due < end)
-        return taken[int(len(taken) * 0.99)] if taken else float("nan")
 
 
 class Watchdog:
@@ -186,61 +155,105 @@ class Watchdog:
         return sum(int(float(line.rpartition(" ")[2])) for line in lines if line.startswith("qmq_watchdog_sent_total{"))
 
 
+class Trial:
+    """One drain, and the application before it, beside it, and beside something else."""
+
+    def __init__(self, cluster: Cluster, directory: Path, database: Process, per_s: int, stack: ExitStack) -> None:
+        self._cluster, self._directory, self._database, self._per_s = cluster, directory, database, per_s
+        url = database.engine.url.render_as_string(hide_password=False)
+        self._application, *self._computing = (
+            stack.enter_context(Worker("benchmarks.outbox_application", directory / "application.log", url))
+            for _ in range(1 + COMPUTING)
+        )
+        self._transact(WARM_S)
+
+    def _transact(self, seconds: float) -> list[float]:
+        answer = self._application.run("transact", per_s=self._per_s, seconds=seconds)
+        return [float(took_ms) for took_ms in answer["took_ms"]]
+
+    def alone_ms(self, seconds: float) -> float:
+        return _p99(self._transact(seconds))
+
+    def computing_ms(self, share: float, seconds: float) -> float:
+        """The same beside processes that compute, so much together."""
+        for process in self._computing:
+            process.begin("compute", share=share / COMPUTING, seconds=seconds)
+        took_ms = self._transact(seconds)
+        for process in self._computing:
+            process.end()
+        return _p99(took_ms)
+
+    def drain(self, rows: int, rate: int) -> dict[str, Any]:
+        """Let a watchdog send all rows; what was sent before the clock runs does not count."""
+        watchdog = Watchdog(self._cluster, self._directory)
+        while not watchdog.sent():
+            time.sleep(0.05)
+        began, before, spent = time.monotonic(), watchdog.sent(), self._cpu_s(watchdog)
+        took_ms: list[float] = []
+        while (sent := watchdog.sent()) < rows:
+            slice_ms = self._transact(SLICE_S)
+            if sent + rate * SLICE_S < rows:
+                took_ms += slice_ms
+        seconds = time.monotonic() - began
+        spent = {name: used - spent[name] for name, used in self._cpu_s(watchdog).items()}
+        watchdog.stop()
+        time.sleep(1)
+        return {
+            "seconds": round(seconds, 1), "rows_per_s": round((sent - before) / seconds),
+            "cpu_us_per_row": {name: round(used / (sent - before) * 1e6, 1) for name, used in spent.items()},
+            "share_of_a_core": round(min(sum(spent.values()) / seconds, 1.0), 2), "p99_drain_ms": _p99(took_ms),
+        }  # fmt: skip
+
+    def _cpu_s(self, watchdog: Watchdog) -> dict[str, float]:
+        brokers = [self._cluster.service(plan.hostname).pid for plan in self._cluster.plan.brokers]
+        return {
+            "database": _cpu_s([self._database.pid]), "watchdog": _cpu_s([watchdog.service.pid]),
+            "brokers": _cpu_s(brokers),
+        }  # fmt: skip
+
+
+def _cpu_s(pids: Sequence[int | None]) -> float:
+    return sum((cpu_seconds(pid) for pid in pids if pid), 0.0)
+
+
+def _p99(took_ms: list[float]) -> float:
+    return round(percentile(sorted(took_ms), 0.99), 2)
+
+
 def measure(rows: int, *, alone_s: float, per_s: int, rate: int) -> dict[str, Any]:
     """Fill, listen to the application alone, drain, compare."""
     run_dir = Path(tempfile.mkdtemp(prefix="qmq-bench-outbox-"))
     # The table fits into the memory of the database, as tables that are worked on do.
     with (
-        mariadb(buffer_mib=1_024) as (engine, database),
+        mariadb(buffer_mib=1_024) as database,
         Cluster(run_dir, groups=("g1",), metaserver={"password_keys": [KEY]}, http_port=PORTS, broker_port=PORTS + 2)
         as cluster,
+        ExitStack() as stack,
     ):  # fmt: skip
-        fill(engine, rows)
-        port = engine.url.port
+        fill(database.engine, rows)
         cluster.manage(
-            "AddDb", type="mariadb", host="127.0.0.1", port=port, username=USER, password=PASSWORD, database="shop",
-            rate=rate,
+            "AddDb", type="mariadb", host="127.0.0.1", port=database.engine.url.port, username=USER, password=PASSWORD,
+            database="shop", rate=rate,
         )  # fmt: skip
-        application = Application(engine, per_s)
-        application.start()
-        time.sleep(2)
-        alone = time.monotonic()
-        time.sleep(alone_s)
-        watchdog = Watchdog(cluster, run_dir)
-        while not watchdog.sent():
-            time.sleep(0.05)
-        began = time.monotonic()
-        pids = {"database": [database], "watchdog": [watchdog.service.pid or 0]}
-        pids["brokers"] = [cluster.service(plan.hostname).pid or 0 for plan in cluster.plan.brokers]
-        spent = {name: sum(map(cpu_seconds, some)) for name, some in pids.items()}
-        before = watchdog.sent()
-        while (sent := watchdog.sent()) < rows:
-            time.sleep(0.25)
-        ended = time.monotonic()
-        cpu_us = {
-            name: round((sum(map(cpu_seconds, some)) - spent[name]) / (sent - before) * 1e6, 1)
-            for name, some in pids.items()
-        }
-        application.stop()
-        watchdog.stop()
-        time.sleep(1)
-        with engine.connect() as connection:
+        trial = Trial(cluster, run_dir, database, per_s, stack)
+        alone_ms = trial.alone_ms(alone_s)
+        found = trial.drain(rows, rate)
+        computing_ms = trial.computing_ms(found["share_of_a_core"], alone_s)
+        with database.engine.connect() as connection:
             left = int(connection.execute(text(f"SELECT COUNT(*) FROM {TABLE}")).scalar_one())
     shutil.rmtree(run_dir, ignore_errors=True)
-    p99_alone, p99_drain = application.p99_ms(alone, alone + alone_s), application.p99_ms(began, ended)
+    drain_ms = found["p99_drain_ms"]
     return {
-        "rows": rows, "left": left, "seconds": round(ended - began, 1),
-        "rows_per_s": round((sent - before) / (ended - began)), "transactions_per_s": per_s, "rate": rate,
-        "p99_alone_ms": round(p99_alone, 2), "p99_drain_ms": round(p99_drain, 2),
-        "p99_ratio": round(p99_drain / p99_alone, 2), "cpu_us_per_row": cpu_us, "load": os.getloadavg()[0],
-        "goals": GOALS,
+        "rows": rows, "left": left, "rate": rate, "transactions_per_s": per_s, **found, "p99_alone_ms": alone_ms,
+        "p99_ratio": round(drain_ms / alone_ms, 2), "p99_computing_ms": computing_ms,
+        "p99_drain_over_computing": round(drain_ms / computing_ms, 2), "load": os.getloadavg()[0], "goals": GOALS,
     }  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.outbox", description="Drains an outbox on MariaDB.")
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--alone", type=float, default=30.0, help="seconds that the application is alone")
+    parser.add_argument("--alone", type=float, default=60.0, help="seconds that the application is alone")
     parser.add_argument("--per-s", type=int, default=20, help="transactions a second of the application")
     parser.add_argument("--rate", type=int, default=6_000, help="rows a second that the watchdog may send")
     parser.add_argument("--out", type=Path, default=Path(".run/bench-outbox.json"))
