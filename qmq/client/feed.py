@@ -99,6 +99,8 @@ class Feed:
         self._turn = 0
         self._pulls = self._asked = self._acks = self._nacks = 0
         self._send_scheduled = self._sweep_scheduled = self._flushes = False
+        self._sweeps = False
+        """Everything that is done is to be acked, as soon as requests may be sent."""
         self._is_full = self._stopped = self._closed = False
         self._is_ordered = False
         """Whether messages with an order key came: the next ones of their keys wait for each decision."""
@@ -212,7 +214,8 @@ class Feed:
         self._is_new = False
         self._failures = 0
         self.holding.subscribed(fields["acked_end"], [(begin, end) for begin, end in fields["unacked"]])
-        self._send(everything=True)
+        self._sweeps = True
+        self._send()
         self.fill()
         self._owner.settled()
 
@@ -268,6 +271,7 @@ class Feed:
         of one message, of which each would cost 20 µs by itself.
         """
         count, times = sum(piece.count for piece in run), run[0].times
+        all_ends = [batch_ends(piece.body, piece.count) for piece in run]  # nothing is held of what cannot be read
         held = self.holding.received(run[0].pull_sequence, count, times, self, self._link.broker_group)
         if held is None:
             return
@@ -275,8 +279,7 @@ class Feed:
         sequences: list[int] = []
         encoded: list[bytes] = []
         batches: list[bytes] = []
-        for piece in run:
-            ends = batch_ends(piece.body, piece.count)
+        for piece, ends in zip(run, all_ends, strict=True):
             batches.append(data := bytes(piece.body[4 * len(ends) :]))
             encoded += [data[begin:end] for begin, end in pairwise(ends)]
             sequences += range(piece.sequence, piece.sequence + piece.count)
@@ -393,14 +396,20 @@ class Feed:
 
     def _sweep(self) -> None:
         self._sweep_scheduled = False
-        self._send(everything=True)
+        self._sweeps = True
+        self._send()
 
-    def _send(self, *, everything: bool = False) -> None:
-        """Send acks and nacks. First acks: they never wait for long, and what failed comes later anyway."""
+    def _send(self) -> None:
+        """Send acks and nacks. First acks: they never wait for long, and what failed comes later anyway.
+
+        Everything that is done is acked where somebody waits for it: the next message of a key, or the next pull.
+        """
         self._send_scheduled = False
         holding = self.holding
+        everything = self._sweeps or self._flushes or self._is_ordered or self._is_full
         while self._subscription is not None and self._acks < REQUESTS_IN_FLIGHT:
-            if (ack := holding.next_ack(everything=everything or self._flushes or self._is_ordered)) is None:
+            if (ack := holding.next_ack(everything=everything)) is None:
+                self._sweeps = False
                 break
             self._acks += 1
             self._request(

@@ -90,6 +90,7 @@ class Connection(asyncio.BufferedProtocol):
         waiting, self._waiting = self._waiting, {}
         for answered in waiting.values():
             answered(OutcomeUnknown(f"{self.peer}: {self.lost_reason}"))
+        self._reader.close()
         self._handler.connection_lost(self, self.lost_reason)
 
     def pause_writing(self) -> None:

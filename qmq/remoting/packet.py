@@ -119,6 +119,11 @@ class PacketReader:
             self._filled = len(rest)
         return packets
 
+    def close(self) -> None:
+        """Give the memory back. Nothing is received any more; a connection and its owner, which know each other, stay
+        until Python looks for circles, and a server looks at old ones once in an hour."""
+        self._staging, self._filled, self._large = memoryview(b""), 0, None
+
     def _packet_bytes(self, at: int) -> int:
         length, header_bytes, magic = struct.unpack_from(">ihI", self._staging, at)
         if magic != MAGIC or header_bytes != 18:

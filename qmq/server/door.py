@@ -74,7 +74,7 @@ class Door:
         loop = asyncio.get_running_loop()
         if service.connections > settings.connections_max:
             loop.call_soon(self.connection.close, f"more than {settings.connections_max} connections")
-        loop.call_later(LOGIN_S, self._check_login)
+        self._login_timer = loop.call_later(LOGIN_S, self.connection.close, "it did not say who it is in time")
 
     def tell_once(self, connection: Connection, error: QmqError) -> None:
         self._service.tell_once(connection.peer, error)
@@ -145,6 +145,7 @@ class Door:
         if self._is_client and caller.role != TokenRole.CLUSTER:
             self._limits = Limits(caller, self._access.new_subjects)
         self._is_in, self._token = True, token
+        self._login_timer.cancel()
         if self._is_client:
             self._service.doors[self] = None
         self._access.entered(token, self)
@@ -167,11 +168,8 @@ class Door:
         log.warning("connection ended peer=%s: %s", self.connection.peer, reason)
         self.connection.close(reason)
 
-    def _check_login(self) -> None:
-        if not self._is_in:
-            self.connection.close("it did not say who it is in time")
-
     def connection_lost(self, connection: Connection, reason: str) -> None:
+        self._login_timer.cancel()
         self._service.connections -= 1
         self._service.doors.pop(self, None)
         self._access.left(self._token, self)

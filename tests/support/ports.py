@@ -7,6 +7,7 @@ take one, and then a test talks to the server of another test.
 from __future__ import annotations
 
 import fcntl
+import os
 import tempfile
 from functools import cache
 from itertools import cycle, islice
@@ -25,7 +26,7 @@ class Block:
     """The ports of this process; it has them for as long as it lives."""
 
     def __init__(self) -> None:
-        folder = Path(tempfile.gettempdir(), "qmq-test-ports")
+        folder = Path(tempfile.gettempdir(), f"qmq-test-ports-{os.getuid()}")
         folder.mkdir(exist_ok=True)
         self._lock, first = self._claim(folder)
         self._ports = cycle(range(first, first + BLOCKS.step))
@@ -60,10 +61,10 @@ class Block:
         """Return the first of `RUN` ports in a row; a cluster looks itself which of them are free."""
         while (next(self._ports) - BLOCKS.start) % RUN != RUN - 1:
             pass
-        first = next(self._ports)
-        for _ in range(RUN - 1):
-            next(self._ports)
-        return first
+        run = list(islice(self._ports, RUN))
+        while not self._kept.isdisjoint(run):
+            run = list(islice(self._ports, RUN))
+        return run[0]
 
 
 block = cache(Block)

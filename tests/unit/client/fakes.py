@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from urllib.parse import parse_qs, urlsplit
 from zlib import crc32
 
@@ -87,6 +87,8 @@ class FakeBroker:
         self.passed: set[int] = set()
         """Sequences that no consumer gets, as if a tag were asked for."""
         self.acks: list[list[tuple[int, int]]] = []
+        self.holds_acks = False
+        self._held_acks: list[tuple[Connection, Packet]] = []
         self.nacks: list[commands.Nack] = []
         self.unsubscribes = 0
         self.loses_answer_to: Command | None = None
@@ -288,10 +290,9 @@ class FakeBroker:
         if self.returned[group]:
             sequences = [self.returned[group].pop(0)]
         else:
-            begin = self.positions[group]
-            sequences = list(range(begin, min(len(log), begin + pull.messages_max)))
-            self.positions[group] = begin + len(sequences)
-            sequences = [sequence for sequence in sequences if sequence not in self.passed]
+            new = (one for one in range(self.positions[group], len(log)) if one not in self.passed)
+            sequences = list(islice(new, pull.messages_max))
+            self.positions[group] = sequences[-1] + 1 if sequences else len(log)
         if not sequences:
             return []
         at = subscriber.next_pull
@@ -324,8 +325,18 @@ class FakeBroker:
         flags = FLAG_ORDERED if ORDER_KEY.encode() in body else 0
         return [commands.piece_header(at, sequence, len(messages), len(body), crc32(body), flags, times), body]
 
+    def release_acks(self) -> None:
+        """Answer what waited while `holds_acks`."""
+        self.holds_acks = False
+        held, self._held_acks = self._held_acks, []
+        for connection, packet in held:
+            self._ack(connection, packet)
+
     def _ack(self, connection: Connection, packet: Packet) -> None:
         ack = commands.decode_ack(packet.body)
+        if self.holds_acks:
+            self._held_acks.append((connection, packet))
+            return
         _, subscriber = self._subscriber(connection, ack.subscription)
         if self.ack_error is not None:
             error, self.ack_error = self.ack_error, None

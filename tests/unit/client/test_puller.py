@@ -93,6 +93,43 @@ def test_pieces_that_follow_each_other_are_acked_as_one_and_each_message_keeps_i
     run(test())
 
 
+def test_a_slow_message_does_not_keep_a_full_consumer_from_its_next_pull(monkeypatch):
+    monkeypatch.setattr(feed, "SWEEP_S", 3600)
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.passed = {n for n in range(200) if n % 2}  # each message is a piece of its own
+            fill(broker, range(200))
+            async with consumer_of(metaserver).pull("a", group="g", start="earliest", unacked_max=40) as puller:
+                messages = await pull_all(puller, 40)
+                await puller.ack(messages[1:])
+                assert ns(await pull_all(puller, 39)) == list(range(80, 158, 2))
+
+    run(test())
+
+
+def test_what_is_done_amid_a_piece_is_acked_in_a_while_though_requests_were_all_under_way(monkeypatch):
+    monkeypatch.setattr(feed, "SWEEP_S", 0.01)
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(40))
+            consumer = consumer_of(metaserver, consumer_id="c1")
+            async with consumer.pull("a", group="g", start="earliest") as puller:
+                messages = await pull_all(puller, 40)
+                broker.holds_acks = True
+                for number in range(feed.REQUESTS_IN_FLIGHT):
+                    await messages[number].ack()
+                    await until(lambda done=number: len(broker._held_acks) == done + 1)
+                await puller.ack(messages[feed.REQUESTS_IN_FLIGHT + 1 :])
+                await asyncio.sleep(0.1)  # the moment for it comes, and no request may be sent
+                broker.release_acks()
+                progress = broker.subscribers["a", "g", "c1"]
+                await until(lambda: list(progress.pulled.values()) == [feed.REQUESTS_IN_FLIGHT])
+
+    run(test())
+
+
 def test_flush_has_every_ack_kept_wherever_its_message_stands():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):

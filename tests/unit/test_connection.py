@@ -1,0 +1,65 @@
+"""Shell. What a connection that ended leaves behind, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import struct
+import tracemalloc
+
+from qmq.remoting.connection import Connection
+from qmq.remoting.packet import MAGIC
+
+COUNT = 40
+PACKET_BYTES = 1 << 20
+
+
+class Owner:
+    """Knows its connection, which knows it: a circle, as a broker's door and its connection are."""
+
+    def __init__(self, made):
+        self.connection = Connection(self, PACKET_BYTES)
+        made.append(self)
+        self.is_lost = False
+
+    def packet_received(self, connection, packet):
+        raise AssertionError("no packet was whole")
+
+    def connection_lost(self, connection, reason):
+        self.is_lost = True
+
+    def writable_again(self, connection):
+        pass
+
+
+def test_a_connection_that_ended_keeps_no_buffer_until_circles_are_looked_for():
+    """A health check that connects each second would cost a gigabyte in the hour between two full collections."""
+
+    async def run():
+        loop, made = asyncio.get_running_loop(), []
+        server = await loop.create_server(lambda: Owner(made).connection, "127.0.0.1", 0)
+        place = server.sockets[0].getsockname()
+        writers = [(await asyncio.open_connection(*place))[1] for _ in range(COUNT)]
+        begin = struct.pack(">ihI", PACKET_BYTES - 4, 18, MAGIC) + bytes(100_000)  # of a packet with its own buffer
+        for writer in writers:
+            writer.write(begin)
+            await writer.drain()
+        while tracemalloc.get_traced_memory()[0] < COUNT * PACKET_BYTES:
+            await asyncio.sleep(0.01)
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
+        while len(made) < COUNT or not all(owner.is_lost for owner in made):
+            await asyncio.sleep(0.01)
+        server.close()
+        await server.wait_closed()
+        return made
+
+    gc.disable()
+    tracemalloc.start()
+    try:
+        made = asyncio.run(asyncio.wait_for(run(), 60))
+        assert tracemalloc.get_traced_memory()[0] < COUNT * 100_000, f"{len(made)} owners keep buffers"
+    finally:
+        tracemalloc.stop()
+        gc.enable()
