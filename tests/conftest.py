@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import hypothesis
 
@@ -28,3 +29,7 @@ hypothesis.settings.load_profile("same everywhere")
 # Settings of whoever runs the tests must not reach the processes that they start.
 for name in [name for name in os.environ if name.startswith("QMQ_")]:
     del os.environ[name]
+
+# A shell makes commands in the background deaf to Ctrl-C, and whom they start: tests of Ctrl-C would wait for nothing.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
