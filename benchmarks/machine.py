@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -114,3 +115,8 @@ def describe(directory: Path) -> dict[str, object]:
         "cache_write_present_us_per_kib": round(present_us, 2),
         "load_before": round(os.getloadavg()[0], 2),
     }
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

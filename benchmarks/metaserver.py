@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.figures import Figure, rounded
-from benchmarks.machine import MIB, Clock, cpu_seconds, describe, resident_bytes
+from benchmarks.machine import MIB, Clock, cpu_seconds, describe, free_port, resident_bytes
 from benchmarks.metaserver_load import HOT, group_name, subject_name
 from deploy.plan import write_atomically
 from qmq.errors import QmqError
@@ -93,7 +92,7 @@ class Metaserver:
     def __init__(self, directory: Path) -> None:
         self._dir = directory
         self.token = secrets.token_hex(16)
-        self.http_port, self.grpc_port = _free_port(), _free_port()
+        self.http_port, self.grpc_port = free_port(), free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -345,12 +344,6 @@ def _first_group(route: Any) -> str:
     groups = row.get("brokerGroups") or row["groups"]
     first = groups[0]
     return str(first if isinstance(first, str) else first["brokerGroup"])
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def table(figures: dict[str, Figure]) -> str:

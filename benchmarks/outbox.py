@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Engine, create_engine, text
 
 from benchmarks.figures import percentile
-from benchmarks.machine import cpu_seconds
+from benchmarks.machine import cpu_seconds, free_port
 from benchmarks.outbox_application import TABLE, content
 from benchmarks.worker import Worker
 from deploy.cluster import Cluster
@@ -45,24 +44,20 @@ PORTS = 24_700
 ROWS_AT_ONCE = 2_000
 WARM_S = 2.0
 COMPUTING = 2
+"""Processes that the drain is compared with."""
 SLICE_S = 0.5
 """How long the application works between two looks at the watchdog; the slice in which all is sent does not count."""
 
 
-class Process(NamedTuple):
-    """A database server."""
+class Database(NamedTuple):
+    """A server that runs."""
 
     engine: Engine
     pid: int
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @contextmanager
-def mariadb(buffer_mib: int) -> Iterator[Process]:
+def mariadb(buffer_mib: int) -> Iterator[Database]:
     """Run a server of our own, with an empty database `shop`; durable as it is by default."""
     directory = Path(tempfile.mkdtemp(prefix="qmq-bench-"))
     directory.chmod(0o755)
@@ -70,7 +65,7 @@ def mariadb(buffer_mib: int) -> Iterator[Process]:
     install = ["mariadb-install-db", "--no-defaults", f"--datadir={directory}/data", "--skip-test-db"]
     method = "--auth-root-authentication-method=normal"
     subprocess.run([*install, method, *root], check=True, stdout=subprocess.DEVNULL)
-    port = _free_port()
+    port = free_port()
     server = subprocess.Popen(
         [
             shutil.which("mariadbd") or "/usr/sbin/mariadbd", "--no-defaults", f"--datadir={directory}/data",
@@ -83,7 +78,7 @@ def mariadb(buffer_mib: int) -> Iterator[Process]:
     try:
         _prepare(port)
         url = f"mariadb+pymysql://{USER}:{PASSWORD}@127.0.0.1:{port}/shop"
-        yield Process(create_engine(url, pool_size=4), server.pid)
+        yield Database(create_engine(url, pool_size=4), server.pid)
     finally:
         server.terminate()
         server.wait(60)
@@ -132,7 +127,7 @@ class Watchdog:
     """A watchdog process. `sent` is what its metrics say."""
 
     def __init__(self, cluster: Cluster, directory: Path) -> None:
-        self._port, self._token = _free_port(), cluster.token
+        self._port, self._token = free_port(), cluster.token
         config = directory / "watchdog.toml"
         config.write_text(
             f'metaserver = "{cluster.metaserver}"\ntoken = "{cluster.token}"\nhttp_port = {self._port}\n'
@@ -158,7 +153,7 @@ class Watchdog:
 class Trial:
     """One drain, and the application before it, beside it, and beside something else."""
 
-    def __init__(self, cluster: Cluster, directory: Path, database: Process, per_s: int, stack: ExitStack) -> None:
+    def __init__(self, cluster: Cluster, directory: Path, database: Database, per_s: int, stack: ExitStack) -> None:
         self._cluster, self._directory, self._database, self._per_s = cluster, directory, database, per_s
         url = database.engine.url.render_as_string(hide_password=False)
         self._application, *self._computing = (
@@ -188,14 +183,14 @@ class Trial:
         watchdog = Watchdog(self._cluster, self._directory)
         while not watchdog.sent():
             time.sleep(0.05)
-        began, before, spent = time.monotonic(), watchdog.sent(), self._cpu_s(watchdog)
+        began, before, spent = time.monotonic(), watchdog.sent(), self._used_s(watchdog)
         took_ms: list[float] = []
         while (sent := watchdog.sent()) < rows:
             slice_ms = self._transact(SLICE_S)
             if sent + rate * SLICE_S < rows:
                 took_ms += slice_ms
         seconds = time.monotonic() - began
-        spent = {name: used - spent[name] for name, used in self._cpu_s(watchdog).items()}
+        spent = {name: used - spent[name] for name, used in self._used_s(watchdog).items()}
         watchdog.stop()
         time.sleep(1)
         return {
@@ -204,7 +199,8 @@ class Trial:
             "share_of_a_core": round(min(sum(spent.values()) / seconds, 1.0), 2), "p99_drain_ms": _p99(took_ms),
         }  # fmt: skip
 
-    def _cpu_s(self, watchdog: Watchdog) -> dict[str, float]:
+    def _used_s(self, watchdog: Watchdog) -> dict[str, float]:
+        """CPU time of each part so far."""
         brokers = [self._cluster.service(plan.hostname).pid for plan in self._cluster.plan.brokers]
         return {
             "database": _cpu_s([self._database.pid]), "watchdog": _cpu_s([watchdog.service.pid]),

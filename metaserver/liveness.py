@@ -336,7 +336,7 @@ class Liveness:
         return named - {self.own}
 
     def _presumed(self, broker: Broker, now_ms: int) -> bool:
-        known_before = self._presumed_brokers.get(broker.key, "") == broker.incarnation != ""
+        known_before = self._presumed_brokers.get(broker.key) == broker.incarnation
         return known_before and broker.key not in self._sightings and now_ms < self._presumed_until_ms
 
     def _changed(self, key: BrokerKey) -> None:
