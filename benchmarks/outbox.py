@@ -62,13 +62,15 @@ def mariadb(buffer_mib: int) -> Iterator[Database]:
     directory = Path(tempfile.mkdtemp(prefix="qmq-bench-"))
     directory.chmod(0o755)
     root = ["--user=root"] if os.geteuid() == 0 else []
-    install = ["mariadb-install-db", "--no-defaults", f"--datadir={directory}/data", "--skip-test-db"]
+    # A server that starts removes all temporary tables in `tmpdir`: also those of another one, if they share it.
+    directories = [f"--datadir={directory}/data", f"--tmpdir={directory}"]
+    install = ["mariadb-install-db", "--no-defaults", *directories, "--skip-test-db"]
     method = "--auth-root-authentication-method=normal"
     subprocess.run([*install, method, *root], check=True, stdout=subprocess.DEVNULL)
     port = free_port()
     server = subprocess.Popen(
         [
-            shutil.which("mariadbd") or "/usr/sbin/mariadbd", "--no-defaults", f"--datadir={directory}/data",
+            shutil.which("mariadbd") or "/usr/sbin/mariadbd", "--no-defaults", *directories,
             f"--port={port}", f"--socket={directory}/socket", f"--pid-file={directory}/pid", "--bind-address=127.0.0.1",
             "--skip-name-resolve", "--character-set-server=utf8mb4", f"--innodb-buffer-pool-size={buffer_mib}M",
             "--innodb-log-file-size=256M", *root,

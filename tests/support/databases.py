@@ -192,13 +192,13 @@ class MariadbServer(DatabaseServer):
 
     def _initialize(self) -> None:
         options = ["--auth-root-authentication-method=normal", "--skip-test-db", "--skip-name-resolve"]
-        self._run([_program("mariadb-install-db"), "--no-defaults", f"--datadir={self.data}", *options, *_root()])
+        self._run([_program("mariadb-install-db"), "--no-defaults", *self._directories(), *options, *_root()])
 
     def _command(self) -> list[str]:
         return [
             _program("mariadbd"),
             "--no-defaults",
-            f"--datadir={self.data}",
+            *self._directories(),
             f"--port={self.port}",
             f"--socket={self.directory}/socket",
             f"--pid-file={self.directory}/pid",
@@ -211,6 +211,10 @@ class MariadbServer(DatabaseServer):
             "--performance-schema=OFF",
             *_root(),
         ]
+
+    def _directories(self) -> list[str]:
+        """A server that starts removes all temporary tables in `tmpdir`: also those of another one, if they share it."""
+        return [f"--datadir={self.data}", f"--tmpdir={self.directory}"]
 
 
 class PostgresqlServer(DatabaseServer):

@@ -12,7 +12,10 @@ from deploy.plan import HOST, Groups, load_plan, write_settings
 from qmq.errors import NotServed
 from tests.support.ports import run_of_ports
 
-FIRST = run_of_ports()
+
+@pytest.fixture
+def first():
+    return run_of_ports()
 
 
 @pytest.fixture
@@ -24,39 +27,37 @@ def busy_port():
         yield listener.getsockname()[1]
 
 
-def test_every_process_has_ports_of_its_own(tmp_path):
-    plan = load_plan(tmp_path / "plan.json", Groups(("g1", "g2")), FIRST, FIRST)
+def test_every_process_has_ports_of_its_own(tmp_path, first):
+    plan = load_plan(tmp_path / "plan.json", Groups(("g1", "g2")), first, first)
     assert len(plan.ports) == len(set(plan.ports)) == 2 + 4 * 4
     assert [(broker.group, broker.hostname, broker.role) for broker in plan.brokers] == [
         ("g1", "g1-a", 0), ("g1", "g1-b", 1), ("g2", "g2-a", 0), ("g2", "g2-b", 1),
     ]  # fmt: skip
 
 
-def test_a_port_in_use_is_passed_over(tmp_path):
-    with socket.socket() as listener:
-        first = load_plan(tmp_path / "a.json", Groups(("g1",)), FIRST, FIRST).http_port
-        listener.bind((HOST, first))
-        listener.listen()
-        assert load_plan(tmp_path / "b.json", Groups(("g1",)), first, first).http_port > first
+def test_a_port_in_use_is_passed_over(tmp_path, first):
+    port = load_plan(tmp_path / "a.json", Groups(("g1",)), first, first).http_port
+    with socket.create_server((HOST, port)):  # may be bound where an earlier test's connection is not forgotten yet
+        assert load_plan(tmp_path / "b.json", Groups(("g1",)), port, port).http_port > port
 
 
-def test_a_second_start_has_the_same_ports_and_token(tmp_path):
+def test_a_second_start_has_the_same_ports_and_token(tmp_path, first):
     path = tmp_path / "plan.json"
-    first = load_plan(path, Groups(("g1",)), FIRST, FIRST)
-    assert load_plan(path, Groups(("g1",)), FIRST + 100, FIRST + 100) == first
+    plan = load_plan(path, Groups(("g1",)), first, first)
+    assert load_plan(path, Groups(("g1",)), first + 100, first + 100) == plan
 
 
-def test_two_clusters_have_different_tokens(tmp_path):
-    one, other = (load_plan(tmp_path / name, Groups(("g1",)), FIRST, FIRST) for name in "ab")
+def test_two_clusters_have_different_tokens(tmp_path, first):
+    one, other = (load_plan(tmp_path / name, Groups(("g1",)), first, first) for name in "ab")
     assert one.token != other.token
 
 
-def test_a_kept_port_that_somebody_else_uses_is_named(tmp_path, busy_port):
+def test_a_kept_port_that_somebody_else_uses_is_named(tmp_path, busy_port, first):
     path = tmp_path / "plan.json"
-    load_plan(path, Groups(("g1",)), FIRST, FIRST)
+    load_plan(path, Groups(("g1",)), first, first)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"http_port": busy_port}))
     with pytest.raises(NotServed, match=f"port {busy_port} of this cluster is in use"):
-        load_plan(path, Groups(("g1",)), FIRST, FIRST)
+        load_plan(path, Groups(("g1",)), first, first)
 
 
 def test_settings_are_read_back_as_they_were_written(tmp_path):
