@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from qmq.client.numbered import Answer, NotStored, NumberedBatch, Stored, Unknown
 from qmq.errors import AskAnotherBroker, CallError, NotServed, QmqError
@@ -127,6 +127,13 @@ class _Lane:
     number: int = 0
 
 
+class _Hold(NamedTuple):
+    """Until when the rows of a subject that no group takes are postponed, and for how long that was."""
+
+    until_ms: int
+    delay_ms: int
+
+
 @dataclass(slots=True)
 class Counts:
     """What a drain did, for metrics; they only grow."""
@@ -175,8 +182,8 @@ class Draining:
     _page: Page | None = None
     """A page of which some rows found no room yet."""
     _rest_until_ms: int = 0
-    _holds: dict[str, int] = field(default_factory=dict)
-    """Subject without a group -> how long its rows are postponed next time."""
+    _holds: dict[str, _Hold] = field(default_factory=dict)
+    """By subject, while no group takes it."""
     _suspects: set[int] = field(default_factory=set)
     """Rows of a batch that was refused as wrong: each goes alone, to find out which of them it is."""
     _tokens: float = 0.0
@@ -332,7 +339,7 @@ class Draining:
         for subject, rows in by_subject.items():
             rest, stuck = self._place(subject, rows, now_ms)
             left += rest
-            postponed += self._postpone(subject, stuck)
+            postponed += self._postpone(subject, stuck, now_ms)
         if parked or postponed or self._new:
             self._order = Claiming({text: claim.ids for text, claim in self._new.items()}, parked, postponed)
         self._page = Page(left, page.after) if left else None
@@ -349,15 +356,18 @@ class Draining:
             self._rest_until_ms = now_ms + self.limits.rest_ms
             self._claims_after = ""
 
-    def _postpone(self, subject: str, rows: list[Candidate]) -> list[Postponed]:
-        """Rows that nobody takes now let others pass; each time for longer."""
+    def _postpone(self, subject: str, rows: list[Candidate], now_ms: int) -> list[Postponed]:
+        """Rows that nobody takes now let others pass, all of a subject until the same moment, however many pages they
+        fill; if nobody takes them then either, for longer."""
         if not rows:
             self._holds.pop(subject, None)
             return []
-        delay_ms = self._holds.get(subject, self.limits.postpone_ms)
-        self._holds[subject] = min(delay_ms * 2, self.limits.postpone_ms_max)
+        hold = self._holds.get(subject)
+        if hold is None or hold.until_ms <= now_ms:
+            delay_ms = min(hold.delay_ms * 2, self.limits.postpone_ms_max) if hold else self.limits.postpone_ms
+            hold = self._holds[subject] = _Hold(now_ms + delay_ms, delay_ms)
         reason = self.brokers.why_not(subject) or "an earlier batch of its order key is in doubt"
-        return [Postponed([row.id for row in rows], delay_ms, _reason(reason))]
+        return [Postponed([row.id for row in rows], hold.until_ms - now_ms, _reason(reason))]
 
     def _place(self, subject: str, rows: list[Candidate], now_ms: int) -> tuple[list[Candidate], list[Candidate]]:
         """Make claims of a subject's rows.

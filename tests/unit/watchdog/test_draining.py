@@ -68,6 +68,12 @@ class Drain:
         self.core.claimed(dict(work.claims), self.now_ms)
         return work
 
+    def postponed(self, *rows, after=None):
+        """How long the rows of a page that nobody takes wait, in ms."""
+        self.page(*rows, after=after)
+        [found] = self.claim().postponed
+        return found.delay_ms
+
     def attempts(self):
         return self.core.attempts(self.now_ms)
 
@@ -203,12 +209,26 @@ def test_rows_of_a_subject_that_nobody_takes_are_postponed_for_longer_each_time(
     drain.brokers.writable.clear()
     delays = []
     for _ in range(4):
-        drain.page(row(1))
-        [postponed] = drain.next().postponed
-        delays.append(postponed.delay_ms)
-        drain.claim()
-        drain.core.known([])
+        delays.append(drain.postponed(row(1)))
+        drain.now_ms += delays[-1]
     assert delays == [1_000, 2_000, 4_000, 4_000]
+
+
+def test_all_pages_of_a_subject_that_nobody_takes_are_postponed_until_the_same_moment():
+    drain = Drain(postpone_ms=1_000, rest_ms=0)
+    drain.brokers.writable.clear()
+    delays = []
+    for number in range(3):
+        delays.append(drain.postponed(row(number), after=number))
+        drain.now_ms += 10
+    assert delays == [1_000, 990, 980]
+    drain.now_ms += 970
+    assert drain.postponed(row(0)) == 2_000, "as long as nobody takes it"
+    drain.brokers.writable.add("g1")
+    drain.page(row(3))
+    drain.claim()
+    drain.brokers.writable.clear()
+    assert drain.postponed(row(4)) == 1_000, "somebody did in between"
 
 
 def test_while_no_broker_is_there_at_all_rows_are_left_in_peace():
