@@ -213,7 +213,7 @@ class MariadbServer(DatabaseServer):
         ]
 
     def _directories(self) -> list[str]:
-        """A server that starts removes all temporary tables in `tmpdir`: also those of another one, if they share it."""
+        """A server that starts removes all temporary tables in `tmpdir`, also of another one, if they share it."""
         return [f"--datadir={self.data}", f"--tmpdir={self.directory}"]
 
 
