@@ -16,7 +16,7 @@ from qmq.proto.qmq_pb2_grpc import BrokerServicer, MetaserverStub, add_BrokerSer
 
 TOKEN = "right token"
 METADATA = [("x-api-token", TOKEN)]
-WAIT_S = 10
+WAIT_S = 60
 
 
 class World:
@@ -39,7 +39,7 @@ class World:
             starting.cancel()
             self._serving.result()
         self.url = f"http://127.0.0.1:{self.server.http_port}"
-        self.http = httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=30)
+        self.http = httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=WAIT_S)
         self.channel = grpc.aio.insecure_channel(await self.address())
         self.rpc = MetaserverStub(self.channel)
         return self
@@ -94,6 +94,12 @@ class World:
 
     async def writable(self, name):
         return (await self.group(name))["writable"]
+
+    async def took_parts(self, name):
+        """Whether the metaserver has heard of each broker of a group that it has its newest part."""
+        group = self.server.registry.directory.groups[name]
+        states = {broker: self.server.registry.state(broker) for broker in group.brokers}
+        return all(state and (state.role, state.term) == (broker.role, group.term) for broker, state in states.items())
 
     async def delay_pair(self, name="d1", **options):
         """A group of two running delay servers."""
@@ -298,12 +304,14 @@ def place(group, role, hostname, port=20881):
     return words | {"servePort": port, "syncPort": port + 1}
 
 
-def in_world(test):
+def in_world(test=None, **settings):
     """Run an async test in a world of its own; its database survives a restart within the test."""
+    if test is None:
+        return lambda test: in_world(test, **settings)
 
     def run(tmp_path):
         async def body():
-            world = World(tmp_path / "metaserver.db", heartbeat_timeout_ms=2000, swap_finish_ms=1500)
+            world = World(tmp_path / "metaserver.db", **{"heartbeat_timeout_ms": 2000} | settings)
             await world.start()
             try:
                 await test(world)

@@ -25,6 +25,7 @@ async def test_swap_exchanges_the_roles_of_running_brokers_under_one_new_term(wo
     assert swapped["writable"] is True
     assert (await master.until_term(3)).role == 1 and (await slave.until_term(3)).role == 0
     assert master.calls == ["PrepareSwap"] and slave.calls == ["ReplicaStatus"]
+    await world.until(lambda: world.took_parts("g1"))
     back = await world.done("SwapRoles", brokerGroup="g1")
     assert back["term"] == 4 and back["master"]["hostname"] == "g1-a"
 
@@ -57,7 +58,7 @@ async def test_swap_is_refused_when_a_broker_is_down_or_missing(world):
     assert master.calls == []
 
 
-@in_world
+@in_world(swap_finish_ms=1500)
 async def test_swap_whose_new_master_does_not_report_has_an_unknown_outcome(world):
     _, slave = await world.pair()
     slave.report_new_terms = False
@@ -112,7 +113,7 @@ def test_swap_during_which_the_database_goes_away_has_an_unknown_outcome(tmp_pat
 @in_world
 async def test_of_two_swaps_at_once_exactly_one_wins(world):
     master, slave = await world.pair()
-    answers = await asyncio.gather(*(world.post("SwapRoles", brokerGroup="g1") for _ in range(2)))
+    answers = await asyncio.gather(*two_swaps(world, slave))
     assert sorted(answer["status"] for answer in answers) == [-1, 0]
     assert (await world.group("g1"))["term"] == 3
 
@@ -201,7 +202,7 @@ async def test_replacing_a_running_broker_is_refused(world):
     assert (await world.group("g1"))["term"] == 2
 
 
-@in_world
+@in_world(heartbeat_timeout_ms=300_000)
 async def test_broker_that_may_be_coming_back_after_our_restart_is_not_replaced(world):
     await world.pair()
     await world.stop()
@@ -225,7 +226,9 @@ async def test_w16_no_term_ever_has_two_masters(world):
                     assert (assignment.role == 0) == (reigning == broker.control_port)
 
     for _ in range(3):
-        actions = [world.post("SwapRoles", brokerGroup="g1") for _ in range(2)]
+        await world.until(lambda: world.took_parts("g1"))
+        [slave] = [broker for broker in brokers if broker.assignment.role == 1]
+        actions = two_swaps(world, slave)
         actions += [world.post("ReplaceBroker", **place("g1", role, name)) for role, name in ((0, "g1-b"), (1, "g1-a"))]
         await asyncio.gather(*actions)
         check()
@@ -233,6 +236,20 @@ async def test_w16_no_term_ever_has_two_masters(world):
         terms = [assignment.term for assignment in broker.assignments]
         assert terms == sorted(terms), "a term never goes back"
     assert sorted(masters) == [2, 3, 4, 5]
+
+
+def two_swaps(world, slave):
+    """Ask twice at the same time: whichever comes first goes on once the other one has its answer."""
+    answered = asyncio.Event()
+
+    async def swap():
+        try:
+            return await world.post("SwapRoles", brokerGroup="g1")
+        finally:
+            answered.set()
+
+    slave.before_status = answered.wait
+    return [swap(), swap()]
 
 
 async def down(world, *hostnames):

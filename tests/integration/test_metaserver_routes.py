@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import grpc
 import pytest
@@ -35,17 +34,15 @@ async def test_new_subject_gets_two_groups_although_only_one_takes_messages(worl
         assert watch.writable("s") == {"g1": True, "g2": False}
 
 
-@in_world
+@in_world(heartbeat_timeout_ms=300_000)
 async def test_dead_master_is_pushed_when_its_stream_ends_not_when_its_time_is_over(world):
     master, _ = await world.pair()
     async with world.watch("s") as watch:
         await watch.next()
         assert watch.writable("s") == {"g1": True}
-        began = time.monotonic()
         await master.stop()
         await watch.next()
-        assert watch.writable("s") == {"g1": False}
-        assert time.monotonic() - began < world.settings.heartbeat_timeout_ms / 1000, "its time was not over yet"
+        assert watch.writable("s") == {"g1": False}, "its time is not over for minutes"
 
 
 @in_world
@@ -189,7 +186,7 @@ async def test_known_routes_are_served_while_the_database_is_away(world):
             assert (await world.http.get("/health/ready")).json() == {"ready": True, "database": True}
 
 
-@in_world
+@in_world(heartbeat_timeout_ms=6000)
 async def test_restart_does_not_stop_producers(world):
     master, slave = await world.pair()
     async with world.watch("s") as watch:
