@@ -13,10 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from qmq.client.numbered import Answer, NumberedSender
-from qmq.errors import QmqError
 from watchdog.db.engine import open_source
 from watchdog.db.outbox import Outbox
 from watchdog.draining import Attempt, Draining
@@ -77,7 +74,7 @@ class Drain:
     async def _open(self) -> Outbox | None:
         try:
             return Outbox(open_source(self.source), self.source)
-        except (QmqError, SQLAlchemyError) as error:
+        except Exception as error:
             await self._trouble(error)
             return None
 
@@ -115,7 +112,7 @@ class Drain:
         try:
             self._call = self._thread.submit(_doing(outbox, work), work)
             result = await asyncio.wrap_future(self._call)
-        except (SQLAlchemyError, OSError, QmqError) as error:
+        except Exception as error:  # drivers raise what they like: RuntimeError for want of a package, UnicodeError
             core.failed(work, _now_ms())
             await self._trouble(error)
             return

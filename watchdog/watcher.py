@@ -9,8 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from qmq.errors import CallError, NotServed, OperatorError, QmqError
 from watchdog.db.engine import open_source
 from watchdog.db.questions import Questions, Stats, StuckRow
@@ -161,7 +159,7 @@ class Watcher:
                 return await asyncio.wrap_future(call)
         except CallError as error:
             raise NotServed(str(error)) from None
-        except (SQLAlchemyError, OSError, TimeoutError) as error:
+        except Exception as error:  # whatever a driver raises, it is the trouble of this database alone
             reason = (str(getattr(error, "orig", None) or error) or "no answer in time").partition("\n")[0][:200]
             raise NotServed(f"{source.url}: {reason}") from None
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from sqlalchemy import text
 
 from tests.integration.watchdog_world import TABLE, Application
+from watchdog.db.engine import open_source
 from watchdog.db.outbox import CLAIMS_MAX, Outbox
 from watchdog.db.questions import Questions
 from watchdog.work import Claiming, Postponed, ReadClaims, ReadPage, Released, Settled, Settling, TakeOver
@@ -75,9 +78,18 @@ def test_a_page_has_a_bound_of_bytes_and_one_row_at_least(application, outbox):
     assert len(first.rows) == 1 and first.after is not None
 
 
-def test_young_rows_are_left_to_their_application(application):
-    from dataclasses import replace
+def test_a_password_may_have_any_letters(application):
+    if application.source.kind != "mariadb":
+        return
+    with application.engine.begin() as connection:
+        connection.execute(text("CREATE USER IF NOT EXISTS 'слон'@'127.0.0.1' IDENTIFIED BY 'пароль'"))
+        connection.execute(text("GRANT ALL ON *.* TO 'слон'@'127.0.0.1'"))
+    engine = open_source(replace(application.source, user="слон", password="пароль"))
+    assert Outbox(engine, application.source).read_claims(ReadClaims()) == []
+    engine.dispose()
 
+
+def test_young_rows_are_left_to_their_application(application):
     old = Outbox(application.engine, replace(application.source, age_ms=60_000))
     application.write(SUBJECT, ["young"])
     assert old.read_page(ReadPage(None, 10)) == ([], None)

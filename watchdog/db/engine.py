@@ -42,6 +42,8 @@ def open_source(source: Source) -> Engine:
     waits = Waits(CONNECT_S, LOCK_S, ANSWER_S, IDLE_S)
     # UTC, as an hour that comes twice a year would let the scan read on from a moment that it did not mean.
     arguments = waits.mariadb("time_zone = '+00:00'") if kind == MARIADB else waits.postgresql()
+    if kind == MARIADB and source.password:
+        arguments["password"] = source.password.encode()  # of a text, PyMySQL takes Latin-1 alone
     try:
         return create_engine(
             url, connect_args=arguments, pool_size=CONNECTIONS, max_overflow=0, pool_timeout=CONNECT_S,

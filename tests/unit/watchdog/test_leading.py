@@ -183,3 +183,19 @@ def test_a_database_without_the_table_is_told_and_tried_again(tmp_path):
         await until(lambda: not watchdog.drains[source.url].trouble)
 
     leading(Link(source), test)
+
+
+def test_whatever_a_driver_raises_is_the_trouble_of_its_database_alone(source, monkeypatch):
+    """PyMySQL raises RuntimeError for want of a package, and UnicodeError for a name that is none."""
+    begun = []
+    begin = Leading._begin
+    monkeypatch.setattr(Leading, "_begin", lambda self, *of: (begun.append(of[0]), begin(self, *of)))
+    wrong = Source("mysql://db1..internal:3306", "shop", "secret", age_ms=0)
+
+    async def test(watchdog):
+        await until(lambda: wrong.url in watchdog.drains and "idna" in watchdog.drains[wrong.url].trouble)
+        await until(lambda: watchdog.drains[source.url].core.last_pass_ms is not None)
+        await asyncio.sleep(3 * SETTINGS.beat_ms / 1000)
+        assert sorted(begun) == sorted([source.url, wrong.url]), "no drain fails and begins anew"
+
+    leading(Link(source, wrong), test)
