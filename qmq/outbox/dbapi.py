@@ -74,6 +74,8 @@ class Transaction:
         self.connection = connection
         self._unit = Unit(database)
         self._names = count(1)
+        self._is_ours = False
+        """Begun by a statement of ours, and so ended by one: a driver that autocommits may have nothing to commit."""
 
     def stage(self, items: list[Item]) -> None:
         self._unit.add(items)
@@ -95,7 +97,8 @@ class Transaction:
 
     def begin(self) -> None:
         """Begin, where the driver does not do so by itself before the first statement."""
-        if _begins_explicitly(self.connection):
+        self._is_ours = _begins_explicitly(self.connection)
+        if self._is_ours:
             self._execute("BEGIN")
 
     def commit(self) -> None:
@@ -105,17 +108,26 @@ class Transaction:
             self.roll_back()
             raise
         try:
-            self.connection.commit()
+            if self._is_ours:
+                self._execute("COMMIT")
+            else:
+                self.connection.commit()
         except BaseException:
             self._unit.lost()
             with suppress(Exception):  # the connection may be gone; the error of the commit is what counts
-                self.connection.rollback()
+                self._end()
             raise
         self._unit.committed()
 
     def roll_back(self) -> None:
         self._unit.rolled_back()
-        self.connection.rollback()
+        self._end()
+
+    def _end(self) -> None:
+        if not self._is_ours:
+            self.connection.rollback()
+        elif getattr(self.connection, "in_transaction", True):  # SQLite ends it by itself when its disk is full
+            self._execute("ROLLBACK")
 
     def _execute(self, statement: str) -> None:
         with closing(self.connection.cursor()) as cursor:

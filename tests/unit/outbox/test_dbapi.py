@@ -60,6 +60,36 @@ def test_an_applications_own_connection_serves_for_transaction_after_transaction
     assert (sent(broker), world.orders(), world.rows()) == (["paid-1", "paid-4"], [1, 4], [])
 
 
+class Autocommitting(sqlite3.Connection):
+    """As of Python 3.12 with `autocommit=True`, and as psycopg2's: what it did not begin itself, it does not end."""
+
+    def commit(self):
+        pass
+
+    def rollback(self):
+        pass
+
+
+def test_what_the_driver_did_not_begin_it_need_not_end(tmp_path, broker, producer):
+    world = DbapiWorld(f"sqlite:///{tmp_path / 'shop.db'}")
+    connection = sqlite3.connect(world.url.database, factory=Autocommitting, isolation_level=None)
+    database = Database(lambda: connect(world.url))
+    with database.transaction(connection) as begun:
+        run(connection, "INSERT INTO orders VALUES (1)")
+        producer.send(paid(1), session=begun)
+    with pytest.raises(Failed), database.transaction(connection) as begun:
+        run(connection, "INSERT INTO orders VALUES (2)")
+        raise Failed
+    with pytest.raises(Failed), database.transaction(connection) as begun:
+        run(connection, "ROLLBACK")  # as SQLite itself does when the disk is full
+        raise Failed
+    assert not connection.in_transaction
+    producer.flush()
+    assert (sent(broker), world.orders(), world.rows()) == (["paid-1"], [1], [])
+    connection.close()
+    world.close()
+
+
 def test_a_commit_that_fails_has_no_known_outcome(tmp_path, broker, producer):
     world = DbapiWorld(f"sqlite:///{tmp_path / 'shop.db'}")
     connection = connect(world.url)
