@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import Connection, Engine, TwoPhaseTransaction, event
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, SessionTransaction, scoped_session
 
@@ -23,6 +23,8 @@ from qmq.outbox.table import Flavor, Rows
 from qmq.outbox.unit import AsyncTransaction, Database, Item, Transaction, Unit
 
 T = TypeVar("T")
+
+TWO_PHASES = "there is no outbox in transactions of two phases"
 
 _units: WeakKeyDictionary[Connection, Unit] = WeakKeyDictionary()
 """Transactions with messages that have not ended yet."""
@@ -119,7 +121,7 @@ class _OfSession:
     def stage(self, items: list[Item]) -> None:
         session = self._session
         if session.twophase:
-            raise InvalidRequest("there is no outbox in transactions of two phases")
+            raise InvalidRequest(TWO_PHASES)
         connection = session.connection()
         if isinstance(session.get_bind(), Engine):  # else it joined a transaction, and does not see its end
             _of_sessions[session] = connection
@@ -140,6 +142,8 @@ class _OfAsyncSession:
 def _unit(connection: Connection) -> Unit:
     """Return the messages of the connection's transaction."""
     if (unit := _units.get(connection)) is None:
+        if isinstance(connection.get_transaction(), TwoPhaseTransaction):
+            raise InvalidRequest(TWO_PHASES)
         _listen(connection.engine)
         unit = _units[connection] = Unit(SqlDatabase(connection.engine))
     return unit

@@ -167,6 +167,19 @@ def test_a_connections_transaction_that_fails_sends_nothing(session_world, broke
     assert (sent(broker), session_world.rows()) == ([], [])
 
 
+def test_a_transaction_of_two_phases_takes_no_message(world, broker, producer):
+    """Its rows would be in no phase, and its end is told in words of its own."""
+    if world.engine.dialect.name == "sqlite":
+        return  # which has none
+    with world.engine.connect() as connection, sends_after_commit(connection), connection.begin_twophase() as begun:
+        connection.execute(text("INSERT INTO orders VALUES (1)"))
+        for session in (connection, Session(connection)):
+            with pytest.raises(InvalidRequest, match="two phases"):
+                producer.send(paid(1), session=session)
+        begun.commit()
+    assert (sent(broker), world.orders(), world.rows()) == ([], [1], [])
+
+
 def test_what_nobody_tells_the_end_of_stays_in_the_outbox(session_world, broker, producer):
     with session_world.engine.connect() as connection, connection.begin():
         with Session(connection) as session:
