@@ -16,6 +16,7 @@ from qmq.codec import Buffer, decode_envelope, split_batch
 from qmq.log.delays import Outcome, decode_dispatch, decode_settled
 from qmq.log.frame import Frame, FrameKind
 from qmq.remoting.commands import Produced
+from qmq.types import Epoch
 from tests.simulation.events import Events, Violation
 from tests.simulation.oracle import Oracle
 from tests.simulation.watched_log import WatchedLog
@@ -31,8 +32,9 @@ RECENT = 400
 class DelayOracle(Oracle):
     """Made per seed. Raises Violation."""
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events: Events, unknown_ms: int) -> None:
         super().__init__(events)
+        self.unknown_ms = unknown_ms
         self.dues: dict[str, set[int]] = {}
         """Id -> when it may be due: as it was sent, or as somebody asked for and may have been granted."""
         self.asked: set[str] = set()
@@ -48,6 +50,8 @@ class DelayOracle(Oracle):
         """Batches that were tried, but for those whose only attempt was certainly refused."""
         self._settled: dict[tuple[int, int], int] = {}
         """(producer id, number) of what is settled as stored -> end of the frame that says so."""
+        self._given_up: dict[tuple[int, int], tuple[int, Epoch]] = {}
+        """(producer id, number) of what is settled as not stored -> when, and in which reign."""
         self.alone: set[str] = set()
         """What a master without slave sent, before both copies had the plan."""
         self.refused_later: set[str] = set()
@@ -65,6 +69,8 @@ class DelayOracle(Oracle):
             for producer, number, outcome in decode_settled(body, frame.count):
                 if outcome == Outcome.STORED:
                     self._settled[producer, number] = frame.end
+                else:
+                    self._given_up.setdefault((producer, number), (self._events.now_ms, frame.epoch))
 
     def dropping(self, process: DelayProcess) -> None:
         """The oldest segment of a log is about to go."""
@@ -157,7 +163,18 @@ class DelayOracle(Oracle):
     def _may_repeat(self, id: str, key: Key) -> bool:
         if id in self.alone or id in self.refused_later:
             return True
-        return all(self._is_in_doubt(other) and other[0] != key[0] for other in self.places[id])
+        return all(self._may_be_both(other, key) for other in self.places[id])
+
+    def _may_be_both(self, other: Key, key: Key) -> bool:
+        """Whether one of two batches that hold a message was given up: the earlier one, unless it arrives so late. The
+        same group gets it anew only from a reign that knows nothing of that, or long after."""
+        if not self._is_in_doubt(other) and key[1:] not in self._given_up:
+            return False
+        if other[0] != key[0]:
+            return True
+        first, second = sorted((other, key), key=lambda one: self.plans[one[1:]][0].offset)
+        given_up_ms, epoch = self._given_up.get(first[1:], (self._events.now_ms, None))
+        return self.plans[second[1:]][0].epoch != epoch or self._events.now_ms - given_up_ms >= self.unknown_ms
 
     def _is_in_doubt(self, key: Key) -> bool:
         """Whether some master may not know that this batch was stored."""

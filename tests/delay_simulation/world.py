@@ -39,7 +39,7 @@ class DelayWorld(World):
         swarm = Swarm.draw(rng)
         self.swarm = swarm = replace(swarm, consumers=0, tagged=False, keys=rng.random() < 0.3)
         self._draw(rng)
-        self.oracle = DelayOracle(self.events)
+        self.oracle = DelayOracle(self.events, self.unknown_ms)
         self.network = Network(self.events, delay_ms=swarm.delay_ms, stall=swarm.stall, keepalive_ms=swarm.keepalive_ms)
         self.network.on_answer = self._on_answer
         self.brokers = BrokerGroups(self, self.broker_groups)
