@@ -11,8 +11,8 @@ whose groups refuse, holds up no other.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Protocol
 from zlib import crc32
@@ -22,20 +22,17 @@ import numpy.typing as npt
 
 from delayserver.counters import LATENESS_MS_BUCKETS, Counters
 from delayserver.decisions import Decisions
+from delayserver.lines import FREE, KEY_SHIFT, Fits, Line, Piece, keys_of
 from delayserver.messages import Messages, Records, read_messages
 from qmq.client.numbered import Answer, NotStored, NumberedBatch, Stored
 from qmq.codec import encode_labels, join_batch, split_batch
-from qmq.errors import CorruptFrame, LogError, QmqError
+from qmq.errors import CorruptFrame, InvalidMessage, LogError, QmqError
 from qmq.log.delays import Outcome, Settlement
 from qmq.log.frame import label_flags
 from qmq.replication.readonly import Reason
 from qmq.replication.reign import Reign
 
 log = logging.getLogger(__name__)
-
-Fits = npt.NDArray[np.bool_]
-KEY_SHIFT = np.uint64(32)
-"""A label's upper half is the hash of its order key, 0 without one (qmq.codec)."""
 
 BATCH_MESSAGES_MAX = 500
 BATCH_BYTES_MAX = 512 * 1024
@@ -50,6 +47,11 @@ REFUSED_MS = 300_000
 """When a message that a broker refused is tried again."""
 REST_MS = (50, 100, 200, 500, 1000, 2000, 5000)
 """How long a subject rests after failures in a row, and a batch in doubt before it is repeated."""
+LOOK_MS = 50
+"""How soon a subject looks again that found no group; later if many do, so that looking takes a third of the time."""
+LOOKS_PER_MS = 50
+LOOKS_MAX = 1000
+"""Subjects that look for a group in one turn: 5 to 10 ms in which nobody else is served."""
 
 
 class Senders(Protocol):
@@ -60,6 +62,8 @@ class Senders(Protocol):
     def groups(self, subject: str) -> list[str]: ...
 
     def home(self, subject: str, label: int) -> str | None: ...
+
+    def sharers(self, subject: str) -> Sequence[str]: ...
 
     def is_usable(self, name: str) -> bool: ...
 
@@ -77,18 +81,20 @@ class _Batch:
 
     __slots__ = (
         "producer", "number", "subject", "group", "records", "end", "is_safe", "is_doubtful", "numbered", "tries",
-        "next_ms", "since_ms",
+        "next_ms", "sent_ms",
     )  # fmt: skip
 
     def __init__(
-        self, producer: int, number: int, subject: str, group: str, records: Records, end: int, now_ms: int
+        self, producer: int, number: int, subject: str, group: str, records: Records, end: int
     ) -> None:
         self.producer, self.number, self.subject, self.group = producer, number, subject, group
         self.records, self.end = records, end
         """`end`: of the log; what is before it has to be safe before the batch is sent."""
         self.is_safe = self.is_doubtful = False
         self.numbered: NumberedBatch | None = None
-        self.tries, self.next_ms, self.since_ms = 0, 0, now_ms
+        self.tries, self.next_ms = 0, 0
+        self.sent_ms: int | None = None
+        """When this reign sent it first."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -97,22 +103,7 @@ class _Batch:
     @property
     def is_ordered(self) -> bool:
         """Whether messages of it have order keys."""
-        return bool((self.records["label"] >> KEY_SHIFT).any())
-
-
-class _Line:
-    """What is due of one subject and not planned yet."""
-
-    __slots__ = ("subject", "due", "count", "failures", "rests_until_ms", "avoided", "complained")
-
-    def __init__(self, subject: str) -> None:
-        self.subject = subject
-        """What it is called; records name it by a number."""
-        self.due: deque[Records] = deque()
-        self.count = self.failures = self.rests_until_ms = 0
-        self.avoided: dict[str, int] = {}
-        """Group -> until when nothing new goes there: a batch to it was given up, and may be stored there."""
-        self.complained = False
+        return bool(keys_of(self.records).any())
 
 
 class Dispatching:
@@ -131,8 +122,8 @@ class Dispatching:
         self._subject_name, self._planned, self._unknown_ms = subject_name, planned, unknown_ms
         self.open: dict[tuple[int, int], _Batch] = {}
         """Planned and not settled, by producer id and number."""
-        self._lines: dict[int, _Line] = {}
-        self._named: dict[str, _Line] = {}
+        self._lines: dict[int, Line] = {}
+        self._named: dict[str, Line] = {}
         self._ready: dict[int, None] = {}
         """Subjects with something in line, the next one first."""
         self._lanes: dict[int, dict[int, None]] = {}
@@ -144,6 +135,8 @@ class Dispatching:
         self._settled: list[Settlement] = []
         self._refused_messages: list[tuple[str, Records, bytes]] = []
         self._retry: dict[_Batch, None] = {}
+        self._crowded: dict[str, dict[int, None]] = {}
+        """Broker group -> subjects that found no room there, the one that waits longest first."""
         self._in_flight_of: dict[str, int] = {}
         """Broker group -> messages in open batches."""
         self._is_over = False
@@ -167,31 +160,25 @@ class Dispatching:
     def _line_up(self, subject: int, records: Records) -> None:
         line = self._lines.get(subject)
         if line is None:
-            line = self._lines[subject] = _Line(self._subject_name(subject))
+            line = self._lines[subject] = Line(self._subject_name(subject))
             self._named[line.subject] = line
             self._senders.watch(line.subject)
-        at = len(line.due)
-        while at and line.due[at - 1]["due"][0] > records["due"][0]:
-            at -= 1  # these were not stored: what has their order keys stays behind them
-        line.due.insert(at, records)
-        line.count += len(records)
+        line.put(records, self._senders.sharers(line.subject), partial(self._senders.home, line.subject))
         self._ready[subject] = None
 
-    def remove(self, numbers: npt.NDArray[np.uint64]) -> None:
+    def remove(self, records: Records) -> None:
         """Take messages out of their lines: they were cancelled, or written again elsewhere."""
-        for subject in list(self._ready):
-            line = self._lines[subject]
-            line.due = deque(
-                left for piece in line.due if len(left := piece[~np.isin(piece["number"], numbers)])
-            )  # fmt: skip
-            line.count = sum(map(len, line.due))
-            if not line.count:
-                del self._ready[subject]
+        for subject in np.unique(records["subject"]).tolist():
+            if subject in self._ready:
+                line = self._lines[subject]
+                line.remove(records["number"])
+                if not line.count:
+                    del self._ready[subject]
 
     def resume(self, producer: int, number: int, subject: str, group: str, records: Records) -> None:
         """Take up a batch that an earlier reign planned and did not settle: it may be stored already."""
         reign = self._reign
-        batch = _Batch(producer, number, subject, group, records, reign.log.end, reign.host.monotonic_ms())
+        batch = _Batch(producer, number, subject, group, records, reign.log.end)
         batch.is_doubtful = True
         self._senders.watch(subject)
         self._opened(batch)
@@ -223,57 +210,75 @@ class Dispatching:
         for batch in [batch for batch in self._retry if batch.next_ms <= now_ms]:
             del self._retry[batch]
             self._send(batch)
+        looks = 0
         for subject in list(self._ready):
             line = self._lines[subject]
-            if line.rests_until_ms > now_ms:
+            if line.rests_until_ms > now_ms or line.looks_ms > now_ms:
                 continue
+            if (looks := looks + 1) > LOOKS_MAX:
+                self._reign.host.turn_soon()
+                break
             while line.count and self._plan(subject, line, now_ms):
-                if line.failures:
-                    break  # one batch tries whether it works again
+                if line.failures:  # one batch tries whether it works again
+                    line.looks_ms = now_ms + REST_MS[min(line.failures, len(REST_MS) - 1)]
+                    break
             if line.count:
                 self._ready[subject] = self._ready.pop(subject)  # behind the others
             else:
                 del self._ready[subject]
 
-    def _plan(self, subject: int, line: _Line, now_ms: int) -> bool:
+    def _plan(self, subject: int, line: Line, now_ms: int) -> bool:
         """Plan one batch of a subject; return False if there is no group for it now."""
-        for at, records in enumerate(line.due):
-            group, fits = self._choose(line, records, now_ms)
+        if not self._plan_what_can_go(line, now_ms):
+            line.looks_ms = now_ms + LOOK_MS + len(self._ready) // LOOKS_PER_MS
+            if groups := self._senders.groups(line.subject):
+                for group in groups:
+                    if not self._has_room(group, line):
+                        self._crowded.setdefault(group, {})[subject] = None
+            elif not line.complained and not self._reign.gate.alone:
+                line.complained = True
+                log.warning("no broker group takes subject=%s: %s", line.subject, self._senders.why_not(line.subject))
+            return False
+        return True
+
+    def _plan_what_can_go(self, line: Line, now_ms: int) -> bool:
+        line.know(self._senders.sharers(line.subject), partial(self._senders.home, line.subject))
+        free = self._any_group(line, now_ms)
+        homes = [home if self._takes_keys(line, home) else None for home in line.homes]
+        if free is None and not any(homes):
+            return False
+        for at, piece in enumerate(line.pieces):
+            group, fits = self._choose(line, piece, free, homes, now_ms)
             if group is None:
                 continue
-            chosen, rest = self._cut(group, records, fits)
-            del line.due[at]
-            if len(rest):
-                line.due.insert(at, rest)
-            line.count -= len(chosen)
+            chosen = line.take(at, self._cut(group, piece.records, fits))
             line.complained = False
             if len(chosen := self._decisions.not_named(chosen)):  # others were cancelled just now, or moved
-                self._write(line, group, chosen, now_ms)
+                self._write(line, group, chosen)
             return True
-        if not line.complained and not self._reign.gate.alone:
-            line.complained = True
-            log.warning("no broker group takes subject=%s: %s", line.subject, self._senders.why_not(line.subject))
-        line.rests_until_ms = now_ms + REST_MS[0]
         return False
 
-    def _choose(self, line: _Line, records: Records, now_ms: int) -> tuple[str | None, Fits]:
-        """Return the group for the first of these messages that can go now, and which ones can go there with it."""
-        fits = np.ones(len(records), bool)
-        if self._reign.gate.alone:  # only what both copies have goes on
-            fits = self._decisions.is_with_both(records)
-        keys = records["label"] >> KEY_SHIFT
-        if not keys.any():
-            return (self._any_group(line, now_ms) if fits.any() else None), fits
-        distinct, places = np.unique(keys, return_inverse=True)
-        groups = [self._group_of(line, key, now_ms) for key in distinct.tolist()]
-        can_go = fits & np.array([group is not None for group in groups])[places]
-        if not can_go.any():
-            return None, fits
-        group = groups[places[int(np.argmax(can_go))]]
-        fits &= np.array([key == 0 or other == group for key, other in zip(distinct.tolist(), groups)])[places]
-        return group, fits
+    def _choose(
+        self, line: Line, piece: Piece, free: str | None, homes: list[str | None], now_ms: int
+    ) -> tuple[str | None, Fits]:
+        """Return the group for the first of these messages that can go now, and which ones can go there with it.
 
-    def _any_group(self, line: _Line, now_ms: int) -> str | None:
+        Args:
+            free: the group that takes messages without order key, if one does.
+            homes: the same for those that have one, by their home.
+        """
+        can_go: Fits = np.array([*(home is not None for home in homes), free is not None])[piece.homes]
+        if self._reign.gate.alone:  # only what both copies have goes on
+            can_go &= self._decisions.is_with_both(piece.records)
+        if not can_go.any():
+            return None, can_go
+        first = int(piece.homes[int(np.argmax(can_go))])
+        group = free if first == FREE else homes[first]
+        assert group is not None
+        joins = np.array([*(home == group for home in homes), line.avoided.get(group, 0) <= now_ms])
+        return group, can_go & joins[piece.homes]
+
+    def _any_group(self, line: Line, now_ms: int) -> str | None:
         avoided = line.avoided
         names = [
             name for name in self._senders.groups(line.subject)
@@ -281,29 +286,22 @@ class Dispatching:
         ]  # fmt: skip
         return min(names, key=self._senders.in_flight, default=None)
 
-    def _group_of(self, line: _Line, key: int, now_ms: int) -> str | None:
-        """Return the group for messages with this order key, if it takes some now; 0: without one."""
-        if not key:
-            return self._any_group(line, now_ms)
-        home = self._senders.home(line.subject, key << int(KEY_SHIFT))
-        is_free = not self._ordered.get((line.subject, home or "")) and home in self._senders.groups(line.subject)
-        return home if is_free and self._has_room(home, line) else None
+    def _takes_keys(self, line: Line, home: str | None) -> bool:
+        """Return whether messages can go now whose order keys belong to this group: no such message is on its way."""
+        if home is None or self._ordered.get((line.subject, home)):
+            return False
+        return home in self._senders.groups(line.subject) and self._has_room(home, line)
 
-    def _cut(self, group: str, records: Records, fits: Fits) -> tuple[Records, Records]:
-        """Return what the next batch has of these messages, and the rest."""
+    def _cut(self, group: str, records: Records, fits: Fits) -> npt.NDArray[np.intp]:
+        """Return which of these messages the next batch has."""
         places = np.flatnonzero(fits)[:BATCH_MESSAGES_MAX]
         sizes = np.cumsum(records["size"][places].astype(np.int64) + 16)
         most = max(min(BATCH_BYTES_MAX, self._senders.room(group)), int(sizes[0]))
-        places = places[: int(np.searchsorted(sizes, most, "right"))]
-        if places[-1] == len(places) - 1:
-            return records[: len(places)], records[len(places) :]
-        fits = np.zeros(len(records), bool)
-        fits[places] = True
-        return records[fits], records[~fits]
+        return places[: int(np.searchsorted(sizes, most, "right"))]
 
-    def _has_room(self, group: str | None, line: _Line) -> bool:
+    def _has_room(self, group: str, line: Line) -> bool:
         """Return whether a group takes one batch more, and a number is free for it."""
-        if group is None or self._in_flight_of.get(group, 0) >= IN_FLIGHT_MAX or not self._senders.room(group):
+        if self._in_flight_of.get(group, 0) >= IN_FLIGHT_MAX or not self._senders.room(group):
             return False
         producer = self._producer(group, line.subject)
         numbers = self._lanes.get(producer)
@@ -319,13 +317,13 @@ class Dispatching:
             producer = self._producers[group, lane] = int.from_bytes(digest, "little") or 1
         return producer
 
-    def _write(self, line: _Line, group: str, records: Records, now_ms: int) -> None:
+    def _write(self, line: Line, group: str, records: Records) -> None:
         """Write the plan down; the batch is sent once that is safe."""
         producer = self._producer(group, line.subject)
         number = self._next[producer] = self._next.get(producer, 0) + 1
         frame = self._decisions.dispatch(line.subject, group, records, producer=producer, batch=number)
         self._planned(producer, number, records)
-        batch = _Batch(producer, number, line.subject, group, records, frame.end, now_ms)
+        batch = _Batch(producer, number, line.subject, group, records, frame.end)
         self._opened(batch)
         self._when_safe(batch)
 
@@ -352,7 +350,7 @@ class Dispatching:
             elif batch.is_doubtful:
                 self._later(batch)
             else:
-                self._settle(batch, Outcome.NOT_STORED, now_ms=self._reign.host.monotonic_ms())
+                self._settle(batch, Outcome.NOT_STORED, self._reign.host.monotonic_ms())
 
         data_end = self._decisions.data_end(batch.records) if len(batch.records) else 0
         self._reign.gate.progress(batch.end, data_end, answer)
@@ -391,6 +389,8 @@ class Dispatching:
         elif batch.numbered is None:
             self._read(batch)  # it could not be read before
         else:
+            if batch.sent_ms is None:
+                batch.sent_ms = self._reign.host.monotonic_ms()
             self._senders.send(batch.group, batch.numbered, lambda answer: self._answered(batch, answer))
 
     def _answered(self, batch: _Batch, answer: Answer) -> None:
@@ -402,6 +402,9 @@ class Dispatching:
             if answer.refused:
                 self._refused(batch, answer.refused)
             self._settle(batch, Outcome.STORED, now_ms)
+        elif isinstance(answer, NotStored) and not batch.is_doubtful and self._is_at_fault(batch, answer):
+            self._refused(batch, [(0, str(answer.error))])
+            self._settle(batch, Outcome.STORED, now_ms)
         elif isinstance(answer, NotStored) and not batch.is_doubtful:
             log.warning("batch not stored subject=%s group=%s: %s", batch.subject, batch.group, answer.error)
             self._counters.not_stored_batches += 1
@@ -410,12 +413,16 @@ class Dispatching:
             why = str(answer.error) if isinstance(answer, NotStored) else answer.reason
             self._in_doubt(batch, why)
 
+    def _is_at_fault(self, batch: _Batch, answer: NotStored) -> bool:
+        """Return whether no other batch that its only message is in would be taken."""
+        return len(batch.records) == 1 and isinstance(answer.error, InvalidMessage)
+
     def _in_doubt(self, batch: _Batch, why: str) -> None:
         """Repeat it to its group; after a long time let its messages go elsewhere, and maybe twice."""
         now_ms = self._reign.host.monotonic_ms()
         self._counters.unknown_answers += 1
         batch.is_doubtful = True
-        if now_ms - batch.since_ms >= self._unknown_ms and self._may_go_elsewhere(batch):
+        if batch.sent_ms is not None and now_ms - batch.sent_ms >= self._unknown_ms and self._may_go_elsewhere(batch):
             log.warning(
                 "batch in doubt is given up subject=%s group=%s messages=%d: %s",
                 batch.subject, batch.group, len(batch.records), why,
@@ -429,8 +436,8 @@ class Dispatching:
     def _may_go_elsewhere(self, batch: _Batch) -> bool:
         """Return whether another group takes these messages; under new numbers, this one would store them twice."""
         if batch.is_ordered:
-            keys = np.unique(batch.records["label"] >> KEY_SHIFT).tolist()
-            homes = {self._senders.home(batch.subject, key << int(KEY_SHIFT)) for key in keys if key}
+            keys = np.unique(keys_of(batch.records)).tolist()
+            homes = {self._senders.home(batch.subject, key << KEY_SHIFT) for key in keys if key}
             return batch.group not in homes and None not in homes
         return bool(set(self._senders.groups(batch.subject)) - {batch.group})
 
@@ -445,12 +452,26 @@ class Dispatching:
         self._settled.append((batch.producer, batch.number, outcome))
         self._reign.host.turn_soon()
         if (line := self._named.get(batch.subject)) is not None:
-            line.failures = 0 if outcome is Outcome.STORED else line.failures + 1
-            rest_ms = REST_MS[min(line.failures, len(REST_MS)) - 1] if line.failures else 0
-            line.rests_until_ms = now_ms + rest_ms if rest_ms else 0
+            if outcome is Outcome.STORED:
+                if line.failures:
+                    line.failures = line.rests_until_ms = line.looks_ms = 0
+            elif line.rests_until_ms <= now_ms:  # batches that fail together are one failure
+                line.rests_until_ms = now_ms + REST_MS[min(line.failures, len(REST_MS) - 1)]
+                line.failures += 1
+        self._wake_next(batch.group)
         if outcome is Outcome.STORED:
             self._count(batch)
             self.filed(batch.subject, batch.group, batch.key)
+
+    def _wake_next(self, group: str) -> None:
+        """There is room again: it is for whoever waits longest."""
+        crowd = self._crowded.get(group)
+        while crowd:
+            subject = next(iter(crowd))
+            del crowd[subject]
+            if subject in self._ready:
+                self._lines[subject].looks_ms = 0
+                return
 
     def filed(self, subject: str, group: str, key: tuple[int, int]) -> None:
         """The schedule knows that a batch is settled: messages that were not stored are due again."""
@@ -459,6 +480,8 @@ class Dispatching:
             waiting.discard(key)
             if not waiting:
                 del self._ordered[subject, group]
+                if (line := self._named.get(subject)) is not None:
+                    line.looks_ms = 0
 
     def _count(self, batch: _Batch) -> None:
         counters = self._counters
@@ -497,6 +520,7 @@ class Dispatching:
         self._ready.clear()
         self._lines.clear()
         self._named.clear()
+        self._crowded.clear()
 
 
 def _numbered(batch: _Batch, messages: list[bytes]) -> NumberedBatch:

@@ -94,7 +94,7 @@ class DelayMaster(Master):
     def _filed(self, filed: Filed) -> None:
         if len(filed.done):
             self.wheel.remove(filed.done)
-            self._dispatching.remove(filed.done["number"])
+            self._dispatching.remove(filed.done)
             self._recurring.remove(filed.done["number"])
         if len(filed.added):
             self.wheel.add(filed.added)

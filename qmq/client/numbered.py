@@ -177,8 +177,12 @@ class NumberedSender:
         Args:
             label: of the message (qmq.codec); it has an order key.
         """
-        groups = [group.broker_group for group in self._routing.groups_of(subject)]
+        groups = self.sharers(subject)
         return group_of_key(label >> 32, groups) if groups else None
+
+    def sharers(self, subject: str) -> list[str]:
+        """Return the broker groups that share the subject's order keys; while they are these, no `home` changes."""
+        return [group.broker_group for group in self._routing.groups_of(subject)]
 
     def is_usable(self, name: str) -> bool:
         """Say whether a group is connected and neither refused nor failed just before, whatever its routes say."""

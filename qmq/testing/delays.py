@@ -101,6 +101,9 @@ class Hatch:
     def home(self, subject: str, label: int) -> str | None:
         return self._brokers.group
 
+    def sharers(self, subject: str) -> list[str]:
+        return [self._brokers.group]
+
     def is_usable(self, name: str) -> bool:
         return self._brokers.is_ready
 

@@ -113,6 +113,9 @@ class GroupSenders:
         names = self._groups.routes.get(subject)
         return group_of_key(label >> 32, names) if names else None
 
+    def sharers(self, subject: str) -> list[str]:
+        return list(self._groups.routes.get(subject, []))
+
     def is_usable(self, name: str) -> bool:
         return self._groups.groups[name].is_up
 

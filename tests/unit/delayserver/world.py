@@ -54,6 +54,9 @@ class Senders:
         names = sorted(self.up)
         return names[(label >> 32) % len(names)]
 
+    def sharers(self, subject):
+        return sorted(self.up)
+
     def is_usable(self, name):
         return self.up[name]
 

@@ -1,0 +1,126 @@
+"""Core. What is due of one subject and not planned yet, in the order in which it goes: its line.
+
+To which broker group an order key belongs is found out once for each message, and again when the groups that share the
+subject's keys are others. So to look through a long line for what can go now costs little, however often it is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from delayserver.messages import Records
+
+KEY_SHIFT = 32
+"""A label's upper half is the hash of its order key, 0 without one (qmq.codec)."""
+FREE = -1
+"""In place of the home of a message without order key: any group takes it."""
+
+Home = Callable[[int], str | None]
+"""Label of a message with an order key -> the broker group that it goes to."""
+Homes = npt.NDArray[np.int16]
+"""Where each message belongs: a position in `Line.homes`, or FREE."""
+Fits = npt.NDArray[np.bool_]
+
+
+def keys_of(records: Records) -> npt.NDArray[np.uint64]:
+    """Return the order key of each message, 0 without one."""
+    keys: npt.NDArray[np.uint64] = records["label"] >> np.uint64(KEY_SHIFT)
+    return keys
+
+
+class Piece:
+    """Messages that came due together, the earliest first."""
+
+    __slots__ = ("records", "homes")
+
+    def __init__(self, records: Records, homes: Homes) -> None:
+        self.records, self.homes = records, homes
+
+    def keep(self, fits: Fits) -> Piece:
+        return Piece(self.records[fits], self.homes[fits])
+
+
+class Line:
+    """Made by Dispatching when something of the subject is due first; ends with it."""
+
+    __slots__ = (
+        "subject", "pieces", "count", "homes", "failures", "rests_until_ms", "looks_ms", "avoided", "complained",
+        "_sharers",
+    )  # fmt: skip
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        """What it is called; records name it by a number."""
+        self.pieces: deque[Piece] = deque()
+        self.count = 0
+        self.homes: list[str | None] = []
+        """The groups that messages of this line belong to."""
+        self.failures = self.rests_until_ms = 0
+        """Failures one after the other, and until when nothing is tried because of the last one."""
+        self.looks_ms = 0
+        """When it looks next for a group that takes some of it."""
+        self.avoided: dict[str, int] = {}
+        """Group -> until when nothing new goes there: a batch to it was given up, and may be stored there."""
+        self.complained = False
+        self._sharers: Sequence[str] = ()
+
+    def put(self, records: Records, sharers: Sequence[str], home: Home) -> None:
+        """Put messages in line; `sharers` are the groups among which `home` chooses."""
+        self.know(sharers, home)
+        at = len(self.pieces)
+        while at and self.pieces[at - 1].records["due"][0] > records["due"][0]:
+            at -= 1  # these were not stored: what has their order keys stays behind them
+        self.pieces.insert(at, Piece(records, self._homes_of(records, home)))
+        self.count += len(records)
+
+    def know(self, sharers: Sequence[str], home: Home) -> None:
+        """Find out anew what belongs where, if other groups share the order keys than before."""
+        if sharers == self._sharers:
+            return
+        self._sharers, self.homes = sharers, []
+        for piece in self.pieces:
+            piece.homes = self._homes_of(piece.records, home)
+
+    def _homes_of(self, records: Records, home: Home) -> Homes:
+        keys = keys_of(records)
+        if not keys.any():
+            return np.full(len(records), FREE, np.int16)
+        distinct, places = np.unique(keys, return_inverse=True)
+        found = [self._position(home(key << KEY_SHIFT)) if key else FREE for key in distinct.tolist()]
+        return np.array(found, np.int16)[places]
+
+    def _position(self, name: str | None) -> int:
+        if name not in self.homes:
+            self.homes.append(name)
+        return self.homes.index(name)
+
+    def take(self, at: int, places: npt.NDArray[np.intp]) -> Records:
+        """Take these messages, which ascend, out of the piece `at`."""
+        piece = self.pieces[at]
+        if places[-1] == len(places) - 1:
+            chosen = piece.records[: len(places)]
+            rest = Piece(piece.records[len(places) :], piece.homes[len(places) :])
+        else:
+            fits = np.zeros(len(piece.records), np.bool_)
+            fits[places] = True
+            chosen, rest = piece.records[fits], piece.keep(~fits)
+        if len(rest.records):
+            self.pieces[at] = rest
+        else:
+            del self.pieces[at]
+        self.count -= len(chosen)
+        return chosen
+
+    def remove(self, numbers: npt.NDArray[np.uint64]) -> None:
+        """Take messages out that were cancelled, or written again elsewhere."""
+        kept = deque[Piece]()
+        for piece in self.pieces:
+            gone = np.isin(piece.records["number"], numbers)
+            left = piece.keep(~gone) if gone.any() else piece
+            if len(left.records):
+                kept.append(left)
+        self.pieces, self.count = kept, sum(len(piece.records) for piece in kept)
