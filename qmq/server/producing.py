@@ -133,8 +133,12 @@ class Producing:
         if reign.gate.alone and stored.end > reign.gate.high_watermark:
             # Nobody knows for how long; repeats that wait here would fill the memory of the only copy that is up.
             raise OutcomeUnknown(f"stored on one copy; the other is missing. Repeat the same batch to {reign.group}")
-        self._counters.repeated_batches += 1
         refused = self._storable(produce)[1]
+        if stored.stored + len(refused) != produce.count:
+            raise OutcomeUnknown(
+                f"{stored.stored} of {produce.count} messages were stored, by other limits than now; nobody knows which"
+            )
+        self._counters.repeated_batches += 1
         produced = Produced(stored.first_sequence, stored.stored, Durability.FSYNC, refused)
         reign.gate.stored(stored.end, answering(link, _without_body(packet), commands.encode_produced(produced)))
         reign.gate.release_now()
