@@ -305,8 +305,6 @@ class Recurring:
             self._next()
         elif recur.action is RecurAction.DELETE:
             self._delete(asked, named)
-        elif any(map(self._is_about_to_fire, named)):
-            self._again()  # what is due is sent before the schedule changes
         else:
             self._put(asked, named, looked.count)
 
@@ -335,6 +333,9 @@ class Recurring:
                 f"{subject!r} has {count} recurring schedules, and may have no more: delete some, or let one of them "
                 "send what several do"
             )
+        if any(map(self._is_about_to_fire, named)):
+            self._again()  # what is due is sent before the schedule changes
+            return
         due_ms = template.cron().next_ms(reign.retry_ms())
         if named[1:]:
             self._decisions.cancel(subject, _records(named[1:]))

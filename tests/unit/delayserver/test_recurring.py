@@ -354,6 +354,23 @@ def test_master_that_restarts_alone_waits_with_what_only_it_has_and_sends_the_la
     assert times(pair) == [*minutes(14, 2), *minutes(20, 2)]
 
 
+def test_put_of_a_schedule_that_cannot_go_on_now_is_refused_and_holds_up_no_other_request():
+    pair, producer = a_pair()
+    put(pair, producer, cron="* * * * *")
+    pair.cut()
+    run_until(pair, "2023-11-14T22:15")  # its template is now one that the slave does not have
+    clock_ms = pair.a.host.clock_ms
+    pair.a.crash()
+    pair.a.host.clock_ms = clock_ms
+    pair.a.assign(0, 1)
+    run_until(pair, "2023-11-14T22:20")
+    producer = Producer(pair.a)
+    for cron in ("* * * * *", "0 * * * *"):
+        changed, others = producer.recur(cron=cron), producer.recur("list", "", subject="other")
+        pair.run(1_000)
+        assert producer.code(changed) == ErrorCode.READ_ONLY and producer.schedules(others) == []
+
+
 def test_template_is_carried_as_any_message_before_the_log_lets_it_go():
     pair, producer = a_pair(retention_hours=1, segment_bytes=1 << 20)
     put(pair, producer, cron="0 8 20 11 *")
