@@ -112,7 +112,7 @@ class Producer:
         if senders is None:
             return
         try:
-            if self._outbox is not None:
+            while self._outbox is not None and self._outbox.is_busy:
                 await self._outbox.drain()
             while not senders.is_idle:
                 await senders.wait()

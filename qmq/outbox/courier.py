@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
@@ -28,6 +29,15 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 DELETES_MAX = 3
 """Tries: a connection of a pool may have died long ago, and databases let one of two lose who lock each other out."""
+
+
+@dataclass(slots=True)
+class _Deletion:
+    """Rows of one database that are to be deleted. Ends with the last of the tasks that want it."""
+
+    ids: list[int] = field(default_factory=list)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    tasks: int = 0
 
 
 class Courier:
@@ -51,8 +61,7 @@ class Courier:
         self._arrived: deque[Written] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._messages = 0
-        self._to_delete: dict[Database, list[int]] = {}
-        self._deleting: dict[Database, asyncio.Lock] = {}
+        self._deletions: dict[Database, _Deletion] = {}
 
     async def stage(self, messages: Iterable[Message], session: object) -> list[Future[Receipt]]:
         """Give messages to the transaction, or write them to the database, that `session` stands for.
@@ -133,10 +142,14 @@ class Courier:
             raise QueueFull(f"{self._messages} messages of the outbox are on their way")
         self.committed(Written(database, items, await self._insert(items, database)))
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._arrived or self._tasks)
+
     async def drain(self) -> None:
-        """Wait until everything that is committed was sent, and its rows deleted, or given up to the watchdog."""
+        """Wait until what is committed by now was sent, and its rows deleted, or given up to the watchdog."""
         self._begin()
-        while self._tasks:
+        if self._tasks:
             await asyncio.wait(self._tasks)
 
     def stop(self) -> None:
@@ -211,20 +224,27 @@ class Courier:
 
     async def _delete(self, database: Database, ids: Sequence[int]) -> None:
         """Delete rows. While one DELETE is under way, others gather, so that it takes one connection, not all."""
-        waiting = self._to_delete.setdefault(database, [])
-        waiting.extend(ids)
-        async with self._deleting.setdefault(database, asyncio.Lock()):
-            if not waiting:
-                return  # somebody took them along
-            gathered = waiting[:]
-            waiting.clear()
-            for attempt in range(1, DELETES_MAX + 1):
-                try:
-                    await database.run(self.table, lambda rows: rows.delete(gathered))
-                    return
-                except Exception as error:
-                    if attempt == DELETES_MAX:
-                        log.warning("rows stay, and are sent again rows=%d error=%r", len(gathered), error)
+        deletion = self._deletions.setdefault(database, _Deletion())
+        deletion.ids.extend(ids)
+        deletion.tasks += 1
+        try:
+            async with deletion.lock:
+                gathered, deletion.ids = deletion.ids, []
+                if gathered:  # else somebody took them along
+                    await self._delete_now(database, gathered)
+        finally:
+            deletion.tasks -= 1
+            if not deletion.tasks:
+                del self._deletions[database]
+
+    async def _delete_now(self, database: Database, ids: Sequence[int]) -> None:
+        for attempt in range(1, DELETES_MAX + 1):
+            try:
+                await database.run(self.table, lambda rows: rows.delete(ids))
+                return
+            except Exception as error:
+                if attempt == DELETES_MAX:
+                    log.warning("rows stay, and are sent again rows=%d error=%r", len(ids), error)
 
     def _refuse(self, written: Written, error: QmqError) -> None:
         for item in written.items:

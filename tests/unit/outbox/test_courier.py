@@ -1,0 +1,96 @@
+"""Shell. What a producer's outbox does with messages that are committed, whatever became of their transactions."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from qmq import Message, Outcome, Receipt
+from qmq.outbox.courier import Courier
+from qmq.outbox.unit import Written
+
+
+@dataclass(frozen=True)
+class Database:
+    """One of many."""
+
+    name: int
+
+    async def run(self, table, work):
+        await asyncio.sleep(0)
+        return work(self)
+
+    def delete(self, ids):
+        deleted[self.name] = [*deleted.get(self.name, []), *ids]
+
+
+deleted: dict[int, list[int]] = {}
+"""Ids of rows, by database."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_deleted():
+    deleted.clear()
+
+
+class Sender:
+    """Stores a message as soon as it may."""
+
+    def __init__(self):
+        self.may = {}
+
+    async def send_many(self, messages):
+        for message in messages:
+            if message.id in self.may:
+                await self.may[message.id].wait()
+        return [Receipt(Outcome.STORED, one.id, one.subject, "g1", 0, None) for one in messages]
+
+
+def courier_of(sender):
+    return Courier(sender.send_many, table="t", id_prefix="p-", messages_max=1_000)
+
+
+def commit(courier, id, database, row):
+    items = courier.items([Message("a", id=id)])
+    courier.committed(Written(database, items, [row]))
+    return items[0].receipt
+
+
+def test_who_flushes_waits_for_what_was_committed_before_and_for_nothing_later():
+    async def flush():
+        sender = Sender()
+        courier = courier_of(sender)
+        sender.may = {"first": asyncio.Event(), "second": asyncio.Event()}
+        first = commit(courier, "first", Database(1), 1)
+        flushing = asyncio.create_task(courier.drain())
+        await asyncio.sleep(0)
+        commit(courier, "second", Database(1), 2)
+        await asyncio.sleep(0)
+        assert not flushing.done()
+        sender.may["first"].set()
+        async with asyncio.timeout(5):
+            await flushing
+        assert first.done() and deleted.pop(1) == [1]
+        sender.may["second"].set()
+        await courier.drain()
+        assert deleted.pop(1) == [2] and not courier.is_busy
+
+    asyncio.run(flush())
+
+
+def test_nothing_is_kept_of_databases_whose_rows_are_deleted():
+    """An application may open an engine for each request."""
+
+    async def use_many():
+        courier = courier_of(Sender())
+        for number in range(20):
+            for row in range(3):
+                commit(courier, f"m-{number}-{row}", Database(number), row)
+        await courier.drain()
+        assert all(sorted(deleted.pop(number)) == [0, 1, 2] for number in range(20))
+        kept = [name for name, value in vars(courier).items() if isinstance(value, dict) and value]
+        assert kept == []
+
+    asyncio.run(use_many())
