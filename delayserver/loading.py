@@ -1,7 +1,10 @@
 """Core. The next segments of the schedule come onto the wheel, piece by piece, before anything in them is due.
 
 What is filed or cancelled meanwhile comes from the schedule by itself, as soon as it is asked for a segment's first
-piece.
+piece. Pieces come in the order of the log: nothing goes off the wheel before all is loaded that is due earlier.
+
+When more is loaded than may be, what is due last is dropped again, and left by the schedule from then on. It comes when
+most of the rest is gone: then the segments are read once more.
 """
 
 from __future__ import annotations
@@ -25,19 +28,31 @@ class Loading:
     def __init__(self, filing: Filing, wheel: Wheel, host: Host, settings: DelaySettings) -> None:
         self._filing, self._schedule, self._wheel, self._host = filing, filing.schedule, wheel, host
         self._ahead_ms = int(settings.load_ahead_minutes * 60_000)
-        self._most = settings.loaded_messages_max
+        self._most = self._full = settings.loaded_messages_max
+        """`_full`: when some are dropped. More than may be, if most of them are due at one moment."""
         self._is_reading = False
-        self._is_full = False
+        self._taken_ms = 0
+        """What is due by then was taken, or is next."""
+
+    def take(self, now_ms: int, most: int) -> Records:
+        """Take what is due off the wheel, the earliest first, as far as everything is loaded that is due before."""
+        self._taken_ms = max(self._taken_ms, min(now_ms, self._schedule.loaded_until_ms - 1))
+        return self._wheel.take(self._taken_ms, most)
 
     def go_on(self, now_ms: int) -> None:
         """Load one piece more, if there is one to load and room for it. `now_ms` is the reign's clock."""
-        if self._is_reading or self._filing.schedule is not self._schedule:
+        if self._filing.schedule is not self._schedule:
             return
-        is_full = len(self._wheel) >= self._most and (self._wheel.next_due_ms or 0) <= now_ms + self._ahead_ms
-        if is_full != self._is_full:
-            self._is_full = is_full
-            log.warning("wheel is %s messages=%d", "full" if is_full else "loading again", len(self._wheel))
-        if is_full or (piece := self._schedule.next_piece(now_ms + self._ahead_ms)) is None:
+        if len(self._wheel) > self._full:
+            self._drop()
+        if self._is_reading:
+            return
+        piece = self._schedule.next_piece(now_ms + self._ahead_ms)
+        if piece is None:
+            if len(self._wheel) <= self._most // 4 and self._schedule.go_further():
+                log.warning("wheel is loading again messages=%d", len(self._wheel))
+                self._full = self._most
+                self._host.turn_soon()
             return
         self._is_reading = True
 
@@ -53,3 +68,10 @@ class Loading:
             self._host.turn_soon()
 
         self._host.read(piece.read, done)
+
+    def _drop(self) -> None:
+        """Drop a quarter, so that this is rare; nothing that is due already."""
+        count = len(self._wheel)
+        self._schedule.leave(self._wheel.cut(self._most // 4 * 3, self._taken_ms + 1))
+        self._full = max(self._most, len(self._wheel) + self._most // 4)
+        log.warning("wheel is full messages=%d left for later=%d", count, count - len(self._wheel))

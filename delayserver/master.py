@@ -137,7 +137,7 @@ class DelayMaster(Master):
         now_ms = reign.retry_ms()
         self._loading.go_on(now_ms)
         self._carrying.go_on(reign.host.monotonic_ms())
-        due = self.wheel.take(now_ms, DUE_AT_ONCE)
+        due = self._loading.take(now_ms, DUE_AT_ONCE)
         if len(due):
             self._due(due)
             reign.host.turn_soon()

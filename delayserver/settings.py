@@ -23,7 +23,7 @@ class DelaySettings(PairSettings):
         10.0, unit="min", least=0.1, most=1440, why="how long before its begin a segment is loaded"
     )
     loaded_messages_max: int = setting(
-        8_000_000, least=1000, why="loaded messages, 40 bytes each, above which no further segment is loaded"
+        8_000_000, least=1000, why="loaded messages, 40 bytes each, above which those due last are loaded later"
     )
     sent_hours: float = setting(
         72.0, unit="h", least=0.01, why="how long a cancel is told that a message was sent or cancelled, then: unknown"

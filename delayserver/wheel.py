@@ -19,6 +19,8 @@ _REST = np.dtype(
 _REST_BYTES = np.dtype((np.void, _REST.itemsize))
 """As bytes, records are copied ten times as fast."""
 RUN_MAX = 65_536
+SAMPLES = 32_768
+"""From so many due times it is told when most of the others are due."""
 
 
 class _Run:
@@ -44,6 +46,15 @@ class _Run:
         if 8 * end > len(self.dues):  # give back the memory
             self.dues, self.rest, self.begin = self.dues[end:].copy(), self.rest[end:].copy(), 0
         return taken
+
+
+    def cut(self, end_ms: np.uint64) -> int:
+        """Drop what is due at `end_ms` or later; return how many were dropped that nobody had removed."""
+        end = max(self.begin, int(np.searchsorted(self.dues, end_ms, "left")))
+        dropped = int(np.count_nonzero(self.rest["size"][end:]))
+        if end < len(self.dues):
+            self.dues, self.rest, self.begin = self.dues[self.begin : end].copy(), self.rest[self.begin : end].copy(), 0
+        return dropped
 
 
 def _join(dues: Numbers, rest: Records) -> Records:
@@ -129,6 +140,21 @@ class Wheel:
         order = order[rest["size"][order] > 0]
         self._count -= len(order)
         return _join(dues[order], rest.take(order))
+
+    def cut(self, most: int, least_ms: int) -> int:
+        """Drop what is due last, that about `most` messages are left; return when the first that was dropped is due.
+
+        Nothing is dropped that is due before `least_ms`, or first.
+        """
+        self._apply_removed()
+        step = max(1, sum(map(len, self._runs)) // SAMPLES)
+        samples = np.concatenate([run.dues[run.begin :: step] for run in self._runs])
+        place = min(most // step, len(samples) - 1)
+        end_ms = max(int(np.partition(samples, place)[place]), int(samples.min()) + 1, least_ms)
+        for run in self._runs:
+            self._count -= run.cut(np.uint64(end_ms))
+        self._runs = [run for run in self._runs if len(run)]
+        return end_ms
 
     def remove(self, records: Records) -> None:
         """Remove messages, of RECORD or as they were taken; those that are not there are ignored."""

@@ -61,6 +61,8 @@ class Book:
     """Segments that begin before this are on the wheel, or come by pieces: also those that are still to be made."""
     open_until_ms: int = 0
     """Where the last of them ends."""
+    horizon_ms: int = NEVER_MS
+    """What is due from here on is on no wheel, although its segment is open: there was no room for it."""
     unsaved: int = 0
     """Messages filed since the last checkpoint."""
     _fresh: list[Records] = field(default_factory=list)
@@ -85,10 +87,11 @@ class Book:
             self.open(segment)
         return segment
 
-    def open(self, segment: Segment) -> None:
-        """From now on, new messages of the segment go to the wheel; those it has are still to be read."""
+    def open(self, segment: Segment, from_ms: int = 0) -> None:
+        """From now on, new messages of the segment go to the wheel; those it has are still to be read, if they are due
+        at `from_ms` or later."""
         count = len(segment)
-        segment.loading = Loading(0 if segment.undone else count, count)
+        segment.loading = Loading(0 if segment.undone else count, count, from_ms)
         self.open_until_ms = max(self.open_until_ms, segment.end_ms)
 
     def open_for(self, records: Records) -> None:
@@ -119,7 +122,7 @@ class Book:
             self.settle()
 
     def place(self, records: Records) -> Records:
-        """File new messages of segments that are open at once, and return them with their rows.
+        """File new messages of segments that are open at once, and return those for the wheel, with their rows.
 
         Those segments get no messages in any other way, so their numbers still ascend.
         """
@@ -129,7 +132,10 @@ class Book:
         for segment, part in self.timeline.split(records):
             segment.add(part)
             placed.append(part)
-        return join(placed)
+        return self.before_horizon(join(placed))
+
+    def before_horizon(self, records: Records) -> Records:
+        return records if self.horizon_ms == NEVER_MS else records[records["due"] < self.horizon_ms]
 
     def settle(self) -> None:
         """Put what is fresh into its segments. Whoever looks into segments or counts does this first."""

@@ -111,7 +111,7 @@ def _settled(book: Book, frame: Frame, body: Buffer) -> Filed:
         else:
             book.change_parts(dispatch.records, dispatch.parts, State.PENDING)
             added += _on_wheel(dispatch.parts)
-    filed.added = join(added)
+    filed.added = book.before_horizon(join(added))
     return filed
 
 
@@ -120,7 +120,7 @@ def _on_wheel(dispatched: list[tuple[Segment, Records]]) -> list[Records]:
     parts = []
     for segment, part in dispatched:
         if (loading := segment.loading) is not None:
-            parts.append(part[(part["row"] < loading.handed) | (part["row"] >= loading.end)])
+            parts.append(part[loading.has(part)])
     return parts
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from delayserver.schedule.book import InFlight
+from delayserver.schedule.book import NEVER_MS, InFlight
 from delayserver.schedule.checkpoint import Checkpoint, SavedDispatch, SavedSegment
 from delayserver.schedule.filing import Filed, file_frame
 from delayserver.schedule.flush import Flush, SegmentWrite
@@ -130,14 +130,39 @@ class Schedule:
     def forget_loads(self) -> None:
         """Nothing is on a wheel any more: load from the beginning."""
         self._book.loaded_until_ms = self._book.open_until_ms = 0
+        self._book.horizon_ms = NEVER_MS
         self._piece = None
         for segment in self._book.timeline.segments:
             segment.loading = None
 
     @property
     def loaded_until_ms(self) -> int:
-        """What is due before is on the wheel, once `next_piece` had nothing more."""
-        return self._book.loaded_until_ms
+        """All that pends and is due before is on the wheel, or was."""
+        book = self._book
+        until_ms = min(book.loaded_until_ms, book.horizon_ms)
+        for segment in book.timeline.segments:
+            if segment.begin_ms >= until_ms:
+                break
+            loading = segment.loading
+            if loading is not None and loading.handed < loading.end:
+                until_ms = min(until_ms, max(segment.begin_ms, loading.from_ms))
+        return until_ms
+
+    def leave(self, horizon_ms: int) -> None:
+        """There is no room for what is due at `horizon_ms` or later: it is taken off the wheel, and comes no more."""
+        self._book.horizon_ms = min(self._book.horizon_ms, horizon_ms)
+
+    def go_further(self) -> bool:
+        """Let what was left come by pieces, once all other pieces were handed; return whether something was left."""
+        book, horizon_ms = self._book, self._book.horizon_ms
+        if horizon_ms == NEVER_MS:
+            return False
+        book.settle()
+        book.horizon_ms = NEVER_MS
+        for segment in book.timeline.segments:
+            if segment.loading is not None and segment.end_ms > horizon_ms:
+                book.open(segment, horizon_ms)
+        return True
 
     def next_piece(self, until_ms: int) -> Piece | None:
         """Return what is to be read next of segments that begin before `until_ms`; None: nothing, or one is out.
@@ -146,7 +171,7 @@ class Schedule:
         """
         book = self._book
         book.settle()
-        book.loaded_until_ms = max(book.loaded_until_ms, until_ms)
+        book.loaded_until_ms = max(book.loaded_until_ms, min(until_ms, book.horizon_ms))
         if self._piece is not None:
             return None
         for segment in book.timeline.segments:
@@ -155,6 +180,8 @@ class Schedule:
             if segment.loading is None:
                 book.open(segment)
         for segment in book.timeline.segments:
+            if segment.begin_ms >= book.loaded_until_ms:
+                break
             loading = segment.loading
             if loading is not None and loading.handed < loading.end:
                 end = min(loading.handed + READ_ROWS, loading.end)
@@ -167,9 +194,9 @@ class Schedule:
         if piece is not self._piece or piece.segment.loading is None:
             return records[:0]
         self._piece = None
+        wanted = ~piece.segment.loading.has(records) & (piece.segment.states_of(records["row"]) == State.PENDING)
         piece.segment.loading.handed = piece.end
-        pending: Records = records[piece.segment.states_of(records["row"]) == State.PENDING]
-        return pending
+        return self._book.before_horizon(records[wanted])
 
     # -- disk
 

@@ -33,10 +33,18 @@ READ_BLOCKS = 512
 
 @dataclass(slots=True)
 class Loading:
-    """How far the segment is on the wheel: rows below `handed` and from `end` on; the others are still to be read."""
+    """How far the segment is on the wheel: what is due before `from_ms`, rows below `handed` and from `end` on; the
+    others are still to be read. What is due from the schedule's horizon on is on no wheel."""
 
     handed: int
     end: int
+    from_ms: int = 0
+
+    def has(self, records: Records) -> NDArray[np.bool_]:
+        """Return which of these no piece will bring any more."""
+        rows = records["row"]
+        has: NDArray[np.bool_] = (rows < self.handed) | (rows >= self.end) | (records["due"] < self.from_ms)
+        return has
 
 
 @dataclass(frozen=True, slots=True)
