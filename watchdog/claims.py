@@ -61,6 +61,11 @@ class Candidate(NamedTuple):
     def is_ordered(self) -> bool:
         return self.label >> 32 != 0
 
+    @property
+    def bytes(self) -> int:
+        """What it takes of a batch, with its end offset and its label."""
+        return len(self.data) + 16
+
 
 def candidate_of(id: int, content: str | None, errors: int, now_ms: int) -> Candidate:
     """Decode a row and encode its message.
@@ -78,7 +83,7 @@ def candidate_of(id: int, content: str | None, errors: int, now_ms: int) -> Cand
             data = data[:CREATED_AT] + created + data[CREATED_AT + CREATED_BYTES :]
     except CallError as error:
         return Candidate(id, errors, problem=str(error) or type(error).__name__)
-    except (ValueError, OverflowError, RecursionError) as error:  # whatever a row holds, it stops no other
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # whatever a row holds, it stops no other
         return Candidate(id, errors, problem=f"nobody can read it: {type(error).__name__}: {error}")
     return Candidate(id, errors, subject, data, label)
 

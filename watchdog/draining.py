@@ -1,7 +1,8 @@
 """Core. Drains one outbox: which rows are claimed when, what is sent where, and what becomes of each claim.
 
     row         claimed -> sent -> stored        deleted
-                                -> not stored    released, with back-off; after the error limit parked
+                                -> not stored    released: the group's fault until it takes rows, another with back-off;
+                                                 after the error limit parked
                                 -> unknown       the same batch again to the same group, by the next leader, too
                 invalid                          parked, with its reason
                 nobody takes its subject now     postponed: others go first
@@ -42,6 +43,8 @@ NUMBERS_SPAN_MAX = 60
 SUSPECTS_MAX = 100_000
 REASON_CHARS_MAX = 500
 """As the column has."""
+PASS_MS_MAX = 60_000
+"""A pass over rows that come due as fast as it reads never ends; then what lies behind it would never be seen."""
 
 
 class Brokers(Protocol):
@@ -59,12 +62,17 @@ class Brokers(Protocol):
 
     def room(self, name: str) -> int: ...
 
+    def in_flight(self, name: str) -> int: ...
+
     def why_not(self, subject: str) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds and delays, from the settings; `rate`: rows a second, of this database."""
+    """Bounds and delays, from the settings.
+
+    `rate`: rows a second, of this database. `room_ms`: how long others wait for a group that has no room, or no answer.
+    """
 
     rate: int = 10_000
     page_rows: int = 500
@@ -77,6 +85,7 @@ class Limits:
     postpone_ms: int = 1_000
     postpone_ms_max: int = 60_000
     rest_ms: int = 1_000
+    room_ms: int = 2_000
     unknown_ms_max: int = 24 * 3_600_000
 
     def __post_init__(self) -> None:
@@ -89,6 +98,10 @@ class State(Enum):
     SENT = auto()
     ENDED = auto()
     """Its end is to be written down."""
+
+
+Line = tuple[str, str | None]
+"""What waits together: a subject's rows without order key, "", or those of a group's keys; None: of no known group."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +128,10 @@ class Claim:
         return any(row.is_ordered for row in self.rows)
 
     @property
+    def line(self) -> Line:
+        return self.subject, self.name.group if self.is_ordered else ""
+
+    @property
     def ids(self) -> list[int]:
         return [row.id for row in self.rows]
 
@@ -128,10 +145,11 @@ class _Lane:
 
 
 class _Hold(NamedTuple):
-    """Until when the rows of a subject that no group takes are postponed, and for how long that was."""
+    """Until when the rows of a line that no group takes are put off, for how long that was, and why."""
 
     until_ms: int
     delay_ms: int
+    reason: str
 
 
 @dataclass(slots=True)
@@ -181,9 +199,13 @@ class Draining:
     _after: tuple[object, int] | None = None
     _page: Page | None = None
     """A page of which some rows found no room yet."""
+    _page_ms: int = 0
+    """When the page was read that is being placed, or was last."""
+    _pass_ms: int = 0
+    """When the pass began."""
     _rest_until_ms: int = 0
-    _holds: dict[str, _Hold] = field(default_factory=dict)
-    """By subject, while no group takes it."""
+    _holds: dict[Line, _Hold] = field(default_factory=dict)
+    """Of lines of which no batch was stored since."""
     _suspects: set[int] = field(default_factory=set)
     """Rows of a batch that was refused as wrong: each goes alone, to find out which of them it is."""
     _tokens: float = 0.0
@@ -223,15 +245,21 @@ class Draining:
             self._compose(self._page, now_ms)
             return self._order
         limit = min(self.limits.page_rows, self._allowed(now_ms))
-        if now_ms < self._rest_until_ms or not limit or not self._has_room():
+        if now_ms < self._rest_until_ms or not limit or not self._has_room(now_ms):
             return None
+        if self._after is None:
+            self._pass_ms = now_ms
         return ReadPage(self._after, limit)
 
-    def _has_room(self) -> bool:
+    def _has_room(self, now_ms: int) -> bool:
         """An ordered batch that was just sent is waited for, so that the rows behind it need not be passed over."""
-        if sum(not claim.is_doubtful for claim in self._claims.values()) >= self.limits.claims_max:
-            return False
-        return not any(claim.is_ordered and not claim.is_doubtful for claim in self._claims.values())
+        awaited = self._awaited(now_ms)
+        return len(awaited) < self.limits.claims_max and not any(claim.is_ordered for claim in awaited)
+
+    def _awaited(self, now_ms: int) -> list[Claim]:
+        """Return the claims that end soon, as far as anybody can tell: more are not begun than are allowed of these."""
+        claims = (*self._claims.values(), *self._new.values())
+        return [one for one in claims if not one.is_doubtful and now_ms - one.claimed_ms < self.limits.room_ms]
 
     def wake_ms(self, now_ms: int) -> int:
         """Return when to look again if no answer comes before."""
@@ -259,6 +287,7 @@ class Draining:
         self._claims_after = ""
 
     def page(self, page: Page, now_ms: int) -> None:
+        self._page_ms = now_ms
         self._compose(page, now_ms)
 
     def claimed(self, got: dict[str, list[int]], now_ms: int) -> None:
@@ -339,7 +368,7 @@ class Draining:
         for subject, rows in by_subject.items():
             rest, stuck = self._place(subject, rows, now_ms)
             left += rest
-            postponed += self._postpone(subject, stuck, now_ms)
+            postponed += stuck
         if parked or postponed or self._new:
             self._order = Claiming({text: claim.ids for text, claim in self._new.items()}, parked, postponed)
         self._page = Page(left, page.after) if left else None
@@ -354,42 +383,63 @@ class Draining:
         if page.after is None:
             self.last_pass_ms = now_ms
             self._rest_until_ms = now_ms + self.limits.rest_ms
-            self._claims_after = ""
+            old_ms = now_ms - self.limits.postpone_ms_max
+            self._holds = {line: hold for line, hold in self._holds.items() if hold.until_ms > old_ms}
+        if page.after is None or now_ms - self._pass_ms >= PASS_MS_MAX:
+            self._after, self._claims_after = None, ""
 
-    def _postpone(self, subject: str, rows: list[Candidate], now_ms: int) -> list[Postponed]:
-        """Rows that nobody takes now let others pass, all of a subject until the same moment, however many pages they
-        fill; if nobody takes them then either, for longer."""
-        if not rows:
-            self._holds.pop(subject, None)
-            return []
-        hold = self._holds.get(subject)
+    def _hold(self, line: Line, reason: str, now_ms: int) -> _Hold:
+        """Put off rows of a line: all until the same moment, however many pages they fill; if nobody takes them then
+        either, for longer."""
+        hold = self._holds.get(line)
         if hold is None or hold.until_ms <= now_ms:
-            delay_ms = min(hold.delay_ms * 2, self.limits.postpone_ms_max) if hold else self.limits.postpone_ms
-            hold = self._holds[subject] = _Hold(now_ms + delay_ms, delay_ms)
-        reason = self.brokers.why_not(subject) or "an earlier batch of its order key is in doubt"
-        return [Postponed([row.id for row in rows], hold.until_ms - now_ms, _reason(reason))]
+            last_ms = hold.delay_ms if hold else 0
+            delay_ms = max(self.limits.postpone_ms, min(last_ms * 2, self.limits.postpone_ms_max))
+            hold = self._holds[line] = _Hold(now_ms + delay_ms, delay_ms, _reason(reason))
+        return hold
 
-    def _place(self, subject: str, rows: list[Candidate], now_ms: int) -> tuple[list[Candidate], list[Candidate]]:
+    def _place(self, subject: str, rows: list[Candidate], now_ms: int) -> tuple[list[Candidate], list[Postponed]]:
         """Make claims of a subject's rows.
 
         Returns:
-            Those for which there is no room at this moment, and those that nobody takes for now.
+            Those for which there is no room at this moment, and those that let others pass.
         """
         groups = self.brokers.groups(subject)
         homes: dict[str | None, list[Candidate]] = {}
         for row in rows:
-            home = self.brokers.home(subject, row.label) if row.is_ordered else None
-            homes.setdefault(home if row.is_ordered else "", []).append(row)
+            homes.setdefault(self.brokers.home(subject, row.label) if row.is_ordered else "", []).append(row)
         left: list[Candidate] = []
-        stuck: list[Candidate] = []
+        postponed: list[Postponed] = []
         for home, some in homes.items():
-            if home == "":
-                (left if groups else stuck).extend(self._spread(groups, some, now_ms))
-            elif home not in groups or (under_way := self._lane(subject, home)) is not None and under_way.is_doubtful:
-                stuck += some
+            why_not, rest = self._why_not((subject, home), groups, now_ms), some
+            if not why_not:
+                rest = self._spread(groups, some, now_ms) if home == "" else self._follow(subject, home, some, now_ms)
+                why_not = "no group has room for it" if now_ms - self._page_ms >= self.limits.room_ms else ""
+            if not rest:
+                continue
+            if why_not:
+                hold = self._hold((subject, home), why_not, now_ms)
+                postponed.append(Postponed([row.id for row in rest], hold.until_ms - now_ms, hold.reason))
             else:
-                left += some if under_way else self._fill(home, some, now_ms)
-        return left, stuck
+                left += rest
+        return left, postponed
+
+    def _why_not(self, line: Line, groups: list[str], now_ms: int) -> str:
+        """Say why nobody takes rows of a line now; "": somebody does."""
+        subject, home = line
+        if home == "":
+            return "" if groups else self.brokers.why_not(subject)
+        if home is None or home not in groups:
+            return self.brokers.why_not(subject)
+        hold = self._holds.get(line)
+        if hold is not None and now_ms < hold.until_ms:
+            return hold.reason  # until the older ones may go, or these would overtake them
+        under_way = self._lane(subject, home)
+        return "an earlier batch of its order key is in doubt" if under_way and under_way.is_doubtful else ""
+
+    def _follow(self, subject: str, home: str | None, rows: list[Candidate], now_ms: int) -> list[Candidate]:
+        """Make a batch of a group's keys unless one is under way; return the rows behind it."""
+        return rows if home is None or self._lane(subject, home) else self._fill(home, rows, now_ms)
 
     def _spread(self, groups: list[str], rows: list[Candidate], now_ms: int) -> list[Candidate]:
         """Make batches of rows that may go to any of these groups; return those for which none has room."""
@@ -415,31 +465,37 @@ class Draining:
 
     def _fill(self, group: str, rows: list[Candidate], now_ms: int) -> list[Candidate]:
         """Make one batch to a group of the first rows; return the others, all if the group has no room."""
-        room = min(self.brokers.room(group), BATCH_BYTES_MAX)
+        unsent = self._unsent_bytes(group)
+        room = self.brokers.room(group) - unsent
         lane = self._lanes.get(group)
         if lane is None:
             lane = self._lanes[group] = _Lane(self.new_producer())
-        if not room or lane.number + 1 - self._oldest_number(lane) >= NUMBERS_SPAN_MAX:
+        if room <= 0 or lane.number + 1 - self._oldest_number(lane) >= NUMBERS_SPAN_MAX:
             return rows
-        if len(self._claims) + len(self._new) >= self.limits.claims_max + self._doubtful():
+        if rows[0].bytes > room and (unsent or self.brokers.in_flight(group)):
+            return rows  # if it is too large even for an idle group, that says so
+        if len(self._awaited(now_ms)) >= self.limits.claims_max:
             return rows
-        taken = self._fitting(rows, room)
+        taken = self._fitting(rows, min(room, BATCH_BYTES_MAX))
         lane.number += 1
         name = ClaimName(lane.producer, lane.number, self.term, group)
         self._new[str(name)] = Claim(name, sorted(rows[:taken], key=lambda row: row.id), False, now_ms, now_ms)
         return rows[taken:]
 
+    def _unsent_bytes(self, group: str) -> int:
+        """How much of a group's room is given away and not sent yet."""
+        claims = (*self._claims.values(), *self._new.values())
+        waiting = (one for one in claims if one.name.group == group and one.state is State.WAITING)
+        return sum(row.bytes for one in waiting if not one.is_doubtful for row in one.rows)
+
     def _fitting(self, rows: list[Candidate], room: int) -> int:
         """Return how many of the first rows make a batch: one at least, and one that is suspect goes alone."""
         size = 0
         for position, row in enumerate(rows):
-            size += len(row.data) + 16  # its end offset and its label
+            size += row.bytes
             if position and (size > room or row.id in self._suspects or rows[0].id in self._suspects):
                 return position
         return len(rows)
-
-    def _doubtful(self) -> int:
-        return sum(claim.is_doubtful for claim in self._claims.values())
 
     def _oldest_number(self, lane: _Lane) -> int:
         claims = (*self._claims.values(), *self._new.values())
@@ -463,10 +519,10 @@ class Draining:
                 found.append(Attempt(claim, claim.name.group, batch_of(claim.name, claim.rows)))
             elif claim.is_doubtful:
                 claim.due_ms = now_ms + self._repeat_delay_ms(claim)
-            elif now_ms - claim.claimed_ms < self.limits.release_ms:
+            elif now_ms - claim.claimed_ms < self.limits.room_ms:
                 claim.due_ms = now_ms + self.limits.repeat_ms // 10  # its connection is full, or anew in a moment
             else:
-                self._release(claim, f"{claim.name.group} takes nothing now")
+                self._give_back(claim, f"{claim.name.group} takes nothing now", now_ms)
         return found
 
     def answered(self, claim: Claim, answer: Answer, now_ms: int) -> None:
@@ -484,12 +540,15 @@ class Draining:
                 if claim.is_doubtful:  # this attempt was not stored; what an earlier one did, it does not say
                     claim.due_ms = now_ms + self._repeat_delay_ms(claim)
                 else:
-                    self._refused(claim, error)
+                    self._refused(claim, error, now_ms)
 
     def _repeat_delay_ms(self, claim: Claim) -> int:
         return min(self.limits.repeat_ms << min(claim.attempts, 10), self.limits.repeat_ms_max)
 
     def _stored(self, claim: Claim, answer: Stored) -> None:
+        hold = self._holds.pop(claim.line, None)
+        if hold is not None and claim.is_ordered:
+            self._holds[claim.line] = hold._replace(delay_ms=0)  # what was put off is older than what comes now
         refused = dict(answer.refused)
         stored = [row.id for position, row in enumerate(claim.rows) if position not in refused]
         parked = [
@@ -501,21 +560,32 @@ class Draining:
         self._suspects.difference_update(claim.ids)
         claim.state, claim.end = State.ENDED, Settled(str(claim.name), stored, parked + claim.unsound)
 
-    def _refused(self, claim: Claim, error: QmqError) -> None:
+    def _refused(self, claim: Claim, error: QmqError, now_ms: int) -> None:
         """Nothing of a claim is stored. What is wrong with one message is found by sending each alone."""
-        is_wrong = isinstance(error, CallError) and not isinstance(error, AskAnotherBroker | NotServed)
-        if is_wrong and len(claim.rows) == 1:
-            self._end(claim, [], [(claim.rows[0].id, _reason(str(error)))])
+        if isinstance(error, AskAnotherBroker | NotServed):
+            self._give_back(claim, str(error), now_ms)
             return
-        if is_wrong and len(self._suspects) < SUSPECTS_MAX:
-            self._suspects.update(claim.ids)
+        if isinstance(error, CallError):
+            if len(claim.rows) == 1:
+                self._end(claim, [], [(claim.rows[0].id, _reason(str(error)))])
+                return
+            if len(self._suspects) < SUSPECTS_MAX:
+                self._suspects.update(claim.ids)
         self._release(claim, str(error))
 
+    def _give_back(self, claim: Claim, reason: str, now_ms: int) -> None:
+        """The group's fault, not that of the rows: they wait as long as others that no group takes."""
+        hold = self._hold(claim.line, reason, now_ms)
+        self._released(claim, hold.until_ms - now_ms, reason, 0)
+
     def _release(self, claim: Claim, reason: str) -> None:
-        errors = max(row.errors for row in claim.rows)
-        delay_ms = min(self.limits.release_ms << min(errors, 20), self.limits.release_ms_max)
+        """Perhaps the fault of a row; which, nobody knows, so all go again when the one that failed least may."""
+        errors = min(row.errors for row in claim.rows)
+        self._released(claim, min(self.limits.release_ms << min(errors, 20), self.limits.release_ms_max), reason, 1)
+
+    def _released(self, claim: Claim, delay_ms: int, reason: str, failures: int) -> None:
         ids = claim.ids + [id for id, _ in claim.unsound]  # read anew, these are parked
-        claim.state, claim.end = State.ENDED, Released(str(claim.name), ids, delay_ms, _reason(reason))
+        claim.state, claim.end = State.ENDED, Released(str(claim.name), ids, delay_ms, _reason(reason), failures)
 
 
 def _by_subject(rows: Iterable[Candidate]) -> dict[str, list[Candidate]]:
@@ -526,4 +596,5 @@ def _by_subject(rows: Iterable[Candidate]) -> dict[str, list[Candidate]]:
 
 
 def _reason(text: str) -> str:
-    return text[:REASON_CHARS_MAX]
+    """Cut a text to what any column takes: a table may be Latin-1, and PostgreSQL takes no NUL."""
+    return text.encode("unicode_escape").decode("ascii")[:REASON_CHARS_MAX]

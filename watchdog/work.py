@@ -48,12 +48,13 @@ class Claiming:
 
 
 class Released(NamedTuple):
-    """A claim's rows that were certainly not stored: to be claimed anew after `delay_ms`, with one more error."""
+    """A claim's rows that were certainly not stored: to be claimed anew after `delay_ms`, with so many more errors."""
 
     claim: str
     ids: list[int]
     delay_ms: int
     reason: str
+    failures: int
 
 
 class Settled(NamedTuple):

@@ -121,7 +121,7 @@ def test_what_a_deposed_leader_writes_finds_no_row(application, outbox):
     assert known.claim == "1:1:1:g1" and known.age_ms < 60_000
     rows = outbox.take_over(TakeOver("1:1:1:g1", "1:1:2:g1"))
     assert [row.id for row in rows] == [first, second] and not rows[0].problem
-    outbox.settle(Settling([Settled("1:1:1:g1", [first], [(second, "?")])], [Released("1:1:1:g1", [first], 0, "?")]))
+    outbox.settle(Settling([Settled("1:1:1:g1", [first], [(second, "?")])], [Released("1:1:1:g1", [first], 0, "?", 1)]))
     assert [(row.status, row.error, row.claim) for row in application.rows()] == [(0, 0, "1:1:2:g1")] * 2
     assert outbox.take_over(TakeOver("1:1:1:g1", "1:1:3:g1")) == []
     outbox.settle(Settling([Settled("1:1:2:g1", [first], [(second, "no broker takes it")])], []))
@@ -134,10 +134,10 @@ def test_released_and_postponed_rows_wait_and_come_again(application, outbox):
     ids = ids_of(outbox.read_page(ReadPage(None, 10)))
     outbox.claim(Claiming({"1:1:1:g1": ids[:2]}, [], [Postponed(ids[2:], 3_600_000, "readonly")]))
     outbox.settle(
-        Settling([], [Released("1:1:1:g1", ids[:1], 0, "later"), Released("1:1:1:g1", ids[1:2], 3_600_000, "?")])
+        Settling([], [Released("1:1:1:g1", ids[:1], 0, "later", 1), Released("1:1:1:g1", ids[1:2], 3_600_000, "?", 0)])
     )
     assert ids_of(outbox.read_page(ReadPage(None, 10))) == ids[:1]
-    assert [(row.error, row.reason) for row in application.rows()][:2] == [(1, "later"), (1, "?")]
+    assert [(row.error, row.reason) for row in application.rows()][:2] == [(1, "later"), (0, "?")]
 
 
 def test_more_claims_than_one_answer_has_are_read_on(application, outbox):

@@ -95,6 +95,9 @@ class View:
     def room(self, name):
         return 100_000
 
+    def in_flight(self, name):
+        return 0
+
     def why_not(self, subject):
         return "the world says so"
 

@@ -132,7 +132,7 @@ class Outbox:
                 self._update(connection, ids, setting, " AND claim = :claim", claim=one.claim, reason=reason)
         for back in work.released:
             due = self._dialect.moment.format(back.delay_ms - self._age_ms)
-            setting = f"claim = NULL, error = error + 1, reason = :reason, update_time = {due}"
+            setting = f"claim = NULL, error = error + {int(back.failures)}, reason = :reason, update_time = {due}"
             self._update(
                 connection, back.ids, setting, " AND claim = :claim", claim=back.claim, reason=back.reason
             )  # fmt: skip

@@ -125,6 +125,6 @@ def _stuck(row: Row[Any]) -> StuckRow:
     try:
         message = decode_row(content)
         subject, message_id, created_ms = message.subject, str(message.id), message.created_ms
-    except (CallError, ValueError, OverflowError, RecursionError) as error:
+    except (CallError, ValueError, TypeError, OverflowError, RecursionError) as error:
         reason = reason or str(error)
     return StuckRow(id, state, errors, reason or "", max(0, age_ms or 0) / 1000, subject, message_id, created_ms)
