@@ -44,7 +44,10 @@ class ClaimName(NamedTuple):
     def parse(cls, text: str) -> ClaimName:
         """Read what `str` wrote; raises ValueError."""
         producer, number, term, group = text.split(":", 3)
-        return cls(int(producer, 16), int(number, 16), int(term, 16), group)
+        name = cls(int(producer, 16), int(number, 16), int(term, 16), group)
+        if str(name) != text or not all(0 <= part < 1 << 64 for part in name[:3]):
+            raise ValueError(f"{text!r} is no claim of ours")
+        return name
 
 
 class Candidate(NamedTuple):

@@ -207,7 +207,7 @@ class Draining:
     _holds: dict[Line, _Hold] = field(default_factory=dict)
     """Of lines of which no batch was stored since."""
     _suspects: set[int] = field(default_factory=set)
-    """Rows of a batch that was refused as wrong: each goes alone, to find out which of them it is."""
+    """Rows of a batch that was refused as wrong: each goes alone, to find out which of them it is, and whether."""
     _tokens: float = 0.0
     _tokens_ms: int | None = None
     _is_stopping: bool = False
@@ -561,12 +561,13 @@ class Draining:
         claim.state, claim.end = State.ENDED, Settled(str(claim.name), stored, parked + claim.unsound)
 
     def _refused(self, claim: Claim, error: QmqError, now_ms: int) -> None:
-        """Nothing of a claim is stored. What is wrong with one message is found by sending each alone."""
+        """Nothing of a claim is stored. What is wrong with one message is found by sending each alone, once more: a
+        request that was damaged on its way is refused as well."""
         if isinstance(error, AskAnotherBroker | NotServed):
             self._give_back(claim, str(error), now_ms)
             return
         if isinstance(error, CallError):
-            if len(claim.rows) == 1:
+            if len(claim.rows) == 1 and claim.rows[0].id in self._suspects:
                 self._end(claim, [], [(claim.rows[0].id, _reason(str(error)))])
                 return
             if len(self._suspects) < SUSPECTS_MAX:

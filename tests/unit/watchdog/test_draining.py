@@ -230,6 +230,20 @@ def test_of_a_batch_that_is_wrong_each_row_goes_alone_and_the_wrong_one_is_parke
     assert [(end.stored, end.parked) for end in drain.settle().settled] == [([1], []), ([], [(2, "this one")])]
 
 
+def test_a_row_is_parked_when_it_was_refused_alone_and_not_for_the_first_time():
+    """A packet that was damaged on its way is refused as well."""
+    drain = Drain(rest_ms=0)
+    for tries in range(2):
+        drain.page(row(1, errors=tries), after=1)
+        drain.claim()
+        [attempt] = drain.attempts()
+        drain.answer(attempt, NotStored(InvalidRequest("the batch does not match its CRC")))
+        work = drain.settle()
+        assert [end.ids for end in work.released] == [[1]] * (not tries)
+        drain.now_ms += 1_000
+    assert work.settled[0].parked == [(1, "the batch does not match its CRC")]
+
+
 def test_a_row_that_nobody_can_read_or_that_failed_too_often_is_parked_and_holds_up_no_other():
     drain = Drain(errors_max=5)
     drain.page(Candidate(1, 0, problem="no JSON"), row(2, errors=5), row(3))
@@ -521,7 +535,9 @@ def test_after_a_stop_nothing_is_claimed_and_what_is_under_way_ends():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "1:2:3", "g:2:3:g1", "::::"], ids=["empty", "a word", "too short", "no number", "colons"]
+    "text",
+    ["", "x", "1:2:3", "g:2:3:g1", "::::", "-1:2:3:g1", "1:-2:3:g1", f"{1 << 64:x}:2:3:g1", "0x1:2:3:g1"],
+    ids=["empty", "a word", "too short", "no number", "colons", "less than 0", "that, too", "too large", "another way"],
 )
 def test_what_is_no_claim_is_not_read_as_one(text):
     with pytest.raises(ValueError):
