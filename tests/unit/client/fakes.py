@@ -35,6 +35,7 @@ from qmq.remoting.commands import Command, DelayState, RecurAction, RecurringSch
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from qmq.types import GroupKind
+from tests.support.ports import free_ports
 
 TOKEN = "secret"
 
@@ -112,8 +113,8 @@ class FakeBroker:
 
     async def start(self, port: int = 0) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._accept, "127.0.0.1", port)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.port = port or free_ports(1)[0]  # one that nobody gets while it is down
+        self._server = await loop.create_server(self._accept, "127.0.0.1", self.port)
 
     def _accept(self) -> Connection:
         connection = Connection(self, 64 << 20)
@@ -496,13 +497,13 @@ class FakeMetaserver(MetaserverServicer):
 
     async def start(self, http_port: int = 0) -> None:
         await self.start_grpc()
-        self._http = await asyncio.start_server(self._serve_http, "127.0.0.1", http_port)
-        self.http_port = self._http.sockets[0].getsockname()[1]
+        self.http_port = http_port or free_ports(1)[0]
+        self._http = await asyncio.start_server(self._serve_http, "127.0.0.1", self.http_port)
 
     async def start_grpc(self) -> None:
         self._grpc = grpc.aio.server()
         add_MetaserverServicer_to_server(self, self._grpc)
-        self.grpc_port = self._grpc.add_insecure_port("127.0.0.1:0")
+        self.grpc_port = self._grpc.add_insecure_port(f"127.0.0.1:{free_ports(1)[0]}")
         await self._grpc.start()
 
     async def stop(self) -> None:

@@ -71,7 +71,7 @@ def test_a_message_that_is_refused_alone_says_when_it_would_have_been_due():
 
 def test_without_a_delay_group_the_error_names_what_an_operator_does():
     async def test() -> None:
-        async with delay_cluster() as (metaserver, broker, _), producer_of(metaserver, timeout_s=0.3) as producer:
+        async with delay_cluster() as (metaserver, broker, _), producer_of(metaserver, timeout_s=1.5) as producer:
             receipt = await producer.send(Message("a"), delay=5)
             assert receipt.outcome is Outcome.REFUSED and isinstance(receipt.error, NoRoute)
             assert "AddBroker" in receipt.reason and receipt.due_ms is not None
@@ -166,7 +166,7 @@ def test_unknown_is_not_said_while_a_group_is_silent():
     async def test() -> None:
         async with (
             delay_cluster("d1", "d2") as (metaserver, _, servers),
-            producer_of(metaserver, timeout_s=1.0, answer_timeout_s=0.2) as producer,
+            producer_of(metaserver, timeout_s=4.0, answer_timeout_s=0.4) as producer,
         ):
             servers[1].is_silent = True
             with pytest.raises(NotServed, match="d2"):

@@ -179,7 +179,7 @@ def test_a_blocking_handler_that_never_ends_keeps_nobody_from_ending():
 
     def handler(message: qmq.ReceivedMessage) -> None:
         began.set()
-        release.wait(20)
+        release.wait(120)
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):

@@ -725,11 +725,11 @@ def test_in_another_thread_a_consumer_is_stopped_by_hand():
 
     with ThreadPoolExecutor() as pool:
         future = pool.submit(run, test())
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(handled) < 3 and time.monotonic() < deadline and not future.done():
             time.sleep(0.01)
         consumers[0].stop()
-        future.result(timeout=20)
+        future.result(timeout=60)
 
 
 def test_sigterm_ends_all_consumers_of_a_loop_and_is_left_as_it_was():

@@ -172,7 +172,7 @@ def test_the_window_of_the_broker_is_kept():
 
 def test_a_connection_that_owes_answers_for_too_long_is_dropped():
     async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1", answer_timeout_s=0.2) as sender:
+        async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1", answer_timeout_s=2.0) as sender:
             hold = Hold(broker)
             answer = await sent(sender, "g1", batch(1, "x"))
             assert isinstance(answer, Unknown) and "no answer" in answer.reason

@@ -31,7 +31,7 @@ def test_a_subject_without_route_is_refused_in_time_by_name():
     """Gaps of QMQ, sections 1, 2 and 10: such a send never completes."""
 
     async def test() -> None:
-        async with cluster("g1") as (metaserver, _), producer_of(metaserver, timeout_s=0.3) as producer:
+        async with cluster("g1") as (metaserver, _), producer_of(metaserver, timeout_s=1.5) as producer:
             metaserver.refuse["nowhere"] = "no broker group is allowed for it"
             receipt = await producer.send(Message("nowhere", {"n": 1}, id="mine"))
             assert (receipt.outcome, receipt.message_id) == (qmq.Outcome.REFUSED, "mine")
@@ -115,7 +115,7 @@ def test_a_group_that_refused_is_used_again_without_a_new_route():
 
 def test_what_a_readonly_group_did_not_take_in_time_is_not_served():
     async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=0.3) as producer:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=2.0) as producer:
             broker.refuse_with = BrokerReadOnly("disk")
             error = (await producer.send(Message("a"))).error
             assert isinstance(error, NotServed) and not isinstance(error, NoRoute) and "disk" in str(error)
@@ -137,7 +137,7 @@ def test_what_a_broker_refuses_on_its_own_is_an_invalid_message_with_its_id():
 
 def test_an_unknown_outcome_says_so_by_its_error():
     async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=0.3) as producer:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=2.0) as producer:
             await producer.send(Message("a", {"n": 0}))
             Hold(broker)
             receipt = await producer.send(Message("a", {"n": 1}))
@@ -153,7 +153,7 @@ def test_a_full_queue_makes_send_wait_no_longer_than_its_time_and_takes_nothing(
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
-            async with producer_of(metaserver, queue_messages_max=5, in_flight_max=1, timeout_s=1.0) as producer:
+            async with producer_of(metaserver, queue_messages_max=5, in_flight_max=1, timeout_s=3.0) as producer:
                 await producer.send(Message("a", {"n": "connected"}))
                 hold = Hold(broker)
                 done: list[qmq.Receipt] = []
@@ -299,7 +299,7 @@ def test_a_group_that_answers_nothing_is_given_up_and_the_others_take_what_comes
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, [silent]):
-            async with producer_of(metaserver, timeout_s=3.0, answer_timeout_s=0.1, in_flight_max=64) as producer:
+            async with producer_of(metaserver, timeout_s=6.0, answer_timeout_s=0.1, in_flight_max=64) as producer:
                 await producer.send(Message("a", {"n": "connected"}))
                 breaker = producer._senders.of(is_delayed=False)._groups["g1"].breaker
                 Hold(silent)

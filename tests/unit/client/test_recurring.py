@@ -91,7 +91,7 @@ def test_nothing_is_put_or_said_while_a_group_that_may_have_it_is_silent():
     async def test():
         async with (
             delay_cluster("d1", "d2") as (metaserver, _, servers),
-            producer_of(metaserver, timeout_s=1.0, answer_timeout_s=0.3) as producer,
+            producer_of(metaserver, timeout_s=3.0, answer_timeout_s=0.5) as producer,
         ):
             servers[1].is_silent = True
             with pytest.raises(NotServed):

@@ -27,7 +27,7 @@ def service(tmp_path):
     service.stop(time.monotonic())
 
 
-def wait_for(condition, timeout_s=10.0):
+def wait_for(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

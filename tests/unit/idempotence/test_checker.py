@@ -185,9 +185,9 @@ def test_the_lease_is_renewed_until_the_handler_ends_and_no_longer(some_stores):
                 async with asyncio.timeout(30):
                     await enough.wait()
 
-            assert await deliver(Idempotence(watched, lease_s=0.3), Handed("id-1"), slow)
+            assert await deliver(Idempotence(watched, lease_s=4.5), Handed("id-1"), slow)
             assert len(watched.renewals) >= 3 and all(watched.renewals)
-            assert await other.claim("order.paid%stock%id-1", "other", 0.3) == Claim(State.HANDLED)
+            assert await other.claim("order.paid%stock%id-1", "other", 4.5) == Claim(State.HANDLED)
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())

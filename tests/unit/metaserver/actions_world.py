@@ -36,7 +36,7 @@ class World:
     def __init__(self, database, *, keys=(KEY,)):
         self.metrics, clock = Metrics(), AwakeClock()
         url = database if "://" in str(database) else f"sqlite:///{database}"
-        self.database = Database(url, timeout_ms=3000)
+        self.database = Database(url, timeout_ms=30_000)
         self.liveness = Liveness("m1", timeout_ms=5000)
         self.registry = Registry(
             self.database, self.liveness, self.metrics, clock, lambda tokens: None, groups_min=1, groups_new=1

@@ -196,7 +196,7 @@ async def test_the_review_goes_on_by_itself(metaserver, access):
     task = asyncio.ensure_future(access.run())
     try:
         del metaserver.answers["t"]
-        await asyncio.wait_for(guest.is_out.wait(), 5)
+        await asyncio.wait_for(guest.is_out.wait(), 60)
     finally:
         module.REVIEW_S = module_review_s
         task.cancel()
