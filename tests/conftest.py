@@ -6,6 +6,7 @@ import os
 import signal
 
 import hypothesis
+from hypothesis.internal.conjecture import providers
 
 pytest_plugins = ["tests.support.databases"]
 
@@ -26,8 +27,19 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("same everywhere")
 
+# Hypothesis also tries the constants that it finds in modules of ours, as far as they happen to be loaded: which these
+# are differs with the tests that ran before in the same process.
+_constants_of_loaded_modules = providers._get_local_constants
+providers._get_local_constants = lambda: (
+    providers.Constants() if hypothesis.settings.default.derandomize else _constants_of_loaded_modules()
+)
+
 # Settings of whoever runs the tests must not reach the processes that they start.
 for name in [name for name in os.environ if name.startswith("QMQ_")]:
+    del os.environ[name]
+
+# Nor are servers on this machine asked through somebody's proxy.
+for name in [name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy")]:
     del os.environ[name]
 
 # A shell makes commands in the background deaf to Ctrl-C, and whom they start: tests of Ctrl-C would wait for nothing.
