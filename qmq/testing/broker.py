@@ -25,8 +25,8 @@ T = TypeVar("T")
 CLOSE_S = 5.0
 ADVANCE_S = 300.0
 """A year goes by in about a minute: leases are renewed at each step."""
-WAIT_S = 5.0
-"""How long the `wait_until` functions wait if they are not told."""
+WAIT_S = 20.0
+"""How long the `wait_until` functions wait if they are not told: far longer than it takes, as machines stand still."""
 
 
 class _Broker:

@@ -232,7 +232,7 @@ async def test_progress_outlives_a_change_of_masters(broker):
 
 @run
 async def test_readonly_holds_for_its_subject_until_it_ends(broker):
-    async with producing(broker, timeout_s=0.5) as producer:
+    async with producing(broker, timeout_s=3.0) as producer:
         broker.readonly("s")
         refused, stored = await asyncio.gather(producer.send(message(1)), producer.send(message(2, "other")))
         assert (refused.outcome, stored.outcome) == (Outcome.REFUSED, Outcome.STORED)
@@ -272,7 +272,8 @@ async def test_who_waits_in_vain_is_told_how_far_the_group_is(broker):
             await broker.wait_until_consumed("s", "g", 0.05)
         async with listening(broker, handle):
             await broker.wait_until_delayed("s", "g")
-            with pytest.raises(TimeoutError, match=r"0 messages .*, 1 wait .* for (60|59)\.\d s, 1 are held by its 1 "):
+            told = r"0 messages .*, 1 wait .* for (60|5\d)\.\d s, 1 are held by its 1 "
+            with pytest.raises(TimeoutError, match=told):
                 await broker.wait_until_consumed("s", "g", 0.2)
             with pytest.raises(TimeoutError, match="not 2 consumers subscribed"):
                 await broker.wait_until_subscribed("s", "g", 2, 0.05)
