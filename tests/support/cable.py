@@ -43,7 +43,11 @@ class Cable:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            server = socket.create_connection(("127.0.0.1", self._server_port))
+            try:
+                server = socket.create_connection(("127.0.0.1", self._server_port))
+            except OSError:
+                _cut(client)  # there is no server at this moment
+                continue
             for pump in (self._questions, self._answers):
                 threading.Thread(target=pump, args=(client, server), daemon=True).start()
 
@@ -61,7 +65,10 @@ class Cable:
                     server.sendall(piece)
                     return  # the pump of answers ends with the server's connection
                 break
-            server.sendall(piece)
+            try:
+                server.sendall(piece)
+            except OSError:
+                break  # it is cut, or the server died
         _cut(client, server)
 
     def _answers(self, client: socket.socket, server: socket.socket) -> None:

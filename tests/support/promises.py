@@ -37,10 +37,14 @@ class Tries:
     def time(self, attempt: Callable[[], object]) -> None:
         """Make the try, and note what it took."""
         began = time.monotonic()
-        attempt()
-        self.took(time.monotonic() - began)
+        try:
+            attempt()
+        finally:
+            self.took(time.monotonic() - began)
 
     async def time_async(self, attempt: Callable[[], Awaitable[object]]) -> None:
         began = time.monotonic()
-        await attempt()
-        self.took(time.monotonic() - began)
+        try:
+            await attempt()
+        finally:
+            self.took(time.monotonic() - began)

@@ -14,7 +14,7 @@ import redis
 
 from tests.support.ports import kept_port
 
-START_S = 30
+START_S = 60
 
 
 class RedisServer:
