@@ -41,8 +41,8 @@ from qmq.errors import NotServed, OperatorError, QmqError
 RESTART_S = 1.0
 REFRESH_S = 0.5
 """How old `cluster.json` may be."""
-START_S = 60.0
-SWAP_S = 20.0
+START_S = 120.0
+SWAP_S = 60.0
 TICK_S = 0.05
 
 

@@ -53,13 +53,13 @@ def manage(url: str, token: str, action: str, **parameters: object) -> Any:
     return result.get("data", result) if isinstance(result, dict) else result
 
 
-def broker_state(control_address: str, token: str) -> qmq_pb2.BrokerState | None:
+def broker_state(control_address: str, token: str, *, timeout_s: float = 1.0) -> qmq_pb2.BrokerState | None:
     """What a broker says of itself, or None while it does not answer."""
     with grpc.insecure_channel(control_address, options=CHANNEL_OPTIONS) as channel:
         try:
             stub = qmq_pb2_grpc.BrokerStub(channel)
             state: qmq_pb2.BrokerState = stub.ReplicaStatus(
-                qmq_pb2.Nothing(), timeout=1.0, metadata=[("x-api-token", token)]
+                qmq_pb2.Nothing(), timeout=timeout_s, metadata=[("x-api-token", token)]
             )
         except grpc.RpcError:
             return None
