@@ -58,7 +58,9 @@ class BadBlocks:
         if blocks:
             good = {f"{os.readlink(f'/proc/self/fd/{fd}')} {block}" for block in blocks}
             lines = [line for line in self._file.read_text().splitlines() if line not in good]
-            self._file.write_text("".join(f"{line}\n" for line in lines))
+            beside = self._file.with_suffix(".new")
+            beside.write_text("".join(f"{line}\n" for line in lines))
+            beside.replace(self._file)  # whole for the test, which reads it
 
 
 if __name__ == "__main__":

@@ -28,20 +28,22 @@ from qmq.remoting.commands import Command, Pull
 from qmq.remoting.packet import packet_header, read_packet
 from tests.support.ports import run_of_ports
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 SEGMENT_BYTES = 256 * 1024
 """Each segment is preallocated."""
 PAIR_SETTINGS = {"segment_bytes": SEGMENT_BYTES, "slave_wait_ms": 1000, "disk_free_limit": 0}
-SETTINGS = PAIR_SETTINGS | {"lease_ms": 1000}
+SETTINGS = PAIR_SETTINGS | {"lease_ms": 10_000}
+"""Longer than a process stands still: consumers are not dead, and what they acked is not handed out again."""
 
 
 @contextmanager
 def running(run_dir, *, groups=("g1",), delay_groups=(), restart_s=0.1, metaserver=None, **broker):
-    """Run a cluster with small segments and short leases, on ports that nobody else uses."""
+    """Run a cluster with small segments, on ports that nobody else uses."""
     first = run_of_ports()
     with Cluster(
         run_dir, groups=groups, delay_groups=delay_groups, broker=SETTINGS | broker, delay_server=PAIR_SETTINGS,
-        metaserver=metaserver, http_port=first, broker_port=first + 2, restart_s=restart_s,
+        metaserver={"database_timeout_ms": 30_000} | (metaserver or {}), restart_s=restart_s,
+        http_port=first, broker_port=first + 2,
     ) as cluster:  # fmt: skip
         yield cluster
 
@@ -86,8 +88,8 @@ def log_of(cluster, name):
 
 
 def state(cluster, plan):
-    """What a broker says of itself; None while it does not answer."""
-    return broker_state(f"127.0.0.1:{plan.control_port}", cluster.token)
+    """What a broker says of itself; None while it is down or stopped. One that is only slow is waited for."""
+    return broker_state(f"127.0.0.1:{plan.control_port}", cluster.token, timeout_s=10.0)
 
 
 def reasons(cluster, plan):
@@ -110,7 +112,7 @@ def metrics(cluster, plan):
     """Scrape a broker: {"name{labels}": value}."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     url, headers = f"http://127.0.0.1:{plan.metrics_port}/metrics", {"X-Api-Token": cluster.token}
-    with opener.open(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+    with opener.open(urllib.request.Request(url, headers=headers), timeout=WAIT_S) as answer:
         lines = answer.read().decode().splitlines()
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
@@ -179,7 +181,7 @@ class Wire:
     """A TCP connection to a broker that sends what it likes."""
 
     def __init__(self, port, *, token=None):
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
         self._opaque = 0
         if token is not None:
             answer = self.ask(Command.AUTHENTICATE, commands.encode_json(token=token, app="test"))
@@ -263,6 +265,8 @@ def pull(wire, subscription, timeout_ms=0):
 
 
 def producer(cluster, **options):
+    """A producer that waits longer for an outcome than a machine with much to do takes to start a broker again."""
+    options = {"timeout_s": 2 * WAIT_S} | options
     return qmq.Producer(metaserver=cluster.metaserver, token=cluster.token, app="test", **options)
 
 

@@ -65,7 +65,8 @@ async def send_while_the_disk_fails(cluster, broker):
         async with asyncio.TaskGroup() as tasks:
             for name in range(4):
                 tasks.create_task(send_some(sender, name))
-            await asyncio.sleep(0.1)
+            while len(receipts) < 40:
+                await asyncio.sleep(0.001)
             fail_disk(cluster, broker)
     return receipts
 
@@ -80,7 +81,8 @@ def test_failed_fsync_ends_the_broker_and_acknowledges_nothing(cluster, role):
     assert "process ends as fenced: DiskFailed" in log_of(cluster, broker.hostname)
     assert not all(receipt.is_stored for receipt in sent), "the disk failed too late"
     if role == "slave":
-        assert reasons(cluster, cluster.broker("g1", "master")) == ["slave_down"]
+        master = cluster.broker("g1", "master")
+        until(lambda: reasons(cluster, master) == ["slave_down"], "the master hears of it")
     mend_disk(cluster, broker)
     cluster.wait_writable()
     after = send_all(cluster, "s", 10, name="after")
@@ -103,6 +105,7 @@ def test_broker_whose_disk_fails_at_start_does_not_serve(cluster):
     cluster.service(slave.hostname).start()
     assert until(lambda: cluster.service(slave.hostname).exit_status, "it ends") in (1, FENCED)
     assert "Input/output error" in log_of(cluster, slave.hostname)
-    assert reasons(cluster, cluster.broker("g1", "master")) == ["slave_down"]
+    master = cluster.broker("g1", "master")
+    until(lambda: reasons(cluster, master) == ["slave_down"], "the master hears of it")
     mend_disk(cluster, slave)
     cluster.wait_writable()

@@ -14,6 +14,7 @@ from qmq.errors import QmqError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
 from tests.integration.cluster_world import (
+    WAIT_S,
     Wire,
     begin,
     consume_all,
@@ -45,7 +46,7 @@ def call(cluster, method, request, role="master"):
     plan = cluster.broker("g1", role)
     with grpc.insecure_channel(f"127.0.0.1:{plan.control_port}", options=CHANNEL_OPTIONS) as channel:
         metadata = (("x-api-token", cluster.token),)
-        return getattr(BrokerStub(channel), method)(request, metadata=metadata, timeout=20)
+        return getattr(BrokerStub(channel), method)(request, metadata=metadata, timeout=WAIT_S)
 
 
 def progress(cluster, subject):
@@ -93,7 +94,7 @@ def test_connected_consumer_gets_what_the_new_position_says(cluster, subject, ho
     async def consume():
         client = consumer(cluster, consumer_id="c")
         async with client.pull(subject, group="g", start="earliest", prefetch_messages=prefetch) as puller:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(WAIT_S):
                 first = await take(puller, COUNT if holds == "everything acked" else 4)
                 await puller.flush()
                 if holds == "a full buffer":
