@@ -24,6 +24,10 @@ TOKEN = "cluster token of a test"
 HEADERS = {"X-Api-Token": TOKEN}
 HOST = "127.0.0.1"
 SUBJECT = "order.changed"
+HEARTBEAT_TIMEOUT_MS = 4000
+"""Longer than a process of a busy machine stands still."""
+STEADY_S = 6.0
+"""Longer than that: whoever would fall silent would have been noticed."""
 
 NGINX_MAIN = """
 worker_processes 1;
@@ -57,8 +61,8 @@ class Installation:
     def _metaserver(self, name, http_port, grpc_port):
         settings = {
             "host": HOST, "http_port": http_port, "grpc_port": grpc_port, "database": self.database,
-            "cluster_token": TOKEN, "heartbeat_timeout_ms": 2000, "broker_timeout_ms": 1000,
-            "database_timeout_ms": 1000, "snapshot": str(self.folder / f"{name}.snapshot"),
+            "cluster_token": TOKEN, "heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS, "broker_timeout_ms": 2000,
+            "database_timeout_ms": 3000, "snapshot": str(self.folder / f"{name}.snapshot"),
         }  # fmt: skip
         service = self._service(name, "metaserver", settings)
         service.url, service.grpc = f"http://{HOST}:{http_port}", f"{HOST}:{grpc_port}"
@@ -109,7 +113,7 @@ class Installation:
                 service.signal(signal.SIGCONT)
                 service.signal(signal.SIGTERM)
         for service in (*self.brokers, *self.metaservers):
-            end(service, signal.SIGKILL) if service.pid and not ended(service, 10) else None
+            end(service, signal.SIGKILL) if service.pid and not ended(service, 30) else None
         if nginx := getattr(self, "nginx", None):
             nginx.terminate()
             nginx.wait(WAIT_S)
@@ -117,13 +121,13 @@ class Installation:
     @staticmethod
     def answers(url):
         with suppress(httpx.HTTPError):
-            return httpx.get(f"{url}/meta/address", trust_env=False, timeout=2).status_code == 200
+            return httpx.get(f"{url}/meta/address", trust_env=False, timeout=10).status_code == 200
         return False
 
     @staticmethod
     def look(url, action="ListBrokerGroups", **words):
         """Ask one metaserver, or any through nginx."""
-        answer = httpx.get(f"{url}/api/v1/{action}", params=words, headers=HEADERS, trust_env=False, timeout=5)
+        answer = httpx.get(f"{url}/api/v1/{action}", params=words, headers=HEADERS, trust_env=False, timeout=20)
         answer.raise_for_status()
         return answer.json()["data"]
 

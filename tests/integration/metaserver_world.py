@@ -13,6 +13,7 @@ from metaserver.main import Metaserver
 from metaserver.settings import MetaserverSettings
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerServicer, MetaserverStub, add_BrokerServicer_to_server
+from tests.support.ports import free_ports
 
 TOKEN = "right token"
 METADATA = [("x-api-token", TOKEN)]
@@ -25,7 +26,7 @@ class World:
     def __init__(self, database, **settings):
         self.settings = MetaserverSettings(
             cluster_token=TOKEN, cluster_token_before="another token", database=f"sqlite:///{database}", http_port=0,
-            grpc_port=0, **settings,
+            grpc_port=0, **{"database_timeout_ms": 30_000} | settings,
         )  # fmt: skip
         self._brokers = []
 
@@ -166,7 +167,8 @@ class FakeBroker(BrokerServicer):
     async def start(self):
         self._server = grpc.aio.server()
         add_BrokerServicer_to_server(self, self._server)
-        self.control_port = self._server.add_insecure_port("127.0.0.1:0")
+        [port] = free_ports(1)  # nobody else answers there when it has ended
+        self.control_port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()
         self.channel = grpc.aio.insecure_channel(await self.world.address())
         rpc = MetaserverStub(self.channel)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import signal
 import time
-from pathlib import Path
 
 import grpc
 import httpx
@@ -16,9 +15,10 @@ from deploy.control import manage
 from qmq.errors import QmqError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
-from tests.integration.cluster_world import until
+from tests.integration.cluster_world import WAIT_S, until
 from tests.integration.installation_world import (
     HEADERS,
+    STEADY_S,
     SUBJECT,
     TOKEN,
     Installation,
@@ -27,8 +27,8 @@ from tests.integration.installation_world import (
     ended,
     installation,
 )
+from tests.support.promises import Tries
 
-STEADY_S = 3.0
 METADATA = [("x-api-token", TOKEN)]
 
 
@@ -41,7 +41,7 @@ def world(mariadb, tmp_path_factory):
 
 
 def database_is_up(url):
-    return httpx.get(f"{url}/health/ready", trust_env=False).json()["database"]
+    return httpx.get(f"{url}/health/ready", trust_env=False, timeout=20).json()["database"]
 
 
 def all_know(world, *, up):
@@ -53,7 +53,7 @@ def routes(url, *subjects):
     """Ask for routes as a client without gRPC does."""
     words = [("subject", subject) for subject in subjects]
     words += [("app", "test"), ("clientId", "test"), ("produces", "true")]
-    answer = httpx.get(f"{url}/meta/routes", params=words, headers=HEADERS, trust_env=False, timeout=5)
+    answer = httpx.get(f"{url}/meta/routes", params=words, headers=HEADERS, trust_env=False, timeout=20)
     return {route["subject"]: route for route in answer.json()["routes"]}
 
 
@@ -82,23 +82,21 @@ def test_weakness_15_16_17_routes_marks_and_heartbeats_go_on_without_the_databas
     manage(world.url, TOKEN, "UnMarkReadonlyBrokerGroup", brokerGroup="g1", subject=SUBJECT)
     for service in world.metaservers:
         until(lambda url=service.url: offers(url, SUBJECT), "it is known that the mark is gone")
-    with Observers(world) as observers:
-        until(lambda: observers.sent > 20, "the observers are at work")
-        with away(mariadb):
-            all_know(world, up=False)
-            sent = observers.sent
-            for service in world.metaservers:
-                asked_s = time_of(lambda url=service.url: offers(url, SUBJECT))
-                assert asked_s < 0.5, f"{service.name} took {asked_s:.2f} s for a known route"
-            time.sleep(STEADY_S)
-        all_know(world, up=True)
-    assert observers.problems == [] and observers.sent > sent and observers.slowest_s < 2
-
-
-def time_of(call):
-    began = time.monotonic()
-    assert call()
-    return time.monotonic() - began
+    for _ in (sending := Tries(2.0, "each message is stored")):
+        with Observers(world) as observers:
+            until(lambda: observers.sent > 20, "the observers are at work")
+            with away(mariadb):
+                all_know(world, up=False)
+                sent = observers.sent
+                for service in world.metaservers:
+                    for _ in (asking := Tries(0.5, f"a known route of {service.name}", most=10)):
+                        began = time.monotonic()
+                        assert offers(service.url, SUBJECT)
+                        asking.took(time.monotonic() - began)
+                time.sleep(STEADY_S)
+            all_know(world, up=True)
+        assert observers.problems == [] and observers.sent > sent
+        sending.took(observers.slowest_s)
 
 
 def test_new_subject_gets_a_clear_answer_and_its_route_by_itself(world, mariadb):
@@ -136,7 +134,7 @@ def test_weakness_18_a_failing_database_never_empties_what_a_client_has(world, m
             with stopped(mariadb):
                 await asyncio.to_thread(all_know, world, up=False)
                 await call.write(pb.RouteRequest(subjects=[SUBJECT, "unheard.of"], app="test", client_id="c"))
-                updates = [await asyncio.wait_for(call.read(), 10)]
+                updates = [await asyncio.wait_for(call.read(), WAIT_S)]
             for update in updates:
                 for route in update.routes:
                     assert route.groups or route.subject == "unheard.of"
@@ -170,12 +168,25 @@ def test_broker_restarts_while_the_database_is_away(world, mariadb):
     assert world.writable(world.url)
 
 
+def is_snapshot_of_all_so_far(world):
+    """Change something, and wait until the first metaserver has written a snapshot that it began after that."""
+    snapshot = world.folder / "m0.snapshot"
+    for action in ("MarkReadonlyBrokerGroup", "UnMarkReadonlyBrokerGroup"):
+        before = snapshot.stat().st_mtime_ns if snapshot.exists() else 0
+        manage(world.metaservers[0].url, TOKEN, action, brokerGroup="g1", subject=SUBJECT)
+        until(
+            lambda before=before: snapshot.exists() and snapshot.stat().st_mtime_ns > before,
+            f"there is a new snapshot after {action}",
+        )
+    for service in world.metaservers:
+        until(lambda url=service.url: offers(url, SUBJECT), "it is known that the mark is gone")
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
 def test_weakness_23_metaserver_starts_from_its_snapshot_while_the_database_is_away(world, mariadb, how):
     """Weakness 23: no start without the database."""
     service = world.metaservers[0]
-    until(lambda: Path(world.folder / "m0.snapshot").exists(), "there is a snapshot")
-    time.sleep(4)  # what changed last is in it by then, as it is written every 3 s
+    is_snapshot_of_all_so_far(world)
     with Observers(world) as observers:
         until(lambda: observers.sent > 20, "the observers are at work")
         with stopped(mariadb):
@@ -196,7 +207,7 @@ def test_metaserver_ends_in_order_while_the_database_stands_still(world, mariadb
     with mariadb.paused():
         all_know(world, up=False)
         service.signal(signal.SIGTERM)
-        assert ended(service, 10) and service.exit_status == 0
+        assert ended(service, WAIT_S) and service.exit_status == 0
     service.start()
     until(lambda: world.answers(service.url), "it is back")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pymysql
 import pytest
@@ -26,8 +25,10 @@ from metaserver.model import AuditRow, ReadonlyMark
 from metaserver.registry import Registry
 from tests.support.cable import cable_to
 from tests.support.directories import add_group
+from tests.support.promises import Tries
 
 MARK = ReadonlyMark("*", "g1")
+LONG_S = 60
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_change_whose_commit_is_still_on_its_way_is_called_stored_exactly_if_it_
     """The connection broke, and the server has not heard the commit yet: its absence at this moment proves nothing."""
 
     async def change():
-        database = Database(through(cable, url), timeout_ms=10_000)
+        database = Database(through(cable, url), timeout_ms=60_000)
         await database.open()
         registry = make_registry(database)
 
@@ -133,12 +134,12 @@ def test_settling_waits_for_a_change_that_only_writes_down_what_was_done(engine,
 
     def stand_still():
         is_stored.set()
-        may_end.wait()
+        may_end.wait(LONG_S)
 
     at_commit(other, stand_still)
     writing = threading.Thread(target=Repository(other).change, args=([], AuditRow("me", "here", "ResetOffset")))
     writing.start()
-    is_stored.wait()
+    assert is_stored.wait(LONG_S)
     event.listen(
         engine, "before_cursor_execute", lambda *_: threading.Timer(0.2, may_end.set).start(), once=True
     )
@@ -189,11 +190,10 @@ def test_database_that_is_away_is_an_error_at_once_and_used_again_when_it_is_bac
     repository = Repository(engine)
     repository.load()
     database_server.kill()
-    begin = time.monotonic()
     for ask in (repository.load, repository.versions, repository.ping, lambda: mark(repository)):
-        with pytest.raises(OperationalError):
-            ask()
-    assert time.monotonic() - begin < engines.CONNECT_S
+        for _ in (tries := Tries(engines.CONNECT_S / 4, "an error")):
+            with pytest.raises(OperationalError):
+                tries.time(ask)
     database_server.start()
     assert list(repository.load().groups) == ["g1"]
     mark(repository)
@@ -201,7 +201,7 @@ def test_database_that_is_away_is_an_error_at_once_and_used_again_when_it_is_bac
 
 
 def test_change_that_stands_still_holds_up_others_only_for_a_while(url, engine, monkeypatch):
-    monkeypatch.setattr(engines, "IDLE_S", 1)
+    monkeypatch.setattr(engines, "IDLE_S", 5)
     stopped = open_database(url)
     with stopped.connect() as connection:
         connection.begin()
@@ -213,9 +213,9 @@ def test_change_that_stands_still_holds_up_others_only_for_a_while(url, engine, 
 
 
 def test_database_that_stands_still_is_given_up(database_server, url, monkeypatch):
-    monkeypatch.setattr(engines, "ANSWER_S", 1)
+    monkeypatch.setattr(engines, "ANSWER_S", 4)
     engine = open_database(url)
-    transactions = Transactions(engine, limit_s=1)
+    transactions = Transactions(engine, limit_s=4)
     ask = select(meta_version.c.version)
     transactions.read(lambda connection: connection.execute(ask).all())
     with database_server.paused():

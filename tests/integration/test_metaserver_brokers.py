@@ -151,7 +151,7 @@ async def test_wiped_slave_is_not_complete_on_the_word_of_a_master_that_has_not_
     await world.until(lambda: complete(True))
 
 
-@in_world
+@in_world(database_timeout_ms=500)
 async def test_heartbeats_go_on_while_every_call_to_the_database_hangs(world):
     """Weakness 15: SQL on the threads that serve heartbeats."""
     master, _ = await world.pair()

