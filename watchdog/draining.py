@@ -25,6 +25,7 @@ from qmq.errors import AskAnotherBroker, CallError, NotServed, QmqError
 from watchdog.claims import Candidate, ClaimName, batch_of
 from watchdog.work import (
     Claiming,
+    Due,
     Known,
     Page,
     Postponed,
@@ -145,10 +146,11 @@ class _Lane:
 
 
 class _Hold(NamedTuple):
-    """Until when the rows of a line that no group takes are put off, for how long that was, and why."""
+    """Until when the rows of a line that no group takes are put off, by both clocks, for how long that was, and why."""
 
     until_ms: int
     delay_ms: int
+    due: Due
     reason: str
 
 
@@ -199,6 +201,9 @@ class Draining:
     _after: tuple[object, int] | None = None
     _page: Page | None = None
     """A page of which some rows found no room yet."""
+    _told: object = None
+    """The database's clock at `_told_ms`."""
+    _told_ms: int = 0
     _page_ms: int = 0
     """When the page was read that is being placed, or was last."""
     _pass_ms: int = 0
@@ -287,6 +292,8 @@ class Draining:
         self._claims_after = ""
 
     def page(self, page: Page, now_ms: int) -> None:
+        if page.told is not None:
+            self._told, self._told_ms = page.told, now_ms
         self._page_ms = now_ms
         self._compose(page, now_ms)
 
@@ -389,13 +396,15 @@ class Draining:
             self._after, self._claims_after = None, ""
 
     def _hold(self, line: Line, reason: str, now_ms: int) -> _Hold:
-        """Put off rows of a line: all until the same moment, however many pages they fill; if nobody takes them then
-        either, for longer."""
+        """Put off rows of a line: all until the same moment, so that they come in their order, however many pages they
+        fill; if nobody takes them then either, for longer."""
         hold = self._holds.get(line)
         if hold is None or hold.until_ms <= now_ms:
             last_ms = hold.delay_ms if hold else 0
             delay_ms = max(self.limits.postpone_ms, min(last_ms * 2, self.limits.postpone_ms_max))
-            hold = self._holds[line] = _Hold(now_ms + delay_ms, delay_ms, _reason(reason))
+            until_ms = now_ms + delay_ms
+            due = Due(self._told, until_ms - (self._told_ms if self._told is not None else now_ms))
+            hold = self._holds[line] = _Hold(until_ms, delay_ms, due, _reason(reason))
         return hold
 
     def _place(self, subject: str, rows: list[Candidate], now_ms: int) -> tuple[list[Candidate], list[Postponed]]:
@@ -419,7 +428,7 @@ class Draining:
                 continue
             if why_not:
                 hold = self._hold((subject, home), why_not, now_ms)
-                postponed.append(Postponed([row.id for row in rest], hold.until_ms - now_ms, hold.reason))
+                postponed.append(Postponed([row.id for row in rest], hold.due, hold.reason))
             else:
                 left += rest
         return left, postponed
@@ -577,16 +586,17 @@ class Draining:
     def _give_back(self, claim: Claim, reason: str, now_ms: int) -> None:
         """The group's fault, not that of the rows: they wait as long as others that no group takes."""
         hold = self._hold(claim.line, reason, now_ms)
-        self._released(claim, hold.until_ms - now_ms, reason, 0)
+        self._released(claim, hold.due, reason, 0)
 
     def _release(self, claim: Claim, reason: str) -> None:
         """Perhaps the fault of a row; which, nobody knows, so all go again when the one that failed least may."""
         errors = min(row.errors for row in claim.rows)
-        self._released(claim, min(self.limits.release_ms << min(errors, 20), self.limits.release_ms_max), reason, 1)
+        delay_ms = min(self.limits.release_ms << min(errors, 20), self.limits.release_ms_max)
+        self._released(claim, Due(None, delay_ms), reason, 1)
 
-    def _released(self, claim: Claim, delay_ms: int, reason: str, failures: int) -> None:
+    def _released(self, claim: Claim, due: Due, reason: str, failures: int) -> None:
         ids = claim.ids + [id for id, _ in claim.unsound]  # read anew, these are parked
-        claim.state, claim.end = State.ENDED, Released(str(claim.name), ids, delay_ms, _reason(reason), failures)
+        claim.state, claim.end = State.ENDED, Released(str(claim.name), ids, due, _reason(reason), failures)
 
 
 def _by_subject(rows: Iterable[Candidate]) -> dict[str, list[Candidate]]:

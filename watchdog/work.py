@@ -12,11 +12,18 @@ from typing import NamedTuple
 from watchdog.claims import Candidate
 
 
+class Due(NamedTuple):
+    """A moment by the database's clock: `plus_ms` after `told`, which it told with a page; None: after this write."""
+
+    told: object
+    plus_ms: int
+
+
 class Postponed(NamedTuple):
-    """Rows that nobody takes now, for a reason; nobody looks at them for `delay_ms`."""
+    """Rows that nobody takes now, for a reason; nobody looks at them before they are due."""
 
     ids: list[int]
-    delay_ms: int
+    due: Due
     reason: str
 
 
@@ -29,10 +36,11 @@ class ReadPage:
 
 
 class Page(NamedTuple):
-    """`after`: where the next page begins; None: nothing is behind this one."""
+    """`after`: where the next page begins; None: nothing is behind this one. `told`: the database's clock, if any row."""
 
     rows: list[Candidate]
     after: tuple[object, int] | None
+    told: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +56,11 @@ class Claiming:
 
 
 class Released(NamedTuple):
-    """A claim's rows that were certainly not stored: to be claimed anew after `delay_ms`, with so many more errors."""
+    """A claim's rows that were certainly not stored: to be claimed anew when they are due, with so many more errors."""
 
     claim: str
     ids: list[int]
-    delay_ms: int
+    due: Due
     reason: str
     failures: int
 

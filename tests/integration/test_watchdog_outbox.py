@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
 from sqlalchemy import text
 
+from tests.integration.cluster_world import until
 from tests.integration.watchdog_world import TABLE, Application
 from watchdog.db.engine import open_source
 from watchdog.db.outbox import CLAIMS_MAX, Outbox
 from watchdog.db.questions import Questions
-from watchdog.work import Claiming, Postponed, ReadClaims, ReadPage, Released, Settled, Settling, TakeOver
+from watchdog.work import Claiming, Due, Page, Postponed, ReadClaims, ReadPage, Released, Settled, Settling, TakeOver
 
 SUBJECT = "order.paid"
+NOW, LATER = Due(None, 0), Due(None, 3_600_000)
 
 
 @pytest.fixture
@@ -92,7 +95,7 @@ def test_a_password_may_have_any_letters(application):
 def test_young_rows_are_left_to_their_application(application):
     old = Outbox(application.engine, replace(application.source, age_ms=60_000))
     application.write(SUBJECT, ["young"])
-    assert old.read_page(ReadPage(None, 10)) == ([], None)
+    assert old.read_page(ReadPage(None, 10)) == Page([], None)
 
 
 def test_a_claim_takes_each_row_once_and_passes_over_what_others_have(application, outbox):
@@ -121,7 +124,8 @@ def test_what_a_deposed_leader_writes_finds_no_row(application, outbox):
     assert known.claim == "1:1:1:g1" and known.age_ms < 60_000
     rows = outbox.take_over(TakeOver("1:1:1:g1", "1:1:2:g1"))
     assert [row.id for row in rows] == [first, second] and not rows[0].problem
-    outbox.settle(Settling([Settled("1:1:1:g1", [first], [(second, "?")])], [Released("1:1:1:g1", [first], 0, "?", 1)]))
+    late = Settling([Settled("1:1:1:g1", [first], [(second, "?")])], [Released("1:1:1:g1", [first], NOW, "?", 1)])
+    outbox.settle(late)
     assert [(row.status, row.error, row.claim) for row in application.rows()] == [(0, 0, "1:1:2:g1")] * 2
     assert outbox.take_over(TakeOver("1:1:1:g1", "1:1:3:g1")) == []
     outbox.settle(Settling([Settled("1:1:2:g1", [first], [(second, "no broker takes it")])], []))
@@ -132,12 +136,24 @@ def test_what_a_deposed_leader_writes_finds_no_row(application, outbox):
 def test_released_and_postponed_rows_wait_and_come_again(application, outbox):
     application.write(SUBJECT, names(4))
     ids = ids_of(outbox.read_page(ReadPage(None, 10)))
-    outbox.claim(Claiming({"1:1:1:g1": ids[:2]}, [], [Postponed(ids[2:], 3_600_000, "readonly")]))
+    outbox.claim(Claiming({"1:1:1:g1": ids[:2]}, [], [Postponed(ids[2:], LATER, "readonly")]))
     outbox.settle(
-        Settling([], [Released("1:1:1:g1", ids[:1], 0, "later", 1), Released("1:1:1:g1", ids[1:2], 3_600_000, "?", 0)])
+        Settling([], [Released("1:1:1:g1", ids[:1], NOW, "later", 1), Released("1:1:1:g1", ids[1:2], LATER, "?", 0)])
     )
     assert ids_of(outbox.read_page(ReadPage(None, 10))) == ids[:1]
     assert [(row.error, row.reason) for row in application.rows()][:2] == [(1, "later"), (0, "?")]
+
+
+def test_rows_that_are_put_off_together_come_in_their_order_however_long_each_write_took(application, outbox):
+    application.write(SUBJECT, names(4))
+    page = outbox.read_page(ReadPage(None, 10))
+    ids, due = ids_of(page), Due(page.told, 1_200)
+    outbox.claim(Claiming({"1:1:1:g1": ids[:1]}, [], [Postponed(ids[2:], due, "readonly")]))
+    outbox.claim(Claiming({}, [], [Postponed(ids[1:2], due, "readonly")]))
+    time.sleep(0.1)
+    outbox.settle(Settling([], [Released("1:1:1:g1", ids[:1], due, "readonly", 0)]))
+    assert outbox.read_page(ReadPage(None, 10)).rows == []
+    until(lambda: ids_of(outbox.read_page(ReadPage(None, 10))) == ids, "all of them are due, the first one first")
 
 
 def test_more_claims_than_one_answer_has_are_read_on(application, outbox):

@@ -130,7 +130,7 @@ class Watchdog:
             return
         match work:
             case ReadPage():
-                core.page(result, world.now_ms)
+                core.page(result._replace(told=None), world.now_ms)  # the world's time is not the database's
             case Claiming():
                 core.claimed(result, world.now_ms)
             case Settling():

@@ -18,7 +18,7 @@ from watchdog.claims import Candidate, candidate_of
 from watchdog.db.dialect import DIALECTS
 from watchdog.db.engine import READING
 from watchdog.sources import Source
-from watchdog.work import Claiming, Known, Page, ReadClaims, ReadPage, Settling, TakeOver
+from watchdog.work import Claiming, Due, Known, Page, ReadClaims, ReadPage, Settling, TakeOver
 
 PARKED = -2
 """QMQ's number of a row that is not sent any more."""
@@ -78,13 +78,14 @@ class Outbox:
         rows = self._candidates(connection, [row[0] for row in found[:taken]])
         errors = {row[0]: row[2] for row in found}
         after = None if whole else (found[taken - 1][1], found[taken - 1][0])
-        return Page([rows[id]._replace(errors=errors[id]) for id, *_ in found[:taken] if id in rows], after)
+        told = found[0][4] if found else None
+        return Page([rows[id]._replace(errors=errors[id]) for id, *_ in found[:taken] if id in rows], after, told)
 
     def page_statement(self, behind: str, limit: int) -> str:
         """The scan: by the index (status, update_time, id), without the contents."""
         old = self._dialect.moment.format(-self._age_ms)
         return (
-            f"SELECT id, update_time, error, LENGTH(content) FROM {self._table}"
+            f"SELECT id, update_time, error, LENGTH(content), {self._dialect.moment.format(0)} FROM {self._table}"
             f" WHERE status = 0 AND claim IS NULL AND update_time <= {old}{behind}"
             f" ORDER BY update_time, id LIMIT {int(limit)}"
         )
@@ -107,9 +108,9 @@ class Outbox:
         for reason, ids in _by_reason(work.parked):
             self._update(connection, [id for id in ids if id in free], self._parking(), reason=reason)
         for one in work.postponed:
-            due = self._dialect.moment.format(one.delay_ms - self._age_ms)
+            due, values = self._due(one.due)
             setting = f"reason = :reason, update_time = {due}"
-            self._update(connection, [id for id in one.ids if id in free], setting, reason=one.reason)
+            self._update(connection, [id for id in one.ids if id in free], setting, reason=one.reason, **values)
         return got
 
     def _lock(self, connection: Connection, ids: Sequence[int]) -> set[int]:
@@ -131,11 +132,18 @@ class Outbox:
                 setting = f"{self._parking()}, error = error + 1"
                 self._update(connection, ids, setting, " AND claim = :claim", claim=one.claim, reason=reason)
         for back in work.released:
-            due = self._dialect.moment.format(back.delay_ms - self._age_ms)
+            due, values = self._due(back.due)
             setting = f"claim = NULL, error = error + {int(back.failures)}, reason = :reason, update_time = {due}"
             self._update(
-                connection, back.ids, setting, " AND claim = :claim", claim=back.claim, reason=back.reason
+                connection, back.ids, setting, " AND claim = :claim", claim=back.claim, reason=back.reason, **values
             )  # fmt: skip
+
+    def _due(self, due: Due) -> tuple[str, dict[str, Any]]:
+        """Return what `update_time` is set to, as SQL, and its values."""
+        plus_ms = due.plus_ms - self._age_ms
+        if due.told is None:
+            return self._dialect.moment.format(plus_ms), {}
+        return self._dialect.since.format(plus_ms), {"told": due.told}
 
     def _parking(self) -> str:
         return f"status = {PARKED}, reason = :reason, claim = NULL, update_time = {self._dialect.moment.format(0)}"
