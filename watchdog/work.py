@@ -36,7 +36,7 @@ class ReadPage:
 
 
 class Page(NamedTuple):
-    """`after`: where the next page begins; None: nothing is behind this one. `told`: the database's clock, if any row."""
+    """`after`: where the next page begins; None: nothing is behind this one. `told`: the database's clock, or None."""
 
     rows: list[Candidate]
     after: tuple[object, int] | None
