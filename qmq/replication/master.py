@@ -93,7 +93,9 @@ class Master:
         self._slave_watch.tick(now_ms)
 
     def resign(self) -> None:
-        """The reign is over: whoever waits asks the next master, and repeats what may be stored."""
+        """The reign is over: whoever waits asks the next master, and repeats what may be stored. What was being read
+        when it ended comes to nothing: this reign writes no more."""
+        self.readonly.change(Reason.FENCED, True)
         self._reign.gate.abandon(stored=self._unknown(), progress=self._another_master())
         self._slave_watch.resign()
 

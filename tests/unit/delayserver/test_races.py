@@ -6,10 +6,11 @@ import pytest
 
 from qmq.client.numbered import NotStored, Stored
 from qmq.codec import encode_labels, label_of
-from qmq.errors import NotServed
+from qmq.errors import ErrorCode, NotServed
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
 from qmq.log.recovery import Damage
 from qmq.replication.readonly import Reason
+from qmq.types import Role
 from tests.unit.delayserver.world import HOUR_MS, Pair, Producer, Senders, delayed
 
 
@@ -238,3 +239,38 @@ def test_master_alone_drops_nothing_that_pends_by_what_the_slave_has():
     producer.delayed(pair.now_ms, "next")
     pair.run(1_000)
     assert pair.a.keeping.may_drop(pair.a.log, pair.a.host.now_ms())
+
+
+@pytest.mark.parametrize("what", ["cancel", "carry"])
+@pytest.mark.parametrize("next_role", ["slave", "master"])
+def test_master_that_was_replaced_by_force_writes_nothing_more(what, next_role):
+    pair, producer = a_pair(retention_hours=1)
+    for i in range(80):
+        producer.delayed(pair.now_ms + 99 * HOUR_MS, "m" if i == 0 else f"m{i}", size=900)
+        producer.delayed(pair.now_ms, f"x{i}", size=900)
+        producer.delayed(pair.now_ms, f"y{i}", size=900)
+    pair.run(500)
+    host, log = pair.a.host, pair.a.log
+    if what == "cancel":
+        asked = producer.cancel("m")
+    else:
+        for server in (pair.a, pair.b):
+            server.host.clock_ms += 2 * HOUR_MS
+        for _ in range(100):
+            host.clock_ms += 100
+            pair.a.beat()
+            host.turn()
+            if pair.a.master._carrying._left is not None:
+                break
+            host.settle()
+    assert host.reads
+    if next_role == "slave":
+        pair.a.assign(Role.SLAVE, 2)
+    else:
+        pair.a.assign(Role.MASTER, 2)
+    end = log.end
+    while host.do_read():
+        pass
+    assert log.end == end
+    if what == "cancel":
+        assert producer.code(asked) == ErrorCode.NOT_MASTER
