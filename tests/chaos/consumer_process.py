@@ -11,13 +11,13 @@ import time
 
 import qmq
 
-FLUSH_S = 10.0
+FLUSH_S = 30.0
 
 
 async def consume(arguments: argparse.Namespace, journal: int, subject: str, started: float) -> None:
     """Pull from one subject until cancelled."""
     client = qmq.Consumer(
-        metaserver=arguments.metaserver, app="chaos", consumer_id=arguments.id, drain_s=5.0
+        metaserver=arguments.metaserver, app="chaos", consumer_id=arguments.id, drain_s=30.0
     )
     async with client.pull(subject, group=arguments.group, start="earliest", prefetch_messages=200) as puller:
         while True:

@@ -74,7 +74,7 @@ class Consumers:
                 self.start(name)
             self.faults.append(Fault(f"consumer {kind}", "", begin, time.monotonic() + LEASE_S))
 
-    def end(self, *, timeout_s: float = 20.0) -> None:
+    def end(self, *, timeout_s: float = 60.0) -> None:
         """Ask all to finish; afterwards none runs."""
         for process in self._processes.values():
             process.terminate()

@@ -19,9 +19,9 @@ from qmq.errors import OperatorError
 from tests.chaos.history import Fault, History
 from tests.integration.cluster_world import begin, data_of, end, until
 
-WELL_S = 60.0
-ROUTES_S = 1.0
-"""Clients hear of a new route within a second."""
+WELL_S = 180.0
+ROUTES_S = 4.0
+"""Clients and brokers hear of a mark within a second, unless they stand still for as long."""
 
 
 class Nemesis:

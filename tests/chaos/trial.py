@@ -24,7 +24,7 @@ SUBJECTS = ["order.changed", "flight.departed", "price"]
 GROUPS = ("g1", "g2")
 CONSUMERS = 3
 CALM_S = 2.0
-DRAIN_S = 90.0
+DRAIN_S = 240.0
 
 
 @dataclass

@@ -18,7 +18,8 @@ from tests.history.journal import Journal, now
 from tests.history.records import KILLED, LEFT, Gone, Record, records_of
 from tests.history.workload import CONSUMERS, PRODUCERS
 
-END_S = 30.0
+END_S = 60.0
+KINDS = ("vanishes", "vanishes for longer", "stands still", "leaves")
 
 
 class Clients:
@@ -73,9 +74,8 @@ class Clients:
 
     def strike(self, rng: random.Random, stop: threading.Event, lease_s: float) -> None:
         """Until `stop`: consumers vanish and come back, stand still for longer than their lease, leave and rejoin."""
-        kinds = ["vanishes", "vanishes for longer", "stands still", "leaves"]
         while not stop.wait(rng.uniform(0.5, 3.0)):
-            name, kind = rng.choice(sorted(CONSUMERS)), kinds[len(self.struck) % len(kinds)]
+            name, kind = rng.choice(sorted(CONSUMERS)), KINDS[len(self.struck) % len(KINDS)]
             process, life = self._consumers[name], self._life(name)
             if process.poll() is not None:
                 return  # `failed` tells
@@ -98,6 +98,11 @@ class Clients:
     def _leave(self, process: subprocess.Popen[bytes], life: str) -> None:
         self._journal.write(Gone(now(), life, LEFT))
         process.terminate()
+
+    @property
+    def was_struck(self) -> bool:
+        """Whether each kind of stroke befell one of them, and was over."""
+        return len(self.struck) > len(KINDS)
 
     # Ends.
 

@@ -73,7 +73,7 @@ async def main(options: dict[str, Any]) -> None:
     keyed = Stream(f"{name}k", KEYED, keys=options["keys"], rng=random.Random(rng.random()))
     with Journal(Path(options["journal"])) as journal:
         async with (
-            qmq.Producer(metaserver=options["metaserver"], app="history", timeout_s=20.0, answer_timeout_s=2.0) as one,
+            qmq.Producer(metaserver=options["metaserver"], app="history", timeout_s=60.0, answer_timeout_s=2.0) as one,
             asyncio.TaskGroup() as tasks,
         ):
             for stream, share in ((plain, count - count // 2), (keyed, count // 2)):

@@ -29,11 +29,13 @@ from tests.integration.cluster_world import metrics, running, until
 BROKER_GROUPS = ("g1", "g2")
 GROUPS = sorted({(one.subject, one.group) for members in CONSUMERS.values() for one in members})
 LEASE_S = 2.0
-START_S = 60.0
+FAULTS_MIN = 3
+"""Also where everything is sent before they are over."""
+START_S = 180.0
 CALM_S = 2.0
-NOTICED_S = 2.0
+NOTICED_S = 4.0
 """A master has noticed by then that its slave was killed, also on a busy machine."""
-DRAIN_S = 30.0
+DRAIN_S = 60.0
 """Who gets nowhere for so long never will."""
 DEAD_LETTERS_S = 1.5
 SETTINGS = {
@@ -77,6 +79,7 @@ async def attempt(
             await asyncio.sleep(CALM_S)
             striking.start()
             await asyncio.to_thread(_strike, cluster, nemesis, clients)
+            await asyncio.to_thread(until, lambda: clients.was_struck or clients.failed(), "consumers were struck")
             stop.set()
             striking.join()
             began = time.monotonic()
@@ -101,8 +104,8 @@ def judge(folder: Path) -> Outcome:
 
 
 def _strike(cluster: Cluster, nemesis: Nemesis, clients: Clients) -> None:
-    for fault in cycle(FAULTS):
-        if not clients.is_sending or clients.failed():
+    for number, fault in enumerate(cycle(FAULTS)):
+        if clients.failed() or (number >= FAULTS_MIN and not clients.is_sending):
             return
         if fault in LOSES:  # its record shall tell what it may lose: nothing of a fault before
             time.sleep(NOTICED_S)
@@ -137,8 +140,9 @@ async def _dead_letters(cluster: Cluster) -> list[DeadLetter]:
     found = []
     for subject, group in GROUPS:
         reader = qmq.Consumer(metaserver=cluster.metaserver, token=cluster.token, app="history", drain_s=5.0)
-        async with reader.pull(dead_letter_subject(subject, group), group="look", start="earliest") as puller:
-            while messages := await puller.pull(500, timeout=DEAD_LETTERS_S):
+        letters = dead_letter_subject(subject, group)
+        async with reader.pull(letters, group="look", start="earliest") as puller:
+            while (messages := await puller.pull(500, timeout=DEAD_LETTERS_S)) or _unread(cluster, letters):
                 found += [
                     DeadLetter(
                         now(), subject, group, one.broker_group, int(str(one["qmq_deadSequence"])), str(one.id),
@@ -148,6 +152,16 @@ async def _dead_letters(cluster: Cluster) -> list[DeadLetter]:
                 ]  # fmt: skip
                 await puller.ack(messages)
     return found
+
+
+def _unread(cluster: Cluster, subject: str) -> float:
+    """How many of its messages whoever looks at them has not been handed."""
+    return sum(
+        value
+        for broker_group in BROKER_GROUPS
+        for name, value in metrics(cluster, cluster.broker(broker_group, "master")).items()  # type: ignore[no-untyped-call]
+        if name.startswith("qmq_broker_lag_messages{") and f'"{subject}"' in name and '"look"' in name
+    )
 
 
 def _faults(faults: Faults) -> Iterator[Record]:

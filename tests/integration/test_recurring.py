@@ -9,7 +9,7 @@ import pytest
 import qmq
 import qmq.blocking
 from qmq import DelayOutcome, Message
-from tests.integration.cluster_world import running, until
+from tests.integration.cluster_world import WAIT_S, running, until
 
 YEARLY = {"cron": "0 0 1 1 *", "timezone": "Europe/Berlin"}
 """Tests do not wait a year: a template is rescheduled as any delayed message, and is due when they say."""
@@ -17,7 +17,7 @@ YEARLY = {"cron": "0 0 1 1 *", "timezone": "Europe/Berlin"}
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("run"), delay_groups=("d1", "d2")) as cluster:
+    with running(tmp_path_factory.mktemp("run"), delay_groups=("d1", "d2"), lease_ms=60_000) as cluster:
         cluster.wait_writable("g1", "d1", "d2")
         yield cluster
 
@@ -30,7 +30,7 @@ async def pulled(cluster, subject, count):
     """Return the ids of `count` messages, and of those that come within a second after them."""
     ids = []
     async with qmq.Consumer(**client(cluster)).pull(subject, group="g", start="earliest") as puller:
-        while messages := await puller.pull(100, timeout=30 if len(ids) < count else 1):
+        while messages := await puller.pull(100, timeout=WAIT_S if len(ids) < count else 1):
             ids += [message.id for message in messages]
             await puller.ack(messages)
     return ids
