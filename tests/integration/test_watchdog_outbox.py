@@ -180,3 +180,24 @@ def test_questions_count_list_and_retry(application, outbox):
     assert [row.id for row in questions.stuck(older_s=3_600, limit=10)] == [ids[3]]
     assert questions.retry(None) == 1 and questions.stats().parked == 0
     assert questions.retry(ids[:1]) == 0, "a claimed row is left to its claim"
+
+
+def test_a_retry_of_all_rows_ends_though_they_are_parked_again_at_once(application, outbox, monkeypatch):
+    questions = Questions(application.engine, application.source)
+    application.write_rows(["poison"] * 3)
+    ids = ids_of(outbox.read_page(ReadPage(None, 10)))
+    park = Claiming({}, [(id, "cannot be read") for id in ids], [])
+    outbox.claim(park)
+    retry, rounds = questions._retry, []
+
+    def retry_beside_a_drain(part):
+        rounds.append(part)
+        assert len(rounds) < 300, "it never ends"
+        done = retry(part)
+        outbox.claim(park)
+        time.sleep(0.01)
+        return done
+
+    time.sleep(0.01)
+    monkeypatch.setattr(questions, "_retry", retry_beside_a_drain)
+    assert questions.retry(None) >= 3

@@ -91,21 +91,27 @@ class Questions:
         return [found[id] for id in ids if id in found]
 
     def retry(self, ids: Sequence[int] | None) -> int:
-        """Let parked rows be sent, as if they had never failed; of those that wait, end the back-off. None: all parked.
+        """Let parked rows be sent, as if they had never failed; of those that wait, end the back-off. None: all that
+        are parked by now; a drain may park some of them again as fast as this goes on.
 
         Returns how many.
         """
         if ids is not None:
             return sum(self._retry(list(ids[at : at + RETRY_ROWS])) for at in range(0, len(ids), RETRY_ROWS))
-        total = 0
-        while part := self._parked():
+        total, now = 0, f"SELECT {self._dialect.moment.format(0)}"
+        with self._reading.begin() as connection:
+            began = connection.execute(text(now)).scalar_one()
+        while part := self._parked(began):
             total += self._retry(part)
         return total
 
-    def _parked(self) -> list[int]:
-        chosen = f"SELECT id FROM {self._table} WHERE status < 0 ORDER BY status, update_time, id LIMIT {RETRY_ROWS}"
+    def _parked(self, before: object) -> list[int]:
+        chosen = (
+            f"SELECT id FROM {self._table} WHERE status < 0 AND update_time <= :before"
+            f" ORDER BY status, update_time, id LIMIT {RETRY_ROWS}"
+        )
         with self._reading.begin() as connection:
-            return [row[0] for row in connection.execute(text(chosen))]
+            return [row[0] for row in connection.execute(text(chosen), {"before": before})]
 
     def _retry(self, ids: list[int]) -> int:
         due = self._dialect.moment.format(-self._age_ms)
