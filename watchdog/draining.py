@@ -44,6 +44,9 @@ NUMBERS_SPAN_MAX = 60
 SUSPECTS_MAX = 100_000
 REASON_CHARS_MAX = 500
 """As the column has."""
+OTHER_TERMS_MS = 600_000
+"""A claim of a later term is a later leader's, and we are deposed; but one that is so old, longer than any lease, is of
+another room, or from before the metaservers began anew, and nobody else takes it. Who takes one wrongly repeats its batch."""
 PASS_MS_MAX = 60_000
 """A pass over rows that come due as fast as it reads never ends; then what lies behind it would never be seen."""
 
@@ -330,16 +333,17 @@ class Draining:
         """Claims that are in the database: those of earlier leaders, and of ours what we may have claimed unheard."""
         self._claims_after = found[-1].claim if found else None
         for one in found:
-            if self._is_ours_to_take(one.claim):
+            if self._is_ours_to_take(one):
                 self._foreign.append(one)
 
-    def _is_ours_to_take(self, text: str) -> bool:
-        if text in self._claims:
+    def _is_ours_to_take(self, one: Known) -> bool:
+        if one.claim in self._claims:
             return False
         try:
-            return ClaimName.parse(text).term <= self.term
+            term = ClaimName.parse(one.claim).term
         except ValueError:
             return False  # nobody of ours wrote it; OutboxStuck shows its rows
+        return term <= self.term or one.age_ms >= OTHER_TERMS_MS
 
     def taken_over(self, work: TakeOver, rows: list[Candidate], now_ms: int) -> None:
         """Rows of an earlier leader's claim are ours now; some of it may be stored, so the same batch goes again."""

@@ -367,6 +367,14 @@ def test_a_claim_of_an_earlier_leader_is_taken_over_and_sent_with_its_own_number
     assert not isinstance(drain.next(), Settling), "an attempt of the earlier leader may have stored it"
 
 
+def test_a_claim_that_a_leader_of_other_terms_left_behind_is_taken_over_when_it_is_old():
+    """The database was registered for another room, or the metaservers began anew: nobody else would ever send it."""
+    drain = Drain(term=3)
+    drain.core._claims_after = ""
+    drain.core.known([Known("abc:5:39:g1", 599_999), Known("abc:6:39:g1", 600_000)])
+    assert drain.next() == TakeOver("abc:6:39:g1", "abc:6:3:g1")
+
+
 def test_after_a_failure_of_the_database_claims_are_read_anew_and_numbers_begin_anew():
     drain = Drain(rest_ms=0)
     drain.page(row(1))
