@@ -45,8 +45,8 @@ SUSPECTS_MAX = 100_000
 REASON_CHARS_MAX = 500
 """As the column has."""
 OTHER_TERMS_MS = 600_000
-"""A claim of a later term is a later leader's, and we are deposed; but one that is so old, longer than any lease, is of
-another room, or from before the metaservers began anew, and nobody else takes it. Who takes one wrongly repeats its batch."""
+"""A claim of a later term is a later leader's, and we are deposed. But one that is so old, longer than any lease, is of
+another room, or from before the metaservers began anew: nobody else takes it. Taken wrongly, its batch is repeated."""
 PASS_MS_MAX = 60_000
 """A pass over rows that come due as fast as it reads never ends; then what lies behind it would never be seen."""
 
