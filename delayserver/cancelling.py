@@ -3,12 +3,17 @@
 Whoever asks names messages by id or by a key of his own. They are looked for on a thread; then it is decided on the
 loop, where nothing happens in between, so that the answer is true when it is written down: what is planned for a broker
 group by then counts as sent. The answer leaves when both disks have the decision.
+
+To look for one message may take as long as for ten thousand, and what is due is read by the same threads. So there is
+one look at a time, and who asks meanwhile shares the next one.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +22,10 @@ from delayserver.counters import Counters
 from delayserver.decisions import Decisions
 from delayserver.filing import Filing
 from delayserver.messages import Messages, Records, read_messages
-from delayserver.schedule import Candidate, DamagedSchedule, State, id_hash, key_hash
+from delayserver.schedule import Candidate, DamagedSchedule, Schedule, State, id_hash, key_hash
 from qmq.codec import decode_envelope, decode_properties
-from qmq.errors import CorruptFrame, InvalidMessage, LogError, NotServed, QmqError
+from qmq.errors import CorruptFrame, InvalidMessage, LogError, NotMaster, NotServed, Overloaded, QmqError
+from qmq.log import MessageLog
 from qmq.message import DELAY_KEY
 from qmq.remoting.commands import DelayState
 from qmq.replication.reign import Reign
@@ -28,6 +34,10 @@ log = logging.getLogger(__name__)
 
 LOOKS_MAX = 5
 """How often messages are looked for that are written elsewhere meanwhile."""
+NAMES_MAX = 10_000
+"""That are looked for together: each that is found is read."""
+ASKED_MAX = 10_000
+"""Requests that wait at the same time."""
 
 
 class Named(NamedTuple):
@@ -52,76 +62,110 @@ Fates = Callable[[list[DelayState] | QmqError], None]
 """Gets the fate of each name, ids first, then keys."""
 
 
+class _Asked(NamedTuple):
+    """A request; `decide` writes down what becomes of the messages that were found, and returns their fates."""
+
+    named: Named
+    decide: Callable[[Named, list[_Found]], list[DelayState]]
+    answer: Fates
+    looks: int = LOOKS_MAX
+
+
 class Cancelling:
     """Made by the master; ends with the reign."""
 
     def __init__(self, reign: Reign, filing: Filing, decisions: Decisions, counters: Counters) -> None:
         self._reign, self._filing, self._decisions, self._counters = reign, filing, decisions, counters
+        self._asked: deque[_Asked] = deque()
+        self._is_looking = False
 
     def cancel(self, named: Named, answer: Fates) -> None:
         """Cancel what these names mean and pends."""
-
-        def decide(found: list[_Found]) -> None:
-            fates = self._cancelled(named, found)
-            self._when_safe(fates, answer)
-
-        self._find(named, decide, answer)
+        self._ask(_Asked(named, self._cancelled, answer))
 
     def reschedule(self, named: Named, due_ms: int, answer: Fates) -> None:
         """Let what these names mean and pends be due at `due_ms`."""
+        self._ask(_Asked(named, partial(self._moved, due_ms=due_ms), answer))
 
-        def decide(found: list[_Found]) -> None:
-            fates = self._moved(named, found, due_ms)
-            self._when_safe(fates, answer)
-
-        self._find(named, decide, answer)
+    def resign(self) -> None:
+        """The reign is over; who waits asks the next master."""
+        asked, self._asked = self._asked, deque()
+        for one in asked:
+            one.answer(NotMaster(f"{self._reign.group} has a newer master: fetch the route again"))
 
     # Looking.
 
-    def _find(
-        self, named: Named, decide: Callable[[list[_Found]], None], answer: Fates, looks: int = LOOKS_MAX
-    ) -> None:
+    def _ask(self, asked: _Asked) -> None:
+        self._reign.check_in_office()
+        self._reign.readonly.check(self._reign.group, asked.named.subject)
+        if len(self._asked) >= ASKED_MAX:
+            raise Overloaded(f"{ASKED_MAX} requests to cancel or reschedule wait already")
+        self._asked.append(asked)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._asked and not self._is_looking:
+            together = self._next()
+            try:
+                self._look(together)
+            except QmqError as error:
+                for one in together:
+                    one.answer(error)
+
+    def _next(self) -> list[_Asked]:
+        """Return who is looked for next: at least one."""
+        together, names = list[_Asked](), 0
+        while self._asked:
+            named = self._asked[0].named
+            names += len(named.ids) + len(named.keys)
+            if together and names > NAMES_MAX:
+                break
+            together.append(self._asked.popleft())
+        return together
+
+    def _look(self, together: list[_Asked]) -> None:
         reign = self._reign
         reign.check_in_office()
-        reign.readonly.check(reign.group, named.subject)
         self._file_all()
         schedule = self._filing.schedule
-        look = schedule.find(
-            named.subject, list(map(id_hash, named.ids)), list(map(key_hash, named.keys)), named.due_ms
-        )
-        filed_end, message_log = schedule.filed_end, reign.log
+        look, message_log = _Look([one.named for one in together], schedule), reign.log
+        filed_end, self._is_looking = schedule.filed_end, True
 
-        def job() -> list[_Found]:
-            found = _with_messages(named, look.near(), message_log)
-            if not _are_all_there(named, found):
-                found += _with_messages(named, look.far(), message_log)
-            return found
+        def done(result: list[list[_Found]] | LogError) -> None:
+            self._is_looking = False
+            try:
+                self._looked(together, schedule, filed_end, result)
+            finally:
+                self._go_on()
 
-        def done(result: list[_Found] | LogError) -> None:
+        reign.host.read(partial(look, message_log), done)
+
+    def _looked(
+        self, together: list[_Asked], schedule: Schedule, filed_end: int, result: list[list[_Found]] | LogError
+    ) -> None:
+        for at, asked in enumerate(together):
             try:
                 if isinstance(result, LogError):
                     raise result
-                reign.check_may_progress()
-                reign.readonly.check(reign.group, named.subject)
+                self._reign.check_may_progress()
+                self._reign.readonly.check(self._reign.group, asked.named.subject)
                 self._file_all()
                 if schedule is not self._filing.schedule:
                     raise NotServed("the schedule is made anew; ask again in a moment")
-                if not self._is_behind(result, filed_end):
-                    decide(result)
-                elif looks > 1:
-                    self._find(named, decide, answer, looks - 1)
+                if not self._is_behind(result[at], filed_end):
+                    self._when_safe(asked.decide(asked.named, result[at]), asked.answer)
+                elif asked.looks > 1:
+                    self._asked.append(asked._replace(looks=asked.looks - 1))
                 else:
                     raise NotServed("this message is being written again; ask again in a moment")
             except CorruptFrame as problem:
-                reign.found_damage(problem)
-                answer(NotServed("this copy is damaged and being repaired; ask again in a moment"))
+                self._reign.found_damage(problem)
+                asked.answer(NotServed("this copy is damaged and being repaired; ask again in a moment"))
             except DamagedSchedule as problem:
-                self._filing.start_anew(str(problem))
-                answer(NotServed("the schedule is made anew; ask again in a moment"))
+                self._filing.is_damaged(schedule, problem)
+                asked.answer(NotServed("the schedule is made anew; ask again in a moment"))
             except QmqError as error:
-                answer(error)
-
-        reign.host.read(job, done)
+                asked.answer(error)
 
     def _file_all(self) -> None:
         """States are exact when the schedule has what is on our disk, and the decisions know the rest."""
@@ -196,18 +240,46 @@ class Cancelling:
         reign.gate.release_now()
 
 
-def _with_messages(named: Named, candidates: list[Candidate], message_log: Any) -> list[_Found]:
-    """Keep those candidates that have the name itself, not its hash alone. Blocks; runs on a thread."""
-    found = []
-    for by_key, index, record, state in candidates:
-        name = index + len(named.ids) if by_key else index
-        message = _read(message_log, record)
-        if message is None:
-            if state in (State.SENT, State.CANCELLED):
-                found.append(_Found(name, record, state, b""))  # the log let it go; its hash has to do
-        elif _has_name(message, named, by_key, index):
-            found.append(_Found(name, record, state, message))
-    return found
+class _Look:
+    """A question of several requests at once; made on the loop, called on a thread."""
+
+    def __init__(self, together: Sequence[Named], schedule: Schedule) -> None:
+        self._together = together
+        self._subjects = [schedule.position(named.subject) for named in together]
+        self._ids = [(at, place) for at, named in enumerate(together) for place in range(len(named.ids))]
+        self._keys = [(at, place) for at, named in enumerate(together) for place in range(len(named.keys))]
+        self._find = schedule.find(
+            None,
+            [id_hash(together[at].ids[place]) for at, place in self._ids],
+            [key_hash(together[at].keys[place]) for at, place in self._keys],
+            [named.due_ms for named in together if named.due_ms > 0],
+        )
+
+    def __call__(self, message_log: MessageLog) -> list[list[_Found]]:
+        """Return what is found for each request; raises LogError."""
+        found: list[list[_Found]] = [[] for _ in self._together]
+        self._add(found, self._find.near(), message_log, {*range(len(found))})
+        missing = {at for at, named in enumerate(self._together) if not _are_all_there(named, found[at])}
+        if missing:
+            self._add(found, self._find.far(), message_log, missing)
+        return found
+
+    def _add(
+        self, found: list[list[_Found]], candidates: list[Candidate], message_log: MessageLog, wanted: set[int]
+    ) -> None:
+        """Keep those candidates that have the name itself, not its hash alone, for requests that want them."""
+        for by_key, index, record, state in candidates:
+            at, place = self._keys[index] if by_key else self._ids[index]
+            if at not in wanted or int(record["subject"]) != self._subjects[at]:
+                continue
+            named = self._together[at]
+            name = place + len(named.ids) if by_key else place
+            message = _read(message_log, record)
+            if message is None:
+                if state in (State.SENT, State.CANCELLED):
+                    found[at].append(_Found(name, record, state, b""))  # the log let it go; its hash has to do
+            elif _has_name(message, named, by_key, place):
+                found[at].append(_Found(name, record, state, message))
 
 
 def _are_all_there(named: Named, found: Sequence[_Found]) -> bool:

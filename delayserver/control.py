@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -112,7 +111,6 @@ class DelayControl(PairControl[DelayMaster]):
         except CorruptFrame as problem:
             await self._being_repaired(problem, context)
         except DamagedSchedule as problem:
-            self._service.guarded(partial(self._filing.start_anew, str(problem)))
             text = f"{problem}; the schedule is made anew, ask again"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         except TimeoutError:

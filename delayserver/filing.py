@@ -77,6 +77,11 @@ class Filing:
         filed_end = self.schedule.filed_end
         return filed_end == self._log.start or self._log.chain_is(filed_end, self.schedule.filed_chain)
 
+    def is_damaged(self, schedule: Schedule, problem: DamagedSchedule) -> None:
+        """A question to a schedule met damage. What asked one that was replaced meanwhile found its files deleted."""
+        if schedule is self.schedule:
+            self.start_anew(str(problem))
+
     def start_anew(self, why: str) -> None:
         """Make the schedule from the log, from its first frame on, once nobody writes into its files."""
         if self._is_flushing:

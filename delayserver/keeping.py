@@ -118,7 +118,7 @@ class Carrying:
             if schedule is not self._filing.schedule:
                 return
             if isinstance(result, DamagedSchedule):
-                self._filing.start_anew(str(result))
+                self._filing.is_damaged(schedule, result)
             elif not isinstance(result, LogError):
                 self._left = result
 
@@ -142,7 +142,7 @@ class Carrying:
                 try:
                     self._write(some, result)
                 except DamagedSchedule as problem:
-                    self._filing.start_anew(str(problem))
+                    self._filing.is_damaged(schedule, problem)
 
         self._reign.host.read(lambda: read_messages(message_log, wanted), done)
 

@@ -63,8 +63,7 @@ class Loading:
                     raise result
                 self._wheel.add(self._schedule.handed(piece, result))
             except DamagedSchedule as problem:
-                if self._filing.schedule is self._schedule:
-                    self._filing.start_anew(str(problem))
+                self._filing.is_damaged(self._schedule, problem)
             self._host.turn_soon()
 
         self._host.read(piece.read, done)

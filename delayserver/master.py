@@ -187,6 +187,7 @@ class DelayMaster(Master):
         self._dispatching.resign()
         self._recurring.resign()
         super().resign()
+        self._cancelling.resign()
 
     # Requests.
 
@@ -234,8 +235,8 @@ class DelayMaster(Master):
         schedule = self._filing.schedule
 
         def listed(result: Records | LogError) -> None:
-            if isinstance(result, DamagedSchedule) and schedule is self._filing.schedule:
-                self._filing.start_anew(str(result))
+            if isinstance(result, DamagedSchedule):
+                self._filing.is_damaged(schedule, result)
             done(result)
 
         self._reign.host.read(schedule.list(begin_ms, end_ms, subject, most, after=after), listed)

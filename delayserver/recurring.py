@@ -24,7 +24,7 @@ from delayserver.counters import Counters
 from delayserver.decisions import Decisions, Recurrence
 from delayserver.filing import Filing
 from delayserver.messages import Messages, Records, read_messages
-from delayserver.schedule import RECORD, DamagedSchedule, id_hash
+from delayserver.schedule import RECORD, DamagedSchedule, Schedule, id_hash
 from delayserver.settings import DelaySettings
 from delayserver.templates import ID_PREFIX, LABEL, Template, new_template, read_template
 from qmq.errors import (
@@ -261,7 +261,7 @@ class Recurring:
                 return  # the reign is over
             try:
                 is_late = filed_end < self._decisions.templates_end(asked.recur.subject)
-                if self._is_vain(result) or is_late or schedule is not self._filing.schedule:
+                if self._is_vain(schedule, result) or is_late or schedule is not self._filing.schedule:
                     self._again()
                 elif isinstance(result, LogError):
                     raise NotServed("this copy is damaged and being repaired; ask again in a moment")
@@ -273,10 +273,10 @@ class Recurring:
 
         reign.host.read(job, done)
 
-    def _is_vain(self, result: _Looked | LogError) -> bool:
+    def _is_vain(self, schedule: Schedule, result: _Looked | LogError) -> bool:
         """Return whether what was found has to be looked for again, as it was changed meanwhile."""
         if isinstance(result, DamagedSchedule):
-            self._filing.start_anew(str(result))
+            self._filing.is_damaged(schedule, result)
         elif isinstance(result, CorruptFrame):
             if result.offset < self._reign.log.start:
                 return True  # carried, and its segment went

@@ -268,13 +268,20 @@ class Schedule:
             return {}
         return self._book.count_all().by_hour(begin_ms, end_ms, position)
 
-    def find(self, subject: str | None, id_hashes: Sequence[int], key_hashes: Sequence[int], due_ms: int = 0) -> Find:
+    def find(
+        self, subject: str | None, id_hashes: Sequence[int], key_hashes: Sequence[int], dues_ms: Sequence[int] = ()
+    ) -> Find:
         """Return a question for a thread: which messages have these hashes (`id_hash`, `key_hash`)?
 
-        Who knows the due time asks `near` it first. 0: it is not known.
+        Who knows when they are due, or some of them, asks `near` these times first.
         """
         views, position = self._views(0, DUE_MAX_MS + 1, subject)
-        return Find(views, due_ms, position, Wanted(id_hashes), Wanted(key_hashes))
+        dues = np.array([min(due_ms, DUE_MAX_MS) for due_ms in dues_ms], np.uint64)
+        return Find(views, dues, position, Wanted(id_hashes), Wanted(key_hashes))
+
+    def position(self, subject: str) -> int | None:
+        """Return the number that stands for the subject in records; None: it has none."""
+        return self._book.known_position(subject)
 
     def list(
         self, begin_ms: int, end_ms: int, subject: str | None, most: int, after: tuple[int, int] | None = None

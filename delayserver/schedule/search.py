@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delayserver.schedule.blocks import BLOCK_ROWS, DamagedSchedule, split_marks
-from delayserver.schedule.record import Records, State, join, no_records
+from delayserver.schedule.record import Numbers, Records, State, join, no_records
 from delayserver.schedule.segment import READ_BLOCKS, Marked, Rows, Segment, States
 
 READ_ROWS = READ_BLOCKS * BLOCK_ROWS
@@ -100,7 +100,7 @@ class Find:
     """
 
     views: list[SegmentView]
-    due_ms: int
+    dues_ms: Numbers
     subject: int | None
     ids: Wanted
     keys: Wanted
@@ -110,7 +110,7 @@ class Find:
         return self.near() + self.far()
 
     def near(self) -> list[Candidate]:
-        """Look into the segment of the due time, none if that is 0; raises DamagedSchedule."""
+        """Look into the segments of the due times; raises DamagedSchedule."""
         return [
             one for view in self.views if self._is_near(view) for one in view.look(self._in_segment, list[Candidate]())
         ]
@@ -125,7 +125,7 @@ class Find:
         ]
 
     def _is_near(self, view: SegmentView) -> bool:
-        return self.due_ms > 0 and view.rows.begin_ms <= self.due_ms < view.end_ms
+        return bool(((self.dues_ms >= view.rows.begin_ms) & (self.dues_ms < view.end_ms)).any())
 
     def _in_segment(self, view: SegmentView) -> list[Candidate]:
         found = []

@@ -274,3 +274,39 @@ def test_master_that_was_replaced_by_force_writes_nothing_more(what, next_role):
     assert log.end == end
     if what == "cancel":
         assert producer.code(asked) == ErrorCode.NOT_MASTER
+
+
+def test_questions_that_come_together_are_looked_for_together():
+    """To look for one key takes as long as for many; what is due must not wait behind such looks."""
+    pair, producer = a_pair()
+    for at in range(20):
+        producer.delayed(pair.now_ms + (1 + at) * HOUR_MS, f"m{at}", key=f"k{at}")
+    producer.delayed(pair.now_ms + HOUR_MS, "other", key="k0", subject="t")
+    pair.run(200)
+    now_ms, looks = pair.now_ms, []
+    find = pair.a.filing.schedule.find
+    pair.a.filing.schedule.find = lambda *args, **named: looks.append(args) or find(*args, **named)
+    asked = [producer.cancel(keys=[f"k{at}"]) for at in range(10)]
+    moved = [producer.reschedule(f"m{at}", now_ms + 500) for at in range(8, 12)]
+    both = producer.cancel("m12", "m1", due_ms=now_ms + 13 * HOUR_MS)
+    nobody = producer.cancel("m0", keys=["k3"], subject="t"), producer.cancel("m0", subject="unheard of")
+    assert len(pair.a.host.reads) == 1
+    pair.settle()
+    assert [producer.fates(one) for one in asked] == [["cancelled"]] * 10
+    assert [producer.fate(one) for one in moved] == ["cancelled"] * 2 + ["rescheduled"] * 2
+    assert [producer.fates(one) for one in (both, *nobody)] == [["cancelled"] * 2, ["unknown"] * 2, ["unknown"]]
+    assert len(looks) <= 5
+    pair.run(2_000)
+    assert sorted(pair.senders.delivered()) == ["m10", "m11"]
+    pair.run(30 * HOUR_MS, step_ms=600_000)
+    assert sorted(pair.senders.delivered()) == sorted(["other", *(f"m{at}" for at in (10, 11, *range(13, 20)))])
+
+
+def test_questions_that_wait_when_a_reign_ends_are_told_so():
+    pair, producer = a_pair()
+    producer.delayed(pair.now_ms + HOUR_MS, "m", "n")
+    pair.run(200)
+    asked = producer.cancel("m"), producer.cancel("n")
+    pair.a.assign(Role.SLAVE, 2)
+    pair.a.host.settle()
+    assert [producer.code(one) for one in asked] == [ErrorCode.NOT_MASTER] * 2

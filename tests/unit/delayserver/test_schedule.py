@@ -335,9 +335,9 @@ def test_a_message_is_found_by_id_and_key_with_and_without_its_due_time():
     schedule = opened(disk, log)
     flush_all(schedule)
     for due_ms in (0, 3 * HOUR_MS, 99 * HOUR_MS):
-        found = schedule.find("s", [id_hash("none"), id_hash("mine")], [], due_ms=due_ms)()
+        found = schedule.find("s", [id_hash("none"), id_hash("mine")], [], [due_ms])()
         assert [(one.by_key, one.position, int(one.record["number"])) for one in found] == [(False, 1, where[0][0])]
-    keyed = schedule.find("s", [], [key_hash("k")], due_ms=7)
+    keyed = schedule.find("s", [], [key_hash("k")], [7])
     assert [int(one.record["number"]) for one in keyed.near()] == [where[1][0]]
     assert [int(one.record["number"]) for one in keyed.far()] == [where[0][0]]
     assert schedule.find("t", [id_hash("mine")], [])() == []
