@@ -411,6 +411,9 @@ class Draining:
             hold = self._holds[line] = _Hold(until_ms, delay_ms, due, _reason(reason))
         return hold
 
+    def _is_held(self, line: Line, now_ms: int) -> bool:
+        return line in self._holds and now_ms < self._holds[line].until_ms
+
     def _place(self, subject: str, rows: list[Candidate], now_ms: int) -> tuple[list[Candidate], list[Postponed]]:
         """Make claims of a subject's rows.
 
@@ -427,7 +430,8 @@ class Draining:
             why_not, rest = self._why_not((subject, home), groups, now_ms), some
             if not why_not:
                 rest = self._spread(groups, some, now_ms) if home == "" else self._follow(subject, home, some, now_ms)
-                why_not = "no group has room for it" if now_ms - self._page_ms >= self.limits.room_ms else ""
+                is_late = now_ms - self._page_ms >= self.limits.room_ms or self._is_held((subject, home), now_ms)
+                why_not = "no group has room for it" if is_late else ""
             if not rest:
                 continue
             if why_not:
@@ -444,9 +448,8 @@ class Draining:
             return "" if groups else self.brokers.why_not(subject)
         if home is None or home not in groups:
             return self.brokers.why_not(subject)
-        hold = self._holds.get(line)
-        if hold is not None and now_ms < hold.until_ms:
-            return hold.reason  # until the older ones may go, or these would overtake them
+        if self._is_held(line, now_ms):
+            return self._holds[line].reason  # until the older ones may go, or these would overtake them
         under_way = self._lane(subject, home)
         return "an earlier batch of its order key is in doubt" if under_way and under_way.is_doubtful else ""
 

@@ -493,7 +493,10 @@ def test_a_group_that_does_not_answer_holds_up_no_other_for_long():
     drain.now_ms += 2_000
     [late] = drain.claim().postponed
     assert late.ids == [3] and "room" in late.reason
-    assert drain.next() == ReadPage(4, 1)
+    drain.page(row(5, "a"), row(6, "b"), after=6)
+    order = drain.claim()
+    assert [one.ids for one in order.postponed] == [[5]], "the next page does not wait for as long again"
+    assert list(order.claims.values()) == [[6]] and drain.next() == ReadPage(6, 1)
 
 
 def test_a_pass_that_does_not_end_begins_anew_and_claims_are_looked_at():
