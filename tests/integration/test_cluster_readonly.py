@@ -41,6 +41,7 @@ from tests.integration.cluster_world import (
     until,
 )
 from tests.support.promises import Tries
+from tests.support.standstill import stand_still
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +148,7 @@ def test_what_only_the_master_has_is_neither_acknowledged_nor_handed_out(cluster
     send_all(cluster, subject, 3)
     with Wire(master.serve_port, token=cluster.token) as sender, Wire(master.serve_port, token=cluster.token) as wire:
         subscription = subscribe(wire, subject)
-        cluster.service(slave.hostname).signal(19)
+        stand_still(cluster.service(slave.hostname).pid)
         sender.request(Command.PRODUCE, produce_body(subject, {"n": 1}))
         until(lambda: state(cluster, master).log_end > state(cluster, master).matched_end, "it is written")
         end(cluster, slave.hostname)
@@ -163,7 +164,7 @@ def test_slave_that_stands_still_makes_the_group_readonly_until_it_goes_on(clust
     """W11, W21: lag is noticed by time, and does not freeze with the slave."""
     master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
     with Wire(master.serve_port, token=cluster.token) as wire:
-        cluster.service(slave.hostname).signal(19)
+        stand_still(cluster.service(slave.hostname).pid)
         try:
             wire.request(Command.PRODUCE, produce_body(subject, {"n": 1}))
             until(lambda: reasons(cluster, master) == ["slave_lag"], "readonly for the slave's lag")

@@ -17,6 +17,7 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Command, Pull
 from qmq.server.memory import ram_bytes
 from tests.integration.cluster_world import (
+    WAIT_S,
     Wire,
     begin,
     consume_all,
@@ -30,6 +31,7 @@ from tests.integration.cluster_world import (
     subscribe,
     until,
 )
+from tests.support.standstill import stand_still
 
 MIB = 1 << 20
 LIMIT_BYTES = 160 * MIB
@@ -45,7 +47,7 @@ def connections(cluster, state):
 def listed(cluster):
     url = f"http://127.0.0.1:{cluster.broker('g1', 'master').metrics_port}/connections"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(urllib.request.Request(url, headers={"X-Api-Token": cluster.token}), timeout=10) as answer:
+    with opener.open(urllib.request.Request(url, headers={"X-Api-Token": cluster.token}), timeout=WAIT_S) as answer:
         return json.loads(answer.read())
 
 
@@ -62,7 +64,7 @@ def test_producer_that_ignores_its_window_is_read_no_faster_than_it_is_answered(
     send_all(cluster, "s", 1)
     slave = cluster.service(cluster.broker("g1", "slave").hostname)
     with Wire(cluster.broker("g1", "master").serve_port, token=cluster.token) as wire:
-        slave.signal(signal.SIGSTOP)
+        stand_still(slave.pid)
         bodies = [produce_body("s", {"x": "x" * 30_000}, {"x": "y" * 30_000}) for _ in range(400)]
         sending = Thread(target=lambda: [wire.request(Command.PRODUCE, body) for body in bodies])
         sending.start()
@@ -97,7 +99,7 @@ def test_memory_over_its_limit_stops_producers_and_no_consumer_and_ends_by_itsel
     master = cluster.broker("g1", "master")
 
     async def send():
-        async with producer(cluster, timeout_s=60.0) as sender:
+        async with producer(cluster, timeout_s=4 * WAIT_S) as sender:
             assert (await sender.send(qmq.Message("s", {"n": 1}))).is_stored
             with Stalled(cluster, "big", 16):
                 until(lambda: reasons(cluster, master) == ["memory"], "memory is over its limit")
@@ -110,7 +112,7 @@ def test_memory_over_its_limit_stops_producers_and_no_consumer_and_ends_by_itsel
             return await late
 
     assert asyncio.run(send()).is_stored
-    assert reasons(cluster, master) == [] and connections(cluster, "blocked") == 0
+    until(lambda: reasons(cluster, master) == [] and connections(cluster, "blocked") == 0, "it has ended by itself")
 
 
 def test_blocked_producer_is_told_why(cluster):

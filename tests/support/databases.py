@@ -26,6 +26,7 @@ from sqlalchemy.exc import DBAPIError
 from metaserver.db.engine import open_database
 from metaserver.db.tables import metadata
 from tests.support.ports import kept_port
+from tests.support.standstill import stand_still
 
 START_S = 60
 """A server needs a second or two; a busy machine may take long."""
@@ -99,13 +100,11 @@ class DatabaseServer:
     def paused(self) -> Iterator[None]:
         """Let it stand still: its connections stay open, and nothing answers."""
         pids = [self.pid]
-        _signal(self.pid, signal.SIGSTOP)
         try:
-            _until_stopped(self.pid)
+            stand_still(self.pid)
             pids += _children(self.pid)  # it starts and buries none of them any more
             for pid in pids[1:]:
-                _signal(pid, signal.SIGSTOP)
-                _until_stopped(pid)
+                stand_still(pid)
             yield
         finally:
             for pid in pids:
@@ -339,22 +338,6 @@ def _root() -> list[str]:
 
 def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _until_stopped(pid: int) -> None:
-    """Wait until each thread stands still: one that was just woken for a statement may answer it after SIGSTOP."""
-    deadline = time.monotonic() + START_S
-    while any(_state(thread) not in "TZ" for thread in Path(f"/proc/{pid}/task").glob("*/stat")):
-        assert time.monotonic() < deadline, f"process {pid} does not stop"
-        time.sleep(0.001)
-
-
-def _state(thread: Path) -> str:
-    """The letter that proc(5) gives; a thread that ended counts as a zombie."""
-    try:
-        return thread.read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "Z"
 
 
 def _signal(pid: int, which: signal.Signals) -> None:
