@@ -25,13 +25,13 @@ from watchdog.sources import Source
 KEY = "nBLTTCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A="
 TABLE = "qmq_msg_queue"
 ROOT = Path(__file__).parents[2]
-QUICK = {"lease_ms": 2000, "beat_ms": 200, "refresh_ms": 300, "scan_ms": 100, "stats_ms": 300}
+QUICK = {"lease_ms": 6000, "beat_ms": 200, "refresh_ms": 300, "scan_ms": 100, "stats_ms": 300}
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def running(run_dir, *, groups=("g1",)):
+def running(run_dir, *, groups=("g1",), **broker):
     """A cluster whose metaserver can keep passwords."""
-    return cluster_world.running(run_dir, groups=groups, metaserver={"password_keys": [KEY]})
+    return cluster_world.running(run_dir, groups=groups, metaserver={"password_keys": [KEY]}, **broker)
 
 
 def source_of(url, **options):
@@ -118,8 +118,11 @@ class WatchdogProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
-        self.process.wait(20)
-        self._log.close()
+        try:
+            self.process.wait(cluster_world.WAIT_S)
+        finally:
+            self.process.kill()
+            self._log.close()
 
     def health(self):
         try:
@@ -144,5 +147,5 @@ class WatchdogProcess:
     def _get(self, path, *, method="GET", token=None):
         headers = {"X-Api-Token": self.token if token is None else token}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=headers, method=method)
-        with _DIRECT.open(request, timeout=20) as answer:
+        with _DIRECT.open(request, timeout=cluster_world.WAIT_S) as answer:
             return answer.read()
