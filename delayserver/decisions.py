@@ -81,9 +81,9 @@ class Decisions:
         """Return which of these messages both copies have, or could make anew from what they have."""
         high = self._reign.gate.high_watermark
         with_both: npt.NDArray[np.bool_] = records["number"] + records["size"] <= np.uint64(high)
-        if self._derived:
-            ends = (self._derived.get(number, (0, high + 1))[1] for number in records["number"].tolist())
-            with_both |= np.fromiter((end <= high for end in ends), np.bool_, len(records))
+        if self._derived and not with_both.all():
+            ends = (self._derived.get(number, (0, high + 1))[1] for number in records["number"][~with_both].tolist())
+            with_both[~with_both] = [end <= high for end in ends]
         return with_both
 
     def _note(self, frame: Frame, records: Records) -> Frame:

@@ -143,6 +143,11 @@ class Dispatching:
 
     # What comes in.
 
+    def expect(self, records: Records) -> None:
+        """These will be due soon: learn where their subjects go."""
+        for subject in np.unique(records["subject"]).tolist():
+            self._line(subject)
+
     def due(self, records: Records) -> None:
         """Put messages in line, the earliest first."""
         records = self._decisions.not_named(records)
@@ -157,12 +162,16 @@ class Dispatching:
             if len(piece):
                 self._line_up(int(piece["subject"][0]), piece)
 
-    def _line_up(self, subject: int, records: Records) -> None:
+    def _line(self, subject: int) -> Line:
         line = self._lines.get(subject)
         if line is None:
             line = self._lines[subject] = Line(self._subject_name(subject))
             self._named[line.subject] = line
             self._senders.watch(line.subject)
+        return line
+
+    def _line_up(self, subject: int, records: Records) -> None:
+        line = self._line(subject)
         line.put(records, self._senders.sharers(line.subject), partial(self._senders.home, line.subject))
         self._ready[subject] = None
 

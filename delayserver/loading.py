@@ -10,6 +10,7 @@ most of the rest is gone: then the segments are read once more.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from delayserver.filing import Filing
 from delayserver.messages import Records
@@ -23,9 +24,12 @@ log = logging.getLogger(__name__)
 
 
 class Loading:
-    """Made by the master, for one wheel and one schedule."""
+    """Made by the master, for one wheel and one schedule. `loaded` is told of each piece."""
 
-    def __init__(self, filing: Filing, wheel: Wheel, host: Host, settings: DelaySettings) -> None:
+    def __init__(
+        self, filing: Filing, wheel: Wheel, host: Host, settings: DelaySettings, loaded: Callable[[Records], None]
+    ) -> None:
+        self._loaded = loaded
         self._filing, self._schedule, self._wheel, self._host = filing, filing.schedule, wheel, host
         self._ahead_ms = int(settings.load_ahead_minutes * 60_000)
         self._most = self._full = settings.loaded_messages_max
@@ -61,7 +65,9 @@ class Loading:
             try:
                 if isinstance(result, LogError):
                     raise result
-                self._wheel.add(self._schedule.handed(piece, result))
+                records = self._schedule.handed(piece, result)
+                self._wheel.add(records)
+                self._loaded(records)
             except DamagedSchedule as problem:
                 self._filing.is_damaged(self._schedule, problem)
             self._host.turn_soon()

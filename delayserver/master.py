@@ -82,7 +82,9 @@ class DelayMaster(Master):
         self._filing.told, self._filing.anew = self._filed, self._made_anew
         self._filing.schedule.forget_loads()
         self.wheel = Wheel()
-        self._loading = Loading(self._filing, self.wheel, self._reign.host, self._settings)
+        self._loading = Loading(
+            self._filing, self.wheel, self._reign.host, self._settings, self._dispatching.expect
+        )  # fmt: skip
         self._has_begun = False
 
     def _made_anew(self) -> None:
@@ -98,6 +100,7 @@ class DelayMaster(Master):
             self._recurring.remove(filed.done["number"])
         if len(filed.added):
             self.wheel.add(filed.added)
+            self._dispatching.expect(filed.added)
         for flight, _ in filed.settled:
             self._dispatching.filed(flight.subject, flight.group, (flight.producer, flight.batch))
 

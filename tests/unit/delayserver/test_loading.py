@@ -5,6 +5,7 @@ from __future__ import annotations
 from delayserver.schedule import schedule as schedule_module
 from tests.unit.delayserver.test_master import restart
 from tests.unit.delayserver.test_races import a_pair
+from tests.unit.delayserver.world import HOUR_MS
 
 
 def numbers(pair):
@@ -64,3 +65,18 @@ def test_more_messages_of_one_moment_than_fit_are_sent_all_the_same():
     restart(pair)
     pair.run(10_000)
     assert sorted(numbers(pair)) == list(range(101))
+
+
+def test_route_of_a_subject_is_known_before_something_of_it_is_due():
+    pair, producer = a_pair()
+    watched = []
+    pair.senders.watch = watched.append
+    producer.delayed(pair.now_ms + 5 * 60_000, "m0", subject="soon")
+    producer.delayed(pair.now_ms + 5 * HOUR_MS, "m1", subject="later")
+    pair.run(200)
+    assert watched == ["soon"]
+    pair.run(5 * HOUR_MS - 5 * 60_000, step_ms=10_000)
+    assert watched == ["soon", "later"] and numbers(pair) == [0]
+    pair.swap(2)
+    pair.run(100)
+    assert watched == ["soon", "later", "later"]
