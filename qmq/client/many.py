@@ -16,6 +16,7 @@ from qmq.client.batching import (
     Outcome,
     Receipt,
     Receipts,
+    refused,
     unstored,
     with_labels,
 )  # fmt: skip
@@ -44,16 +45,21 @@ class _Encoded(NamedTuple):
 
 
 class ManySend:
-    """Made by a producer for each call; ends when all is resolved."""
+    """Made by a producer for each call; ends when all is resolved.
+
+    Args:
+        timeout_ms: from when there is room for a message.
+        until_ms: when all of them are given up, by the sender's clock, also those that wait for room.
+    """
 
     def __init__(
         self, sender: Sender, ids: MessageIds, timeout_ms: int, flight: Callable[[], Flight],
-        delay: Delay | None = None,
+        delay: Delay | None = None, until_ms: int | None = None,
     ) -> None:  # fmt: skip
         self.receipts = Receipts()
         self._delay, self._due_ms = delay, delay.due_ms if delay else None
         self._sender, self._ids, self._timeout_ms, self._flight = sender, ids, timeout_ms, flight
-        self._unresolved = 0
+        self._until_ms, self._unresolved = until_ms, 0
         self._stuck: set[str] = set()
         """Subjects of which the last batch waited in vain until its deadline: the rest is not to wait as long again."""
 
@@ -116,10 +122,11 @@ class ManySend:
 
     async def _send_in_order(self, subject: str, one: _Encoded) -> Callable[[], Receipt]:
         """Queue a message with an order key, once there is room: its batch is made when its broker group is known."""
-        deadline_ms = self._sender.now_ms() + self._timeout_ms
+        deadline_ms = self._deadline_ms()
         queue = await self._sender.room(subject, one.label, len(one.data), deadline_ms)
-        if isinstance(queue, QmqError):
-            receipt = unstored(Outcome.REFUSED, one.id, subject, "", queue, self._due_ms)
+        if isinstance(queue, QmqError) or self._is_over():
+            error = queue if isinstance(queue, QmqError) else self._sender.too_late(subject)
+            receipt = unstored(Outcome.REFUSED, one.id, subject, "", error, self._due_ms)
             return lambda: receipt
         later, flight = _Later(), self._flight()
         self._unresolved += 1
@@ -134,16 +141,25 @@ class ManySend:
 
     async def _submit(self, queue: SubjectQueue, ids: list[str], blocks: list[bytes], flags: int) -> Batch:
         """Queue a whole batch, once there is room for it."""
-        while len(queue.ready) >= READY_BATCHES_MAX:
+        while len(queue.ready) >= READY_BATCHES_MAX and not self._is_over():
             await self._sender.wait()
-        deadline_ms, flight = self._sender.now_ms() + self._timeout_ms, self._flight()
+        deadline_ms, flight = self._deadline_ms(), self._flight()
         batch = Batch(queue.subject, ids, blocks, deadline_ms, partial(self._resolved, flight), flags, self._due_ms)
         self._unresolved += 1
-        self._sender.add_batch(queue, batch)
-        if queue.subject in self._stuck:
-            self._sender.refuse_stuck(queue, batch)
+        if self._is_over():
+            batch.resolve(refused("", self._sender.too_late(queue.subject)))
+        else:
+            self._sender.add_batch(queue, batch)
+            if queue.subject in self._stuck:
+                self._sender.refuse_stuck(queue, batch)
         await asyncio.sleep(0)  # let the loop write it and read answers: encoding itself never waits
         return batch
+
+    def _deadline_ms(self) -> int:
+        return self._sender.now_ms() + self._timeout_ms if self._until_ms is None else self._until_ms
+
+    def _is_over(self) -> bool:
+        return self._until_ms is not None and self._sender.now_ms() >= self._until_ms
 
     def _refused(self, message: Message, error: QmqError) -> Callable[[], Receipt]:
         receipt = unstored(Outcome.REFUSED, str(message.id or ""), message.subject, "", error, self._due_ms)

@@ -80,7 +80,7 @@ class Producer:
             raise ClientClosed("a producer is opened once")
         self._open_senders = Senders(self._new_sender)
         self._outbox = Courier(
-            self._send_all, table=self._outbox_table, id_prefix=_id_prefix(self._metaserver),
+            self._send_committed, table=self._outbox_table, id_prefix=_id_prefix(self._metaserver),
             messages_max=self._outbox_messages_max,
         )  # fmt: skip
         return self
@@ -262,12 +262,23 @@ class Producer:
             raise ClientClosed("the producer is not open")
         return await self._send_all(messages, later)
 
-    async def _send_all(self, messages: Iterable[Message], later: Delay | None = None) -> Receipts:
-        """Also while the producer is closing: what is committed by then is sent."""
+    async def _send_committed(self, messages: Iterable[Message]) -> Receipts:
+        """Give all of it up together, however much waits before it: what is sent later, the watchdog sends as well."""
+        return await self._send_all(messages, timeout_ms=self._timeout_ms)
+
+    async def _send_all(
+        self, messages: Iterable[Message], later: Delay | None = None, timeout_ms: int | None = None
+    ) -> Receipts:
+        """Also while the producer is closing: what is committed by then is sent.
+
+        Args:
+            timeout_ms: when all is given up; None: each batch has the producer's, from when there is room for it.
+        """
         if (senders := self._open_senders) is None:
             raise ClientClosed("the producer is not open")
         sender = senders.of(is_delayed=later is not None)
-        many = ManySend(sender, self._ids, self._timeout_ms, self._flights.board, later)
+        until_ms = None if timeout_ms is None else sender.now_ms() + timeout_ms
+        many = ManySend(sender, self._ids, self._timeout_ms, self._flights.board, later, until_ms)
         iterator = iter(messages)
         while chunk := list(islice(iterator, CHUNK_MESSAGES)):
             await many.send(chunk)

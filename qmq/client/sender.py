@@ -159,6 +159,10 @@ class Sender:
         self._note(queue)
         self._pump()
 
+    def too_late(self, subject: str) -> QmqError:
+        """Return the error of a message whose time was over before there was room for it."""
+        return self._closed or self._why_not(subject)
+
     def refuse_stuck(self, queue: SubjectQueue, batch: Batch) -> None:
         """Refuse a batch that waits although no group of its subject takes any now."""
         if batch in queue.ready:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 import qmq.blocking
@@ -106,6 +108,32 @@ def test_the_row_is_there_before_the_message_is_sent_and_stays_until_it_is_store
     assert later.result(WAIT_S).is_stored
     producer.flush()
     assert (sent(broker), world.rows()) == (["paid-42"], [])
+
+
+def test_who_waits_behind_others_is_given_up_as_early_as_they_are(session_world, broker):
+    """Else the application would send, when the brokers are back, what the watchdog sends by then."""
+    broker.readonly()
+    with qmq.blocking.Producer(metaserver=broker.metaserver, token="any", app="shop", timeout_s=1.0) as producer:
+        receipts, began = [], time.monotonic()
+        for number in range(30):
+            with session_world.begin() as begun:
+                receipts.append(producer.send(paid(number), session=begun.session))
+        assert not any(receipt.result(WAIT_S).is_stored for receipt in receipts)
+        assert time.monotonic() - began < 7, "it were 15 s if they were given up two by two"
+        broker.writable()
+        producer.flush()
+    assert (sent(broker), len(session_world.rows())) == ([], 30)
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+def test_what_has_no_room_in_time_is_not_sent_though_a_group_takes_it_then(broker, producer, key):
+    """As the end of a transaction with so many messages that they take longer than `timeout_s`."""
+    assert producer.send(Message("order.paid", id="first")).is_stored
+    late = [Message("order.paid", id=f"late-{number}", order_key=key) for number in range(3_000)]
+    own = producer._session()
+    receipts = own.background.run(own.producer._send_all(late, timeout_ms=0))
+    assert len(receipts) == 3_000 and not any(receipt.is_stored for receipt in receipts)
+    assert producer.send(paid(1)).is_stored and sent(broker) == ["first", "paid-1"]
 
 
 def test_of_several_messages_only_rows_of_stored_ones_are_deleted(world, broker, producer):
