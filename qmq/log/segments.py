@@ -105,9 +105,10 @@ def next_frame(disk: Disk, bases: list[int], begin: int) -> int | None:
 def read_raw(disk: Disk, bases: list[int], begin: int, end: int) -> bytes:
     """Return the bytes `[begin, end)` as they are, whatever they are; shorter where the used part of a file is."""
     parts = []
-    for base in bases[bisect_right(bases, begin) - 1 if bases and begin >= bases[0] else 0 :]:
+    bases = bases[bisect_right(bases, begin) - 1 if bases and begin >= bases[0] else 0 :]
+    for base, following in zip(bases, [*bases[1:], end]):  # a file may have zeros behind the segment's end
         if base < end:
-            first, last = max(begin, base), min(end, base + disk.used(log_name(base)))
+            first, last = max(begin, base), min(end, following, base + disk.used(log_name(base)))
             parts.append(disk.read(log_name(base), first - base, max(last - first, 0)))
     return b"".join(parts)
 

@@ -89,3 +89,17 @@ def test_chain_before_a_damaged_frame_is_still_known():
             assert copy.log.chain_is(ref.offset, chain)
         assert not copy.log.chain_is(ref.offset, 1)
         copy.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + 20))
+
+
+def test_segment_with_zeros_behind_its_end_reads_as_one_without():
+    """A crash may leave some of what was reserved for it."""
+    copy = Copy(tail_bytes=0)
+    copy.office()
+    copy.fill(60)
+    first, second = copy.log.bases[1], copy.log.bases[2]
+    whole = copy.whole()
+    name = f"log/{first:020d}.log"
+    copy.disk.write(name, copy.disk.size(name), [bytes(80)])
+    assert copy.whole() == whole
+    begin, end = second - 40, second + 40
+    assert copy.log.read_bytes(begin, end) == whole[begin - copy.log.start : end - copy.log.start]
