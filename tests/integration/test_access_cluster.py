@@ -18,7 +18,7 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.rights import TokenRole, includes
 from qmq.server.tokens import CONTROL_ROLES
-from tests.integration.cluster_world import Wire, begin, end, produce_body, running, state, until
+from tests.integration.cluster_world import WAIT_S, Wire, begin, end, produce_body, running, state, until
 
 HOST = "127.0.0.1"
 SERVICE = pb.DESCRIPTOR.services_by_name["Broker"]
@@ -56,7 +56,7 @@ def call(plan, method, token):
     """Call a control method by its name, with an empty request; return the status that it ends with."""
     metadata = [("x-api-token", token)] if token else []
     with grpc.insecure_channel(f"{HOST}:{plan.control_port}") as channel:
-        stream = channel.unary_stream(f"/{SERVICE.full_name}/{method}")(b"", metadata=metadata, timeout=10)
+        stream = channel.unary_stream(f"/{SERVICE.full_name}/{method}")(b"", metadata=metadata, timeout=WAIT_S)
         try:
             list(stream)
             return grpc.StatusCode.OK
@@ -122,7 +122,7 @@ def test_a_producer_hears_which_right_its_token_lacks(cluster):
     token = make(cluster, "client", "narrow", subjects="mine.*")
 
     async def send(subject):
-        async with qmq.Producer(metaserver=cluster.metaserver, app="test", token=token, timeout_s=3) as producer:
+        async with qmq.Producer(metaserver=cluster.metaserver, app="test", token=token, timeout_s=WAIT_S) as producer:
             return await producer.send(qmq.Message(subject, {"a": "1"}))
 
     assert asyncio.run(send("mine.a")).outcome == qmq.Outcome.STORED
@@ -159,7 +159,7 @@ def test_metrics_of_a_broker_are_for_token_holders(cluster, tokens):
 
     def get(path="/metrics", **headers):
         try:
-            with opener.open(urllib.request.Request(url + path, headers=headers), timeout=10) as answer:
+            with opener.open(urllib.request.Request(url + path, headers=headers), timeout=WAIT_S) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:

@@ -11,8 +11,8 @@ from deploy.processes import ROOT
 
 def run(config, **environ):
     return subprocess.run(
-        [sys.executable, "-m", "broker", "--config", str(config)], cwd=ROOT, capture_output=True, text=True, timeout=30,
-        env=os.environ | environ,
+        [sys.executable, "-m", "broker", "--config", str(config)], cwd=ROOT, capture_output=True, text=True,
+        timeout=120, env=os.environ | environ,
     )  # fmt: skip
 
 

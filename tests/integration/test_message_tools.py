@@ -272,7 +272,7 @@ def test_a_call_to_a_broker_is_bounded_and_only_its_master_answers(cluster, subj
         with grpc.insecure_channel(f"127.0.0.1:{plan.control_port}") as channel:
             metadata = (("x-api-token", cluster.token),)
             return BrokerStub(channel).Browse(
-                pb.BrowseRequest(subject=subject, **fields), metadata=metadata, timeout=20
+                pb.BrowseRequest(subject=subject, **fields), metadata=metadata, timeout=60
             )
 
     whole = call("master")
@@ -307,7 +307,7 @@ def test_tail_shows_what_is_stored_from_now_on_in_all_groups_and_over_a_swap(clu
     send(cluster, *[qmq.Message(subject, {}, id=id) for id in more])
     assert sorted(json.loads(tail.stdout.readline())["id"] for _ in more) == sorted(more)
     tail.send_signal(signal.SIGINT)
-    assert tail.communicate(timeout=30)[0] == "" and tail.returncode == DONE
+    assert tail.communicate(timeout=120)[0] == "" and tail.returncode == DONE
 
 
 def test_tail_leaves_no_consumer_group_behind_and_ends_at_its_limit(cluster, subject, process):
@@ -326,13 +326,13 @@ def test_tail_leaves_no_consumer_group_behind_and_ends_at_its_limit(cluster, sub
 
 def test_what_is_only_looked_at_comes_again_and_what_is_acked_does_not(cluster, subject):
     send_all(cluster, subject, COUNT)
-    options = {"group": "g", "start": "earliest", "wait": 3, "subject": subject}
-    assert len(lines(tool(cluster, "Consume", "--json", **options))) == COUNT
+    options = {"group": "g", "start": "earliest", "wait": 60, "subject": subject}
+    assert len(lines(tool(cluster, "Consume", "--json", f"--limit={COUNT}", **options))) == COUNT
     again = lines(tool(cluster, "Consume", "--json", "--ack", "--limit=5", **options))
     assert len(again) == 5 and all(one["times"] >= 2 for one in again)
-    rest = lines(tool(cluster, "Consume", "--json", "--ack", **options))
+    rest = lines(tool(cluster, "Consume", "--json", "--ack", f"--limit={COUNT - 5}", **options))
     assert sorted(ids(again) + ids(rest)) == sorted(f"m-{at}" for at in range(COUNT))
-    assert lines(tool(cluster, "Consume", "--json", **options)) == []
+    assert lines(tool(cluster, "Consume", "--json", **options | {"wait": 3})) == []
 
 
 def test_without_a_group_everybody_sees_everything(cluster, subject):
@@ -369,7 +369,7 @@ def test_dead_letters_are_looked_at_and_go_back_by_choice(cluster, subject, tmp_
         back = arrived[one["brokerGroup"], one["newSequence"]]
         assert back["id"] == one["id"] and list(back["properties"]) == ["x"]
 
-    consumed = lines(tool(cluster, "Consume", "--json", "--ack", subject=subject, group="g", wait=3))
+    consumed = lines(tool(cluster, "Consume", "--json", "--ack", subject=subject, group="g", wait=10))
     assert {one["id"] for one in consumed} == timeouts and len(consumed) == len(timeouts)
     [rest] = lines(redrive(cluster, subject, "--yes"))
     assert {one["id"] for one in rest["moved"]} == {f"m-{at}" for at in range(COUNT)} - timeouts
@@ -399,7 +399,7 @@ def test_tags_and_order_keys_go_back_as_they_were(cluster, subject):
     assert bury(cluster, subject, "g", ["timeout"]) == 6
     [receipt] = lines(redrive(cluster, subject, "--yes"))
     assert ids(receipt["moved"]) == [f"m{n}" for n in range(6)]
-    consumed = lines(tool(cluster, "Consume", "--json", "--ack", "--limit=6", subject=subject, group="g", wait=20))
+    consumed = lines(tool(cluster, "Consume", "--json", "--ack", "--limit=6", subject=subject, group="g", wait=60))
     assert [(one["id"], one["tags"], one["orderKey"]) for one in consumed] == [
         (f"m{n}", [f"t{n % 2}"], "k") for n in range(6)
     ]
@@ -408,7 +408,7 @@ def test_tags_and_order_keys_go_back_as_they_were(cluster, subject):
 def test_two_redrives_at_once_give_no_dead_letter_back_twice(cluster, subject, process):
     failed(cluster, subject, 60)
     both = [process(cluster, "Redrive", "--json", "--yes", subject=subject, group="g", rate=200) for _ in range(2)]
-    moved = [one["id"] for redrive in both for one in json.loads(redrive.communicate(timeout=60)[0])["moved"]]
+    moved = [one["id"] for redrive in both for one in json.loads(redrive.communicate(timeout=120)[0])["moved"]]
     [rest] = lines(redrive(cluster, subject, "--yes"))
     moved += ids(rest["moved"])
     assert sorted(moved) == sorted(f"m-{at}" for at in range(60)) == sorted(ids(mailbox(cluster, subject)))
@@ -454,10 +454,10 @@ def test_a_redrive_that_is_killed_loses_nothing(cluster, subject, process):
 def test_an_interrupted_redrive_tells_what_it_did_and_the_rest_stays(cluster, subject, process, tmp_path):
     failed(cluster, subject, 40)
     out = tmp_path / "receipt.json"
-    slow = process(cluster, "Redrive", "--json", "--yes", subject=subject, group="g", rate=4, out=out)
+    slow = process(cluster, "Redrive", "--json", "--yes", subject=subject, group="g", rate=2, out=out)
     until(lambda: mailbox(cluster, subject), "some went back")
     slow.send_signal(signal.SIGINT)
-    text, complaints = slow.communicate(timeout=30)
+    text, complaints = slow.communicate(timeout=120)
     assert slow.returncode == UNKNOWN, complaints
     receipt = json.loads(text)
     assert json.loads(out.read_text()) == receipt
@@ -487,9 +487,10 @@ def test_of_too_many_to_hold_the_first_are_passed_over(cluster, subject, monkeyp
 
 def test_the_rate_is_kept(cluster, subject):
     failed(cluster, subject, 30)
-    lines(redrive(cluster, subject, "--yes", rate=20))
+    lines(redrive(cluster, subject, "--yes", rate=4))
     stored = [one["stored"] for one in mailbox(cluster, subject)]
-    assert len(stored) == 30 and max(stored) - min(stored) >= 1_000 * (30 - 8) / 20
+    late_ms = 3_000  # the first one was stored so much after its time, by a machine that stood still
+    assert len(stored) == 30 and max(stored) - min(stored) >= 1_000 * 29 / 4 - late_ms
 
 
 def test_a_redrive_needs_a_client_and_a_yes(cluster, subject, tokens):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import stat
 import subprocess
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.integration.tools_world import (
     run,
     run_at_terminal,
 )
+from tests.support.ports import free_ports
 
 MARKED = {"producers": 3, "consumers": 0, "watchers": 40, "metaserversUnasked": [], "allKnow": False, "waitedMs": 0}
 
@@ -179,8 +179,7 @@ def test_no_arguments_show_the_commands_and_end_with_2():
 
 
 def test_no_metaserver_ends_with_3():
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    [port] = free_ports(1)
     ended = run("SwapRoles", f"127.0.0.1:{port}", "--yes", brokerGroup="g1")
     assert ended.returncode == UNREACHABLE and "cannot reach a metaserver" in ended.stderr
     unknown = run("ListBrokers", "no-such-host.invalid")

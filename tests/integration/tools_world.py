@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl
 TOOLS = Path(__file__).parents[2] / "tools" / "tools.sh"
 DONE, REFUSED, USAGE, UNREACHABLE, UNKNOWN = range(5)
 TOKEN = "qmq_id_secret"
-WAIT_S = 30
+WAIT_S = 60
 
 
 def environment(token=TOKEN, **more):
@@ -177,16 +177,19 @@ def answering(answer):
             while True:
                 connection, _ = listener.accept()
                 with connection:
-                    connection.settimeout(10)
+                    connection.settimeout(WAIT_S)
                     received = b""
                     while b"brokerGroup=g1" not in received:
-                        received += connection.recv(65536)
+                        piece = connection.recv(65536)
+                        assert piece, f"it hung up after {received!r}"
+                        received += piece
                     is_plan = b"dryRun=true" in received
                     connection.sendall(head + plan if is_plan else answer)
                     if not is_plan:
                         return
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)  # a test that fails does not ask for everything
         thread.start()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
-        thread.join()
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "it was not asked for the change"
