@@ -81,7 +81,7 @@ class _Batch:
 
     __slots__ = (
         "producer", "number", "subject", "group", "records", "end", "is_safe", "is_doubtful", "numbered", "tries",
-        "next_ms", "sent_ms",
+        "next_ms", "sent_ms", "unsent_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +95,8 @@ class _Batch:
         self.tries, self.next_ms = 0, 0
         self.sent_ms: int | None = None
         """When this reign sent it first."""
+        self.unsent_bytes = 0
+        """For which its group has no room any more, although it does not have them yet."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -139,6 +141,7 @@ class Dispatching:
         """Broker group -> subjects that found no room there, the one that waits longest first."""
         self._in_flight_of: dict[str, int] = {}
         """Broker group -> messages in open batches."""
+        self._unsent_bytes_of: dict[str, int] = {}
         self._is_over = False
 
     # What comes in.
@@ -305,16 +308,25 @@ class Dispatching:
         """Return which of these messages the next batch has."""
         places = np.flatnonzero(fits)[:BATCH_MESSAGES_MAX]
         sizes = np.cumsum(records["size"][places].astype(np.int64) + 16)
-        most = max(min(BATCH_BYTES_MAX, self._senders.room(group)), int(sizes[0]))
+        most = max(min(BATCH_BYTES_MAX, self._room(group)), int(sizes[0]))
         return places[: int(np.searchsorted(sizes, most, "right"))]
 
     def _has_room(self, group: str, line: Line) -> bool:
         """Return whether a group takes one batch more, and a number is free for it."""
-        if self._in_flight_of.get(group, 0) >= IN_FLIGHT_MAX or not self._senders.room(group):
+        if self._in_flight_of.get(group, 0) >= IN_FLIGHT_MAX or not self._room(group):
             return False
         producer = self._producer(group, line.subject)
         numbers = self._lanes.get(producer)
         return not numbers or self._next[producer] - next(iter(numbers)) < SPAN_MAX
+
+    def _room(self, group: str) -> int:
+        """Return how many bytes a group takes now, besides what is planned for it and not sent."""
+        return max(0, self._senders.room(group) - self._unsent_bytes_of.get(group, 0))
+
+    def _no_longer_unsent(self, batch: _Batch) -> None:
+        if batch.unsent_bytes:
+            self._unsent_bytes_of[batch.group] -= batch.unsent_bytes
+            batch.unsent_bytes = 0
 
     def _producer(self, group: str, subject: str) -> int:
         """The producer id of a lane: of this reign alone, so that its numbers begin with 1."""
@@ -333,6 +345,8 @@ class Dispatching:
         frame = self._decisions.dispatch(line.subject, group, records, producer=producer, batch=number)
         self._planned(producer, number, records)
         batch = _Batch(producer, number, line.subject, group, records, frame.end)
+        batch.unsent_bytes = int(records["size"].sum(dtype=np.int64)) + 16 * len(records)
+        self._unsent_bytes_of[group] = self._unsent_bytes_of.get(group, 0) + batch.unsent_bytes
         self._opened(batch)
         self._when_safe(batch)
 
@@ -400,6 +414,7 @@ class Dispatching:
         else:
             if batch.sent_ms is None:
                 batch.sent_ms = self._reign.host.monotonic_ms()
+            self._no_longer_unsent(batch)
             self._senders.send(batch.group, batch.numbered, lambda answer: self._answered(batch, answer))
 
     def _answered(self, batch: _Batch, answer: Answer) -> None:
@@ -458,6 +473,7 @@ class Dispatching:
         del numbers[batch.number]
         self._in_flight_of[batch.group] -= len(batch.records)
         self._retry.pop(batch, None)
+        self._no_longer_unsent(batch)
         self._settled.append((batch.producer, batch.number, outcome))
         self._reign.host.turn_soon()
         if (line := self._named.get(batch.subject)) is not None:

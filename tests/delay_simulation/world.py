@@ -189,6 +189,8 @@ class DelayWorld(World):
             return
         if not process.filing._is_our_history():
             return
+        if schedule.pending_from() < log.start and schedule.filed_end < log.flushed_end:
+            return  # frames that are still to be filed say what became of messages that the log let go since
         fresh = Schedule(MemoryDisk(), segment_ms=700, log_start=log.start)
         at = log.start
         while at < schedule.filed_end:

@@ -149,3 +149,16 @@ def test_what_was_given_up_does_not_go_to_the_same_group_along_with_order_keys()
     keyed(producer, pair.now_ms - HOUR_MS, {"k1": "k", "with": None})
     pair.run(1_000)
     assert ids(pair)[-1] == ["k1"]
+
+
+def test_no_more_is_planned_for_a_group_than_it_has_room_for(monkeypatch):
+    monkeypatch.setattr(dispatching, "BATCH_MESSAGES_MAX", 1)
+    pair, producer = a_pair(slow=True)
+    pair.senders.room = lambda name: max(0, 3_000 - 500 * len(pair.senders.waiting))
+    producer.delayed(pair.now_ms, *(f"m{i}" for i in range(50)), size=400)
+    pair.run(100)
+    assert 5 <= len(pair.senders.attempts) <= 7
+    while pair.senders.waiting:
+        pair.senders.answer()
+        pair.settle()
+    assert len(pair.senders.delivered()) == 50
