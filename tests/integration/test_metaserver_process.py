@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 20
+WAIT_S = 60
 TOKEN = "the key of it all"
 
 
@@ -45,7 +45,8 @@ def metaserver(folder, **settings):
 
 def post(process, action, token=TOKEN, **words):
     body = {"action": action, **words}
-    return httpx.post(f"{process.url}/management", data=body, headers={"X-Api-Token": token}, trust_env=False)
+    url, headers = f"{process.url}/management", {"X-Api-Token": token}
+    return httpx.post(url, data=body, headers=headers, trust_env=False, timeout=WAIT_S)
 
 
 def add(process, hostname="a", role=0):
@@ -63,7 +64,7 @@ def test_the_installed_grpc_knows_the_engine_that_the_metaserver_chooses(tmp_pat
 def said(folder):
     """All that a metaserver logs between its start and its end."""
     with metaserver(folder) as process:
-        assert httpx.get(f"{process.url}/meta/address", trust_env=False).status_code == 200
+        assert httpx.get(f"{process.url}/meta/address", trust_env=False, timeout=WAIT_S).status_code == 200
         process.terminate()
         return "".join([*process.heard, process.stderr.read()])
 
@@ -102,7 +103,7 @@ def test_port_that_is_taken_ends_with_1(tmp_path, port):
 
 def test_second_metaserver_on_the_same_ports_does_not_start(tmp_path):
     with metaserver(tmp_path) as first:
-        grpc_port = httpx.get(f"{first.url}/meta/address", trust_env=False).text.rpartition(":")[2]
+        grpc_port = httpx.get(f"{first.url}/meta/address", trust_env=False, timeout=WAIT_S).text.rpartition(":")[2]
         with metaserver(tmp_path, GRPC_PORT=grpc_port) as second:
             assert second.wait(WAIT_S) == 1
 
@@ -114,7 +115,7 @@ def test_database_that_cannot_be_opened_ends_with_1(tmp_path):
 
 
 def test_http_side_answers_as_qmq_does(tmp_path):
-    with metaserver(tmp_path) as process, httpx.Client(base_url=process.url, trust_env=False) as client:
+    with metaserver(tmp_path) as process, httpx.Client(base_url=process.url, trust_env=False, timeout=WAIT_S) as client:
         address = client.get("/meta/address")
         assert re.fullmatch(r"127\.0\.0\.1:\d+", address.text)
         assert client.get("/health/live").text == "ok"
