@@ -24,8 +24,10 @@ from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import packet_header
 from qmq.types import Epoch
 from tests.integration.cluster_world import (
+    WAIT_S,
     Probe,
     Wire,
+    are_equal,
     consume_all,
     count_lines,
     ends,
@@ -37,6 +39,7 @@ from tests.integration.cluster_world import (
     until,
 )
 from tests.support.ports import free_ports
+from tests.support.standstill import stand_still
 
 PORTS = ["serve_port", "sync_port", "control_port", "metrics_port"]
 SETTINGS = {"packet_bytes_max": 128 * 1024, "message_bytes_max": 64 * 1024}
@@ -56,12 +59,14 @@ def master(cluster):
 @pytest.fixture
 def unchanged(cluster):
     """The logs end where they ended before the test, and a message is stored and consumed afterwards as ever."""
+    until(lambda: are_equal(cluster), "equal copies")
     before = ends(cluster)
     yield
+    until(lambda: are_equal(cluster), "equal copies")
     assert ends(cluster) == before
     with Probe(cluster) as probe:
         pass
-    assert probe.slowest_s < 5.0
+    assert probe.slowest_s < 15.0
 
 
 @pytest.fixture
@@ -223,7 +228,7 @@ def test_broker_control_asks_for_the_token_in_every_call(cluster, master, unchan
     with grpc.insecure_channel(f"{HOST}:{master.control_port}") as channel:
         with pytest.raises(grpc.RpcError) as refused:
             answer = getattr(BrokerStub(channel), call)(
-                requests.get(call, pb.Nothing()), metadata=metadata, timeout=10
+                requests.get(call, pb.Nothing()), metadata=metadata, timeout=WAIT_S
             )
             list(answer)
     assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED and "x-api-token" in refused.value.details()
@@ -239,7 +244,7 @@ def test_metaserver_asks_for_the_token_in_every_call(cluster, unchanged, call):
     with grpc.insecure_channel(f"{HOST}:{cluster.plan.grpc_port}") as channel:
         with pytest.raises(grpc.RpcError) as refused:
             answer = getattr(MetaserverStub(channel), call)(
-                requests[call], metadata=(("x-api-token", "wrong"),), timeout=10
+                requests[call], metadata=(("x-api-token", "wrong"),), timeout=WAIT_S
             )
             list(answer)
     assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED and "x-api-token" in refused.value.details()
@@ -262,7 +267,7 @@ def test_management_asks_for_the_token(cluster, unchanged, action, token):
 def test_confirmation_of_a_stranger_releases_no_producer(cluster, master):
     """W15: in QMQ any client that sends an offset to the sync port makes producers be told "stored"."""
     slave = cluster.broker("g1", "slave")
-    cluster.service(slave.hostname).signal(19)
+    stand_still(cluster.service(slave.hostname).pid)
     try:
         with Wire(master.serve_port, token=cluster.token) as wire, Wire(master.sync_port, token=cluster.token) as liar:
             wire.request(Command.PRODUCE, produce_body("unconfirmed", {"a": 1}))
@@ -275,7 +280,7 @@ def test_confirmation_of_a_stranger_releases_no_producer(cluster, master):
             wire.socket.settimeout(0.5)
             with pytest.raises(TimeoutError):
                 wire.answer()
-            wire.socket.settimeout(20)
+            wire.socket.settimeout(WAIT_S)
             cluster.service(slave.hostname).signal(18)
             assert wire.answer().code == 0, "it is stored once the real slave goes on"
     finally:
@@ -298,7 +303,7 @@ def test_hello_of_another_group_is_refused(cluster, master, unchanged):
         assert answer.code == ErrorCode.INVALID_REQUEST and b"master of g1" in bytes(answer.body)
 
 
-def run_broker(folder, settings, *, timeout_s=20):
+def run_broker(folder, settings, *, timeout_s=WAIT_S):
     """Run a broker that is expected to end by itself; return its status and what it wrote."""
     write_settings(folder / "broker.toml", settings)
     command = [sys.executable, "-m", "broker", "--config", str(folder / "broker.toml")]

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "install.md"
 UNITS = ROOT / "deploy" / "systemd"
 HOST = "127.0.0.1"
-BLOCK_S = 90
+BLOCK_S = 180
 RUN = {"", "by-hand", "repeat"}
 NOT_RUN = {"packages", "systemd", "copies"}
 BLOCK = re.compile(r"^```sh ?([a-z-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -77,7 +77,7 @@ class Shell:
         self._bash.stdin.write(f"{text}\necho; echo '{done.strip()}'\n")
         self._bash.stdin.flush()
         deadline = time.monotonic() + BLOCK_S
-        while not (said := self._output.read_text()[self._said :]).endswith(done):
+        while not (said := self._output.read_text(errors="replace")[self._said :]).endswith(done):
             assert self._bash.poll() is None, f"this ended with {self._bash.returncode}:\n{text}\n\n{said}"
             assert time.monotonic() < deadline, f"this takes too long:\n{text}\n\n{said}"
             time.sleep(0.05)
