@@ -26,7 +26,8 @@ from qmq.idempotence.redis import RedisKeys
 from qmq.idempotence.sqlalchemy import SqlKeys
 from qmq.idempotence.transaction import BlockingSqlTransaction, SqlTransaction
 
-LEASE_S = 1.0
+LEASE_S = 4.0
+"""Longer than a process stands still: whoever holds a key for longer is dead."""
 WRITE = text("INSERT INTO ledger (number) VALUES (:number)")
 
 

@@ -34,7 +34,7 @@ PLAIN = 40
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("cluster")) as cluster:
+    with running(tmp_path_factory.mktemp("cluster"), lease_ms=10_000) as cluster:
         yield cluster
 
 
