@@ -46,7 +46,7 @@ from tests.support.standstill import stand_still
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("cluster"), slave_lag_ms_max=1000, lease_ms=20_000) as cluster:
+    with running(tmp_path_factory.mktemp("cluster"), slave_lag_ms_max=4000, lease_ms=20_000) as cluster:
         yield cluster
 
 
