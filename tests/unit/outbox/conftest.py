@@ -6,10 +6,8 @@ import pytest
 
 import qmq.blocking
 from qmq.testing import BlockingBroker
-from tests.support.databases import KINDS, database_url, mariadb, postgresql
+from tests.support.databases import KINDS
 from tests.unit.outbox.worlds import INTERFACES, WORLDS
-
-__all__ = ["database_url", "mariadb", "postgresql"]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from watchdog.settings import WatchdogSettings
 from watchdog.sources import Source
 
 SETTINGS = WatchdogSettings(
-    metaserver="http://nowhere", token="t", lease_ms=500, beat_ms=50, refresh_ms=100, scan_ms=10, stop_ms=100
+    metaserver="http://nowhere", token="t", lease_ms=3000, beat_ms=50, refresh_ms=100, scan_ms=10, stop_ms=100
 )
 
 
@@ -84,7 +84,7 @@ def leading(link, test):
         watchdog = Leading(SETTINGS, link, Sender(), "here:1")
         task = asyncio.create_task(watchdog.run())
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await test(watchdog)
             assert not task.done() or task.exception() is None
         finally:
@@ -139,7 +139,7 @@ def test_changed_settings_begin_only_when_the_last_write_of_the_drain_before_has
 
     def slow(self, work):
         began.set()
-        held.wait(10)
+        held.wait(60)
         return read_claims(self, work)
 
     async def test(watchdog):
