@@ -178,10 +178,18 @@ def flip_bit(path: Path, at: int) -> None:
 
 
 class Wire:
-    """A TCP connection to a broker that sends what it likes."""
+    """A TCP connection to a broker that sends what it likes.
 
-    def __init__(self, port, *, token=None):
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+    Args:
+        receive_bytes: what the system keeps for who does not read; else it grows, to megabytes, as it likes.
+    """
+
+    def __init__(self, port, *, token=None, receive_bytes=None):
+        self.socket = socket.socket()
+        self.socket.settimeout(WAIT_S)
+        if receive_bytes:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)  # heard before it connects
+        self.socket.connect(("127.0.0.1", port))
         self._opaque = 0
         if token is not None:
             answer = self.ask(Command.AUTHENTICATE, commands.encode_json(token=token, app="test"))

@@ -34,7 +34,7 @@ from tests.integration.cluster_world import (
 from tests.support.standstill import stand_still
 
 MIB = 1 << 20
-LIMIT_BYTES = 160 * MIB
+LIMIT_BYTES = 100 * MIB
 """More than a broker has without load, less than what the stalled consumers below make it hold."""
 
 
@@ -77,13 +77,20 @@ def test_producer_that_ignores_its_window_is_read_no_faster_than_it_is_answered(
 
 
 class Stalled:
-    """Consumers that ask for much, read nothing, and hold what they were handed."""
+    """Consumers that ask for much, read nothing, and hold what they were handed: 12 MB each.
 
-    def __init__(self, cluster, subject, count):
+    Each has a subject of its own, as the broker has once in memory what several ask for at the same time.
+    """
+
+    def __init__(self, cluster):
         self._open = ExitStack()
-        for number in range(count):
-            wire = self._open.enter_context(Wire(cluster.broker("g1", "master").serve_port, token=cluster.token))
-            subscription = subscribe(wire, subject, f"stalled{number}")
+        subjects = [f"big{number}" for number in range(12)]
+        for subject in subjects:
+            send_all(cluster, subject, 400, size=30_000)
+        for subject in subjects:
+            port = cluster.broker("g1", "master").serve_port
+            wire = self._open.enter_context(Wire(port, token=cluster.token, receive_bytes=1 << 16))
+            subscription = subscribe(wire, subject, "stalled")
             for _ in range(8):
                 wire.request(Command.PULL, commands.encode_pull(Pull(subscription, 10_000, 8 * MIB, 60_000)))
 
@@ -95,20 +102,20 @@ class Stalled:
 
 
 def test_memory_over_its_limit_stops_producers_and_no_consumer_and_ends_by_itself(cluster):
-    send_all(cluster, "big", 1200, size=30_000)
+    send_all(cluster, "s", 1200, size=10_000)
     master = cluster.broker("g1", "master")
 
     async def send():
         async with producer(cluster, timeout_s=4 * WAIT_S) as sender:
             assert (await sender.send(qmq.Message("s", {"n": 1}))).is_stored
-            with Stalled(cluster, "big", 16):
+            with await asyncio.to_thread(Stalled, cluster):
                 until(lambda: reasons(cluster, master) == ["memory"], "memory is over its limit")
                 late = asyncio.create_task(sender.send(qmq.Message("s", {"n": 2})))
                 await asyncio.to_thread(until, lambda: connections(cluster, "blocked") == 1, "the producer is blocked")
                 (blocked,) = [one for one in listed(cluster) if one["state"] == "blocked"]
                 assert blocked["app"] == "test" and blocked["produces"] and not blocked["consumes"]
-                there = await asyncio.to_thread(consume_all, cluster, "big", "g", 1200)
-                assert len(there) == 1200 and connections(cluster, "blocked") == 1 and not late.done()
+                there = await asyncio.to_thread(consume_all, cluster, "s", "g", 1201)
+                assert len(there) == 1201 and connections(cluster, "blocked") == 1 and not late.done()
             return await late
 
     assert asyncio.run(send()).is_stored
@@ -116,9 +123,8 @@ def test_memory_over_its_limit_stops_producers_and_no_consumer_and_ends_by_itsel
 
 
 def test_blocked_producer_is_told_why(cluster):
-    send_all(cluster, "big", 1200, size=30_000)
     master = cluster.broker("g1", "master")
-    with Wire(master.serve_port, token=cluster.token) as wire, Stalled(cluster, "big", 16):
+    with Wire(master.serve_port, token=cluster.token) as wire, Stalled(cluster):
         until(lambda: reasons(cluster, master) == ["memory"], "memory is over its limit")
         for number in range(5):
             answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": number}))
