@@ -339,31 +339,29 @@ def test_without_a_slave_schedules_go_on_and_come_no_flood_when_it_is_back():
     assert times(pair) == minutes(14, 7)
 
 
-def test_master_that_restarts_alone_waits_with_what_only_it_has_and_sends_the_latest():
+def a_pair_whose_master_restarted_alone():
+    """It has a schedule for each minute, with a template that the slave does not have."""
     pair, producer = a_pair()
     put(pair, producer, cron="* * * * *")
     pair.cut()
-    run_until(pair, "2023-11-14T22:15")  # its template is now one that the slave does not have
+    run_until(pair, "2023-11-14T22:15")  # the template is now one that the slave does not have
     clock_ms = pair.a.host.clock_ms
     pair.a.crash()
     pair.a.host.clock_ms = clock_ms
     pair.a.assign(0, 1)
     run_until(pair, "2023-11-14T22:20")
+    return pair
+
+
+def test_master_that_restarts_alone_waits_with_what_only_it_has_and_sends_the_latest():
+    pair = a_pair_whose_master_restarted_alone()
     pair.connect()
     run_until(pair, "2023-11-14T22:21")
     assert times(pair) == [*minutes(14, 2), *minutes(20, 2)]
 
 
 def test_put_of_a_schedule_that_cannot_go_on_now_is_refused_and_holds_up_no_other_request():
-    pair, producer = a_pair()
-    put(pair, producer, cron="* * * * *")
-    pair.cut()
-    run_until(pair, "2023-11-14T22:15")  # its template is now one that the slave does not have
-    clock_ms = pair.a.host.clock_ms
-    pair.a.crash()
-    pair.a.host.clock_ms = clock_ms
-    pair.a.assign(0, 1)
-    run_until(pair, "2023-11-14T22:20")
+    pair = a_pair_whose_master_restarted_alone()
     producer = Producer(pair.a)
     for cron in ("* * * * *", "0 * * * *"):
         changed, others = producer.recur(cron=cron), producer.recur("list", "", subject="other")
