@@ -46,10 +46,18 @@ class Cable:
             try:
                 server = socket.create_connection(("127.0.0.1", self._server_port))
             except OSError:
-                _cut(client)  # there is no server at this moment
+                client.close()  # there is no server at this moment
                 continue
-            for pump in (self._questions, self._answers):
-                threading.Thread(target=pump, args=(client, server), daemon=True).start()
+            threading.Thread(target=self._carry, args=(client, server), daemon=True).start()
+
+    def _carry(self, client: socket.socket, server: socket.socket) -> None:
+        """Carry both directions, each on a thread. Who cuts does not close: the number of a socket that the other one
+        is about to read could be another connection's by then."""
+        with client, server:
+            answers = threading.Thread(target=self._answers, args=(client, server), daemon=True)
+            answers.start()
+            self._questions(client, server)
+            answers.join()
 
     def _questions(self, client: socket.socket, server: socket.socket) -> None:
         for piece in _pieces(client):
@@ -106,4 +114,3 @@ def _cut(*ends: socket.socket) -> None:
             end.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # it is cut already
-        end.close()
