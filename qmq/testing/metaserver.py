@@ -50,10 +50,10 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
     async def close(self) -> None:
         if self._http is not None:
             self._http.close()
+        await self._grpc.stop(None)  # meanwhile what was accepted is known here
         for task in self._answering:
             task.cancel()
         await asyncio.gather(*self._answering, return_exceptions=True)  # else sockets stay open when the loop ends
-        await self._grpc.stop(None)
 
     def tell(self, *, port: int, term: int, readonly: frozenset[str]) -> None:
         """Take over where the master listens, in which term, and for which subjects the group is readonly."""

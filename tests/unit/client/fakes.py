@@ -35,6 +35,7 @@ from qmq.remoting.commands import Command, DelayState, RecurAction, RecurringSch
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from qmq.types import GroupKind
+from tests.support.http import HttpServer
 from tests.support.ports import free_ports
 
 TOKEN = "secret"
@@ -491,14 +492,14 @@ class FakeMetaserver(MetaserverServicer):
         self.updates: list[list[str]] = []
         self.http_port = self.grpc_port = 0
         self._changed: set[asyncio.Event] = set()
-        self._http: asyncio.Server | None = None
+        self._http = HttpServer(self._answer_http)
         self._grpc: grpc.aio.Server | None = None
         self._wall: socket.socket | None = None
 
     async def start(self, http_port: int = 0) -> None:
         await self.start_grpc()
         self.http_port = http_port or free_ports(1)[0]
-        self._http = await asyncio.start_server(self._serve_http, "127.0.0.1", self.http_port)
+        await self._http.start(self.http_port)
 
     async def start_grpc(self) -> None:
         self._grpc = grpc.aio.server()
@@ -507,11 +508,10 @@ class FakeMetaserver(MetaserverServicer):
         await self._grpc.start()
 
     async def stop(self) -> None:
-        assert self._http
-        self._http.close()
         if self._wall is not None:
             self._wall.close()
         await self.stop_grpc()
+        await self._http.stop()
 
     async def stop_grpc(self) -> None:
         assert self._grpc
@@ -545,11 +545,10 @@ class FakeMetaserver(MetaserverServicer):
         """What clients said that they use, the newest last."""
         return {subject: version for request in self.requests for subject, version in request.held.items()}
 
-    async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
+    def _answer_http(self, head: bytes) -> tuple[str, bytes]:
         url = urlsplit(head.split(b" ", 2)[1].decode())
         port = self._wall.getsockname()[1] if self._wall else self.grpc_port
-        status, body = b"200 OK", f"127.0.0.1:{port}".encode()
+        status, body = "200 OK", f"127.0.0.1:{port}".encode()
         if url.path == "/meta/routes":
             words = parse_qs(url.query)
             self.polls.append(words)
@@ -559,9 +558,8 @@ class FakeMetaserver(MetaserverServicer):
             routes = [route for route in known if route.version != held.get(route.subject)]
             body = json.dumps({"routes": [as_json(route) for route in routes]}).encode()
             if f"x-api-token: {TOKEN}\r\n".encode() not in head.lower():
-                status, body = b"401 Unauthorized", b"unknown token"
-        writer.write(b"HTTP/1.1 %b\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body)
-        writer.close()
+                status, body = "401 Unauthorized", b"unknown token"
+        return status, body
 
     async def WatchRoutes(
         self, requests: AsyncIterator[pb.RouteRequest], context: grpc.aio.ServicerContext

@@ -16,6 +16,7 @@ from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to
 from qmq.rights import TokenRole
 from qmq.server import access as module
 from qmq.server.access import Access
+from tests.support.http import HttpServer
 
 OWN = "the key of the installation"
 
@@ -35,20 +36,13 @@ class FakeMetaserver(MetaserverServicer):
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
 
-        async def tell(reader, writer):
-            await reader.readuntil(b"\r\n\r\n")
-            address = f"127.0.0.1:{port}"
-            writer.write(f"HTTP/1.0 200 OK\r\nContent-Length: {len(address)}\r\n\r\n{address}".encode())
-            await writer.drain()
-            writer.close()
-
-        self._http = await asyncio.start_server(tell, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._http.sockets[0].getsockname()[1]}"
+        self._http = HttpServer(lambda _: ("200 OK", f"127.0.0.1:{port}".encode()))
+        await self._http.start()
+        self.url = f"http://127.0.0.1:{self._http.port}"
 
     async def stop(self):
-        self._http.close()
-        await self._http.wait_closed()
         await self._server.stop(None)
+        await self._http.stop()
 
     async def CheckToken(self, request, context):
         self.asked.append((request.token, dict(context.invocation_metadata())["x-api-token"]))

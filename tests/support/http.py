@@ -1,0 +1,53 @@
+"""Shell. An HTTP server for fakes, on the event loop of the test: when it has stopped, nothing of it is open any more.
+
+A connection that is open when its loop ends is collected some time later, as a warning in the midst of another test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+Answer = Callable[[bytes], tuple[str, bytes]]
+"""Takes a request's head; returns status and body."""
+
+
+class HttpServer:
+    """Answers one request per connection."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self.port = 0
+
+    async def start(self, port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._begin, "127.0.0.1", port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        assert self._server
+        self._server.close()
+        for _ in range(4):  # turns until what was accepted by now is among the connections
+            await asyncio.sleep(0)
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(OSError, asyncio.IncompleteReadError):  # who hangs up wants no answer
+                status, body = self._answer(await reader.readuntil(b"\r\n\r\n"))
+                head = f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+                writer.write(head.encode() + body)
+                await writer.drain()
+        finally:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
