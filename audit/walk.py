@@ -9,6 +9,7 @@ the piece before. Whether the pieces meet is for `audit.rules` to judge.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -110,8 +111,9 @@ class Walk:
         """Find the first frame of a piece; what stands before it belongs to the piece before."""
         if self._storage.starts_on_frame(self.at):
             self._in_step = True
-            if not self._storage.window(self.at, WINDOW_BYTES):
-                self.at = self._storage.resume(self.at)
+            with suppress(OSError):  # the first step meets it again, and names it
+                if not self._storage.window(self.at, WINDOW_BYTES):
+                    self.at = self._storage.resume(self.at)
             return
         found, problems = self._search(self.at)
         self.at, self._in_step = found, True
@@ -213,9 +215,9 @@ class Walk:
                 return min(begin + found, self._end), problems
             if not data:
                 offset = self._storage.resume(offset)
-            elif len(data) <= HEADER_BYTES_MAX or not self._storage.window(begin + len(data), 1):
+            elif len(data) <= HEADER_BYTES_MAX:
                 offset = max(offset + 8, begin + len(data))
-            else:
+            else:  # a header may begin at the end of what was read
                 offset = max(offset + 8, begin + len(data) - HEADER_BYTES_MAX // 8 * 8)
         return self._end, problems
 

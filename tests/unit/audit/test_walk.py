@@ -116,23 +116,48 @@ def test_frame_larger_than_a_window_is_read_whole(tmp_path: Path) -> None:
     assert walk(tmp_path) == ([frame.offset for frame in log.frames], [])
 
 
-def test_unreadable_sector_is_a_problem_of_its_range_alone(tmp_path: Path) -> None:
-    log = write(tmp_path, frames=900, segment_bytes=1 << 30)
-    bad = range(100_000, 104_096)
+class BadSector(PathCopy):
+    """A copy on a disk with a bad sector: a read stops before it, or fails if it begins in it."""
 
-    class BadSector(PathCopy):
-        def window(self, offset: int, size: int) -> bytes:
-            if offset in bad:
-                raise OSError(5, "Input/output error")
-            return super().window(offset, min(size, max(bad.start - offset, 0) or size))
+    bad = range(0)
 
-    copy = BadSector(tmp_path)
-    windows = list(Walk(copy, 0, log.end, chain=0, is_start=True).windows())
-    copy.close()
-    problems = [problem for window in windows for problem in window.problems]
+    def window(self, offset: int, size: int) -> bytes:
+        if offset in self.bad:
+            raise OSError(5, "Input/output error")
+        return super().window(offset, min(size, max(self.bad.start - offset, 0) or size))
+
+
+def walk_over(data: Path, bad: range, begin: int, end: int) -> tuple[list[int], list[Problem]]:
+    copy = BadSector(data)
+    copy.bad = bad
+    try:
+        windows = list(Walk(copy, begin, end, is_start=begin == 0).windows())
+    finally:
+        copy.close()
     frames = [frame.offset for window in windows for frame in window.frames]
+    return frames, [problem for window in windows for problem in window.problems]
+
+
+@pytest.mark.parametrize("messages", [4, 40])
+def test_unreadable_sector_is_a_problem_of_its_range_alone(tmp_path: Path, messages: int) -> None:
+    log = LogWriter(tmp_path)
+    while log.end < 300_000:
+        log.batch("order.changed", messages)
+    log.close()
+    broken = next(frame for frame in log.frames if frame.offset > 100_000)
+    bad = range(broken.end - 200, broken.end - 200 + 4096)
+    frames, problems = walk_over(tmp_path, bad, 0, log.end)
     assert "cannot be read: Input/output error" in {problem.reason for problem in problems}
     assert min(p.offset for p in problems) <= bad.start < max(p.end for p in problems)
+    assert frames[-1] == log.frames[-1].offset
+
+
+def test_unreadable_sector_where_a_piece_begins_with_a_segment_is_a_problem_of_its_range(tmp_path: Path) -> None:
+    log = write(tmp_path, frames=900, segment_bytes=100_000)
+    second = int(sorted((tmp_path / "log").glob("*.log"))[1].stem)
+    frames, problems = walk_over(tmp_path, range(second, second + 4096), second, log.end)
+    assert min(p.offset for p in problems) == second
+    assert {problem.reason for problem in problems} == {"cannot be read: Input/output error"}
     assert frames[-1] == log.frames[-1].offset
 
 
