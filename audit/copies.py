@@ -51,6 +51,9 @@ class Description(NamedTuple):
 class Copy(Storage, Protocol):
     """One copy of a log: readable storage that can say what it holds. Made in each task, closed at its end."""
 
+    def hold(self) -> None:
+        """Let nothing of what it holds go before `close`, if somebody is there to be asked; raises CannotRead."""
+
     def describe(self) -> Description:
         """Return what there is now; raises CannotRead."""
 
@@ -94,6 +97,9 @@ class PathCopy:
         if not bases:
             raise CannotRead(f"{self._folder}: there is no segment of a message log")
         return bases
+
+    def hold(self) -> None:
+        """Nobody is there to be asked: a broker that runs on this directory removes what its retention tells it to."""
 
     def describe(self) -> Description:
         last, size = self._bases[-1], 0
@@ -157,12 +163,20 @@ class BrokerCopy:
         self._stream: Iterator[Any] | None = None
         self._next = -1
         self._waiting: Any = None
+        self._held: Any = None
+
+    def hold(self) -> None:
+        self._held = self._stub.HoldLog(qmq_pb2.Nothing(), metadata=self._metadata)
+        try:
+            next(self._held)
+        except grpc.RpcError as error:
+            raise CannotRead(self._said(error)) from None
 
     def describe(self) -> Description:
         try:
             answer = self._stub.DescribeLog(qmq_pb2.Nothing(), metadata=self._metadata, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise CannotRead(f"broker {self._address}: {error.code().name}: {error.details()}") from None
+            raise CannotRead(self._said(error)) from None
         return Description(
             answer.log_start, answer.log_end, answer.high_watermark, answer.start_chain, tuple(answer.segments)
         )
@@ -193,11 +207,14 @@ class BrokerCopy:
                 self._waiting = next(self._stream, None)
             except grpc.RpcError as error:
                 self._stream = None
-                text = f"broker {self._address}: {error.code().name}: {error.details()}"
+                text = self._said(error)
                 if error.code() in _DAMAGE:
                     raise OSError(text) from None
                 raise CannotRead(text) from None
         return self._waiting
+
+    def _said(self, error: Any) -> str:
+        return f"broker {self._address}: {error.code().name}: {error.details()}"
 
     def resume(self, offset: int) -> int:
         if self._stream is None or self._next != offset:
@@ -215,4 +232,6 @@ class BrokerCopy:
 
     def close(self) -> None:
         self._cancel()
+        if self._held is not None:
+            self._held.cancel()
         self._channel.close()

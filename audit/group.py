@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -76,7 +76,9 @@ def audit_group(
     """Compare the copies of one broker group. Raises for nothing it meets; `unreadable` says why nothing is proven."""
     result = Result(group.name, {copy: place.get("path") or place["broker"] for copy, place in group.places.items()})
     facts: DataFrame | None = None
+    held = ExitStack()
     try:
+        _hold(group, held)
         _freeze(group, result)
         facts = rules.measure(_records(spark, group, result, piece_bytes)).persist(StorageLevel.MEMORY_AND_DISK)
         _count(facts, result)
@@ -92,9 +94,20 @@ def audit_group(
         # Spark wraps what a worker raised, in many classes; all of them mean: not read.
         result.unreadable = _cause(error)
     finally:
+        held.close()
         if facts is not None:
             facts.unpersist()
     return result
+
+
+def _hold(group: Group, held: ExitStack) -> None:
+    """Keep both copies as they are until `held` is closed.
+
+    The slave is read when the master has been, and one piece after the other. A segment that retention removed
+    meanwhile would look as if it had been lost.
+    """
+    for name in COPIES:
+        held.enter_context(closing(open_copy(group.places[name]))).hold()
 
 
 def _cause(error: Exception) -> str:

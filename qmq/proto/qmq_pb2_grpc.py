@@ -403,6 +403,11 @@ class BrokerStub:
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.ReadLogRequest.SerializeToString,
                 response_deserializer=qmq_dot_proto_dot_qmq__pb2.LogChunk.FromString,
                 _registered_method=True)
+        self.HoldLog = channel.unary_stream(
+                '/qmq.Broker/HoldLog',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.Nothing.FromString,
+                _registered_method=True)
         self.Consumers = channel.unary_unary(
                 '/qmq.Broker/Consumers',
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.ConsumersRequest.SerializeToString,
@@ -467,6 +472,14 @@ class BrokerServicer:
 
     def ReadLog(self, request, context):
         """Whole frames that begin in [begin, end), as stored, in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HoldLog(self, request, context):
+        """Keep every segment for as long as this call lasts; answered once, when that is so. Asked before DescribeLog by who
+        reads what it says in many calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -542,6 +555,11 @@ def add_BrokerServicer_to_server(servicer, server):
                     servicer.ReadLog,
                     request_deserializer=qmq_dot_proto_dot_qmq__pb2.ReadLogRequest.FromString,
                     response_serializer=qmq_dot_proto_dot_qmq__pb2.LogChunk.SerializeToString,
+            ),
+            'HoldLog': grpc.unary_stream_rpc_method_handler(
+                    servicer.HoldLog,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.Nothing.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
             ),
             'Consumers': grpc.unary_unary_rpc_method_handler(
                     servicer.Consumers,
@@ -709,6 +727,33 @@ class Broker:
             '/qmq.Broker/ReadLog',
             qmq_dot_proto_dot_qmq__pb2.ReadLogRequest.SerializeToString,
             qmq_dot_proto_dot_qmq__pb2.LogChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/qmq.Broker/HoldLog',
+            qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.Nothing.FromString,
             options,
             channel_credentials,
             insecure,

@@ -101,9 +101,7 @@ class PairControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
 
         PERMISSION_DENIED: the token is limited to some subjects, and these are frames of all.
         """
-        if not caller().scope.all_subjects:
-            text = f"token {caller().name!r} is limited to some subjects; the log holds those of all"
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
+        await _require_all_subjects(context)
         message_log, positions, me = self._service.node.log, self._service.reader_positions, object()
         end = min(request.end, message_log.flushed_end)
         at = await asyncio.to_thread(message_log.next_frame, max(request.begin, message_log.start))
@@ -119,6 +117,17 @@ class PairControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         finally:
             del positions[me]
 
+    async def HoldLog(self, request: pb.Nothing, context: Any) -> AsyncIterator[pb.Nothing]:
+        """Let retention take nothing while the call lasts. PERMISSION_DENIED: as of ReadLog."""
+        await _require_all_subjects(context)
+        positions, me = self._service.reader_positions, object()
+        positions[me] = 0
+        try:
+            yield pb.Nothing()
+            await asyncio.Event().wait()  # until the caller hangs up, or is gone
+        finally:
+            del positions[me]
+
     def _chunk(self, at: int) -> bytes:
         message_log = self._service.node.log
         try:
@@ -126,6 +135,12 @@ class PairControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         except CorruptFrame as problem:
             self._loop.call_soon_threadsafe(self._service.guarded, partial(self._service.node.found_damage, problem))
             return message_log.read_damaged(at)
+
+
+async def _require_all_subjects(context: Any) -> None:
+    if not caller().scope.all_subjects:
+        text = f"token {caller().name!r} is limited to some subjects; the log holds those of all"
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
 
 
 def _refused(method: str, peer: str, reason: str) -> None:

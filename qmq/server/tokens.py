@@ -30,6 +30,7 @@ CONTROL_ROLES: Mapping[str, frozenset[TokenRole]] = {
     "ReplicaStatus": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
     "DescribeLog": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
     "ReadLog": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
+    "HoldLog": frozenset({TokenRole.OPERATOR}),
     "Consumers": frozenset({TokenRole.OPERATOR}),
     "DelayStats": frozenset({TokenRole.OPERATOR}),
     "ListDelayed": frozenset({TokenRole.OPERATOR}),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import grpc
@@ -24,6 +25,7 @@ from qmq.log.frame import FrameKind
 from qmq.message import Message
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 from qmq.types import Epoch
+from tests.integration.cluster_world import until
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_walk import change, flip
 
@@ -350,23 +352,46 @@ class Broker(qmq_pb2_grpc.BrokerServicer):  # type: ignore[misc]
 
     def __init__(self, log: LogWriter, data: Path) -> None:
         self._log, self._copy = log, PathCopy(data)
+        self.start, self.served_end = 0, log.end
+        self.described = self.holders = 0
 
-    def DescribeLog(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def HoldLog(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         if dict(context.invocation_metadata()).get("x-api-token") != "secret":
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid token")
-        return qmq_pb2.LogDescription(log_start=0, log_end=self._log.end, high_watermark=self._log.end, segments=[0])
+        gone = Event()
+        context.add_callback(gone.set)
+        self.holders += 1
+        yield qmq_pb2.Nothing()
+        gone.wait()
+        self.holders -= 1
+
+    def DescribeLog(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self.described += 1
+        return qmq_pb2.LogDescription(
+            log_start=self.start, log_end=self._log.end, high_watermark=self._log.end, segments=[self.start]
+        )
 
     def ReadLog(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         for frame in self._log.frames:
-            if request.begin <= frame.offset < request.end:
+            if max(request.begin, self.start) <= frame.offset < min(request.end, self.served_end):
                 data = self._copy.window(frame.offset, frame.end - frame.offset)
                 yield qmq_pb2.LogChunk(offset=frame.offset, data=data)
 
 
+class BusyBroker(Broker):
+    """Its retention takes the first segment as soon as the audit knows what there is to read, unless it is held."""
+
+    def DescribeLog(self, request: Any, context: grpc.ServicerContext) -> Any:
+        answer = super().DescribeLog(request, context)
+        if self.described == 2 and not self.holders:
+            self.start = self._copy.describe().segments[1]
+        return answer
+
+
 @contextmanager
-def serving(log: LogWriter, data: Path) -> Iterator[str]:
+def serving(broker: Broker) -> Iterator[str]:
     server = grpc.server(ThreadPoolExecutor(8))
-    qmq_pb2_grpc.add_BrokerServicer_to_server(Broker(log, data), server)
+    qmq_pb2_grpc.add_BrokerServicer_to_server(broker, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -379,7 +404,8 @@ def test_running_brokers_are_audited_over_grpc(spark: SparkSession, tmp_path: Pa
     master, slave = both(tmp_path)
     broken = slave.frames[40]
     flip(tmp_path / "slave", broken.offset + 40)
-    with serving(master, tmp_path / "master") as one, serving(slave, tmp_path / "slave") as two:
+    brokers = [Broker(log, tmp_path / copy) for log, copy in ((master, "master"), (slave, "slave"))]
+    with serving(brokers[0]) as one, serving(brokers[1]) as two:
         places = {"master": place_options(one, "secret"), "slave": place_options(two, "secret")}
         result = audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES)
         assert (result.watermark, result.read["master"]["messages"]) == (master.end, 800)
@@ -388,6 +414,17 @@ def test_running_brokers_are_audited_over_grpc(spark: SparkSession, tmp_path: Pa
         assert audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES).status == 0
         places = {"master": place_options(one, "wrong"), "slave": place_options(two, "secret")}
         assert "UNAUTHENTICATED" in (audit_group(spark, Group("g1", places)).unreadable or "")
+
+
+def test_retention_takes_nothing_that_is_to_be_read(spark: SparkSession, tmp_path: Path) -> None:
+    """The slave is read last: by then a segment of both that was described may be old enough to go."""
+    brokers = [BusyBroker(log, tmp_path / copy) for log, copy in zip(both(tmp_path), ("master", "slave"))]
+    with serving(brokers[0]) as one, serving(brokers[1]) as two:
+        places = {"master": place_options(one, "secret"), "slave": place_options(two, "secret")}
+        result = audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES)
+        until(lambda: not any(broker.holders for broker in brokers), "nothing held")
+    assert (result.status, result.found, result.start) == (0, {}, 0)
+    assert result.read["slave"]["messages"] == 800
 
 
 def test_query_counts_messages_by_property(spark: SparkSession, tmp_path: Path) -> None:
