@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -315,13 +315,12 @@ def _name_message(master: Copy, slave: Copy, row: Row, byte: int | None) -> None
         frame = window.frames[0]
         row["subject"] = row["subject"] or frame.subject or None
         if frame.kind == FrameKind.MESSAGES:
-            at = _message_at(frame, byte)
-            messages = list(split_batch(window.body(frame), frame.count))
-            row["sequence"] = frame.first_sequence + _position(messages, at)
-            try:
-                row["id"] = decode_envelope(bytes(messages[row["sequence"] - frame.first_sequence])).id
-            except QmqError:
-                row["id"] = None
+            row["id"] = None
+            with suppress(QmqError):  # what is wrong with the frame may be that it holds no batch, or no message there
+                messages = list(split_batch(window.body(frame), frame.count))
+                position = _position(messages, _message_at(frame, byte))
+                row["sequence"] = frame.first_sequence + position
+                row["id"] = decode_envelope(bytes(messages[position])).id
         return
 
 

@@ -278,7 +278,13 @@ def _message_rows(walk: Walk, wanted: set[str]) -> Iterator[dict[str, Any]]:
                 "offset": frame.offset, "term": frame.epoch.term, "boot": frame.epoch.boot,
                 "timestamp_ms": frame.timestamp_ms, "subject": frame.subject,
             }  # fmt: skip
-            for sequence, view in enumerate(split_batch(window.body(frame), frame.count), frame.first_sequence):
+            try:
+                batch = window.batch(frame)
+                check_batch(batch, frame.count, FRAME_BYTES_MAX)
+            except (QmqError, ValueError) as error:
+                yield shared | {"problem": str(error)}
+                continue
+            for sequence, view in enumerate(split_batch(batch, frame.count), frame.first_sequence):
                 message = bytes(view)
                 row = shared | {"sequence": sequence, "message": message}
                 yield row | _decoded(message, wanted) if decodes else row

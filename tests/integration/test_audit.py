@@ -254,6 +254,24 @@ def test_equal_copies_of_a_wrong_log_are_findings(spark: SparkSession, tmp_path:
     assert named(audit(spark, tmp_path)) == expected
 
 
+def _no_batch(log: LogWriter) -> None:
+    log.frame(FrameKind.MESSAGES, A, b"\xff" * 800, count=1000, first=200)
+    log.sequences[A] = 1200
+
+
+def test_batch_that_is_none_is_a_finding_also_where_the_journal_is_looked_up(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Its CRC is right: it came so from a master that is wrong."""
+    log, _ = both(tmp_path, plant=_no_batch)
+    broken = next(frame for frame in log.frames if frame.count == 1000)
+    journal = tmp_path / "acknowledged.ndjson"
+    journal.write_text(json.dumps({"subject": A, "group": "g1", "sequence": 7, "id": f"{A}-7"}) + "\n")
+    result = audit(spark, tmp_path, journal=journal)
+    assert (result.status, result.unreadable) == (1, None)
+    assert named(result) == {("damaged", copy, broken.offset) for copy in ("master", "slave")}
+
+
 def test_ack_beyond_what_was_pulled_is_named(spark: SparkSession, tmp_path: Path) -> None:
     offsets: list[int] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,15 +54,32 @@ def test_labels_behind_a_batch_are_bytes_of_the_log_and_no_messages(tmp_path):
     assert [sequence for sequence in sequences if sequence >= 0] == list(range(15))
 
 
-def test_messages_with_labels_are_rows_with_their_tags(tmp_path):
-    data, end = written(tmp_path, encode_labels(LABELS))
+def messages(data: Path, end: int, *columns: str) -> list[dict[str, Any]]:
     copy = PathCopy(data)
     try:
         walk = Walk(copy, 0, end, is_start=True)
-        rows = [row for batch in message_batches(walk, ["sequence", "id", "tags"]) for row in batch.to_pylist()]
+        return [row for batch in message_batches(walk, columns) for row in batch.to_pylist()]
     finally:
         copy.close()
+
+
+def test_messages_with_labels_are_rows_with_their_tags(tmp_path):
+    data, end = written(tmp_path, encode_labels(LABELS))
+    rows = messages(data, end, "sequence", "id", "tags")
     assert [(row["id"], row["tags"]) for row in rows] == [(f"m{at}", sorted(tags)) for at, tags in enumerate(TAGS)]
+
+
+@pytest.mark.parametrize("count", [3, 1000], ids=["ends that make no sense", "more than there is room for"])
+@pytest.mark.parametrize("column", ["id", "sequence"])
+def test_batch_that_is_none_is_a_row_with_its_problem(tmp_path, count, column):
+    """Its CRC is right: it came so from a master that is wrong."""
+    log = LogWriter(tmp_path)
+    wrong = log.frame(FrameKind.MESSAGES, "s", b"\xff" * 800, count=count, first=0)
+    log.messages("s", MESSAGES, first=count)
+    log.close()
+    first, *others = messages(tmp_path, log.end, "offset", "subject", "problem", column)
+    assert (first["offset"], first["subject"]) == (wrong.offset, "s") and first["problem"]
+    assert [row["problem"] for row in others] == [None] * 5
 
 
 @pytest.mark.parametrize(
