@@ -15,22 +15,21 @@ CALL_TIMEOUT_S = 10.0
 
 
 def find_groups(metaserver: str, token: str) -> list[Group]:
-    """Return every broker group with the control addresses of its master and its slave.
+    """Return every broker group with the control addresses of its master and its slave, as far as it has them.
 
     Raises:
-        CannotRead: the metaserver gives no answer, or a group lacks a copy: one copy proves nothing.
+        CannotRead: the metaserver gives no answer, or knows no group.
     """
     found: dict[str, dict[str, dict[str, str]]] = {}
     for broker in _list_brokers(metaserver, token):
         place = {"broker": f"{broker['ip']}:{broker['controlPort']}", "token": token}
         copy = str(broker["role"]).lower().removeprefix("delay_")  # a group of delay servers has a log as others have
         found.setdefault(broker["group"], {})[copy] = place
-    for name, places in found.items():
-        if missing := [copy for copy in COPIES if copy not in places]:
-            raise CannotRead(f"broker group {name} has no {' and no '.join(missing)}")
     if not found:
         raise CannotRead(f"{metaserver} knows no broker group")
-    return [Group(name, {copy: places[copy] for copy in COPIES}) for name, places in sorted(found.items())]
+    return [
+        Group(name, {copy: places[copy] for copy in COPIES if copy in places}) for name, places in sorted(found.items())
+    ]
 
 
 def _list_brokers(metaserver: str, token: str) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
 from audit import rules
-from audit.copies import CannotRead, Copy, Description, open_copy
+from audit.copies import CannotRead, Copy, Description, is_same_place, open_copy
 from audit.schema import COPIES, FINDINGS, JOURNAL, MASTER, SLAVE
 from audit.source import PIECE_BYTES, split_range
 from audit.spark import read_copy
@@ -63,7 +63,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What to audit: the two places, as options of the data source."""
+    """What to audit: the place of each copy, as options of the data source."""
 
     name: str
     places: dict[str, dict[str, str]]
@@ -78,6 +78,7 @@ def audit_group(
     facts: DataFrame | None = None
     held = ExitStack()
     try:
+        _check_places(group)
         _hold(group, held)
         _freeze(group, result)
         facts = rules.measure(_records(spark, group, result, piece_bytes)).persist(StorageLevel.MEMORY_AND_DISK)
@@ -98,6 +99,14 @@ def audit_group(
         if facts is not None:
             facts.unpersist()
     return result
+
+
+def _check_places(group: Group) -> None:
+    """Raise CannotRead unless there are two copies to compare: one proves nothing."""
+    if missing := [copy for copy in COPIES if copy not in group.places]:
+        raise CannotRead(f"broker group {group.name} has no {' and no '.join(missing)}")
+    if is_same_place(*group.places.values()):
+        raise CannotRead(f"master and slave of {group.name} are the same place: one copy proves nothing")
 
 
 def _hold(group: Group, held: ExitStack) -> None:

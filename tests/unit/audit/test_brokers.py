@@ -26,6 +26,14 @@ def test_groups_of_delay_servers_are_audited_as_those_of_brokers(monkeypatch):
     }
 
 
-def test_a_group_that_lacks_a_copy_cannot_be_audited(monkeypatch):
-    with pytest.raises(CannotRead, match="d1 has no slave"):
-        groups(monkeypatch, row("d1", "DELAY_MASTER", 3))
+def test_a_group_that_lacks_a_copy_is_found_with_the_one_it_has(monkeypatch):
+    """It cannot be proven, and takes the proof of no other group."""
+    rows = [row("d1", "DELAY_MASTER", 3), row("g1", "MASTER", 1), row("g1", "SLAVE", 2)]
+    assert groups(monkeypatch, *rows) == {
+        "d1": {"master": "10.0.0.1:3"}, "g1": {"master": "10.0.0.1:1", "slave": "10.0.0.1:2"},
+    }  # fmt: skip
+
+
+def test_an_installation_without_groups_cannot_be_audited(monkeypatch):
+    with pytest.raises(CannotRead, match="knows no broker group"):
+        groups(monkeypatch)
