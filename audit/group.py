@@ -28,7 +28,8 @@ BYTES_NAMED_MAX = 100
 """Findings for which both copies are read again to name the first byte that differs."""
 
 _NO_RANGE = "SELECT '' AS d_copy, 0L AS d_offset, 0L AS d_end WHERE false"
-READ = ("records", "messages", "bytes", "frames")
+READ = ("records", "messages", "bytes", "due_bytes", "frames")
+"""What is counted of a copy; `due_bytes` are those below the high watermark."""
 
 Row = dict[str, Any]
 
@@ -180,6 +181,7 @@ def _count(facts: DataFrame, result: Result) -> None:
     """Count what was read; an audit that read nothing fails."""
     sums = facts.groupBy("copy").agg(
         F.sum("records").alias("records"), F.sum("messages").alias("messages"), F.sum("bytes").alias("bytes"),
+        F.sum(F.when(F.col("piece") < result.watermark, F.col("bytes"))).alias("due_bytes"),
         F.sum("frames").alias("frames"),
     )  # fmt: skip
     read = {row["copy"]: {key: row[key] or 0 for key in READ} for row in sums.collect()}
@@ -195,9 +197,15 @@ def _count(facts: DataFrame, result: Result) -> None:
 def _judge(spark: SparkSession, group: Group, facts: DataFrame, result: Result, piece_bytes: int) -> None:
     damaged = _damaged(spark, rules.broken(facts), result)
     _take(rules.within_copies(facts, damaged, result.start), result)
-    differing = {row["piece"] for row in rules.unequal(facts).collect()}
-    if not differing:
-        return
+    if differing := {row["piece"] for row in rules.unequal(facts).collect()}:
+        _compare(spark, group, differing, damaged, result, piece_bytes)
+    _check_all_was_read(result)
+
+
+def _compare(
+    spark: SparkSession, group: Group, differing: set[int], damaged: DataFrame, result: Result, piece_bytes: int
+) -> None:
+    """Read the pieces that differ again, frame by frame, and take what differs in them."""
     pieces = [(begin, until) for begin, until in _pieces(result, piece_bytes) if begin in differing]
     text = ",".join(f"{begin}-{until}" for begin, until in pieces)
     master, slave = (
@@ -205,6 +213,18 @@ def _judge(spark: SparkSession, group: Group, facts: DataFrame, result: Result, 
     )
     _take_differences(rules.compare(master, slave, damaged), result)
     _explain(pieces, result)
+
+
+def _check_all_was_read(result: Result) -> None:
+    """Make a finding of a copy of which not every byte was read, if nothing else says so: both may lack the same."""
+    due = result.watermark - result.start
+    for name, read in result.read.items() if not result.found else ():
+        if read["due_bytes"] != due:
+            text = f"{read['due_bytes']} bytes of the {due} that are due were read, and no damage was met"
+            row = dict.fromkeys(FINDINGS.fieldNames()) | {"what": "unread", "copy": name, "text": text}
+            result.findings.append(row)
+    if unread := sum(row["what"] == "unread" for row in result.findings):
+        result.found["unread"] = unread
 
 
 def _damaged(spark: SparkSession, broken: DataFrame, result: Result) -> DataFrame:

@@ -17,6 +17,7 @@
     different       a frame that differs
     reordered       the same messages at another offset
     history         equal frames behind a difference: only their chain differs
+    unread          bytes below the high watermark that a copy did not give, without a word of damage
     lost            acknowledged to a producer and not in the log
     count           Spark saw another number of messages than the frames' headers promise
 """

@@ -443,6 +443,18 @@ def test_retention_takes_nothing_that_is_to_be_read(spark: SparkSession, tmp_pat
     assert result.read["slave"]["messages"] == 800
 
 
+def test_brokers_that_both_give_less_than_is_due_are_not_proven_equal(spark: SparkSession, tmp_path: Path) -> None:
+    """What is left is equal, and whole up to the border of a piece."""
+    brokers = [Broker(log, tmp_path / copy) for log, copy in zip(both(tmp_path), ("master", "slave"))]
+    for broker in brokers:
+        broker.served_end = PIECE_BYTES
+    with serving(brokers[0]) as one, serving(brokers[1]) as two:
+        places = {"master": place_options(one, "secret"), "slave": place_options(two, "secret")}
+        result = audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES)
+    assert (result.status, result.found) == (1, {"unread": 2})
+    assert "Findings" in as_markdown([result], 1.0)
+
+
 def test_query_counts_messages_by_property(spark: SparkSession, tmp_path: Path) -> None:
     write(tmp_path)
     sql = f"""SELECT properties['carrier'] AS carrier, count(*) AS n FROM messages WHERE subject = '{A}'
