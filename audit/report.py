@@ -53,10 +53,13 @@ def _section(result: Result) -> list[str]:
     lines = [f"## {result.group}: {VERDICTS[result.status]}", ""]
     lines += [f"- {name}: `{place}`" for name, place in result.places.items()]
     if result.unreadable:
-        return [*lines, "", f"Nothing is proven: {result.unreadable}", ""]
-    lines += ["", *_proven(result), "", *_table_of_copies(result), ""]
+        lines += ["", f"Nothing is proven: {result.unreadable}", ""]
+    else:
+        lines += ["", *_proven(result), "", *_table_of_copies(result), ""]
     if result.findings:
         lines += ["### Findings", "", *_table_of_findings(result), ""]
+    if result.unreadable:
+        return lines
     if result.notes:
         lines += ["### Notes", "", *(f"- {note}" for note in result.notes), ""]
     return [*lines, "### Messages per subject and hour", "", *_table_of_hours(result), ""]

@@ -12,17 +12,18 @@ import argparse
 import json
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from audit.brokers import find_groups
 from audit.copies import CannotRead, place_options
-from audit.group import Group, audit_group
+from audit.group import Group, Result, audit_group
 from audit.report import VERDICTS, as_json, as_markdown, status_of
 from audit.source import PIECE_BYTES
 from audit.spark import start_spark
 from qmq.access import add_token_options, find_token
-from qmq.errors import AccessError
+from qmq.errors import QmqError
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,28 +60,16 @@ def groups_of(options: argparse.Namespace) -> list[Group]:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
+        # What last night's audit wrote says nothing about tonight, however this one ends.
+        _write(options, [], 0.0)
         options.token = find_token(options.token, token_file=options.token_file)
-        groups = groups_of(options)
-    except (CannotRead, AccessError) as error:
-        print(error, file=sys.stderr)
+        began = time.monotonic()
+        results = _audit(options, groups_of(options))
+        report = _write(options, results, time.monotonic() - began)
+    except Exception as error:
+        # Python itself would end with status 1, which says that there are findings.
+        print(error if isinstance(error, QmqError | OSError) else traceback.format_exc(), file=sys.stderr)
         return 2
-    spark = start_spark(options.spark_master, "qmq audit")
-    began = time.monotonic()
-    try:
-        results = [
-            audit_group(
-                spark, group, journal=options.journal, piece_bytes=options.piece_bytes, parquet=options.parquet
-            )
-            for group in groups
-        ]
-    finally:
-        spark.stop()
-    seconds = time.monotonic() - began
-    report = as_markdown(results, seconds)
-    if options.report:
-        options.report.write_text(report + "\n")
-    if options.result:
-        options.result.write_text(json.dumps(as_json(results, seconds), indent=1) + "\n")
     print(report)
     for result in results:
         if result.unreadable:
@@ -88,6 +77,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = status_of(results)
     print(f"\n{VERDICTS[status]}: exit status {status}")
     return status
+
+
+def _audit(options: argparse.Namespace, groups: list[Group]) -> list[Result]:
+    spark = start_spark(options.spark_master, "qmq audit")
+    try:
+        return [
+            audit_group(
+                spark, group, journal=options.journal, piece_bytes=options.piece_bytes, parquet=options.parquet
+            )
+            for group in groups
+        ]
+    finally:
+        spark.stop()
+
+
+def _write(options: argparse.Namespace, results: list[Result], seconds: float) -> str:
+    """Write the files that were asked for; return the report."""
+    report = as_markdown(results, seconds)
+    if options.report:
+        options.report.write_text(report + "\n")
+    if options.result:
+        options.result.write_text(json.dumps(as_json(results, seconds), indent=1) + "\n")
+    return report
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""Shell. How the nightly job ends: a scheduler reads its exit status and its files, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from audit.group import Result
+from audit.jobs import consistency
+
+LAST_NIGHT = '{"status": 0}'
+
+
+class Spark:
+    def stop(self) -> None: ...
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, audit: Any, *words: str) -> tuple[int, dict[str, Any], str]:
+    """Run the job over files that last night's audit left; return its status, its result and its report."""
+    result, report = folder / "audit.json", folder / "audit.md"
+    result.write_text(LAST_NIGHT)
+    report.write_text("# Audit: proven equal")
+    monkeypatch.setattr(consistency, "start_spark", lambda master, name: Spark())
+    monkeypatch.setattr(consistency, "audit_group", audit)
+    words = words or ("--group", "g1", "--master", "a", "--slave", "b")
+    status = consistency.main([*words, "--token", "t", "--result", str(result), "--report", str(report)])
+    return status, json.loads(result.read_text()), report.read_text()
+
+
+def not_read(spark: Spark, group: Any, **options: Any) -> Result:
+    return Result(group.name, {}, unreadable="the broker is gone")
+
+
+def fails(spark: Spark, group: Any, **options: Any) -> Result:
+    raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize(
+    "audit, words",
+    [
+        pytest.param(not_read, ("--group", "g1", "--master", "a"), id="wrong usage"),
+        pytest.param(not_read, ("--all-groups", "--metaserver", "127.0.0.1:1"), id="no metaserver"),
+        pytest.param(not_read, (), id="not read"),
+        pytest.param(fails, (), id="a bug"),
+    ],
+)
+def test_job_that_could_not_read_says_so_and_leaves_nothing_of_last_night(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, audit: Any, words: tuple[str, ...]
+) -> None:
+    status, result, report = run(monkeypatch, tmp_path, audit, *words)
+    assert (status, result["status"]) == (2, 2)
+    assert report.startswith("# Audit: could not read")
+
+
+def test_job_that_is_killed_leaves_nothing_of_last_night(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = []
+
+    def looks(spark: Spark, group: Any, **options: Any) -> Result:
+        seen.append((tmp_path / "audit.json").read_text())
+        return not_read(spark, group)
+
+    run(monkeypatch, tmp_path, looks)
+    assert [json.loads(text)["status"] for text in seen] == [2]
+
+
+def test_files_that_cannot_be_written_are_told_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(consistency, "start_spark", lambda master, name: pytest.fail("an hour of work for nothing"))
+    words = ["--group", "g1", "--master", "a", "--slave", "b", "--token", "t"]
+    assert consistency.main([*words, "--result", str(tmp_path / "nowhere" / "audit.json")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err

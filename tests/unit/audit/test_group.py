@@ -1,0 +1,53 @@
+"""Shell. What an audit refuses before it reads anything: without two copies there is nothing to prove."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from audit.copies import is_same_place, place_options
+from audit.group import Group, Result, audit_group
+from audit.report import as_markdown
+from audit.schema import FINDINGS
+
+NO_SPARK: Any = None
+
+
+@pytest.mark.parametrize(
+    "one, other, is_same",
+    [
+        pytest.param("b1", "b1", True, id="one directory"),
+        pytest.param("b1", "b1/log", True, id="a directory and its log"),
+        pytest.param("b1", "link", True, id="a link to it"),
+        pytest.param("b1", "b2", False, id="two directories"),
+        pytest.param("10.0.0.1:20883", "10.0.0.1:20883", True, id="one broker"),
+        pytest.param("10.0.0.1:20883", "10.0.0.2:20883", False, id="two brokers"),
+        pytest.param("b1", "10.0.0.1:20883", False, id="a directory and a broker"),
+    ],
+)
+def test_one_copy_compared_with_itself_proves_nothing(tmp_path: Path, one: str, other: str, is_same: bool) -> None:
+    for name in ("b1", "b2"):
+        (tmp_path / name / "log").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "b1")
+    places = [place_options(place if ":" in place else str(tmp_path / place), "") for place in (one, other)]
+    assert is_same_place(*places) == is_same
+    if is_same:
+        result = audit_group(NO_SPARK, Group("g1", dict(zip(("master", "slave"), places))))
+        assert result.status == 2 and "the same place" in str(result.unreadable)
+
+
+def test_a_group_that_lacks_a_copy_is_not_proven() -> None:
+    result = audit_group(NO_SPARK, Group("g1", {"master": {"broker": "10.0.0.1:20883"}}))
+    assert result.status == 2
+    assert "Nothing is proven: broker group g1 has no slave" in as_markdown([result], 1.0)
+
+
+def test_what_was_found_before_a_copy_went_away_is_reported() -> None:
+    result = Result("g1", {"master": "a", "slave": "b"}, unreadable="broker 10.0.0.1:20883: UNAVAILABLE")
+    row = dict.fromkeys(FINDINGS.fieldNames()) | {"what": "missing", "copy": "slave", "offset": 77}
+    result.findings, result.found = [row], {"missing": 1}
+    report = as_markdown([result], 1.0)
+    assert "Nothing is proven: broker 10.0.0.1:20883: UNAVAILABLE" in report
+    assert "| missing | slave | 77 |" in report
