@@ -24,6 +24,8 @@ from qmq.log.frame import Frame, FrameKind
 
 FINDINGS_MAX = 1000
 """Findings of one kind that are named one by one; all are counted."""
+HOURS_MAX = 20_000
+"""Counts per subject and hour that are listed: of 100,000 subjects, a week has 17 million for each copy."""
 BYTES_NAMED_MAX = 100
 """Findings for which both copies are read again to name the first byte that differs."""
 
@@ -191,7 +193,10 @@ def _count(facts: DataFrame, result: Result) -> None:
     epochs = facts.where("kind = 'epoch'").groupBy("first", "last").agg(F.min("offset").alias("offset"))
     result.epochs = [f"{row['first']}.{row['last']} from {row['offset']}" for row in epochs.orderBy("offset").collect()]
     hours = rules.hours(facts).withColumn("hour", F.date_format("hour", "yyyy-MM-dd HH:00"))
-    result.hours = [row.asDict() for row in hours.orderBy("subject", "hour", "copy").collect()]
+    first = hours.orderBy("subject", "hour", "copy").limit(HOURS_MAX + 1).collect()
+    result.hours = [row.asDict() for row in first[:HOURS_MAX]]
+    if len(first) > HOURS_MAX:
+        result.notes.append(f"only the first {HOURS_MAX} counts per subject and hour are listed; --parquet keeps all")
 
 
 def _judge(spark: SparkSession, group: Group, facts: DataFrame, result: Result, piece_bytes: int) -> None:

@@ -93,6 +93,17 @@ def test_equal_copies_are_proven_equal_and_every_message_is_counted(spark: Spark
     assert "Every byte of [0, " in as_markdown([result], 1.0)
 
 
+def test_counts_that_are_listed_do_not_grow_with_the_log(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("audit.group.HOURS_MAX", 5)
+    both(tmp_path)
+    result = audit(spark, tmp_path, parquet=tmp_path / "out")
+    assert result.status == 0 and len(result.hours) == 5
+    assert any("first 5 counts" in note for note in result.notes)
+    assert spark.read.parquet(str(tmp_path / "out/g1/hours")).count() > 5
+
+
 def _flip_body(log: LogWriter, data: Path) -> tuple[str, str, int]:
     frame = log.frames[50]
     flip(data, frame.end - 30)
