@@ -188,9 +188,8 @@ class BrokerCopy:
             answer = self._stub.DescribeLog(qmq_pb2.Nothing(), metadata=self._metadata, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
             raise CannotRead(self._said(error)) from None
-        return Description(
-            answer.log_start, answer.log_end, answer.high_watermark, answer.start_chain, tuple(answer.segments)
-        )
+        chain = answer.start_chain if answer.HasField("start_chain") else None
+        return Description(answer.log_start, answer.log_end, answer.high_watermark, chain, tuple(answer.segments))
 
     def window(self, offset: int, size: int) -> bytes:
         """Return whole frames from `offset` on; none if the next frame stands elsewhere. See `Storage.window`."""

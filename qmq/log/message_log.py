@@ -473,11 +473,17 @@ class MessageLog:
         base = segment_at(self._bases, offset)
         return decode_header(self._disk.read(log_name(base), offset - base, 4096), 0, offset, None).timestamp_ms
 
-    def start_chain(self) -> int:
-        """Return the chain right before the oldest frame. Blocks; may run on a thread."""
+    def start_chain(self) -> int | None:
+        """Return the chain right before the oldest frame; None if the snapshot that tells it is damaged.
+
+        Blocks; may run on a thread.
+        """
         if not self._bases or self._bases[0] == 0:
             return NO_CHAIN
-        return self._snapshot(self._bases[0])[1]
+        try:
+            return self._snapshot(self._bases[0])[1]
+        except CorruptFrame:
+            return None
 
     def seed_start(self) -> tuple[int, int, bytes]:
         """Return base, chain and snapshot of the oldest segment whose snapshot is whole: a new copy begins there."""

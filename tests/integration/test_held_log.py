@@ -1,11 +1,13 @@
-"""Shell. Retention of a running broker waits for whoever reads the whole log in many calls, as the audit does. P9."""
+"""Shell. What a running broker does for whoever reads its whole log, as the audit does: it says what there is, and
+keeps it meanwhile. P9."""
 
 from __future__ import annotations
 
 import pytest
 
 from audit.copies import BrokerCopy, CannotRead
-from tests.integration.cluster_world import running, send_all, until
+from qmq.log.segments import snapshot_name
+from tests.integration.cluster_world import data_of, running, send_all, until
 
 SEGMENT_BYTES = 64 * 1024
 
@@ -36,6 +38,24 @@ def test_held_log_keeps_its_segments_until_it_is_let_go(cluster, role):
     held.close()
     until(lambda: other.describe().start > begin.start, "retention goes on")
     for copy in (other, one_that_is_not):
+        copy.close()
+
+
+def test_log_is_described_though_its_oldest_snapshot_is_damaged(cluster):
+    """Who asks wants its frames; a peer that is damaged is not mended before it was told of them."""
+    copy = opened(cluster, "master")
+    copy.hold()
+    until(lambda: copy.describe().start > 0, "retention")
+    before = copy.describe()
+    snapshot = data_of(cluster, cluster.broker("g1", "master")) / snapshot_name(before.start)
+    whole = snapshot.read_bytes()
+    assert before.chain is not None
+    snapshot.write_bytes(whole[:-1])
+    try:
+        assert copy.describe()[:2] == before[:2] and copy.describe().chain is None
+        assert copy.window(before.start, 1)
+    finally:
+        snapshot.write_bytes(whole)
         copy.close()
 
 

@@ -190,6 +190,17 @@ def test_log_without_a_known_beginning_is_set_aside_whole():
     assert set(copy.disk.names(f"quarantine/{first:020d}-{last:020d}-no-beginning-0")) == names
 
 
+def test_oldest_snapshot_that_is_damaged_says_nothing_of_the_chain_there():
+    """A repair of the other copy, and the audit, ask for it, and need no more than the frames."""
+    copy = a_log()
+    copy.log.drop_oldest_segment()
+    first = copy.log.bases[0]
+    chain = copy.log.start_chain()
+    assert chain is not None and copy.log.chain_is(first, chain)
+    copy.disk.flip(f"log/{first:020d}.snap", 99)
+    assert copy.log.start_chain() is None
+
+
 def test_recovering_twice_is_recovering_once_after_any_damage():
     copy = a_log(45)
     for seed in range(60):
