@@ -222,7 +222,7 @@ def test_unknown_token_is_refused(cluster, master, unchanged, heard, port, token
 
 
 @pytest.mark.parametrize("metadata", [(), (("x-api-token", "wrong"),)], ids=["no token", "wrong token"])
-@pytest.mark.parametrize("call", ["ReplicaStatus", "PrepareSwap", "CancelSwap", "DescribeLog", "ReadLog"])
+@pytest.mark.parametrize("call", ["ReplicaStatus", "PrepareSwap", "CancelSwap", "DescribeLog", "ReadLog", "HoldLog"])
 def test_broker_control_asks_for_the_token_in_every_call(cluster, master, unchanged, call, metadata):
     requests = {"PrepareSwap": pb.PrepareSwapRequest(term=99), "ReadLog": pb.ReadLogRequest(begin=0, end=100)}
     with grpc.insecure_channel(f"{HOST}:{master.control_port}") as channel:
