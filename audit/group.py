@@ -304,7 +304,10 @@ def _hold_against(spark: SparkSession, group: Group, facts: DataFrame, result: R
     if broken:
         raise CannotRead(f"journal {journal}: {broken} lines lack subject, sequence or id")
     messages = _both(spark, group, rows="messages", columns="subject,sequence,id")
-    _take(rules.lost(acked, messages, facts, result.start), result)
+    due = rules.due_messages(acked, facts, result.start)
+    _take(rules.lost(due, messages), result)
+    if older := acked.join(due, ["subject", "sequence", "id"], "left_anti").count():
+        result.notes.append(f"{older} of the journal's messages may be older than what the copies keep: not looked for")
     acked.unpersist()
 
 

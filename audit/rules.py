@@ -280,20 +280,26 @@ def _only(has: DataFrame, lacks: DataFrame, damaged: DataFrame, what: str, copy:
     return alone.select(*_finding(named, text, sequence=F.col("first_sequence"), **columns))
 
 
-def lost(journal: DataFrame, messages: DataFrame, facts: DataFrame, start: int) -> DataFrame:
-    """Return what was acknowledged to a producer and is not in a copy at its sequence.
+def due_messages(journal: DataFrame, facts: DataFrame, start: int) -> DataFrame:
+    """Return what of the journal is due on which copy: not what the copy's retention may have removed.
 
-    Two equal logs can both lack a message, so only the producers' side of the story shows this. What a copy's
-    retention has removed is not judged.
-
-    in: journal subject string, sequence long, id string; messages copy string, subject string, sequence long,
-    id string; facts; out: findings.
+    in: journal subject string, sequence long, id string; facts; out: the same, copy string.
     """
     copies = journal.sparkSession.createDataFrame([(copy,) for copy in COPIES], "copy string")
     due = journal.crossJoin(F.broadcast(copies))
     if start > 0:
         kept = _of(facts, "run").groupBy("copy", "subject").agg(F.min("first").alias("kept"))
-        due = due.join(kept, ["copy", "subject"]).where("sequence >= kept")
+        due = due.join(kept, ["copy", "subject"]).where("sequence >= kept").drop("kept")
+    return due
+
+
+def lost(due: DataFrame, messages: DataFrame) -> DataFrame:
+    """Return what was acknowledged to a producer and is not in a copy at its sequence.
+
+    Two equal logs can both lack a message, so only the producers' side of the story shows this.
+
+    in: due copy string, subject string, sequence long, id string; messages the same; out: findings.
+    """
     absent = due.join(messages, ["copy", "subject", "sequence", "id"], "left_anti")
     columns = {name: F.col(name) for name in ("subject", "sequence", "id")}
     return absent.select(*_finding("lost", "acknowledged, and not in this copy", **columns))

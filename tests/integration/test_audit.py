@@ -349,6 +349,20 @@ def test_acknowledged_message_that_both_copies_lack_is_lost(spark: SparkSession,
     }  # fmt: skip
 
 
+def test_messages_of_the_journal_that_the_log_is_too_young_for_are_not_called_present(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    for log in both(tmp_path):
+        log.folder.joinpath(f"{0:020d}.log").unlink()
+    lines = [{"subject": A, "group": "g1", "sequence": s, "id": f"{A}-{s}"} for s in (3, 399)]
+    lines.append({"subject": "older", "group": "g1", "sequence": 0, "id": "x"})
+    journal = tmp_path / "acknowledged.ndjson"
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = audit(spark, tmp_path, journal=journal)
+    assert (result.status, result.found, result.journal) == (0, {}, 3)
+    assert any(note.startswith("2 of the journal's messages") for note in result.notes)
+
+
 def test_copies_with_other_retention_are_compared_from_the_later_start(spark: SparkSession, tmp_path: Path) -> None:
     both(tmp_path)
     first, second = sorted((tmp_path / "slave/log").glob("*.log"))[:2]
