@@ -89,6 +89,8 @@ def audit_group(
         _judge(spark, group, facts, result, piece_bytes)
         if journal is not None:
             _hold_against(spark, group, facts, result, journal)
+        if result.found:
+            _check_kept(group, result)
         _name_bytes(group, result)
         if parquet is not None:
             _store(spark, facts, result, parquet)
@@ -120,6 +122,18 @@ def _hold(group: Group, held: ExitStack) -> None:
     """
     for name in COPIES:
         held.enter_context(closing(open_copy(group.places[name]))).hold()
+
+
+def _check_kept(group: Group, result: Result) -> None:
+    """Raise CannotRead if a copy has no longer what was to be read: what was found may be just that.
+
+    A broker that was restarted does not know who held its log, and of a directory that is in use nobody asks.
+    """
+    for name in COPIES:
+        with closing(open_copy(group.places[name])) as copy:
+            start = copy.describe().start
+        if start > result.start:
+            raise CannotRead(f"the {name} let go of [{result.start}, {start}) while it was read: audit it again")
 
 
 def _cause(error: Exception) -> str:

@@ -422,11 +422,16 @@ class Broker(qmq_pb2_grpc.BrokerServicer):  # type: ignore[misc]
 
 
 class BusyBroker(Broker):
-    """Its retention takes the first segment as soon as the audit knows what there is to read, unless it is held."""
+    """Its retention takes the first segment as soon as the audit knows what there is to read, unless it is held.
+
+    `forgets`: it was restarted, and knows nothing of who held it.
+    """
+
+    forgets = False
 
     def DescribeLog(self, request: Any, context: grpc.ServicerContext) -> Any:
         answer = super().DescribeLog(request, context)
-        if self.described == 2 and not self.holders:
+        if self.described == 2 and (self.forgets or not self.holders):
             self.start = self._copy.describe().segments[1]
         return answer
 
@@ -466,6 +471,16 @@ def test_retention_takes_nothing_that_is_to_be_read(spark: SparkSession, tmp_pat
         until(lambda: not any(broker.holders for broker in brokers), "nothing held")
     assert (result.status, result.found, result.start) == (0, {}, 0)
     assert result.read["slave"]["messages"] == 800
+
+
+def test_copy_that_was_let_go_while_it_was_read_is_no_finding(spark: SparkSession, tmp_path: Path) -> None:
+    brokers = [BusyBroker(log, tmp_path / copy) for log, copy in zip(both(tmp_path), ("master", "slave"))]
+    brokers[1].forgets = True
+    with serving(brokers[0]) as one, serving(brokers[1]) as two:
+        places = {"master": place_options(one, "secret"), "slave": place_options(two, "secret")}
+        result = audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES)
+    assert result.status == 2
+    assert str(result.unreadable).startswith("the slave let go of [0, ")
 
 
 def test_brokers_that_both_give_less_than_is_due_are_not_proven_equal(spark: SparkSession, tmp_path: Path) -> None:
