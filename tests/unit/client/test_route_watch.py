@@ -14,6 +14,7 @@ from qmq.client import route_watch
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routing import Routing
 from qmq.message import Message
+from qmq.types import GroupKind
 from tests.unit.client.fakes import TOKEN, FakeMetaserver, cluster
 from tests.unit.client.test_producer import producer_of, run, until
 
@@ -284,12 +285,13 @@ def test_a_poll_that_a_stream_overtook_changes_nothing(monkeypatch):
                 await until(polling.is_set)
                 metaserver.set_group(broker, writable=False)
                 await metaserver.unblock_grpc()
-                await until(lambda: client.writable("a") == {"g1": False})
-                confirmed = metaserver.confirmed()
+                version = metaserver.route("a", GroupKind.NORMAL).version
+                await until(lambda: metaserver.confirmed().get("a") == version)
+                assert client.writable("a") == {"g1": False}
                 go_on.set()
                 client.watch.watch("b")
                 await until(lambda: client.writable("b"))
-                assert client.writable("a") == {"g1": False} and metaserver.confirmed()["a"] == confirmed["a"]
+                assert client.writable("a") == {"g1": False} and metaserver.confirmed()["a"] == version
 
     run(test())
 
