@@ -79,6 +79,10 @@ class Delivery:
             known = None
         elif known is not None and (dead := known.handed_out_more_than(subscription.deliveries_max)):
             self._bury(subscription, dead)  # the former master was about to
+        joined = reign.log.state.groups[subject, group]
+        if joined.is_broadcast and consumer not in joined.consumers:
+            # Or nobody would know that it was there, and left, while nothing came for it.
+            reign.append_progress(FrameKind.PULL, subscription.key, [])
         unacked = known.unacked_below(f["held_end"], subscription.deliveries_max) if known else []
         answer = commands.encode_json(
             subscription=subscription.id, acked_end=known.acked_end if known else 0, unacked=unacked[:RANGES_MAX],

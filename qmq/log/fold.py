@@ -314,6 +314,8 @@ def _pull(state: State, frame: Frame, body: Buffer) -> None:
     group = state.groups.get((frame.subject, progress.group))
     if group is None:
         raise CorruptFrame(frame.offset, f"pull of {progress.group}, which has no position on {frame.subject}")
+    if not progress.entries:
+        group.consumers.setdefault(progress.consumer, Consumer(group.floor))
     for pull_sequence, sequence, messages in progress.entries:
         times = _leave_group(group, frame, sequence, messages)
         if pull_sequence == DEFERRED:

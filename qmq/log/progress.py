@@ -10,6 +10,7 @@ One layout for all but epoch (integers little-endian), padded with zeros to a mu
     pull       yes        n x (first pull sequence, first sequence, messages): handed out to this consumer
                               (PASSED, first sequence, messages): over for the group without being handed out
                               (DEFERRED, first sequence, messages): gone over for now; they wait with what was returned
+    pull       yes        none: this consumer is there, and has nothing yet
     ack        yes        n x (begin, end, 0): pull sequences, half-open, done
     nack       yes        n x (begin, end, due): pull sequences, half-open; they come again, not before due (ms; 0: now)
     position   no         1 x (position, broadcast, 0): the group starts at this sequence; broadcast is 1 or 0

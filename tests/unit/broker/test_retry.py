@@ -276,6 +276,73 @@ def test_a_broadcast_consumer_that_only_listens_is_not_forgotten():
     assert ("s", "host1") in group.a.log.state.groups
 
 
+def listened_for(group: Group, client: Client, seconds: int) -> None:
+    """Let time go by in which a consumer says that it lives, and nothing comes for it."""
+    for _ in range(seconds // 20):
+        group.a.wait(20_000)
+        client.send(Command.HEARTBEAT, b"")
+        group.a.wait(1)
+        group.settle()
+    group.connect()  # the slave said nothing all the time
+    group.settle()
+
+
+@pytest.mark.parametrize("how", ["unsubscribes", "vanishes"])
+def test_absence_of_a_broadcast_consumer_begins_when_it_leaves_though_it_was_handed_nothing(how):
+    group, client = a_group(lease_ms=30_000, broadcast_forget_hours=1.0)
+    opaque = client.subscribe("host1", group="host1", broadcast=True, start="latest")
+    group.settle()
+    listened_for(group, client, 4_000)
+    if how == "unsubscribes":
+        client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=client.subscription(opaque)))
+    client.lost()
+    for _ in range(20):
+        group.a.wait(7_500)
+        group.settle()
+    group.connect()
+    group.settle()
+    client = Client(group.a)
+    stored = client.produce("while it was away")
+    group.settle()
+    assert client.receipt(stored)
+    opaque = client.subscribe("host1", group="host1", broadcast=True, start="latest")
+    group.settle()
+    client.subscription(opaque)
+    assert ids(group, client) == ["while it was away"]
+
+
+def test_a_broadcast_consumer_that_left_and_is_back_gets_numbers_that_were_never_given():
+    group, client = a_group("m0", "m1")
+    numbers = []
+    for _ in range(2):
+        opaque = client.subscribe("host1", group="host1", broadcast=True)
+        group.settle()
+        subscription = client.subscription(opaque)
+        ((number, _, _),) = pulled(group, client, most=1)
+        client.ack(number, number + 1)
+        client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=subscription))
+        group.settle()
+        numbers.append(number)
+    assert numbers[0] < numbers[1]
+
+
+def test_a_new_master_does_not_forget_a_broadcast_consumer_that_was_there_until_then():
+    group, client = a_group(lease_ms=30_000, broadcast_forget_hours=1.0)
+    client.subscribe("host1", group="host1", broadcast=True, start="latest")
+    listened_for(group, client, 4_000)
+    stored = client.produce("right before the swap")
+    group.settle()
+    assert client.receipt(stored)
+    group.b.host.clock_ms = group.a.host.clock_ms
+    group.swap(2)
+    group.a.wait(1_000)
+    client = Client(group.a)
+    opaque = client.subscribe("host1", group="host1", broadcast=True, start="latest")
+    group.settle()
+    client.subscription(opaque)
+    assert ids(group, client) == ["right before the swap"]
+
+
 def test_frames_of_a_retry_say_what_happened():
     group, client = a_group("m0")
     first = pulled(group, client)[0][0]
