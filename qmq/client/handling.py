@@ -102,7 +102,7 @@ class HandlerThread:
                 result.close()
                 raise InvalidRequest("a handler that returns a coroutine is declared as such: async def")
             finish = partial(future.set_result, result)
-        except StopIteration as error:  # no future takes this one
+        except (StopIteration, SystemExit, KeyboardInterrupt) as error:  # no future takes it, or it would end the loop
             finish = partial(future.set_exception, RuntimeError(f"the handler raised {error!r}"))
         except BaseException as error:
             finish = partial(future.set_exception, error)

@@ -67,7 +67,7 @@ class Listener(Membership):
         self._workers.discard(worker)
         if not worker.cancelled() and (error := worker.exception()) is not None:
             log.error("worker ended, another begins subject=%s group=%s", self.subject, self.group, exc_info=error)
-            self._change()
+        self._change()  # it may be the last one of a time before the listener left its group and came back
 
     async def _leaving(self, subscription: Subscription, deadline: float) -> None:
         subscription.stop()
@@ -112,7 +112,9 @@ class Listener(Membership):
                 if task is not None and task.cancelling():
                     raise  # the drain ran out of patience; the message is given back
                 self._failed(message, error)
-            except Exception as error:
+            except (SystemExit, KeyboardInterrupt, GeneratorExit):
+                raise  # the loop ends, or has ended
+            except BaseException as error:
                 self._failed(message, error)
             else:
                 if auto_ack:

@@ -475,6 +475,47 @@ def test_an_exception_that_cannot_say_what_it_is_decides_its_message_too():
     run(test())
 
 
+def test_what_is_no_ordinary_exception_fails_its_message_and_no_other():
+    class Panic(BaseException):
+        """Such as extensions in other languages raise."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(3))
+            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                if message["n"] == "1" and message.times == 1:
+                    raise Panic("index out of bounds")
+                handled.append(int(message["n"]))
+
+            async with listening(consumer):
+                await until(lambda: sorted(handled) == [0, 1, 2])
+            assert [nack.reason for nack in broker.nacks] == ["Panic('index out of bounds')"]
+
+    run(test())
+
+
+def test_a_thread_that_exits_fails_its_message_and_ends_no_loop():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(3))
+            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
+            def handle(message: qmq.ReceivedMessage) -> None:
+                if message["n"] == "1" and message.times == 1:
+                    raise SystemExit(1)
+                handled.append(int(message["n"]))
+
+            async with listening(consumer):
+                await until(lambda: sorted(handled) == [0, 1, 2])
+            assert "SystemExit(1)" in broker.nacks[0].reason
+
+    run(test())
+
+
 # Decisions of the application.
 
 
@@ -611,6 +652,38 @@ def test_a_listener_leaves_its_group_and_comes_back(how):
                 back()
                 await until(lambda: len(handled) == 100)
             assert sorted(handled, key=int) == [str(n) for n in range(100)]
+
+    run(test())
+
+
+def test_a_listener_that_comes_back_before_a_cancelled_handler_has_ended_has_its_workers_again(monkeypatch):
+    monkeypatch.setattr("qmq.client.listener.CANCEL_S", 0.0)
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(10))
+            consumer, begun, handled = consumer_of(metaserver, consumer_id="c1", drain_s=0.0), asyncio.Event(), []
+            tidied = asyncio.Event()
+
+            @consumer.listen("a", group="g", start="earliest")
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                if not begun.is_set():
+                    begun.set()
+                    try:
+                        await asyncio.Event().wait()
+                    finally:
+                        await tidied.wait()
+                handled.append(int(message["n"]))
+
+            listener = consumer.listeners["a", "g"]
+            async with listening(consumer):
+                await begun.wait()
+                listener.stop()
+                await until(lambda: broker.unsubscribes == 2)
+                listener.resume()
+                await until(lambda: len(broker.subscribes) == 4)
+                tidied.set()
+                await until(lambda: sorted(handled) == list(range(10)))
 
     run(test())
 
