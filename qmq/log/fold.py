@@ -18,6 +18,7 @@ from qmq.codec import Buffer
 from qmq.errors import CorruptFrame, InvalidAck
 from qmq.log.frame import FLAG_ORDERED, NO_CHAIN, Frame, FrameKind
 from qmq.log.progress import DEFERRED, PASSED, Progress, decode_progress
+from qmq.subjects import is_dead_letter_subject
 from qmq.types import NO_EPOCH, Epoch
 
 PRODUCERS_MAX = 4096
@@ -301,9 +302,11 @@ def _messages(state: State, frame: Frame, body: Buffer) -> None:
         state.ordered.setdefault(subject, expected)
     if frame.producer:
         window = state.producers.pop(frame.producer, None) or {}
+        window.pop(frame.batch, None)
         window[frame.batch] = StoredBatch(expected, frame.count, frame.end)
         if len(window) > BATCHES_PER_PRODUCER:
-            del window[min(window)]
+            # Dead letters are numbered by their originals, which die in any order: the copy made first is forgotten.
+            del window[next(iter(window)) if is_dead_letter_subject(subject) else min(window)]
         state.producers[frame.producer] = window
         if len(state.producers) > PRODUCERS_MAX:
             del state.producers[next(iter(state.producers))]

@@ -214,6 +214,25 @@ def test_process_that_ends_in_between_stores_a_dead_letter_once(was_stored):
     assert not group.a.log.state.groups["s", "g"].consumers["c1"].unacked
 
 
+def test_copies_whose_ack_is_missing_are_recognized_also_when_later_messages_died_before_them():
+    group, client, first = a_group(*[f"m{number}" for number in range(100)], segment_bytes=1 << 20)
+    client.nack(first + 10, first + 100, dead=True)
+    group.settle()
+    group.a.master._delivery._dead_letters._settle = lambda burial, messages: burial.ranges.clear()
+    client.nack(first, first + 10, dead=True)
+    group.settle()
+    assert len(dead_letters(group.a)) == 100 and sum(entry[2] for entry in unacked(group)) == 10
+    group.swap(2)
+    again = Client(group.a)
+    opaque = again.subscribe(held_end=first + 100)
+    group.settle()
+    again.subscription(opaque)
+    again.nack(first, first + 10, dead=True)
+    group.settle()
+    assert sorted(dead.id for dead in dead_letters(group.a)) == sorted(f"m{number}" for number in range(100))
+    assert not unacked(group)
+
+
 def test_next_master_buries_what_the_former_one_was_about_to():
     """Its consumer holds later messages: nothing else would ever ask for the one that is dead."""
     group, client, first = a_group("m0", deliveries_max=1, tail_bytes=0)
