@@ -186,9 +186,12 @@ class Machine:
             return
         for wish in list(self._wishes):
             found = self.standing(wish.subject, wish.group)
-            if wish.is_met(found):
+            if wish.granted.cancelled():
+                self._wishes.remove(wish)  # whoever waited went away
+            elif wish.is_met(found):
                 self._wishes.remove(wish)
-                wish.granted.set_result(None)
+                if wish.granted.set_running_or_notify_cancel():
+                    wish.granted.set_result(None)
             elif wish.skip_delays and found.delayed and not found.held:
                 self.skip(found.next_due_ms - self._clock.now_ms())
 
@@ -203,4 +206,5 @@ class Machine:
         self._failure = self._failure or error
         wishes, self._wishes = self._wishes, []
         for wish in wishes:
-            wish.granted.set_exception(error)
+            if wish.granted.set_running_or_notify_cancel():
+                wish.granted.set_exception(error)

@@ -159,6 +159,25 @@ async def test_a_delay_is_skipped_only_as_far_as_the_test_goes(broker):
 
 
 @run
+async def test_who_waits_no_more_puts_no_clock_forward(broker):
+    gate, times = asyncio.Event(), []
+
+    async def handle(message):
+        times.append(message.times)
+        await gate.wait()
+        raise qmq.RetryLater(3600)
+
+    async with producing(broker) as producer, listening(broker, handle):
+        await producer.send(message(0))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(broker.wait_until_consumed("s", "g"), 0.1)
+        gate.set()
+        await broker.wait_until_delayed("s", "g", timeout=3)
+        await asyncio.sleep(0.05)
+    assert times == [1]
+
+
+@run
 async def test_a_message_of_the_groups_own_retry_subject_counts_too(broker):
     seen, release = [], asyncio.Event()
 
