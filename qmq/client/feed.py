@@ -65,6 +65,8 @@ class FeedOwner(Protocol):
     @property
     def feeds_count(self) -> int: ...
 
+    def leased(self, lease_ms: int) -> None: ...
+
     def arrived(self, parcel: Parcel) -> None: ...
 
     def drop(self) -> None: ...
@@ -211,6 +213,7 @@ class Feed:
     def _subscribed(self, body: memoryview) -> None:
         fields = commands.decode_json(body, subscription=int, acked_end=int, lease_ms=int, unacked=list)
         self._subscription, self.lease_ms = fields["subscription"], fields["lease_ms"]
+        self._owner.leased(self.lease_ms)
         self._is_new = False
         self._failures = 0
         self.holding.subscribed(fields["acked_end"], [(begin, end) for begin, end in fields["unacked"]])

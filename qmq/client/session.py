@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from qmq.client.deferring import Deferring
@@ -46,6 +48,7 @@ class Session:
         self._masters: dict[str, tuple[Endpoint, int]] = {}
         self._links: dict[str, Link] = {}
         self._subscriptions: list[Subscription] = []
+        self._lease_came, self._next_beat_s = asyncio.Event(), math.inf
         self._deferring = Deferring(self._new_sender)
         self._watch = RouteWatch(
             metaserver=metaserver, token=token, app=app, client_id=client_id, produces=False,
@@ -55,7 +58,7 @@ class Session:
 
     def subscribe(self, terms: Terms, on_failed: Callable[[], None]) -> Subscription:
         """Begin to receive; the subscription is the caller's to close, with `leave`."""
-        subscription = Subscription(terms, self._watch, self._deferring, on_failed)
+        subscription = Subscription(terms, self._watch, self._deferring, self._leased, on_failed)
         self._subscriptions.append(subscription)
         self._watch.watch(terms.subject)
         self._feed(subscription)
@@ -108,23 +111,36 @@ class Session:
             for group in self._routing.groups_of(subscription.terms.subject):
                 subscription.feed(self._links[group.broker_group])
 
+    def _leased(self, lease_ms: int) -> None:
+        """A broker gave a lease; a short one may not last until somebody was to look."""
+        if asyncio.get_running_loop().time() + _beat_s(lease_ms) < self._next_beat_s:
+            self._lease_came.set()
+
     async def _beat(self) -> None:
-        """Renew the leases of all connections, a few times in each lease."""
+        """Renew the leases of all connections, each a few times in its own."""
+        loop = asyncio.get_running_loop()
         owed: dict[str, asyncio.Future[memoryview]] = {}
+        beaten_s: dict[str, float] = {}
         while True:
-            leases = []
+            self._lease_came.clear()
+            self._next_beat_s, now_s = math.inf, loop.time()
             for name, link in self._links.items():
                 lease_ms = [lease for one in self._subscriptions if (lease := one.lease_ms(name))]
                 if not lease_ms or link.connection is None:
                     owed.pop(name, None)
                     continue
-                leases += lease_ms
-                if name in owed and not owed[name].done():
-                    link.drop("no answer to a heartbeat")
-                    continue
-                owed[name] = link.connection.request(Command.HEARTBEAT)
-                owed[name].add_done_callback(asyncio.Future.exception)
-            await asyncio.sleep(min(leases, default=1_000) / 1_000 / BEATS_IN_LEASE)
+                wait_s = _beat_s(min(lease_ms))
+                if beaten_s.get(name, -math.inf) + wait_s <= now_s:
+                    if name in owed and not owed[name].done():
+                        link.drop("no answer to a heartbeat")
+                        continue
+                    owed[name] = link.connection.request(Command.HEARTBEAT)
+                    owed[name].add_done_callback(asyncio.Future.exception)
+                    beaten_s[name] = now_s
+                self._next_beat_s = min(self._next_beat_s, beaten_s[name] + wait_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._next_beat_s if self._next_beat_s < math.inf else None):
+                    await self._lease_came.wait()
 
     # Told by links.
 
@@ -141,3 +157,7 @@ class Session:
         self._watch.refresh()
 
     def link_writable(self, link: Link) -> None: ...
+
+
+def _beat_s(lease_ms: int) -> float:
+    return lease_ms / 1_000 / BEATS_IN_LEASE

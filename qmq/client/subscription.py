@@ -26,17 +26,19 @@ UNSUBSCRIBE_TIMEOUT_S = 2.0
 class Subscription:
     """Made by a session for a listener or a puller; used on its event loop until `close`.
 
-    `on_failed` is called when it ends by itself; `error` says why.
+    `on_leased` is called with each lease that a broker group gives, in ms; `on_failed` when it ends by itself: `error`
+    says why.
     """
 
     def __init__(
-        self, terms: Terms, watch: RouteWatch, deferring: Deferring, on_failed: Callable[[], None]
+        self, terms: Terms, watch: RouteWatch, deferring: Deferring, on_leased: Callable[[int], None],
+        on_failed: Callable[[], None],
     ) -> None:  # fmt: skip
         self.terms = terms
         self.error: QmqError | None = None
         """Why it ended: another process uses the consumer id, or the broker does not accept a name."""
         self.is_closing = False
-        self._watch, self._deferring, self._on_failed = watch, deferring, on_failed
+        self._watch, self._deferring, self._on_leased, self._on_failed = watch, deferring, on_leased, on_failed
         self._feeds: dict[tuple[str, str], Feed] = {}
         self._parcels: deque[Parcel] = deque()
         self._takers: deque[asyncio.Future[None]] = deque()
@@ -74,6 +76,9 @@ class Subscription:
     def feeds_count(self) -> int:
         """How many share the prefetch; mailboxes, which are nearly always empty, come on top."""
         return sum(source == self.terms.subject for _, source in self._feeds)
+
+    def leased(self, lease_ms: int) -> None:
+        self._on_leased(lease_ms)
 
     def arrived(self, parcel: Parcel) -> None:
         self._parcels.append(parcel)

@@ -330,6 +330,23 @@ def test_heartbeats_keep_the_lease():
     run(test())
 
 
+def test_each_broker_group_gets_heartbeats_as_often_as_its_own_lease_needs():
+    async def test() -> None:
+        async with cluster("long") as (metaserver, [long]):
+            long.lease_ms = 3_600_000
+            async with consumer_of(metaserver).pull("a", group="g"):
+                await until(lambda: long.heartbeats)
+                short = FakeBroker("short")
+                short.lease_ms = 60
+                await short.start()
+                metaserver.set_group(short)
+                await until(lambda: short.heartbeats >= 5)
+                assert long.heartbeats == 1
+            await short.stop()
+
+    run(test())
+
+
 def test_wrong_arguments_are_told_before_anything_begins():
     consumer = qmq.Consumer(metaserver="http://127.0.0.1:1", app="test", token=TOKEN)
     with pytest.raises(qmq.InvalidName):
