@@ -356,6 +356,7 @@ class Holding:
         self._pieces.clear()
         self._decided.clear()
         self._refusals.clear()
+        self._owed_acks, self._owed_nacks = [], []
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
