@@ -229,9 +229,11 @@ class Feed:
         if self._subscription is None or self._stopped:
             return
         terms, feeds = self._owner.terms, self._owner.feeds_count
-        messages = max(1, terms.prefetch_messages // (feeds * PULLS_IN_FLIGHT))
+        share = max(1, terms.prefetch_messages // feeds)
+        pulls = min(self._pulls_max, share)
+        messages = max(1, share // PULLS_IN_FLIGHT)
         size = max(1, terms.prefetch_bytes // (feeds * PULLS_IN_FLIGHT))
-        while self._subscription is not None and self._pulls < self._pulls_max and self._has_room(messages, size):
+        while self._subscription is not None and self._pulls < pulls and self._has_room(pulls, messages, size):
             wanted = min(messages, terms.unacked_max - self.holding.held - self._asked)
             self._note_full(self.holding.held >= terms.unacked_max)
             if wanted <= 0:
@@ -241,9 +243,10 @@ class Feed:
             pull = Pull(self._subscription, wanted, size, random.randint(*PULL_TIMEOUT_MS))
             self._request(Command.PULL, commands.encode_pull(pull), partial(self._pulled, wanted))
 
-    def _has_room(self, messages: int, size: int) -> bool:
-        """Whether one more pull of so much fits into this feed's share; the first may go over it by itself."""
-        messages_max, bytes_max = self._pulls_max * messages, self._pulls_max * size
+    def _has_room(self, pulls: int, messages: int, size: int) -> bool:
+        """Whether one more pull of so much fits into this feed's share, which is so many of them; the first may go over
+        it by itself."""
+        messages_max, bytes_max = pulls * messages, pulls * size
         if self._pulls:
             coming = self._pulls + 1
             return (

@@ -320,6 +320,22 @@ def test_prefetch_bounds_what_is_on_its_way_and_unacked_max_what_is_held():
     run(test())
 
 
+@pytest.mark.parametrize("prefetch", [1, 3, 5, 10])
+def test_no_more_than_the_prefetch_waits_here_however_small_it_is(prefetch):
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(50))
+            consumer = consumer_of(metaserver)
+            async with consumer.pull("a", group="g", start="earliest", prefetch_messages=prefetch) as puller:
+                for taken in range(1, 21):
+                    await puller.pull(1, timeout=10)
+                    for _ in range(5):
+                        await asyncio.sleep(0.001)
+                    assert broker.positions["a", "g"] - taken <= prefetch
+
+    run(test())
+
+
 def test_heartbeats_keep_the_lease():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
