@@ -268,6 +268,8 @@ class _Session:
                 sent.future.set_exception(outcome)
             elif sent.on_done is not None:
                 sent.on_done(outcome)
+        except (SystemExit, KeyboardInterrupt) as error:  # it would end the loop, which everybody waits for
+            raise RuntimeError(f"on_done raised {error!r}") from error
         finally:
             if isinstance(outcome, Receipt):
                 sent.future.set_result(outcome)

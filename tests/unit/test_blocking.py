@@ -474,6 +474,16 @@ def test_what_was_sent_is_stored_before_the_interpreter_ends(broker, run):
     assert numbers(broker.messages("s")) == list(range(1_000))
 
 
+def test_a_callback_that_exits_is_told_and_ends_nothing(broker, start):
+    process = start("""
+        producer.send_nowait(message(1), lambda receipt: sys.exit(1)).result()
+        print(producer.send(message(2)).outcome.value)
+    """)
+    out, err = process.communicate(timeout=30)
+    assert out.split() == ["stored"] and "on_done raised SystemExit(1)" in err
+    assert numbers(broker.messages("s")) == [1, 2]
+
+
 def test_threads_that_outlive_the_main_thread_lose_nothing(broker, run):
     run(
         """
