@@ -51,6 +51,7 @@ class Listener(Membership):
     # The members' part.
 
     def _joined(self, subscription: Subscription) -> None:
+        self._workers.clear()  # whoever outlived its cancellation has a message that went back to the group
         self._adapted(subscription)
 
     def _adapted(self, subscription: Subscription) -> None:
@@ -67,7 +68,7 @@ class Listener(Membership):
         self._workers.discard(worker)
         if not worker.cancelled() and (error := worker.exception()) is not None:
             log.error("worker ended, another begins subject=%s group=%s", self.subject, self.group, exc_info=error)
-        self._change()  # it may be the last one of a time before the listener left its group and came back
+            self._change()
 
     async def _leaving(self, subscription: Subscription, deadline: float) -> None:
         subscription.stop()
