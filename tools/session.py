@@ -112,7 +112,13 @@ class Session:
             return self._unknown(answer.message) if command.changes else _fail(Exit.UNREACHABLE, answer.message)
         if answer.exit is not Exit.DONE:
             return _fail(answer.exit, answer.message)
-        self._show(answer, kept)
+        try:
+            self._show(answer, kept)
+        except (OSError, KeyboardInterrupt) as error:
+            if not command.changes:
+                raise
+            why = f"it is done, but what came of it was not written: {str(error) or 'interrupted'}. Look with"
+            return _fail(Exit.UNKNOWN, f"{why}\n  {self._look()}")
         return Exit.DONE
 
     def _show(self, answer: Answer, kept: PrivateFile | None) -> None:
@@ -120,7 +126,7 @@ class Session:
         if self.command.keep is not None and (path := self._path()):
             text, rest = self.command.keep(data)
             if kept is None:
-                sys.stdout.write(text)
+                print(text, end="", flush=True)
                 return
             kept.commit(text)
             data = {**rest, "keptIn": path}
@@ -131,8 +137,11 @@ class Session:
             _show_or_print(lambda: self.command.show(data), raw)
 
     def _unknown(self, why: str) -> Exit:
-        look = self.command.look_with(self.metaserver, self.values)
-        return _fail(Exit.UNKNOWN, f"{why}. It was done or not: look before you repeat it, with\n  {look}")
+        return _fail(Exit.UNKNOWN, f"{why}. It was done or not: look before you repeat it, with\n  {self._look()}")
+
+    def _look(self) -> str:
+        """The command line that tells what became of a change."""
+        return self.command.look_with(self.metaserver, self.values)
 
     def _examine(self) -> Exit:
         def ask(action: str) -> Answer:
@@ -193,4 +202,4 @@ def _fail(exit_status: Exit, text: str) -> Exit:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False))
+    print(json.dumps(value, ensure_ascii=False), flush=True)

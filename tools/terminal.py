@@ -44,10 +44,13 @@ def is_yes(line: str) -> bool:
 
 
 def show(blocks: Iterable[Block], stream: TextIO | None = None) -> None:
-    """Print blocks. With NO_COLOR set, or TERM=dumb, a terminal gets the same without colours."""
+    """Print blocks. With NO_COLOR set, or TERM=dumb, a terminal gets the same without colours.
+
+    Raises OSError if they cannot be written.
+    """
     stream = stream or sys.stdout
     if not is_interactive(stream):
-        print(plain(blocks), file=stream)
+        print(plain(blocks), file=stream, flush=True)
         return
     is_colourless = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     console = Console(file=stream, highlight=False, emoji=False, force_terminal=not is_colourless)

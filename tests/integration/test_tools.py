@@ -204,6 +204,31 @@ def test_answer_that_is_lost_after_sending(command, answer, status):
     assert ("look before you repeat it" in ended.stderr) == (status == UNKNOWN)
 
 
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_what_is_done_and_cannot_be_told_ends_with_4_and_says_where_to_look(tmp_path, buffered):
+    environ = environment(PYTHONUNBUFFERED=buffered)
+    with Stub(planned(MARKED)) as stub, open("/dev/full", "w") as full:
+        marking = [TOOLS, "MarkReadonly", f"--metaserver={stub.address}", "--yes", "--brokerGroup=g1"]
+        told = subprocess.run(marking, env=environ, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (told.returncode, stub.done) == (UNKNOWN, ["MarkReadonlyBrokerGroup"])
+    assert "nothing was changed" not in told.stderr and "tools.sh ListReadonly" in told.stderr
+    with Stub(planned({"id": "i1", "name": "a", "role": "viewer", "token": "qmq_i1_secret"})) as stub:
+        making = f"{TOOLS} AddToken --metaserver={stub.address} --yes --name=a --role=viewer --out={tmp_path}/token"
+        kept = subprocess.run(["bash", "-c", f"ulimit -f 0; {making}"], env=environ, capture_output=True, text=True)
+    assert (kept.returncode, stub.done) == (UNKNOWN, ["AddToken"])
+    assert "nothing was changed" not in kept.stderr and "tools.sh ListTokens" in kept.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_list_that_cannot_be_written_ends_with_2(buffered):
+    with Stub(lambda _: ok([])) as stub, open("/dev/full", "w") as full:
+        listing = [TOOLS, "ListBrokers", f"--metaserver={stub.address}"]
+        environ = environment(PYTHONUNBUFFERED=buffered)
+        ended = subprocess.run(listing, env=environ, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == USAGE and "No space left" in ended.stderr
+
+
 def test_doctor_keeps_what_it_found_when_operators_actions_do_not_get_through():
     """As behind a balancer that passes GET on and nothing else."""
     with Stub(None) as stub:
