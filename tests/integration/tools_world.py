@@ -193,3 +193,37 @@ def answering(answer):
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         thread.join(WAIT_S)
         assert not thread.is_alive(), "it was not asked for the change"
+
+
+@contextmanager
+def watchdog(answer):
+    """A watchdog whose outboxes have nothing parked, and that answers a retry with the status and JSON that `answer`
+    gives; None: not at all."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply(200, {"databases": []})
+
+        def do_POST(self):
+            if told := answer():
+                self.reply(*told)
+
+        def reply(self, status, content):
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -37,8 +38,9 @@ def ask_watchdog(session: Session, path: str, *, method: str = "GET", **words: s
         with DIRECT.open(request, timeout=ANSWER_S) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        raise Unanswered(Exit.UNREACHABLE if error.code == 503 else Exit.REFUSED, _problem(error)) from None
-    except (OSError, ValueError) as error:
+        exit_status = Exit.UNREACHABLE if error.code >= 500 else Exit.REFUSED
+        raise Unanswered(exit_status, _problem(error), sent=error.code >= 500 and error.code != 503) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
         sent = not isinstance(getattr(error, "reason", None), ConnectionRefusedError)
         raise Unanswered(Exit.UNREACHABLE, f"the watchdog at {address} does not answer: {error}", sent=sent) from None
 

@@ -13,25 +13,53 @@ from tools.terminal import complain, confirm, show
 
 
 def run(session: Session) -> Exit:
+    try:
+        if (ended := _plan(session)) is not None:
+            return ended
+    except Unanswered as why:
+        complain(str(why))
+        return why.exit
+    return _retry(session)
+
+
+def _plan(session: Session) -> Exit | None:
+    """Show what is parked and ask; return how the command ends here, None if it goes on. Raises Unanswered."""
+    if session.yes and not session.dry_run:
+        return None
+    parked = ask_watchdog(session, "/outbox/stuck", database=session.values["database"], older="999999999", limit="20")
+    if session.as_json and session.dry_run:
+        print(json.dumps(parked, ensure_ascii=False))
+    else:
+        show(stuck_blocks(parked), sys.stdout if session.dry_run else sys.stderr)
+    if session.dry_run:
+        return Exit.DONE
+    if confirm("Send them again?"):
+        return None
+    complain("not confirmed; nothing was changed")
+    return Exit.REFUSED
+
+
+def _retry(session: Session) -> Exit:
     database, ids = session.values["database"], session.values["ids"]
     try:
-        if session.dry_run or not session.yes:
-            before = ask_watchdog(session, "/outbox/stuck", database=database, older="999999999", limit="20")
-            if session.as_json and session.dry_run:
-                print(json.dumps(before, ensure_ascii=False))
-            else:
-                show(stuck_blocks(before), sys.stdout if session.dry_run else sys.stderr)
-            if session.dry_run:
-                return Exit.DONE
-            if not confirm("Send them again?"):
-                complain("not confirmed; nothing was changed")
-                return Exit.REFUSED
         answer = ask_watchdog(session, "/outbox/retry", method="POST", database=database, ids=ids)
     except Unanswered as why:
-        complain(f"{why}. It may have been done: OutboxStuck shows what is parked" if why.sent else str(why))
-        return Exit.UNKNOWN if why.sent else why.exit
+        if why.sent:
+            return _unknown(session, str(why))
+        complain(str(why))
+        return why.exit
+    except KeyboardInterrupt:
+        return _unknown(session, "interrupted")
     if session.as_json:
         print(json.dumps(answer, ensure_ascii=False))
     else:
         show(retried_blocks(answer))
-    return Exit.UNREACHABLE if problems_of(answer) else Exit.DONE
+    if problems := problems_of(answer):  # others are done; and of a database that was too slow, nobody knows
+        return _unknown(session, "; ".join(problems))
+    return Exit.DONE
+
+
+def _unknown(session: Session, why: str) -> Exit:
+    look = session.command.look_with(session.metaserver, session.values)
+    complain(f"{why}. It may have been done: what is parked still, tells\n  {look}")
+    return Exit.UNKNOWN
