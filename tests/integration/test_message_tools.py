@@ -177,6 +177,35 @@ def test_what_is_wrong_is_refused_alone_and_the_exit_status_says_so(cluster, sub
     assert (shown["properties"], shown["orderKey"]) == ({"n": "2"}, "k")
 
 
+@pytest.mark.parametrize("place", ["file", "standard input"])
+def test_a_line_that_is_not_valid_unicode_is_refused_alone(cluster, subject, tmp_path, place):
+    content = b'{"n": 1}\n{"n": "\xe9"}\n\xff\n{"properties": {}, "id": "\xe9"}\n{"n": 3}\n'
+    (file := tmp_path / "lines").write_bytes(content)
+    with open(file, "rb") as stdin:
+        ended = subprocess.run(
+            [TOOLS, "Produce", f"--metaserver={cluster.metaserver}", f"--subject={subject}", "--json",
+             f"--file={file if place == 'file' else '-'}"],
+            env=environment(cluster.token), stdin=stdin, capture_output=True, text=True,
+        )  # fmt: skip
+    refused = ["refused"] * 3
+    assert [one["outcome"] for one in lines(ended, REFUSED)] == ["stored", *refused, "stored"]
+    assert sorted(one["properties"]["n"] for one in browse(cluster, subject=subject)) == ["1", "3"]
+
+
+def test_an_interrupted_produce_does_not_say_that_nothing_was_changed(cluster, subject):
+    producing = subprocess.Popen(
+        [TOOLS, "Produce", f"--metaserver={cluster.metaserver}", f"--subject={subject}", "--file=-"],
+        env=environment(cluster.token, PYTHONUNBUFFERED="1"),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    producing.stdin.write('{"n": 1}\n' * 1_000)
+    producing.stdin.flush()
+    assert "stored" in producing.stdout.readline()
+    producing.send_signal(signal.SIGINT)
+    _, said = producing.communicate(timeout=120)
+    assert producing.returncode == UNKNOWN and "before anything was changed" not in said
+
+
 def test_a_dry_run_sends_nothing(cluster, subject):
     checked = lines(tool(cluster, "Produce", "--json", "--dry-run", '--json-body={"a": 5}', subject=subject))
     assert checked == [{"outcome": "would be sent", "properties": {"a": 5}}]

@@ -25,7 +25,13 @@ AT_ONCE = 1_000
 
 
 def run(session: Session) -> Exit:
-    return ended(session, _produce)
+    try:
+        return ended(session, _produce)
+    except KeyboardInterrupt:
+        if session.values["dry-run"] == "true":
+            raise
+        complain("interrupted: of messages without a line above nobody knows whether they are stored")
+        return Exit.UNKNOWN
 
 
 async def _produce(session: Session) -> Exit:
@@ -50,13 +56,13 @@ async def _produce(session: Session) -> Exit:
 
 @contextmanager
 def _lines(path: str) -> Iterator[Iterable[str]]:
+    """The lines of a file; of one that is not valid UTF-8, what is wrong stays in it, so that it is refused alone."""
     if not path:
         yield ()
-    elif path == STANDARD_STREAM:
-        yield sys.stdin
-    else:
-        with open(path, encoding="utf-8") as file:
-            yield file
+        return
+    where = sys.stdin.fileno() if path == STANDARD_STREAM else path
+    with open(where, encoding="utf-8", errors="surrogateescape", closefd=path != STANDARD_STREAM) as file:
+        yield file
 
 
 def _check(session: Session, messages: Iterable[qmq.Message | str]) -> Exit:

@@ -37,4 +37,5 @@ def line_of(message: Mapping[str, Any], form: str) -> str:
 
 
 def to_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    """As JSON on one line; what is no valid Unicode is escaped, so that it can be printed."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
