@@ -25,9 +25,17 @@ def chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
         yield values[begin : begin + ROWS_PER_STATEMENT]
 
 
+def from_json(text: str) -> Any:
+    """Read JSON; raises ValueError for what is none, or holds text that is not valid Unicode: a row edited by hand may
+    have half a surrogate, which nobody could write again."""
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 def parse_names(text: str) -> tuple[str, ...]:
     """Read a JSON array of names; raises ValueError for anything else. A name is one object, in however many arrays."""
-    names = json.loads(text)
+    names = from_json(text)
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"{text[:50]!r} is no JSON array of names")
     return tuple(map(intern, names))

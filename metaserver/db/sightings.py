@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from sqlalchemy import Connection, Row, bindparam, delete, insert, select, updat
 
 from metaserver.db.bad_rows import BadRows
 from metaserver.db.limits import checked
-from metaserver.db.rows import chunks, now_ms, to_json
+from metaserver.db.rows import chunks, from_json, now_ms, to_json
 from metaserver.db.tables import broker_sighting, metaserver
 from metaserver.model import BrokerKey, MetaserverRow, ReplicaState, SightingRow
 
@@ -92,7 +91,7 @@ def _sighting(row: Row[Any]) -> SightingRow:
 
 def _parse_state(text: str) -> ReplicaState | None:
     """Read what `_values` wrote; raises ValueError, TypeError or KeyError for anything else."""
-    words = json.loads(text)
+    words = from_json(text)
     if words is None:
         return None
     return ReplicaState(

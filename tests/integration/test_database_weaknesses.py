@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,7 @@ def everything(repository):
 # -- 1 ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", ["['g1']", "", "null", '["g1", 7]', '{"g1": 1}', '"g1"', "[[]]"])
+@pytest.mark.parametrize("content", ["['g1']", "", "null", '["g1", 7]', '{"g1": 1}', '"g1"', "[[]]", r'["\ud800"]'])
 def test_route_that_does_not_parse_stops_no_other(engine, repository, caplog, content):
     """Weakness 1: one bad row freezes all routes on all metaservers."""
     repository.store_routes([(subject, ("g1",), 0) for subject in ("a", "bad", "z")])
@@ -106,18 +107,32 @@ def test_group_of_unknown_kind_or_broker_of_unknown_role_stops_no_other(engine, 
     assert len(repository.bad_rows) == 2
 
 
+STATE = {
+    "role": 0,
+    "term": 1,
+    "boot": 1,
+    "readonlyReasons": [],
+    "writable": True,
+    "durability": "slave",
+    "incarnation": "i",
+    "slaveIncarnation": "",
+}
+
+
 def test_bad_token_and_bad_sighting_stop_no_other(engine, repository):
     repository.change([AddToken(TokenRow(id, "n", "viewer", "salt", "hash")) for id in ("a", "b")])
     run(engine, "UPDATE api_token SET subjects_json = 'x' WHERE id = 'a'")
     assert [token.id for token in repository.load_tokens()] == ["b"]
-    run(
-        engine,
-        "INSERT INTO broker_sighting (hostname, serve_port, session, metaserver, incarnation, up, state_json, changed)"
-        " VALUES ('h', 1, 's', 'm', 'i', :up, '[]', 9)",
-        up=True,
-    )
-    assert repository.load_sightings()[1] == []
-    assert len(repository.bad_rows) == 2
+    no_unicode = json.dumps({**STATE, "durability": "\ud800"})
+    for port, state in enumerate(("[]", no_unicode, json.dumps(STATE)), start=1):
+        run(
+            engine,
+            "INSERT INTO broker_sighting (hostname, serve_port, session, metaserver, incarnation, up, state_json, "
+            "changed) VALUES ('h', :port, 's', 'm', 'i', :up, :state, 9)",
+            up=True, port=port, state=state,
+        )  # fmt: skip
+    assert [row.key.serve_port for row in repository.load_sightings()[1]] == [3]
+    assert len(repository.bad_rows) == 3
 
 
 # -- 2, 3, 5 ------------------------------------------------------------------------------------------------------
