@@ -25,10 +25,12 @@ def load_groups(connection: Connection, bad: BadRows) -> dict[str, Group]:
     """Read all groups with their brokers; rows that cannot be understood are left out."""
     rows = {}
     for row in connection.execute(select(broker_group).where(broker_group.c.kind != REMOVED)):
-        if row.kind in (NORMAL, DELAY):
-            rows[row.group_name] = row
-        else:
+        if row.kind not in (NORMAL, DELAY):
             bad.note("broker_group", row.group_name, f"kind {row.kind} is unknown")
+        elif not isinstance(row.term, int) or row.term < 1:  # SQLite holds anything
+            bad.note("broker_group", row.group_name, f"{row.term!r} is no term")
+        else:
+            rows[row.group_name] = row
     holders: dict[tuple[str, Role], Broker] = {}
     for row in connection.execute(select(broker)):
         try:
@@ -204,8 +206,9 @@ def _group(row: Row[Any], holders: dict[tuple[str, Role], Broker]) -> Group:
 
 def _broker(row: Row[Any]) -> Broker:
     """Read a row of `broker`; raises ValueError for one that makes no sense."""
-    for port in (row.serve_port, row.sync_port):
-        if not 0 < port < 65536:
+    told = (row.control_port, row.metrics_port)  # 0 until it registered
+    for least, port in ((1, row.serve_port), (1, row.sync_port), *((0, port) for port in told)):
+        if not least <= port < 65536:
             raise ValueError(f"port {port} does not exist")
     return Broker(
         group=row.group_name,

@@ -94,13 +94,12 @@ def test_row_repaired_in_sql_reaches_who_reads_what_changed(engine, repository):
     assert (repaired.subject, repaired.groups, repaired.changed) == ("bad", ("g2",), version)
 
 
-def test_group_of_unknown_kind_or_broker_of_unknown_role_stops_no_other(engine, repository):
+@pytest.mark.parametrize("of_group", ["kind = 99", "term = 0"])
+@pytest.mark.parametrize("of_broker", ["role = 99", "control_port = 70000", "metrics_port = -1"])
+def test_group_or_broker_that_makes_no_sense_stops_no_other(engine, repository, of_group, of_broker):
     """Weakness 1: an unknown kind stops all refreshes."""
-    for statement in (
-        "UPDATE broker_group SET kind = 99 WHERE group_name = 'g1'",
-        "UPDATE broker SET role = 99 WHERE hostname = 'g2-b'",
-    ):
-        run(engine, statement)
+    run(engine, f"UPDATE broker_group SET {of_group} WHERE group_name = 'g1'")
+    run(engine, f"UPDATE broker SET {of_broker} WHERE hostname = 'g2-b'")
     groups = repository.load().groups
     assert list(groups) == ["g2"]
     assert (groups["g2"].master, groups["g2"].slave) == (brokers_of("g2")[0], None)
