@@ -3,8 +3,9 @@
     line 1   {"qmq_snapshot": 1, "blake2b": digest of line 2}
     line 2   {"database": …, "saved_ms": …, "groups": [[…]], "routes": [[…]], …}     rows as in the tables, as JSON
 
-It is replaced as a whole and fsynced, so there is always one whole file. One that is damaged, of another version or of
-another database is not used. It holds hashes of tokens, so only its owner may read it.
+It is replaced as a whole and fsynced, so there is always one whole file, also if several metaservers on one machine
+share it. One that is damaged, of another version or of another database is not used. It holds hashes of tokens, so only
+its owner may read it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -116,13 +118,16 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     """Replace the file, durably. Raises OSError."""
     body = _encode(_to_json(snapshot)).encode()
     head = json.dumps({"qmq_snapshot": FORMAT, "blake2b": hashlib.blake2b(body).hexdigest()}).encode()
-    new = path.with_name(path.name + ".new")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(head + b"\n" + body + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # for its owner alone
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(head + b"\n" + body + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        os.unlink(new)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
 
 import pytest
 
@@ -50,6 +54,36 @@ def test_all_comes_back_as_it_was(tmp_path):
     assert read_snapshot(path, database="sqlite:///m.db") == SNAPSHOT
     write_snapshot(path, SNAPSHOT)
     assert [file.name for file in tmp_path.iterdir()] == ["snapshot"]
+
+
+def test_metaservers_that_share_the_file_never_leave_a_damaged_one(tmp_path):
+    path = tmp_path / "snapshot"
+    routes = {f"s{number}": Route(f"s{number}", ("g1",), 1, 1) for number in range(3_000)}
+    sizes = [replace(SNAPSHOT, routes=dict(islice(routes.items(), count))) for count in (10, 1_000, 3_000)]
+
+    def write(snapshot):
+        for _ in range(10):
+            write_snapshot(path, snapshot)
+            read_snapshot(path, database="sqlite:///m.db")
+
+    with ThreadPoolExecutor(len(sizes)) as threads:
+        for written in threads.map(write, sizes):
+            assert written is None
+    assert os.listdir(tmp_path) == ["snapshot"]
+
+
+def test_a_snapshot_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "snapshot"
+    write_snapshot(path, SNAPSHOT)
+    whole = path.read_bytes()
+
+    def full(_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_snapshot(path, SNAPSHOT)
+    assert path.read_bytes() == whole and os.listdir(tmp_path) == ["snapshot"]
 
 
 def test_nobody_else_may_read_it(tmp_path):
