@@ -28,6 +28,7 @@ from metaserver.database import Database, DatabaseAway
 from metaserver.db.changes import AddToken
 from metaserver.db.errors import DatabaseUnusable
 from metaserver.http.app import build_app
+from metaserver.http.connection import Connection
 from metaserver.http.guard import Limits
 from metaserver.http.routes import make_routes
 from metaserver.liveness import Liveness
@@ -233,6 +234,7 @@ class _HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connection,
                 proxy_headers=True,
                 forwarded_allow_ips=list(trusted_proxies),
                 log_config=None,

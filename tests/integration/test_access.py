@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from metaserver.access import RPC_ROLES
+from metaserver.http import connection
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import TokenRole, includes
 from tests.integration.metaserver_world import TOKEN, WAIT_S, World, in_world
@@ -218,6 +219,42 @@ def test_garbage_ends_its_connection(tmp_path, garbage):
             finally:
                 writer.close()
         assert await accepts(world, TOKEN)
+
+    in_world(body)(tmp_path)
+
+
+HEAD = b"GET /health/live HTTP/1.1\r\nHost: m\r\n"
+
+
+@pytest.mark.parametrize("begun", [b"", HEAD, HEAD + b"\r\n" + HEAD], ids=["nothing", "half a head", "a second one"])
+def test_a_connection_that_asks_nothing_ends(tmp_path, monkeypatch, begun):
+    """Weakness 31: no idle time-out. A thousand such connections would keep everybody else out."""
+    monkeypatch.setattr(connection, "HEAD_S", 0.5)
+
+    async def body(world):
+        reader, writer = await asyncio.open_connection("127.0.0.1", world.server.http_port)
+        writer.write(begun)
+        async with asyncio.timeout(WAIT_S):
+            received = await reader.read(-1)
+        writer.close()
+        assert (b" 200 " in received) == (b"\r\n\r\n" in begun)
+
+    in_world(body)(tmp_path)
+
+
+def test_a_connection_that_asks_again_and_again_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_S", 1.0)
+
+    async def body(world):
+        reader, writer = await asyncio.open_connection("127.0.0.1", world.server.http_port)
+        began, asked = asyncio.get_running_loop().time(), 0
+        while asyncio.get_running_loop().time() < began + 2.5 * connection.HEAD_S:
+            writer.write(HEAD)
+            writer.write(b"\r\n")
+            assert b" 200 " in await reader.readuntil(b"ok")
+            asked += 1
+        writer.close()
+        assert asked > 10
 
     in_world(body)(tmp_path)
 
