@@ -10,21 +10,24 @@ from metaserver.actions.plan import Plan, refused
 from metaserver.actions.shapes import source_json, watchdog_json
 from metaserver.actions.words import Words
 from metaserver.db.changes import AddDataSource, RemoveDataSource
-from metaserver.db.tables import LONG_NAME_CHARS_MAX
+from metaserver.db.limits import checked
+from metaserver.db.tables import LONG_NAME_CHARS_MAX, datasource_config
 from metaserver.model import WATCHDOGS, DataSource
 from qmq.errors import InvalidRequest, OperatorError
 from qmq.outbox.table import table_name
 
 
 async def _add(desk: Desk, words: Words) -> Plan:
+    url = _url(words)
     try:
         stored = desk.vault.encrypt(words["password"])
         table = table_name(words["table"])
+        checked(datasource_config, {"url": url})  # made of parts that are legal each for itself
     except (OperatorError, InvalidRequest) as refusal:
         return refused(str(refusal))
     if len(stored) > LONG_NAME_CHARS_MAX:
         return refused(f"password is too long: encrypted it has {len(stored)} characters, {LONG_NAME_CHARS_MAX} fit")
-    known = await _find(desk, url := _url(words))
+    known = await _find(desk, url)
     source = DataSource(
         url, words["username"], stored, words["room"], table=table, rate=words.number("rate"), age_s=words.number("age")
     )

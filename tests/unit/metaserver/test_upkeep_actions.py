@@ -69,6 +69,15 @@ async def test_a_password_too_long_to_be_stored_is_refused_by_the_dry_run_as_wel
     await world.done("AddDb", **(DB | {"password": "p" * 100}))
 
 
+@in_world
+async def test_a_database_whose_url_cannot_be_stored_is_refused_by_the_dry_run_as_well(world):
+    long = {"type": "t" * 100, "host": "h" * 100, "database": "d" * 100}
+    for more, why in ((long, "250 fit"), ({"database": "d "}, "space")):
+        for words in ({"dryRun": "true"}, {}):
+            assert why in await world.refused("AddDb", **(DB | more), **words)
+    assert await world.done("ListDbs") == []
+
+
 def test_a_password_stays_readable_while_keys_are_rotated():
     old, new = "nBLTTCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A=", "AAAATCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A="
     stored = Vault([old]).encrypt("hunter2")
