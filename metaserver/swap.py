@@ -70,8 +70,9 @@ class Swaps:
     async def _swap(self, name: str, audit: AuditRow) -> Swapped:
         began = time.monotonic()
         group = self.ready(name)
+        hold_ends = time.monotonic() + self._settings.swap_hold_ms / 1000  # the master counts from its order on
         at_end = await self._prepare(group)
-        await self._exchange(group, audit, hold_ends=time.monotonic() + self._settings.swap_hold_ms / 1000)
+        await self._exchange(group, audit, hold_ends=hold_ends)
         writable = await self._finish(name, group.term + 1)
         duration_ms = round((time.monotonic() - began) * 1000)
         log.info("roles swapped broker_group=%s term=%d duration_ms=%d", name, group.term + 1, duration_ms)

@@ -42,7 +42,7 @@ class World:
             self.database, self.liveness, self.metrics, clock, lambda tokens: None, groups_min=1, groups_new=1
         )
         self.brokers, self.hub = Brokers(), Hub()
-        settings = MetaserverSettings(cluster_token="a secret of all", swap_finish_ms=1000)
+        self.settings = settings = MetaserverSettings(cluster_token="a secret of all", swap_finish_ms=1000)
         clients = Clients(self.hub, list, token="a secret of all", timeout_ms=100)
         swaps = Swaps(self.registry, self.brokers, settings)
         self.desk = Desk(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 from metaserver.actions import Status
@@ -151,6 +152,22 @@ async def test_a_slave_that_lost_its_disk_during_the_swap_does_not_become_the_ma
     world.registry.change = emptied
     text = await world.refused("SwapRoles", brokerGroup="g1")
     assert "another data directory meanwhile" in text and "changed nothing" in text
+    assert parts(world) == ("g1-a", "g1-b") and world.brokers.cancelled == ["g1-a"]
+
+
+@in_world
+async def test_a_swap_is_off_once_the_master_takes_messages_again(world):
+    """It holds still from the order on: what its slave takes to catch up counts, too."""
+    await world.running_pair("g1")
+    object.__setattr__(world.settings, "swap_hold_ms", 100)
+    prepare = world.brokers.prepare_swap
+
+    async def slow(*words, **more):
+        await asyncio.sleep(0.2)
+        return await prepare(*words, **more)
+
+    world.brokers.prepare_swap = slow
+    assert "it took too long" in await world.refused("SwapRoles", brokerGroup="g1")
     assert parts(world) == ("g1-a", "g1-b") and world.brokers.cancelled == ["g1-a"]
 
 
