@@ -48,6 +48,8 @@ TURNS_UNDER_WAY = 4
 """So many turns' sends are under way at most. Those of 20,000 watchers at once take 40 MB, never given back."""
 SEND_WAIT_S = 0.1
 """Who does not read holds up those after him for so long, once: until he reads again, he is not waited for."""
+NAME_CHARS_MAX = 1_000
+"""What is no subject is refused alone, and kept with its refusal as long as its watch lasts: but not at any length."""
 POLL_KEPT_S = 20.0
 """A client that polls every 5 s is counted so long."""
 
@@ -83,8 +85,8 @@ class RouteSource(Protocol):
     async def routes_for(self, subjects: list[str]) -> object: ...
 
 
-class TooManySubjects(CallError):
-    """One watch names more subjects than are allowed. Open another one for the rest."""
+class WatchTooLarge(CallError):
+    """One watch names more subjects than are allowed, or what is longer than any subject can be."""
 
 
 class WatchHub:
@@ -144,7 +146,7 @@ class WatchHub:
         """Answer a request for routes: those that differ from what is held, or was sent. Later changes follow.
 
         Raises:
-            TooManySubjects: the watch must end.
+            WatchTooLarge: the watch must end.
         """
         watch.asking = True  # what changes meanwhile goes into the answer
         seats = await self._take_seats(watch, subjects, held)
@@ -168,7 +170,7 @@ class WatchHub:
         """Return the routes that differ from what is held. The client counts as a watcher for a while.
 
         Raises:
-            TooManySubjects: ask for fewer.
+            WatchTooLarge: ask for fewer.
         """
         self._forget_polls()
         key = caller.name, client_id, produces
@@ -204,8 +206,10 @@ class WatchHub:
         """Let a watcher watch these subjects; wait a moment for those that must be stored first."""
         names = list(dict.fromkeys(subjects))
         new = [name for name in names if name not in watch.seats]
+        if any(len(name) > NAME_CHARS_MAX for name in new):
+            raise WatchTooLarge(f"a name of more than {NAME_CHARS_MAX} characters is no subject's")
         if len(watch.seats) + len(new) > self._subjects_max:
-            raise TooManySubjects(f"one watch takes {self._subjects_max} subjects at most; open another one")
+            raise WatchTooLarge(f"one watch takes {self._subjects_max} subjects at most; open another one")
         for number, name in enumerate(new, start=1):
             self._take_seat(watch, name)
             if number % TURN == 0:

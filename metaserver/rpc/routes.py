@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from metaserver.metrics import Metrics
 from metaserver.route_hubs import RouteHubs
 from metaserver.rpc.visits import Visits
-from metaserver.watch import TooManySubjects, WatchHub
+from metaserver.watch import WatchHub, WatchTooLarge
 from qmq.errors import InvalidRequest
 from qmq.proto import qmq_pb2 as pb
 from qmq.rpc_access import caller
@@ -53,7 +53,7 @@ class RouteRpc:
                     request = None  # 20,000 of them would take 25 MB while their clients say nothing
                     request = await _read(context)
                 await asyncio.Event().wait()  # it asks no more and goes on listening
-        except TooManySubjects as error:
+        except WatchTooLarge as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:
             hub.leave(watch)

@@ -14,7 +14,7 @@ from metaserver.changes import Changes
 from metaserver.metrics import Metrics
 from metaserver.model import Broker, Directory, Group, ReadonlyMark, Route
 from metaserver.routing import Loads, Placement, is_short
-from metaserver.watch import TooManySubjects, WatchHub
+from metaserver.watch import WatchHub, WatchTooLarge
 from metaserver.watchers import Counts
 from qmq.errors import NotServed
 from qmq.proto import qmq_pb2 as pb
@@ -300,8 +300,19 @@ async def test_a_group_that_goes_for_good_leaves_the_route(registry, hub):
 async def test_a_watch_is_bounded(registry, hub):
     client = Client(hub)
     await client.ask("a", "b", "c")
-    with pytest.raises(TooManySubjects):
+    with pytest.raises(WatchTooLarge):
         await hub.ask(client.watch, ["a", "d"], {})
+
+
+@with_hub()
+async def test_what_is_far_too_long_for_a_name_is_not_kept(registry, hub):
+    """Its refusal holds the name as long as the watch lasts: a hundred of 3.5 MB each took 700 MB."""
+    client = Client(hub)
+    await client.ask("s" * 1_000)
+    assert client.routes["s" * 1_000].refused
+    with pytest.raises(WatchTooLarge):
+        await hub.ask(client.watch, ["s" * 1_001], {})
+    assert list(client.watch.seats) == ["s" * 1_000]
 
 
 @with_hub()
