@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterable
 
 from metaserver.database import AnswerLate, Database, DatabaseAway
@@ -21,7 +20,7 @@ from qmq.errors import OutcomeUnknown
 log = logging.getLogger("qmq.metaserver")
 
 AUDIT_ROWS_READ = 200
-"""So many newest rows are looked through for a change whose commit got lost; it is seconds old."""
+"""So many newest rows are looked through for a change whose commit got lost; it is seconds old, by whatever clock."""
 LATE_S = 5.0
 """A database that answers again has answered what it was asked before, or will not."""
 LOOK_FIRST = "it does not tell now; look at AuditTrail once it does, before you repeat this"
@@ -50,13 +49,13 @@ class Commits:
             await self._store(orders, audit)
 
     async def _store(self, changes: tuple[Change, ...], audit: AuditRow) -> None:
-        began_ms, order = time.time_ns() // 1_000_000, Order()
+        order = Order()
         try:
             many = any(isinstance(change, RestoreAll) for change in changes) or len(changes) > MANY
             await self.database.write(lambda r: r.change(changes, audit, order), timeout_ms=LOAD_MS if many else 0)
         except CommitUnknown as error:
             try:
-                stored = await self._was_stored(audit, began_ms, error)
+                stored = await self._was_stored(audit, error)
             except OutcomeUnknown:
                 order.is_withdrawn = True  # it may not even have begun; who looks for it later must not be overtaken
                 raise
@@ -86,7 +85,7 @@ class Commits:
         except CommitUnknown:
             pass  # it had its turn, so whatever was before it is over
 
-    async def _was_stored(self, audit: AuditRow, began_ms: int, error: CommitUnknown) -> bool:
+    async def _was_stored(self, audit: AuditRow, error: CommitUnknown) -> bool:
         """Find out whether a change was stored whose commit was not answered: its audit row is part of it."""
         try:
             await self.database.probe()
@@ -94,7 +93,7 @@ class Commits:
             if told is not None:
                 return told
             await self._stand_in_line()
-            rows = await self.database.read(lambda r: r.audit_trail(limit=AUDIT_ROWS_READ, since_ms=began_ms))
+            rows = await self.database.read(lambda r: r.audit_trail(limit=AUDIT_ROWS_READ))
         except (DatabaseAway, CommitUnknown, TimeoutError) as failed:
             raise OutcomeUnknown(f"{error}; {LOOK_FIRST}") from failed
         return any(_is_same(row, audit) for row in rows)

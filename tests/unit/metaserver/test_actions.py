@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from metaserver.actions import ACTIONS, Status
+from metaserver.actions.desk import wall_ms
 from metaserver.actions.runner import HANDLERS
 from metaserver.actions.words import read_words
 from metaserver.database import DatabaseAway
@@ -257,6 +258,16 @@ def test_a_commit_without_an_answer_is_looked_for(tmp_path, monkeypatch, stored)
         assert answer.status == (Status.DONE if stored else Status.WAIT), answer
         assert ("g1" in world.registry.directory.groups) == stored
         assert len(await world.audit()) == int(stored)
+
+    body(tmp_path)
+
+
+def test_a_commit_without_an_answer_is_found_though_the_clock_was_set_back_meanwhile(tmp_path, monkeypatch):
+    @in_world
+    async def body(world):
+        BrokenCommit(monkeypatch, stored=True)
+        monkeypatch.setattr("metaserver.db.tokens.now_ms", lambda: wall_ms() - 60_000)
+        assert (await world.run("AddBroker", **place("g1", 0, "h1"))).done
 
     body(tmp_path)
 
