@@ -32,4 +32,10 @@ class Address:
         return cls(url.hostname, port or (443 if secure else DEFAULT_PORT), secure)
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        """As it may be typed."""
+        place = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"https://{place}" if self.secure else place
+
+    @property
+    def url(self) -> str:
+        return str(self) if self.secure else f"http://{self}"

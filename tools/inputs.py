@@ -26,13 +26,21 @@ def read_token(typed: str | None, path: str | None) -> str:
     """
     if typed is not None:
         complain("warning: --token=… stands in the process list; use QMQ_TOKEN or --token-file")
-        return typed
+        return _as_token(typed, "--token")
     if path is not None:
-        return read_secret(path, "token")
+        return _as_token(read_secret(path, "token"), path)
     if token := os.environ.get("QMQ_TOKEN", ""):
-        return token
+        return _as_token(token, "QMQ_TOKEN")
     path = os.environ.get("QMQ_TOKEN_FILE")
-    return read_secret(path, "token") if path else ""
+    return _as_token(read_secret(path, "token"), path) if path else ""
+
+
+def _as_token(text: str, where: str) -> str:
+    """What may stand in a header; a variable made from a file often has its line end."""
+    token = text.strip("\r\n")
+    if not token.isascii() or not token.isprintable():
+        raise NoInput(f"{where} holds no token: it has one line, of ASCII's characters")
+    return token
 
 
 def read_password(name: str, typed: str | None, path: str | None) -> str:

@@ -333,6 +333,16 @@ def test_a_file_without_a_token_is_wrong_usage(tmp_path, content):
     assert ended.returncode == USAGE and str(file) in ended.stderr
 
 
+def test_a_token_with_a_line_end_is_the_token_and_what_no_header_can_hold_is_none(tmp_path):
+    with Stub(lambda _: ok([])) as stub:
+        assert run("ListMetaservers", stub.address, token="token\n").returncode == DONE
+        (file := tmp_path / "token").write_text("日")
+        for words, token in ((["--token=a\nb"], ""), ([f"--token-file={file}"], ""), ([], "日")):
+            ended = run("ListMetaservers", stub.address, *words, token=token)
+            assert ended.returncode == USAGE and "holds no token" in ended.stderr
+    assert stub.tokens == ["token"]
+
+
 def test_a_change_without_a_token_is_wrong_usage():
     ended = run("SwapRoles", "127.0.0.1:1", "--yes", token=None, brokerGroup="g1")
     assert ended.returncode == USAGE and "needs a token" in ended.stderr

@@ -61,7 +61,7 @@ def read_page(address: Address, path: str, token: str = "") -> Page:
         clock = _clock(response.getheader("Date"), sent_ms, received_ms)
         return Page(response.status, text, clock)
     except (OSError, UnicodeError, http.client.HTTPException) as error:
-        raise Unreachable(f"http://{address}{path} does not answer: {error or type(error).__name__}") from None
+        raise Unreachable(f"{address.url}{path} does not answer: {error or type(error).__name__}") from None
     finally:
         connection.close()
 

@@ -15,7 +15,6 @@ import grpc.aio
 from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub, MetaserverStub
-from tools.address import Address
 from tools.answer import Exit
 from tools.call import CallFailed, post
 from tools.command import LIST_TIMEOUT_S
@@ -70,10 +69,6 @@ def ended(session: Session, work: Callable[[Session], Awaitable[Exit]]) -> Exit:
         raise
 
 
-def url_of(address: Address) -> str:
-    return f"{'https' if address.secure else 'http'}://{address}"
-
-
 async def find_masters(session: Session, subject: str) -> list[Master]:
     """Return the masters of all broker groups that may have messages of `subject`, or of its retries or dead letters.
 
@@ -103,7 +98,7 @@ async def find_masters(session: Session, subject: str) -> list[Master]:
 
 async def _of_the_route(session: Session, subject: str) -> list[Master]:
     try:
-        address = await asyncio.to_thread(find_metaserver, url_of(session.metaserver))
+        address = await asyncio.to_thread(find_metaserver, session.metaserver.url)
         async with asyncio.timeout(ANSWER_S), grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
             stream = MetaserverStub(channel).WatchRoutes(metadata=_metadata(session))
             await stream.write(pb.RouteRequest(subjects=[subject], app=APP, client_id=APP))

@@ -8,7 +8,7 @@ from typing import Any
 
 import qmq
 from tools.answer import Exit
-from tools.messages.brokers import APP, Unanswered, ended, find_masters, url_of
+from tools.messages.brokers import APP, Unanswered, ended, find_masters
 from tools.messages.lines import words_of
 from tools.messages.shown import line_of, message_json
 from tools.session import Session
@@ -31,7 +31,7 @@ async def _consume(session: Session) -> Exit:
     await find_masters(session, values["subject"])  # who cannot be reached at all is told so at once
     form = "json" if session.as_json else values["format"]
     try:
-        consumer = qmq.Consumer(metaserver=url_of(session.metaserver), app=APP, token=session.token)
+        consumer = qmq.Consumer(metaserver=session.metaserver.url, app=APP, token=session.token)
         async with consumer.pull(values["subject"], **_options(values)) as puller:
             left = int(values["limit"] or 0) or AT_ONCE
             while left:

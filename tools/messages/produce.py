@@ -13,7 +13,7 @@ from qmq.client.batching import Receipt
 from qmq.codec import encode_message
 from tools.answer import Exit
 from tools.inputs import STANDARD_STREAM
-from tools.messages.brokers import APP, ended, find_masters, url_of
+from tools.messages.brokers import APP, ended, find_masters
 from tools.messages.lines import typed_messages
 from tools.messages.shown import to_json
 from tools.session import Session
@@ -43,7 +43,7 @@ async def _produce(session: Session) -> Exit:
     outcomes: set[qmq.Outcome] = set()
     timeout_s = int(values["wait"]) / 1000
     async with qmq.Producer(
-        metaserver=url_of(session.metaserver), app=APP, token=session.token, timeout_s=timeout_s
+        metaserver=session.metaserver.url, app=APP, token=session.token, timeout_s=timeout_s
     ) as producer:
         with _lines(values["file"]) as lines:
             messages = iter(typed_messages(values, lines))

@@ -27,6 +27,7 @@ def read(*typed, **environ):
 )
 def test_metaserver_is_host_and_port_or_url(text, address):
     assert Address.parse(text) == address
+    assert Address.parse(str(address)) == Address.parse(address.url) == address, "a command that is named can be typed"
 
 
 @pytest.mark.parametrize("text", ["", ":8080", "meta:x", "meta:0", "meta:99999", "ftp://meta", "http://meta/x?y"])
