@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from urllib.parse import parse_qsl
 
@@ -18,6 +19,9 @@ from qmq.errors import AccessError
 from qmq.rights import Caller, TokenRole
 
 ANYBODY = Caller("anybody", TokenRole.VIEWER)
+
+LONG_BYTES = 65_536
+"""A form of so many is read on a thread: that of a backup with 100,000 subjects takes three to nine seconds."""
 
 
 _FORM = {"type": "object", "required": ["action"], "properties": {"action": {"type": "string"}}}
@@ -55,8 +59,12 @@ def make_route(actions: ActionsPort, *, open_lists: bool) -> APIRoute:
 async def _read_words(request: Request) -> Mapping[str, str]:
     """Read parameters from the query string and, before it, from a form body, as QMQ's tools send them."""
     body = await request.body()
-    form = parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True)
-    return {**dict(request.query_params), **dict(form)}
+    form = _parse(body) if len(body) < LONG_BYTES else await asyncio.to_thread(_parse, body)
+    return {**dict(request.query_params), **form}
+
+
+def _parse(body: bytes) -> dict[str, str]:
+    return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True))
 
 
 def _respond(body: Body) -> Response:
