@@ -466,6 +466,17 @@ def test_a_redrive_that_dies_in_between_loses_nothing(cluster, subject):
     assert sorted(ids(mailbox(cluster, subject))) == sorted(sent * 2)
 
 
+def test_a_redrive_whose_receipt_cannot_be_written_does_not_say_that_nothing_was_changed(cluster, subject, tmp_path):
+    failed(cluster, subject, 3)
+    typed = f"{TOOLS} Redrive --metaserver={cluster.metaserver} --subject={subject} --group=g --yes --out={tmp_path}/r"
+    ended = subprocess.run(
+        ["bash", "-c", f"ulimit -f 0; {typed}"], env=environment(cluster.token), capture_output=True, text=True
+    )
+    assert sorted(ids(mailbox(cluster, subject))) == ["m-0", "m-1", "m-2"]
+    assert ended.returncode == UNKNOWN and "nothing was changed" not in ended.stderr
+    assert "tools.sh Browse" in ended.stderr and list(tmp_path.iterdir()) == []
+
+
 def test_a_redrive_that_is_killed_loses_nothing(cluster, subject, process):
     """What it held is given back when its lease has ended."""
     failed(cluster, subject, 60)

@@ -81,7 +81,15 @@ class _Redrive:
                 except asyncio.CancelledError:
                     _go_on_after_interrupt()
                     self._why_left = "interrupted"
-                self._finish(kept)
+                try:
+                    self._finish(kept)
+                except BrokenPipeError:  # whoever read what is printed has gone
+                    raise
+                except OSError as error:
+                    if not self._receipt.moved and not self._receipt.unknown:
+                        raise
+                    complain(f"what went back could not be written down: {error}. Look with\n  {self._look()}")
+                    return Exit.UNKNOWN
         return self._exit()
 
     # Which there are.
@@ -244,14 +252,17 @@ class _Redrive:
     def _exit(self) -> Exit:
         receipt = self._receipt
         if receipt.unknown or (receipt.moved and (receipt.left or receipt.unasked)):
-            look = self._session.command.look_with(self._session.metaserver, self._values)
             complain(
-                f"not all is done. Run it again for the rest; what may have gone back may go twice. Look with\n  {look}"
+                "not all is done. Run it again for the rest; what may have gone back may go twice. Look with\n  "
+                f"{self._look()}"
             )
             return Exit.UNKNOWN
         if receipt.unasked:
             return Exit.UNREACHABLE
         return Exit.REFUSED if receipt.left else Exit.DONE
+
+    def _look(self) -> str:
+        return self._session.command.look_with(self._session.metaserver, self._values)
 
 
 _LETTER = (

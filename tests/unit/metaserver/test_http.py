@@ -133,7 +133,7 @@ async def test_management_takes_words_from_form_and_address_and_says_who_asks(wo
 
 
 def test_a_long_form_is_read_beside_the_loop(monkeypatch):
-    """That of a backup with 100,000 subjects takes three to nine seconds, in which no heartbeat and no route would be heard of."""
+    """That of a backup with 100,000 subjects takes three to nine seconds, in which nobody else would be heard."""
     read, threads = management.parse_qsl, []
 
     def noted(*words, **more):
