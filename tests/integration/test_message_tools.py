@@ -206,6 +206,15 @@ def test_an_interrupted_produce_does_not_say_that_nothing_was_changed(cluster, s
     assert producing.returncode == UNKNOWN and "before anything was changed" not in said
 
 
+def test_a_produce_whose_outcomes_cannot_be_written_does_not_say_that_nothing_was_changed(cluster, subject):
+    command = [TOOLS, "Produce", f"--metaserver={cluster.metaserver}", f"--subject={subject}", "--json-body={}"]
+    with open("/dev/full", "w") as full:
+        environ = environment(cluster.token, PYTHONUNBUFFERED="1")
+        ended = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert len(browse(cluster, subject=subject)) == 1
+    assert ended.returncode == UNKNOWN and "nothing was changed" not in ended.stderr
+
+
 def test_a_dry_run_sends_nothing(cluster, subject):
     checked = lines(tool(cluster, "Produce", "--json", "--dry-run", '--json-body={"a": 5}', subject=subject))
     assert checked == [{"outcome": "would be sent", "properties": {"a": 5}}]

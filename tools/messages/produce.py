@@ -49,8 +49,14 @@ async def _produce(session: Session) -> Exit:
             messages = iter(typed_messages(values, lines))
             while chunk := list(islice(messages, AT_ONCE)):
                 receipts = iter(await producer.send_many([one for one in chunk if isinstance(one, qmq.Message)]))
-                for one in chunk:
-                    outcomes.add(_told(session, one if isinstance(one, str) else next(receipts)))
+                try:
+                    for one in chunk:
+                        outcomes.add(_told(session, one if isinstance(one, str) else next(receipts)))
+                except BrokenPipeError:  # whoever read what is printed has gone
+                    raise
+                except OSError as error:
+                    complain(f"what became of {len(chunk):,} messages that were sent could not be written: {error}")
+                    return Exit.UNKNOWN
     return _exit(outcomes)
 
 
