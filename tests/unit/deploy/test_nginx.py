@@ -1,0 +1,19 @@
+"""Core. The configuration of nginx, where it has to agree with the metaserver."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from metaserver.actions import ACTIONS
+from metaserver.http.running import GRACE_MS
+
+CONFIGURATION = Path("deploy/nginx.conf").read_text()
+
+
+def test_nginx_waits_longer_than_any_action_takes():
+    """Else it answers 504 in place of the metaserver, and the outcome is unknown."""
+    waits = ((action.wait_ms, action.parameter("waitMs")) for action in ACTIONS.values())
+    longest_ms = max(wait_ms + (asked.most if asked else 0) for wait_ms, asked in waits) + GRACE_MS
+    [seconds] = re.findall(r"location / \{[^}]*proxy_read_timeout (\d+)s;", CONFIGURATION)
+    assert int(seconds) * 1000 > longest_ms
