@@ -13,7 +13,7 @@ from metaserver.actions.plan import Plan
 from metaserver.actions.route_plans import Contents
 from metaserver.actions.shapes import route_json
 from metaserver.actions.words import Words
-from metaserver.db.changes import DecidedOn
+from metaserver.db.changes import NoRouteSince
 from metaserver.model import ALL_SUBJECTS, Route
 from qmq.errors import OperatorError
 from qmq.subjects import real_subject
@@ -30,27 +30,28 @@ async def _add_group(desk: Desk, words: Words) -> Plan:
 
 
 async def _extend(desk: Desk, words: Words) -> Plan:
-    directory, decided_on = desk.registry.directory, _decided_on(desk, words["relatedSubject"])
-    named = words["relatedSubject"], words["relatedBrokerGroup"], words["newBrokerGroup"]
-    plan = await desk.on_all_routes(lambda routes: route_plans.extend(directory, routes, *named))
-    return replace(plan, changes=(*decided_on, *plan.changes)) if plan.changes else plan
+    directory, subject = desk.registry.directory, words["relatedSubject"]
+    related, new = words["relatedBrokerGroup"], words["newBrokerGroup"]
+    none_since = _none_since(desk, subject, related, without=new)
+    plan = await desk.on_all_routes(lambda routes: route_plans.extend(directory, routes, subject, related, new))
+    return replace(plan, changes=(*none_since, *plan.changes)) if plan.changes else plan
 
 
 async def _remove_group(desk: Desk, words: Words) -> Plan:
     subject, group = words["subject"], words["brokerGroup"]
     contents, takes_messages = await desk.contents(group, subject), desk.takes_messages(group)
-    directory, forced, decided_on = desk.registry.directory, words.flag("force"), _decided_on(desk, subject)
+    directory, forced, none_since = desk.registry.directory, words.flag("force"), _none_since(desk, subject, group)
     plan = await desk.on_all_routes(
         lambda routes: route_plans.remove_group(
             directory, routes, subject, group, contents=contents, takes_messages=takes_messages, forced=forced
         )
     )
-    return replace(plan, changes=(*decided_on, *plan.changes)) if plan.changes else plan
+    return replace(plan, changes=(*none_since, *plan.changes)) if plan.changes else plan
 
 
-def _decided_on(desk: Desk, subject: str) -> tuple[DecidedOn, ...]:
-    """For `*`: a route that is made or changed meanwhile may need the change too, so that no route may."""
-    return (DecidedOn(routes=desk.registry.routes_version),) if subject == ALL_SUBJECTS else ()
+def _none_since(desk: Desk, subject: str, group: str, *, without: str = "") -> tuple[NoRouteSince, ...]:
+    """For `*`: a route that is made or changed meanwhile may need the change too. Others come all the time."""
+    return (NoRouteSince(desk.registry.routes_version, group, without),) if subject == ALL_SUBJECTS else ()
 
 
 async def _remove_subject(desk: Desk, words: Words) -> Plan:

@@ -14,8 +14,8 @@ from metaserver.db.errors import StaleDirectory
 from metaserver.db.transactions import DIRECTORY, ROUTES, SIGHTINGS, leave_groups, raise_versions
 
 LEAVE_GROUPS = (
-    c.DecidedOn, c.SetMark, c.UnsetMark, c.SetRoute, c.RemoveRoute, c.AddSubject, c.SetOffline, c.UnsetOffline,
-    c.AddDataSource, c.RemoveDataSource, c.AddToken, c.RevokeToken,
+    c.DecidedOn, c.NoRouteSince, c.SetMark, c.UnsetMark, c.SetRoute, c.RemoveRoute, c.AddSubject, c.SetOffline,
+    c.UnsetOffline, c.AddDataSource, c.RemoveDataSource, c.AddToken, c.RevokeToken,
 )  # fmt: skip
 """Changes after which each group and each broker is as before."""
 
@@ -28,8 +28,7 @@ def apply_all(connection: Connection, changes: Sequence[c.Change]) -> None:
     if DIRECTORY in touched and all(isinstance(change, LEAVE_GROUPS) for change in changes):
         leave_groups(connection)
     for change in changes:
-        if isinstance(change, c.DecidedOn):
-            _compare(change, versions)
+        _compare(connection, change, versions)
     changed = versions.get(ROUTES, 0)
     for are_routes, some in groupby(changes, lambda change: isinstance(change, c.SetRoute)):
         if are_routes:
@@ -39,18 +38,21 @@ def apply_all(connection: Connection, changes: Sequence[c.Change]) -> None:
                 _apply(connection, change, changed)
 
 
-def _compare(decided_on: c.DecidedOn, raised: Mapping[str, int]) -> None:
-    for name, version in ((DIRECTORY, decided_on.version), (ROUTES, decided_on.routes)):
-        if version is not None and version + 1 != raised[name]:
-            raise StaleDirectory
+def _compare(connection: Connection, change: c.Change, raised: Mapping[str, int]) -> None:
+    match change:
+        case c.DecidedOn():
+            is_stale = change.version + 1 != raised[DIRECTORY]
+        case c.NoRouteSince():
+            is_stale = routes.is_listed_since(connection, change.version, change.group, without=change.without)
+        case _:
+            is_stale = False
+    if is_stale:
+        raise StaleDirectory
 
 
 def _touches(change: c.Change) -> tuple[str, ...]:
     match change:
-        case c.DecidedOn():
-            versions = ((DIRECTORY, change.version), (ROUTES, change.routes))
-            return tuple(name for name, version in versions if version is not None)
-        case c.SetRoute() | c.RemoveRoute():
+        case c.SetRoute() | c.RemoveRoute() | c.NoRouteSince():
             return (ROUTES,)
         case c.RemoveGroup():
             return (DIRECTORY, ROUTES)  # no route may take the group in at this moment
@@ -78,7 +80,7 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
             routes.remove_route(connection, change.subject, change.version, routes_version)
         case c.AddSubject():
             operators.add_subject(connection, change.name, change.tag)
-        case c.DecidedOn():
+        case c.DecidedOn() | c.NoRouteSince():
             pass  # compared before anything was changed
         case c.SetGroupState():
             _set_group_state(connection, change)

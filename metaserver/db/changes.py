@@ -76,11 +76,20 @@ class AddSubject:
 
 @dataclass(frozen=True, slots=True)
 class DecidedOn:
-    """Compare the version of the directory, or that of all routes: the other changes are right only if nothing in it
-    changed since. Raises StaleDirectory."""
+    """Compare the version of the directory: the other changes are right only if nothing in it changed since. Raises
+    StaleDirectory."""
 
-    version: int | None = None
-    routes: int | None = None
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoRouteSince:
+    """Compare the routes: none that lists `group`, and not `without`, was made or changed after this version of all of
+    them; it would need the same change as the others. Raises StaleDirectory."""
+
+    version: int
+    group: str
+    without: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +174,7 @@ Change = (
     | RemoveRoute
     | AddSubject
     | DecidedOn
+    | NoRouteSince
     | SetGroupState
     | RemoveGroup
     | SetOffline

@@ -50,6 +50,12 @@ def load_routes(connection: Connection, after: int, bad: BadRows) -> list[Route]
     return routes
 
 
+def is_listed_since(connection: Connection, version: int, group: str, *, without: str = "") -> bool:
+    """Whether a route that was made or changed after this version of all routes lists `group`, and not `without`."""
+    changed = load_routes(connection, version, BadRows())
+    return any(group in route.groups and without not in route.groups for route in changed)
+
+
 def store_routes(connection: Connection, orders: Sequence[RouteOrder], changed: int, bad: BadRows) -> list[Route]:
     """Create or change each route whose version still is the expected one.
 

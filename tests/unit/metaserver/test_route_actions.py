@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
+
+import pytest
 
 from metaserver.actions import Status
 from metaserver.model import DELAY
@@ -109,6 +112,63 @@ async def test_removing_for_all_subjects_is_all_or_nothing(world):
     assert answer.status == Status.REFUSED
     assert answer.data == {"only": "g1 is the only broker group of only; AddSubjectBrokerGroup first"}
     assert [world.groups_of(name) for name in ("s1", "s2", "s3")] == [("g1", "g2")] * 3
+
+
+def with_a_new_route_before_each_try(world, groups):
+    """Let a client bring a new subject whenever a change is about to be stored."""
+    change, names = world.registry.change, (f"new.{number}" for number in count())
+
+    async def preceded(changes, audit):
+        route = (next(names), groups, 0)
+        await world.database.write(lambda repository: repository.store_routes([route]))
+        await change(changes, audit)
+
+    world.registry.change = preceded
+
+
+ALL = {
+    "ExtendSubjectRoute": {"relatedSubject": "*", "relatedBrokerGroup": "g1", "newBrokerGroup": "g2"},
+    "RemoveSubjectBrokerGroup": {"subject": "*", "brokerGroup": "g1"},
+}
+
+
+@pytest.mark.parametrize(
+    "action, others", [("ExtendSubjectRoute", ("g1", "g2")), ("RemoveSubjectBrokerGroup", ("g2",))]
+)
+def test_new_subjects_of_other_groups_do_not_hold_up_a_change_of_all(tmp_path, action, others):
+    """Where clients bring some every second, and a plan takes seconds, the change would never be made."""
+
+    @in_world
+    async def body(world):
+        for group in ("g1", "g2", "g3"):
+            await world.pair(group)
+        await world.routed("a", "b", groups=("g1", "g3"))
+        with_a_new_route_before_each_try(world, others)
+        assert (await world.done(action, **ALL[action], details="true"))["changed"] == 2
+
+    body(tmp_path)
+
+
+@pytest.mark.parametrize("action", ALL)
+def test_a_change_of_all_takes_in_a_route_that_is_made_meanwhile(tmp_path, action):
+    @in_world
+    async def body(world):
+        for group in ("g1", "g2", "g3"):
+            await world.pair(group)
+        await world.routed("a", groups=("g1", "g3"))
+        change = world.registry.change
+        with_a_new_route_before_each_try(world, ("g1", "g3"))
+        once = world.registry.change
+
+        async def only_once(changes, audit):
+            world.registry.change = change
+            await once(changes, audit)
+
+        world.registry.change = only_once
+        assert (await world.done(action, **ALL[action], details="true"))["changed"] == 2
+        assert world.groups_of("new.0") == world.groups_of("a")
+
+    body(tmp_path)
 
 
 @in_world
