@@ -67,7 +67,7 @@ def _versions_of_routes_are_not_compared() -> list[Patch]:
 
 def _routes_are_compared_one_by_one_only() -> list[Patch]:
     """What `*` does not change is not looked at again, nor what is new."""
-    return [mock.patch.object(actions, "_decided_on", lambda desk, subject: ())]
+    return [mock.patch.object(actions, "_none_since", lambda desk, subject, group, *, without="": ())]
 
 
 def _an_answer_from_before_the_question_counts() -> list[Patch]:
@@ -124,7 +124,7 @@ def _lost_answers_count_as_failures() -> list[Patch]:
 def _late_answers_count_as_failures() -> list[Patch]:
     """The change is looked for while it may still be under way."""
 
-    async def was_stored(self: Commits, audit: Any, began_ms: int, error: Exception) -> bool:
+    async def was_stored(self: Commits, audit: Any, error: Exception) -> bool:
         await self.database.probe()
         rows = await self.database.read(lambda r: r.audit_trail(limit=200))
         return any(dict(row.parameters) == dict(audit.parameters) for row in rows)
