@@ -31,7 +31,7 @@ from qmq.log.frame import (
     subject_field,
 )
 from qmq.log.index import FrameRef, segment_at
-from qmq.log.recovery import Damage, recover
+from qmq.log.recovery import Damage, recover, set_aside
 from qmq.log.segments import Chunk, index_name, log_name, read_chunk, read_raw, snapshot_name
 from qmq.types import Epoch
 
@@ -127,7 +127,7 @@ class MessageLog:
 
     @property
     def is_tail_cut(self) -> bool:
-        """Whether bytes at the end were cut that may have been acknowledged; known across restarts."""
+        """Whether bytes are missing at the end that may have been acknowledged; known across restarts."""
         return self._disk.size(segments.TAIL_CUT) > 0
 
     def tail_is_whole(self) -> None:
@@ -369,11 +369,8 @@ class MessageLog:
         """Move this whole copy into quarantine and begin with nothing: the other copy fills it."""
         require(self._writing is None, "nothing is being written while the log is set aside")
         self._flush_now()
-        self._move_aside(why)
+        set_aside(self._disk, self.start, self.end, why)
         self._reload()
-
-    def _move_aside(self, why: str) -> None:
-        quarantine.keep_files(self._disk, segments.FOLDER, self.start, self.end, why)
 
     def seed(self, base: int, snapshot: Buffer, why: str) -> None:
         """Set this whole copy aside and begin a new one at `base`, from the master's snapshot of the state there.
@@ -384,7 +381,7 @@ class MessageLog:
         require(self._writing is None, "nothing is being written while the log is replaced")
         _check_snapshot(snapshot, base)
         self._flush_now()
-        self._move_aside(why)
+        set_aside(self._disk, self.start, self.end, why)
         self._disk.put(snapshot_name(base), snapshot)
         self._disk.create(log_name(base), self._segment_bytes)
         self._reload()

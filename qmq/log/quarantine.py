@@ -30,13 +30,13 @@ def keep_bytes(disk: Disk, begin: int, data: bytes, why: str) -> str:
     return f"{name}.bytes"
 
 
-def keep_files(disk: Disk, folder: str, begin: int, end: int, why: str) -> None:
-    """Move all files of `folder` into a folder of their own here, durably."""
+def keep_files(disk: Disk, names: list[str], begin: int, end: int, why: str) -> None:
+    """Move files into a folder of their own here, durably."""
     label, taken = f"{FOLDER}/{begin:020d}-{end:020d}-{why}", 0
     while disk.names(f"{label}-{taken}"):
         taken += 1
-    for name in disk.names(folder):
-        disk.move(f"{folder}/{name}", f"{label}-{taken}/{name}")
+    for name in names:
+        disk.move(name, f"{label}-{taken}/{name.rpartition('/')[2]}")
 
 
 def _message_ids(data: bytes, begin: int) -> Iterator[str]:

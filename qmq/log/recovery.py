@@ -47,7 +47,7 @@ def recover(disk: Disk) -> Recovered:
     bases = segment_bases(disk)
     state, first = _newest_snapshot(disk, bases)
     if state is None:
-        quarantine.keep_files(disk, segments.FOLDER, bases[0], bases[-1], "no-beginning")
+        set_aside(disk, bases[0], bases[-1], "no-beginning")
         return Recovered(State(), [], SegmentIndex(0), None, 0)
     index, damage, torn = SegmentIndex(0), None, 0
     for position in range(first, len(bases)):
@@ -73,6 +73,13 @@ def recover(disk: Disk) -> Recovered:
     if bases and damage is None:
         disk.sync(log_name(bases[-1]))
     return Recovered(state, bases, index, damage, torn)
+
+
+def set_aside(disk: Disk, begin: int, end: int, why: str) -> None:
+    """Move the whole copy into quarantine. What fills its place is no proof of anything before it is all there."""
+    disk.put(segments.TAIL_CUT, why.encode())
+    names = [f"{segments.FOLDER}/{name}" for name in disk.names(segments.FOLDER)]
+    quarantine.keep_files(disk, [name for name in names if name != segments.TAIL_CUT], begin, end, why)
 
 
 def _newest_snapshot(disk: Disk, bases: list[int]) -> tuple[State | None, int]:

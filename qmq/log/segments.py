@@ -17,7 +17,8 @@ from qmq.log.index import segment_at
 
 FOLDER = "log"
 TAIL_CUT = f"{FOLDER}/tail-cut"
-"""Exists while bytes at the log's end were cut off that may have been acknowledged, and no other copy was asked yet."""
+"""Exists while bytes at the log's end were cut off, or all of it was set aside, that may have been acknowledged, and
+this copy has not yet had everything that the other one has."""
 CHUNK_BYTES = 4 << 20
 
 

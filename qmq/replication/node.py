@@ -354,8 +354,8 @@ class Node(Generic[M]):
             return True
         end = message_log.bases[1]
         needed = [*readers, message_log.state.high_watermark, message_log.flushed_end - 1]
-        if self.master is not None and self.master.shipped_end is not None:
-            needed.append(self.master.shipped_end)
+        if self.role is not None and self.role.shipped_end is not None:
+            needed.append(self.role.shipped_end)
         return end > min(needed)
 
     def set_disk_full(self, is_full: bool) -> None:

@@ -41,6 +41,11 @@ class Slave:
     def is_following(self) -> bool:
         return self._agreement is not None and self._agreement.action != Action.GIVE
 
+    @property
+    def shipped_end(self) -> int | None:
+        """Offset from which a master that lost some still needs our log; None if it takes nothing back."""
+        return self._giving.confirmed_end if self._giving is not None else None
+
     # The link to the master.
 
     def connected(self, link: Link) -> None:

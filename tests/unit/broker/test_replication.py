@@ -122,6 +122,74 @@ def test_master_with_an_empty_disk_takes_back_a_bare_snapshot():
     assert group.a.node.writable and equal(group) and group.a.log.start == base
 
 
+def a_master_that_takes_back_piece_by_piece() -> Group:
+    """Its disk is empty, and of its slave's log it has the first segments so far."""
+    group = filled(tail_bytes=0, catch_up_bytes_per_s=20_000)
+    group.cut()
+    group.a = Broker("new master", group.a.settings)
+    group.a.assign(Role.MASTER, 2)
+    group.b.assign(Role.SLAVE, 2)
+    group.connect()
+    while group.a.log.end < group.b.log.bases[2]:
+        group.b.wait(100)
+        group.settle()
+    assert group.a.log.end < group.b.log.end
+    return group
+
+
+def test_retention_takes_nothing_that_the_master_still_takes_back():
+    group = a_master_that_takes_back_piece_by_piece()
+    while not group.b.node.is_pinned(()):
+        group.b.log.drop_oldest_segment()
+    assert 0 < group.b.log.start <= group.a.log.end
+    for _ in range(30):
+        group.b.wait(100)
+        group.settle()
+    assert group.a.node.writable and group.a.log.end == group.b.log.end
+
+
+def test_master_takes_back_what_is_left_when_retention_took_more_than_it_has():
+    group = a_master_that_takes_back_piece_by_piece()
+    group.cut()
+    taken_end = group.a.log.end
+    while group.b.log.start <= taken_end:
+        group.b.log.drop_oldest_segment()
+    group.connect()
+    for _ in range(30):
+        group.b.wait(100)
+        group.settle()
+    assert group.a.node.writable and equal(group)
+    assert group.a.log.start == group.b.log.start > taken_end
+
+
+@pytest.mark.parametrize("role", [Role.MASTER, Role.SLAVE])
+def test_copy_that_was_set_aside_takes_no_office_before_it_has_all_again(role):
+    group = filled(tail_bytes=0, catch_up_bytes_per_s=20_000)
+    group.cut()
+    copy = group.a if role == Role.MASTER else group.b
+    copy.log.set_aside("test")
+    copy.crash()
+    group.start(2)
+    while not copy.log.end:
+        group.a.wait(100)
+        group.b.wait(100)
+        group.settle()
+    assert copy.log.end < 20_000
+    group.cut()
+    copy.crash()
+    if role == Role.SLAVE:
+        group.a, group.b = group.b, group.a
+    copy.assign(Role.MASTER, 3)
+    copy.wait(2 * copy.settings.slave_wait_ms)
+    assert not copy.master.in_office
+    group.b.assign(Role.SLAVE, 3)
+    group.connect()
+    for _ in range(30):
+        group.b.wait(100)
+        group.settle()
+    assert group.a.node.writable and equal(group) and not copy.log.is_tail_cut
+
+
 def test_slave_gives_up_nothing_acknowledged_for_a_seed_of_another_history():
     group = filled()
     group.cut()
