@@ -102,12 +102,15 @@ class GroupBatches:
             self._bytes_in_flight -= batch.body_bytes
 
     def release(self, batch: Batch) -> None:
-        """The batch is resolved or goes to another group; its number is used up."""
+        """The batch is resolved or goes to another group; its number is used up. One that this group never had may
+        carry a number of another group."""
+        if self._unresolved.get(batch.number) is not batch:
+            return
         self.returned(batch)
-        if self._unresolved.pop(batch.number, None) is not None:
-            left = self._of_subject.pop(batch.subject) - 1
-            if left:
-                self._of_subject[batch.subject] = left
+        del self._unresolved[batch.number]
+        left = self._of_subject.pop(batch.subject) - 1
+        if left:
+            self._of_subject[batch.subject] = left
 
     def connection_lost(self) -> None:
         """Nobody will answer what is in flight: each of these may be stored or not."""

@@ -24,6 +24,18 @@ def test_a_lost_connection_puts_all_in_flight_in_doubt_and_repeats_them_in_order
     assert group.room_bytes() > 0
 
 
+def test_a_batch_that_another_group_had_takes_no_number_away_from_this_one():
+    one, other = GroupBatches(in_flight_max=8), GroupBatches(in_flight_max=8)
+    moved, sent = batch_of(), batch_of(size=500)
+    one.admit(moved)
+    one.release(moved)
+    other.admit(sent)
+    other.release(moved)
+    assert (other.unresolved(), other.load) == ([sent], 1)
+    other.connection_lost()
+    assert other.next_repeat() is sent
+
+
 STEPS = st.tuples(st.sampled_from(["send", "answer", "fail", "lose", "repeat"]), st.integers(0, 63))
 
 
