@@ -44,6 +44,9 @@ class AckGate:
 
     def stored(self, end: int, answer: Answer) -> None:
         """Call `answer` when everything before `end` is on both disks. `end` may lie before that of earlier waiters."""
+        if end <= self.high_watermark:  # nobody knows for how long those would hold it up
+            answer(None)
+            return
         if self._stored and end < self._stored[-1][0]:
             end = self._stored[-1][0]
         self._stored.append((end, answer))
@@ -96,7 +99,7 @@ class AckGate:
             waiting.answer(progress)
 
     def release_now(self) -> None:
-        """Answer what needs nothing any more: a repeated batch that was safe long ago."""
+        """Answer what needs nothing any more: progress that is safe as it is written down."""
         self._release()
 
     def _release(self) -> None:

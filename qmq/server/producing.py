@@ -141,7 +141,6 @@ class Producing:
         self._counters.repeated_batches += 1
         produced = Produced(stored.first_sequence, stored.stored, Durability.FSYNC, refused)
         reign.gate.stored(stored.end, answering(link, _without_body(packet), commands.encode_produced(produced)))
-        reign.gate.release_now()
 
     def _hold(self, link: Link, packet: Packet, end: int, body: bytes) -> None:
         """Answer when both disks have everything before `end`."""

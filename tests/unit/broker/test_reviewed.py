@@ -66,6 +66,19 @@ def test_repeats_do_not_pile_up_while_the_slave_is_missing():
     assert group.a.master.gate.waiting == held == waiting + 1
 
 
+def test_repeats_of_what_is_safe_are_answered_although_others_wait_for_the_slave():
+    group, client = a_group()
+    safe = client.produce("m0", batch=9)
+    group.settle()
+    client.produce("m1", batch=10)
+    group.a.host.turn()
+    group.cut()
+    waiting = group.a.master.gate.waiting
+    for _ in range(20):
+        assert client.receipt(client.produce("m0", batch=9)) == client.receipt(safe)
+    assert group.a.master.gate.waiting == waiting
+
+
 def test_pull_in_flight_when_the_slave_dies_is_given_back_and_those_behind_it_are_served():
     group, client = a_group()
     safe = client.produce("safe")
