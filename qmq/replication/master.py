@@ -59,6 +59,7 @@ class Master:
             high_watermark=min(message_log.state.high_watermark, message_log.flushed_end),
         )  # fmt: skip
         self._reign = Reign(appointment.group, epoch, message_log, appointment.host, appointment.settings, gate)
+        self.readonly.change(Reason.CORRUPT, message_log.damage is not None)
         self._slave_watch = SlaveWatch(self._reign, appointment.identity, self.go_on)
         self._handlers: dict[int, Handler] = {
             Command.HELLO: self._slave_watch.hello,

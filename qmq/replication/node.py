@@ -112,6 +112,7 @@ class Node(Generic[M]):
             )  # fmt: skip
             log.info("role slave group=%s term=%d end=%d", assignment.group, assignment.term, self.log.end)
         self._swap_until_ms = 0
+        self._is_diverged = False  # from another copy in another reign; if they still differ, the next handshake tells
         self._host.role_changed()
 
     @property

@@ -80,8 +80,8 @@ class SlaveWatch:
             reign.found_damage(problem)
             raise
         except Diverged as error:
-            self._diverged(link, error)
             link.refuse(packet, error)
+            self._diverged(link, error)
             return
         log.info(
             "slave says hello group=%s peer=%s end=%d: %s from %d",

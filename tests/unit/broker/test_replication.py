@@ -248,9 +248,26 @@ def test_equal_epochs_with_other_bytes_are_reported_as_divergence_and_nothing_is
     group.b, end, theirs = other.b, group.a.log.end, other.b.log.end
     group.connect()
     group.settle()
-    assert "diverged" in group.a.node.readonly_reasons and "corrupt" not in group.a.node.readonly_reasons
+    for broker in (group.a, group.b):
+        assert "diverged" in broker.node.readonly_reasons and "corrupt" not in broker.node.readonly_reasons
     assert (group.a.log.end, group.b.log.end, group.a.log.damage) == (end, theirs, None)
     assert not group.a.node.writable
+
+
+def test_copy_that_is_kept_of_two_that_differed_becomes_a_whole_group_again():
+    group, stranger = filled(), Group.made().start()
+    group.cut()
+    group.a = stranger.a
+    group.connect()
+    group.settle()
+    assert "diverged" in group.b.node.readonly_reasons
+    group.b.assign(Role.MASTER, 2)
+    group.b.wait(group.b.settings.slave_wait_ms)
+    group.a, group.b = group.b, Broker("in place of the other", group.a.settings)
+    group.b.assign(Role.SLAVE, 2)
+    group.connect()
+    settle_slowly(group)
+    assert group.a.node.writable and equal(group)
 
 
 def test_confirmation_of_an_older_epoch_or_another_link_proves_nothing():

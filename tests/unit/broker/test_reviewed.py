@@ -7,6 +7,7 @@ from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.fold import BATCHES_PER_PRODUCER
 from qmq.log.fold import Group as Progress
 from qmq.log.frame import FrameKind, decode_frames
+from qmq.log.segments import log_name
 from qmq.remoting.commands import Command
 from qmq.subjects import dead_letter_subject
 from qmq.types import Role
@@ -77,6 +78,24 @@ def test_repeats_of_what_is_safe_are_answered_although_others_wait_for_the_slave
     for _ in range(20):
         assert client.receipt(client.produce("m0", batch=9)) == client.receipt(safe)
     assert group.a.master.gate.waiting == waiting
+
+
+def test_a_reign_that_begins_with_a_damaged_log_takes_nothing_new_before_it_is_mended():
+    group, client = a_group()
+    client.produce("m0")
+    group.settle()
+    offset = group.b.log.frames("s", 0, 1)[0].offset
+    whole = group.a.log.read(offset, group.a.log.end, 1).data
+    group.b.disk.flip(log_name(0), 8 * (offset + 100))
+    group.b.node.found_damage(CorruptFrame(offset, "met by a reader"))
+    group.swap(2)
+    client = Client(group.a)
+    refused = client.produce("m1")
+    assert client.code(refused) == ErrorCode.READ_ONLY and "corrupt" in client.text(refused)
+    group.a.node.repair(offset, whole)
+    stored = client.produce("m1")
+    group.settle()
+    assert client.receipt(stored).stored == 1
 
 
 def test_pull_in_flight_when_the_slave_dies_is_given_back_and_those_behind_it_are_served():
