@@ -113,8 +113,10 @@ class MetaLink:
 
     def start_alone(self) -> None:
         """Take up the part we had, unless the metaserver was reached and refused it: ours may be a copied directory."""
-        if self._is_refused:
-            return
+        if not self._is_refused:
+            self._service.guarded(self._take_up_old_part)
+
+    def _take_up_old_part(self) -> None:
         if self._service.node.start_without_metaserver():
             log.warning("metaserver not reached: the broker takes up the part it had")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 
 import grpc
@@ -10,18 +11,21 @@ import grpc.aio
 import pytest
 
 from broker.settings import BrokerSettings
-from qmq.errors import NotServed
+from qmq.errors import DiskFailed, NotServed
 from qmq.server import meta_link
 from qmq.server.meta_link import RETRIES_S, MetaLink
+from qmq.server.service import Service
 
 SETTINGS = BrokerSettings(hostname="g1-a", data="unused", token="t")
 
 
 class Node:
-    def __init__(self):
-        self.started = 0
+    def __init__(self, error=None):
+        self.started, self.error = 0, error
 
     def start_without_metaserver(self):
+        if self.error is not None:
+            raise self.error
         self.started += 1
         return True
 
@@ -42,10 +46,19 @@ def refusal(code):
 )
 def test_broker_takes_up_its_old_part_only_if_nobody_told_it_not_to(error, starts):
     node = Node()
-    link = MetaLink(SimpleNamespace(node=node), SETTINGS)
+    link = MetaLink(SimpleNamespace(node=node, guarded=lambda call: call()), SETTINGS)
     link.failed(error)
     link.start_alone()
     assert node.started == starts
+
+
+def test_disk_that_fails_as_the_old_part_is_taken_up_ends_the_process():
+    """I15. Else the broker would have no part until a metaserver is there."""
+    ended: list[BaseException] = []
+    service = SimpleNamespace(node=Node(DiskFailed("no space left")), fail=ended.append)
+    service.guarded = partial(Service.guarded, service)
+    MetaLink(service, SETTINGS).start_alone()
+    assert [str(error) for error in ended] == ["no space left"]
 
 
 @pytest.mark.parametrize(
