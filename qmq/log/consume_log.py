@@ -6,6 +6,8 @@ files. Made anew by the message log whenever that starts from what the disk hold
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from qmq.log.disk import Disk
 from qmq.log.frame import FrameKind
 from qmq.log.index import Chapters, ClosedIndex, FrameRef, SegmentIndex
@@ -77,13 +79,14 @@ class ConsumeLog:
                 index = ClosedIndex(self._disk.map(index_name(base)), base)
             except ValueError:
                 index = self._make_again(base)
+            if index.end != self._end(base):  # the file of a segment between them was gone, and is part of this one
+                index = self._make_again(base)
             self._closed[base] = index
         return index
 
     def _make_again(self, base: int) -> ClosedIndex:
         """An index file that is missing or damaged follows from its segment; raises CorruptFrame if that is damaged."""
-        end = self._bases[self._bases.index(base) + 1]
-        made, at = SegmentIndex(base), base
+        made, at, end = SegmentIndex(base), base, self._end(base)
         while at < end:
             chunk = read_chunk(self._disk, self._bases, at, end)
             for frame in chunk.frames:
@@ -93,3 +96,6 @@ class ConsumeLog:
         data = made.encode(end)
         self._disk.put(index_name(base), data)
         return ClosedIndex(data, base)
+
+    def _end(self, base: int) -> int:
+        return self._bases[bisect_right(self._bases, base)]

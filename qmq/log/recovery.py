@@ -6,11 +6,15 @@ Replay starts at the newest snapshot that is whole. Where bytes stop being frame
 - a valid frame follows: damage. Nothing is cut. The range is reported; the owner fetches it from the other copy
   (or learns from it that nothing there was ever acknowledged) and does not act as master before.
 
+A file of an older segment that is gone or too short is damage as well.
+
 Recovering twice gives the same as recovering once.
 """
 
 from __future__ import annotations
 
+import contextlib
+from itertools import pairwise
 from typing import NamedTuple
 
 from qmq.errors import CorruptFrame
@@ -19,7 +23,16 @@ from qmq.log.disk import Disk
 from qmq.log.fold import State, apply, decode_snapshot, encode_snapshot
 from qmq.log.frame import FrameKind, decode_frames, decode_header
 from qmq.log.index import SegmentIndex
-from qmq.log.segments import CHUNK_BYTES, index_name, log_name, next_frame, read_raw, segment_bases, snapshot_name
+from qmq.log.segments import (
+    CHUNK_BYTES,
+    index_name,
+    log_name,
+    next_frame,
+    read_chunk,
+    read_raw,
+    segment_bases,
+    snapshot_name,
+)  # fmt: skip
 
 
 class Damage(NamedTuple):
@@ -72,6 +85,7 @@ def recover(disk: Disk) -> Recovered:
             break
     if bases and damage is None:
         disk.sync(log_name(bases[-1]))
+        damage = _missing(disk, bases)
     return Recovered(state, bases, index, damage, torn)
 
 
@@ -93,6 +107,18 @@ def _newest_snapshot(disk: Disk, bases: list[int]) -> tuple[State | None, int]:
         if state.end == base:
             return state, position
     return (State(), 0) if not bases or bases[0] == 0 else (None, 0)
+
+
+def _missing(disk: Disk, bases: list[int]) -> Damage | None:
+    """Return the first range before the newest segment whose file is gone, or ends too early; replay begins behind."""
+    for base, following in pairwise(bases):
+        if base + disk.size(log_name(base)) < following:
+            begin = base
+            with contextlib.suppress(CorruptFrame):
+                while begin < following:
+                    begin = read_chunk(disk, bases, begin, following).end
+            return Damage(begin, following, "its file is gone, or ends too early")
+    return None
 
 
 def _replay(disk: Disk, base: int, state: State, index: SegmentIndex) -> CorruptFrame | None:

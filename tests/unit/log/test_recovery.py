@@ -177,6 +177,27 @@ def test_stale_bytes_behind_a_cut_never_come_back():
     assert log.damage is not None or log.torn_bytes, "and they are not passed over in silence"
 
 
+@pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "cut short"])
+def test_segment_that_is_missing_before_the_newest_is_damage_and_is_mended(is_gone):
+    copy, other = a_log(), a_log()
+    base, following = copy.log.bases[1:3]
+    begin = base
+    if is_gone:
+        copy.disk.remove(f"log/{base:020d}.log")
+    else:
+        begin = copy.log.read(base, following, 1).frames[3].end
+        copy.disk.truncate(f"log/{base:020d}.log", begin - base + 50)
+    log = copy.reopen()
+    assert log.damage is not None and (log.damage.begin, log.damage.end) == (begin, following)
+    with pytest.raises(CorruptFrame):
+        log.read_bodies(log.frames("s0", 0, 1_000))
+    log.repair(other.log.read(begin, following, following - begin).data)
+    assert log.damage is None
+    for again in (log, copy.reopen()):
+        for subject in ("s0", "s1", "s2"):
+            assert again.damage is None and again.frames(subject, 0, 1_000) == other.log.frames(subject, 0, 1_000)
+
+
 def test_log_without_a_known_beginning_is_set_aside_whole():
     copy = a_log()
     while copy.log.bases[0] == 0:
