@@ -142,7 +142,7 @@ class Node(Generic[M]):
         """Handle a packet of an authenticated connection. DiskFailed and BrokenInvariant pass: end the process."""
         try:
             if self.role is None:
-                raise NotServed("this broker has no part yet: it waits for the metaserver, or for a repair")
+                raise NotMaster("this broker has no part yet: it waits for the metaserver, or for a repair")
             self.role.packet_received(link, packet)
         except (DiskFailed, BrokenInvariant):
             raise

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from qmq.codec import Buffer
-from qmq.errors import CorruptFrame, NotMaster, NotServed, QmqError
+from qmq.errors import BrokerReadOnly, CorruptFrame, NotMaster, NotServed, QmqError
 from qmq.log import MessageLog
 from qmq.log.frame import FLAG_ALONE, Frame, FrameKind
 from qmq.log.progress import Entry, encode_progress
@@ -48,6 +48,13 @@ class Reign:
             raise NotMaster(f"{self.group} has a newer master: fetch the route again")
         if not self.in_office:
             raise NotServed(f"the master of {self.group} waits for its slave before it goes on")
+
+    def check_may_store(self) -> None:
+        """Raise NotMaster or BrokerReadOnly before the reign begins, and after it: nothing is stored, others may."""
+        try:
+            self.check_in_office()
+        except NotServed as error:
+            raise BrokerReadOnly(str(error)) from None
 
     def check_may_progress(self) -> None:
         self.check_in_office()

@@ -72,7 +72,7 @@ class Producing:
 
     def produce(self, link: Link, packet: Packet) -> None:
         reign = self._reign
-        reign.check_in_office()
+        reign.check_may_store()
         produce = commands.decode_produce(packet.body)
         state = reign.log.state
         if (stored := state.repeated(produce.producer, produce.batch)) is not None:

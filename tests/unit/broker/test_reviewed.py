@@ -30,7 +30,7 @@ def test_slave_of_an_older_row_does_not_count():
     assert group.a.master.gate.alone and not group.a.master.in_office
     late = client.produce("m1")
     group.settle()
-    assert not client.answered(late) or client.code(late) == ErrorCode.NOT_SERVED
+    assert not client.answered(late) or client.code(late) == ErrorCode.READ_ONLY
     group.b.assign(Role.SLAVE, 2)
     group.connect()
     group.settle()
@@ -65,6 +65,18 @@ def test_repeats_do_not_pile_up_while_the_slave_is_missing():
         assert again.code(repeated) == ErrorCode.OUTCOME_UNKNOWN
         again.lost()
     assert group.a.master.gate.waiting == held == waiting + 1
+
+
+def test_produce_before_the_reign_began_tells_the_producer_to_ask_another_group():
+    """Nothing is stored then. After NOT_SERVED it would repeat the batch to this group, which may wait for hours."""
+    group, client = a_group()
+    group.cut()
+    group.a.crash()
+    asked = Client(group.a)
+    assert asked.code(asked.produce("m0")) == ErrorCode.NOT_MASTER
+    group.a.assign(Role.MASTER)
+    refused = asked.produce("m1")
+    assert asked.code(refused) == ErrorCode.READ_ONLY and "waits for its slave" in asked.text(refused)
 
 
 def test_repeats_of_what_is_safe_are_answered_although_others_wait_for_the_slave():
