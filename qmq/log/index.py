@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import struct
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from typing import NamedTuple
 from zlib import crc32
 
 from qmq.codec import Buffer
+from qmq.errors import CorruptFrame
 from qmq.log.frame import Frame
 
 MAGIC = int.from_bytes(b"QMI1", "little")
@@ -172,5 +173,12 @@ class Chapters:
 
 
 def segment_at(bases: list[int], offset: int) -> int:
-    """Return the base of the segment that holds `offset`; `bases` ascend."""
-    return bases[max(bisect_left(bases, offset + 1) - 1, 0)]
+    """Return the base of the segment that holds `offset`; `bases` ascend.
+
+    Raises:
+        CorruptFrame: the log begins behind it. Whoever looked it up earlier was overtaken by retention.
+    """
+    at = bisect_right(bases, offset) - 1
+    if at < 0:
+        raise CorruptFrame(offset, "the log begins behind it")
+    return bases[at]

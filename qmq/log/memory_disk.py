@@ -41,6 +41,8 @@ class MemoryDisk:
         return self.size(name)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
+        if offset < 0:
+            raise DiskFailed(f"{name}: nothing can be read at {offset}")
         file = self._files.get(name)
         return bytes(file.data[offset : offset + size]) if file else b""
 

@@ -332,7 +332,7 @@ class MessageLog:
         Raises:
             CorruptFrame: this copy is damaged there.
         """
-        at = segment_at(self._bases, offset) if self._bases else offset
+        at = segment_at(self._bases, max(offset, self.start)) if self._bases else offset
         while at <= offset and at < self.flushed_end:
             at = read_chunk(self._disk, self._bases, at, self.flushed_end).end
 

@@ -91,7 +91,7 @@ def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: in
 
 def next_frame(disk: Disk, bases: list[int], begin: int) -> int | None:
     """Return the offset of the first valid header at or after `begin`, over all segments; None if nothing follows."""
-    for base in [segment_at(bases, begin), *(base for base in bases if base > begin)]:
+    for base in bases[max(bisect_right(bases, begin) - 1, 0) :]:
         at, size = max(begin, base), disk.used(log_name(base))
         while at < base + size:
             data = disk.read(log_name(base), at - base, CHUNK_BYTES + 65536)

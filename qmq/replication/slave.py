@@ -92,7 +92,8 @@ class Slave:
 
     def _cut_to(self, agreement: Agreement) -> None:
         offset = agreement.offset
-        if offset > self._log.end or not self._log.chain_is(offset, agreement.chain):
+        is_ours = self._log.start <= offset <= self._log.end
+        if not is_ours or not self._log.chain_is(offset, agreement.chain):
             self._check_readable(offset)
             raise Diverged(f"our chain at offset {offset} is not the master's {agreement.chain:016x}")
         self._keep_acknowledged(offset)

@@ -70,10 +70,10 @@ class WatchedLog(MessageLog):
 
     def frame_at(self, offset: int) -> Frame | None:
         """Return the header of the frame at `offset`, from memory or disk."""
-        if (data := self.frame_bytes.get(offset)) is None:
-            base = segment_at(self._bases, offset)
-            data = self._disk.read(log_name(base), offset - base, 4096)
         try:
+            if (data := self.frame_bytes.get(offset)) is None:
+                base = segment_at(self._bases, offset)
+                data = self._disk.read(log_name(base), offset - base, 4096)
             return decode_header(data, 0, offset, None)
         except CorruptFrame:
             return None

@@ -254,6 +254,22 @@ def test_equal_epochs_with_other_bytes_are_reported_as_divergence_and_nothing_is
     assert not group.a.node.writable
 
 
+def test_master_from_an_old_backup_is_called_divergent_by_a_slave_whose_log_begins_later():
+    group = filled(tail_bytes=0)
+    group.cut()
+    group.a.log.cut(group.a.log.bases[2], "what came after the backup")
+    group.a.crash()
+    group.a.assign(Role.MASTER, 2)
+    group.a.wait(group.a.settings.slave_wait_ms)
+    while group.b.log.start <= group.a.log.end:
+        group.b.log.drop_oldest_segment()
+    group.b.assign(Role.SLAVE, 2)
+    end = group.b.log.end
+    group.connect()
+    group.settle()
+    assert "diverged" in group.b.node.readonly_reasons and group.b.log.end == end
+
+
 def test_copy_that_is_kept_of_two_that_differed_becomes_a_whole_group_again():
     group, stranger = filled(), Group.made().start()
     group.cut()

@@ -103,3 +103,26 @@ def test_segment_with_zeros_behind_its_end_reads_as_one_without():
     assert copy.whole() == whole
     begin, end = second - 40, second + 40
     assert copy.log.read_bytes(begin, end) == whole[begin - copy.log.start : end - copy.log.start]
+
+
+READERS = {
+    "frames": lambda log, ref: log.read(ref.offset, log.end, 1),
+    "bodies": lambda log, ref: log.read_bodies([ref]),
+    "labels": lambda log, ref: log.read_labels([ref]),
+    "bytes": lambda log, ref: log.read_bytes(ref.offset, ref.offset + ref.length),
+    "timestamp": lambda log, ref: log.timestamp_at(ref.offset),
+}
+
+
+@pytest.mark.parametrize("what", READERS)
+def test_reader_whose_segment_was_dropped_meanwhile_finds_no_frame_and_no_failing_disk(what):
+    """The process would end at that. Reads happen on threads, after somebody looked up where."""
+    copy = Copy(tail_bytes=0)
+    copy.office()
+    copy.fill(40)
+    (ref,) = copy.log.frames("s0", 0, 1)
+    copy.log.drop_oldest_segment()
+    assert ref.offset < copy.log.start
+    with pytest.raises(CorruptFrame) as found:
+        READERS[what](copy.log, ref)
+    assert found.value.offset == ref.offset
