@@ -471,15 +471,13 @@ class MessageLog:
         return decode_header(self._disk.read(log_name(base), offset - base, 4096), 0, offset, None).timestamp_ms
 
     def start_chain(self) -> int | None:
-        """Return the chain right before the oldest frame; None if the snapshot that tells it is damaged.
-
-        Blocks; may run on a thread.
-        """
-        if not self._bases or self._bases[0] == 0:
+        """Return the chain right before the oldest frame; None if nothing tells. Blocks; may run on a thread."""
+        bases = list(self._bases)
+        if not bases or bases[0] == 0:
             return NO_CHAIN
         try:
-            return self._snapshot(self._bases[0])[1]
-        except CorruptFrame:
+            return self._snapshot(bases[0])[1]
+        except CorruptFrame:  # the frames may be whole, and are what a damaged copy is mended from
             return None
 
     def seed_start(self) -> tuple[int, int, bytes]:
