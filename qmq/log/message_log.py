@@ -7,7 +7,6 @@ time; `flushed` takes note. Reading from the tail needs no disk.
 
 from __future__ import annotations
 
-import contextlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -449,12 +448,20 @@ class MessageLog:
         return read_raw(self._disk, list(self._bases), begin, self.flushed_end if end is None else end)
 
     def may_be_acknowledged(self, damage: Damage) -> bool:
-        """Return whether the damage lies below a high watermark that this log knows, so that both copies had it."""
+        """Return whether the damage lies below a high watermark that this log knows, so that both copies had it.
+
+        Any frame behind it may say so: the next ones were written before it was safe.
+        """
+        disk, bases = self._disk, self._bases
+        end = bases[-1] + disk.used(log_name(bases[-1]))
         high = self.state.high_watermark
-        base = segment_at(self._bases, damage.end)
-        data = self._disk.read(log_name(base), damage.end - base, 4096)
-        with contextlib.suppress(CorruptFrame):
-            high = max(high, decode_header(data, 0, damage.end, None).high_watermark)
+        at: int | None = damage.end
+        while at is not None and high <= damage.begin:
+            try:
+                chunk = read_chunk(disk, bases, at, end)
+                at, high = chunk.end, max(frame.high_watermark for frame in chunk.frames)
+            except CorruptFrame:  # the end, or more damage
+                at = segments.next_frame(disk, bases, at + 8)
         return damage.begin < high
 
     def timestamp_at(self, offset: int) -> int:

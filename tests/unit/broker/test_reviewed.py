@@ -92,6 +92,28 @@ def test_repeats_of_what_is_safe_are_answered_although_others_wait_for_the_slave
     assert group.a.master.gate.waiting == waiting
 
 
+def test_what_only_a_later_frame_says_is_acknowledged_is_not_cut_for_a_copy_that_was_replaced():
+    group, client = a_group()
+    client.produce("m0")
+    group.settle()
+    client.produce("m1")
+    client.produce("m2")  # in the same commit: its frame does not know yet that m1 is safe
+    group.settle()
+    client.produce("m3")
+    group.settle()
+    offset, end = group.a.log.frames("s", 1, 1)[0].offset, group.a.log.end
+    group.a.disk.flip(log_name(0), 8 * (offset + 100))
+    group.cut()
+    group.a.crash()
+    group.a.assign(Role.MASTER)
+    damage = group.a.log.damage
+    assert damage is not None and damage.begin == offset
+    group.a.node.mend(0, 0)
+    assert group.a.log.damage == damage and group.a.disk.names("quarantine") == []
+    group.a.node.repair(offset, group.b.log.read(offset, end, end).data)
+    assert group.a.log.damage is None and group.a.log.end == end
+
+
 def test_a_reign_that_begins_with_a_damaged_log_takes_nothing_new_before_it_is_mended():
     group, client = a_group()
     client.produce("m0")
