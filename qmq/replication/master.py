@@ -12,6 +12,7 @@ The turn's end ships what was written to the slave and starts the fsync, and the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ from qmq.replication.reign import Reign
 from qmq.replication.settings import PairSettings
 from qmq.replication.slave_watch import SlaveWatch
 from qmq.types import Epoch
+
+log = logging.getLogger(__name__)
 
 Handler = Callable[[Link, Packet], None]
 
@@ -61,6 +64,7 @@ class Master:
         self._reign = Reign(appointment.group, epoch, message_log, appointment.host, appointment.settings, gate)
         self.readonly.change(Reason.CORRUPT, message_log.damage is not None)
         self._slave_watch = SlaveWatch(self._reign, appointment.identity, self.go_on)
+        self._oldest_unflushed: tuple[int, int] | None = None
         self._handlers: dict[int, Handler] = {
             Command.HELLO: self._slave_watch.hello,
             Command.CONFIRM: self._slave_watch.confirm,
@@ -90,8 +94,20 @@ class Master:
         self._slave_watch.committed(end, chain)
 
     def tick(self, now_ms: int) -> None:
-        """Called about every 100 ms: deadlines and the slave's lag."""
+        """Called about every 100 ms: deadlines, the slave's lag and that of our own disk."""
         self._slave_watch.tick(now_ms)
+        self._check_own_disk(now_ms)
+
+    def _check_own_disk(self, now_ms: int) -> None:
+        """Readonly while our disk does not finish: nothing is acknowledged then, whatever the slave confirms."""
+        message_log = self._reign.log
+        if self._oldest_unflushed is None or self._oldest_unflushed[0] <= message_log.flushed_end:
+            is_behind = message_log.end > message_log.flushed_end
+            self._oldest_unflushed = (message_log.end, now_ms) if is_behind else None
+        age_ms = now_ms - self._oldest_unflushed[1] if self._oldest_unflushed else 0
+        is_late = age_ms > self._reign.settings.slave_lag_ms_max
+        if self.readonly.change(Reason.DISK_LATE, is_late) and is_late:
+            log.error("disk late group=%s age_ms=%d: the group is readonly", self._reign.group, age_ms)
 
     def resign(self) -> None:
         """The reign is over: whoever waits asks the next master, and repeats what may be stored. What was being read

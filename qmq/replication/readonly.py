@@ -15,6 +15,7 @@ class Reason(StrEnum):
     SLAVE_DOWN = "slave_down"
     SLAVE_LAG = "slave_lag"
     DISK = "disk"
+    DISK_LATE = "disk_late"
     MEMORY = "memory"
     CORRUPT = "corrupt"
     DIVERGED = "diverged"
@@ -27,6 +28,7 @@ _WAY_OUT = {
     Reason.SLAVE_DOWN: "its slave is missing: start it, or ReplaceBroker",
     Reason.SLAVE_LAG: "its slave is behind and catches up",
     Reason.DISK: "its disk is nearly full: make room",
+    Reason.DISK_LATE: "its disk does not finish what it is given: if that lasts, end this broker, then ReplaceBroker",
     Reason.MEMORY: "its memory is over memory_limit, and consumers go on: it ends when they catch up or leave",
     Reason.CORRUPT: "its log is damaged and is being repaired from the other copy",
     Reason.DIVERGED: "its two copies differ: read both logs with the audit before anything else",

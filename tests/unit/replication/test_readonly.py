@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from qmq.errors import BrokerReadOnly
+from qmq.errors import BrokerReadOnly, ErrorCode
 from qmq.replication.readonly import Readonly, Reason
 from tests.unit.broker.world import Client, Group
 
@@ -49,6 +49,27 @@ def test_operators_mark_survives_a_slave_that_goes_and_comes_and_a_new_reign():
     group.a.node.set_disk_full(True)
     group.a.node.set_disk_full(False)
     assert group.a.node.readonly_reasons == [Reason.OPERATOR]
+
+
+def test_own_disk_that_does_not_finish_makes_readonly_until_it_does():
+    """The slave confirms all of it meanwhile, so it does not lag; and nothing is acknowledged."""
+    group = Group.made(slave_lag_ms_max=50).start()
+    client = Client(group.a)
+    stored = client.produce("m")
+    group.a.host.turn()
+    while group.to_slave():
+        group.b.host.settle()
+    while group.to_master():
+        pass
+    group.a.wait(40)
+    group.a.wait(20)
+    assert group.a.node.writable
+    group.a.wait(40)
+    assert group.a.node.readonly_reasons == [Reason.DISK_LATE]
+    assert client.code(client.produce("n")) == ErrorCode.READ_ONLY and not client.answered(stored)
+    group.settle()
+    group.a.wait(1)
+    assert group.a.node.writable and client.receipt(stored).stored == 1
 
 
 def test_slave_that_lags_in_bytes_or_time_makes_readonly_until_it_caught_up():
