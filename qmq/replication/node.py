@@ -72,8 +72,13 @@ class Node(Generic[M]):
                 f"this data directory belongs to {self.identity.value.group}, not to {assignment.group}: "
                 "start this broker with an empty one"
             )
-        if known is not None and known.term == assignment.term and known.role != assignment.role:
-            raise OperatorError(f"term {assignment.term} has two different rows for {assignment.group}")
+        last = self._remembered()
+        if last is not None and last.term == assignment.term and last.role != assignment.role:
+            raise OperatorError(
+                f"term {assignment.term} has two different rows for {assignment.group}: the metaserver's database lost "
+                "a change of roles, and gave its term to another. Stop both brokers, and begin a new term with "
+                "ReplaceBroker and swap=true"
+            )
         self.assignment = assignment
         self.identity.assigned(assignment.group, assignment.to_json())
         if self.role is not None and known is not None and known.term == assignment.term:
@@ -86,11 +91,15 @@ class Node(Generic[M]):
 
     def start_without_metaserver(self) -> bool:
         """Take up the last part we had; epochs keep that safe. Returns whether there was one."""
-        remembered = self.identity.value.assignment
+        remembered = self._remembered()
         if remembered is None or self.assignment is not None:
             return False
-        self.assign(Assignment.from_json(remembered))
+        self.assign(remembered)
         return True
+
+    def _remembered(self) -> Assignment | None:
+        fields = self.identity.value.assignment
+        return Assignment.from_json(fields) if fields is not None else None
 
     def _begin_role(self, boot_above: int = 0) -> None:
         assignment = self.assignment

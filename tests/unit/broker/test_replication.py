@@ -473,6 +473,17 @@ def test_older_row_changes_nothing_and_two_rows_of_one_term_are_refused():
     assert group.a.node.role is role and group.a.node.writable
 
 
+def test_term_that_was_given_away_twice_has_no_second_master_after_a_restart_either():
+    """A database that lost its last change of roles gives that change's term to the next one."""
+    group, _ = a_group()
+    group.b.crash()
+    with pytest.raises(OperatorError, match="swap=true"):
+        group.b.assign(Role.MASTER, 1)
+    assert group.b.node.start_without_metaserver() and group.b.node.master is None
+    group.b.assign(Role.MASTER, 2)
+    assert group.b.node.master is not None
+
+
 def test_link_to_the_master_stands_when_only_its_other_ports_become_known():
     """The master may register after its slave; the slave that then gave up its link made the group readonly."""
     group = filled()
