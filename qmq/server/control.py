@@ -118,15 +118,15 @@ class PairControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
             del positions[me]
 
     async def HoldLog(self, request: pb.Nothing, context: Any) -> AsyncIterator[pb.Nothing]:
-        """Let retention take nothing while the call lasts. PERMISSION_DENIED: as of ReadLog."""
+        """Let retention take nothing while the call lasts and the disk has room. PERMISSION_DENIED: as of ReadLog."""
         await _require_all_subjects(context)
-        positions, me = self._service.reader_positions, object()
-        positions[me] = 0
+        holders, me = self._service.log_holders, object()
+        holders.add(me)
         try:
             yield pb.Nothing()
             await asyncio.Event().wait()  # until the caller hangs up, or is gone
         finally:
-            del positions[me]
+            holders.remove(me)
 
     def _chunk(self, at: int) -> bytes:
         message_log = self._service.node.log

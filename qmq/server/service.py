@@ -90,6 +90,8 @@ class Service(Generic[M]):
         )
         self.state_changed = asyncio.Event()
         self.reader_positions: dict[object, int] = {}
+        self.log_holders: set[object] = set()
+        """Who reads the whole log in many calls, as the audit does."""
         self.sync_us = 0.0
         self.commits = 0
         self.sync_seconds = 0.0
@@ -327,6 +329,8 @@ class Service(Generic[M]):
 
     def _drop_old_segments(self) -> None:
         node = self.node
+        if self.log_holders and not self._disk_watch.is_full:  # an audit that hangs makes no group readonly
+            return
         while not node.is_pinned(self.reader_positions.values()) and self._keeper.may_drop(node.log, self.now_ms()):
             log.info("segment dropped group=%s base=%d", node.group, node.log.bases[0])
             node.log.drop_oldest_segment()
