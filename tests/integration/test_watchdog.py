@@ -9,7 +9,6 @@ import pytest
 
 from tests.integration.cluster_world import WAIT_S, begin, consume_all, end, until
 from tests.integration.watchdog_world import Application, WatchdogProcess, register, running
-from tests.support.standstill import stand_still
 
 SUBJECT = "order.paid"
 
@@ -52,7 +51,7 @@ def test_a_killed_leader_is_followed_within_ten_seconds_and_a_paused_one_does_no
             leader, standby = (first, second) if first.is_leader else (second, first)
             assert not standby.is_leader and leader.health()["node"] != standby.health()["node"]
             application.write(SUBJECT, [f"a-{number}" for number in range(3_000)])
-            stand_still(leader.process.pid)
+            leader.pause(application)
             began = time.monotonic()
             until(lambda: standby.is_leader, "the other one leads")
             took_s = [time.monotonic() - began]

@@ -6,12 +6,14 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
 from sqlalchemy import make_url, text
+from sqlalchemy.exc import OperationalError
 
 import qmq
 from qmq.outbox.row import encode_row
@@ -19,6 +21,7 @@ from qmq.outbox.schema import create_statements
 from tests.integration import cluster_world
 from tests.integration.cluster_world import until
 from tests.support.ports import free_ports
+from tests.support.standstill import stand_still
 from watchdog.db.engine import open_source
 from watchdog.sources import Source
 
@@ -92,6 +95,17 @@ class Application:
         with self.engine.begin() as connection:
             return connection.execute(text(f"SELECT COUNT(*) FROM {self.table} WHERE {where}")).scalar_one()
 
+    def is_locked(self):
+        """Whether somebody has locked the whole database, which only SQLite knows."""
+        try:
+            with self.engine.begin() as connection:
+                if self.source.kind == "sqlite":
+                    connection.execute(text("CREATE TABLE IF NOT EXISTS written (number INTEGER)"))
+                    connection.execute(text("INSERT INTO written VALUES (1)"))
+        except OperationalError:
+            return True
+        return False
+
 
 class WatchdogProcess:
     """A real watchdog. Its settings are quick ones, unless others are given."""
@@ -123,6 +137,14 @@ class WatchdogProcess:
         finally:
             self.process.kill()
             self._log.close()
+
+    def pause(self, application):
+        """Let it stand still, but not while it has locked its database for everybody."""
+        stand_still(self.process.pid)
+        while application.is_locked():
+            self.process.send_signal(signal.SIGCONT)
+            time.sleep(0.1)
+            stand_still(self.process.pid)
 
     def health(self):
         try:
