@@ -34,11 +34,6 @@ class Control(PairControl[BrokerMaster]):
         super().__init__(service, settings)
         self._browsing = Browsing(service)
 
-
-
-
-
-
     async def Consumers(self, request: pb.ConsumersRequest, context: Any) -> pb.ConsumersAnswer:
         """FAILED_PRECONDITION: not the master, or its log cannot be read."""
         node, groups = self._service.node, []
@@ -121,9 +116,6 @@ class Control(PairControl[BrokerMaster]):
         if error is not None:
             text = "the master changed before both copies knew it: look at Consumers before you repeat it"
             await context.abort(grpc.StatusCode.UNAVAILABLE, text)
-
-
-
 
 
 def _group_message(one: progress.GroupProgress, oldest_ms: int) -> pb.GroupProgress:
