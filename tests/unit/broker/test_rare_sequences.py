@@ -1,4 +1,4 @@
-"""Core. Sequences that somebody thought of while reading the code; each of them once did harm."""
+"""Core. Events that seldom follow each other in this order; each of these sequences once did harm."""
 
 from __future__ import annotations
 
