@@ -236,14 +236,15 @@ def _compare(
 
 def _check_all_was_read(result: Result) -> None:
     """Make a finding of a copy of which not every byte was read, if nothing else says so: both may lack the same."""
+    if result.found:
+        return
     due = result.watermark - result.start
-    for name, read in result.read.items() if not result.found else ():
+    for name, read in result.read.items():
         if read["due_bytes"] != due:
             text = f"{read['due_bytes']} bytes of the {due} that are due were read, and no damage was met"
             row = dict.fromkeys(FINDINGS.fieldNames()) | {"what": "unread", "copy": name, "text": text}
             result.findings.append(row)
-    if unread := sum(row["what"] == "unread" for row in result.findings):
-        result.found["unread"] = unread
+            result.found["unread"] = result.found.get("unread", 0) + 1
 
 
 def _damaged(spark: SparkSession, broken: DataFrame, result: Result) -> DataFrame:
