@@ -118,7 +118,7 @@ class Session:
             if not command.changes:
                 raise
             why = f"it is done, but what came of it was not written: {str(error) or 'interrupted'}. Look with"
-            return _fail(Exit.UNKNOWN, f"{why}\n  {self._look()}")
+            return _fail(Exit.UNKNOWN, f"{why}\n  {self.look()}")
         return Exit.DONE
 
     def _show(self, answer: Answer, kept: PrivateFile | None) -> None:
@@ -137,10 +137,10 @@ class Session:
             _show_or_print(lambda: self.command.show(data), raw)
 
     def _unknown(self, why: str) -> Exit:
-        return _fail(Exit.UNKNOWN, f"{why}. It was done or not: look before you repeat it, with\n  {self._look()}")
+        return _fail(Exit.UNKNOWN, f"{why}. It was done or not: look before you repeat it, with\n  {self.look()}")
 
-    def _look(self) -> str:
-        """The command line that tells what became of a change."""
+    def look(self) -> str:
+        """Return the command line that tells what became of a change."""
         return self.command.look_with(self.metaserver, self.values)
 
     def _examine(self) -> Exit:

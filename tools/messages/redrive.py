@@ -88,7 +88,7 @@ class _Redrive:
                 except OSError as error:
                     if not self._receipt.moved and not self._receipt.unknown:
                         raise
-                    complain(f"what went back could not be written down: {error}. Look with\n  {self._look()}")
+                    complain(f"what went back could not be written down: {error}. Look with\n  {self._session.look()}")
                     return Exit.UNKNOWN
         return self._exit()
 
@@ -254,15 +254,12 @@ class _Redrive:
         if receipt.unknown or (receipt.moved and (receipt.left or receipt.unasked)):
             complain(
                 "not all is done. Run it again for the rest; what may have gone back may go twice. Look with\n  "
-                f"{self._look()}"
+                f"{self._session.look()}"
             )
             return Exit.UNKNOWN
         if receipt.unasked:
             return Exit.UNREACHABLE
         return Exit.REFUSED if receipt.left else Exit.DONE
-
-    def _look(self) -> str:
-        return self._session.command.look_with(self._session.metaserver, self._values)
 
 
 _LETTER = (

@@ -60,6 +60,5 @@ def _retry(session: Session) -> Exit:
 
 
 def _unknown(session: Session, why: str) -> Exit:
-    look = session.command.look_with(session.metaserver, session.values)
-    complain(f"{why}. It may have been done: what is parked still, tells\n  {look}")
+    complain(f"{why}. It may have been done: what is parked still, tells\n  {session.look()}")
     return Exit.UNKNOWN
