@@ -1,11 +1,13 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test lint types format bench bench-metaserver bench-outbox outbox bench-delay simulate delay-simulate chaos delay-ledger history proto lock clean
+.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-outbox outbox bench-delay transcripts simulate delay-simulate chaos delay-ledger history proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
 STAMP := $(VENV)/.installed
 PY := $(VENV)/bin/python
+QUICK := $(addprefix tests/unit/,log replication broker delayserver support) tests/golden tests/transcripts tests/property \
+    tests/unit/test_architecture.py tests/unit/test_papers.py tests/unit/test_words.py tests/unit/test_states.py
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -17,19 +19,24 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $@
 
 run: $(STAMP) ## a cluster on this machine, until Ctrl-C; its addresses are in .run/cluster.json
-	@exec $(PY) -m deploy.local run
+	@exec $(PY) -m qmq dev
 
 stop: $(STAMP) ## stop what `make run` started
-	@$(PY) -m deploy.local stop
+	@$(PY) -m qmq dev stop
 
 demo: $(STAMP) ## produce, consume, lose a master, swap, audit; INPUT=file.csv or file.ndjson for your own rows
-	@exec $(PY) -m deploy.demo $(if $(INPUT),--input "$(INPUT)")
+	@exec $(PY) -m qmq demo $(if $(INPUT),--input "$(INPUT)")
 
 test: $(STAMP) ## all tests, JOBS (default 3) files at a time; ARGS="-k name" for some of them
-	@$(PY) -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@deploy/test_packages.sh
+	@$(PY) -m tests -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-lint: $(STAMP) ## ruff
+quick: $(STAMP) ## cores, properties, formats and stories, without servers or processes: a minute
+	@$(PY) -m pytest -q -n 2 --dist loadfile $(QUICK) $(ARGS)
+
+lint: $(STAMP) ## ruff: rules and format
 	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check --quiet .
 
 format: $(STAMP) ## put imports and blanks in order
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
@@ -51,6 +58,9 @@ bench-outbox: $(STAMP) ## ROWS (default 1000000) stuck in an outbox on MariaDB, 
 
 outbox: $(STAMP) ## random schedules of outboxes and watchdogs: SEEDS (default 1000) on SQLite, a tenth on the others
 	@$(PY) -m tests.outbox --sqlite "$(or $(SEEDS),1000)" --mariadb "$$(( $(or $(SEEDS),1000) / 10 ))" --postgresql "$$(( $(or $(SEEDS),1000) / 10 ))"
+
+transcripts: $(STAMP) ## write tests/transcripts/*.txt anew after a change on purpose; review the diff
+	@$(PY) -m tests.transcripts
 
 simulate: $(STAMP) ## crashes, partitions and disk faults for SEEDS seeds (default 2000)
 	@$(PY) -m tests.simulation --seeds "$(or $(SEEDS),2000)"
@@ -74,5 +84,5 @@ lock: ## write requirements.lock anew: the newest versions that pyproject.toml a
 	@deploy/lock.sh $(VENV)
 
 clean: ## remove what can be made again; a stopped cluster's data in .run too
-	@if [ -e $(PY) ]; then $(PY) -m deploy.local stop; fi
+	@if [ -e $(PY) ]; then $(PY) -m qmq dev stop; fi
 	@rm -rf $(VENV) .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis spark-warehouse

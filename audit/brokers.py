@@ -6,9 +6,9 @@ import json
 import urllib.request
 from typing import Any
 
-from audit.copies import CannotRead
-from audit.group import Group
-from audit.schema import COPIES
+from qmq.audit.copies import CannotRead
+from qmq.audit.group import Group
+from qmq.audit.schema import COPIES
 from qmq.control_plane import DIRECT
 
 CALL_TIMEOUT_S = 10.0

@@ -8,6 +8,7 @@ Both offer what `audit.walk` needs (`Storage`), and say from where to where ther
 
 from __future__ import annotations
 
+import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
@@ -16,12 +17,13 @@ from typing import Any, NamedTuple, Protocol
 
 import grpc
 
-from audit.walk import Storage, tail_of
+from qmq.audit.walk import Storage, tail_of
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import QmqError
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 
 SEGMENT_SUFFIX = ".log"
+IDENTITY = "broker.json"
 OFFSET_MAX = (1 << 63) - 1
 CALL_TIMEOUT_S = 60.0
 BROKER_WINDOW_BYTES = 8 << 20
@@ -48,8 +50,21 @@ class Description(NamedTuple):
     torn_bytes: int = 0
 
 
+class Owner(NamedTuple):
+    """The broker that a copy is of, as far as it says so: empty and None where nothing tells."""
+
+    group: str = ""
+    incarnation: str = ""
+    """Made with the data directory: no two brokers have the same."""
+    role: int | None = None
+    """By the metaserver's assignment (qmq.replication.assignment); a directory has none."""
+
+
 class Copy(Storage, Protocol):
     """One copy of a log: readable storage that can say what it holds. Made in each task, closed at its end."""
+
+    def owner(self) -> Owner:
+        """Say whose copy it is; raises CannotRead."""
 
     def hold(self) -> None:
         """Let nothing of what it holds go before `close`, if somebody is there to be asked; raises CannotRead."""
@@ -97,7 +112,7 @@ class PathCopy:
     def __init__(self, data: Path) -> None:
         self._folder = _folder_of(data)
         self._files: dict[int, int] = {}
-        self._bases = self._list()
+        self.bases = self._list()
 
     def _list(self) -> list[int]:
         try:
@@ -109,23 +124,39 @@ class PathCopy:
             raise CannotRead(f"{self._folder}: there is no segment of a message log")
         return bases
 
+    def owner(self) -> Owner:
+        """Read the broker's own file beside the log; a copy of the log alone has none."""
+        path = self._folder.parent / IDENTITY
+        try:
+            said = json.loads(path.read_bytes())
+            return Owner(str(said["group"]), str(said["incarnation"]))
+        except FileNotFoundError:
+            return Owner()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CannotRead(f"{path}: {error}") from None
+
+    def file_of(self, base: int) -> tuple[int, int]:
+        """Return device and number of a segment's file, which are the same under another name of it."""
+        status = os.fstat(self._file(base))
+        return status.st_dev, status.st_ino
+
     def hold(self) -> None:
         """Nobody is there to be asked: a broker that runs on this directory removes what its retention tells it to."""
 
     def describe(self) -> Description:
-        last, size = self._bases[-1], 0
+        last, size = self.bases[-1], 0
         try:
             size = os.fstat(self._file(last)).st_size
             end, frame = tail_of(self, last, last + size)
             torn = self._stored_behind(end, last + size)
-            if frame is None and len(self._bases) > 1:
-                before = self._bases[-2]
+            if frame is None and len(self.bases) > 1:
+                before = self.bases[-2]
                 _, frame = tail_of(self, before, last)
         except OSError as error:
             raise CannotRead(f"{self._folder}: {error.strerror or error}") from None
         watermark = min(frame.high_watermark, frame.offset) if frame else 0
-        chain = 0 if self._bases[0] == 0 else None
-        return Description(self._bases[0], end, watermark, chain, tuple(self._bases), torn)
+        chain = 0 if self.bases[0] == 0 else None
+        return Description(self.bases[0], end, watermark, chain, tuple(self.bases), torn)
 
     def _stored_behind(self, end: int, limit: int) -> int:
         """Count the bytes from `end` to the last one that is not zero."""
@@ -142,20 +173,20 @@ class PathCopy:
         return self._files[base]
 
     def window(self, offset: int, size: int) -> bytes:
-        at = bisect_right(self._bases, offset) - 1
+        at = bisect_right(self.bases, offset) - 1
         if at < 0:
             return b""
-        base = self._bases[at]
-        if at + 1 < len(self._bases):
-            size = min(size, self._bases[at + 1] - offset)
+        base = self.bases[at]
+        if at + 1 < len(self.bases):
+            size = min(size, self.bases[at + 1] - offset)
         return os.pread(self._file(base), size, offset - base)
 
     def resume(self, offset: int) -> int:
-        at = bisect_right(self._bases, offset)
-        return self._bases[at] if at < len(self._bases) else OFFSET_MAX
+        at = bisect_right(self.bases, offset)
+        return self.bases[at] if at < len(self.bases) else OFFSET_MAX
 
     def starts_on_frame(self, offset: int) -> bool:
-        return offset in self._bases
+        return offset in self.bases
 
     def close(self) -> None:
         for file in self._files.values():
@@ -175,6 +206,13 @@ class BrokerCopy:
         self._next = -1
         self._waiting: Any = None
         self._held: Any = None
+
+    def owner(self) -> Owner:
+        try:
+            said = self._stub.ReplicaStatus(qmq_pb2.Nothing(), metadata=self._metadata, timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise CannotRead(self._said(error)) from None
+        return Owner(said.broker_group, said.incarnation, said.role)
 
     def hold(self) -> None:
         self._held = self._stub.HoldLog(qmq_pb2.Nothing(), metadata=self._metadata)

@@ -17,7 +17,8 @@ from typing import Any
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from audit.schema import FINDINGS
+from qmq.audit.kinds import Kind
+from qmq.audit.schema import FINDINGS
 from qmq.codec import Buffer
 from qmq.log.delays import Outcome, decode_dispatch, decode_places, decode_settled
 from qmq.log.frame import Frame, FrameKind
@@ -50,7 +51,7 @@ def broken_promises(facts: DataFrame) -> DataFrame:
 def early(dispatches: DataFrame) -> DataFrame:
     """Return messages that were planned before they were due, by the clock of their master."""
     text = F.format_string("planned %d ms before it was due", F.col("last") - F.col("value"))
-    return _findings(dispatches.where("value < last"), "early", text)
+    return _findings(dispatches.where("value < last"), Kind.EARLY, text)
 
 
 def twice(delayed: DataFrame, dispatches: DataFrame) -> DataFrame:
@@ -61,7 +62,7 @@ def twice(delayed: DataFrame, dispatches: DataFrame) -> DataFrame:
         F.count("*").alias("times"), F.max("offset").alias("offset"), F.max("end").alias("end")
     )
     text = F.format_string("stored in %d batches", "times")
-    return _findings(again.where("times > 1"), "twice", text)
+    return _findings(again.where("times > 1"), Kind.TWICE, text)
 
 
 def recalled(delayed: DataFrame, dispatches: DataFrame) -> DataFrame:
@@ -69,13 +70,13 @@ def recalled(delayed: DataFrame, dispatches: DataFrame) -> DataFrame:
     gone = delayed.where("text = 'gone'").groupBy("copy", "first").agg(F.min("offset").alias("gone"))
     planned = dispatches.join(gone, ["copy", "first"]).where("offset > gone")
     text = F.format_string("planned after it was cancelled or written again at %d", "gone")
-    return _findings(planned, "recalled", text)
+    return _findings(planned, Kind.RECALLED, text)
 
 
-def _findings(rows: DataFrame, what: str, text: Column) -> DataFrame:
+def _findings(rows: DataFrame, what: Kind, text: Column) -> DataFrame:
     """`sequence` is the message's number: the offset at which it lies."""
     given = {
-        "what": F.lit(what), "copy": F.col("copy"), "offset": F.col("offset"), "end": F.col("end"),
+        "what": F.lit(what.value), "copy": F.col("copy"), "offset": F.col("offset"), "end": F.col("end"),
         "subject": F.col("subject"), "sequence": F.col("first"), "text": text,
     }  # fmt: skip
     return rows.select(

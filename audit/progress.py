@@ -11,16 +11,24 @@ first one that the log gives out; everything else is judged.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
 
+from qmq.audit.conservation import Account, broken_at, per_hour
+from qmq.audit.kinds import Kind
+from qmq.audit.passing import Complaint, Passing
 from qmq.errors import QmqError
-from qmq.log.fold import Consumer, Group, State, apply
+from qmq.log.fold import State, apply
 from qmq.log.frame import Frame, FrameKind, decode_header
+from qmq.log.group import Consumer, Group, UnackedRange
 from qmq.log.progress import DEFERRED, Progress, decode_progress
+from qmq.log.requeued import Requeued, RequeuedRange
 
+CONSERVED = "conserved"
+"""In place of a kind: no finding, but a row of the equation."""
 ANY = 1 << 63
 """No subject has so many messages."""
 
@@ -37,6 +45,11 @@ class Judge:
         self._of: tuple[str, str] | None = None
         self._state = State()
         self._subject_end: int | None = None
+        self._passing = Passing()
+        self._accounts: dict[str, Account] = {}
+        self._hours: list[tuple[int, int]] = []
+        self._is_whole = True
+        """Whether the subject has no gap, so that each message can be accounted for."""
         self._given_up: set[str] = set()
         self._old: set[str] = set()
         """Groups that are older than the log."""
@@ -48,10 +61,21 @@ class Judge:
     def judge(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Take a `run` or `progress` fact with `copy` and `start`, the log's; yield what is wrong with it."""
         if self._of != (row["copy"], row["subject"]):
+            yield from self.finish()
             self._of, self._state, self._given_up = (row["copy"], row["subject"]), State(), set()
             self._old, self._numbers, self._first = set(), {}, ANY
             self._subject_end = 0 if row["start"] == 0 else None
+            self._passing = Passing()
+            self._accounts, self._hours, self._is_whole = {}, [], True
+        if row["kind"] == "hour":
+            self._hours.append((row["first"], row["value"]))
+            return
+        if row["kind"] == "tags":
+            self._passing.tags(row["body"])
+            return
         if row["kind"] == "run":
+            if self._subject_end is not None and row["first"] != self._subject_end:
+                self._passing.is_known = self._is_whole = False
             # It counts from its end on: a frame between its first and its last knows better, by `last`.
             self._subject_end = row["last"]
             if self._first == ANY:
@@ -61,35 +85,74 @@ class Judge:
             return
         frame = decode_header(bytes.fromhex(row["header"]), 0, row["offset"], None)
         body = bytes.fromhex(row["body"])
-        for text in self._complaints(frame, body, row):
+        for complaint in self._complaints(frame, body, row):
             yield {
-                "what": "progress", "copy": row["copy"], "offset": frame.offset, "end": frame.end,
-                "subject": frame.subject, "sequence": None, "id": None, "text": text,
+                "what": complaint.what, "copy": row["copy"], "offset": complaint.offset or frame.offset,
+                "end": complaint.end or frame.end, "subject": frame.subject, "sequence": complaint.sequence, "id": None,
+                "text": complaint.text,
             }  # fmt: skip
 
-    def _complaints(self, frame: Frame, body: bytes, row: dict[str, Any]) -> Iterator[str]:
+    def _complaints(self, frame: Frame, body: bytes, row: dict[str, Any]) -> Iterator[Complaint]:
         try:
             said = decode_progress(body)
         except ValueError as error:
-            yield str(error)
+            yield Complaint(Kind.PROGRESS, str(error))
             return
         name = f"group {said.group}" + (f", consumer {said.consumer}" if said.consumer else "")
         subject_end = row["last"] if row["last"] is not None else self._subject_end
-        if frame.kind == FrameKind.PULL and subject_end is not None:
+        if frame.kind == FrameKind.PULL:
             for _, sequence, messages in said.entries:
-                if sequence + messages > subject_end:
-                    yield f"{name}: pulled to sequence {sequence + messages}, the subject ends at {subject_end}"
+                if subject_end is not None and sequence + messages > subject_end:
+                    text = f"{name}: pulled to sequence {sequence + messages}, the subject ends at {subject_end}"
+                    yield Complaint(Kind.PROGRESS, text)
+            group = self._state.groups.get((frame.subject, said.group))
+            position = ANY if group is None else group.position
+            for complaint in self._passing.pull(frame, said, self._first, position):
+                yield complaint._replace(text=f"{name}: {complaint.text}")
+        if frame.kind == FrameKind.POSITION and not said.consumer and said.entries and subject_end is not None:
+            if (position := said.entries[0][0]) > subject_end:
+                text = f"{name}: put at sequence {position}, the subject ends at {subject_end}"
+                yield Complaint(Kind.POSITION, text)
         if said.group in self._given_up and not (frame.kind == FrameKind.POSITION and not said.consumer):
             return
         if row["start"] != 0:
             self._learn(frame, said)
         try:
             self._state.end = frame.offset
+            self._account(frame, said)
             apply(self._state, frame, body)
             self._given_up.discard(said.group)
         except (QmqError, ValueError, LookupError) as error:
             self._given_up.add(said.group)
-            yield f"{name}: {getattr(error, 'reason', error)}; the rest of this group is not judged"
+            text = f"{name}: {getattr(error, 'reason', error)}; the rest of this group is not judged"
+            yield Complaint(Kind.PROGRESS, text)
+
+    def _account(self, frame: Frame, said: Progress) -> None:
+        group = self._state.groups.get((frame.subject, said.group))
+        if frame.kind == FrameKind.POSITION and not said.consumer and not said.entries:
+            self._accounts.pop(said.group, None)  # forgotten
+            return
+        account = self._accounts.setdefault(said.group, Account(0))
+        account.take(frame, said, group)
+
+    def finish(self) -> Iterator[dict[str, Any]]:
+        """Yield the equation of each group of the subject that ended, as rows of CONSERVED, and what breaks it."""
+        if self._of is None or not self._is_whole or self._subject_end is None or self._first == ANY:
+            return
+        (copy, subject), end = self._of, self._subject_end
+        for name, account in sorted(self._accounts.items()):
+            group = self._state.groups.get((subject, name))
+            if group is None or name in self._given_up:
+                continue
+            begin = max(account.begin, self._first)
+            ranges = account.ranges(group, begin, end)
+            row = {"copy": copy, "offset": None, "end": None, "subject": subject, "sequence": None, "id": None}
+            if (broken := broken_at(ranges, begin, end)) is not None:
+                text = f"group {name}: message {broken[0]} is {broken[1]}"
+                yield row | {"what": Kind.CONSERVATION, "sequence": broken[0], "text": text}
+            for hour in per_hour(ranges, begin, end, sorted(self._hours)):
+                said = {"group": name, "nacked": account.nacked, **hour}
+                yield row | {"what": CONSERVED, "sequence": hour["hour"], "text": json.dumps(said)}
 
     def _learn(self, frame: Frame, said: Progress) -> None:
         """Take over what the log knew before it begins, as this frame shows it."""
@@ -128,17 +191,17 @@ def _hold_unknown(consumer: Consumer, begin: int, end: int) -> None:
     """Let a consumer hold these pull sequences, of messages that nobody can name any more."""
     consumer.next_pull = max(consumer.next_pull, end)
     consumer.take(begin, end)
-    consumer.unacked.append([begin, -end, end - begin, 1])
+    consumer.unacked.append(UnackedRange(begin, -end, end - begin, 1))
     consumer.unacked.sort()
 
 
 def _return_unknown(group: Group, begin: int, end: int) -> None:
     """Let a group have these messages to give, whatever it was thought to have of them."""
-    kept, behind = [], [0, 0]
-    for first, messages, times, due_ms in group.returned:
-        parts = (first, min(first + messages, begin)), (max(first, end), first + messages)
-        kept += [[low, high - low, times, due_ms] for low, high in parts if low < high]
-        if first <= end < first + messages:
-            behind = [times, due_ms]  # one range with them
-    group.returned = sorted(kept)
-    group.give_back(begin, end - begin, *behind)
+    kept, unknown = [], RequeuedRange(begin, end - begin, 0, 0)
+    for one in group.requeued:
+        parts = (one.first, min(one.end, begin)), (max(one.first, end), one.end)
+        kept += [one.part(low, high) for low, high in parts if low < high]
+        if one.first <= end < one.end:
+            unknown = RequeuedRange(begin, end - begin, *one[2:])  # one range with them
+    group.requeued = Requeued(sorted(kept))
+    group.requeued.add(unknown)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from audit.group import Result
-from audit.schema import COPIES
+from qmq.audit.conservation import STATES
+from qmq.audit.group import Result
+from qmq.audit.schema import COPIES
 
 NAMED_MAX = 100
 """Findings that the report names; the JSON has up to a thousand of each kind."""
@@ -37,7 +38,7 @@ def _group(result: Result) -> dict[str, Any]:
         "ends": {name: log.end for name, log in result.logs.items()}, "read": result.read,
         "found": result.found, "findings": result.findings, "notes": result.notes, "epochs": result.epochs,
         "journal": result.journal, "unreadable": result.unreadable,
-        "hours": result.hours,
+        "hours": result.hours, "begin": result.begin, "conserved": result.conserved,
     }  # fmt: skip
 
 
@@ -62,6 +63,8 @@ def _section(result: Result) -> list[str]:
         return lines
     if result.notes:
         lines += ["### Notes", "", *(f"- {note}" for note in result.notes), ""]
+    if result.conserved:
+        lines += ["### What became of the messages", "", *_table_of_states(result), ""]
     return [*lines, "### Messages per subject and hour", "", *_table_of_hours(result), ""]
 
 
@@ -71,8 +74,9 @@ def _proven(result: Result) -> list[str]:
         yes = (
             f"Every byte of {span} was read on both copies: each message was a row in Spark and was hashed there "
             "(xxhash64, with its place), each frame's CRCs and chain were computed again from its bytes, and all of "
-            "it is equal. Sequences are dense, epochs only grow, pulls and acks follow from the log; no delayed "
-            "message went early, twice, or after it was cancelled."
+            "it is equal. Every message decodes, belongs to its frame's subject and has the labels of its tags; no "
+            "batch and no id was stored twice; sequences are dense, epochs only grow, pulls and acks follow from the "
+            "log; no delayed message went early, twice, or after it was cancelled."
         )
         lines = [yes]
     else:
@@ -101,6 +105,22 @@ def _table_of_findings(result: Result) -> list[str]:
     table = _table(["what", "copy", "offset", "subject", "sequence", "message id", "text"], rows)
     more = sum(result.found.values()) - len(rows)
     return [*table, "", f"and {more} more"] if more > 0 else table
+
+
+def _table_of_states(result: Result) -> list[str]:
+    names = ("subject", "consumer_group", "stored", *STATES, "nacked")
+    titles = [
+        "subject",
+        "consumer group",
+        "stored =",
+        "acked +",
+        "in flight +",
+        "requeued +",
+        "passed +",
+        "never",
+        "nacked",
+    ]
+    return _table(titles, [[row[name] for name in names] for row in result.conserved])
 
 
 def _table_of_hours(result: Result) -> list[str]:

@@ -6,13 +6,18 @@ and a whole frame of another kind. A window of the log is the data buffer of the
 Behind them come rows with a `fact`: what the frames of the piece say, small enough to be shuffled, sorted and joined.
 
     fact       fields
-    piece      offset of the first frame, end of the last, its header, chain at the end, frames, value: high watermark
+    piece      offset of the first frame, end of the last, header of the first, chain at the end, frames, value: the
+               highest watermark, first and last: the newest epoch, total: the latest time in it, size: offset of the
+               last frame, text: its epoch
     run        subject, offset and end of its frames, first and end sequence; a new one begins behind damage
-    hour       subject, value: hours since 1970 UTC, total: messages, size: bytes
+    hour       subject, value: hours since 1970 UTC, total: messages, size: bytes, first: sequence of the first
     epoch      offset where it begins in this piece, first: term, last: boot
-    problem    offset, end, text: what is wrong there, subject and first sequence if known
+    problem    what (audit.kinds), offset, end, text: why, subject, first: sequence, and id, if known
     progress   a pull, ack or position frame: offset, end, subject, header, body, last: end of the subject if known
     delayed    what a delay server decided about one message (audit.delays)
+    stored     offset of a window; header, body: its batches and ids (audit.messages: STORED); only if asked for
+    retention  offset, end, first: from where on frames are kept
+    tags       subject, offset of a frame, body: messages with tags from there on (audit.messages: TAGGED)
 """
 
 from __future__ import annotations
@@ -22,14 +27,18 @@ from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from audit import delays
-from audit.walk import Problem, Walk, Window
+from qmq.audit import delays
+from qmq.audit.kinds import Kind
+from qmq.audit.line import FOREVER_MS, Line
+from qmq.audit.messages import Ints, Messages
+from qmq.audit.walk import Problem, Walk, Window
 from qmq.codec import Envelope, check_batch, decode_envelope, decode_properties, split_batch
 from qmq.errors import QmqError
 from qmq.log.frame import DELAYS, FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
-from qmq.types import NO_EPOCH, Epoch
+from qmq.log.retention import decode_retention
 
 HOUR_MS = 3_600_000
 ROWS_MAX = 65_536
@@ -62,53 +71,60 @@ def _hex(chain: int) -> str:
 class _Facts:
     """What the frames of one piece say, gathered while they pass. Memory grows with subjects, not with messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, until_ms: int, *, wants_stored: bool) -> None:
         self.ready: list[dict[str, Any]] = []
         self._runs: dict[str, dict[str, Any]] = {}
         self._hours: dict[tuple[str, int], list[int]] = {}
-        self._epoch: Epoch = NO_EPOCH
+        self._line, self._wants_stored = Line(until_ms), wants_stored
         self._piece: dict[str, Any] = {}
 
     def problem(self, problem: Problem) -> None:
         self.ready.append(
             {"kind": "problem", "offset": problem.offset, "end": problem.end, "text": problem.reason,
-             "subject": problem.subject, "first": problem.sequence}
+             "subject": problem.subject, "first": problem.sequence, "what": problem.what, "id": problem.id}
         )  # fmt: skip
 
     def lost(self) -> None:
         """Bytes are damaged here: what follows may have jumped, and no rule may count on the frames before."""
+        self._end_runs()
+        self._line.lost()
+
+    def _end_runs(self) -> None:
         self.ready.extend(self._runs.values())
         self._runs.clear()
 
     def frame(self, frame: Frame, window: Window) -> None:
         piece = self._piece
         if not piece:
-            piece.update(kind="piece", offset=frame.offset, header=window.head(frame).hex(), frames=0, value=0)
+            piece.update(kind="piece", offset=frame.offset, header=window.head(frame).hex(), frames=0)
         piece["frames"] += 1
-        piece["end"], piece["chain"] = frame.end, frame.chain
-        piece["value"] = max(piece["value"], frame.high_watermark)
-        if frame.epoch != self._epoch:
-            self._new_epoch(frame)
+        piece["end"], piece["chain"], piece["size"] = frame.end, frame.chain, frame.offset
+        if frame.epoch != self._line.last_epoch:
+            epoch = {"kind": "epoch", "offset": frame.offset, "first": frame.epoch.term, "last": frame.epoch.boot}
+            self.ready.append(epoch)
+        for problem in self._line.check(frame):
+            self.problem(problem)
         if frame.kind == FrameKind.MESSAGES:
             self._messages(frame)
         elif frame.kind in PROGRESS and frame.offset not in window.damaged:
             self._progress(frame, window)
         elif frame.kind in DELAYS and frame.offset not in window.damaged:
             self._delays(frame, window)
+        elif frame.kind == FrameKind.RETENTION and frame.offset not in window.damaged:
+            self._retention(frame, window)
+
+    def _retention(self, frame: Frame, window: Window) -> None:
+        try:
+            start = decode_retention(window.body(frame)).start
+            self.ready.append({"kind": "retention", "offset": frame.offset, "end": frame.end, "first": start})
+        except ValueError as error:
+            self.problem(Problem(frame.offset, frame.end, str(error), what=Kind.RETENTION))
 
     def _delays(self, frame: Frame, window: Window) -> None:
         try:
             self.ready.extend(delays.facts_of(frame, window.body(frame)))
         except ValueError as error:
             self.problem(Problem(frame.offset, frame.end, str(error), frame.subject))
-
-    def _new_epoch(self, frame: Frame) -> None:
-        if frame.epoch < self._epoch:
-            self.problem(Problem(frame.offset, frame.end, f"epoch {frame.epoch} after epoch {self._epoch}"))
-        self._epoch = frame.epoch
-        self.ready.append(
-            {"kind": "epoch", "offset": frame.offset, "first": frame.epoch.term, "last": frame.epoch.boot}
-        )
 
     def _messages(self, frame: Frame) -> None:
         subject, begin, end = frame.subject, frame.first_sequence, frame.first_sequence + frame.count
@@ -120,9 +136,20 @@ class _Facts:
             run = {"kind": "run", "subject": subject, "offset": frame.offset, "first": begin, "judged": run is not None}
             self._runs[subject] = run
         run["last"], run["end"] = end, frame.end
-        hour = self._hours.setdefault((subject, frame.timestamp_ms // HOUR_MS), [0, 0])
+        hour = self._hours.setdefault((subject, frame.timestamp_ms // HOUR_MS), [0, 0, begin])
         hour[0] += frame.count
         hour[1] += frame.body_bytes
+
+    def messages(self, window: Window, frames: list[Frame], begins: Ints, ends: Ints) -> None:
+        """Look at the messages of these frames, which are whole."""
+        messages = Messages(window, frames, begins, ends)
+        for problem in messages.problems():
+            self.problem(problem)
+        for subject, offset, body in messages.tagged():
+            self.ready.append({"kind": "tags", "subject": subject, "offset": offset, "body": body})
+        if self._wants_stored:
+            batches, ids = messages.stored()
+            self.ready.append({"kind": "stored", "offset": window.offset, "header": batches, "body": ids})
 
     def _progress(self, frame: Frame, window: Window) -> None:
         run = self._runs.get(frame.subject)
@@ -138,12 +165,18 @@ class _Facts:
 
     def rest(self) -> list[dict[str, Any]]:
         """Return what is known only when the piece has ended."""
-        self.lost()
-        for (subject, hour), (messages, size) in self._hours.items():
-            fact = {"kind": "hour", "subject": subject, "value": hour, "total": messages, "size": size}
+        self._end_runs()
+        for (subject, hour), (messages, size, first) in self._hours.items():
+            fact = {"kind": "hour", "subject": subject, "value": hour, "total": messages, "size": size, "first": first}
             self.ready.append(fact)
         if self._piece:
-            self.ready.append(self._piece | {"chain": _hex(self._piece["chain"])})
+            line = {
+                "text": str(self._line.last_epoch),
+                "value": self._line.watermark,
+                "total": self._line.time_ms,
+                "chain": _hex(self._piece["chain"]),
+            }
+            self.ready.append(self._piece | line | {"first": self._line.epoch.term, "last": self._line.epoch.boot})
         return self.take()
 
 
@@ -152,12 +185,17 @@ def _jump(frame: Frame, expected: int) -> Problem:
     found = frame.first_sequence
     what = f"gap: {found - expected} messages are missing" if found > expected else "repeated or reordered"
     reason = f"sequence {found} where {expected} is due ({what})"
-    return Problem(frame.offset, frame.end, reason, frame.subject, found)
+    return Problem(frame.offset, frame.end, reason, frame.subject, found, Kind.SEQUENCE)
 
 
-def record_batches(walk: Walk, piece: int) -> Iterator[pa.RecordBatch]:
-    """Return the piece that begins at `piece` as records, then its facts. See the module's text."""
-    facts = _Facts()
+def record_batches(
+    walk: Walk, piece: int, *, until_ms: int = FOREVER_MS, wants_stored: bool = False
+) -> Iterator[pa.RecordBatch]:
+    """Return the piece that begins at `piece` as records, then its facts. See the module's text.
+
+    `until_ms`: when the audit began; a later time is wrong. `wants_stored`: facts of what may be stored once, too.
+    """
+    facts = _Facts(until_ms, wants_stored=wants_stored)
     for window in walk.windows():
         batch = _records_of(window, piece, facts)
         if batch is not None:
@@ -169,6 +207,7 @@ def record_batches(walk: Walk, piece: int) -> Iterator[pa.RecordBatch]:
 
 def _records_of(window: Window, piece: int, facts: _Facts) -> pa.RecordBatch | None:
     cuts, sequences = array("i", [0]), array("q")
+    cut: list[Frame] = []
     damage = iter(sorted(p.offset for p in window.problems if p.offset not in window.damaged))
     next_damage = next(damage, None)
     for problem in window.problems:
@@ -181,7 +220,8 @@ def _records_of(window: Window, piece: int, facts: _Facts) -> pa.RecordBatch | N
         # Also cut in front of each frame: then the records are the same wherever a copy's windows and segments end.
         _cut_at(frame.offset - window.offset, cuts, sequences)
         if frame.kind == FrameKind.MESSAGES and frame.offset not in window.damaged:
-            _cut(window, frame, cuts, sequences, facts)
+            if _cut(window, frame, cuts, sequences, facts):
+                cut.append(frame)
     if next_damage is not None:
         facts.lost()
     size = len(window.data)
@@ -189,6 +229,10 @@ def _records_of(window: Window, piece: int, facts: _Facts) -> pa.RecordBatch | N
         return None
     _cut_at(size, cuts, sequences)
     n = len(sequences)
+    if cut:
+        rows = np.flatnonzero(np.frombuffer(sequences, np.int64) >= 0)
+        places = np.frombuffer(cuts, np.int32).astype(np.int64)
+        facts.messages(window, cut, places[rows], places[rows + 1])
     record = pa.Array.from_buffers(pa.binary(), n, [None, pa.py_buffer(cuts), pa.py_buffer(window.data)])
     sequence = pa.Array.from_buffers(pa.int64(), n, [None, pa.py_buffer(sequences)])
     base = window.offset
@@ -206,17 +250,18 @@ def _cut_at(at: int, cuts: array[int], sequences: array[int]) -> None:
         sequences.append(-1)
 
 
-def _cut(window: Window, frame: Frame, cuts: array[int], sequences: array[int], facts: _Facts) -> None:
-    """Cut the messages of a frame out of the window; what lies since the last cut is a record of its own."""
+def _cut(window: Window, frame: Frame, cuts: array[int], sequences: array[int], facts: _Facts) -> bool:
+    """Cut the messages of a frame out of the window, if there are any; what lies since the last cut is a record."""
     try:
         ends, _ = check_batch(window.batch(frame), frame.count, FRAME_BYTES_MAX)
     except (QmqError, ValueError) as error:
         facts.problem(Problem(frame.offset, frame.end, str(error), frame.subject, frame.first_sequence))
-        return
+        return False
     data = frame.offset - window.offset + frame.body_at + 4 * len(ends)
     cuts.extend([data + end for end in ends])
     sequences.append(-1)
     sequences.extend(range(frame.first_sequence, frame.first_sequence + frame.count))
+    return True
 
 
 def _fact_rows(piece: int, facts: list[dict[str, Any]]) -> pa.RecordBatch:

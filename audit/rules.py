@@ -6,27 +6,21 @@ subject and hour, and a row per pull and ack. `facts` and `findings` are describ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import reduce
-from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
-from audit import delays
-from audit.progress import FINDING_ROWS, Judge
-from audit.schema import COPIES, FACT, FINDINGS
-from qmq.errors import CorruptFrame
-from qmq.log.frame import decode_header
-
-_COMPARED = (
-    "end", "kind", "flags", "term", "boot", "subject", "first_sequence", "count", "high_watermark", "timestamp_ms",
-    "producer", "batch", "body_crc", "body_bytes",
-)  # fmt: skip
-
-
-NO_FRAME = "no frame stands here"
+from qmq.audit import delays
+from qmq.audit.borders import NO_FRAME, Borders
+from qmq.audit.conservation import STATES
+from qmq.audit.kinds import Kind
+from qmq.audit.messages import STORED, unpack
+from qmq.audit.progress import CONSERVED, FINDING_ROWS, Judge
+from qmq.audit.schema import COPIES, FACT, FINDINGS, MASTER
 
 
 def measure(records: DataFrame) -> DataFrame:
@@ -51,9 +45,9 @@ def _of(facts: DataFrame, kind: str) -> DataFrame:
     return facts.where(F.col("kind") == kind)
 
 
-def _finding(what: Column | str, text: Column | str, **columns: Column) -> list[Column]:
+def finding(what: Column | Kind, text: Column | str, **columns: Column) -> list[Column]:
     """Return the columns of a finding; those not given come from columns of the same name or are null."""
-    given = {"what": F.lit(what) if isinstance(what, str) else what, "copy": F.col("copy")} | columns
+    given = {"what": F.lit(what.value) if isinstance(what, Kind) else what, "copy": F.col("copy")} | columns
     given["text"] = F.lit(text) if isinstance(text, str) else text
     return [
         (given[field.name] if field.name in given else F.lit(None)).cast(field.dataType).alias(field.name)
@@ -61,80 +55,92 @@ def _finding(what: Column | str, text: Column | str, **columns: Column) -> list[
     ]
 
 
-def within_copies(facts: DataFrame, damaged: DataFrame, start: int) -> DataFrame:
+def within_copies(facts: DataFrame, damaged: DataFrame, start: int, ends: DataFrame | None = None) -> DataFrame:
     """Return everything else that is wrong with a copy by itself. in: facts, damaged ranges; out: findings.
 
-    `start` is where both logs were begun to be read; from 0 on, nothing before them excuses anything.
+    `start` is where both logs were begun to be read; from 0 on, nothing before them excuses anything. `ends`, subject
+    string, known long: where each subject ended there, if that was verified; those that are not in it did not exist.
     """
     rules = (
-        sequences(facts, damaged, start), epochs(facts), counts(facts), progress(facts, damaged, start),
+        sequences(facts, damaged, start, ends), retention(facts), counts(facts), stored_twice(facts),
         delays.broken_promises(facts),
     )  # fmt: skip
     return reduce(DataFrame.unionByName, rules)
 
 
-def broken(facts: DataFrame) -> DataFrame:
+def broken(facts: DataFrame, until_ms: int, begins: Collection[int]) -> DataFrame:
     """Return what the readers could not make sense of, in pieces and between them. in: facts; out: findings.
 
     Damage that crosses the border of two pieces was seen from both sides; it becomes one finding, up to the next frame.
+    `until_ms` and `begins`: of `audit.borders.Borders`.
     """
-    seen = damage(facts).unionByName(borders(facts))
-    merged = seen.groupBy("what", "copy", "offset").agg(
+    seen = problems(facts).unionByName(borders(facts, until_ms, begins))
+    merged = seen.groupBy("what", "copy", "offset", "sequence").agg(
         F.max("end").alias("end"),
-        *(F.first(name, True).alias(name) for name in ("subject", "sequence", "id")),
+        *(F.first(name, True).alias(name) for name in ("subject", "id")),
         F.max_by("text", F.col("text") != NO_FRAME).alias("text"),
     )
     return merged.select(*FINDINGS.fieldNames())
 
 
-def damage(facts: DataFrame) -> DataFrame:
+def problems(facts: DataFrame) -> DataFrame:
     """Return what the readers found while they walked, within a piece. in: facts; out: findings."""
-    what = (
-        F.when(F.col("text").contains("wrong chain"), "chain")
-        .when(F.col("text").startswith("sequence "), "sequence")
-        .when(F.col("text").startswith("epoch "), "epoch")
-        .otherwise("damaged")
-    )
-    columns = {name: F.col(name) for name in ("offset", "end", "subject")}
-    return _of(facts, "problem").select(*_finding(what, F.col("text"), sequence=F.col("first"), **columns))
+    columns = {name: F.col(name) for name in ("offset", "end", "subject", "id")}
+    return _of(facts, "problem").select(*finding(F.col("what"), F.col("text"), sequence=F.col("first"), **columns))
 
 
-def _continuing(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Keep the pieces whose first frame does not continue `chain_before`."""
-    for batch in batches:
-        broken = [not _continues(row) for row in batch.to_pylist()]
-        yield batch.filter(pa.array(broken, pa.bool_()))
+def borders(facts: DataFrame, until_ms: int, begins: Collection[int]) -> DataFrame:
+    """Return pieces that do not continue the piece before (audit.borders). in: facts; out: findings."""
+
+    def judge(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        lines = Borders(until_ms, begins)
+        for batch in batches:
+            found = [finding for row in batch.to_pylist() for finding in lines.judge(row)]
+            yield pa.RecordBatch.from_pylist(found, schema=FINDING_ROWS)
+
+    columns = ("copy", "piece", "offset", "end", "header", "chain", "value", "total", "first", "last", "text")
+    pieces = _of(facts, "piece").select(*columns).repartition(1).sortWithinPartitions("copy", "piece")
+    return pieces.mapInArrow(judge, FINDINGS)
 
 
-def _continues(row: dict[str, Any]) -> bool:
-    try:
-        decode_header(bytes.fromhex(row["header"]), 0, row["offset"], int(row["chain_before"], 16))
-    except CorruptFrame:
-        return False
-    return True
+def stored_twice(facts: DataFrame) -> DataFrame:
+    """Return batches and message ids that were stored twice under one producer. in: facts; out: findings.
 
-
-def borders(facts: DataFrame) -> DataFrame:
-    """Return pieces that do not continue the piece before: bytes without a frame, another chain.
-
-    in: facts; out: findings.
+    The last one of each is named. Of a batch that was stored twice, the ids are not named again. `sequence` is the
+    place of the message in its frame: `audit.naming` reads which one that is.
     """
-    order = Window.partitionBy("copy").orderBy("piece")
-    pieces = _of(facts, "piece").select(
-        "copy", "offset", "end", "header", F.lag("end").over(order).alias("before"),
-        F.lag("chain").over(order).alias("chain_before"),
-    ).where("before is not null")  # fmt: skip
-    apart = pieces.where("offset != before")
-    no_frame = apart.select(
-        *_finding("damaged", NO_FRAME, offset=F.col("before"), end=F.col("offset"))
-    )
-    joined = pieces.where("offset = before")
-    apart_in_chain = joined.mapInArrow(_continuing, joined.schema)
-    text = "it continues another history (wrong chain)"
-    return no_frame.union(apart_in_chain.select(*_finding("chain", text, offset=F.col("offset"), end=F.col("end"))))
+
+    def spread(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for row in batch.to_pylist():
+                for what, packed in ((Kind.BATCH_TWICE, row["header"]), (Kind.ID_TWICE, row["body"])):
+                    stored = unpack(packed, STORED)
+                    names = pa.array([what.value] * len(stored))
+                    columns = [
+                        pa.array(column)
+                        for column in (
+                            stored["key"],
+                            stored["frame"] + np.int64(row["offset"]),
+                            stored["place"].astype(np.int64),
+                        )
+                    ]
+                    yield pa.RecordBatch.from_arrays([names, *columns], names=["what", "key", "offset", "place"])
+
+    rows = _of(facts, "stored").select("offset", "header", "body")
+    spread_rows = rows.mapInArrow(spread, "what string, key long, offset long, place long")
+    place = F.struct("offset", "place")
+    again = spread_rows.groupBy("what", "key").agg(
+        F.count("*").alias("times"), F.min(place).alias("first"), F.max(place).alias("last")
+    ).where("times > 1")  # fmt: skip
+    batches = again.where(F.col("what") == Kind.BATCH_TWICE.value)
+    of_them = F.broadcast(batches.select(F.col("last.offset").alias("batch")).distinct())
+    again = again.join(of_them, F.col("last.offset") == F.col("batch"), "left_anti").unionByName(batches)
+    text = F.format_string("stored %d times by one producer, first at offset %d", "times", "first.offset")
+    columns = {"copy": F.lit(MASTER), "offset": F.col("last.offset"), "sequence": F.col("last.place")}
+    return again.select(*finding(F.col("what"), text, **columns))
 
 
-def sequences(facts: DataFrame, damaged: DataFrame, start: int) -> DataFrame:
+def sequences(facts: DataFrame, damaged: DataFrame, start: int, ends: DataFrame | None = None) -> DataFrame:
     """Return gaps and repeats of a subject's sequences between runs.
 
     in: facts; damaged d_copy string, d_offset long, d_end long: ranges whose frames are unknown; out: findings.
@@ -146,7 +152,10 @@ def sequences(facts: DataFrame, damaged: DataFrame, start: int) -> DataFrame:
         "copy", "subject", "offset", "end", "first", "last", "judged",
         F.lag("last").over(order).alias("due"), F.lag("end").over(order).alias("known_until"),
     )  # fmt: skip
-    if start == 0:
+    if ends is not None:
+        runs = runs.join(ends, "subject", "left")
+        runs = runs.withColumn("due", F.coalesce("due", "known", F.lit(0)))
+    elif start == 0:
         runs = runs.withColumn("due", F.coalesce("due", F.lit(0)))
     jumps = runs.where("not judged and due is not null and first != due")
     between = (
@@ -161,23 +170,29 @@ def sequences(facts: DataFrame, damaged: DataFrame, start: int) -> DataFrame:
     )  # fmt: skip
     columns = {name: F.col(name) for name in ("offset", "end", "subject")}
     return jumps.join(F.broadcast(damaged), between, "left_anti").select(
-        *_finding("sequence", text, sequence=F.col("first"), **columns)
+        *finding(Kind.SEQUENCE, text, sequence=F.col("first"), **columns)
     )
 
 
-def epochs(facts: DataFrame) -> DataFrame:
-    """Return epochs that go back from one piece to the next. in: facts; out: findings."""
-    order = Window.partitionBy("copy").orderBy("offset")
-    epoch = F.struct("first", "last")
-    seen = _of(facts, "epoch").select(
-        "copy", "piece", "offset", epoch.alias("epoch"), F.lag(epoch).over(order).alias("before"),
-        F.lag("piece").over(order).alias("piece_before"),
-    )  # fmt: skip
-    text = F.format_string(
-        "epoch %d.%d after epoch %d.%d", "epoch.first", "epoch.last", "before.first", "before.last"
+def retention(facts: DataFrame) -> DataFrame:
+    """Return retention frames that give back what was given up, or give up themselves. in: facts; out: findings."""
+    before = F.max("first").over(
+        Window.partitionBy("copy").orderBy("offset").rowsBetween(Window.unboundedPreceding, -1)
     )
-    back = seen.where("epoch < before and piece != piece_before")
-    return back.select(*_finding("epoch", text, offset=F.col("offset")))
+    said = _of(facts, "retention").withColumn("before", F.coalesce(before, F.lit(0)))
+    text = F.format_string("frames are kept from %d on, and were from %d on before it", "first", "before")
+    columns = {"offset": F.col("offset"), "end": F.col("end")}
+    return said.where("first < before or first > offset").select(*finding(Kind.RETENTION, text, **columns))
+
+
+def digests(facts: DataFrame) -> DataFrame:
+    """Return what was hashed of each piece. in: facts; out: copy string, piece long, bytes long, digest long."""
+    return facts.where("kind is null and records > 0").select("copy", "piece", "bytes", "digest")
+
+
+def ends(facts: DataFrame) -> DataFrame:
+    """Return where each subject ends. in: facts; out: subject string, known long."""
+    return _of(facts, "run").groupBy("subject").agg(F.max("last").alias("known"))
 
 
 def counts(facts: DataFrame) -> DataFrame:
@@ -191,23 +206,22 @@ def counts(facts: DataFrame) -> DataFrame:
     both = facts.groupBy("copy", "piece").agg(F.sum("messages").alias("seen"), due)
     text = F.format_string("Spark saw %d messages, the frames' headers promise %d", "seen", "due")
     odd = both.where("seen != due").join(hurt, ["copy", "piece"], "left_anti")
-    return odd.select(*_finding("count", text, offset=F.col("piece")))
+    return odd.select(*finding(Kind.COUNT, text, offset=F.col("piece")))
 
 
 def progress(facts: DataFrame, damaged: DataFrame, start: int) -> DataFrame:
     """Return pulls, acks and positions that do not follow from the log: the brokers' own fold decides.
 
-    in: facts, damaged ranges; out: findings. Sorted by copy, subject and offset, the frames pass one by one; memory
-    grows with the consumers of a subject, not with the log. Behind damage nothing is judged: it may explain all.
+    in: facts, damaged ranges; out: findings, and rows for `conserved`. Sorted by copy, subject and offset, the frames
+    pass one by one; memory grows with the consumers of a subject, not with the log. Behind damage nothing is judged: it
+    may explain all.
     """
-    kinds = facts.where("kind in ('progress', 'run')")
+    kinds = facts.where("kind in ('progress', 'run', 'tags', 'hour')")
     hurt = damaged.groupBy(F.col("d_copy").alias("copy")).agg(F.min("d_offset").alias("hurt"))
     rows = kinds.join(F.broadcast(hurt), "copy", "left").where("hurt is null or offset < hurt")
     rows = rows.withColumn("start", F.lit(start))
-    columns = ("copy", "subject", "offset", "end", "kind", "first", "last", "header", "body", "start")
-    ordered = (
-        rows.select(*columns).repartition("copy", "subject").sortWithinPartitions("copy", "subject", "offset")
-    )
+    columns = ("copy", "subject", "offset", "end", "kind", "first", "last", "header", "body", "start", "value")
+    ordered = rows.select(*columns).repartition("copy", "subject").sortWithinPartitions("copy", "subject", "offset")
     return ordered.mapInArrow(_judge, FINDINGS)
 
 
@@ -216,6 +230,22 @@ def _judge(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     for batch in batches:
         found = [finding for row in batch.to_pylist() for finding in judge.judge(row)]
         yield pa.RecordBatch.from_pylist(found, schema=FINDING_ROWS)
+    yield pa.RecordBatch.from_pylist(list(judge.finish()), schema=FINDING_ROWS)
+
+
+def conserved(judged: DataFrame) -> DataFrame:
+    """Return what became of the messages of each consumer group, by the hour in which they were stored.
+
+    in: what `progress` returned; out: copy string, subject string, consumer_group string, hour timestamp, stored long,
+    acked long, in_flight long, requeued long, passed long, never long, nacked long (of all hours together).
+    """
+    numbers = ("hour", "stored", *STATES, "nacked")
+    said = F.from_json("text", "group string, " + ", ".join(f"{name} long" for name in numbers))
+    rows = judged.where(F.col("what") == CONSERVED).select("copy", "subject", said.alias("said"))
+    hour = F.timestamp_seconds(F.col("said.hour") * 3600).alias("hour")
+    return rows.select(
+        "copy", "subject", F.col("said.group").alias("consumer_group"), hour, *(f"said.{name}" for name in numbers[1:])
+    )
 
 
 def unequal(facts: DataFrame) -> DataFrame:
@@ -227,57 +257,6 @@ def unequal(facts: DataFrame) -> DataFrame:
     pieces = facts.where("kind is null and records > 0").groupBy("piece")
     both = pieces.agg(F.count("*").alias("copies"), F.min(said).alias("one"), F.max(said).alias("other"))
     return both.where("copies != 2 or one != other").select("piece")
-
-
-def compare(master: DataFrame, slave: DataFrame, damaged: DataFrame) -> DataFrame:
-    """Compare two copies frame by frame. in: two times `audit.rows.FRAMES`, damaged ranges; out: findings.
-
-    A frame that a copy lacks where its bytes are damaged is not named again. A missing frame whose messages stand
-    elsewhere in that copy is `reordered`.
-    """
-    sides = {"master": master, "slave": slave}
-    frames = {copy: side.where("kind is not null") for copy, side in sides.items()}
-    hurt = {copy: damaged.where(F.col("d_copy") == copy) for copy in sides}
-    only = [_only(frames["master"], frames["slave"], hurt["slave"], "missing", "slave"),
-            _only(frames["slave"], frames["master"], hurt["master"], "extra", "slave")]  # fmt: skip
-    m, s = frames["master"].alias("m"), frames["slave"].alias("s")
-    named = F.concat_ws(
-        ", ", *(F.when(~F.col(f"m.{name}").eqNullSafe(F.col(f"s.{name}")), F.lit(name)) for name in _COMPARED)
-    )
-    pairs = m.join(s, F.col("m.offset") == F.col("s.offset")).withColumn("differs", named)
-    pairs = pairs.where((F.col("differs") != "") | (F.col("m.chain") != F.col("s.chain")))
-    moved = frames["slave"].select("subject", "first_sequence", "count", F.lit(True).alias("moved")).where("count > 0")
-    key = ["subject", "first_sequence", "count"]
-    flat = pairs.select("m.offset", "m.end", *(f"m.{name}" for name in key), "differs",
-                        (F.struct("m.subject", "m.first_sequence") != F.struct("s.subject", "s.first_sequence"))
-                        .alias("other"))  # fmt: skip
-    flat = flat.join(moved.distinct(), key, "left")
-    what = (
-        F.when(F.col("differs") == "", "history")
-        .when(F.col("moved") & F.col("other"), "reordered")
-        .otherwise("different")
-    )
-    text = F.when(F.col("differs") == "", "only the chain differs").otherwise(
-        F.concat(F.lit("the copies differ in "), "differs")
-    )
-    columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit("slave")}
-    different = flat.select(*_finding(what, text, sequence=F.col("first_sequence"), **columns))
-    return reduce(DataFrame.unionByName, [different, *only])
-
-
-def _only(has: DataFrame, lacks: DataFrame, damaged: DataFrame, what: str, copy: str) -> DataFrame:
-    """Return the frames of `has` that stand at no offset of `lacks` nor in a damaged range of it."""
-    alone = has.join(lacks.select("offset"), "offset", "left_anti")
-    inside = (F.col("d_offset") <= F.col("offset")) & (F.col("offset") < F.col("d_end"))
-    alone = alone.join(F.broadcast(damaged), inside, "left_anti")
-    key = ["subject", "first_sequence", "count"]
-    elsewhere = lacks.where("count > 0").select(*key, F.lit(True).alias("elsewhere")).distinct()
-    alone = alone.join(elsewhere, key, "left")
-    named = F.when(F.col("elsewhere"), "reordered").otherwise(what)
-    lacking = "slave" if what == "missing" else "master"
-    text = F.format_string(f"%d messages; the {lacking} lacks this frame", "count")
-    columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit(copy)}
-    return alone.select(*_finding(named, text, sequence=F.col("first_sequence"), **columns))
 
 
 def due_messages(journal: DataFrame, facts: DataFrame, start: int) -> DataFrame:
@@ -302,7 +281,7 @@ def lost(due: DataFrame, messages: DataFrame) -> DataFrame:
     """
     absent = due.join(messages, ["copy", "subject", "sequence", "id"], "left_anti")
     columns = {name: F.col(name) for name in ("subject", "sequence", "id")}
-    return absent.select(*_finding("lost", "acknowledged, and not in this copy", **columns))
+    return absent.select(*finding(Kind.LOST, "acknowledged, and not in this copy", **columns))
 
 
 def hours(facts: DataFrame) -> DataFrame:

@@ -10,6 +10,8 @@
     columns          of messages: names with commas, all by default; properties are decoded only if they are named
     begin, end       offsets, half-open; by default the whole log
     ranges           "begin-end,begin-end" instead: only these
+    until_ms         of records: when the audit began; a frame of a later time is a problem
+    stored           of records: "true" for facts of what may be stored once (audit.messages)
     piece_bytes      bytes of log per task (default 64 MiB), on a grid that is the same for both copies
 
 A range that does not parse is a row whose `problem` says why; the read goes on behind it.
@@ -27,9 +29,10 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
-from audit import rows
-from audit.copies import open_copy
-from audit.walk import Walk
+from qmq.audit import rows
+from qmq.audit.copies import open_copy
+from qmq.audit.line import FOREVER_MS
+from qmq.audit.walk import Walk
 
 PIECE_BYTES = 64 << 20
 SCHEMAS = {"records": rows.RECORDS, "frames": rows.FRAMES, "messages": rows.MESSAGES}
@@ -93,7 +96,11 @@ class LogReader(DataSourceReader):
     def _batches(self, walk: Walk, piece: Piece) -> Iterator[Any]:
         match self._options.get("rows", "messages"):
             case "records":
-                return rows.record_batches(walk, piece.begin)
+                options = self._options
+                until_ms = int(options.get("until_ms", FOREVER_MS))
+                return rows.record_batches(
+                    walk, piece.begin, until_ms=until_ms, wants_stored=options.get("stored") == "true"
+                )
             case "frames":
                 return rows.frame_batches(walk)
             case _:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession
 
-from audit.source import LogSource
+import qmq
+from qmq.audit.source import LogSource
 
-PACKAGES = ("qmq", "audit")
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(qmq.__file__).resolve().parents[1]
 
 
 def start_spark(master: str, name: str, **config: str) -> SparkSession:
@@ -59,8 +59,9 @@ def _ship(spark: SparkSession) -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     archive = folder / "qmq-audit.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
-        for package in PACKAGES:
-            for path in sorted((_ROOT / package).rglob("*.py")):
+        # In a checkout `qmq/audit` is a link; `os.walk` is told to follow it, which `Path.rglob` does not.
+        for folder_name, _, names in os.walk(_ROOT / "qmq", followlinks=True):
+            for path in (Path(folder_name, name) for name in names if name.endswith(".py")):
                 file.write(path, path.relative_to(_ROOT))
     spark.sparkContext.addPyFile(str(archive))
 

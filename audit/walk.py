@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from qmq.audit.kinds import Kind
 from qmq.codec import decode_labels, labels_bytes
 from qmq.errors import CorruptFrame
 from qmq.log.frame import FLAG_LABELLED, HEADER_BYTES, Frame, FrameKind, check_body, decode_header, find_frame
@@ -43,13 +44,15 @@ class Storage(Protocol):
 
 
 class Problem(NamedTuple):
-    """A range of a copy that is not what a broker writes, and the subject and sequence if a valid header names them."""
+    """A range of a copy that is not what a broker writes; subject, sequence and message id as far as they are known."""
 
     offset: int
     end: int
     reason: str
     subject: str | None = None
     sequence: int | None = None
+    what: Kind = Kind.DAMAGED
+    id: str | None = None
 
 
 @dataclass(slots=True)
@@ -181,7 +184,7 @@ class Walk:
             if self.chain is None:
                 raise
             frame = decode_header(window.data, at, self.at, None)
-            window.problems.append(_problem(frame, error.reason))
+            window.problems.append(_problem(frame, error.reason)._replace(what=Kind.CHAIN))
             return frame
 
     def _damage(self, window: Window, reason: str) -> Window:

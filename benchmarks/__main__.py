@@ -21,8 +21,8 @@ from benchmarks.fairness import Fairness
 from benchmarks.figures import Figure, result, rounded, table
 from benchmarks.machine import describe
 from benchmarks.speed import GROUP, QUICK, Sizes, Speed
-from deploy.local import Cluster
-from deploy.plan import write_atomically
+from qmq.deploy.local import Cluster
+from qmq.deploy.plan import write_atomically
 from qmq.errors import QmqError
 
 SPEED = ["produce_1k", "produce_100b", "send_each", "send_one", "consume_1k", "e2e"]

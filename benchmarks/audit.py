@@ -23,9 +23,9 @@ from zlib import crc32
 
 from pyspark.sql import SparkSession
 
-from audit.copies import place_options
-from audit.group import Group, Result, audit_group
-from audit.spark import start_spark
+from qmq.audit.copies import place_options
+from qmq.audit.group import Group, Result, audit_group
+from qmq.audit.spark import start_spark
 from qmq.codec import encode_message, join_batch
 from qmq.log.frame import NO_CHAIN, FrameKind, encode_header, subject_field
 from qmq.message import Message
@@ -49,24 +49,29 @@ class Figures(NamedTuple):
     """MB of log per second of CPU time of driver, JVM and workers together: what a busy machine does not change."""
 
 
-def write_log(data: Path, size: int) -> None:
-    """Write a log of `size` bytes as a broker does, in one segment."""
+def write_log(data: Path, size: int, count: int = 100) -> None:
+    """Write a log of `size` bytes in frames of `count` messages as a broker does, in one segment."""
     folder = data / "log"
     folder.mkdir(parents=True)
-    text = "x" * 940
-    messages = [encode_message(Message(SUBJECT, {"text": text}, id=f"{n:032d}"), 1) for n in range(100)]
-    body, field = join_batch(messages), subject_field(SUBJECT)
-    crc, offset, chain, sequence = crc32(body), 0, NO_CHAIN, 0
+    messages = [encode_message(Message(SUBJECT, {"text": "x" * 940}, id=f"{0:032d}"), 1)] * count
+    body, message_bytes = bytearray(join_batch(messages)), len(messages[0])
+    id_at = [4 * (count + 1) + number * message_bytes + messages[0].index(b"0" * 32) for number in range(count)]
+    offset, chain, sequence = 0, NO_CHAIN, 0
     with (folder / f"{0:020d}.log").open("wb") as file:
         while offset < size:
+            for number, at in enumerate(id_at, sequence):
+                body[at : at + 32] = b"%032d" % number
+            is_first = offset == 0
+            stored, subject = (b"", "") if is_first else (bytes(body), SUBJECT)
             head, frame = encode_header(
-                kind=FrameKind.MESSAGES, flags=0, subject=SUBJECT, field=field, count=100, body_bytes=len(body),
-                body_crc=crc, epoch=Epoch(1, 1), offset=offset, high_watermark=offset,
-                timestamp_ms=1_700_000_000_000 + sequence // 100, first_sequence=sequence, producer=1,
-                batch=sequence // 100, previous_chain=chain,
+                kind=FrameKind.EPOCH if is_first else FrameKind.MESSAGES, flags=0, subject=subject,
+                field=subject_field(subject), count=0 if is_first else count, body_bytes=len(stored),
+                body_crc=crc32(stored), epoch=Epoch(1, 1), offset=offset, high_watermark=offset,
+                timestamp_ms=1_700_000_000_000 + sequence // 100, first_sequence=sequence, producer=not is_first,
+                batch=sequence, previous_chain=chain,
             )  # fmt: skip
-            file.write(head + body)
-            offset, chain, sequence = frame.end, frame.chain, sequence + 100
+            file.write(head + stored)
+            offset, chain, sequence = frame.end, frame.chain, sequence + frame.count
 
 
 def _children(of: int) -> set[int]:
@@ -120,10 +125,10 @@ class _WorkerMemory(threading.Thread):
         self.join()
 
 
-def measure(folder: Path, *, copy_bytes: int = COPY_BYTES) -> Figures:
+def measure(folder: Path, *, copy_bytes: int = COPY_BYTES, count: int = 100) -> Figures:
     """Write the logs into `folder`, audit them, return the figures. Raises RuntimeError if the audit is not clean."""
     for name, size in (("warm", WARM_UP_BYTES), ("large", copy_bytes)):
-        write_log(folder / name / "master", size)
+        write_log(folder / name / "master", size, count)
         shutil.copytree(folder / name / "master", folder / name / "slave")
     cores = os.cpu_count() or 1
     spark = start_spark(f"local[{cores}]", "qmq audit benchmark")
@@ -153,9 +158,12 @@ def _audit(spark: SparkSession, folder: Path) -> Result:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.audit", description="Measure the audit.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    wants_json = parser.parse_args().json
+    parser.add_argument("--messages", type=int, default=100, help="messages of 1 KiB in a frame")
+    parser.add_argument("--megabytes", type=int, default=COPY_BYTES >> 20, help="size of each copy, MiB")
+    options = parser.parse_args()
+    wants_json = options.json
     with tempfile.TemporaryDirectory(prefix="qmq-audit-") as folder:
-        figures = measure(Path(folder))
+        figures = measure(Path(folder), copy_bytes=options.megabytes << 20, count=options.messages)
     if wants_json:
         note = f"{figures.mb_per_cpu_s:.0f} MB per CPU second, worker peak {figures.worker_peak_rss_mb:.0f} MB"
         print(json.dumps(figures._asdict() | {"note": note}))

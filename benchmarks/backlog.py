@@ -10,7 +10,7 @@ from statistics import mean
 from benchmarks.figures import Figure
 from benchmarks.machine import MIB, Clock, free_disk_bytes, resident_bytes
 from benchmarks.speed import GROUP, Sizes, Speed, logs_of
-from deploy.local import Cluster
+from qmq.deploy.local import Cluster
 
 MESSAGE_BYTES = 1_200
 """What a message with 1,024 bytes of content takes in a log, with its id and its share of the frame; rounded up."""

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from pathlib import Path
 from benchmarks.figures import Figure, result, table
 from benchmarks.machine import MIB, Clock, describe, resident_bytes
 from benchmarks.worker import Worker
-from deploy.local import Cluster
-from deploy.plan import write_atomically
+from qmq.deploy.local import Cluster
+from qmq.deploy.plan import write_atomically
 from qmq.errors import QmqError
 
 HTTP_PORT, BROKER_PORT = 27_480, 27_500
@@ -37,9 +38,16 @@ class Sizes:
     due_s: int = 60
     rest_s: int = 60
     hour: int = 5_000_000
+    campaign: int = 1_000_000
 
 
-QUICK = Sizes(pending=200_000, due_per_s=2_000, due_s=5, rest_s=5, hour=100_000)
+QUICK = Sizes(pending=200_000, due_per_s=2_000, due_s=5, rest_s=5, hour=100_000, campaign=50_000)
+OTHERS_PER_S = 10
+LEAD_S = 20
+"""Seconds between a campaign's last message stored and its moment: by then all of it is loaded."""
+BURST_MS = 10_000
+"""What of the others is due so soon after the campaign's moment is measured."""
+POLL_S = 0.2
 
 
 class Delay:
@@ -50,14 +58,21 @@ class Delay:
         self.figures: dict[str, Figure] = {}
         self._cluster: Cluster
 
-    def run(self) -> None:
-        with self._fresh():
-            self._at_rest()
-            self._due()
-        with self._fresh():
-            self._pending()
-        with self._fresh(load_ahead_minutes=self._ahead_minutes()):
-            self._hour()
+    def run(self, only: str) -> None:
+        if only in ("", "lateness"):
+            with self._fresh():
+                self._at_rest()
+                self._due()
+        if only in ("", "pending"):
+            with self._fresh():
+                self._pending()
+        if only in ("", "hour"):
+            with self._fresh(load_ahead_minutes=self._ahead_minutes()):
+                self._hour()
+        if only in ("", "campaign"):
+            for name, span_ms in (("campaign", 1), ("campaign_1s", 1000)):
+                with self._fresh():
+                    self._campaign(name, span_ms)
 
     @contextmanager
     def _fresh(self, **settings: object) -> Iterator[None]:
@@ -170,6 +185,49 @@ class Delay:
         self._note("load_late_p99_ms", late["p99_ms"], note="and lateness, at 1,000 messages per second")
         self._note("loaded_bytes_each", grown / self._sizes.hour, note=f"{self._sizes.hour:,} messages loaded")
 
+    def _campaign(self, name: str, span_ms: int) -> None:
+        """A million messages of one subject are due within `span_ms`, beside ten a second of another one."""
+        count = self._sizes.campaign // 100 * 100
+        with self._worker() as sender, self._worker() as other, self._worker() as receiver:
+            at_ms = _now_ms() + int(count / 20) + LEAD_S * 1000
+            sender.run("fill", subject=name, messages=count, begin_ms=at_ms, span_ms=span_ms)
+            seconds = 2 * LEAD_S + count / 20_000
+            receiver.begin(
+                "receive", subject="beside", messages=-(-int(OTHERS_PER_S * seconds) // 100) * 100,
+                timeout_s=seconds + 300, from_ms=at_ms, until_ms=at_ms + BURST_MS,
+            )  # fmt: skip
+            while _now_ms() < at_ms - 5_000:
+                time.sleep(0.05)
+            other.begin("pace", subject="beside", per_second=OTHERS_PER_S, seconds=seconds, lead_ms=2_000)
+            before = resident_bytes(self._pids()["master"])
+            seen = self._watch_campaign(at_ms, count)
+            other.end(seconds + 60)
+            late = receiver.end(seconds + 360)
+        note = f"{count:,} of another subject due within {span_ms} ms; {OTHERS_PER_S} a second; at most {{}} ms"
+        self._note(f"{name}_others_p99_ms", late["p99_ms"], note=note.format(int(late["max_ms"])))
+        self._note(f"{name}_others_p50_ms", late["p50_ms"])
+        self._note(f"{name}_per_s", count / seen["seconds"], more=True, note="until all of it is stored")
+        self._note(f"{name}_waiting_max", seen["waiting"], more=True, note="the most that waiting_messages said")
+        self._note(f"{name}_memory_mib", (seen["resident"] - before) / MIB, note="more than before it was due")
+
+    def _watch_campaign(self, at_ms: int, count: int) -> dict[str, float]:
+        """Read the master's metrics until everything was sent."""
+        port = self._cluster.describe()["delay_groups"][DELAY]["master"]["metrics_port"]
+        question = urllib.request.Request(
+            f"http://127.0.0.1:{port}/metrics", headers={"Authorization": f"Bearer {self._cluster.token}"}
+        )
+        seen = {"waiting": 0.0, "resident": 0.0, "seconds": 0.0}
+        while True:
+            with urllib.request.urlopen(question, timeout=HTTP_S) as answer:
+                text = answer.read().decode()
+            values = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line[:1] != "#"}
+            seen["waiting"] = max(seen["waiting"], values["qmq_delayserver_waiting_messages"])
+            seen["resident"] = max(seen["resident"], resident_bytes(self._pids()["master"]))
+            if values["qmq_delayserver_sent_messages_total"] >= count:
+                seen["seconds"] = (_now_ms() - at_ms) / 1000
+                return seen
+            time.sleep(POLL_S)
+
 
 def _now_ms() -> int:
     return int(time.time() * 1000)
@@ -177,6 +235,7 @@ def _now_ms() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.delay", description="Measure one delay group.")
+    parser.add_argument("--only", default="", choices=("", "lateness", "pending", "hour", "campaign"))
     parser.add_argument("--quick", action="store_true", help="shows that all works; not figures to quote")
     run_dir = Path(os.environ.get("RUN_DIR", ".run")) / "bench-delay"
     parser.add_argument("--dir", type=Path, default=run_dir)
@@ -187,7 +246,7 @@ def main() -> int:
     machine = describe(options.dir)
     bench = Delay(options.dir, QUICK if options.quick else Sizes())
     try:
-        bench.run()
+        bench.run(options.only)
     except QmqError as error:
         print(error, file=sys.stderr)
         return 1

@@ -146,19 +146,24 @@ class Receiver(Member):
 
     def __init__(self, subject: str) -> None:
         super().__init__(subject, "delay", "receiver", None)
+        self.dues_ms: list[int] = []
         self.late_ms: list[float] = []
 
     def _take(self, body: memoryview) -> None:
         now_ms = time.time() * 1e3
         for piece in commands.decode_pulled(body):
             for data in split_batch(piece.body, piece.count):
-                self.late_ms.append(now_ms - _DUE.unpack_from(data, DUE_AT)[0])
+                (due_ms,) = _DUE.unpack_from(data, DUE_AT)
+                self.dues_ms.append(due_ms)
+                self.late_ms.append(now_ms - due_ms)
             ack = Ack(self._subscription, [(piece.pull_sequence, piece.pull_sequence + piece.count)])
             self._open.ask(lambda _: None, Command.ACK, commands.encode_ack(ack))
 
 
-async def receive(port: int, subject: str, messages: int, timeout_s: float) -> dict[str, Any]:
-    """Take messages until all have come."""
+async def receive(
+    port: int, subject: str, messages: int, timeout_s: float, from_ms: int = 0, until_ms: int = 1 << 62
+) -> dict[str, Any]:
+    """Take messages until all have come; measure those that are due in `[from_ms, until_ms)`."""
     receiver = Receiver(subject)
     await receiver.open(Endpoint("127.0.0.1", port), os.environ["QMQ_TOKEN"], "earliest")
     for _ in range(4):
@@ -167,10 +172,11 @@ async def receive(port: int, subject: str, messages: int, timeout_s: float) -> d
     while len(receiver.late_ms) < messages and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
         receiver.heartbeat()
-    late = sorted(receiver.late_ms)
     await receiver.close()
-    if len(late) != messages:
-        raise QmqError(f"{len(late)} messages arrived, not {messages}")
+    if len(receiver.late_ms) != messages:
+        raise QmqError(f"{len(receiver.late_ms)} messages arrived, not {messages}")
+    both = zip(receiver.dues_ms, receiver.late_ms, strict=True)
+    late = sorted(late_ms for due_ms, late_ms in both if from_ms <= due_ms < until_ms)
     return {
         "p50_ms": percentile(late, 0.5), "p99_ms": percentile(late, 0.99), "min_ms": late[0], "max_ms": late[-1]
     }  # fmt: skip

@@ -27,7 +27,7 @@ from typing import IO, Any
 from benchmarks.figures import Figure, rounded
 from benchmarks.machine import MIB, Clock, cpu_seconds, describe, free_port, resident_bytes
 from benchmarks.metaserver_load import HOT, group_name, subject_name
-from deploy.plan import write_atomically
+from qmq.deploy.plan import write_atomically
 from qmq.errors import QmqError
 
 GOALS = {
@@ -113,7 +113,9 @@ class Metaserver:
         environ = os.environ | {f"QMQ_METASERVER_{name}": str(value) for name, value in settings.items()}
         began = time.monotonic()
         with (self._dir / "metaserver.log").open("ab") as log:
-            self._process = subprocess.Popen([sys.executable, "-m", "metaserver"], env=environ, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "qmq.metaserver"], env=environ, stdout=log, stderr=log
+            )
         while time.monotonic() - began < 120:
             try:
                 if self._ask("GET", "/meta/address")[0] == 200:

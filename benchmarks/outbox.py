@@ -30,10 +30,10 @@ from benchmarks.figures import percentile
 from benchmarks.machine import cpu_seconds, free_port
 from benchmarks.outbox_application import TABLE, content
 from benchmarks.worker import Worker
-from deploy.cluster import Cluster
-from deploy.plan import write_atomically
-from deploy.processes import Service
 from qmq.control_plane import DIRECT
+from qmq.deploy.cluster import Cluster
+from qmq.deploy.plan import write_atomically
+from qmq.deploy.processes import Service, module_command
 from qmq.outbox.schema import create_statements
 
 GOALS = {"rows_per_s": 5_000, "p99_ratio": 1.2}
@@ -135,7 +135,7 @@ class Watchdog:
             f'metaserver = "{cluster.metaserver}"\ntoken = "{cluster.token}"\nhttp_port = {self._port}\n'
             "refresh_ms = 200\nstats_ms = 600000\n"
         )
-        self.service = Service("watchdog", "watchdog", config, directory / "watchdog.log")
+        self.service = Service("watchdog", module_command("qmq.watchdog", config), directory / "watchdog.log")
         self.service.start()
 
     def stop(self) -> None:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from deploy.plan import HOST, is_free
+from qmq.deploy.plan import HOST, is_free
 from qmq.errors import NotServed
 
 SCRIPTS = Path("/usr/lib/rabbitmq/bin")

@@ -19,7 +19,7 @@ from pamqp import base, commands, frame, header
 
 from benchmarks.figures import percentile
 from benchmarks.worker import answer, texts
-from deploy.plan import HOST
+from qmq.deploy.plan import HOST
 from qmq.errors import NotServed
 
 CHANNEL = 1

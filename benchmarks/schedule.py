@@ -18,9 +18,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from delayserver.schedule import Records, Schedule, id_hash
-from delayserver.wheel import Wheel
 from qmq.codec import encode_message, join_batch
+from qmq.delayserver.schedule import Records, Schedule, id_hash
+from qmq.delayserver.wheel import Wheel
 from qmq.log.delays import Outcome, Place, encode_dispatch, encode_places, encode_settled
 from qmq.log.disk import RealDisk
 from qmq.log.frame import HEADER_BYTES, Frame, FrameKind
@@ -30,6 +30,7 @@ from qmq.types import Epoch
 HOUR_MS = 3_600_000
 SUBJECT = "delayed.order"
 BATCH = 100
+CANCELS = 1000
 BEGIN_MS = 1_800_000_000_000 // HOUR_MS * HOUR_MS
 LOG_START = 4096
 ID = "{:012d}"
@@ -63,6 +64,9 @@ class Frames:
 
     def dispatch(self, places: list[Place], batch: int) -> tuple[Frame, bytes]:
         return self._frame(FrameKind.DISPATCH, encode_dispatch("group", encode_places(places)), len(places), batch)
+
+    def cancel(self, places: list[Place]) -> tuple[Frame, bytes]:
+        return self._frame(FrameKind.CANCEL, encode_places(places), len(places))
 
     def settled(self, batch: int) -> tuple[Frame, bytes]:
         return self._frame(FrameKind.SETTLED, encode_settled([(1, batch, Outcome.STORED)]), 1)
@@ -197,6 +201,45 @@ def one_hour(folder: Path, messages: int) -> dict[str, float]:
     }
 
 
+def campaign(folder: Path, messages: int) -> dict[str, float]:
+    """Messages of one moment, all on the wheel: to take back 1,000 of them, one after the other, by id."""
+    schedule, frames = opened(folder), Frames(BEGIN_MS, 1)
+    fill(schedule, frames, messages)
+    save(schedule)
+    wheel = Wheel()
+    while (piece := schedule.next_piece(BEGIN_MS + 1)) is not None:
+        wheel.add(schedule.handed(piece, piece.read()))
+    loop, find = Stopwatch(), Stopwatch()
+
+    def cancel(records: Records) -> None:
+        frame, body = frames.cancel(_places(records))
+        schedule.decided(frame, records)
+        wheel.remove(schedule.file(frame, body).done)
+
+    for number in range(0, messages, messages // CANCELS):
+        question = loop(schedule.find, None, [id_hash(ID.format(number))], [], [BEGIN_MS])
+        (found,) = find(question.near)
+        loop(cancel, found.record.reshape(1))
+        loop(lambda: wheel.take(BEGIN_MS - 1, 1))  # a beat
+    loop(wheel.__len__)
+    together, find_all = Stopwatch(), Stopwatch()
+    hashes = [id_hash(ID.format(number + 1)) for number in range(0, messages, messages // CANCELS)]
+    question = together(schedule.find, None, hashes, [], [BEGIN_MS])
+    records = np.array([one.record for one in find_all(question.near)])
+    together(cancel, records)
+    together(wheel.__len__)
+    assert len(wheel) == messages - 2 * CANCELS
+    return {
+        "cancel_together_loop_ms": 1e3 * together.cpu_s,
+        "cancel_together_longest_ms": 1e3 * together.longest_s,
+        "cancel_together_find_ms": 1e3 * find_all.cpu_s,
+        "cancel_loop_ms": 1e3 * loop.cpu_s,
+        "cancel_longest_ms": 1e3 * loop.longest_s,
+        "cancel_find_ms_each": 1e3 * find.cpu_s / find.steps,
+        "cancel_find_first_ms": 1e3 * find.longest_s,
+    }
+
+
 def _places(records: Records) -> list[Place]:
     return list(zip(records["number"].tolist(), records["due"].tolist(), strict=True))
 
@@ -205,11 +248,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.schedule", description=__doc__)
     parser.add_argument("--messages", type=int, default=10_000_000, help="spread over 30 days")
     parser.add_argument("--hour", type=int, default=5_000_000, help="messages of one hour")
+    parser.add_argument("--campaign", type=int, default=1_000_000, help="messages of one moment")
+    parser.add_argument("--only", default="", choices=("", "far", "hour", "campaign"))
     parser.add_argument("--folder", type=Path, default=None, help="where the files go; a temporary one by default")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
-        figures = far_ahead(folder / "far", options.messages) | one_hour(folder / "hour", options.hour)
+        figures: dict[str, float] = {}
+        if options.only in ("", "far"):
+            figures |= far_ahead(folder / "far", options.messages)
+        if options.only in ("", "hour"):
+            figures |= one_hour(folder / "hour", options.hour)
+        if options.only in ("", "campaign"):
+            figures |= campaign(folder / "campaign", options.campaign)
     finally:
         shutil.rmtree(folder)
     print(json.dumps({name: round(value, 3) for name, value in figures.items()}, indent=2))

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.figures import Figure
 from benchmarks.machine import Clock
 from benchmarks.worker import Worker
-from deploy.local import Cluster
+from qmq.deploy.local import Cluster
 
 GROUP = "g1"
 IN_FLIGHT = 256

@@ -1,7 +1,7 @@
-"""Shell. `python -m broker`."""
+"""Shell. `python -m qmq.broker`."""
 
 import sys
 
-from broker.main import main
+from qmq.broker.main import main
 
 sys.exit(main())

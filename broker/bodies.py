@@ -18,7 +18,7 @@ from qmq.log.index import FrameRef
 from qmq.replication.ports import Host
 
 KEPT_BYTES = 16 << 20
-"""Frames that were read last and stay in memory; within a reign a log only grows, so they stay right."""
+"""Frames that were read last and stay in memory; within a mastership a log only grows, so they stay right."""
 
 Found = list[tuple[Frame, Buffer]]
 
@@ -44,7 +44,7 @@ class _Wanted:
 
 
 class Bodies:
-    """Made by the delivery; ends with the reign."""
+    """Made by the delivery; ends with the mastership."""
 
     def __init__(self, log: MessageLog, host: Host) -> None:
         self._log, self._host = log, host

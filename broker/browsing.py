@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from broker.browse import MESSAGES_DEFAULT, Browse, Filter, Found, borders, visible_end
-from broker.master import BrokerMaster
-from broker.progress import sequences_kept
+from qmq.broker.browse import MESSAGES_DEFAULT, Browse, Filter, Found, borders, visible_end
+from qmq.broker.master import BrokerMaster
+from qmq.broker.progress import sequences_kept
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame
 from qmq.log import MessageLog

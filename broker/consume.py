@@ -1,6 +1,6 @@
 """Core. Who consumes: subscriptions of connections, their leases, and pulls that wait.
 
-Made by a master when it takes office. All progress is frames of the message log (qmq.log.fold); what lives here is
+Made by a master when it becomes master. All progress is frames of the message log (qmq.log.fold); what lives here is
 only about connections. Which messages a pull gets is decided in `broker.hand_out`.
 """
 
@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from broker.tags import TagRule
+from qmq import ranges
+from qmq.broker.tags import TagRule
 from qmq.errors import InvalidAck, Overloaded, SubscriptionReplaced, UnknownSubscription
 from qmq.log import MessageLog
-from qmq.log.fold import Consumer
+from qmq.log.group import Consumer
+from qmq.log.progress import Departure, Entry
+from qmq.ranges import Range
 from qmq.remoting.commands import Pull
 from qmq.remoting.packet import Packet
 from qmq.replication.ports import Link
@@ -28,6 +31,7 @@ LOOKS_WITHIN_MS = 30_000
 """A subscription that ended is remembered no longer than this, however long its pulls were to wait."""
 LOOKS_IN_LEASE = 4
 """Consumers say that they live thrice in a lease, so that one is never ended by what it said in time."""
+NEVER_MS = 1 << 64
 LOOKING_MS = 1_000
 """How much longer a pull waits while the broker looks for messages that its consumer asks for."""
 
@@ -50,6 +54,8 @@ class Subscription:
     """First pull sequence that this connection was not given."""
     deliveries_max: int = 0
     """Hand-overs of a message before it becomes a dead letter; 0: no limit."""
+    begins: bool = False
+    """Its client says which suspected messages it begins with."""
     rule: TagRule | None = None
     """Which messages it asks for by their tags; None: every message."""
     waiting: deque[WaitingPull] = field(default_factory=deque)
@@ -74,7 +80,7 @@ class Subscription:
 
 
 class Consumption:
-    """Subscriptions of a broker and what each may have next. Used on the loop only; ends with the reign."""
+    """Subscriptions of a broker and what each may have next. Used on the loop only; ends with the mastership."""
 
     def __init__(self, log: MessageLog, *, lease_ms: int, now_ms: int) -> None:
         self._log = log
@@ -89,11 +95,16 @@ class Consumption:
         """Heap of (ms, id, subscription), one for each that waits: a thousand subjects must cost a tick nothing."""
         self.skipped: dict[tuple[str, str], int] = {}
         """(subject, consumer group) -> messages that retention took before the group acked them."""
-        self._due: list[tuple[int, str]] = []
-        """(ms of `Reign.retry_ms`, subject): when returned messages may be handed out again, soonest first."""
-        for (subject, _), group in log.state.groups.items():
-            for entry in group.returned:
-                self.note_due(subject, entry[3])
+        self._due: list[tuple[int, str, str]] = []
+        """(ms of `Mastership.retry_ms`, subject, group): when requeued messages may come again, soonest first."""
+        self._soonest: dict[tuple[str, str], int] = {}
+        """(subject, group) -> the entry of `_due` that counts: a group has one, however much of it waits."""
+        for (subject, name), group in log.state.groups.items():
+            self.note_due(subject, name, group.requeued.next_due_ms(0))
+        self._silent: set[tuple[str, str, str]] = set()
+        """(subject, group, consumer) of clients that do not say what they begin with."""
+        self._begun: dict[tuple[str, str, str], list[Range]] = {}
+        """Pull sequences of suspected messages that consumers began with, as far as they said so to this master."""
         self._seen = {
             (subject, name, consumer): now_ms
             for (subject, name), group in log.state.groups.items()
@@ -104,7 +115,7 @@ class Consumption:
 
     def subscribe(
         self, link: Link, *, subject: str, group: str, consumer: str, held_end: int, now_ms: int,
-        deliveries_max: int = 0, rule: TagRule | None = None,
+        deliveries_max: int = 0, begins: bool = False, rule: TagRule | None = None,
     ) -> Subscription:  # fmt: skip
         """Begin to serve `consumer` on this connection; an older connection of it is served no more.
 
@@ -117,7 +128,9 @@ class Consumption:
         check_name("consumer id", consumer)
         key = (subject, group, consumer)
         self._check_held(*key, held_end)
-        subscription = Subscription(self._next_id, link, subject, group, consumer, held_end, deliveries_max, rule)
+        subscription = Subscription(
+            self._next_id, link, subject, group, consumer, held_end, deliveries_max, begins, rule
+        )
         self._next_id += 1
         if (older := self._by_consumer.get(key)) is not None:
             for waiting in older.waiting:
@@ -174,6 +187,8 @@ class Consumption:
             self._end(subscription, InvalidAck(f"an operator moved {group}; begin anew"))
         for key in [key for key in self._seen if key[:2] == (subject, group)]:
             self.left(*key)
+            self._begun.pop(key, None)
+            self._silent.discard(key)
 
     def _end(self, subscription: Subscription, why: InvalidAck) -> None:
         """What it was handed is others' from now on; who still holds it must not hear that an ack of it counts."""
@@ -208,6 +223,29 @@ class Consumption:
 
     def left(self, subject: str, group: str, consumer: str) -> None:
         self._seen.pop((subject, group, consumer), None)
+
+    def says(self, subscription: Subscription) -> None:
+        """From now on its client decides what counts if the consumer vanishes."""
+        (self._silent.discard if subscription.begins else self._silent.add)(subscription.key)
+
+    def begin(self, subscription: Subscription, begun: list[Range]) -> None:
+        """Its consumer begins with these pull sequences, and may be gone the next moment."""
+        if subscription.key not in self._silent:
+            self._begun[subscription.key] = ranges.union([*self._begun.get(subscription.key, ()), *begun])
+
+    def departure(self, key: tuple[str, str, str], *, told: bool) -> list[Entry]:
+        """Return how the departure of a consumer is written down, and forget what it began with.
+
+        A new master knows neither who says it nor what was said: it counts nothing, and goes on suspecting.
+        """
+        begun, is_silent = self._begun.pop(key, []), key in self._silent
+        self._silent.discard(key)
+        if told or is_silent:
+            return [(Departure.TOLD if told else Departure.VANISHED, 0, 0)]
+        consumer = self.consumer(*key) or Consumer()
+        unacked = [(one.pull, one.pull_end) for one in consumer.unacked]
+        counted = ranges.difference(unacked, ranges.difference(unacked, begun))
+        return [(Departure.SUSPECTED, 0, 0), *((begin, end, 0) for begin, end in counted)]
 
     def groups_present(self) -> set[tuple[str, str]]:
         """Return (subject, consumer group) of those with a consumer whose lease goes on."""
@@ -302,16 +340,25 @@ class Consumption:
 
     # Returned messages.
 
-    def note_due(self, subject: str, due_ms: int) -> None:
-        """Messages of the subject wait until `due_ms`."""
-        if due_ms:
-            heappush(self._due, (due_ms, subject))
+    def note_due(self, subject: str, group: str, due_ms: int | None) -> None:
+        """Messages of the group wait until `due_ms`, at the soonest; None: none do."""
+        key = (subject, group)
+        if due_ms and due_ms < self._soonest.get(key, NEVER_MS):
+            self._soonest[key] = due_ms
+            heappush(self._due, (due_ms, *key))
 
     def due(self, now_ms: int) -> list[str]:
-        """Take away and return the subjects with messages that are due by now."""
+        """Take away and return the subjects with messages that may be due by now."""
         subjects: dict[str, None] = {}
         while self._due and self._due[0][0] <= now_ms:
-            subjects[heappop(self._due)[1]] = None
+            due_ms, *key = heappop(self._due)
+            subject, group = key
+            if self._soonest.get((subject, group)) != due_ms:
+                continue  # an earlier one came, and was noted too
+            del self._soonest[subject, group]
+            subjects[subject] = None
+            if (known := self._log.state.groups.get((subject, group))) is not None:
+                self.note_due(subject, group, known.requeued.next_due_ms(now_ms))
         return list(subjects)
 
     def note_skipped(self, subject: str, group: str, messages: int) -> None:

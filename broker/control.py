@@ -1,4 +1,4 @@
-"""Shell. The broker's gRPC port: what every process of a pair answers, and consumers and messages for operators."""
+"""Shell. The broker's gRPC port: what every process of a group answers, and consumers and messages for operators."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from broker import progress
-from broker.browsing import Browsing
-from broker.master import BrokerMaster
-from broker.settings import BrokerSettings
+from qmq.broker import progress
+from qmq.broker.browsing import Browsing
+from qmq.broker.master import BrokerMaster
+from qmq.broker.settings import BrokerSettings
 from qmq.errors import CallError, CorruptFrame, DiskFailed, MissingRight, QmqError
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import CONSUME
 from qmq.rpc_access import caller
-from qmq.server.control import PairControl
+from qmq.server.control import CopyControl
 from qmq.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ GROUPS_AT_A_TIME = 200
 SAFE_S = 10.0
 
 
-class Control(PairControl[BrokerMaster]):
+class Control(CopyControl[BrokerMaster]):
     """Made by main; its server ends with the process."""
 
     def __init__(self, service: Service[BrokerMaster], settings: BrokerSettings) -> None:
@@ -61,7 +61,6 @@ class Control(PairControl[BrokerMaster]):
                     raise
                 found.append(0)  # retention took it meanwhile
         return found
-
 
     async def Browse(self, request: pb.BrowseRequest, context: Any) -> pb.BrowseAnswer:
         """PERMISSION_DENIED: the token may not consume from the subject. Others: see qmq.proto."""

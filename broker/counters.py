@@ -1,4 +1,4 @@
-"""Core. What a broker did as master, for metrics; goes on from one reign to the next."""
+"""Core. What a broker did as master, for metrics; goes on from one mastership to the next."""
 
 from __future__ import annotations
 

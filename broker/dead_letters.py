@@ -3,6 +3,8 @@
 The copy is a message of `%DEAD_RETRY%subject%group` in the same log, with what is known of its fate among its
 properties; right behind it stands the ack of the original. A copy carries the original's sequence as its batch number:
 whoever finds the original still un-acked, because the process ended between the two, does not store it again.
+
+Keeps I22.
 """
 
 from __future__ import annotations
@@ -14,15 +16,15 @@ from functools import partial
 from hashlib import blake2b
 from zlib import crc32
 
-from broker.consume import Consumption
-from broker.counters import Counters
+from qmq.broker.consume import Consumption
+from qmq.broker.counters import Counters
 from qmq.codec import Buffer, join_batch, slice_batch, split_batch, with_properties
 from qmq.errors import CorruptFrame, InvalidAck, InvalidMessage, LogError, NotServed, QmqError
 from qmq.log.fold import BATCHES_PER_PRODUCER
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.index import FrameRef
 from qmq.replication.ack_gate import Answer
-from qmq.replication.reign import Reign
+from qmq.replication.mastership import Mastership
 from qmq.subjects import dead_letter_subject, parse_derived
 
 Key = tuple[str, str, str]
@@ -52,10 +54,12 @@ class _Burial:
 
 
 class DeadLetters:
-    """Made by `broker.delivery`; ends with the reign. `wake(subject)` is called when a subject got messages."""
+    """Made by `broker.delivery`; ends with the mastership. `wake(subject)` is called when a subject got messages."""
 
-    def __init__(self, reign: Reign, counters: Counters, consumption: Consumption, wake: Callable[[str], None]) -> None:
-        self._reign, self._counters = reign, counters
+    def __init__(
+        self, mastership: Mastership, counters: Counters, consumption: Consumption, wake: Callable[[str], None]
+    ) -> None:
+        self._mastership, self._counters = mastership, counters
         self._consumption, self._wake = consumption, wake
         self._burials: deque[_Burial] = deque()
         self._left = COPIES_PER_TURN
@@ -80,13 +84,13 @@ class DeadLetters:
 
     def go_on(self) -> None:
         """Take up what had to wait: for the slave, or for a swap that did not come."""
-        is_damaged = self._reign.log.damage is not None
+        is_damaged = self._mastership.log.damage is not None
         for burial in list(self._burials):
             burial.rests = burial.rests and is_damaged
             self._go_on(burial)
 
-    def resign(self, error: QmqError) -> None:
-        """The reign is over: what is not done is still un-acked, and the next master's."""
+    def step_down(self, error: QmqError) -> None:
+        """The mastership is over: what is not done is still un-acked, and the next master's."""
         self._is_over = True
         burials, self._burials = self._burials, deque()
         for burial in burials:
@@ -96,7 +100,7 @@ class DeadLetters:
     def _go_on(self, burial: _Burial) -> None:
         while burial.ranges and not burial.is_reading and not burial.rests and self._may_store():
             if self._left <= 0:
-                self._reign.host.turn_soon()
+                self._mastership.host.pass_soon()
                 return
             self._step(burial)
         if not burial.ranges and not burial.is_reading and burial in self._burials:
@@ -106,11 +110,11 @@ class DeadLetters:
 
     def _may_store(self) -> bool:
         """Nothing new is stored on one copy alone, and nothing at all by whom is no master any more."""
-        return self._reign.may_progress and not self._reign.gate.alone and not self._is_over
+        return self._mastership.may_progress and not self._mastership.gate.no_slave_in_sync and not self._is_over
 
     def _step(self, burial: _Burial) -> None:
         """Bury what lies in the next few frames; read them first if they are not in memory."""
-        reign, log, (subject, *_) = self._reign, self._reign.log, burial.key
+        mastership, log, (subject, *_) = self._mastership, self._mastership.log, burial.key
         found = self._held(burial)
         if found is None:
             self._left -= 1
@@ -133,7 +137,7 @@ class DeadLetters:
             self._store(burial, [found for found in bodies if found is not None])
             return
         burial.is_reading = True
-        reign.host.read(partial(log.read_bodies, refs), partial(self._read, burial))
+        mastership.host.read(partial(log.read_bodies, refs), partial(self._read, burial))
 
     def _read(self, burial: _Burial, bodies: list[tuple[Frame, Buffer]] | LogError) -> None:
         burial.is_reading = False
@@ -150,7 +154,7 @@ class DeadLetters:
 
     def _damaged(self, burial: _Burial, problem: CorruptFrame) -> None:
         """The messages stay un-acked; who asked asks again after the repair, and if nobody did, it goes on then."""
-        self._reign.found_damage(problem)
+        self._mastership.found_damage(problem)
         if burial.answer is None:
             burial.rests = True
             return
@@ -165,14 +169,14 @@ class DeadLetters:
         consumer = self._consumption.consumer(*burial.key)
         begin, end = burial.ranges[0]
         try:
-            held = consumer.held(begin, end) if consumer is not None else []
+            held = consumer.unacked_in(begin, end) if consumer is not None else []
         except InvalidAck:
             held = []  # it left, and what it holds since is other messages
         if consumer is None or not held:
             return None
         burial.ranges[0] = held[0][0], end
-        entry = consumer.entry_of(held[0][0])
-        return entry[1] + held[0][0] - entry[0], min(held[0][1], entry[0] + entry[2]) - held[0][0]
+        first = consumer.range_of(held[0][0]).part(*held[0])
+        return first.first, first.count
 
     def _store(self, burial: _Burial, bodies: list[tuple[Frame, Buffer]]) -> None:
         """Store copies of what is still held in these frames, and settle it."""
@@ -192,8 +196,8 @@ class DeadLetters:
                 self._settle(burial, end - begin)
 
     def _copy(self, burial: _Burial, sequence: int, data: bytes) -> None:
-        reign, (subject, group, _) = self._reign, burial.key
-        name, state = dead_letter_subject(subject, group), reign.log.state
+        mastership, (subject, group, _) = self._mastership, burial.key
+        name, state = dead_letter_subject(subject, group), mastership.log.state
         producer = _producer(subject, group)
         stored = state.repeated(producer, sequence)
         if stored is not None and stored.end > state.groups[subject, group].began:
@@ -204,23 +208,23 @@ class DeadLetters:
         except InvalidMessage:
             pass  # whatever these bytes are, they are kept as they came
         body = join_batch([data])
-        reign.log.append(
-            FrameKind.MESSAGES, name, body, body_crc=crc32(body), epoch=reign.epoch, count=1,
-            high_watermark=reign.gate.high_watermark, timestamp_ms=reign.host.now_ms(),
+        mastership.log.append(
+            FrameKind.MESSAGES, name, body, body_crc=crc32(body), epoch=mastership.epoch, count=1,
+            high_watermark=mastership.gate.high_watermark, timestamp_ms=mastership.host.now_ms(),
             first_sequence=state.next_sequence.get(name, 0), producer=producer, batch=sequence,
         )  # fmt: skip
         self._counters.dead_letters += 1
         self._wake(name)
-        reign.host.turn_soon()
+        mastership.host.pass_soon()
 
     def _times(self, burial: _Burial) -> int:
         consumer = self._consumption.consumer(*burial.key)
-        return consumer.entry_of(burial.ranges[0][0])[3] if consumer is not None else 0
+        return consumer.range_of(burial.ranges[0][0]).deliveries if consumer is not None else 0
 
     def _settle(self, burial: _Burial, messages: int) -> None:
         """Ack the first messages of the burial's first range."""
         begin, end = burial.ranges[0]
-        self._reign.append_progress(FrameKind.ACK, burial.key, [(begin, begin + messages, 0)])
+        self._mastership.append_progress(FrameKind.ACK, burial.key, [(begin, begin + messages, 0)])
         if begin + messages < end:
             burial.ranges[0] = begin + messages, end
         else:

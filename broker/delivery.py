@@ -1,154 +1,167 @@
 """Core. A master's part towards consumers: write down who gets what, hand it over when that is safe, take acks.
 
 Which messages a pull gets is decided in `broker.hand_out`; here it becomes frames of progress, in
-`broker.handing_over` answers.
+`broker.sending` answers.
+
+Keeps I9.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from functools import partial
 
-from broker import progress
-from broker.consume import Consumption, Subscription, WaitingPull
-from broker.counters import Counters
-from broker.dead_letters import DeadLetters
-from broker.hand_out import HandOut, choose
-from broker.handing_over import HandingOver
-from broker.labels import Sight
-from broker.offline import Offline
-from broker.selection import Reading, Selection
-from broker.settings import BrokerSettings
-from broker.tags import TagRule
-from broker.terms import read_terms
-from broker.turns import OWED_BYTES_MAX, TRY_BYTES, Turns
+from qmq.broker import progress
+from qmq.broker.consume import Consumption, Subscription, WaitingPull
+from qmq.broker.counters import Counters
+from qmq.broker.dead_letters import DeadLetters
+from qmq.broker.filtering import Filtering, Reading
+from qmq.broker.hand_out import HandOut, choose
+from qmq.broker.labels import Sight
+from qmq.broker.offline import Offline
+from qmq.broker.sending import Sending
+from qmq.broker.settings import BrokerSettings
+from qmq.broker.tags import TagRule
+from qmq.broker.terms import read_terms
+from qmq.broker.turns import OWED_BYTES_MAX, TRY_BYTES, Turns
 from qmq.errors import CorruptFrame, ErrorCode, InvalidRequest, LogError, NotServed, OperatorError, QmqError
-from qmq.log.fold import Consumer
 from qmq.log.frame import FrameKind
-from qmq.log.progress import Entry
+from qmq.log.group import Consumer
+from qmq.log.progress import NOT_BEGUN, Entry
 from qmq.remoting import commands
 from qmq.remoting.commands import RANGES_MAX, Pull, Verdict
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import Answer
+from qmq.replication.mastership import Mastership, answering
 from qmq.replication.ports import Link
-from qmq.replication.reign import Reign, answering
 from qmq.subjects import is_dead_letter_subject
 
 FORGET_EVERY_MS = 60_000
+log = logging.getLogger(__name__)
 
 
 class Delivery:
-    """Made by the master; ends with the reign."""
+    """Made by the master; ends with the mastership."""
 
-    def __init__(self, reign: Reign, settings: BrokerSettings, counters: Counters) -> None:
-        self._reign, self._settings, self._counters = reign, settings, counters
-        self.consumption = Consumption(reign.log, lease_ms=settings.lease_ms, now_ms=reign.host.monotonic_ms())
-        self._dead_letters = DeadLetters(reign, counters, self.consumption, self.wake)
-        self._selection = Selection(reign.log, lambda: self.consumption.connected)
-        reign.before_progress = self._changing
+    def __init__(self, mastership: Mastership, settings: BrokerSettings, counters: Counters) -> None:
+        self._mastership, self._settings, self._counters = mastership, settings, counters
+        self.consumption = Consumption(
+            mastership.log, lease_ms=settings.lease_ms, now_ms=mastership.host.monotonic_ms()
+        )
+        self._dead_letters = DeadLetters(mastership, counters, self.consumption, self.wake)
+        self._filtering = Filtering(mastership.log, lambda: self.consumption.connected)
+        mastership.before_progress = self._changing
         self._woken: dict[str, None] = {}
         self._turns = Turns()
-        self._handing_over = HandingOver(reign, counters, self._turns, self.writable_again)
+        self._sending = Sending(mastership, counters, self._turns, self.writable_again)
         self._offline = Offline()
         self._forgot_ms = 0
+        self._full: set[tuple[str, str]] = set()
+        """(subject, group) of those that postpone more than may wait, once logged."""
 
     # Requests.
 
     def subscribe(self, link: Link, packet: Packet) -> None:
-        reign = self._reign
-        reign.check_may_progress()
+        mastership = self._mastership
+        mastership.check_may_progress()
         f = read_terms(packet)
         subject, group, consumer = f["subject"], f["group"], f["consumer"]
-        is_new = (subject, group) not in reign.log.state.groups
+        is_new = (subject, group) not in mastership.log.state.groups
         position = self._first_position(subject, f["start"], f["since_ms"]) if is_new else 0
         subscription = self.consumption.subscribe(
             link, subject=subject, group=group, consumer=consumer, held_end=f["held_end"],
-            now_ms=reign.host.monotonic_ms(), deliveries_max=f["deliveries_max"],
+            now_ms=mastership.host.monotonic_ms(), deliveries_max=f["deliveries_max"], begins=f["begins"],
             rule=TagRule.of(f["tags"], is_all=f["tag_mode"] == "all"),
         )  # fmt: skip
-        self._selection.joined(subscription)
+        self._filtering.joined(subscription)
         known = self.consumption.consumer(*subscription.key)
         if is_new:
             # The position of a new group is written down at once, or a restart would move it (W8).
             entry = position, int(f["broadcast"]), 0
-            reign.append_progress(FrameKind.POSITION, (subject, group, ""), [entry])
+            mastership.append_progress(FrameKind.POSITION, (subject, group, ""), [entry])
         elif known is not None and known.unacked and f["is_new"] and not f["held_end"]:
             # A new process of an old name: what the old one began with counts as handed out, or a message that kills
             # each process that gets it would never become a dead letter.
             self._consumer_leaves(subscription.key, told=False)
             known = None
-        elif known is not None and (dead := known.handed_out_more_than(subscription.deliveries_max)):
+        elif known is not None and (dead := known.delivered_more_than(subscription.deliveries_max)):
             self._bury(subscription, dead)  # the former master was about to
-        joined = reign.log.state.groups[subject, group]
+        self.consumption.says(subscription)
+        joined = mastership.log.state.groups[subject, group]
         if joined.is_broadcast and consumer not in joined.consumers:
             # Or nobody would know that it was there, and left, while nothing came for it.
-            reign.append_progress(FrameKind.PULL, subscription.key, [])
+            mastership.append_progress(FrameKind.PULL, subscription.key, [])
         unacked = known.unacked_below(f["held_end"], subscription.deliveries_max) if known else []
         answer = commands.encode_json(
             subscription=subscription.id, acked_end=known.acked_end if known else 0, unacked=unacked[:RANGES_MAX],
-            lease_ms=self._settings.lease_ms,
+            lease_ms=self._settings.lease_ms, begins=True,
         )  # fmt: skip
-        reign.answer_when_safe(link, packet, answer)
+        mastership.answer_when_safe(link, packet, answer)
 
     def _first_position(self, subject: str, start: str, since_ms: int) -> int:
-        log = self._reign.log
+        log = self._mastership.log
         try:
             first, end = progress.sequences_kept(log, subject)
             if start == "since":
                 return progress.first_since(log, subject, since_ms)
         except CorruptFrame as problem:
-            self._reign.found_damage(problem)
+            self._mastership.found_damage(problem)
             raise NotServed("this copy is damaged where it had to be read, and is being repaired; ask again") from None
         return first if start == "earliest" else end
 
     def pull(self, link: Link, packet: Packet) -> None:
-        reign = self._reign
-        reign.check_may_progress()
+        mastership = self._mastership
+        mastership.check_may_progress()
         pull = commands.decode_pull(packet.body)
         if not pull.messages_max:
             raise InvalidRequest("a pull asks for at least one message")
-        now_ms = reign.host.monotonic_ms()
+        now_ms = mastership.host.monotonic_ms()
         subscription = self.consumption.find(link, pull.subscription, now_ms)
         waiting = WaitingPull(link, packet, pull, now_ms + pull.timeout_ms)
         self.consumption.wait(subscription, waiting, now_ms)
         self._offer(subscription)
 
     def ack(self, link: Link, packet: Packet) -> None:
-        reign = self._reign
-        reign.check_may_progress()
+        mastership = self._mastership
+        mastership.check_may_progress()
         ack = commands.decode_ack(packet.body)
-        subscription = self.consumption.find(link, ack.subscription, reign.host.monotonic_ms())
+        subscription = self.consumption.find(link, ack.subscription, mastership.host.monotonic_ms())
         consumer = self._consumer(subscription)
-        held = [one for begin, end in ack.ranges for one in consumer.held(begin, end)]
+        held = [one for begin, end in ack.ranges for one in consumer.unacked_in(begin, end)]
         if held:
-            reign.append_progress(FrameKind.ACK, subscription.key, _entries(held))
+            mastership.append_progress(FrameKind.ACK, subscription.key, _entries(held))
             self._counters.acked_messages += sum(end - begin for begin, end in held)
             self._freed(subscription)
-        reign.answer_when_safe(link, packet, commands.encode_acked(consumer.acked_end))
+        mastership.answer_when_safe(link, packet, commands.encode_acked(consumer.acked_end))
 
     def nack(self, link: Link, packet: Packet) -> None:
         """Give messages back for a later hand-over, or for good; the answer comes when that is done."""
-        reign = self._reign
-        reign.check_may_progress()
+        mastership = self._mastership
+        mastership.check_may_progress()
         nack = commands.decode_nack(packet.body)
-        subscription = self.consumption.find(link, nack.subscription, reign.host.monotonic_ms())
+        subscription = self.consumption.find(link, nack.subscription, mastership.host.monotonic_ms())
         consumer = self._consumer(subscription)
-        now_ms = reign.retry_ms()
+        now_ms = mastership.retry_ms()
         later: list[Entry] = []
         dead: list[tuple[int, int]] = []
         for begin, end, delay_ms, verdict in nack.entries:
-            held = consumer.held(begin, end)
+            held = consumer.unacked_in(begin, end)
             if verdict == Verdict.DEAD_LETTER:
                 dead += held
             else:
-                later += [(*one, now_ms + delay_ms if delay_ms else 0) for one in held]
+                due_ms = NOT_BEGUN if verdict == Verdict.NOT_BEGUN else now_ms + delay_ms if delay_ms else 0
+                later += [(*one, due_ms) for one in held]
+        if any(due_ms not in (0, NOT_BEGUN) for _, _, due_ms in later):
+            self._check_may_postpone(subscription)
         if dead:
             self._check_may_bury(subscription)
         if later:
-            reign.append_progress(FrameKind.NACK, subscription.key, later)
+            mastership.append_progress(FrameKind.NACK, subscription.key, later)
             self._counters.nacked_messages += sum(end - begin for begin, end, _ in later)
             for _, _, due_ms in later:
-                self.consumption.note_due(subscription.subject, due_ms)
+                if due_ms != NOT_BEGUN:
+                    self.consumption.note_due(subscription.subject, subscription.group, due_ms)
             self.wake(subscription.subject)
 
         def answer(error: QmqError | None) -> None:
@@ -156,15 +169,44 @@ class Delivery:
                 link.refuse(packet, error)
                 return
             self._freed(subscription)
-            reign.answer_when_safe(link, packet, commands.encode_acked(self._consumer(subscription).acked_end))
+            mastership.answer_when_safe(link, packet, commands.encode_acked(self._consumer(subscription).acked_end))
 
         self._dead_letters.bury(subscription.key, dead, nack.reason, answer)
+
+    def begin(self, link: Link, packet: Packet) -> None:
+        """Take note of what a consumer begins with now. It is not written down: a master that is swapped at that very
+        moment counts one attempt too few."""
+        begun = commands.decode_ack(packet.body)
+        subscription = self.consumption.find(link, begun.subscription, self._mastership.host.monotonic_ms())
+        consumer = self._consumer(subscription)
+        for begin, end in begun.ranges:
+            consumer.check_given(begin, end)
+        self.consumption.begin(subscription, begun.ranges)
+        link.answer(packet)
+
+    def _check_may_postpone(self, subscription: Subscription) -> None:
+        """What is postponed beyond the bound stays with its consumer, which asks again; what is new goes on."""
+        key = subscription.key[:2]
+        if len(self._mastership.log.state.groups[key].requeued) < progress.REQUEUED_RANGES_MAX:
+            self._full.discard(key)
+            return
+        if key not in self._full:
+            self._full.add(key)
+            log.warning(
+                "too much is postponed, what is more stays with its consumers cause=postponed subject=%s group=%s "
+                "ranges=%d", *key, progress.REQUEUED_RANGES_MAX,
+            )  # fmt: skip
+        raise NotServed(
+            f"{key[1]} has {progress.REQUEUED_RANGES_MAX} ranges of {key[0]} that wait for their time; ask again"
+        )
 
     def _check_may_bury(self, subscription: Subscription) -> None:
         if is_dead_letter_subject(subscription.subject):
             raise InvalidRequest("a dead letter does not become one again; ack it, or let it come again")
-        if self._reign.gate.alone:
-            raise NotServed(f"the slave of {self._reign.group} is missing, and nothing new is stored before it is back")
+        if self._mastership.gate.no_slave_in_sync:
+            raise NotServed(
+                f"the slave of {self._mastership.group} is missing, and nothing new is stored before it is back"
+            )
 
     def _consumer(self, subscription: Subscription) -> Consumer:
         return self.consumption.consumer(*subscription.key) or Consumer()
@@ -175,8 +217,8 @@ class Delivery:
 
     def _changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
         """Progress is about to be written: what is settled frees its key, for others of the group too."""
-        self._selection.changing(kind, key, entries)
-        if kind != FrameKind.PULL and key[0] in self._reign.log.state.ordered:
+        self._filtering.changing(kind, key, entries)
+        if kind != FrameKind.PULL and key[0] in self._mastership.log.state.ordered:
             self.wake(key[0])
 
     def move_group(
@@ -190,39 +232,39 @@ class Delivery:
         Raises:
             OperatorError, NotServed, NotMaster: that cannot be done now; says why. Nothing changed.
         """
-        reign = self._reign
-        reign.check_may_progress()
+        mastership = self._mastership
+        mastership.check_may_progress()
         try:
-            reset = progress.plan_reset(reign.log, subject, group, to, value)
+            reset = progress.plan_reset(mastership.log, subject, group, to, value)
         except CorruptFrame as problem:
-            reign.found_damage(problem)
+            mastership.found_damage(problem)
             raise NotServed("this copy is damaged where it had to be read, and is being repaired; ask again") from None
-        if reign.gate.alone:
+        if mastership.gate.no_slave_in_sync:
             # Consumers would act on it at once, and a master that never heard of it would undo it.
-            raise OperatorError(f"the slave of {reign.group} is missing and would not know it: start it first")
+            raise OperatorError(f"the slave of {mastership.group} is missing and would not know it: start it first")
         if not dry_run:
-            is_broadcast = reign.log.state.groups[subject, group].is_broadcast
-            reign.append_progress(FrameKind.POSITION, (subject, group, ""), [(reset.after, int(is_broadcast), 0)])
+            is_broadcast = mastership.log.state.groups[subject, group].is_broadcast
+            mastership.append_progress(FrameKind.POSITION, (subject, group, ""), [(reset.after, int(is_broadcast), 0)])
             self.consumption.move(subject, group)
-            reign.gate.stored(reign.log.end, answer)
+            mastership.gate.stored(mastership.log.end, answer)
         return reset
 
     def heartbeat(self, link: Link, packet: Packet) -> None:
-        self.consumption.heartbeat(link, self._reign.host.monotonic_ms())
+        self.consumption.heartbeat(link, self._mastership.host.monotonic_ms())
         link.answer(packet)
 
     def unsubscribe(self, link: Link, packet: Packet) -> None:
-        reign = self._reign
-        reign.check_may_progress()
+        mastership = self._mastership
+        mastership.check_may_progress()
         f = commands.decode_json(packet.body, subscription=int)
-        subscription = self.consumption.find(link, f["subscription"], reign.host.monotonic_ms())
+        subscription = self.consumption.find(link, f["subscription"], mastership.host.monotonic_ms())
         for waiting in subscription.waiting:
             link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
         self.consumption.forget(subscription)
         self.consumption.left(*subscription.key)
-        if subscription.consumer in reign.log.state.groups[subscription.subject, subscription.group].consumers:
+        if subscription.consumer in mastership.log.state.groups[subscription.subject, subscription.group].consumers:
             self._consumer_leaves(subscription.key, told=True)
-            reign.gate.progress(reign.log.end, 0, answering(link, packet, b""))
+            mastership.gate.progress(mastership.log.end, 0, answering(link, packet, b""))
         else:
             link.answer(packet)
 
@@ -243,14 +285,14 @@ class Delivery:
     def _line_up(self, subscriptions: list[Subscription]) -> None:
         for subscription in subscriptions:
             self._turns.add(subscription)
-        self._reign.host.turn_soon()
+        self._mastership.host.pass_soon()
 
     def take_turns(self) -> None:
         """At the end of a turn of the loop: serve who waits for what came, as long as one of ours may take."""
         turns = self._turns
         turns.begin()
         self._dead_letters.new_turn()
-        for subject in self._selection.new_turn():
+        for subject in self._filtering.new_turn():
             self.wake(subject)
         if self._woken:
             woken, self._woken = self._woken, {}
@@ -261,7 +303,7 @@ class Delivery:
             if self._take_turn(entry):
                 turns.add(entry)
         if not turns.is_over:
-            self._reign.host.turn_soon()
+            self._mastership.host.pass_soon()
 
     def _take_turn(self, entry: Subscription | tuple[str, str]) -> bool:
         """Serve one pull; return whether there may be more for them."""
@@ -274,9 +316,9 @@ class Delivery:
         return False
 
     def _may_have_more(self, subject: str, name: str) -> bool:
-        state = self._reign.log.state
+        state = self._mastership.log.state
         group = state.groups.get((subject, name))
-        return group is not None and (bool(group.returned) or group.position < state.next_sequence.get(subject, 0))
+        return group is not None and (bool(group.requeued) or group.position < state.next_sequence.get(subject, 0))
 
     def switch_off(self, rules: Iterable[tuple[str, str, str]]) -> None:
         """From now on hand nothing to these consumers; who is not among them any more is served at once."""
@@ -284,15 +326,15 @@ class Delivery:
         self.serve_all()
 
     def answer_overdue(self, now_ms: int) -> None:
-        for waiting in self.consumption.overdue(now_ms, self._selection.is_looking):
+        for waiting in self.consumption.overdue(now_ms, self._filtering.is_looking):
             waiting.link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
 
     def tick(self, now_ms: int) -> None:
         """Retries that are due, consumers that are gone, groups that nobody needs. `now_ms` never jumps."""
         self.consumption.ticked(now_ms)
-        if self._reign.may_progress:
-            retry_ms = self._reign.retry_ms()
-            for subject in (*self.consumption.due(retry_ms), *self._selection.overdue(retry_ms)):
+        if self._mastership.may_progress:
+            retry_ms = self._mastership.retry_ms()
+            for subject in (*self.consumption.due(retry_ms), *self._filtering.overdue(retry_ms)):
                 self.wake(subject)
             for key in self.consumption.expired(now_ms):
                 self._consumer_leaves(key, told=False)
@@ -303,17 +345,17 @@ class Delivery:
 
     def _forget_broadcasts(self) -> None:
         """A broadcast consumer that stays away would pin the log, and its like would fill the memory (W20)."""
-        reign = self._reign
-        oldest_ms = reign.host.now_ms() - int(self._settings.broadcast_forget_hours * 3_600_000)
+        mastership = self._mastership
+        oldest_ms = mastership.host.now_ms() - int(self._settings.broadcast_forget_hours * 3_600_000)
         present = self.consumption.groups_present()
-        for (subject, name), group in list(reign.log.state.groups.items()):
+        for (subject, name), group in list(mastership.log.state.groups.items()):
             if group.is_broadcast and group.left_ms < oldest_ms and not group.consumers:
                 if (subject, name) not in present:
-                    reign.append_progress(FrameKind.POSITION, (subject, name, ""), [])
+                    mastership.append_progress(FrameKind.POSITION, (subject, name, ""), [])
 
-    def resign(self, error: QmqError) -> None:
-        """The reign is over: whoever waits asks the next master."""
-        self._dead_letters.resign(error)
+    def step_down(self, error: QmqError) -> None:
+        """The mastership is over: whoever waits asks the next master."""
+        self._dead_letters.step_down(error)
         for subscription in self.consumption.all_waiting():
             while subscription.waiting:
                 waiting = self.consumption.take_waiting(subscription)
@@ -332,7 +374,7 @@ class Delivery:
         """Serve a subscription; if there is nothing for it, answer the pulls that do not want to wait."""
         if self._serve(subscription):
             return True
-        if self._selection.is_looking(subscription):
+        if self._filtering.is_looking(subscription):
             return False
         for waiting in [waiting for waiting in subscription.waiting if not waiting.pull.timeout_ms]:
             self.consumption.give_up(subscription, waiting)
@@ -341,7 +383,7 @@ class Delivery:
 
     def _serve(self, subscription: Subscription) -> bool:
         """Answer the oldest pull that waits, if there is something for it; return whether there was."""
-        if not self._reign.may_progress or subscription.key in self._offline:
+        if not self._mastership.may_progress or subscription.key in self._offline:
             return False
         while (pull := self._next_pull(subscription)) is not None:
             hand_out = self._choose(subscription, pull)
@@ -349,13 +391,13 @@ class Delivery:
                 return False
             self._write_down(subscription, hand_out)
             if hand_out.parts:
-                self._handing_over.begin(subscription, self.consumption.take_waiting(subscription), hand_out)
+                self._sending.begin(subscription, self.consumption.take_waiting(subscription), hand_out)
                 return True
         return False
 
     def _next_pull(self, subscription: Subscription) -> Pull | None:
         """Return the oldest pull that waits and may be answered; what is overdue costs no work and no message."""
-        link, now_ms = subscription.link, self._reign.host.monotonic_ms()
+        link, now_ms = subscription.link, self._mastership.host.monotonic_ms()
         while subscription.waiting and link.writable and link.owed_bytes < OWED_BYTES_MAX:
             waiting = subscription.waiting[0]
             if not waiting.pull.timeout_ms or waiting.deadline_ms > now_ms:
@@ -365,16 +407,16 @@ class Delivery:
         return None
 
     def _choose(self, subscription: Subscription, pull: Pull) -> HandOut | None:
-        reign = self._reign
+        mastership = self._mastership
         self._turns.spend(TRY_BYTES)
-        limit = reign.gate.high_watermark if reign.gate.alone else reign.log.end
-        now_ms, single = reign.retry_ms(), None
-        if self._selection.concerns(subscription):
-            single = partial(self._selection.choose, subscription, now_ms)
+        limit = mastership.gate.high_watermark if mastership.gate.no_slave_in_sync else mastership.log.end
+        now_ms, single = mastership.retry_ms(), None
+        if self._filtering.concerns(subscription):
+            single = partial(self._filtering.choose, subscription, now_ms)
         try:
-            return choose(reign.log, subscription, pull, data_limit=limit, now_ms=now_ms, single=single)
+            return choose(mastership.log, subscription, pull, data_limit=limit, now_ms=now_ms, single=single)
         except CorruptFrame as problem:  # an index had to be made again, and its segment is damaged
-            reign.found_damage(problem)
+            mastership.found_damage(problem)
             return None
         finally:
             if single is not None:
@@ -382,29 +424,29 @@ class Delivery:
 
     def _read_on(self) -> None:
         """Read what pulls wait for, to see which messages are theirs."""
-        if self._selection.is_tired:
-            self._reign.host.turn_soon()
-        for reading in self._selection.take_readings():
-            self._reign.host.read(reading.job, partial(self._was_read, reading))
+        if self._filtering.is_tired:
+            self._mastership.host.pass_soon()
+        for reading in self._filtering.take_readings():
+            self._mastership.host.read(reading.job, partial(self._was_read, reading))
 
     def _was_read(self, reading: Reading, found: Sight | LogError) -> None:
-        self._selection.was_read(reading, found)
+        self._filtering.was_read(reading, found)
         if isinstance(found, CorruptFrame):
-            self._reign.found_damage(found)  # who waits asks again
-            if found.offset < self._reign.log.start:  # no damage: retention took it meanwhile
+            self._mastership.found_damage(found)  # who waits asks again
+            if found.offset < self._mastership.log.start:  # no damage: retention took it meanwhile
                 self.wake(reading.subject)
-                self._reign.host.turn_soon()
+                self._mastership.host.pass_soon()
         elif isinstance(found, LogError):
             raise found
         else:
             self._line_up(self.consumption.waiting_in(reading.subject, reading.group))
 
     def _write_down(self, subscription: Subscription, hand_out: HandOut) -> None:
-        reign = self._reign
+        mastership = self._mastership
         if hand_out.entries:
-            reign.append_progress(FrameKind.PULL, subscription.key, hand_out.entries)
+            mastership.append_progress(FrameKind.PULL, subscription.key, hand_out.entries)
         if hand_out.gone:  # or they would be looked for and counted again by every consumer that comes back
-            reign.append_progress(FrameKind.ACK, subscription.key, _entries(hand_out.gone))
+            mastership.append_progress(FrameKind.ACK, subscription.key, _entries(hand_out.gone))
         if hand_out.skipped:
             self.consumption.note_skipped(subscription.subject, subscription.group, hand_out.skipped)
         ends = [part.pull_sequence + part.end - part.begin for part in hand_out.parts[-1:]]
@@ -423,8 +465,8 @@ class Delivery:
         Args:
             told: it said that it did not begin with any of that; else nobody knows what it did before it vanished.
         """
-        reign = self._reign
-        reign.append_progress(FrameKind.POSITION, key, [(int(told), 0, 0)])
+        mastership = self._mastership
+        mastership.append_progress(FrameKind.POSITION, key, self.consumption.departure(key, told=told))
         self.wake(key[0])
         self._counters.returned_consumers += 1
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from broker.consume import Subscription
+from qmq.broker.consume import Subscription
 from qmq.codec import Buffer
 from qmq.errors import require
 from qmq.log import MessageLog
-from qmq.log.fold import Consumer, Group
 from qmq.log.frame import Frame
+from qmq.log.group import Consumer, Group
 from qmq.log.index import FrameRef
 from qmq.log.progress import PASSED, Entry
 from qmq.remoting.commands import Pull
@@ -23,8 +23,6 @@ PULL_BYTES_MAX = 8 << 20
 PULL_MESSAGES_MAX = 10_000
 UNACKED_MESSAGES_MAX = 200_000
 """Per consumer; at the limit its pulls wait for its acks."""
-RETURNED_RANGES_MAX = 100_000
-"""Per group; a group that fails with so much gets its retries, but nothing new."""
 FRAMES_AT_ONCE = 256
 FRAMES_AT_FIRST = 4
 """Frames looked up for a pull, twice as many each further time. To look 256 up at once was a sixth of the master's time
@@ -38,8 +36,10 @@ class Part(NamedTuple):
     begin: int
     end: int
     ref: FrameRef
-    times: int
-    """How often they were handed out, this time included."""
+    attempts: int
+    """Deliveries that count, this one included."""
+    suspected: int = 0
+    """Deliveries to consumers that vanished, without having said that they had begun."""
 
 
 @dataclass(slots=True)
@@ -80,9 +80,9 @@ def choose(
     Args:
         data_limit: only messages whose frame ends at or before this offset. While the slave is missing, that is the
             high watermark.
-        now_ms: of `Reign.retry_ms`, by which retries become due.
+        now_ms: of `Mastership.retry_ms`, by which retries become due.
         single: what chooses in place of `Choice.more` if it depends on each message what becomes of it
-            (broker.selection).
+            (broker.filtering).
 
     The caller writes everything down before it answers, and moves `subscription.resend` behind it.
     """
@@ -97,7 +97,7 @@ def choose(
         if choice.is_over:
             return None
         subscription.resend = consumer.next_pull
-    if consumer is None or not consumer.holds_as_many_as(UNACKED_MESSAGES_MAX):
+    if consumer is None or not consumer.has_as_many_as(UNACKED_MESSAGES_MAX):
         if single is not None:
             single(choice.cut, choice.made)
         else:
@@ -121,18 +121,15 @@ class Choice:
     def again(self, consumer: Consumer) -> None:
         """Hand out what the consumer has, from the pull sequence on that this connection was not given."""
         limit, made = self._subscription.deliveries_max, self.made
-        for pull_sequence, sequence, messages, times in consumer.unacked:
-            skip = max(self._subscription.resend - pull_sequence, 0)
-            if skip >= messages:
+        for one in consumer.overlapping(self._subscription.resend, consumer.next_pull):
+            if limit and one.deliveries > limit:
+                made.dead.append((one.pull, one.pull_end))
                 continue
-            if limit and times > limit:
-                made.dead.append((pull_sequence, pull_sequence + messages))
-                continue
-            at, end = sequence + skip, sequence + messages
+            at, end, ahead = max(self._subscription.resend - one.pull, 0) + one.first, one.end, one.pull - one.first
             while at < end and not self.is_over:
-                part, at_next = self._next(at, end, pull_sequence + at - sequence, times)
+                part, at_next = self._next(at, end, at + ahead, one.attempts, one.suspected)
                 if part is None and at_next > at:
-                    made.gone.append((pull_sequence + at - sequence, pull_sequence + at_next - sequence))
+                    made.gone.append((at + ahead, at_next + ahead))
                     made.skipped += at_next - at
                 at = at_next
             if self.is_over:
@@ -142,23 +139,22 @@ class Choice:
         """Hand out what the group has to give: what came back and is due, then what is new."""
         state, subscription, limit = self._log.state, self._subscription, self._subscription.deliveries_max
         pull_sequence = state.next_pull(group, subscription.consumer)
-        for sequence, messages, times, _ in group.due(now_ms):
-            if limit and times >= limit:
-                self.made.entries.append((pull_sequence, sequence, messages))
-                self.made.dead.append((pull_sequence, pull_sequence + messages))
-                pull_sequence += messages
+        for one in group.requeued.due(now_ms, self.cut.messages):
+            if limit and one.deliveries >= limit:
+                self.made.entries.append((pull_sequence, one.first, one.count))
+                self.made.dead.append((pull_sequence, pull_sequence + one.count))
+                pull_sequence += one.count
                 continue
-            pull_sequence = self._give(sequence, sequence + messages, pull_sequence, times + 1)
+            pull_sequence = self._give(one.first, one.end, pull_sequence, one.attempts + 1, one.suspected)
             if self.is_over:
                 return
-        if len(group.returned) < RETURNED_RANGES_MAX:
-            self._give(group.position, state.next_sequence.get(subscription.subject, 0), pull_sequence, 1)
+        self._give(group.position, state.next_sequence.get(subscription.subject, 0), pull_sequence, 1)
 
-    def _give(self, begin: int, end: int, pull_sequence: int, times: int) -> int:
+    def _give(self, begin: int, end: int, pull_sequence: int, attempts: int, suspected: int = 0) -> int:
         """Hand out sequences `[begin, end)`, as far as budget and limit allow; return the next pull sequence."""
         entries, at = self.made.entries, begin
         while at < end and not self.is_over:
-            part, at_next = self._next(at, end, pull_sequence, times)
+            part, at_next = self._next(at, end, pull_sequence, attempts, suspected)
             if part is not None:
                 last = entries[-1] if entries else (PASSED, 0, 0)
                 if at > begin and last[0] != PASSED:
@@ -172,7 +168,7 @@ class Choice:
             at = at_next
         return pull_sequence
 
-    def _next(self, begin: int, end: int, pull_sequence: int, times: int) -> tuple[Part | None, int]:
+    def _next(self, begin: int, end: int, pull_sequence: int, attempts: int, suspected: int) -> tuple[Part | None, int]:
         """Add the next part of `[begin, end)`; return it, and where the one behind it begins.
 
         None: what lies before that is gone, because retention took it; or nothing more fits.
@@ -184,7 +180,7 @@ class Choice:
         last = begin + self.cut.allows(ref, min(end, ref.end) - begin)
         if last == begin:
             return None, begin
-        part = Part(pull_sequence, begin, last, ref, times)
+        part = Part(pull_sequence, begin, last, ref, attempts, suspected)
         self.made.parts.append(part)
         return part, last
 

@@ -1,26 +1,26 @@
-"""Core. The keys of a group that nobody looked at in this reign, made again from the fold and the labels."""
+"""Core. The keys of a group that nobody looked at in this mastership, made again from the fold and the labels."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
 
-from broker.hand_out import FRAMES_AT_ONCE
-from broker.keys import Keys
-from broker.labels import Sights
-from broker.selector import Selector
+from qmq.broker.group_filter import GroupFilter
+from qmq.broker.hand_out import FRAMES_AT_ONCE
+from qmq.broker.keys import Keys
+from qmq.broker.labels import Sights
 from qmq.log import MessageLog
-from qmq.log.fold import Group
+from qmq.log.group import Group
 from qmq.log.index import FrameRef
 
 
-def made_again(selector: Selector, log: MessageLog, sights: Sights) -> list[FrameRef]:
-    """See to it that the selector knows its keys, and what waits; return the frames whose labels are needed for that.
+def made_again(group_filter: GroupFilter, log: MessageLog, sights: Sights) -> list[FrameRef]:
+    """See to it that the group's filter knows its keys, and what waits; return the frames whose labels that needs.
 
     They are asked for once: what the group has not settled only becomes less until its keys are known.
     """
-    if selector.keys is None:
-        making = _Making(selector, log, sights)
+    if group_filter.keys is None:
+        making = _Making(group_filter, log, sights)
         if missing := making.missing():
             return missing
         making.make()
@@ -28,46 +28,46 @@ def made_again(selector: Selector, log: MessageLog, sights: Sights) -> list[Fram
 
 
 class _Making:
-    def __init__(self, selector: Selector, log: MessageLog, sights: Sights) -> None:
-        self._selector, self._log, self._sights = selector, log, sights
-        self._group: Group = log.state.groups[selector.subject, selector.group]
-        self._ordered_from = log.state.ordered.get(selector.subject)
+    def __init__(self, group_filter: GroupFilter, log: MessageLog, sights: Sights) -> None:
+        self._group_filter, self._log, self._sights = group_filter, log, sights
+        self._group: Group = log.state.groups[group_filter.subject, group_filter.group]
+        self._ordered_from = log.state.ordered.get(group_filter.subject)
         consumers = self._group.consumers.values()
-        self._held = sorted((one[1], one[1] + one[2]) for consumer in consumers for one in consumer.unacked)
+        self._held = sorted((one.first, one.end) for consumer in consumers for one in consumer.unacked)
 
     def missing(self) -> list[FrameRef]:
         """Return the frames, of those with messages that are not settled, whose labels have to be read."""
         first = self._ordered_from
         if first is None:
             return []
-        returned = ((entry[0], entry[0] + entry[1]) for entry in self._group.returned)
-        ranges = sorted(one for one in (*self._held, *returned) if one[1] > first)
+        requeued = ((one.first, one.end) for one in self._group.requeued)
+        ranges = sorted(one for one in (*self._held, *requeued) if one[1] > first)
         refs = {ref.offset: ref for one in ranges for ref in self._refs(*one)}
         return [refs[offset] for offset in sorted(refs) if self._labels(refs[offset]) is None]
 
     def make(self) -> None:
         """Whoever has a message of a key holds it; then what came back, in order, and behind it what was deferred."""
-        selector = self._selector
-        keys = selector.keys = Keys()
+        group_filter = self._group_filter
+        keys = group_filter.keys = Keys()
         for begin, end in self._held:
             for key, sequence, _ in self._keyed(begin, end):
                 if key and not keys.is_busy(key):
                     keys.hold(key, sequence)
-        for first, messages, _, due_ms in self._group.returned:
-            for key, begin, end in self._keyed(first, first + messages):
+        for one in self._group.requeued:
+            for key, begin, end in self._keyed(one.first, one.end):
                 if key and keys.is_busy(key):
                     keys.defer(key, begin)
                     continue
                 if key:
                     keys.hold(key, begin)
-                selector.note(begin, end, due_ms)
-        selector.labels_before.clear()
+                group_filter.note(begin, end, one.due_ms)
+        group_filter.labels_before.clear()
 
     def _refs(self, begin: int, end: int) -> Iterator[FrameRef]:
-        return frames_of(self._log, self._selector.subject, begin, end)
+        return frames_of(self._log, self._group_filter.subject, begin, end)
 
     def _labels(self, ref: FrameRef) -> array[int] | None:
-        before = self._selector.labels_before.get(ref.offset)
+        before = self._group_filter.labels_before.get(ref.offset)
         return self._sights.labels(ref) if before is None else before
 
     def _keyed(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:

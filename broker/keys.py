@@ -4,6 +4,8 @@ Only messages before the group's position that are not settled count. The first 
 a consumer, or waits for its retry, or is the next to be handed out. All others of the key stand behind it, in order. So
 one message of a key is under way at a time, whatever becomes of it. Derived from the fold and the labels; made again by
 the next master.
+
+Keeps I24.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections import deque
 
 
 class Keys:
-    """Made by a group's selector. A key is a label's upper half, 1 or more."""
+    """Made by a group's filter. A key is a label's upper half, 1 or more."""
 
     def __init__(self) -> None:
         self._holder: dict[int, int] = {}

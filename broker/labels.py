@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from broker.tags import TagRule
+from qmq.broker.tags import TagRule
 from qmq.codec import Buffer, decode_labels
 from qmq.log import MessageLog
 from qmq.log.frame import FLAG_LABELLED, Frame
@@ -88,7 +88,7 @@ def _without_others(rule: TagRule, body: Buffer, count: int, places: Sequence[in
 
 
 class Sights:
-    """One for all groups of a broker; ends with the reign."""
+    """One for all groups of a broker; ends with the mastership."""
 
     def __init__(self, log: MessageLog) -> None:
         self._log = log

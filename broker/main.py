@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import sys
 
-from broker.control import Control
-from broker.counters import Counters
-from broker.master import BrokerMaster
-from broker.metrics import serve_metrics
-from broker.retention import Retention
-from broker.settings import BrokerSettings
+from qmq.broker.control import Control
+from qmq.broker.counters import Counters
+from qmq.broker.master import BrokerMaster
+from qmq.broker.metrics import open_http
+from qmq.broker.retention import Retention
+from qmq.broker.settings import BrokerSettings
 from qmq.log import MessageLog, RealDisk
 from qmq.remoting.commands import Command
 from qmq.replication.identity import IdentityFile
 from qmq.server.meta_link import MetaLink
 from qmq.server.repair import keep_whole
-from qmq.server.running import Parts, run
+from qmq.server.running import Tasks, run
+from qmq.server.scrub import Scrub
 from qmq.server.service import Service
 
 CLIENT_COMMANDS = frozenset(
     {
-        Command.PRODUCE, Command.SUBSCRIBE, Command.PULL, Command.ACK, Command.NACK, Command.HEARTBEAT,
+        Command.PRODUCE,
+        Command.SUBSCRIBE,
+        Command.PULL,
+        Command.ACK,
+        Command.NACK,
+        Command.BEGIN,
+        Command.HEARTBEAT,
         Command.UNSUBSCRIBE,
     }  # fmt: skip
 )
@@ -31,17 +38,17 @@ def main() -> int:
     return run("broker", BrokerSettings, "QMQ_BROKER", "One broker: master or slave of its group.", _build)
 
 
-def _build(settings: BrokerSettings, message_log: MessageLog, disk: RealDisk, identity: IdentityFile) -> Parts:
-    counters = Counters()
+def _build(settings: BrokerSettings, message_log: MessageLog, disk: RealDisk, identity: IdentityFile) -> Tasks:
+    counters, retention = Counters(), Retention(settings)
     service = Service(
         message_log=message_log, disk=disk, identity=identity, settings=settings, commands=CLIENT_COMMANDS,
-        appoint=lambda appointment: BrokerMaster(appointment, settings, counters), keeper=Retention(settings),
+        promote=lambda promotion: BrokerMaster(promotion, settings, counters), keeper=retention,
     )  # fmt: skip
     tasks = [
         service.run(), MetaLink(service, settings).run(), Control(service, settings).serve(),
-        keep_whole(service, settings),
+        keep_whole(service, settings), Scrub(service, settings).run(),
     ]  # fmt: skip
-    return Parts(tasks, serve_metrics(service, counters, settings))
+    return [*tasks, open_http(service, counters, settings, retention).run()]
 
 
 if __name__ == "__main__":

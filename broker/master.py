@@ -1,40 +1,41 @@
-"""Core. The master of a broker group, for one reign: it stores what producers send and hands it to consumers.
+"""Core. The master of a broker group, for one mastership: it stores what producers send and hands it to consumers.
 
-    producer ── qmq.server.producing ──┐
-    consumer ── broker.delivery ───────┼── qmq.replication.reign: log, epoch, gate, reasons for readonly
-    slave ───── qmq.replication.master ┘
+producer ── qmq.server.producing ──┐
+consumer ── broker.delivery ───────┼── qmq.replication.mastership: log, epoch, gate, reasons for readonly
+slave ───── qmq.replication.master ┘
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from broker import progress
-from broker.consume import Subscription
-from broker.counters import Counters
-from broker.delivery import Delivery
-from broker.settings import BrokerSettings
+from qmq.broker import progress
+from qmq.broker.consume import Subscription
+from qmq.broker.counters import Counters
+from qmq.broker.delivery import Delivery
+from qmq.broker.settings import BrokerSettings
 from qmq.remoting.commands import Command
 from qmq.replication.ack_gate import Answer
 from qmq.replication.assignment import Assignment
-from qmq.replication.master import Appointment, Master
+from qmq.replication.master import Master, Promotion
 from qmq.replication.ports import Link
 from qmq.server.producing import Producing
 
 
 class BrokerMaster(Master):
-    """One reign. Made by the node; `counters` goes on from one reign to the next."""
+    """One mastership. Made by the node; `counters` goes on from one mastership to the next."""
 
-    def __init__(self, appointment: Appointment, settings: BrokerSettings, counters: Counters) -> None:
-        super().__init__(appointment)
-        self._delivery = Delivery(self._reign, settings, counters)
-        producing = Producing(self._reign, counters, self._delivery.wake)
+    def __init__(self, promotion: Promotion, settings: BrokerSettings, counters: Counters) -> None:
+        super().__init__(promotion)
+        self._delivery = Delivery(self._mastership, settings, counters)
+        producing = Producing(self._mastership, counters, self._delivery.wake)
         self._handlers |= {
             Command.PRODUCE: producing.produce,
             Command.SUBSCRIBE: self._delivery.subscribe,
             Command.PULL: self._delivery.pull,
             Command.ACK: self._delivery.ack,
             Command.NACK: self._delivery.nack,
+            Command.BEGIN: self._delivery.begin,
             Command.HEARTBEAT: self._delivery.heartbeat,
             Command.UNSUBSCRIBE: self._delivery.unsubscribe,
         }
@@ -50,10 +51,10 @@ class BrokerMaster(Master):
         super().writable_again(link)
         self._delivery.writable_again(link)
 
-    def end_of_turn(self) -> None:
+    def end_of_pass(self) -> None:
         """Wake pulls before everything is shipped: one confirmation then covers messages and pull frames."""
         self._delivery.take_turns()
-        super().end_of_turn()
+        super().end_of_pass()
 
     def tick(self, now_ms: int) -> None:
         """Called about every 100 ms: deadlines, the slave's lag, leases, retries."""
@@ -61,9 +62,9 @@ class BrokerMaster(Master):
         super().tick(now_ms)
         self._delivery.tick(now_ms)
 
-    def resign(self) -> None:
-        super().resign()
-        self._delivery.resign(self._another_master())
+    def step_down(self) -> None:
+        super().step_down()
+        self._delivery.step_down(self._another_master())
 
     def heed_operators(self, assignment: Assignment) -> None:
         """Take over what operators marked readonly and switched off."""

@@ -1,30 +1,31 @@
-"""Shell. What a broker tells Prometheus besides what all of a pair do. docs/metrics.md maps QMQ's names to these."""
+"""Shell. A broker's own metrics, besides those of every copy. docs/metrics.md maps QMQ's names to these."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
-from wsgiref.simple_server import WSGIServer
 
 from prometheus_client.core import Metric
 
-from broker.counters import Counters
-from broker.master import BrokerMaster
-from broker.settings import BrokerSettings
-from qmq.server.metrics import PairCollector, serve_collector
+from qmq.broker.counters import Counters
+from qmq.broker.master import BrokerMaster
+from qmq.broker.progress import causes
+from qmq.broker.retention import Retention
+from qmq.broker.settings import BrokerSettings
+from qmq.http_port import HttpPort
+from qmq.server.metrics import CopyCollector, http_port
 from qmq.server.service import Service
 
 
-class BrokerCollector(PairCollector[BrokerMaster]):
-    """Made by `serve_metrics`."""
+class BrokerCollector(CopyCollector[BrokerMaster]):
+    """Made by `open_http`."""
 
     def __init__(
-        self, service: Service[BrokerMaster], counters: Counters, settings: BrokerSettings,
-        loop: asyncio.AbstractEventLoop,
+        self, service: Service[BrokerMaster], counters: Counters, loop: asyncio.AbstractEventLoop,
+        retention: Retention,
     ) -> None:  # fmt: skip
-        super().__init__("qmq_broker", service, counters, settings, loop)
-        self._counters = counters
+        super().__init__("qmq_broker", service, counters, loop)
+        self._counters, self._retention = counters, retention
 
     def read(self) -> Iterator[Metric]:
         yield from super().read()
@@ -34,7 +35,19 @@ class BrokerCollector(PairCollector[BrokerMaster]):
         left = counters.returned_consumers
         yield self.count(("departed_consumers", "Consumers that left or whose lease ended", left))
         yield from self._lags()
+        dropped = self.counts(
+            "dropped_messages", "Messages deleted although the consumer group had not consumed them, as set", "subject",
+            "consumer_group",
+        )  # fmt: skip
+        for (subject, consumer_group), messages in self._service.node.log.state.kept.unconsumed.items():
+            dropped.add_metric([self.group, subject, consumer_group], messages)
+        yield dropped
         if master is not None:
+            text = "Log past retention that is kept because this consumer group has not consumed it"
+            held = self.gauges("held_bytes", text, "subject", "consumer_group")
+            if self._retention.holder is not None:
+                held.add_metric([self.group, *self._retention.holder], self._retention.held_bytes)
+            yield held
             yield self.gauge(("subscriptions", "Consumers that are connected", len(master.subscriptions)))
             skipped = self.counts(
                 "skipped_messages", "Messages that retention took before a consumer group acked them", "subject",
@@ -47,21 +60,26 @@ class BrokerCollector(PairCollector[BrokerMaster]):
     def _lags(self) -> Iterator[Metric]:
         labels = "subject", "consumer_group"
         lag = self.gauges("lag_messages", "Messages not handed out yet", *labels)
+        stopped = self.gauges(
+            "group_cause", "What stops or slows a consumer group: postponed, unacked", *labels, "cause"
+        )
         unacked = self.gauges("unacked_messages", "Messages handed out and not acked", *labels)
         state = self._service.node.log.state
         for (subject, name), progress in state.groups.items():
-            returned = sum(entry[1] for entry in progress.returned)
-            waiting = state.next_sequence.get(subject, 0) - progress.position + returned
+            waiting = state.next_sequence.get(subject, 0) - progress.position + progress.requeued.messages
             lag.add_metric([self.group, subject, name], waiting)
+            for cause in causes(progress):
+                stopped.add_metric([self.group, subject, name, cause], 1)
             held = sum(consumer.unacked_messages for consumer in progress.consumers.values())
             unacked.add_metric([self.group, subject, name], held)
         yield lag
+        yield stopped
         yield unacked
 
 
-def serve_metrics(
-    service: Service[BrokerMaster], counters: Counters, settings: BrokerSettings
-) -> tuple[WSGIServer, threading.Thread]:
-    """Serve /metrics on a thread of its own."""
+def open_http(
+    service: Service[BrokerMaster], counters: Counters, settings: BrokerSettings, retention: Retention
+) -> HttpPort:
+    """Open the HTTP port."""
     loop = asyncio.get_running_loop()
-    return serve_collector(BrokerCollector(service, counters, settings, loop), service, settings, loop)
+    return http_port(BrokerCollector(service, counters, loop, retention), service, settings)

@@ -7,10 +7,32 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from broker.consume import Subscription
+from qmq import ranges
+from qmq.broker.consume import Subscription
+from qmq.broker.hand_out import UNACKED_MESSAGES_MAX
 from qmq.errors import OperatorError
 from qmq.log import MessageLog
-from qmq.log.fold import Consumer, Group
+from qmq.log.group import Consumer, Group
+
+REQUEUED_RANGES_MAX = 250_000
+"""Per group: 11 MB in memory. 30 messages a second that ask for "again in an hour" are 108,000."""
+
+
+class Cause(StrEnum):
+    """What stops or slows a consumer group, by name: in the log, in the metric `group_cause`."""
+
+    POSTPONED = "postponed"
+    """So much waits for its time that what is postponed beyond it stays with its consumers."""
+    UNACKED = "unacked"
+    """A consumer has as many messages as it may, and gets more when it acks."""
+
+
+def causes(group: Group) -> list[Cause]:
+    """Name what stops or slows a group now."""
+    found = [Cause.POSTPONED] if len(group.requeued) >= REQUEUED_RANGES_MAX else []
+    if any(consumer.has_as_many_as(UNACKED_MESSAGES_MAX) for consumer in group.consumers.values()):
+        found.append(Cause.UNACKED)
+    return found
 
 
 class To(StrEnum):
@@ -76,16 +98,16 @@ def of_groups(
 def _of_group(log: MessageLog, key: tuple[str, str], group: Group, peers: dict[str, str]) -> GroupProgress:
     subject, name = key
     first, end = sequences_kept(log, subject)
-    ranges = _unacked(group, end)
-    oldest = min((begin for begin, _ in ranges), default=end)
+    unacked, first_unacked = group.unconsumed(end), group.first_unconsumed(end)
+    oldest = end if first_unacked is None else first_unacked
     refs = log.frames(subject, oldest, 1) if oldest < end else []
     consumers = [
         ConsumerProgress(consumer, group.consumers.get(consumer, Consumer()).unacked_messages, peers.get(consumer, ""))
         for consumer in sorted(group.consumers.keys() | peers.keys())
     ]
     return GroupProgress(
-        subject, name, first, end, group.position, sum(entry[1] for entry in group.returned),
-        sum(stop - begin for begin, stop in ranges), refs[0].offset if refs else None, consumers,
+        subject, name, first, end, group.position, group.requeued.messages,
+        ranges.size(unacked), refs[0].offset if refs else None, consumers,
     )  # fmt: skip
 
 
@@ -124,18 +146,11 @@ def plan_reset(log: MessageLog, subject: str, group: str, to: str, value: int) -
 
 
 def _counted(group: Group, after: int, first: int, end: int) -> Reset:
-    unacked = _unacked(group, end)
-    skipped = sum(max(min(stop, after) - max(begin, first), 0) for begin, stop in unacked)
-    again = sum(max(stop - max(begin, after), 0) for begin, stop in unacked)
+    unacked = group.unconsumed(end)
+    kept = ranges.size(ranges.difference(unacked, [(0, first)]))
+    again = ranges.size(ranges.difference(unacked, [(0, after)]))
+    skipped = kept - again
     return Reset(group.position, after, skipped, end - after - again)
-
-
-def _unacked(group: Group, end: int) -> list[tuple[int, int]]:
-    """Return the sequences `[begin, end)` that the group has not acked, in no order."""
-    ranges = [(entry[0], entry[0] + entry[1]) for entry in group.returned]
-    for consumer in group.consumers.values():
-        ranges += [(begin, begin + messages) for _, begin, messages, _ in consumer.unacked]
-    return [*ranges, (group.position, end)] if group.position < end else ranges
 
 
 def first_since(log: MessageLog, subject: str, since_ms: int) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from zlib import crc32
 
-from broker.consume import Subscription
-from broker.hand_out import HandOut
+from qmq.broker.consume import Subscription
+from qmq.broker.hand_out import HandOut
 from qmq.codec import Buffer, labels_bytes, slice_batch
 from qmq.errors import QmqError
-from qmq.log.frame import FLAG_ALONE, FLAG_LABELLED, FLAG_ORDERED, Frame
+from qmq.log.frame import FLAG_LABELLED, FLAG_NO_SLAVE_IN_SYNC, FLAG_ORDERED, Frame
 from qmq.remoting import commands
+from qmq.remoting.commands import FLAG_SUSPECTED
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import AckGate
 from qmq.replication.ports import Link
@@ -45,7 +46,7 @@ class PullAnswer:
             self._settled(subscription.link, self.bytes)
             self._is_over = True
         # As of now: a slave that comes while the bytes are still being read has not confirmed the pull by that.
-        self._flags = FLAG_ALONE if self._gate.alone else 0
+        self._flags = FLAG_NO_SLAVE_IN_SYNC if self._gate.no_slave_in_sync else 0
         self._is_safe = True
         self.subscription.answer_in_order()
 
@@ -77,6 +78,11 @@ class PullAnswer:
                 crc = crc32(body)
             place = part.pull_sequence, part.begin, count
             flags = self._flags | frame.flags & FLAG_ORDERED
-            buffers += (commands.piece_header(*place, len(body), crc, flags, part.times), body)
+            times = part.attempts
+            if part.suspected and self.subscription.begins:
+                flags |= FLAG_SUSPECTED
+            else:
+                times += part.suspected
+            buffers += (commands.piece_header(*place, len(body), crc, flags, times), body)
         self.subscription.link.answer(self.packet, *buffers)
         return True

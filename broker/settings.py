@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qmq.replication.settings import PairSettings
+from qmq.replication.settings import CopySettings
 from qmq.settings import setting
 
 
 @dataclass(frozen=True, slots=True)
-class BrokerSettings(PairSettings):
+class BrokerSettings(CopySettings):
+    unconsumed: str = setting(
+        "keep",
+        one_of=("keep", "drop"),
+        why="what becomes of old messages that a group has not consumed; kept ones end producing when the disk is full",
+    )
     unconsumed_hours: float = setting(
-        168.0, unit="h", least=0.01, why="age up to which a segment stays because a group has not acked something in it"
+        168.0, unit="h", least=0.01, why="age at which they are dropped, if so set; retention_bytes drops them earlier"
     )
     lease_ms: int = setting(30_000, unit="ms", least=500, why="silence after which a consumer's messages go back")
     broadcast_forget_hours: float = setting(

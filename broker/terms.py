@@ -25,6 +25,7 @@ def read_terms(packet: Packet) -> dict[str, Any]:
         raise InvalidRequest(f"tags are at most {TAGS_MAX} words")
     if min(f["deliveries_max"], f["held_end"], f["since_ms"]) < 0:
         raise InvalidRequest("deliveries_max, held_end and since_ms are 0 or more")
+    f["begins"] = f.get("begins") is True
     if is_dead_letter_subject(f["subject"]):
         f["deliveries_max"] = 0
     return f

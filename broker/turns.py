@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from broker.consume import Subscription
+from qmq.broker.consume import Subscription
 
 TURN_BYTES = 4 << 20
 """What a turn may hand out: 2 to 5 ms of work."""
@@ -25,7 +25,7 @@ Entry: TypeAlias = Subscription | tuple[str, str]
 
 
 class Turns:
-    """Who waits for a turn. Made by the delivery; ends with the reign."""
+    """Who waits for a turn. Made by the delivery; ends with the mastership."""
 
     def __init__(self) -> None:
         self._queue: dict[Entry, None] = {}

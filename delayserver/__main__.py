@@ -1,9 +1,9 @@
-"""Shell. `python -m delayserver`."""
+"""Shell. `python -m qmq.delayserver`."""
 
 from __future__ import annotations
 
 import sys
 
-from delayserver.main import main
+from qmq.delayserver.main import main
 
 sys.exit(main())

@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from delayserver.counters import Counters
-from delayserver.decisions import Decisions
-from delayserver.filing import Filing
-from delayserver.messages import Messages, Records, read_messages
-from delayserver.schedule import Candidate, DamagedSchedule, Schedule, State, id_hash, key_hash
 from qmq.codec import decode_envelope, decode_properties
+from qmq.delayserver.counters import Counters
+from qmq.delayserver.decisions import Decisions
+from qmq.delayserver.filing import Filing
+from qmq.delayserver.messages import Messages, Records, read_messages
+from qmq.delayserver.schedule import Candidate, DamagedSchedule, Schedule, State, id_hash, key_hash
 from qmq.errors import CorruptFrame, InvalidMessage, LogError, NotMaster, NotServed, Overloaded, QmqError
 from qmq.log import MessageLog
 from qmq.message import DELAY_KEY
 from qmq.remoting.commands import DelayState
-from qmq.replication.reign import Reign
+from qmq.replication.mastership import Mastership
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +72,10 @@ class _Asked(NamedTuple):
 
 
 class Cancelling:
-    """Made by the master; ends with the reign."""
+    """Made by the master; ends with the mastership."""
 
-    def __init__(self, reign: Reign, filing: Filing, decisions: Decisions, counters: Counters) -> None:
-        self._reign, self._filing, self._decisions, self._counters = reign, filing, decisions, counters
+    def __init__(self, mastership: Mastership, filing: Filing, decisions: Decisions, counters: Counters) -> None:
+        self._mastership, self._filing, self._decisions, self._counters = mastership, filing, decisions, counters
         self._asked: deque[_Asked] = deque()
         self._is_looking = False
 
@@ -87,17 +87,17 @@ class Cancelling:
         """Let what these names mean and pends be due at `due_ms`."""
         self._ask(_Asked(named, partial(self._moved, due_ms=due_ms), answer))
 
-    def resign(self) -> None:
-        """The reign is over; who waits asks the next master."""
+    def step_down(self) -> None:
+        """The mastership is over; who waits asks the next master."""
         asked, self._asked = self._asked, deque()
         for one in asked:
-            one.answer(NotMaster(f"{self._reign.group} has a newer master: fetch the route again"))
+            one.answer(NotMaster(f"{self._mastership.group} has a newer master: fetch the route again"))
 
     # Looking.
 
     def _ask(self, asked: _Asked) -> None:
-        self._reign.check_in_office()
-        self._reign.readonly.check(self._reign.group, asked.named.subject)
+        self._mastership.check_has_begun()
+        self._mastership.readonly.check(self._mastership.group, asked.named.subject)
         if len(self._asked) >= ASKED_MAX:
             raise Overloaded(f"{ASKED_MAX} requests to cancel or reschedule wait already")
         self._asked.append(asked)
@@ -124,11 +124,11 @@ class Cancelling:
         return together
 
     def _look(self, together: list[_Asked]) -> None:
-        reign = self._reign
-        reign.check_in_office()
+        mastership = self._mastership
+        mastership.check_has_begun()
         self._file_all()
         schedule = self._filing.schedule
-        look, message_log = _Look([one.named for one in together], schedule), reign.log
+        look, message_log = _Look([one.named for one in together], schedule), mastership.log
         filed_end, self._is_looking = schedule.filed_end, True
 
         def done(result: list[list[_Found]] | LogError) -> None:
@@ -138,7 +138,7 @@ class Cancelling:
             finally:
                 self._go_on()
 
-        reign.host.read(partial(look, message_log), done)
+        mastership.host.read(partial(look, message_log), done)
 
     def _looked(
         self, together: list[_Asked], schedule: Schedule, filed_end: int, result: list[list[_Found]] | LogError
@@ -147,8 +147,8 @@ class Cancelling:
             try:
                 if isinstance(result, LogError):
                     raise result
-                self._reign.check_may_progress()
-                self._reign.readonly.check(self._reign.group, asked.named.subject)
+                self._mastership.check_may_progress()
+                self._mastership.readonly.check(self._mastership.group, asked.named.subject)
                 self._file_all()
                 if schedule is not self._filing.schedule:
                     raise NotServed("the schedule is made anew; ask again in a moment")
@@ -159,7 +159,7 @@ class Cancelling:
                 else:
                     raise NotServed("this message is being written again; ask again in a moment")
             except CorruptFrame as problem:
-                self._reign.found_damage(problem)
+                self._mastership.found_damage(problem)
                 asked.answer(NotServed("this copy is damaged and being repaired; ask again in a moment"))
             except DamagedSchedule as problem:
                 self._filing.is_damaged(schedule, problem)
@@ -169,7 +169,7 @@ class Cancelling:
 
     def _file_all(self) -> None:
         """States are exact when the schedule has what is on our disk, and the decisions know the rest."""
-        flushed_end = self._reign.log.flushed_end
+        flushed_end = self._mastership.log.flushed_end
         self._filing.go_on(flushed_end)
         self._decisions.filed(self._filing.schedule.filed_end)
         if not self._filing.reaches(flushed_end):
@@ -222,7 +222,8 @@ class Cancelling:
     def _cancelled(self, named: Named, found: Sequence[_Found]) -> list[DelayState]:
         pending, fates = self._split(named, found)
         if pending:
-            self._decisions.cancel(named.subject, _records(pending))
+            records = _records(pending)
+            self._filing.schedule.decided(self._decisions.cancel(named.subject, records), records)
             self._counters.cancelled_messages += len(pending)
         return _with_fate(fates, found, pending, DelayState.CANCELLED)
 
@@ -230,14 +231,16 @@ class Cancelling:
         pending, fates = self._split(named, found)
         if pending:
             messages = [one.message for one in pending]
-            self._decisions.carry(named.subject, _records(pending), messages, [due_ms] * len(pending))
+            records = _records(pending)
+            frame = self._decisions.carry(named.subject, records, messages, [due_ms] * len(pending))
+            self._filing.schedule.decided(frame, records)
             self._counters.rescheduled_messages += len(pending)
         return _with_fate(fates, found, pending, DelayState.RESCHEDULED)
 
     def _when_safe(self, fates: list[DelayState], answer: Fates) -> None:
-        reign = self._reign
-        reign.gate.stored(reign.log.end, lambda error: answer(fates if error is None else error))
-        reign.gate.release_now()
+        mastership = self._mastership
+        mastership.gate.stored(mastership.log.end, lambda error: answer(fates if error is None else error))
+        mastership.gate.release_now()
 
 
 class _Look:

@@ -1,4 +1,4 @@
-"""Shell. The delay server's gRPC port: what every process of a pair answers, and delayed messages for operators."""
+"""Shell. The delay server's gRPC port: what every process of a group answers, and delayed messages for operators."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from delayserver.filing import Filing
-from delayserver.master import DelayMaster
-from delayserver.messages import Messages, Records, read_messages
-from delayserver.schedule import DamagedSchedule
-from delayserver.settings import DelaySettings
 from qmq.codec import decode_envelope, decode_properties
+from qmq.delayserver.filing import Filing
+from qmq.delayserver.master import DelayMaster
+from qmq.delayserver.messages import Messages, Records, read_messages
+from qmq.delayserver.schedule import DamagedSchedule
+from qmq.delayserver.settings import DelaySettings
 from qmq.errors import CallError, CorruptFrame, InvalidMessage, LogError, QmqError
 from qmq.log import MessageLog
 from qmq.message import DELAY_KEY
 from qmq.proto import qmq_pb2 as pb
 from qmq.remoting.commands import DelayState
-from qmq.server.control import PairControl
+from qmq.server.control import CopyControl
 from qmq.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 LISTED, LISTED_MAX = 100, 1000
 NAMED_MAX = 10_000
 """Messages that one call may cancel."""
-WAITING_MAX = 1000
 HOURS_MS_MAX = 3 * 366 * 24 * 3_600_000
 """Hours that one answer may count: 26,000 numbers."""
 FOREVER_MS = 1 << 62
@@ -38,7 +37,7 @@ SAFE_S = 10.0
 T = TypeVar("T")
 
 
-class DelayControl(PairControl[DelayMaster]):
+class DelayControl(CopyControl[DelayMaster]):
     """Made by main; its server ends with the process."""
 
     def __init__(self, service: Service[DelayMaster], settings: DelaySettings, filing: Filing) -> None:
@@ -52,13 +51,16 @@ class DelayControl(PairControl[DelayMaster]):
         hours: dict[int, int] = {}
         if request.begin_ms < request.end_ms:
             hours = self._filing.schedule.counts(request.begin_ms, request.end_ms, request.subject or None)
-        waiting = sorted(stats["waiting"].items(), key=lambda item: -item[1][0])[:WAITING_MAX]
         return pb.DelayStatsAnswer(
             pending_messages=stats["pending_messages"], pending_bytes=stats["pending_bytes"],
             loaded_messages=stats["loaded_messages"], waiting_messages=stats["waiting_messages"],
             in_flight_messages=sum(stats["in_flight"].values()), in_flight=stats["in_flight"],
             next_due_ms=stats["next_due_ms"] or 0, clock_off_ms=stats["clock_off_ms"],
-            waiting=[pb.WaitingSubject(subject=name, messages=count, why=why) for name, (count, why) in waiting],
+            waiting=[
+                pb.WaitingSubject(subject=name, messages=count, why=why, age_ms=age_ms)
+                for name, (count, age_ms, why) in stats["overdue_subjects"].items()
+            ],
+            due_messages=stats["overdue_messages"], due_age_ms=stats["overdue_ms"],
             hours=[pb.HourCount(begin_ms=begin, messages=hours[begin]) for begin in sorted(hours)],
         )  # fmt: skip
 

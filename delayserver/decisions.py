@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from delayserver.due import with_due
-from delayserver.messages import Records
-from delayserver.templates import LABEL
 from qmq.codec import encode_labels, join_batch
+from qmq.delayserver.due import with_due
+from qmq.delayserver.messages import Records
+from qmq.delayserver.templates import LABEL
 from qmq.log import delays
 from qmq.log.delays import Settlement
 from qmq.log.frame import Frame, FrameKind, label_flags
-from qmq.replication.reign import Reign
+from qmq.replication.mastership import Mastership
 
 
 class Recurrence(NamedTuple):
@@ -33,21 +33,21 @@ class Recurrence(NamedTuple):
 
 
 class Decisions:
-    """Made by the master; ends with the reign."""
+    """Made by the master; ends with the mastership."""
 
-    def __init__(self, reign: Reign) -> None:
-        self._reign = reign
+    def __init__(self, mastership: Mastership) -> None:
+        self._mastership = mastership
         self._unfiled: deque[tuple[int, list[int]]] = deque()
         self._named: set[int] = set()
         self._derived: dict[int, tuple[int, int]] = {}
         """What follows from another message: number -> (own end, end of the message it follows from)."""
         self._safe = 0
         self.moved_end = 0
-        """End of the last frame of this reign that writes messages in place of others."""
+        """End of the last frame of this mastership that writes messages in place of others."""
         self._templates_end: dict[str, int] = {}
 
     def templates_end(self, subject: str) -> int:
-        """Return the end of the last frame of this reign that changes recurring schedules of the subject."""
+        """Return the end of the last frame of this mastership that changes recurring schedules of the subject."""
         return self._templates_end.get(subject, 0)
 
     def names(self, number: int) -> bool:
@@ -64,7 +64,7 @@ class Decisions:
         """The schedule has all frames before `end`."""
         while self._unfiled and self._unfiled[0][0] <= end:
             self._named.difference_update(self._unfiled.popleft()[1])
-        safe = self._reign.gate.high_watermark
+        safe = self._mastership.gate.high_watermark
         if self._derived and safe > self._safe:
             self._safe = safe
             self._derived = {number: ends for number, ends in self._derived.items() if ends[0] > safe}
@@ -79,7 +79,7 @@ class Decisions:
 
     def is_with_both(self, records: Records) -> npt.NDArray[np.bool_]:
         """Return which of these messages both copies have, or could make anew from what they have."""
-        high = self._reign.gate.high_watermark
+        high = self._mastership.gate.high_watermark
         with_both: npt.NDArray[np.bool_] = records["number"] + records["size"] <= np.uint64(high)
         if self._derived and not with_both.all():
             ends = (self._derived.get(number, (0, high + 1))[1] for number in records["number"][~with_both].tolist())
@@ -99,18 +99,18 @@ class Decisions:
     def dispatch(self, subject: str, group: str, records: Records, *, producer: int, batch: int) -> Frame:
         """These messages go to `group` as one batch, under these numbers."""
         body = delays.encode_dispatch(group, _places_of(records))
-        frame = self._reign.append(
+        frame = self._mastership.append(
             FrameKind.DISPATCH, subject, body, count=len(records), producer=producer, batch=batch
         )
         return self._note(frame, records)
 
     def settle(self, settled: Sequence[Settlement]) -> Frame:
         """These batches were stored, or were not."""
-        return self._reign.append(FrameKind.SETTLED, "", delays.encode_settled(settled), count=len(settled))
+        return self._mastership.append(FrameKind.SETTLED, "", delays.encode_settled(settled), count=len(settled))
 
     def cancel(self, subject: str, records: Records) -> Frame:
         """These messages are not sent any more."""
-        frame = self._reign.append(FrameKind.CANCEL, subject, _places_of(records), count=len(records))
+        frame = self._mastership.append(FrameKind.CANCEL, subject, _places_of(records), count=len(records))
         return self._note(frame, records)
 
     def carry(
@@ -127,7 +127,7 @@ class Decisions:
         if any(labels):
             body, flags = body + encode_labels(labels), label_flags(labels)
         places = _places_of(records) if replaces else bytes(delays.PLACE_BYTES * len(records))
-        frame = self._reign.append(FrameKind.CARRY, subject, places + body, flags=flags, count=len(messages))
+        frame = self._mastership.append(FrameKind.CARRY, subject, places + body, flags=flags, count=len(messages))
         return self._note(frame, records)
 
     def recur(self, subject: str, records: Records, recurrences: Sequence[Recurrence]) -> Frame:
@@ -142,9 +142,7 @@ class Decisions:
         messages += [one.occurrence for one in recurrences]
         labels = records["label"].tolist() + [one.label for one in recurrences]
         body = places + join_batch(messages) + encode_labels(labels)
-        frame = self._reign.append(
-            FrameKind.CARRY, subject, body, flags=label_flags(labels), count=len(messages)
-        )
+        frame = self._mastership.append(FrameKind.CARRY, subject, body, flags=label_flags(labels), count=len(messages))
         for number in records["number"].tolist():
             self._derived.pop(number, None)
         at = frame.offset + frame.body_at + len(places) + 4 * (len(messages) + 1)
@@ -157,7 +155,7 @@ class Decisions:
         """A new template, in place of those `records`, of which there is one at most."""
         places = _places_of(records) if len(records) else bytes(delays.PLACE_BYTES)
         body = join_batch([with_due(template, due_ms)])
-        frame = self._reign.append(
+        frame = self._mastership.append(
             FrameKind.CARRY, subject, places + body + encode_labels([LABEL]), flags=label_flags([LABEL]), count=1
         )
         self._templates_end[subject] = frame.end

@@ -1,100 +1,100 @@
 """Core. What is due becomes batches: planned in the log, sent once the plan is safe, settled when there is an answer.
 
-One batch: `due` puts messages in line for their subject; `go_on` plans a batch of them for a broker group (a dispatch
-frame); when both disks have that frame and the messages were read, it is sent; its answer goes into the log (a settled
-frame). The schedule, which follows the log, then forgets the messages, or has them due again.
+One batch: `due` puts messages into the pending queue of their subject; `go_on` plans a batch of them for a broker group
+(a dispatch frame); when both disks have that frame and the messages were read, it is sent; its answer goes into the log
+(a settled frame). The schedule, which follows the log, then forgets the messages, or has them due again.
 
-A batch in doubt is repeated to its group under its numbers. Each subject waits for itself: one that has no route, or
-whose groups refuse, holds up no other.
+A batch of unknown outcome is repeated to its group under its numbers (qmq.client.batch_life). Each subject waits for
+itself: one that has no route, or whose groups refuse, holds up no other.
+
+Keeps I11.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import Protocol
 from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
-from delayserver.counters import LATENESS_MS_BUCKETS, Counters
-from delayserver.decisions import Decisions
-from delayserver.lines import FREE, KEY_SHIFT, Fits, Line, Piece, keys_of
-from delayserver.messages import Messages, Records, read_messages
-from qmq.client.numbered import Answer, NotStored, NumberedBatch, Stored
+from qmq.client.batch_life import (
+    BATCH_LIFE,
+    Answer,
+    BatchEvent,
+    BatchLife,
+    BatchSender,
+    BatchState,
+    NotStored,
+    NumberedBatch,
+    Stored,
+)
 from qmq.codec import encode_labels, join_batch, split_batch
+from qmq.delayserver.counters import LATENESS_MS_BUCKETS, Counters
+from qmq.delayserver.decisions import Decisions
+from qmq.delayserver.messages import Messages, Records, read_messages
+from qmq.delayserver.overdue import Overdue
+from qmq.delayserver.pending import FREE, KEY_SHIFT, Fits, PendingQueue, Piece, keys_of
+from qmq.delayserver.shares import FairShares
 from qmq.errors import CorruptFrame, InvalidMessage, LogError, QmqError
 from qmq.log.delays import Outcome, Settlement
 from qmq.log.frame import label_flags
+from qmq.replication.mastership import Mastership
 from qmq.replication.readonly import Reason
-from qmq.replication.reign import Reign
+from qmq.states import TRANSITIONS_KEPT, Transition
 
 log = logging.getLogger(__name__)
 
 BATCH_MESSAGES_MAX = 500
 BATCH_BYTES_MAX = 512 * 1024
-IN_FLIGHT_MAX = 20_000
-"""Messages on their way to one broker group: the rest stays in line, 40 bytes each. A group that has died keeps these,
-and takes nobody else's place."""
+IN_FLIGHT_MAX = 5_000
+"""Messages on their way to one broker group: what others' messages wait for at most. The rest stays in its queue, 50
+bytes each. A group that has died keeps these, and takes nobody else's place."""
 LANES = 16
-"""Producer ids per broker group. Subjects share them; one whose batch stays in doubt holds up a sixteenth."""
+"""Producer ids per broker group. Subjects share them; one whose batch stays without an outcome holds up a sixteenth."""
 SPAN_MAX = 48
 """Numbers between a lane's oldest open batch and its newest. A broker remembers 64 (qmq.log.fold)."""
 REFUSED_MS = 300_000
 """When a message that a broker refused is tried again."""
 REST_MS = (50, 100, 200, 500, 1000, 2000, 5000)
-"""How long a subject rests after failures in a row, and a batch in doubt before it is repeated."""
+"""How long a subject rests after failures in a row, and a batch of unknown outcome before it is repeated."""
 LOOK_MS = 50
 """How soon a subject looks again that found no group; later if many do, so that looking takes a third of the time."""
 LOOKS_PER_MS = 50
 LOOKS_MAX = 1000
-"""Subjects that look for a group in one turn: 5 to 10 ms in which nobody else is served."""
-
-
-class Senders(Protocol):
-    """The way to the broker groups; `qmq.client.numbered.NumberedSender` is the real one."""
-
-    def watch(self, subject: str) -> None: ...
-
-    def groups(self, subject: str) -> list[str]: ...
-
-    def home(self, subject: str, label: int) -> str | None: ...
-
-    def sharers(self, subject: str) -> Sequence[str]: ...
-
-    def is_usable(self, name: str) -> bool: ...
-
-    def room(self, name: str) -> int: ...
-
-    def in_flight(self, name: str) -> int: ...
-
-    def why_not(self, subject: str) -> str: ...
-
-    def send(self, group: str, batch: NumberedBatch, done: Callable[[Answer], None]) -> None: ...
+"""Subjects that look for a group in one pass: 5 to 10 ms in which nobody else is served."""
+PASS_MESSAGES = 5000
+"""Planned in one pass: 20 ms. Then answers, intake and what just came due are looked after."""
+QUANTUM = 512 * 1024
+"""What a subject may spend in a round: about a full batch. A message costs its bytes and MESSAGE_COST."""
+MESSAGE_COST = 1024
+"""To plan, read, send and settle a message of 200 bytes takes about five times as long as to copy its bytes."""
 
 
 class _Batch:
     """Messages of one subject on their way to one broker group, for ever under the same numbers."""
 
     __slots__ = (
-        "producer", "number", "subject", "group", "records", "end", "is_safe", "is_doubtful", "numbered", "tries",
-        "next_ms", "sent_ms", "unsent_bytes",
+        "producer", "number", "subject", "group", "records", "oldest_ms", "end", "is_safe", "life", "numbered",
+        "tries", "next_ms", "sent_ms", "unsent_bytes",
     )  # fmt: skip
 
     def __init__(
-        self, producer: int, number: int, subject: str, group: str, records: Records, end: int
+        self, producer: int, number: int, subject: str, group: str, records: Records, end: int, life: BatchLife
     ) -> None:
         self.producer, self.number, self.subject, self.group = producer, number, subject, group
         self.records, self.end = records, end
+        self.oldest_ms = int(records["due"].min()) if len(records) else 0
         """`end`: of the log; what is before it has to be safe before the batch is sent."""
-        self.is_safe = self.is_doubtful = False
+        self.is_safe, self.life = False, life
         self.numbered: NumberedBatch | None = None
         self.tries, self.next_ms = 0, 0
         self.sent_ms: int | None = None
-        """When this reign sent it first."""
+        """When this mastership sent it first."""
         self.unsent_bytes = 0
         """For which its group has no room any more, although it does not have them yet."""
 
@@ -103,13 +103,17 @@ class _Batch:
         return self.producer, self.number
 
     @property
+    def count(self) -> int:
+        return len(self.records)
+
+    @property
     def is_ordered(self) -> bool:
         """Whether messages of it have order keys."""
         return bool(keys_of(self.records).any())
 
 
 class Dispatching:
-    """Made by the master; ends with the reign.
+    """Made by the master; ends with the mastership.
 
     Args:
         subject_name: says what a record's subject is.
@@ -117,17 +121,19 @@ class Dispatching:
     """
 
     def __init__(
-        self, reign: Reign, senders: Senders, decisions: Decisions, counters: Counters,
+        self, mastership: Mastership, senders: BatchSender, decisions: Decisions, counters: Counters,
         subject_name: Callable[[int], str], planned: Callable[[int, int, Records], None], unknown_ms: int,
     ) -> None:  # fmt: skip
-        self._reign, self._senders, self._decisions, self._counters = reign, senders, decisions, counters
+        self._mastership, self._senders, self._decisions, self._counters = mastership, senders, decisions, counters
         self._subject_name, self._planned, self._unknown_ms = subject_name, planned, unknown_ms
+        self.history: deque[Transition] = deque(maxlen=TRANSITIONS_KEPT)
+        """The last transitions of its batches."""
         self.open: dict[tuple[int, int], _Batch] = {}
         """Planned and not settled, by producer id and number."""
-        self._lines: dict[int, Line] = {}
-        self._named: dict[str, Line] = {}
-        self._ready: dict[int, None] = {}
-        """Subjects with something in line, the next one first."""
+        self._queues: dict[int, PendingQueue] = {}
+        self._named: dict[str, PendingQueue] = {}
+        self._shares = FairShares[int](QUANTUM)
+        """Subjects with something in their queue, the next one first."""
         self._lanes: dict[int, dict[int, None]] = {}
         """Producer id -> its open numbers, ascending."""
         self._next: dict[int, int] = {}
@@ -149,49 +155,49 @@ class Dispatching:
     def expect(self, records: Records) -> None:
         """These will be due soon: learn where their subjects go."""
         for subject in np.unique(records["subject"]).tolist():
-            self._line(subject)
+            self._queue(subject)
 
     def due(self, records: Records) -> None:
-        """Put messages in line, the earliest first."""
-        records = self._decisions.not_named(records)
+        """Put messages into their queues, the earliest first. What a frame decides about that is not filed yet is left
+        out when it is planned."""
         subjects = records["subject"]
-        if len(records) and (subjects == subjects[0]).all():
-            self._line_up(int(subjects[0]), records)
+        if (subjects == subjects[0]).all():
+            self._put(int(subjects[0]), records)
             return
         order = np.argsort(subjects, kind="stable")
-        ordered = records[order]
+        ordered = records.take(order)
         borders = np.flatnonzero(np.diff(ordered["subject"])) + 1
         for piece in np.split(ordered, borders):
-            if len(piece):
-                self._line_up(int(piece["subject"][0]), piece)
+            # A copy of a few does not keep the others in memory.
+            self._put(int(piece["subject"][0]), piece if 8 * len(piece) > len(ordered) else piece.copy())
 
-    def _line(self, subject: int) -> Line:
-        line = self._lines.get(subject)
-        if line is None:
-            line = self._lines[subject] = Line(self._subject_name(subject))
-            self._named[line.subject] = line
-            self._senders.watch(line.subject)
-        return line
+    def _queue(self, subject: int) -> PendingQueue:
+        queue = self._queues.get(subject)
+        if queue is None:
+            queue = self._queues[subject] = PendingQueue(self._subject_name(subject))
+            self._named[queue.subject] = queue
+            self._senders.watch(queue.subject)
+        return queue
 
-    def _line_up(self, subject: int, records: Records) -> None:
-        line = self._line(subject)
-        line.put(records, self._senders.sharers(line.subject), partial(self._senders.home, line.subject))
-        self._ready[subject] = None
+    def _put(self, subject: int, records: Records) -> None:
+        queue = self._queue(subject)
+        queue.put(records, self._senders.sharers(queue.subject), partial(self._senders.home, queue.subject))
+        self._shares.join(subject)
 
     def remove(self, records: Records) -> None:
-        """Take messages out of their lines: they were cancelled, or written again elsewhere."""
+        """Take messages out of their queues: they were cancelled, or written again elsewhere."""
         for subject in np.unique(records["subject"]).tolist():
-            if subject in self._ready:
-                line = self._lines[subject]
-                line.remove(records["number"])
-                if not line.count:
-                    del self._ready[subject]
+            if subject in self._shares:
+                queue = self._queues[subject]
+                queue.remove(records["number"])
+                if not queue.count:
+                    self._shares.leave(subject)
 
     def resume(self, producer: int, number: int, subject: str, group: str, records: Records) -> None:
-        """Take up a batch that an earlier reign planned and did not settle: it may be stored already."""
-        reign = self._reign
-        batch = _Batch(producer, number, subject, group, records, reign.log.end)
-        batch.is_doubtful = True
+        """Take up a batch that an earlier mastership planned and did not settle: it may be stored already."""
+        mastership = self._mastership
+        batch = _Batch(producer, number, subject, group, records, mastership.log.end, self._life())
+        batch.life.on(BatchEvent.TAKEN_OVER)
         self._senders.watch(subject)
         self._opened(batch)
         self._when_safe(batch)
@@ -199,79 +205,93 @@ class Dispatching:
     @property
     def waiting(self) -> int:
         """Messages that are due and not planned."""
-        return sum(self._lines[subject].count for subject in self._ready)
+        return sum(self._queues[subject].waiting for subject in self._shares)
 
     @property
     def in_flight(self) -> dict[str, int]:
         """Messages on their way, by broker group."""
         return {group: count for group, count in self._in_flight_of.items() if count}
 
-    def waiting_by_subject(self) -> dict[str, tuple[int, str]]:
-        """Return how many messages of each subject are due and not planned, and why if they cannot go."""
-        found = {}
-        for line in (self._lines[subject] for subject in self._ready):
-            why = "" if self._senders.groups(line.subject) else self._senders.why_not(line.subject)
-            found[line.subject] = line.count, why
-        return found
+    def why_not(self, subject: str) -> str:
+        """Say why no broker group takes messages of the subject; empty if one does."""
+        return "" if self._senders.groups(subject) else self._senders.why_not(subject)
+
+    def overdue(self, on_wheel: int, first_on_wheel_ms: int | None) -> Overdue:
+        """Return what is due and not sent; see `Overdue.of`."""
+        queues = (self._queues[subject] for subject in self._shares)
+        return Overdue.of(queues, self.open.values(), on_wheel, first_on_wheel_ms)
 
     # Planning.
 
     def go_on(self, now_ms: int) -> None:
-        """Write down outcomes, repeat what is in doubt, and plan what may go. `now_ms` is monotonic."""
+        """Write down outcomes, repeat what may be stored, and plan what may go. `now_ms` is monotonic."""
         self._write_settled()
         for batch in [batch for batch in self._retry if batch.next_ms <= now_ms]:
             del self._retry[batch]
             self._send(batch)
-        looks = 0
-        for subject in list(self._ready):
-            line = self._lines[subject]
-            if line.rests_until_ms > now_ms or line.looks_ms > now_ms:
-                continue
-            if (looks := looks + 1) > LOOKS_MAX:
-                self._reign.host.turn_soon()
-                break
-            while line.count and self._plan(subject, line, now_ms):
-                if line.failures:  # one batch tries whether it works again
-                    line.looks_ms = now_ms + REST_MS[min(line.failures, len(REST_MS) - 1)]
-                    break
-            if line.count:
-                self._ready[subject] = self._ready.pop(subject)  # behind the others
-            else:
-                del self._ready[subject]
+        self._plan_fairly(now_ms)
 
-    def _plan(self, subject: int, line: Line, now_ms: int) -> bool:
-        """Plan one batch of a subject; return False if there is no group for it now."""
-        if not self._plan_what_can_go(line, now_ms):
-            line.looks_ms = now_ms + LOOK_MS + len(self._ready) // LOOKS_PER_MS
-            if groups := self._senders.groups(line.subject):
-                for group in groups:
-                    if not self._has_room(group, line):
-                        self._crowded.setdefault(group, {})[subject] = None
-            elif not line.complained and not self._reign.gate.alone:
-                line.complained = True
-                log.warning("no broker group takes subject=%s: %s", line.subject, self._senders.why_not(line.subject))
-            return False
-        return True
+    def _plan_fairly(self, now_ms: int) -> None:
+        """Let all subjects that can send go on in rounds, until nobody can or this pass is long enough."""
+        queues, looks, planned = self._queues, 0, 0
+        able = [
+            subject for subject in self._shares
+            if queues[subject].rests_until_ms <= now_ms and queues[subject].looks_ms <= now_ms
+        ]  # fmt: skip
+        for subject in self._shares.rounds(able):
+            if looks == LOOKS_MAX or planned >= PASS_MESSAGES:
+                self._mastership.host.pass_soon()
+                return
+            looks += 1
+            planned += self._spend(subject, queues[subject], now_ms)
 
-    def _plan_what_can_go(self, line: Line, now_ms: int) -> bool:
-        line.know(self._senders.sharers(line.subject), partial(self._senders.home, line.subject))
-        free = self._any_group(line, now_ms)
-        homes = [home if self._takes_keys(line, home) else None for home in line.homes]
+    def _spend(self, subject: int, queue: PendingQueue, now_ms: int) -> int:
+        """Plan what a subject may send in this round; return how many messages."""
+        planned = 0
+        while queue.count and queue.looks_ms <= now_ms and self._shares.has_credit(subject):
+            records = self._plan_what_can_go(queue, now_ms)
+            if records is None:
+                self._cannot_go(subject, queue, now_ms)
+                return planned
+            planned += len(records)
+            self._shares.spend(subject, 1 + _bytes(records) + MESSAGE_COST * len(records))
+            if queue.failures:  # one batch tries whether it works again
+                queue.looks_ms = now_ms + REST_MS[min(queue.failures, len(REST_MS) - 1)]
+        if not queue.count:
+            self._shares.leave(subject)
+        return planned
+
+    def _cannot_go(self, subject: int, queue: PendingQueue, now_ms: int) -> None:
+        """There is no group for any of it now."""
+        queue.looks_ms = now_ms + LOOK_MS + len(self._shares) // LOOKS_PER_MS
+        if groups := self._senders.groups(queue.subject):
+            for group in groups:
+                if not self._has_room(group, queue):
+                    self._crowded.setdefault(group, {})[subject] = None
+        elif not queue.complained and not self._mastership.gate.no_slave_in_sync:
+            queue.complained = True
+            log.warning("no broker group takes subject=%s: %s", queue.subject, self._senders.why_not(queue.subject))
+
+    def _plan_what_can_go(self, queue: PendingQueue, now_ms: int) -> Records | None:
+        """Plan one batch; return its messages, maybe none, or None if no group takes any of the queue now."""
+        queue.know(self._senders.sharers(queue.subject), partial(self._senders.home, queue.subject))
+        free = self._any_group(queue, now_ms)
+        homes = [home if self._takes_keys(queue, home) else None for home in queue.homes]
         if free is None and not any(homes):
-            return False
-        for at, piece in enumerate(line.pieces):
-            group, fits = self._choose(line, piece, free, homes, now_ms)
+            return None
+        for at, piece in enumerate(queue.pieces):
+            group, fits = self._choose(queue, piece, free, homes, now_ms)
             if group is None:
                 continue
-            chosen = line.take(at, self._cut(group, piece.records, fits))
-            line.complained = False
+            chosen = queue.take(at, self._cut(group, piece.records, fits))
+            queue.complained = False
             if len(chosen := self._decisions.not_named(chosen)):  # others were cancelled just now, or moved
-                self._write(line, group, chosen)
-            return True
-        return False
+                self._write(queue, group, chosen)
+            return chosen
+        return None
 
     def _choose(
-        self, line: Line, piece: Piece, free: str | None, homes: list[str | None], now_ms: int
+        self, queue: PendingQueue, piece: Piece, free: str | None, homes: list[str | None], now_ms: int
     ) -> tuple[str | None, Fits]:
         """Return the group for the first of these messages that can go now, and which ones can go there with it.
 
@@ -280,29 +300,30 @@ class Dispatching:
             homes: the same for those that have one, by their home.
         """
         can_go: Fits = np.array([*(home is not None for home in homes), free is not None])[piece.homes]
-        if self._reign.gate.alone:  # only what both copies have goes on
+        if self._mastership.gate.no_slave_in_sync:  # only what both copies have goes on
             can_go &= self._decisions.is_with_both(piece.records)
+        can_go &= piece.records["due"] <= self._mastership.retry_ms()  # not so if a wrong clock stepped back
         if not can_go.any():
             return None, can_go
         first = int(piece.homes[int(np.argmax(can_go))])
         group = free if first == FREE else homes[first]
         assert group is not None
-        joins = np.array([*(home == group for home in homes), line.avoided.get(group, 0) <= now_ms])
+        joins = np.array([*(home == group for home in homes), queue.avoided.get(group, 0) <= now_ms])
         return group, can_go & joins[piece.homes]
 
-    def _any_group(self, line: Line, now_ms: int) -> str | None:
-        avoided = line.avoided
+    def _any_group(self, queue: PendingQueue, now_ms: int) -> str | None:
+        avoided = queue.avoided
         names = [
-            name for name in self._senders.groups(line.subject)
-            if avoided.get(name, 0) <= now_ms and self._has_room(name, line)
+            name for name in self._senders.groups(queue.subject)
+            if avoided.get(name, 0) <= now_ms and self._has_room(name, queue)
         ]  # fmt: skip
         return min(names, key=self._senders.in_flight, default=None)
 
-    def _takes_keys(self, line: Line, home: str | None) -> bool:
+    def _takes_keys(self, queue: PendingQueue, home: str | None) -> bool:
         """Return whether messages can go now whose order keys belong to this group: no such message is on its way."""
-        if home is None or self._ordered.get((line.subject, home)):
+        if home is None or self._ordered.get((queue.subject, home)):
             return False
-        return home in self._senders.groups(line.subject) and self._has_room(home, line)
+        return home in self._senders.groups(queue.subject) and self._has_room(home, queue)
 
     def _cut(self, group: str, records: Records, fits: Fits) -> npt.NDArray[np.intp]:
         """Return which of these messages the next batch has."""
@@ -311,11 +332,11 @@ class Dispatching:
         most = max(min(BATCH_BYTES_MAX, self._room(group)), int(sizes[0]))
         return places[: int(np.searchsorted(sizes, most, "right"))]
 
-    def _has_room(self, group: str, line: Line) -> bool:
+    def _has_room(self, group: str, queue: PendingQueue) -> bool:
         """Return whether a group takes one batch more, and a number is free for it."""
         if self._in_flight_of.get(group, 0) >= IN_FLIGHT_MAX or not self._room(group):
             return False
-        producer = self._producer(group, line.subject)
+        producer = self._producer(group, queue.subject)
         numbers = self._lanes.get(producer)
         return not numbers or self._next[producer] - next(iter(numbers)) < SPAN_MAX
 
@@ -329,26 +350,29 @@ class Dispatching:
             batch.unsent_bytes = 0
 
     def _producer(self, group: str, subject: str) -> int:
-        """The producer id of a lane: of this reign alone, so that its numbers begin with 1."""
-        reign, lane = self._reign, crc32(subject.encode()) % LANES
+        """The producer id of a lane: of this mastership alone, so that its numbers begin with 1."""
+        mastership, lane = self._mastership, crc32(subject.encode()) % LANES
         producer = self._producers.get((group, lane))
         if producer is None:
-            name = f"{reign.group}/{reign.epoch.term}/{reign.epoch.boot}/{group}/{lane}"
+            name = f"{mastership.group}/{mastership.epoch.term}/{mastership.epoch.boot}/{group}/{lane}"
             digest = blake2b(name.encode(), digest_size=8).digest()
             producer = self._producers[group, lane] = int.from_bytes(digest, "little") or 1
         return producer
 
-    def _write(self, line: Line, group: str, records: Records) -> None:
+    def _write(self, queue: PendingQueue, group: str, records: Records) -> None:
         """Write the plan down; the batch is sent once that is safe."""
-        producer = self._producer(group, line.subject)
+        producer = self._producer(group, queue.subject)
         number = self._next[producer] = self._next.get(producer, 0) + 1
-        frame = self._decisions.dispatch(line.subject, group, records, producer=producer, batch=number)
+        frame = self._decisions.dispatch(queue.subject, group, records, producer=producer, batch=number)
         self._planned(producer, number, records)
-        batch = _Batch(producer, number, line.subject, group, records, frame.end)
-        batch.unsent_bytes = int(records["size"].sum(dtype=np.int64)) + 16 * len(records)
+        batch = _Batch(producer, number, queue.subject, group, records, frame.end, self._life())
+        batch.unsent_bytes = _bytes(records) + 16 * len(records)
         self._unsent_bytes_of[group] = self._unsent_bytes_of.get(group, 0) + batch.unsent_bytes
         self._opened(batch)
         self._when_safe(batch)
+
+    def _life(self) -> BatchLife:
+        return BatchLife(BATCH_LIFE, self.history)
 
     def _opened(self, batch: _Batch) -> None:
         self.open[batch.key] = batch
@@ -362,7 +386,7 @@ class Dispatching:
 
     def _when_safe(self, batch: _Batch) -> None:
         """Send it when both copies have its plan. Without a slave, what both copies had goes on, and what only we have
-        is due again (P3), unless an earlier reign may have sent it."""
+        is due again (P3), unless an earlier mastership may have sent it."""
 
         def answer(error: QmqError | None) -> None:
             if self._is_over:
@@ -370,16 +394,17 @@ class Dispatching:
             if error is None:
                 batch.is_safe = True
                 self._read(batch)  # now our disk has all of it
-            elif batch.is_doubtful:
+            elif batch.life.may_be_stored:
                 self._later(batch)
             else:
-                self._settle(batch, Outcome.NOT_STORED, self._reign.host.monotonic_ms())
+                batch.life.on(BatchEvent.GAVE_UP)
+                self._settle(batch, Outcome.NOT_STORED, self._mastership.host.monotonic_ms())
 
         data_end = self._decisions.data_end(batch.records) if len(batch.records) else 0
-        self._reign.gate.progress(batch.end, data_end, answer)
+        self._mastership.gate.progress(batch.end, data_end, answer)
 
     def _read(self, batch: _Batch) -> None:
-        message_log, numbers = self._reign.log, Messages.of(batch.records)
+        message_log, numbers = self._mastership.log, Messages.of(batch.records)
 
         def done(result: list[bytes] | LogError) -> None:
             if self._is_over:
@@ -390,22 +415,22 @@ class Dispatching:
             batch.numbered = _numbered(batch, result)
             self._send(batch)
 
-        self._reign.host.read(lambda: read_messages(message_log, numbers), done)
+        self._mastership.host.read(lambda: read_messages(message_log, numbers), done)
 
     def _not_read(self, batch: _Batch, error: LogError) -> None:
         """Our copy is damaged there: it is repaired from the other one, then these go on."""
         if isinstance(error, CorruptFrame):
-            self._reign.found_damage(error)
+            self._mastership.found_damage(error)
         log.error("messages not read subject=%s messages=%d: %s", batch.subject, len(batch.records), error)
         self._later(batch)
 
     def _later(self, batch: _Batch) -> None:
-        batch.next_ms = self._reign.host.monotonic_ms() + REST_MS[min(batch.tries, len(REST_MS) - 1)]
+        batch.next_ms = self._mastership.host.monotonic_ms() + REST_MS[min(batch.tries, len(REST_MS) - 1)]
         batch.tries += 1
         self._retry[batch] = None
 
     def _send(self, batch: _Batch) -> None:
-        if Reason.FENCED in self._reign.readonly:
+        if Reason.FENCED in self._mastership.readonly:
             return  # the next master has this plan, or sends these messages by one of its own
         if not batch.is_safe:
             self._when_safe(batch)  # the slave was missing
@@ -413,47 +438,50 @@ class Dispatching:
             self._read(batch)  # it could not be read before
         else:
             if batch.sent_ms is None:
-                batch.sent_ms = self._reign.host.monotonic_ms()
+                batch.sent_ms = self._mastership.host.monotonic_ms()
             self._no_longer_unsent(batch)
+            batch.life.on(BatchEvent.SENT)
             self._senders.send(batch.group, batch.numbered, lambda answer: self._answered(batch, answer))
 
     def _answered(self, batch: _Batch, answer: Answer) -> None:
         if self._is_over or batch.key not in self.open:
             return
-        now_ms = self._reign.host.monotonic_ms()
-        self._reign.host.turn_soon()
+        now_ms = self._mastership.host.monotonic_ms()
+        self._mastership.host.pass_soon()
+        state = batch.life.on(answer)
         if isinstance(answer, Stored):
             if answer.refused:
                 self._refused(batch, answer.refused)
             self._settle(batch, Outcome.STORED, now_ms)
-        elif isinstance(answer, NotStored) and not batch.is_doubtful and self._is_at_fault(batch, answer):
-            self._refused(batch, [(0, str(answer.error))])
-            self._settle(batch, Outcome.STORED, now_ms)
-        elif isinstance(answer, NotStored) and not batch.is_doubtful:
+        elif isinstance(answer, NotStored) and state is BatchState.NOT_STORED:
+            if self._is_at_fault(batch, answer):
+                self._refused(batch, [(0, str(answer.error))])
+                self._settle(batch, Outcome.STORED, now_ms)
+                return
             log.warning("batch not stored subject=%s group=%s: %s", batch.subject, batch.group, answer.error)
             self._counters.not_stored_batches += 1
             self._settle(batch, Outcome.NOT_STORED, now_ms)
         else:
             why = str(answer.error) if isinstance(answer, NotStored) else answer.reason
-            self._in_doubt(batch, why)
+            self._is_unknown(batch, why)
 
     def _is_at_fault(self, batch: _Batch, answer: NotStored) -> bool:
         """Return whether no other batch that its only message is in would be taken."""
         return len(batch.records) == 1 and isinstance(answer.error, InvalidMessage)
 
-    def _in_doubt(self, batch: _Batch, why: str) -> None:
+    def _is_unknown(self, batch: _Batch, why: str) -> None:
         """Repeat it to its group; after a long time let its messages go elsewhere, and maybe twice."""
-        now_ms = self._reign.host.monotonic_ms()
+        now_ms = self._mastership.host.monotonic_ms()
         self._counters.unknown_answers += 1
-        batch.is_doubtful = True
         if batch.sent_ms is not None and now_ms - batch.sent_ms >= self._unknown_ms and self._may_go_elsewhere(batch):
             log.warning(
-                "batch in doubt is given up subject=%s group=%s messages=%d: %s",
+                "batch of unknown outcome is given up subject=%s group=%s messages=%d: %s",
                 batch.subject, batch.group, len(batch.records), why,
             )  # fmt: skip
+            batch.life.on(BatchEvent.GAVE_UP)
             self._settle(batch, Outcome.NOT_STORED, now_ms)
-            if (line := self._named.get(batch.subject)) is not None:
-                line.avoided[batch.group] = now_ms + self._unknown_ms
+            if (queue := self._named.get(batch.subject)) is not None:
+                queue.avoided[batch.group] = now_ms + self._unknown_ms
             return
         self._later(batch)
 
@@ -475,14 +503,14 @@ class Dispatching:
         self._retry.pop(batch, None)
         self._no_longer_unsent(batch)
         self._settled.append((batch.producer, batch.number, outcome))
-        self._reign.host.turn_soon()
-        if (line := self._named.get(batch.subject)) is not None:
+        self._mastership.host.pass_soon()
+        if (queue := self._named.get(batch.subject)) is not None:
             if outcome is Outcome.STORED:
-                if line.failures:
-                    line.failures = line.rests_until_ms = line.looks_ms = 0
-            elif line.rests_until_ms <= now_ms:  # batches that fail together are one failure
-                line.rests_until_ms = now_ms + REST_MS[min(line.failures, len(REST_MS) - 1)]
-                line.failures += 1
+                if queue.failures:
+                    queue.failures = queue.rests_until_ms = queue.looks_ms = 0
+            elif queue.rests_until_ms <= now_ms:  # batches that fail together are one failure
+                queue.rests_until_ms = now_ms + REST_MS[min(queue.failures, len(REST_MS) - 1)]
+                queue.failures += 1
         self._wake_next(batch.group)
         if outcome is Outcome.STORED:
             self._count(batch)
@@ -494,8 +522,8 @@ class Dispatching:
         while crowd:
             subject = next(iter(crowd))
             del crowd[subject]
-            if subject in self._ready:
-                self._lines[subject].looks_ms = 0
+            if subject in self._shares:
+                self._queues[subject].looks_ms = 0
                 return
 
     def filed(self, subject: str, group: str, key: tuple[int, int]) -> None:
@@ -505,14 +533,14 @@ class Dispatching:
             waiting.discard(key)
             if not waiting:
                 del self._ordered[subject, group]
-                if (line := self._named.get(subject)) is not None:
-                    line.looks_ms = 0
+                if (queue := self._named.get(subject)) is not None:
+                    queue.looks_ms = 0
 
     def _count(self, batch: _Batch) -> None:
         counters = self._counters
         counters.sent_batches += 1
         counters.sent_messages += len(batch.records)
-        late_ms = np.maximum(0, self._reign.retry_ms() - batch.records["due"].astype(np.int64))
+        late_ms = np.maximum(0, self._mastership.retry_ms() - batch.records["due"].astype(np.int64))
         places = np.searchsorted(LATENESS_MS_BUCKETS, late_ms)
         for place, count in enumerate(np.bincount(places, minlength=len(counters.lateness_ms_counts)).tolist()):
             counters.lateness_ms_counts[place] += count
@@ -531,21 +559,25 @@ class Dispatching:
     def _write_settled(self) -> None:
         refused, self._refused_messages = self._refused_messages, []
         for subject, one, message in refused:
-            self._decisions.carry(subject, one, [message], [self._reign.retry_ms() + REFUSED_MS], replaces=False)
+            self._decisions.carry(subject, one, [message], [self._mastership.retry_ms() + REFUSED_MS], replaces=False)
         if self._settled:
             settled, self._settled = self._settled, []
             self._decisions.settle(settled)
 
-    def resign(self) -> None:
-        """The reign is over; the next master takes up what is open."""
+    def step_down(self) -> None:
+        """The mastership is over; the next master takes up what is open."""
         self._is_over = True
 
-    def forget_lines(self) -> None:
+    def forget_queues(self) -> None:
         """What is due comes again, from a schedule that is made anew."""
-        self._ready.clear()
-        self._lines.clear()
+        self._shares.clear()
+        self._queues.clear()
         self._named.clear()
         self._crowded.clear()
+
+
+def _bytes(records: Records) -> int:
+    return int(records["size"].sum(dtype=np.int64))
 
 
 def _numbered(batch: _Batch, messages: list[bytes]) -> NumberedBatch:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from delayserver.schedule import DamagedSchedule, Filed, Flush, Schedule
 from qmq.codec import Buffer
+from qmq.delayserver.schedule import DamagedSchedule, Filed, Flush, Schedule
 from qmq.errors import CorruptFrame, LogError
 from qmq.log import MessageLog
 from qmq.log.frame import Frame
@@ -20,7 +20,7 @@ from qmq.replication.ports import Host
 
 log = logging.getLogger(__name__)
 
-TURN_BYTES = 1 << 20
+PASS_BYTES = 1 << 20
 """Frames filed at a time: about 10 ms in which nobody else is served."""
 READ_BYTES = 4 << 20
 
@@ -57,14 +57,14 @@ class Filing:
         return self.is_reading or bool(self._why_anew) or self._log.damage is not None
 
     def go_on(self, end: int) -> None:
-        """File frames before `end`, as many as one turn allows; call again while `reaches` says no."""
+        """File frames before `end`, as many as one pass allows; call again while `reaches` says no."""
         message_log, schedule = self._log, self.schedule
         if self.is_waiting or schedule.filed_end == end:
             return
         if not message_log.start <= schedule.filed_end <= message_log.end or not self._is_our_history():
             self.start_anew(f"it had {schedule.filed_end}, the log begins at {message_log.start}")
             return
-        stop = min(end, schedule.filed_end + TURN_BYTES)
+        stop = min(end, schedule.filed_end + PASS_BYTES)
         while schedule.filed_end < stop:
             entry = message_log.tail_body(schedule.filed_end)
             if entry is None:
@@ -93,7 +93,7 @@ class Filing:
         self.schedule = self._make(self._log.start)
         if self.anew is not None:
             self.anew()
-        self._host.turn_soon()
+        self._host.pass_soon()
 
     def _file(self, frame: Frame, body: Buffer) -> bool:
         """File one frame; return False if a file of the schedule that had to be read is damaged."""
@@ -123,7 +123,7 @@ class Filing:
                     body = data[frame.offset - begin + frame.body_at : frame.end - begin]
                     if not self._file(frame, body):
                         break
-            self._host.turn_soon()
+            self._host.pass_soon()
 
         self._host.read(lambda: message_log.read(begin, end, READ_BYTES), done)
 

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from delayserver.due import DAY_MS, check_delayed
-from delayserver.settings import DelaySettings
 from qmq.codec import BatchCheck, Buffer
-from qmq.replication.reign import Reign
+from qmq.delayserver.due import DAY_MS, check_delayed
+from qmq.delayserver.settings import DelaySettings
+from qmq.replication.mastership import Mastership
 from qmq.server.producing import ProduceCounters, Producing
 
 
 class Intake(Producing):
-    """Made by the master; ends with the reign."""
+    """Made by the master; ends with the mastership."""
 
     def __init__(
-        self, reign: Reign, counters: ProduceCounters, settings: DelaySettings, wake: Callable[[str], None]
+        self, mastership: Mastership, counters: ProduceCounters, settings: DelaySettings, wake: Callable[[str], None]
     ) -> None:  # fmt: skip
-        super().__init__(reign, counters, wake)
+        super().__init__(mastership, counters, wake)
         self.longest_ms = int(settings.delay_days_max * DAY_MS)
 
     def check(self, batch: Buffer, count: int) -> BatchCheck:
         """Check each message, and when it is due; a time that has passed is due at once."""
-        reign = self._reign
+        mastership = self._mastership
         return check_delayed(
-            batch, count, message_bytes_max=reign.settings.message_bytes_max, now_ms=reign.retry_ms(),
+            batch, count, message_bytes_max=mastership.settings.message_bytes_max, now_ms=mastership.retry_ms(),
             longest_ms=self.longest_ms,
         )  # fmt: skip

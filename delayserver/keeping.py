@@ -11,19 +11,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from delayserver.counters import Counters
-from delayserver.decisions import Decisions
-from delayserver.filing import Filing
-from delayserver.messages import Messages, Records, read_messages
-from delayserver.schedule import DamagedSchedule, Schedule, State
-from delayserver.settings import DelaySettings
+from qmq.delayserver.counters import Counters
+from qmq.delayserver.decisions import Decisions
+from qmq.delayserver.filing import Filing
+from qmq.delayserver.messages import Messages, Records, read_messages
+from qmq.delayserver.schedule import DamagedSchedule, State
+from qmq.delayserver.settings import DelaySettings
 from qmq.errors import CorruptFrame, LogError
 from qmq.log import MessageLog
-from qmq.replication.reign import Reign
+from qmq.replication.mastership import Mastership
+from qmq.replication.retention import Due, old_segments
 
 log = logging.getLogger(__name__)
 
-HOUR_MS = 3_600_000
 BORDER_BYTES = 4 << 20
 """The schedule knows so exactly where in the log something pends: a little more is carried."""
 CARRIED_MESSAGES = 2000
@@ -32,53 +32,35 @@ CARRIED_BYTES = 1 << 20
 CARRY_MS = 100
 
 
-def is_old(message_log: MessageLog, settings: DelaySettings, now_ms: int) -> bool:
-    """Return whether the oldest segment may go as far as age and size are concerned.
-
-    Raises:
-        CorruptFrame: this copy is damaged.
-    """
-    if len(message_log.bases) < 2:
-        return False
-    if message_log.end - message_log.start > settings.retention_bytes:
-        return True
-    return now_ms - message_log.timestamp_at(message_log.bases[1]) > settings.retention_hours * HOUR_MS
-
-
 class Keeping:
-    """Made by main; asked by the service (`qmq.server.service.Keeper`), on master and slave."""
+    """Made by main; asked by the service every few seconds, on master and slave."""
 
     def __init__(self, filing: Callable[[], Filing], settings: DelaySettings) -> None:
         self._filing, self._settings = filing, settings
 
-        self._done: tuple[Schedule, int, int] | None = None
-        """(schedule, end of the oldest segment, what was filed when it was first seen that all in it is done)"""
+    def due(self, message_log: MessageLog, now_ms: int) -> Due | None:
+        """Return up to where all is old and done. What made it so stands in the log before the frame that says it, so
+        nothing is deleted because of what may still be cut."""
+        due, done_end = None, -1
+        for _, end, rule in old_segments(message_log, self._settings, now_ms):
+            done_end = self.used_from(message_log) if done_end < 0 else done_end
+            if end > done_end:
+                break
+            due = Due(end, rule, {})
+        return due
 
-    def may_drop(self, message_log: MessageLog, now_ms: int) -> bool:
-        """Return whether all in the oldest segment is done by what both copies have: what a master alone wrote may be
-        cut, and then these messages pend again.
-
-        Raises:
-            CorruptFrame: this copy is damaged.
-        """
-        schedule, end = self._filing().schedule, message_log.bases[1]
-        if schedule.filed_end < end or schedule.pending_from() < end:
-            return False
-        if self._done is None or self._done[0] is not schedule or self._done[1] != end:
-            self._done = schedule, end, schedule.filed_end
-        return self._done[2] <= message_log.state.high_watermark and is_old(message_log, self._settings, now_ms)
-
-    def dropped(self, message_log: MessageLog) -> None:
-        """Nothing in it was needed."""
+    def used_from(self, message_log: MessageLog) -> int:
+        """A copy files its log for itself, and a master sends what pends from it."""
+        return self._filing().schedule.pending_from()
 
 
 class Carrying:
-    """Made by the master; ends with the reign."""
+    """Made by the master; ends with the mastership."""
 
     def __init__(
-        self, reign: Reign, filing: Filing, decisions: Decisions, counters: Counters, settings: DelaySettings
+        self, mastership: Mastership, filing: Filing, decisions: Decisions, counters: Counters, settings: DelaySettings
     ) -> None:
-        self._reign, self._filing, self._decisions = reign, filing, decisions
+        self._mastership, self._filing, self._decisions = mastership, filing, decisions
         self._counters, self._settings = counters, settings
         self._left: Records | None = None
         self._is_looking = False
@@ -91,25 +73,20 @@ class Carrying:
         self._next_ms = now_ms + CARRY_MS
         if self._left is not None and len(self._left):
             self._carry()
-        elif self._is_due():
-            self._look()
+        elif (end := self._due_end()) is not None:
+            self._look(end)
         else:
             self._next_ms = now_ms + 50 * CARRY_MS
 
-    def _is_due(self) -> bool:
-        reign, message_log, schedule = self._reign, self._reign.log, self._filing.schedule
-        try:
-            if not is_old(message_log, self._settings, reign.host.now_ms()):
-                return False
-        except CorruptFrame as problem:
-            reign.found_damage(problem)
-            return False
-        return bool(
-            schedule.pending_from() < message_log.bases[1]
-            and 2 * schedule.pending_bytes < message_log.end - message_log.start
-        )  # fmt: skip
+    def _due_end(self) -> int | None:
+        """Return the end of the oldest segment, if it is old and its messages are to be carried."""
+        message_log, schedule = self._mastership.log, self._filing.schedule
+        oldest = next(old_segments(message_log, self._settings, self._mastership.host.now_ms()), None)
+        if oldest is None or schedule.pending_from() >= oldest[1]:
+            return None
+        return oldest[1] if 2 * schedule.pending_bytes < message_log.end - message_log.start else None
 
-    def _look(self) -> None:
+    def _look(self, end: int) -> None:
         schedule = self._filing.schedule
         self._is_looking = True
 
@@ -122,29 +99,29 @@ class Carrying:
             elif not isinstance(result, LogError):
                 self._left = result
 
-        self._reign.host.read(schedule.pending_below(self._reign.log.bases[1] + BORDER_BYTES), done)
+        self._mastership.host.read(schedule.pending_below(end + BORDER_BYTES), done)
 
     def _carry(self) -> None:
         """Read the next ones; they are written when they were read, unless something became of them meanwhile."""
         assert self._left is not None
         fits = max(1, int(np.searchsorted(np.cumsum(self._left["size"][:CARRIED_MESSAGES]), CARRIED_BYTES)))
         some, self._left = self._left[:fits], self._left[fits:]
-        schedule, message_log, wanted = self._filing.schedule, self._reign.log, Messages.of(some)
+        schedule, message_log, wanted = self._filing.schedule, self._mastership.log, Messages.of(some)
         self._is_looking = True
 
         def done(result: list[bytes] | LogError) -> None:
             self._is_looking = False
             if isinstance(result, CorruptFrame):
-                self._reign.found_damage(result)
+                self._mastership.found_damage(result)
             elif isinstance(result, LogError) or schedule is not self._filing.schedule:
                 return
-            elif self._reign.may_progress:
+            elif self._mastership.may_progress:
                 try:
                     self._write(some, result)
                 except DamagedSchedule as problem:
                     self._filing.is_damaged(schedule, problem)
 
-        self._reign.host.read(lambda: read_messages(message_log, wanted), done)
+        self._mastership.host.read(lambda: read_messages(message_log, wanted), done)
 
     def _write(self, records: Records, messages: list[bytes]) -> None:
         schedule = self._filing.schedule

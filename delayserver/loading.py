@@ -12,11 +12,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from delayserver.filing import Filing
-from delayserver.messages import Records
-from delayserver.schedule import DamagedSchedule
-from delayserver.settings import DelaySettings
-from delayserver.wheel import Wheel
+from qmq.delayserver.filing import Filing
+from qmq.delayserver.messages import Records
+from qmq.delayserver.schedule import DamagedSchedule
+from qmq.delayserver.settings import DelaySettings
+from qmq.delayserver.wheel import Wheel
 from qmq.errors import LogError
 from qmq.replication.ports import Host
 
@@ -40,23 +40,29 @@ class Loading:
 
     def take(self, now_ms: int, most: int) -> Records:
         """Take what is due off the wheel, the earliest first, as far as everything is loaded that is due before."""
-        self._taken_ms = max(self._taken_ms, min(now_ms, self._schedule.loaded_until_ms - 1))
-        return self._wheel.take(self._taken_ms, most)
+        due_ms = min(now_ms, self._schedule.loaded_until_ms - 1)
+        self._taken_ms = max(self._taken_ms, due_ms)  # a clock that was wrong may have stepped back
+        return self._wheel.take(due_ms, most)
+
+    @property
+    def due(self) -> int:
+        """Messages that are due and still on the wheel."""
+        return self._wheel.due(self._taken_ms)
 
     def go_on(self, now_ms: int) -> None:
-        """Load one piece more, if there is one to load and room for it. `now_ms` is the reign's clock."""
+        """Load one piece more, if there is one to load and room for it. `now_ms` is the mastership's clock."""
         if self._filing.schedule is not self._schedule:
             return
-        if len(self._wheel) > self._full:
+        if self._wheel.rows > self._full:
             self._drop()
         if self._is_reading:
             return
         piece = self._schedule.next_piece(now_ms + self._ahead_ms)
         if piece is None:
-            if len(self._wheel) <= self._most // 4 and self._schedule.go_further():
+            if self._wheel.rows <= self._most // 4 and self._schedule.go_further():
                 log.warning("wheel is loading again messages=%d", len(self._wheel))
                 self._full = self._most
-                self._host.turn_soon()
+                self._host.pass_soon()
             return
         self._is_reading = True
 
@@ -70,7 +76,7 @@ class Loading:
                 self._loaded(records)
             except DamagedSchedule as problem:
                 self._filing.is_damaged(self._schedule, problem)
-            self._host.turn_soon()
+            self._host.pass_soon()
 
         self._host.read(piece.read, done)
 

@@ -6,22 +6,23 @@ import asyncio
 import sys
 from functools import partial
 
-from delayserver.control import DelayControl
-from delayserver.counters import Counters
-from delayserver.filing import Filing
-from delayserver.keeping import Keeping
-from delayserver.master import DelayMaster
-from delayserver.metrics import serve_metrics
-from delayserver.schedule import Schedule, discard
-from delayserver.settings import DelaySettings
 from qmq.client.numbered import NumberedSender
+from qmq.delayserver.control import DelayControl
+from qmq.delayserver.counters import Counters
+from qmq.delayserver.filing import Filing
+from qmq.delayserver.keeping import Keeping
+from qmq.delayserver.master import DelayMaster
+from qmq.delayserver.metrics import open_http
+from qmq.delayserver.schedule import Schedule, discard
+from qmq.delayserver.settings import DelaySettings
 from qmq.log import MessageLog, RealDisk
 from qmq.remoting.commands import Command
 from qmq.replication.identity import IdentityFile
-from qmq.replication.master import Appointment
+from qmq.replication.master import Promotion
 from qmq.server.meta_link import MetaLink
 from qmq.server.repair import keep_whole
-from qmq.server.running import Parts, run
+from qmq.server.running import Tasks, run
+from qmq.server.scrub import Scrub
 from qmq.server.service import Service
 from qmq.types import GroupKind
 
@@ -35,7 +36,7 @@ def main() -> int:
     return run("delayserver", DelaySettings, "QMQ_DELAY", "One delay server: master or slave of its group.", _build)
 
 
-def _build(settings: DelaySettings, message_log: MessageLog, disk: RealDisk, identity: IdentityFile) -> Parts:
+def _build(settings: DelaySettings, message_log: MessageLog, disk: RealDisk, identity: IdentityFile) -> Tasks:
     counters = Counters()
     senders = NumberedSender(metaserver=settings.metaserver, token=settings.token, app=settings.hostname)
     shelf = RealDisk(settings.data / "schedule", cached_bytes=None)
@@ -44,12 +45,12 @@ def _build(settings: DelaySettings, message_log: MessageLog, disk: RealDisk, ide
     def make(log_start: int) -> Schedule:
         return Schedule(shelf, segment_ms=segment_ms, log_start=log_start, keep_ms=keep_ms)
 
-    def appoint(appointment: Appointment) -> DelayMaster:
-        return DelayMaster(appointment, settings, counters, filing, senders)
+    def promote(promotion: Promotion) -> DelayMaster:
+        return DelayMaster(promotion, settings, counters, filing, senders)
 
     service = Service(
         message_log=message_log, disk=disk, identity=identity, settings=settings, commands=CLIENT_COMMANDS,
-        appoint=appoint, keeper=Keeping(lambda: filing, settings),
+        promote=promote, keeper=Keeping(lambda: filing, settings),
     )  # fmt: skip
     filing = Filing(
         message_log, service, make=make, discard=lambda: discard(shelf), found_damage=service.node.found_damage
@@ -57,9 +58,10 @@ def _build(settings: DelaySettings, message_log: MessageLog, disk: RealDisk, ide
     tasks = [
         service.run(), MetaLink(service, settings, kind=GroupKind.DELAY).run(),
         DelayControl(service, settings, filing).serve(), keep_whole(service, settings), _send(senders),
+        Scrub(service, settings).run(),
         _beat(service, filing),
     ]  # fmt: skip
-    return Parts(tasks, serve_metrics(service, counters, filing, settings))
+    return [*tasks, open_http(service, counters, filing, settings, lambda: senders.refusals).run()]
 
 
 async def _send(senders: NumberedSender) -> None:

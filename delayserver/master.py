@@ -1,5 +1,5 @@
-"""Core. The master of a group of delay servers, for one reign: it takes messages, keeps them until they are due, and
-sends them to the broker groups of their subjects.
+"""Core. The master of a group of delay servers, during one mastership: takes messages, keeps them until they are due,
+and sends them to the broker groups of their subjects.
 
     producer ── delayserver.intake ────────┐
     cancels  ── delayserver.cancelling ────┼── the log ── delayserver.filing ── schedule ── wheel
@@ -16,58 +16,62 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from delayserver.cancelling import Cancelling, Fates, Named
-from delayserver.counters import Counters
-from delayserver.decisions import Decisions
-from delayserver.dispatching import Dispatching, Senders
-from delayserver.filing import Filing
-from delayserver.intake import Intake
-from delayserver.keeping import Carrying
-from delayserver.loading import Loading
-from delayserver.messages import Records
-from delayserver.recurring import Recurring
-from delayserver.schedule import DamagedSchedule, Filed
-from delayserver.settings import DelaySettings
-from delayserver.templates import LABEL
-from delayserver.wheel import Wheel
+from qmq.client.batch_life import BatchSender
+from qmq.delayserver.cancelling import Cancelling, Fates, Named
+from qmq.delayserver.counters import Counters
+from qmq.delayserver.decisions import Decisions
+from qmq.delayserver.dispatching import Dispatching
+from qmq.delayserver.due_clock import DueClock
+from qmq.delayserver.filing import Filing
+from qmq.delayserver.intake import Intake
+from qmq.delayserver.keeping import Carrying
+from qmq.delayserver.loading import Loading
+from qmq.delayserver.messages import Records
+from qmq.delayserver.recurring import Recurring
+from qmq.delayserver.schedule import DamagedSchedule, Filed
+from qmq.delayserver.settings import DelaySettings
+from qmq.delayserver.templates import LABEL
+from qmq.delayserver.wheel import Wheel
 from qmq.errors import InvalidRequest, LogError, QmqError
 from qmq.remoting import commands
 from qmq.remoting.commands import Cancelled, Command, DelayState
 from qmq.remoting.packet import Packet
-from qmq.replication.master import Appointment, Master
+from qmq.replication.master import Master, Promotion
 from qmq.replication.ports import Link
 
 log = logging.getLogger(__name__)
 
-DUE_AT_ONCE = 5000
-"""Messages taken from the wheel in one turn."""
+DUE_AT_ONCE = 65_536
+"""Messages taken from the wheel in one pass, 5 ms: many more than are planned in one, so that what just came due is
+soon seen behind a million that are due before it."""
 
 
 class DelayMaster(Master):
-    """One reign. Made by the node; `counters`, `filing` and `senders` go on from one reign to the next."""
+    """One mastership. Made by the node; `counters`, `filing` and `senders` go on from one mastership to the next."""
 
     def __init__(
-        self, appointment: Appointment, settings: DelaySettings, counters: Counters, filing: Filing, senders: Senders
+        self, promotion: Promotion, settings: DelaySettings, counters: Counters, filing: Filing, senders: BatchSender
     ) -> None:
-        super().__init__(appointment)
-        reign = self._reign
+        super().__init__(promotion)
+        mastership = self._mastership
         self._settings, self._filing = settings, filing
-        decisions = Decisions(reign)
+        decisions = Decisions(mastership)
         self._decisions = decisions
         self._dispatching = Dispatching(
-            reign, senders, decisions, counters, self._subject, self._planned, settings.unknown_ms
+            mastership, senders, decisions, counters, self._subject, self._planned, settings.unknown_ms
         )
-        self._cancelling = Cancelling(reign, filing, decisions, counters)
-        self._recurring = Recurring(reign, filing, decisions, counters, settings, self._dispatching.due)
-        self._carrying = Carrying(reign, filing, decisions, counters, settings)
-        self._intake = Intake(reign, counters, settings, lambda subject: None)
+        self._cancelling = Cancelling(mastership, filing, decisions, counters)
+        self._recurring = Recurring(mastership, filing, decisions, counters, settings, self._dispatching.due)
+        self._carrying = Carrying(mastership, filing, decisions, counters, settings)
+        self._intake = Intake(mastership, counters, settings, lambda subject: None)
         self._handlers |= {
             Command.PRODUCE: self._intake.produce,
             Command.CANCEL: self._cancel,
             Command.RESCHEDULE: self._reschedule,
             Command.RECUR: self._recurring.request,
         }
-        self._clock_is_off = False
+        self._clocks, self._due_clock, self._compared_ms = promotion.clocks, DueClock(), -1
+        self._clock_is_off = self._has_much_due = False
         self._has_begun = self._has_resumed = False
         self._follow()
 
@@ -83,12 +87,12 @@ class DelayMaster(Master):
         self._filing.schedule.forget_loads()
         self.wheel = Wheel()
         self._loading = Loading(
-            self._filing, self.wheel, self._reign.host, self._settings, self._dispatching.expect
+            self._filing, self.wheel, self._mastership.host, self._settings, self._dispatching.expect
         )  # fmt: skip
         self._has_begun = False
 
     def _made_anew(self) -> None:
-        self._dispatching.forget_lines()
+        self._dispatching.forget_queues()
         self._carrying.forget()
         self._recurring.forget()
         self._follow()
@@ -108,26 +112,28 @@ class DelayMaster(Master):
 
     def committed(self, end: int, chain: int) -> None:
         super().committed(end, chain)
-        self._reign.host.turn_soon()  # what is on our disk now is filed
+        self._mastership.host.pass_soon()  # what is on our disk now is filed
 
-    def end_of_turn(self) -> None:
+    def end_of_pass(self) -> None:
         """File what is on our disk, then plan what is due; plans and answers leave with what else was written."""
         self.go_on()
-        super().end_of_turn()
+        super().end_of_pass()
 
     def go_on(self) -> None:
-        reign, filing, flushed_end = self._reign, self._filing, self._reign.log.flushed_end
+        mastership, filing, flushed_end = self._mastership, self._filing, self._mastership.log.flushed_end
+        if mastership.has_begun:
+            self._compare_clocks()
         filing.go_on(flushed_end)
         self._decisions.filed(filing.schedule.filed_end)
         if not filing.reaches(flushed_end):
             if not filing.is_waiting:
-                reign.host.turn_soon()
-        elif reign.may_progress and (self._has_begun or self._begin(flushed_end)):
+                mastership.host.pass_soon()
+        elif mastership.may_progress and (self._has_begun or self._begin(flushed_end)):
             self._send_due()
 
     def _begin(self, flushed_end: int) -> bool:
-        """Take up what earlier reigns planned, once everything they wrote is filed."""
-        if flushed_end <= self._reign.log.state.epochs[-1].offset:
+        """Take up what earlier masterships planned, once everything they wrote is filed."""
+        if flushed_end <= self._mastership.log.state.epochs[-1].offset:
             return False
         if not self._has_resumed:  # later, what the schedule does not know to be settled is ours
             for flight in list(self._filing.schedule.in_flight.values()):
@@ -136,16 +142,16 @@ class DelayMaster(Master):
         return True
 
     def _send_due(self) -> None:
-        reign = self._reign
-        now_ms = reign.retry_ms()
+        mastership = self._mastership
+        now_ms = mastership.retry_ms()
         self._loading.go_on(now_ms)
-        self._carrying.go_on(reign.host.monotonic_ms())
+        self._carrying.go_on(mastership.host.monotonic_ms())
         due = self._loading.take(now_ms, DUE_AT_ONCE)
         if len(due):
             self._due(due)
-            reign.host.turn_soon()
-        self._recurring.go_on(reign.host.monotonic_ms())
-        self._dispatching.go_on(reign.host.monotonic_ms())
+            mastership.host.pass_soon()
+        self._recurring.go_on(mastership.host.monotonic_ms())
+        self._dispatching.go_on(mastership.host.monotonic_ms())
 
     def _due(self, records: Records) -> None:
         recurs = records["label"] == LABEL
@@ -157,15 +163,28 @@ class DelayMaster(Master):
 
     def beat(self) -> None:
         """Called about every 10 ms: something may be due, or rested enough."""
-        self._reign.host.turn_soon()
+        self._mastership.host.pass_soon()
 
     def tick(self, now_ms: int) -> None:
         super().tick(now_ms)
         self._watch_clock()
+        self._watch_due()
+
+    def _watch_due(self) -> None:
+        """What is due stays in memory until it is sent: operators hear of it when it is more than may be loaded."""
+        waiting, most = self._dispatching.waiting, self._settings.loaded_messages_max
+        if not self._has_much_due and waiting > most:
+            self._has_much_due = True
+            log.warning(
+                "due messages pile up group=%s messages=%d: brokers are slower than what comes due, or take none of "
+                "some subjects; DelayStats names them", self._mastership.group, waiting,
+            )  # fmt: skip
+        elif waiting < most // 2:
+            self._has_much_due = False
 
     def _watch_clock(self) -> None:
-        """The reign's clock does not follow one that jumps; operators hear of it and decide."""
-        if not self._reign.in_office:
+        """Operators hear of it when this machine's clock is not the one by which messages come due."""
+        if not self._mastership.has_begun:
             return
         off_ms = self.clock_off_ms
         is_off = abs(off_ms) > self._settings.clock_alarm_ms
@@ -173,24 +192,35 @@ class DelayMaster(Master):
             self._clock_is_off = is_off
             if is_off:
                 log.error(
-                    "clock jumped group=%s by_ms=%d: due times follow the clock from before; if the new one is right, "
-                    "SwapRoles begins a reign with it", self._reign.group, off_ms,
+                    "clock is wrong group=%s by_ms=%d: messages come due by %s; set it right, and run a time service",
+                    self._mastership.group, off_ms, self._due_clock.heard or "what it was before",
                 )  # fmt: skip
             else:
-                log.warning("clock agrees again group=%s", self._reign.group)
+                log.warning("clock agrees again group=%s", self._mastership.group)
+
+    def _compare_clocks(self) -> None:
+        """Let due times go by the clocks that are heard (delayserver.due_clock)."""
+        host = self._mastership.host
+        own_ms, monotonic_ms = host.now_ms(), host.monotonic_ms()
+        if self._compared_ms == monotonic_ms:
+            return
+        self._compared_ms = monotonic_ms
+        ahead_ms = self._clocks.ahead_ms(now_ms=own_ms, monotonic_ms=monotonic_ms) if self._clocks is not None else {}
+        self._due_clock.compare(own_ms=own_ms, monotonic_ms=monotonic_ms, ahead_ms=ahead_ms)
+        self._mastership.retry_begin_ms = self._due_clock.offset_ms
 
     @property
     def clock_off_ms(self) -> int:
-        """How far this machine's clock is ahead of the reign's; 0 before the reign has one."""
-        reign = self._reign
-        return reign.host.now_ms() - reign.retry_ms() if reign.in_office else 0
+        """How far this machine's clock is ahead of the one by which messages come due; 0 before there is one."""
+        mastership = self._mastership
+        return mastership.host.now_ms() - mastership.retry_ms() if mastership.has_begun else 0
 
-    def resign(self) -> None:
+    def step_down(self) -> None:
         self._filing.told = self._filing.anew = None
-        self._dispatching.resign()
-        self._recurring.resign()
-        super().resign()
-        self._cancelling.resign()
+        self._dispatching.step_down()
+        self._recurring.step_down()
+        super().step_down()
+        self._cancelling.step_down()
 
     # Requests.
 
@@ -219,7 +249,7 @@ class DelayMaster(Master):
 
     def check_due(self, due_ms: int) -> None:
         """Raise InvalidRequest for a time that lies too far ahead."""
-        ahead_ms = due_ms - self._reign.retry_ms()
+        ahead_ms = due_ms - self._mastership.retry_ms()
         if not 0 <= due_ms or ahead_ms > self._intake.longest_ms:
             raise InvalidRequest(f"due in {ahead_ms / 86_400_000:.1f} days: at most {self._settings.delay_days_max:g}")
 
@@ -234,7 +264,7 @@ class DelayMaster(Master):
         done: Callable[[Records | LogError], None],
     ) -> None:  # fmt: skip
         """List what is due in [begin_ms, end_ms), ascending by (due, number); `after` is the last one seen."""
-        self._reign.check_in_office()
+        self._mastership.check_has_begun()
         schedule = self._filing.schedule
 
         def listed(result: Records | LogError) -> None:
@@ -242,22 +272,33 @@ class DelayMaster(Master):
                 self._filing.is_damaged(schedule, result)
             done(result)
 
-        self._reign.host.read(schedule.list(begin_ms, end_ms, subject, most, after=after), listed)
+        self._mastership.host.read(schedule.list(begin_ms, end_ms, subject, most, after=after), listed)
 
     def stats(self) -> dict[str, Any]:
         """Return how much pends, is loaded, due and under way."""
         schedule, dispatching = self._filing.schedule, self._dispatching
+        overdue = dispatching.overdue(self._loading.due, self.wheel.next_due_ms)
+        now_ms = self._mastership.retry_ms() if self._mastership.has_begun else 0
         return {
             "pending_messages": schedule.pending_messages,
             "pending_bytes": schedule.pending_bytes,
             "loaded_messages": len(self.wheel),
             "loaded_bytes": self.wheel.bytes,
-            "waiting_messages": dispatching.waiting,
+            "waiting_messages": dispatching.waiting + self._loading.due,
             "recurring_due": self._recurring.waiting,
-            "waiting": dispatching.waiting_by_subject(),
+            "overdue_messages": overdue.messages,
+            "overdue_ms": 0 if overdue.oldest_ms is None else max(0, now_ms - overdue.oldest_ms),
+            "overdue_subjects": {
+                name: (part.messages, max(0, now_ms - part.oldest_ms), dispatching.why_not(name))
+                for name, part in overdue.subjects.items()
+            },
+            "overdue_groups": {
+                name: (part.messages, max(0, now_ms - part.oldest_ms)) for name, part in overdue.groups.items()
+            },
             "in_flight": dispatching.in_flight,
             "in_flight_batches": len(dispatching.open),
             "next_due_ms": self.wheel.next_due_ms,
             "clock_off_ms": self.clock_off_ms,
+            "clocks": 1 + len(self._due_clock.heard),
             "filed_end": schedule.filed_end,
         }

@@ -1,33 +1,34 @@
-"""Shell. What a delay server tells Prometheus besides what all of a pair do: what pends, and how late it goes out."""
+"""Shell. A delay server's own metrics, besides those of every copy: what is pending, and how late it is sent."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
-from wsgiref.simple_server import WSGIServer
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
 
 from prometheus_client.core import Metric
 
-from delayserver.counters import LATENESS_MS_BUCKETS, Counters
-from delayserver.filing import Filing
-from delayserver.master import DelayMaster
-from delayserver.settings import DelaySettings
-from qmq.server.metrics import PairCollector, Reading, serve_collector
+from qmq.delayserver.counters import LATENESS_MS_BUCKETS, Counters
+from qmq.delayserver.filing import Filing
+from qmq.delayserver.master import DelayMaster
+from qmq.delayserver.overdue import SUBJECTS_MAX
+from qmq.delayserver.settings import DelaySettings
+from qmq.http_port import HttpPort
+from qmq.server.metrics import CopyCollector, Reading, http_port
 from qmq.server.service import Service
 
 NAME = "qmq_delayserver"
 
 
-class DelayCollector(PairCollector[DelayMaster]):
-    """Made by `serve_metrics`."""
+class DelayCollector(CopyCollector[DelayMaster]):
+    """Made by `open_http`."""
 
     def __init__(
-        self, service: Service[DelayMaster], counters: Counters, filing: Filing, settings: DelaySettings,
-        loop: asyncio.AbstractEventLoop,
+        self, service: Service[DelayMaster], counters: Counters, filing: Filing, loop: asyncio.AbstractEventLoop,
+        refusals: Callable[[], Sized],
     ) -> None:  # fmt: skip
-        super().__init__(NAME, service, counters, settings, loop)
-        self._counters, self._filing = counters, filing
+        super().__init__(NAME, service, counters, loop)
+        self._counters, self._filing, self._refusals = counters, filing, refusals
 
     def read(self) -> Iterator[Metric]:
         yield from super().read()
@@ -45,6 +46,7 @@ class DelayCollector(PairCollector[DelayMaster]):
         behind = max(self._service.node.log.flushed_end - schedule.filed_end, 0)
         yield "pending_messages", "Messages that are neither sent nor cancelled", schedule.pending_messages
         yield "pending_bytes", "Bytes of those messages", schedule.pending_bytes
+        yield "refused_routes", "Subjects whose route the metaserver refuses", len(self._refusals())
         yield "schedule_segments", "Segments of the schedule", schedule.segments
         yield "unfiled_bytes", "Bytes of the log on this disk that the schedule does not have yet", behind
 
@@ -55,15 +57,29 @@ class DelayCollector(PairCollector[DelayMaster]):
         yield self.gauge(("waiting_messages", "Messages that are due and not under way", stats["waiting_messages"]))
         off_s = stats["clock_off_ms"] / 1000
         yield self.gauge(("clock_difference_seconds", "How far the machine's clock is ahead of due times'", off_s))
+        yield self.gauge(("clocks", "Clocks that due times go by: of this machine, copy, metaserver", stats["clocks"]))
+        messages, age_s = stats["overdue_messages"], stats["overdue_ms"] / 1000
+        yield self.gauge(("due_messages", "Messages that are due and not sent, under way or not", messages))
+        yield self.gauge(("due_age_seconds", "For how long the oldest of them is due", age_s))
+        yield from self._overdue(stats)
+
+    def _overdue(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        """By broker group, and by subject: those that wait longest."""
         flights = self.gauges("in_flight_messages", "Messages under way to a broker group", "to_group")
-        for name, messages in stats["in_flight"].items():
+        flight_age = self.gauges("in_flight_age_seconds", "For how long the oldest of them is due", "to_group")
+        for name, (messages, age_ms) in stats["overdue_groups"].items():
             flights.add_metric([self.group, name], messages)
-        yield flights
-        blocked = self.gauges("blocked_messages", "Messages that are due and have nowhere to go", "subject")
-        for subject, (messages, why) in stats["waiting"].items():
+            flight_age.add_metric([self.group, name], age_ms / 1000)
+        what = f"of the {SUBJECTS_MAX} subjects that wait longest"
+        due = self.gauges("due_subject_messages", f"Messages that are due and not sent, {what}", "subject")
+        age = self.gauges("due_subject_age_seconds", f"For how long the oldest of them is due, {what}", "subject")
+        blocked = self.gauges("blocked_messages", f"Messages that are due and have nowhere to go, {what}", "subject")
+        for name, (messages, age_ms, why) in stats["overdue_subjects"].items():
+            due.add_metric([self.group, name], messages)
+            age.add_metric([self.group, name], age_ms / 1000)
             if why:
-                blocked.add_metric([self.group, subject], messages)
-        yield blocked
+                blocked.add_metric([self.group, name], messages)
+        yield from (flights, flight_age, due, age, blocked)
 
     def _outcomes(self) -> Iterator[Reading]:
         counters = self._counters
@@ -81,9 +97,13 @@ class DelayCollector(PairCollector[DelayMaster]):
         yield "carried_messages", "Messages written again because their part of the log went", counters.carried_messages
 
 
-def serve_metrics(
-    service: Service[DelayMaster], counters: Counters, filing: Filing, settings: DelaySettings
-) -> tuple[WSGIServer, threading.Thread]:
-    """Serve /metrics on a thread of its own."""
+def open_http(
+    service: Service[DelayMaster],
+    counters: Counters,
+    filing: Filing,
+    settings: DelaySettings,
+    refusals: Callable[[], Sized],
+) -> HttpPort:
+    """Open the HTTP port. `refusals`: subjects whose route is refused; called on the loop."""
     loop = asyncio.get_running_loop()
-    return serve_collector(DelayCollector(service, counters, filing, settings, loop), service, settings, loop)
+    return http_port(DelayCollector(service, counters, filing, loop, refusals), service, settings)

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from delayserver.counters import Counters
-from delayserver.decisions import Decisions, Recurrence
-from delayserver.filing import Filing
-from delayserver.messages import Messages, Records, read_messages
-from delayserver.schedule import RECORD, DamagedSchedule, Schedule, id_hash
-from delayserver.settings import DelaySettings
-from delayserver.templates import ID_PREFIX, LABEL, Template, new_template, read_template
+from qmq.delayserver.counters import Counters
+from qmq.delayserver.decisions import Decisions, Recurrence
+from qmq.delayserver.filing import Filing
+from qmq.delayserver.messages import Messages, Records, read_messages
+from qmq.delayserver.schedule import RECORD, DamagedSchedule, Schedule, id_hash
+from qmq.delayserver.settings import DelaySettings
+from qmq.delayserver.templates import ID_PREFIX, LABEL, Template, new_template, read_template
 from qmq.errors import (
     CorruptFrame,
     InvalidMessage,
@@ -40,9 +40,9 @@ from qmq.errors import (
 from qmq.remoting import commands
 from qmq.remoting.commands import Recur, RecurAction, RecurringSchedule
 from qmq.remoting.packet import Packet
+from qmq.replication.mastership import Mastership
 from qmq.replication.ports import Link
 from qmq.replication.readonly import Reason
-from qmq.replication.reign import Reign
 from qmq.subjects import check_subject
 
 log = logging.getLogger(__name__)
@@ -103,13 +103,13 @@ class _Looked(NamedTuple):
 
 
 class Recurring:
-    """Made by the master; ends with the reign. `not_recurring` takes what is due and has the label by mistake."""
+    """Made by the master; ends with the mastership. `not_recurring` takes what is due and has the label by mistake."""
 
     def __init__(
-        self, reign: Reign, filing: Filing, decisions: Decisions, counters: Counters, settings: DelaySettings,
+        self, mastership: Mastership, filing: Filing, decisions: Decisions, counters: Counters, settings: DelaySettings,
         not_recurring: Callable[[Records], None],
     ) -> None:  # fmt: skip
-        self._reign, self._filing, self._decisions, self._counters = reign, filing, decisions, counters
+        self._mastership, self._filing, self._decisions, self._counters = mastership, filing, decisions, counters
         self._settings, self._not_recurring = settings, not_recurring
         self._due: dict[int, _Waiting] = {}
         """By number of the template."""
@@ -152,10 +152,12 @@ class Recurring:
 
     def _is_safe(self, record: Any) -> bool:
         """Without a slave, what follows from what both copies had goes on; what only we have has to wait (P3)."""
-        return not self._reign.gate.alone or bool(self._decisions.is_with_both(np.array([record])).all())
+        return not self._mastership.gate.no_slave_in_sync or bool(
+            self._decisions.is_with_both(np.array([record])).all()
+        )
 
     def _fire(self, ready: Sequence[_Waiting]) -> None:
-        message_log, now_ms = self._reign.log, self._reign.retry_ms()
+        message_log, now_ms = self._mastership.log, self._mastership.retry_ms()
         records = np.array([one.record for one in ready])
         wanted, dues = Messages.of(records), records["due"].tolist()
         self._is_firing = True
@@ -171,18 +173,18 @@ class Recurring:
             else:
                 self._fired(ready, result)
 
-        self._reign.host.read(job, done)
+        self._mastership.host.read(job, done)
 
     def _not_read(self, ready: Sequence[_Waiting], error: LogError) -> None:
         """Our copy is damaged there: it is repaired from the other one, then these go on."""
         if isinstance(error, CorruptFrame):
-            self._reign.found_damage(error)
+            self._mastership.found_damage(error)
         log.error("recurring schedules not read count=%d: %s", len(ready), error)
         self._rest(ready, REST_MS)
 
     def _rest(self, waiting: Sequence[_Waiting], ms: int) -> None:
         for one in waiting:
-            one.next_ms = self._reign.host.monotonic_ms() + ms
+            one.next_ms = self._mastership.host.monotonic_ms() + ms
 
     def _fired(self, ready: Sequence[_Waiting], firings: Sequence[_Firing | QmqError]) -> None:
         """Write down what may be written: a frame per subject."""
@@ -198,7 +200,7 @@ class Recurring:
                 one.is_unreadable = True
                 log.error("recurring schedule cannot go on; delete it, or put it anew: %s", firing)
                 self._rest([one], UNREADABLE_MS)
-            elif not (self._reign.may_progress and self._is_safe(one.record)):
+            elif not (self._mastership.may_progress and self._is_safe(one.record)):
                 self._rest([one], REST_MS)
             else:
                 del self._due[number]
@@ -224,9 +226,9 @@ class Recurring:
 
     def request(self, link: Link, packet: Packet) -> None:
         """Put, delete or list; raises QmqError for what can be refused at once."""
-        reign, recur = self._reign, commands.decode_recur(packet.body)
+        mastership, recur = self._mastership, commands.decode_recur(packet.body)
         check_subject(recur.subject)
-        reign.check_may_progress()
+        mastership.check_may_progress()
         self._check_deletes(recur)
         if len(self._asked) >= REQUESTS_MAX:
             raise Overloaded(f"{REQUESTS_MAX} requests about recurring schedules wait already")
@@ -234,18 +236,18 @@ class Recurring:
         if recur.action is RecurAction.PUT:
             template = new_template(recur, message_bytes_max=self._settings.message_bytes_max)
         self._asked.append(_Asked(recur, template, link, packet._replace(body=memoryview(b""))))
-        reign.host.turn_soon()
+        mastership.host.pass_soon()
 
     def _check_deletes(self, recur: Recur) -> None:
         """What an operator marked takes nothing new; but one may take schedules out of it."""
-        reign = self._reign
-        if recur.action is RecurAction.DELETE and set(reign.readonly.reasons) - {Reason.OPERATOR}:
-            reign.readonly.check(reign.group, recur.subject)
+        mastership = self._mastership
+        if recur.action is RecurAction.DELETE and set(mastership.readonly.reasons) - {Reason.OPERATOR}:
+            mastership.readonly.check(mastership.group, recur.subject)
 
     def _look(self) -> None:
         """Find the templates of the subject that is asked about."""
-        reign, schedule, asked = self._reign, self._filing.schedule, self._asked[0]
-        look, message_log = schedule.pending_labelled(asked.recur.subject, LABEL), reign.log
+        mastership, schedule, asked = self._mastership, self._filing.schedule, self._asked[0]
+        look, message_log = schedule.pending_labelled(asked.recur.subject, LABEL), mastership.log
         filed_end, self._is_looking = schedule.filed_end, True
 
         def job() -> _Looked:
@@ -258,7 +260,7 @@ class Recurring:
         def done(result: _Looked | LogError) -> None:
             self._is_looking = False
             if not self._asked or self._asked[0] is not asked:
-                return  # the reign is over
+                return  # the mastership is over
             try:
                 is_late = filed_end < self._decisions.templates_end(asked.recur.subject)
                 if self._is_vain(schedule, result) or is_late or schedule is not self._filing.schedule:
@@ -271,37 +273,37 @@ class Recurring:
                 asked.link.refuse(asked.packet, error)
                 self._next()
 
-        reign.host.read(job, done)
+        mastership.host.read(job, done)
 
     def _is_vain(self, schedule: Schedule, result: _Looked | LogError) -> bool:
         """Return whether what was found has to be looked for again, as it was changed meanwhile."""
         if isinstance(result, DamagedSchedule):
             self._filing.is_damaged(schedule, result)
         elif isinstance(result, CorruptFrame):
-            if result.offset < self._reign.log.start:
+            if result.offset < self._mastership.log.start:
                 return True  # carried, and its segment went
-            self._reign.found_damage(result)
+            self._mastership.found_damage(result)
         return False
 
     def _again(self) -> None:
-        self._look_end = self._reign.log.end
-        self._look_ms = self._reign.host.monotonic_ms() + AGAIN_MS
-        self._reign.host.turn_soon()
+        self._look_end = self._mastership.log.end
+        self._look_ms = self._mastership.host.monotonic_ms() + AGAIN_MS
+        self._mastership.host.pass_soon()
 
     def _next(self) -> None:
         self._asked.popleft()
-        self._look_end, self._look_ms = self._reign.log.end, 0
-        self._reign.host.turn_soon()
+        self._look_end, self._look_ms = self._mastership.log.end, 0
+        self._mastership.host.pass_soon()
 
     def _decide(self, asked: _Asked, looked: _Looked) -> None:
         """Nothing has changed these templates since they were looked for; raises QmqError."""
         recur = asked.recur
-        self._reign.check_may_progress()
+        self._mastership.check_may_progress()
         self._check_deletes(recur)
         named = [one for one in looked.found if recur.name in ("", one.template.name)]
         if recur.action is RecurAction.LIST:
             body = commands.encode_recurring(sorted(one.schedule for one in named))
-            self._reign.answer_when_safe(asked.link, asked.packet, body)
+            self._mastership.answer_when_safe(asked.link, asked.packet, body)
             self._next()
         elif recur.action is RecurAction.DELETE:
             self._delete(asked, named)
@@ -312,7 +314,7 @@ class Recurring:
         waiting = self._due.get(int(found.record["number"]))
         if waiting is not None and waiting.is_unreadable:
             return False
-        return bool(int(found.record["due"]) <= self._reign.retry_ms())
+        return bool(int(found.record["due"]) <= self._mastership.retry_ms())
 
     def _delete(self, asked: _Asked, named: Sequence[_Found]) -> None:
         if named:
@@ -321,13 +323,13 @@ class Recurring:
 
     def _put(self, asked: _Asked, named: Sequence[_Found], count: int) -> None:
         """Put it, unless it is there: applications put the same as they start, also while nobody may write."""
-        reign, template, subject = self._reign, asked.template, asked.recur.subject
+        mastership, template, subject = self._mastership, asked.template, asked.recur.subject
         assert template is not None
         if len(named) == 1 and named[0].template.is_same_as(template) and self._is_safe(named[0].record):
-            reign.answer_when_safe(asked.link, asked.packet, commands.encode_recurring([named[0].schedule]))
+            mastership.answer_when_safe(asked.link, asked.packet, commands.encode_recurring([named[0].schedule]))
             self._next()
             return
-        reign.readonly.check(reign.group, subject)
+        mastership.readonly.check(mastership.group, subject)
         if not named and count >= self._settings.recurring_max:
             raise InvalidRequest(
                 f"{subject!r} has {count} recurring schedules, and may have no more: delete some, or let one of them "
@@ -336,7 +338,7 @@ class Recurring:
         if any(map(self._is_about_to_fire, named)):
             self._again()  # what is due is sent before the schedule changes
             return
-        due_ms = template.cron().next_ms(reign.retry_ms())
+        due_ms = template.cron().next_ms(mastership.retry_ms())
         if named[1:]:
             self._decisions.cancel(subject, _records(named[1:]))
         self._decisions.template(subject, _records(named[:1]), template.message, due_ms)
@@ -344,7 +346,7 @@ class Recurring:
 
     def _answer(self, asked: _Asked, schedules: Sequence[RecurringSchedule]) -> None:
         """Answer when both disks have everything written by now."""
-        gate, body = self._reign.gate, commands.encode_recurring(schedules)
+        gate, body = self._mastership.gate, commands.encode_recurring(schedules)
 
         def answer(error: QmqError | None) -> None:
             if error is None:
@@ -352,15 +354,17 @@ class Recurring:
             else:
                 asked.link.refuse(asked.packet, error)
 
-        gate.stored(self._reign.log.end, answer)
+        gate.stored(self._mastership.log.end, answer)
         gate.release_now()
         self._next()
 
-    def resign(self) -> None:
-        """The reign is over; the next master has all that was written."""
+    def step_down(self) -> None:
+        """The mastership is over; the next master has all that was written."""
         while self._asked:
             asked = self._asked.popleft()
-            asked.link.refuse(asked.packet, NotMaster(f"{self._reign.group} has a newer master: fetch the route again"))
+            asked.link.refuse(
+                asked.packet, NotMaster(f"{self._mastership.group} has a newer master: fetch the route again")
+            )
         self._due.clear()
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qmq.replication.settings import PairSettings
+from qmq.replication.settings import CopySettings
 from qmq.settings import setting
 
 
 @dataclass(frozen=True, slots=True)
-class DelaySettings(PairSettings):
+class DelaySettings(CopySettings):
     serve_port: int = setting(20801, least=1, most=65535, why="TCP port for clients; QMQ's default")
     sync_port: int = setting(20802, least=1, most=65535, why="TCP port for the slave; QMQ's default")
     control_port: int = setting(20803, least=1, most=65535, why="gRPC port for metaserver, tools, repair and Spark")
@@ -32,7 +32,7 @@ class DelaySettings(PairSettings):
         60_000, unit="ms", least=1000, why="time after which messages without an answer may go to another broker group"
     )
     clock_alarm_ms: int = setting(
-        1000, unit="ms", least=1, why="difference of the machine's clock to the reign's that raises the alarm"
+        1000, unit="ms", least=1, why="difference of the machine's clock to the mastership's that raises the alarm"
     )
     recurring_max: int = setting(
         1000, least=1, most=10_000, why="recurring schedules of one subject: each change looks through all of them"

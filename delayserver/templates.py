@@ -16,8 +16,8 @@ from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from typing import NamedTuple
 
-from delayserver.cron import SKIPPED_MAX, Cron
 from qmq.codec import FLAG_DELAYED, decode_envelope, decode_properties, label_of, with_properties
+from qmq.delayserver.cron import SKIPPED_MAX, Cron
 from qmq.errors import InvalidMessage, InvalidRequest, MessageTooLarge
 from qmq.message import DELAY_KEY, ORDER_KEY, RECUR_CRON, RECUR_NAME, RECUR_OWNER, RECUR_SKIPPED, RECUR_ZONE
 from qmq.remoting.commands import RECUR_NAME_BYTES_MAX, Recur, RecurringSchedule

@@ -7,10 +7,12 @@ left in its run with size 0 until its time comes.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
 
-from delayserver.schedule.record import RECORD, Numbers, Records, no_records
+from qmq.delayserver.schedule.record import RECORD, Numbers, Records, no_records
 
 _REST = np.dtype(
     [("number", "<u8"), ("label", "<u8"), ("size", "<u4"), ("subject", "<u4"), ("crc", "<u4"), ("row", "<u4")]
@@ -19,6 +21,8 @@ _REST = np.dtype(
 _REST_BYTES = np.dtype((np.void, _REST.itemsize))
 """As bytes, records are copied ten times as fast."""
 RUN_MAX = 65_536
+REMOVED_MAX = 500
+"""Messages removed at once: 1 to 2 ms."""
 SAMPLES = 32_768
 """From so many due times it is told when most of the others are due."""
 
@@ -34,19 +38,17 @@ class _Run:
     def __len__(self) -> int:
         return len(self.dues) - self.begin
 
-    def due(self, now_ms: np.uint64, most: int) -> Numbers:
-        """Return the due times of up to `most` messages that are due."""
-        end = int(np.searchsorted(self.dues, now_ms, "right"))
-        return self.dues[self.begin : min(end, self.begin + most)]
+    def end(self, now_ms: np.uint64, side: Literal["left", "right"]) -> int:
+        """Return where those end that are due before `now_ms` (left), or then as well (right)."""
+        return max(self.begin, int(np.searchsorted(self.dues, now_ms, side)))
 
     def take(self, count: int) -> tuple[Numbers, Records]:
         begin, self.begin = self.begin, self.begin + count
         end = self.begin
         taken = self.dues[begin:end], self.rest[begin:end]
-        if 8 * end > len(self.dues):  # give back the memory
+        if 2 * end > len(self.dues):  # give back the memory
             self.dues, self.rest, self.begin = self.dues[end:].copy(), self.rest[end:].copy(), 0
         return taken
-
 
     def cut(self, end_ms: np.uint64) -> int:
         """Drop what is due at `end_ms` or later; return how many were dropped that nobody had removed."""
@@ -65,8 +67,23 @@ def _join(dues: Numbers, rest: Records) -> Records:
     return joined
 
 
+def _order(dues: Numbers, numbers: Numbers) -> NDArray[np.intp]:
+    """Return the order by (due time, number).
+
+    Both go into one integer, which numpy sorts in a quarter of the time that it takes for two keys.
+    """
+    if not len(dues):
+        return np.empty(0, np.intp)
+    begin, bits = dues.min(), len(dues).bit_length()
+    if int(dues.max() - begin) >> (63 - bits):
+        return np.lexsort((numbers, dues))
+    rank = np.empty(len(dues), np.uint64)
+    rank[np.argsort(numbers)] = np.arange(len(dues), dtype=np.uint64)
+    return np.argsort((dues - begin) << np.uint64(bits) | rank)
+
+
 def _sorted_run(dues: Numbers, rest: Records) -> _Run:
-    order = np.argsort(dues)
+    order = _order(dues, rest["number"])
     return _Run(dues.take(order), rest.take(order))  # ten times as fast as indexing
 
 
@@ -79,15 +96,21 @@ def _merge(first: _Run, second: _Run) -> _Run:
 
 
 class Wheel:
-    """Made with a reign, by its master; used on its loop."""
+    """Made with a mastership, by its master; used on its loop."""
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
         self._count = 0
         self._removed: list[Records] = []
+        self._removed_rows = 0
 
     def __len__(self) -> int:
         self._apply_removed()
+        return self._count
+
+    @property
+    def rows(self) -> int:
+        """Messages on the wheel, and some that were removed just now."""
         return self._count
 
     @property
@@ -100,8 +123,7 @@ class Wheel:
         return min((int(run.dues[run.begin]) for run in self._runs), default=None)
 
     def add(self, records: Records) -> None:
-        """Add messages, of RECORD or as they were taken."""
-        self._apply_removed()
+        """Add messages, of RECORD or as they were taken; none that was removed before."""
         for begin in range(0, len(records), RUN_MAX):
             some = records[begin : begin + RUN_MAX]
             rest = np.empty(len(some), _REST)
@@ -122,21 +144,47 @@ class Wheel:
 
         The hashes that their records had are not kept.
         """
-        self._apply_removed()
         now = np.uint64(max(now_ms, 0))
-        while due := [(run, run.due(now, most)) for run in self._runs if run.dues[run.begin] <= now]:
-            taken = self._take(due, most)
+        while due := [run for run in self._runs if run.dues[run.begin] <= now]:
+            self._apply_removed()
+            taken = self._join(self._take(due, now, most))
             if len(taken):
                 return taken
         return no_records()
 
-    def _take(self, due: list[tuple[_Run, Numbers]], most: int) -> Records:
-        """Take the earliest; fewer or none if some of them were removed."""
-        parts = [run.take(count) for (run, _), count in zip(due, _shares(due, most), strict=True)]
+    def due(self, now_ms: int) -> int:
+        """Return how many messages are due and not taken yet; some of them may be removed."""
+        now = np.uint64(max(now_ms, 0))
+        return sum(run.end(now, "right") - run.begin for run in self._runs)
+
+    def _take(self, due: list[_Run], now: np.uint64, most: int) -> list[tuple[Numbers, Records]]:
+        """Take about `most` that nothing else is due before; at least one.
+
+        However many runs there are, and whatever they hold, the time that it takes depends on what is taken alone.
+        """
+        ends = [run.end(now, "right") for run in due]
+        if sum(end - run.begin for run, end in zip(due, ends, strict=True)) <= most:
+            return [run.take(end - run.begin) for run, end in zip(due, ends, strict=True)]
+        taken, left = list[tuple[Numbers, Records]](), most
+        while left >= len(due) or not taken:
+            due = [run for run in due if len(run) and run.dues[run.begin] <= now]
+            if not due:
+                break
+            step = max(1, left // len(due))
+            until = min(run.dues[min(run.begin + step, len(run.dues)) - 1] for run in due)
+            counts = [run.end(until, "left") - run.begin for run in due]  # fewer than `step` of each
+            if not any(counts):  # what is first is due at one moment: it has no order
+                counts = _first(left, [run.end(until, "right") - run.begin for run in due])
+            taken += [run.take(count) for run, count in zip(due, counts, strict=True) if count]
+            left = most - sum(len(dues) for dues, _ in taken)
+        return taken
+
+    def _join(self, parts: list[tuple[Numbers, Records]]) -> Records:
+        """Return what was taken and not removed, as records, by due time and number."""
         self._runs = [run for run in self._runs if len(run)]
         dues = np.concatenate([dues for dues, _ in parts])
         rest = np.concatenate([rest.view(_REST_BYTES) for _, rest in parts]).view(_REST)
-        order = np.argsort(dues, kind="stable")
+        order = _order(dues, rest["number"])
         order = order[rest["size"][order] > 0]
         self._count -= len(order)
         return _join(dues[order], rest.take(order))
@@ -157,46 +205,54 @@ class Wheel:
         return end_ms
 
     def remove(self, records: Records) -> None:
-        """Remove messages, of RECORD or as they were taken; those that are not there are ignored."""
+        """Remove messages, of RECORD or as they were taken; those that are not there are ignored.
+
+        That is done when something is due, or when they are many: each time, every run is looked into.
+        """
         if len(records):
-            self._removed.append(records)
+            self._removed.append(records[["number", "due"]].copy())
+            self._removed_rows += len(records)
+            if self._removed_rows >= REMOVED_MAX:
+                self._apply_removed()
 
     def _apply_removed(self) -> None:
-        """Many removals cost little more than one: each looks into every run."""
         if not self._removed:
             return
         numbers = np.concatenate([records["number"] for records in self._removed])
         dues = np.concatenate([records["due"] for records in self._removed])
-        self._removed = []
+        self._removed, self._removed_rows = [], 0
         for run in self._runs:
             self._count -= _remove(run, numbers, dues)
 
 
-def _shares(due: list[tuple[_Run, Numbers]], most: int) -> list[int]:
-    """Return how many each run gives, that together the earliest `most` are taken."""
-    counts = [len(dues) for _, dues in due]
-    if sum(counts) <= most:
-        return counts
-    dues = np.concatenate([dues for _, dues in due])
-    last = np.partition(dues, most - 1)[most - 1]
-    shares = [int(np.searchsorted(dues, last, "left")) for _, dues in due]
-    left = most - sum(shares)
-    for position, (_, dues) in enumerate(due):
-        more = min(left, int(np.searchsorted(dues, last, "right")) - shares[position])
-        shares[position] += more
-        left -= more
-    return shares
+def _first(most: int, counts: list[int]) -> list[int]:
+    """Return as many of each as together make `most`, those of the first ones first."""
+    chosen = []
+    for count in counts:
+        chosen.append(min(count, most))
+        most -= chosen[-1]
+    return chosen
 
 
 def _remove(run: _Run, numbers: Numbers, dues: Numbers) -> int:
-    """Set the size of these messages to 0; return how many were there."""
-    left = np.maximum(np.searchsorted(run.dues, dues, "left"), run.begin)
-    right = np.searchsorted(run.dues, dues, "right")
-    hits: NDArray[np.bool_] = left < right
-    removed = 0
-    for number, begin, end in zip(numbers[hits].tolist(), left[hits].tolist(), right[hits].tolist(), strict=True):
-        same = begin + np.flatnonzero(run.rest["number"][begin:end] == number)
-        same = same[run.rest["size"][same] > 0]
-        run.rest["size"][same] = 0
-        removed += len(same)
-    return removed
+    """Set the size of these messages to 0; return how many were there.
+
+    The time that it takes does not grow with what is due at the same moment: a run is in the order of the numbers
+    there, which is searched by halves, for all of them at once.
+    """
+    begins = np.maximum(np.searchsorted(run.dues, dues, "left"), run.begin)
+    ends = np.searchsorted(run.dues, dues, "right")
+    known = run.rest["number"]
+    fits = np.flatnonzero(begins < ends)
+    fits = fits[(known[begins[fits]] <= numbers[fits]) & (known[ends[fits] - 1] >= numbers[fits])]
+    if not len(fits):
+        return 0
+    wanted, low, high = numbers[fits], begins[fits], ends[fits]
+    while (open := low < high).any():
+        middle = (low + high) // 2
+        less = known[np.minimum(middle, len(known) - 1)] < wanted
+        low, high = np.where(open & less, middle + 1, low), np.where(open & ~less, middle, high)
+    places = np.unique(low[(low < ends[fits])])
+    places = places[np.isin(known[places], wanted) & (run.rest["size"][places] > 0)]
+    run.rest["size"][places] = 0
+    return len(places)

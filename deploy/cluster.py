@@ -1,4 +1,4 @@
-"""Shell. A whole cluster on this machine: a metaserver and broker groups of two, run as a service manager would.
+"""Shell. A whole cluster on this machine, run as a service manager would: a metaserver, broker groups of two, …
 
     with Cluster(directory) as cluster:
         cluster.kill("g1", "master")
@@ -23,8 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from deploy.control import broker_state, manage, metaserver_answers
-from deploy.plan import (
+from qmq.deploy.control import answers, broker_state, manage
+from qmq.deploy.plan import (
     BROKER_PORT,
     DELAY_SERVER,
     HOST,
@@ -35,9 +35,13 @@ from deploy.plan import (
     write_atomically,
     write_settings,
 )
-from deploy.processes import Service, end_leftovers, stop_all
+from qmq.deploy.processes import Service, end_leftovers, module_command, prometheus_command, stop_all
+from qmq.deploy.prometheus.config import find_targets, write_config
 from qmq.errors import NotServed, OperatorError, QmqError
 
+WATCHDOG, PROMETHEUS = "watchdog", "prometheus"
+SCRAPE_S = 2
+"""On a developer's machine somebody watches."""
 RESTART_S = 1.0
 REFRESH_S = 0.5
 """How old `cluster.json` may be."""
@@ -51,7 +55,7 @@ class AlreadyRunning(QmqError):
 
     def __init__(self, run_dir: Path, owner: int) -> None:
         super().__init__(
-            f"a cluster runs in {run_dir} already (process {owner}); `make stop` ends it, RUN_DIR=… uses another place"
+            f"a cluster runs in {run_dir} already (process {owner}); `qmq dev stop` ends it, --dir uses another place"
         )
         self.owner = owner
 
@@ -61,6 +65,8 @@ class Cluster:
 
     Args:
         groups: names of the broker groups; each has a master and a slave.
+        watchdog: run one, for databases that AddDb names.
+        prometheus: run one, with the alert rules and all processes as targets.
         broker: settings for every broker's file, over the defaults.
         metaserver: settings for the metaserver's file, over the defaults.
         http_port, broker_port: where the search for free ports begins, at the first start in this directory.
@@ -73,6 +79,8 @@ class Cluster:
         *,
         groups: tuple[str, ...] = ("g1", "g2"),
         delay_groups: tuple[str, ...] = (),
+        watchdog: bool = False,
+        prometheus: bool = False,
         broker: dict[str, Any] | None = None,
         delay_server: dict[str, Any] | None = None,
         metaserver: dict[str, Any] | None = None,
@@ -82,7 +90,8 @@ class Cluster:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.run_dir = run_dir.resolve()
-        self._groups, self._ports, self._restart_s = Groups(groups, delay_groups), (http_port, broker_port), restart_s
+        self._restart_s, self._ports = restart_s, (http_port, broker_port)
+        self._groups = Groups(groups, delay_groups, (WATCHDOG,) * watchdog + (PROMETHEUS,) * prometheus)
         self._settings = {"broker": broker or {}, DELAY_SERVER: delay_server or {}}
         self._metaserver_settings = metaserver or {}
         self._say = say
@@ -117,6 +126,8 @@ class Cluster:
             self._start_metaserver()
             self._add_brokers()
             self._start_brokers()
+            self._start_watchdog()
+            self._start_prometheus()
             self._keeper.start()
             self.wait_writable()
         except BaseException:
@@ -144,6 +155,11 @@ class Cluster:
     @property
     def token(self) -> str:
         return self.plan.token
+
+    @property
+    def others(self) -> dict[str, str]:
+        """URL of each process that is there once, by its name."""
+        return {name: f"http://{HOST}:{self.plan.others[name]}" for name in self._groups.others}
 
     def service(self, name: str) -> Service:
         """The process of a broker, by hostname, or "metaserver"."""
@@ -178,6 +194,7 @@ class Cluster:
             "token": self.token,
             "groups": groups,
             **({"delay_groups": delay} if delay else {}),
+            **{name: {"pid": self._services[name].pid, "url": url} for name, url in self.others.items()},
         }
 
     def broker(self, group: str, role: str) -> BrokerPlan:
@@ -229,7 +246,9 @@ class Cluster:
     def _service(self, name: str, module: str, settings: dict[str, Any]) -> Service:
         config = self.run_dir / name / f"{module}.toml"
         write_settings(config, settings)
-        self._services[name] = Service(name, module, config, self.run_dir / "logs" / f"{name}.log")
+        self._services[name] = Service(
+            name, module_command(f"qmq.{module}", config), self.run_dir / "logs" / f"{name}.log"
+        )
         return self._services[name]
 
     def _start_metaserver(self) -> None:
@@ -238,7 +257,7 @@ class Cluster:
             "database": f"sqlite:///{self.run_dir / 'metaserver' / 'metaserver.db'}", "cluster_token": self.token,
         }  # fmt: skip
         self._service("metaserver", "metaserver", settings | self._metaserver_settings).start()
-        self._wait(lambda: metaserver_answers(self.metaserver), "the metaserver does not answer", START_S)
+        self._wait(lambda: answers(f"{self.metaserver}/meta/address"), "the metaserver does not answer", START_S)
 
     def _add_brokers(self) -> None:
         """Make each broker known once; after a swap its role is another one, which must stay."""
@@ -260,6 +279,28 @@ class Cluster:
                 "metaserver": self.metaserver, "token": self.token,
             }  # fmt: skip
             self._service(broker.hostname, broker.module, settings | self._settings[broker.module]).start()
+
+    def _start_watchdog(self) -> None:
+        if WATCHDOG in self._groups.others:
+            port = self.plan.others[WATCHDOG]
+            settings = {"metaserver": self.metaserver, "token": self.token, "host": HOST, "http_port": port}
+            self._service(WATCHDOG, WATCHDOG, settings).start()
+            self._wait(lambda: answers(f"http://{HOST}:{port}/health"), "the watchdog does not answer", START_S)
+
+    def _start_prometheus(self) -> None:
+        if PROMETHEUS not in self._groups.others:
+            return
+        directory, port = self.run_dir / PROMETHEUS, self.plan.others[PROMETHEUS]
+        directory.mkdir(exist_ok=True)
+        write_atomically(directory / "token", self.token)
+        others = (f"{HOST}:{self.plan.others[name]}" for name in self._groups.others if name == WATCHDOG)
+        config = write_config(
+            directory, find_targets(self.manage, others), token_file=directory / "token", interval_s=SCRAPE_S
+        )
+        log = self.run_dir / "logs" / f"{PROMETHEUS}.log"
+        self._services[PROMETHEUS] = Service(PROMETHEUS, prometheus_command(config, directory / "data", port), log)
+        self._services[PROMETHEUS].start()
+        self._wait(lambda: answers(f"http://{HOST}:{port}/-/ready"), "Prometheus does not answer", START_S)
 
     def _refresh_roles(self) -> None:
         """Ask the metaserver who is what; while it is down, what was known stays."""
@@ -325,4 +366,5 @@ def recorded_pids(run_dir: Path) -> list[int]:
         return []
     groups = [*cluster["groups"].values(), *cluster.get("delay_groups", {}).values()]
     pids = [broker["pid"] for group in groups for broker in group.values()]
-    return [pid for pid in (*pids, cluster["metaserver_pid"]) if pid]
+    pids += [cluster["metaserver_pid"], *(cluster.get(name, {}).get("pid") for name in (WATCHDOG, PROMETHEUS))]
+    return [pid for pid in pids if pid]

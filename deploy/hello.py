@@ -1,7 +1,7 @@
 """Shell. A first message: sent, and taken out again.
 
-    python -m deploy.hello                                                     to the cluster that `make run` started
-    python -m deploy.hello --metaserver 10.0.0.9:8080 --token-file shop.token  to any other
+qmq hello                                                       to the cluster that `qmq dev` started
+qmq hello --metaserver 10.0.0.9:8080 --token-file shop.token    to any other
 """
 
 from __future__ import annotations
@@ -34,17 +34,20 @@ async def hello(metaserver: str, token: str) -> None:
 
 
 def local_cluster() -> tuple[str, str]:
-    """Return metaserver and token of the cluster that `make run` started."""
+    """Return metaserver and token of the cluster that `qmq dev` started."""
     path = Path(os.environ.get("RUN_DIR", ".run")) / "cluster.json"
     if not path.exists():
-        sys.exit(f"{path} is not there: start a cluster with `make run` first, or name one with --metaserver")
+        sys.exit(f"{path} is not there: start a cluster with `qmq dev` first, or name one with --metaserver")
     cluster = json.loads(path.read_text())
     return cluster["metaserver"], cluster["token"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m deploy.hello", description="Send a message and take it out again.")
-    parser.add_argument("--metaserver", help="host:port of a metaserver, or of nginx before several")
+    parser = argparse.ArgumentParser(prog="qmq hello", description="Send a message and take it out again.")
+    parser.add_argument(
+        "--metaserver", default=os.environ.get("QMQ_METASERVER") or None,
+        help="host:port of a metaserver, or of nginx before several; default: QMQ_METASERVER, or that of `qmq dev`",
+    )  # fmt: skip
     add_token_options(parser)
     options = parser.parse_args()
     if options.metaserver is None:

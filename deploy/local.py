@@ -1,11 +1,12 @@
-"""Shell. `make run` and `make stop`: a whole cluster on this machine, in the foreground, until Ctrl-C.
+"""Shell. `qmq dev` and `qmq dev stop`: a whole cluster on this machine, in the foreground, until Ctrl-C.
 
-`RUN_DIR`, or `--dir`, names the directory; by default `.run`.
+`--dir`, or the variable `RUN_DIR`, names the directory; by default `.run`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -13,9 +14,10 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from deploy.cluster import AlreadyRunning, Cluster, lock_directory, recorded_pids
-from deploy.processes import end_leftovers, is_ours
-from qmq.errors import QmqError
+from qmq.deploy.cluster import AlreadyRunning, Cluster, lock_directory, recorded_pids
+from qmq.deploy.plan import HTTP_PORT, is_free
+from qmq.deploy.processes import end_leftovers, is_ours
+from qmq.errors import NotServed, QmqError
 
 __all__ = ["Cluster"]
 
@@ -38,12 +40,16 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def run(run_dir: Path) -> int:
-    """Run a cluster until a signal ends it."""
+def run(run_dir: Path, port: int | None, *, prometheus: bool) -> int:
+    """Run a cluster until a signal ends it; `port` is its metaserver's."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stopped)
-    say(f"starting a metaserver, two broker groups and a group of delay servers; data and logs are in {run_dir}/")
-    cluster = Cluster(run_dir, delay_groups=("d1",), say=say)
+    if port is not None:
+        check_port(run_dir, port)
+    say(f"starting a metaserver, two broker groups, delay servers and a watchdog; data and logs are in {run_dir}/")
+    cluster = Cluster(
+        run_dir, delay_groups=("d1",), watchdog=True, prometheus=prometheus, http_port=port or HTTP_PORT, say=say
+    )  # fmt: skip
     try:
         with cluster:
             say(_welcome(cluster))
@@ -54,14 +60,28 @@ def run(run_dir: Path) -> int:
         return 0
 
 
+def check_port(run_dir: Path, port: int) -> None:
+    """Raises NotServed if the metaserver of the cluster in `run_dir` cannot have this port."""
+    plan = run_dir / "plan.json"
+    kept = json.loads(plan.read_text())["http_port"] if plan.exists() else port
+    if kept != port:
+        raise NotServed(f"the cluster in {run_dir} has port {kept} already: leave out --port, or name another --dir")
+    if not is_free(port):
+        raise NotServed(f"port {port} is in use by another program; choose another --port")
+
+
 def _welcome(cluster: Cluster) -> str:
     brokers, delay = (
         ", ".join(f"{one.hostname} :{one.serve_port}" for one in cluster.plan.brokers if one.is_delay_server is kind)
         for kind in (False, True)
     )
     return (
-        f"metaserver  {cluster.metaserver}\nbrokers     {brokers}\ndelay       {delay}\ntoken       {cluster.token}\n"
-        f"addresses   {cluster.run_dir / 'cluster.json'}\nCtrl-C or `make stop` ends it; what dies is started again"
+        f"metaserver  {cluster.metaserver}\nbrokers     {brokers}\ndelay       {delay}\n"
+        + "".join(f"{name:12}{url}\n" for name, url in cluster.others.items())
+        + f"addresses   {cluster.run_dir / 'cluster.json'}\n\n"
+        f"for commands and programs in another terminal:\n"
+        f"  export QMQ_METASERVER={cluster.metaserver}\n  export QMQ_TOKEN={cluster.token}\n\n"
+        f"Ctrl-C or `qmq dev stop` ends it; what dies is started again"
     )
 
 
@@ -96,12 +116,19 @@ def stop(run_dir: Path) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m deploy.local", description="Run a cluster on this machine.")
-    parser.add_argument("action", choices=["run", "stop"])
+    parser = argparse.ArgumentParser(prog="qmq dev", description="Run a cluster on this machine.")
+    parser.add_argument("action", choices=["run", "stop"], nargs="?", default="run", help="default: run")
     parser.add_argument("--dir", type=Path, default=Path(os.environ.get("RUN_DIR", ".run")), help="default: .run")
+    port_help = f"the metaserver's HTTP port; default: {HTTP_PORT}, or the next free one"
+    parser.add_argument("--port", type=int, help=port_help)
+    parser.add_argument("--with-prometheus", action="store_true", help="run a Prometheus, too, with all alert rules")
     options = parser.parse_args(arguments)
     try:
-        return run(options.dir) if options.action == "run" else stop(options.dir)
+        return (
+            run(options.dir, options.port, prometheus=options.with_prometheus)
+            if options.action == "run"
+            else stop(options.dir)
+        )
     except QmqError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,6 +1,6 @@
 """Shell. Fills in `deploy/nginx.conf`: nginx in front of the metaservers.
 
-    python -m deploy.nginx --metaserver 10.0.0.1:8080 --metaserver 10.0.0.2:8080 > /etc/nginx/conf.d/qmq.conf
+qmq nginx --metaserver 10.0.0.1:8080 --metaserver 10.0.0.2:8080 > /etc/nginx/conf.d/qmq.conf
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def nginx_conf(listen: str, metaservers: Iterable[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m deploy.nginx", description="nginx in front of the metaservers.")
+    parser = argparse.ArgumentParser(prog="qmq nginx", description="nginx in front of the metaservers.")
     parser.add_argument("--listen", default="8080", help="port, or address:port; default: 8080")
     parser.add_argument("--metaserver", action="append", default=[], help="HTTP address:port of one; repeat it")
     options = parser.parse_args(arguments)

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +23,12 @@ DELAY_MASTER = 5
 
 
 class Groups(NamedTuple):
-    """Names of groups: of brokers, and of delay servers."""
+    """Names of what runs beside the metaserver: groups of brokers, groups of delay servers, single processes."""
 
     brokers: tuple[str, ...]
     delay: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    """Processes that are there once and have one HTTP port."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Plan:
     http_port: int
     grpc_port: int
     brokers: list[BrokerPlan]
+    others: dict[str, int] = field(default_factory=dict)
+    """HTTP port of each process that is there once, by its name."""
 
     @property
     def metaserver(self) -> str:
@@ -61,7 +65,7 @@ class Plan:
 
     @property
     def ports(self) -> list[int]:
-        return [self.http_port, self.grpc_port] + [
+        return [self.http_port, self.grpc_port, *self.others.values()] + [
             port for b in self.brokers for port in (b.serve_port, b.sync_port, b.control_port, b.metrics_port)
         ]
 
@@ -90,7 +94,8 @@ def make_plan(groups: Groups, http_port: int, broker_port: int) -> Plan:
     taken: set[int] = set()
     web, ports = _free_ports(http_port, taken), _free_ports(broker_port, taken)
     http, grpc = next(web), next(web)
-    return Plan(secrets.token_hex(16), http, grpc, _plan_groups(groups, ports))
+    others = dict(zip(groups.others, web))
+    return Plan(secrets.token_hex(16), http, grpc, _plan_groups(groups, ports), others)
 
 
 def _plan_groups(groups: Groups, ports: Iterator[int]) -> list[BrokerPlan]:
@@ -106,10 +111,10 @@ def _plan_groups(groups: Groups, ports: Iterator[int]) -> list[BrokerPlan]:
 def load_plan(path: Path, groups: Groups, http_port: int, broker_port: int) -> Plan:
     """Read the plan of an earlier start, so that a cluster goes on with its data; make and keep one if there is none.
 
-    Groups of delay servers that it does not have yet are added.
+    Groups of delay servers and single processes that it does not have yet are added.
 
     Raises:
-        NotServed: somebody else uses a port of this cluster now.
+        NotServed: another program uses a port of this cluster now.
     """
     if not path.exists():
         plan = make_plan(groups, http_port, broker_port)
@@ -118,8 +123,11 @@ def load_plan(path: Path, groups: Groups, http_port: int, broker_port: int) -> P
     fields = json.loads(path.read_text())
     plan = Plan(**fields | {"brokers": [BrokerPlan(**broker) for broker in fields["brokers"]]})
     known = {broker.group for broker in plan.brokers}
-    if missing := tuple(name for name in groups.delay if name not in known):
-        plan.brokers.extend(_plan_groups(Groups((), missing), _free_ports(broker_port, set(plan.ports))))
+    delay = tuple(name for name in groups.delay if name not in known)
+    others = [name for name in groups.others if name not in plan.others]
+    if delay or others:
+        plan.brokers.extend(_plan_groups(Groups((), delay), _free_ports(broker_port, set(plan.ports))))
+        plan.others.update(zip(others, _free_ports(http_port, set(plan.ports))))
         write_atomically(path, json.dumps(asdict(plan), indent=2))
     if busy := [port for port in plan.ports if not is_free(port)]:
         raise NotServed(
@@ -129,10 +137,10 @@ def load_plan(path: Path, groups: Groups, http_port: int, broker_port: int) -> P
     return plan
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, *, mode: int = 0o600) -> None:
     """Replace a file so that a reader sees the old text or the new one, whole. Others may not: it may hold a token."""
     beside = path.with_name(f"{path.name}.new")
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
         file.write(text)
     os.replace(beside, path)
 

@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import qmq
+from qmq.errors import NotServed
+
 TERM_S = 10.0
 """A process that was asked to end and has not ended after this long is killed."""
-ROOT = Path(__file__).parents[1]
+ROOT = Path(qmq.__file__).parents[1]
+
+
+def module_command(module: str, config: Path) -> list[str]:
+    """The command of a process of ours."""
+    return [sys.executable, "-m", module, "--config", str(config)]
+
+
+def prometheus_command(config: Path, data: Path, port: int) -> list[str]:
+    """The command of a Prometheus that listens on this machine alone; raises NotServed: it is not installed."""
+    if not (program := shutil.which("prometheus")):
+        raise NotServed("prometheus is not installed (Debian: apt-get install prometheus)")
+    return [
+        program, "--config.file", str(config), "--storage.tsdb.path", str(data), "--web.listen-address",
+        f"127.0.0.1:{port}", "--log.level", "warn",
+    ]  # fmt: skip
 
 
 @dataclass
 class Service:
-    """One process of the cluster: `python -m module --config config`. Owned by one `Cluster`."""
+    """One process of the cluster. Owned by one `Cluster`."""
 
     name: str
-    module: str
-    config: Path
+    command: Sequence[str]
+    """Names a file of the cluster's directory: by that it is known when its runner is gone."""
     log: Path
     is_held: bool = False
     """Stays down when it ends, until somebody starts it: what a test or an operator does needs it down."""
@@ -44,8 +64,7 @@ class Service:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self.module, "--config", str(self.config)],
-                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                self.command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         self.starts += 1
         self.died_at = None

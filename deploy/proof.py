@@ -12,10 +12,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.cluster import Cluster
-from deploy.plan import HOST
-from deploy.processes import ROOT
-from deploy.rows import Input
+from qmq.deploy.cluster import Cluster
+from qmq.deploy.plan import HOST
+from qmq.deploy.processes import ROOT
+from qmq.deploy.rows import Input
 from qmq.errors import InvalidRequest
 
 JOB_S = 900.0
@@ -64,7 +64,7 @@ def _compare_copies(cluster: Cluster, run_dir: Path, proof: Proof) -> None:
         arguments += ["--group", group]
         for role in ("master", "slave"):
             arguments += [f"--{role}", f"{HOST}:{roles[role]['control_port']}"]
-    job = _run_job("audit.jobs.consistency", arguments, cluster, run_dir, proof)
+    job = _run_job("qmq.audit.jobs.consistency", arguments, cluster, run_dir, proof)
     if job.returncode == 2 or not result.exists():
         proof.complaints.append(f"the audit could not read the logs: {_last_line(job.stderr)}")
         return
@@ -73,13 +73,11 @@ def _compare_copies(cluster: Cluster, run_dir: Path, proof: Proof) -> None:
         proof.complaints.append(f"the audit has {proof.findings} findings (exit status {job.returncode}); see {report}")
 
 
-def _count_rows(
-    cluster: Cluster, source: Input, expected: Counter[str | None], run_dir: Path, proof: Proof
-) -> None:
+def _count_rows(cluster: Cluster, source: Input, expected: Counter[str | None], run_dir: Path, proof: Proof) -> None:
     arguments = ["--sql", counting_sql(source), "--json"]
     for roles in cluster.describe()["groups"].values():
         arguments += ["--source", f"{HOST}:{roles['master']['control_port']}"]
-    job = _run_job("audit.jobs.query", arguments, cluster, run_dir, proof)
+    job = _run_job("qmq.audit.jobs.query", arguments, cluster, run_dir, proof)
     if job.returncode:
         proof.complaints.append(f"the SQL query failed: {_last_line(job.stderr)}")
         return

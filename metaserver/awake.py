@@ -1,6 +1,6 @@
 """Core. A clock that stands still while the process does.
 
-A process that was stopped, or a machine that was suspended, has not listened meanwhile: by the wall, everybody it hears
+A process that was stopped, or a machine that was suspended, has not listened meanwhile: by the wall, every broker
 would have been silent, and it would call them all down.
 """
 

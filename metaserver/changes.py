@@ -1,4 +1,4 @@
-"""Shell. Wakes whoever waits for a change, at once and without polling."""
+"""Shell. Wakes all tasks that wait for a change, at once and without polling."""
 
 from __future__ import annotations
 

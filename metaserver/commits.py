@@ -11,11 +11,11 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
-from metaserver.database import AnswerLate, Database, DatabaseAway
-from metaserver.db.changes import Change, Order, RestoreAll
-from metaserver.db.errors import CommitUnknown
-from metaserver.model import AuditRow
 from qmq.errors import OutcomeUnknown
+from qmq.metaserver.database import AnswerLate, Database, DatabaseAway
+from qmq.metaserver.db.changes import Change, Order, RestoreAll
+from qmq.metaserver.db.errors import CommitUnknown
+from qmq.metaserver.model import AuditRow
 
 log = logging.getLogger("qmq.metaserver")
 

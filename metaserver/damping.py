@@ -1,7 +1,7 @@
 """Core. Keeps a broker that goes off and on from making routes flap.
 
 Bad news is passed on at once: a producer that is told too late loses an attempt. Good news of a broker that lost its
-office again and again waits until it lasted a while. A new term and an operator's mark are orders, not faults.
+mastership again and again waits until it lasted a while. A new term and an operator's mark are orders, not faults.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from metaserver.model import BrokerKey, ReplicaState
+from qmq.metaserver.model import BrokerKey, ReplicaState
 
 WINDOW_MS = 60_000
 LOSSES_FREE = 4

@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
-from metaserver.db.engine import open_database
-from metaserver.db.errors import CommitUnknown, DatabaseUnusable
-from metaserver.db.repository import Repository
-from qmq.errors import NotServed
+from qmq.errors import NotServed, cause_of
+from qmq.metaserver.db.engine import open_database
+from qmq.metaserver.db.errors import CommitUnknown, DatabaseUnusable
+from qmq.metaserver.db.repository import Repository
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -37,6 +39,27 @@ class DatabaseAway(NotServed):
             "the database does not answer: new subjects and role changes wait; known routes go on"
             + (f" ({reason})" if reason else "")
         )
+
+
+class DatabaseSetAside(DatabaseAway):
+    """The database answers, but has lost groups whose brokers are registered. Nothing is read from it or changed in it
+    until an operator decides; the text names the commands."""
+
+    def __init__(self, reason: str) -> None:
+        NotServed.__init__(self, reason)
+
+
+_decides: ContextVar[bool] = ContextVar("decides about a database that was set aside", default=False)
+
+
+@contextmanager
+def deciding() -> Iterator[None]:
+    """What this task reads and changes reaches the database although it was set aside."""
+    before = _decides.set(True)
+    try:
+        yield
+    finally:
+        _decides.reset(before)
 
 
 class AnswerLate(CommitUnknown):
@@ -64,10 +87,27 @@ class Database:
         self._under_way: set[object] = set()
         self.reason = ""
         """Why it is away."""
+        self.set_aside_because = ""
+        """Why it is not used although it answers; empty: it is used."""
+        self.answer_s = 0.0
+        """How long its newest answer took."""
+        self.committed_ms = 0
+        """When something was stored last, since 1970."""
 
     @property
     def is_up(self) -> bool:
-        return self._repository is not None and self._away_since is None
+        return self._repository is not None and self._away_since is None and not self.set_aside_because
+
+    @property
+    def trouble(self) -> str:
+        """Why it is not used, for everybody; empty: it is."""
+        return "" if self.is_up else self.set_aside_because or "the database does not answer"
+
+    def set_aside(self, reason: str) -> None:
+        """Use the database no more, or with an empty reason again."""
+        if reason != self.set_aside_because:
+            log.error("%s", reason) if reason else log.warning("the database is used again")
+        self.set_aside_because = reason
 
     async def open(self) -> None:
         """Connect, migrate. Without a time limit: a migration may take long.
@@ -128,7 +168,9 @@ class Database:
             self._is_away("no answer in time")
             result.add_done_callback(_heard)
             raise AnswerLate(result)
-        return result.result()
+        stored = result.result()
+        self.committed_ms = time.time_ns() // 1_000_000
+        return stored
 
     @property
     def is_hanging(self) -> bool:
@@ -149,18 +191,21 @@ class Database:
     def close(self) -> None:
         """Give connections back. A thread that hangs is left to its fate: waiting for it would hang the stop."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._engine is not None and self.is_up:
+        if self._engine is not None and self._away_since is None:
             self._engine.dispose()
 
     async def _bounded(self, work: Callable[[Repository], T], timeout_ms: int) -> T:
         repository = self._repository
         if repository is None or self._away_since is not None:
             raise DatabaseAway(self.reason)
+        if self.set_aside_because and not _decides.get():
+            raise DatabaseSetAside(self.set_aside_because)
         async with asyncio.timeout(timeout_ms / 1000 if timeout_ms else None):
             return await self._on_thread(lambda: work(repository))
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         self._under_way.add(started := object())
+        began = time.monotonic()
 
         def run() -> T:
             try:
@@ -169,11 +214,13 @@ class Database:
                 self._under_way.discard(started)
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+            answer = await asyncio.get_running_loop().run_in_executor(self._threads, run)
+            self.answer_s = time.monotonic() - began
+            return answer
         except (IntegrityError, DataError):
             raise  # it answers; what was asked is wrong
         except (SQLAlchemyError, OSError) as error:
-            reason = str(getattr(error, "orig", None) or error).partition("\n")[0][:200]
+            reason = cause_of(getattr(error, "orig", None) or error).partition("\n")[0][:200]
             self._is_away(reason)
             raise DatabaseAway(reason) from error
 

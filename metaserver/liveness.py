@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from metaserver.damping import Damping
-from metaserver.model import Broker, BrokerKey, Group, ReplicaState, SightingRow
-from metaserver.peers import Peers
 from qmq.errors import OperatorError
+from qmq.metaserver.damping import Damping
+from qmq.metaserver.model import Broker, BrokerKey, Group, ReplicaState, SightingRow
+from qmq.metaserver.peers import Peers
 
 ASK_AGAIN_MS = 200
 ASK_EACH_MS = 10
@@ -301,6 +301,11 @@ class Liveness:
         sighting = self._sightings.get(key)
         return sighting.state if sighting is not None and sighting.up else None
 
+    def last_state(self, key: BrokerKey) -> ReplicaState | None:
+        """What a broker said last, whether it is up or not."""
+        sighting = self._sightings.get(key)
+        return sighting.state if sighting is not None else None
+
     def is_up(self, key: BrokerKey, *, now_ms: int) -> bool:
         sighting = self._sightings.get(key)
         if sighting is not None and sighting.up:
@@ -323,7 +328,7 @@ class Liveness:
         if self._presumed(group.master, now_ms):
             return True
         state = self.state(group.master.key, now_ms=now_ms)
-        return state is not None and state.writable and state.reigns(group.term)
+        return state is not None and state.writable and state.is_master_in(group.term)
 
     def where(self, key: BrokerKey) -> str:
         """Id of the metaserver that hears, or last heard, a broker; empty: none ever did."""

@@ -8,46 +8,45 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
-import uvicorn
 from starlette.types import ASGIApp
 
-from metaserver.access import Access, first_admin
-from metaserver.actions.clients import Clients
-from metaserver.actions.desk import Desk
-from metaserver.actions.runner import Actions
-from metaserver.actions.vault import Vault
-from metaserver.awake import AwakeClock
-from metaserver.database import Database, DatabaseAway
-from metaserver.db.changes import AddToken
-from metaserver.db.errors import DatabaseUnusable
-from metaserver.http.app import build_app
-from metaserver.http.connection import Connection
-from metaserver.http.guard import Limits
-from metaserver.http.routes import make_routes
-from metaserver.liveness import Liveness
-from metaserver.metrics import Metrics
-from metaserver.model import AuditRow, MetaserverRow
-from metaserver.refusals import Refusals
-from metaserver.registry import Registry
-from metaserver.route_hubs import RouteHubs
-from metaserver.rpc.broker_client import Brokers
-from metaserver.rpc.routes import add_route_methods
-from metaserver.rpc.servicer import MetaserverRpc
-from metaserver.rpc.tokens import make_door, wall_ms
-from metaserver.settings import MetaserverSettings
-from metaserver.snapshot import Snapshots
-from metaserver.swap import Swaps
-from metaserver.upkeep import Upkeep
 from qmq.control_plane import SERVER_OPTIONS
 from qmq.errors import OperatorError, QmqError
 from qmq.garbage import collect_by_the_clock
+from qmq.http_port import HttpPort, listen
+from qmq.logs import configure
+from qmq.metaserver.access import Access, first_admin
+from qmq.metaserver.actions.clients import Clients
+from qmq.metaserver.actions.desk import Desk
+from qmq.metaserver.actions.runner import Actions
+from qmq.metaserver.actions.vault import Vault
+from qmq.metaserver.awake import AwakeClock
+from qmq.metaserver.database import Database, DatabaseAway, DatabaseSetAside
+from qmq.metaserver.db.changes import AddToken
+from qmq.metaserver.db.errors import DatabaseUnusable
+from qmq.metaserver.http.app import build_app
+from qmq.metaserver.http.guard import Limits
+from qmq.metaserver.http.routes import make_routes
+from qmq.metaserver.liveness import Liveness
+from qmq.metaserver.metrics import Metrics
+from qmq.metaserver.model import AuditRow, MetaserverRow
+from qmq.metaserver.quotas import Bounds, Quotas
+from qmq.metaserver.refusals import Refusals
+from qmq.metaserver.registry import Registry
+from qmq.metaserver.route_hubs import RouteHubs
+from qmq.metaserver.rpc.broker_client import Brokers
+from qmq.metaserver.rpc.routes import add_route_methods
+from qmq.metaserver.rpc.servicer import MetaserverRpc
+from qmq.metaserver.rpc.tokens import make_acceptor, wall_ms
+from qmq.metaserver.settings import MetaserverSettings
+from qmq.metaserver.snapshot import Snapshots
+from qmq.metaserver.state_metrics import StateMetrics
+from qmq.metaserver.swap import Swaps
+from qmq.metaserver.upkeep import Upkeep
 from qmq.proto.qmq_pb2_grpc import add_MetaserverServicer_to_server
 from qmq.rations import NewSubjects
 from qmq.settings import InvalidSettings, load
@@ -66,6 +65,8 @@ RPC_OPTIONS = [
     ("grpc.http2.bdp_probe", 0),
 ]
 BODY_TIMEOUT_MS = 10_000
+CONNECTIONS_MAX = 1000
+"""Clients without gRPC ask for routes here every few seconds."""
 RESTORE_BYTES_MAX = 256 << 20
 
 
@@ -88,11 +89,12 @@ class Metaserver:
         clock = AwakeClock()
         self.registry = self._make_registry(clock)
         self._brokers = Brokers(settings.cluster_token, timeout_ms=settings.broker_timeout_ms)
-        allowed = NewSubjects(settings.new_subjects_per_minute)
+        allowed = NewSubjects(settings.new_subjects_per_minute, settings.new_subjects_max)
         self.hubs = RouteHubs(
             self.registry, self._metrics, lambda who, wanted: allowed.allow(who, wanted, now_ms=self.registry.now_ms()),
-            subjects_max=settings.watch_subjects_max,
+            Quotas(Bounds(settings.watch_subjects_max, settings.token_subjects_max, settings.token_watches_max)),
         )  # fmt: skip
+        self._metrics.observe(StateMetrics(self.registry, self._database, self.hubs).read)
         self._actions = self._make_actions()
         self.grpc_port = 0
         self.http_port = 0
@@ -114,7 +116,7 @@ class Metaserver:
         swaps = Swaps(self.registry, self._brokers, settings)
         desk = Desk(
             self.registry, self._database, self._brokers, swaps, clients, self._vault,
-            bad_rows=lambda: self._database.bad_rows, version=VERSION, own_id=self.id,
+            bad_rows=lambda: self._database.bad_rows, refusals=self.hubs.refusals, version=VERSION, own_id=self.id,
         )  # fmt: skip
         return Actions(desk, self._metrics)
 
@@ -125,8 +127,7 @@ class Metaserver:
             CannotServe, DatabaseUnusable: why, and what to do.
         """
         await self._learn()
-        rpc_server, listener = self._open_ports()
-        http_server = _HttpServer(self._app(), trusted_proxies=self._settings.trusted_proxies)
+        rpc_server, http = self._open_ports()
         upkeep = Upkeep(self.registry, self._brokers, self._snapshots, self._row(), poll_ms=self._settings.poll_ms)
         rpc = MetaserverRpc(
             self.registry, self.hubs, self._access, self._metrics, upkeep.ask, self._database, self._vault
@@ -136,7 +137,7 @@ class Metaserver:
         await rpc_server.start()
         self.registry.liveness.serve(self.registry.directory.brokers(), now_ms=self.registry.now_ms())
         tasks = [asyncio.create_task(work) for work in (upkeep.run(), self.hubs.run(), rpc.visits.run())]
-        serving = asyncio.create_task(http_server.serve(sockets=[listener]))
+        serving = asyncio.create_task(http.run())
         log.info("metaserver serving http=%s:%d grpc_port=%d", self._settings.host, self.http_port, self.grpc_port)
         if started:
             started.set()
@@ -145,12 +146,10 @@ class Metaserver:
             await asyncio.wait({stopping, serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await self._leave(rpc_server, upkeep)
-            http_server.should_exit = True
-            for task in (*tasks, stopping):
+            for task in (*tasks, serving, stopping):
                 task.cancel()
             results = await asyncio.gather(*tasks, serving, return_exceptions=True)
             await upkeep.stop()
-            listener.close()
             self._database.close()
         for failed in (r for r in results if isinstance(r, Exception)):
             raise failed
@@ -160,13 +159,21 @@ class Metaserver:
         """Read everything from the database; while it is away, from the snapshot."""
         try:
             await self._database.open()
-            await self.registry.catch_up()
+            before = self._snapshots.read()
+            if before is not None:
+                self.registry.expect(before)
+            try:
+                await self.registry.catch_up()
+            except DatabaseSetAside:
+                assert before is not None, "nothing else is held against the database yet"
+                self._snapshots.serve(before, self.registry)
+                return
             await self._make_first_token()
         except DatabaseAway as error:
             if not self._snapshots.load(self.registry):
                 raise CannotServe(
                     f"the database does not answer: {self._database.reason or error}; and there is no snapshot to "
-                    "serve from. Start it, or mend the setting `database`: docs/databases.md has its form and the "
+                    "serve from. Start it, or correct the setting `database`: docs/databases.md has its form and the "
                     "user's rights"
                 ) from error
 
@@ -183,25 +190,26 @@ class Metaserver:
             return  # another metaserver was first, and prints its own
         print(f"first admin token, shown only now: {text}", flush=True)
 
-    def _open_ports(self) -> tuple[grpc.aio.Server, socket.socket]:
+    def _open_ports(self) -> tuple[grpc.aio.Server, HttpPort]:
         settings = self._settings
-        door = make_door(self._access, self._refusals)
-        rpc_server = grpc.aio.server(interceptors=[door], options=RPC_OPTIONS)
+        acceptor = make_acceptor(self._access, self._refusals)
+        rpc_server = grpc.aio.server(interceptors=[acceptor], options=RPC_OPTIONS)
         try:
             self.grpc_port = rpc_server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
         except RuntimeError as error:
             raise CannotServe(_port_taken(settings.host, settings.grpc_port, "grpc_port")) from error
         try:
-            listener = socket.create_server((settings.host, settings.http_port), backlog=1024)
+            listener = listen(settings.host, settings.http_port)
         except OSError as error:
             raise CannotServe(_port_taken(settings.host, settings.http_port, "http_port")) from error
         self.http_port = listener.getsockname()[1]
-        return rpc_server, listener
+        proxies = settings.trusted_proxies
+        return rpc_server, HttpPort(self._app(), listener, connections_max=CONNECTIONS_MAX, trusted_proxies=proxies)
 
     async def _leave(self, rpc_server: grpc.aio.Server, upkeep: Upkeep) -> None:
         """Let brokers and clients go elsewhere. Nobody is marked down: who beats elsewhere says so there.
 
-        What brokers said is stored before their streams end: whoever starts next presumes that it still holds.
+        What brokers reported is stored before their streams end: the next metaserver presumes it.
         """
         await upkeep.store()
         self.registry.stop()
@@ -222,33 +230,9 @@ class Metaserver:
         return build_app(
             self._actions, self._access, self._metrics, self._refusals,
             address=f"{settings.advertised}:{self.grpc_port}",
-            database_is_up=lambda: self.registry.database_is_up, is_stopping=lambda: self.registry.is_stopping,
+            database_trouble=lambda: self._database.trouble, is_stopping=lambda: self.registry.is_stopping,
             limits=limits, open_lists=settings.open_lists, more=make_routes(self.hubs),
         )  # fmt: skip
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its own handling of signals: this process has two servers to stop."""
-
-    def __init__(self, app: ASGIApp, *, trusted_proxies: Iterable[str]) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=Connection,
-                proxy_headers=True,
-                forwarded_allow_ips=list(trusted_proxies),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                limit_concurrency=1000,
-                timeout_graceful_shutdown=2,
-            )
-        )
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _port_taken(host: str, port: int, name: str) -> str:
@@ -283,7 +267,7 @@ async def run(settings: MetaserverSettings) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a metaserver; return its exit status: 0 stopped in order, 1 cannot serve, 2 wrong settings."""
-    parser = argparse.ArgumentParser(prog="metaserver", description="qmq's metaserver: groups, routes, roles.")
+    parser = argparse.ArgumentParser(prog="qmq metaserver", description="qmq's metaserver: groups, routes, roles.")
     parser.add_argument("--config", type=Path, help="TOML file; QMQ_METASERVER_<NAME> in the environment overrides it")
     options = parser.parse_args(arguments)
     try:
@@ -291,9 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     except InvalidSettings as error:
         print(error, file=sys.stderr)
         return 2
-    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    for chatty in ("alembic", "uvicorn"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    configure(settings.log_level, settings.log_format)
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             is_hanging = runner.run(run(settings))

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-GroupReading = tuple[str, int, bool, dict[str, bool]]
-"""Name of a broker group, its term, whether it takes messages, and for each role whether the broker is up."""
+from qmq.process_metrics import Reader, register_process
+
+GroupReading = tuple[str, int, bool, dict[str, bool], bool]
+"""Name of a broker group, its term, whether it takes messages, for each role whether the broker is up, and whether the
+group's row is older than its brokers."""
 
 
 class Metrics:
-    """Created by main; handed to whoever counts. State is read when it is asked for, so it is never stale."""
+    """Created by main; handed to the parts that count. State is read when it is asked for, so it is never stale."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for each counter, which nobody reads
         self.registry = CollectorRegistry()
+        register_process(self.registry)
         self.registrations = Counter(
             "qmq_metaserver_broker_registrations",
             "Registrations of brokers, by result: accepted or refused.",
@@ -51,6 +55,11 @@ class Metrics:
             ["action", "result"],
             registry=self.registry,
         )
+        self.rows_raised = Counter(
+            "qmq_metaserver_rows_raised",
+            "Rows of groups that were older than their brokers and were raised to what these agree on.",
+            registry=self.registry,
+        )
         self.refused_tokens = Counter(
             "qmq_metaserver_refused_tokens", "Requests without a valid API token.", registry=self.registry
         )
@@ -59,8 +68,31 @@ class Metrics:
         """Export the state of all broker groups as `read` gives it."""
         self.registry.register(_Groups(read))
 
+    def observe_quotas(self, watched: Callable[[], int], refused: Callable[[], int]) -> None:
+        """Export how many routes are watched, and how often a bound refused one."""
+        self.registry.register(_Quotas(watched, refused))
+
+    def observe(self, read: Callable[[], Iterable[Metric]]) -> None:
+        """Export what `read` gives."""
+        self.registry.register(Reader(read))
+
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class _Quotas(Collector):
+    """Watched routes and refusals."""
+
+    def __init__(self, watched: Callable[[], int], refused: Callable[[], int]) -> None:
+        self._watched, self._refused = watched, refused
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(
+            "qmq_metaserver_watched_routes", "Routes that clients watch, counted for each client.", self._watched()
+        )
+        yield CounterMetricFamily(
+            "qmq_metaserver_refused_watches", "Watches and subjects refused because of a bound.", self._refused()
+        )
 
 
 class _Groups(Collector):
@@ -77,9 +109,15 @@ class _Groups(Collector):
         up = GaugeMetricFamily(
             "qmq_metaserver_broker_up", "1 while the broker sends heartbeats.", labels=["broker_group", "role"]
         )
-        for name, term_now, writable_now, roles in self._read():
+        old = GaugeMetricFamily(
+            "qmq_metaserver_group_row_old",
+            "1 while a broker reports a newer term than the group's row: the database is an old copy.",
+            labels=["broker_group"],
+        )
+        for name, term_now, writable_now, roles, is_old in self._read():
+            old.add_metric([name], is_old)
             writable.add_metric([name], writable_now)
             term.add_metric([name], term_now)
             for role, up_now in roles.items():
                 up.add_metric([name, role], up_now)
-        return [writable, term, up]
+        return [writable, term, up, old]

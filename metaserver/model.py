@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from qmq.replication.points import Point
 from qmq.types import GroupKind, Role
 
 ALL_SUBJECTS = "*"
@@ -111,7 +112,7 @@ class Route:
 
     subject: str
     groups: tuple[str, ...]
-    """Empty: an operator removed the route; whoever holds it drops it."""
+    """Empty: an operator removed the route; a client that has it drops it."""
     version: int
     changed: int = 0
     """The version of all routes that this one was written with."""
@@ -229,10 +230,21 @@ class ReplicaState:
     incarnation: str = ""
     slave_incarnation: str = ""
     """A master's words: whose copy is in step with its own; empty: nobody's."""
+    point: Point | None = None
+    """The newest acknowledged point that its copy knows."""
 
-    def reigns(self, term: int) -> bool:
+    def is_master_in(self, term: int) -> bool:
         """Whether this broker is at work as the master of that term."""
         return self.role == Role.MASTER and self.term == term
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """What the copies of a group said to be acknowledged."""
+
+    by_incarnation: Mapping[str, Point] = field(default_factory=dict)
+    loss_accepted_term: int = 0
+    """In this term an operator accepted that what older points say is lost; 0: never."""
 
 
 @dataclass(frozen=True, slots=True)

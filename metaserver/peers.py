@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from metaserver.model import MetaserverRow
+from qmq.metaserver.model import MetaserverRow
 
 GAP_MS = 3000
 """Readings further apart say nothing about what happened in between; they are made about once a second."""

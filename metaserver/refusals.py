@@ -1,10 +1,10 @@
-"""Shell. Counts who was refused at a door, and logs each once: a stranger may knock a thousand times a second."""
+"""Shell. Counts refused requests, and logs each once: there may be thousands a second."""
 
 from __future__ import annotations
 
 import logging
 
-from metaserver.metrics import Metrics
+from qmq.metaserver.metrics import Metrics
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -12,7 +12,7 @@ REMEMBERED_MAX = 10_000
 
 
 class Refusals:
-    """Created by main for both doors, HTTP and gRPC; used on the loop."""
+    """Created by main for both acceptors, HTTP and gRPC; used on the loop."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

@@ -8,21 +8,24 @@ changes of other metaservers and stores, in the background, what brokers say.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from metaserver import roles
-from metaserver.awake import AwakeClock
-from metaserver.changes import Changes
-from metaserver.commits import LOAD_MS, Commits
-from metaserver.database import Database, DatabaseAway
-from metaserver.db.changes import Change
-from metaserver.db.errors import CommitUnknown, StaleTerm
-from metaserver.liveness import Liveness, Question
-from metaserver.metrics import GroupReading, Metrics
-from metaserver.model import (
+from qmq.metaserver import lost_groups, old_rows, roles
+from qmq.metaserver.awake import AwakeClock
+from qmq.metaserver.changes import Changes
+from qmq.metaserver.commits import LOAD_MS, Commits
+from qmq.metaserver.database import Database, DatabaseAway, DatabaseSetAside, deciding
+from qmq.metaserver.db.changes import Change
+from qmq.metaserver.db.errors import CommitUnknown, StaleTerm
+from qmq.metaserver.db.from_memory import dump_of
+from qmq.metaserver.liveness import Liveness, Question
+from qmq.metaserver.metrics import GroupReading, Metrics
+from qmq.metaserver.model import (
     ALL_SUBJECTS,
     AuditRow,
     Broker,
@@ -30,12 +33,18 @@ from metaserver.model import (
     Directory,
     Group,
     MetaserverRow,
+    Points,
     ReplicaState,
     Route,
+    SightingRow,
     TokenRow,
 )
-from metaserver.route_table import RouteTable
-from metaserver.snapshot import Snapshot
+from qmq.metaserver.old_rows import OldRow
+from qmq.metaserver.reported_terms import ReportedTerms
+from qmq.metaserver.route_table import RouteTable
+from qmq.metaserver.snapshot import Snapshot
+from qmq.replication.points import Point
+from qmq.types import NO_EPOCH
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -43,6 +52,7 @@ Ask = Callable[[Question], Awaitable[None]]
 TakeTokens = Callable[[list[TokenRow]], None]
 
 REGISTER_TRIES = 3
+NO_POINT = Point(NO_EPOCH, 0, 0)
 
 
 class Registry:
@@ -57,9 +67,14 @@ class Registry:
         groups_min: int, groups_new: int,
     ) -> None:  # fmt: skip
         self.database, self.liveness = database, liveness
-        self._metrics, self._clock, self._take_tokens = metrics, clock, take_tokens
+        self.metrics, self._clock, self._take_tokens = metrics, clock, take_tokens
         self._table = RouteTable(groups_min=groups_min, groups_new=groups_new)
         self._commits = Commits(database, self.catch_up)
+        self._reported = ReportedTerms()
+        self._registered: frozenset[str] = frozenset()
+        """Groups whose brokers are registered, here or by the snapshot."""
+        self._rows: frozenset[str] | None = None
+        """Names of all groups that the database ever had; None: not read yet."""
         self._reading = asyncio.Lock()
         self.storing = asyncio.Lock()
         """Held while sightings are stored or read: what is read is never older than what we know to be stored."""
@@ -75,6 +90,8 @@ class Registry:
         """What brokers are told: groups, brokers, marks and offline states; each change is about some brokers' keys."""
         self.completeness: dict[BrokerKey, tuple[Broker, int, bool]] = {}
         """What masters say about their slaves and the database does not have yet."""
+        self.points: dict[tuple[str, str], Point] = {}
+        """Acknowledged points, by group and incarnation, that heartbeats told and the database does not have yet."""
         self.news = asyncio.Event()
         """Set when there is something to store."""
         self.is_loaded = False
@@ -82,10 +99,6 @@ class Registry:
         metrics.observe_groups(self._read_groups)
 
     # -- reading the database -------------------------------------------------------------------------------------
-
-    @property
-    def database_is_up(self) -> bool:
-        return self.database.is_up
 
     @property
     def revision(self) -> tuple[int, ...]:
@@ -102,8 +115,8 @@ class Registry:
             versions = await self.database.probe()
             news = False
             try:
-                if versions["directory"] != self._seen["directory"]:
-                    await self._read_directory()
+                if versions["directory"] != self._seen["directory"] or self.database.set_aside_because:
+                    await self._read_directory(versions["directory"])
                     news = True
                 if versions["routes"] != self._seen["routes"]:
                     await self._read_routes(versions["routes"])
@@ -118,11 +131,43 @@ class Registry:
         """As `catch_up`: afterwards memory is what the database was at a moment after the call."""
         await self.catch_up()
 
-    async def _read_directory(self) -> None:
-        known = self.directory
-        directory, tokens = await self.database.read(lambda r: (r.load(known), r.load_tokens()), timeout_ms=LOAD_MS)
+    async def _read_directory(self, version: int) -> None:
+        goes_on = version > self._seen["directory"] and not self.database.set_aside_because
+        known = self.directory if goes_on else None  # equal versions of two databases say nothing
+        with deciding():
+            directory, tokens, rows = await self.database.read(
+                lambda r: (r.load(known), r.load_tokens(), r.group_names()), timeout_ms=LOAD_MS
+            )
+        self._rows = rows
+        self._judge()
+        if not goes_on:
+            self._seen.update(routes=-1, sightings=-1)
         self.take_directory(directory, tokens)
         self._seen["directory"] = directory.version
+
+    def _judge(self) -> None:
+        """Set the database aside while it lacks a row of a group with registered brokers. Raises DatabaseSetAside."""
+        if self._rows is None:
+            return
+        lost = self.lost_groups()
+        self.database.set_aside(lost_groups.describe(lost) if lost else "")
+        if lost:
+            raise DatabaseSetAside(self.database.set_aside_because)
+
+    def lost_groups(self) -> dict[str, int]:
+        """Groups that the database has lost, with the newest term of each that is known."""
+        rows = self._rows or frozenset()
+        names = lost_groups.find_lost(self._registered, self._reported.unknown(rows), rows)
+        return {name: self._reported.floor(name) for name in names}
+
+    def expect(self, snapshot: Snapshot) -> None:
+        """Hold the database, once it is read, against what a file has from before."""
+        self._registered = lost_groups.registered(snapshot.directory)
+        self._reported.note_rows(snapshot.directory.groups.values())
+
+    def dump_memory(self, present: Mapping[str, Any]) -> dict[str, Any]:
+        """What is in memory as a dump of the tables; what only the database has is taken from `present`."""
+        return dump_of(self.directory, list(self.routes.values()), self.tokens, self._reported.floors(), present)
 
     async def _read_routes(self, version: int) -> None:
         after = self._seen["routes"] if 0 <= self._seen["routes"] < version else 0  # only a restore makes it go back
@@ -135,12 +180,15 @@ class Registry:
         async with self.storing:
             seen, rows = await self.database.read(lambda r: r.load_sightings(after), timeout_ms=LOAD_MS)
             self.liveness.take_rows(rows, now_ms=self.now_ms())
+        self._note_terms(rows)
         self._seen["sightings"] = seen
 
     def take_directory(self, directory: Directory, tokens: list[TokenRow]) -> None:
         before, self.directory, self.tokens = self.directory, directory, tokens
         if directory.groups is not before.groups:
             self.liveness.forget(broker.key for broker in before.brokers() if directory.find(broker.key) is None)
+        self._registered = lost_groups.registered(directory)
+        self._reported.note_rows(directory.groups.values())
         self._take_tokens(tokens)
         self.directory_changes.publish(directory.told_anew(before))
 
@@ -149,6 +197,7 @@ class Registry:
         self.take_directory(snapshot.directory, snapshot.tokens)
         self._table.take(snapshot.routes.values(), all_of_them=True)
         self.liveness.take_rows(snapshot.sightings, now_ms=self.now_ms())
+        self._note_terms(snapshot.sightings)
         self.is_loaded = True
 
     # -- changing the database ------------------------------------------------------------------------------------
@@ -172,20 +221,24 @@ class Registry:
 
     # -- brokers --------------------------------------------------------------------------------------------------
 
-    async def register(self, said: Broker, ask: Ask) -> Broker:
+    async def register(self, said: Broker, ask: Ask, *, term: int = 0) -> Broker:
         """Store what a broker said about itself, if it is news; return it with group and role.
 
         Args:
             said: group and role of it are not looked at.
             ask: asks a broker whether it is there.
+            term: the newest one that the broker has written down.
 
         Raises:
             OperatorError: it was not added, its place is taken, or it must not serve with this data directory.
             DatabaseAway: it says something new, which cannot be stored now.
         """
+        self._reported.note(said.group, term)
         known = self.directory.find(said.key)
         if known is None:
             await self.catch_up()  # perhaps another metaserver added it
+            if self.directory.find(said.key) is None:
+                self._judge()
             known = self.directory.find(said.key) or roles.refuse_unknown(said, self.directory)
         doubt = self.liveness.doubt(said.key)
         if doubt is not None and doubt.incarnation != said.incarnation:
@@ -225,22 +278,72 @@ class Registry:
         """Note a heartbeat; False: that session was replaced by a newer one. Never waits for the database."""
         if not self.liveness.beat(key, session, state, now_ms=self.now_ms()):
             return False
+        if broker := self.directory.find(key):
+            self._reported.note(broker.group, state.term)
+            if state.point is not None:
+                self.points[broker.group, state.incarnation] = state.point
         self._note_completeness(key, state)
         self.publish()
         return True
+
+    async def points_of(self, group: str) -> Points:
+        """Return what the group's copies said to be acknowledged, all that is stored and all that is known here.
+
+        While the database is away it is what brokers said here, which the others may know better.
+        """
+        stored = Points()
+        with contextlib.suppress(DatabaseAway):
+            stored = await self.database.read(lambda r: r.load_points(group))
+        here = {
+            incarnation: point
+            for (name, incarnation), point in self.points.items()
+            if name == group and point.epoch.term >= stored.loss_accepted_term
+        }
+        newer = {name: point for name, point in here.items() if point > stored.by_incarnation.get(name, NO_POINT)}
+        return replace(stored, by_incarnation={**stored.by_incarnation, **newer})
 
     def leave(self, key: BrokerKey, session: str) -> None:
         self.liveness.leave(key, session, now_ms=self.now_ms())
         self.publish()
 
+    def reported_term(self, group: str) -> int:
+        """The newest term that any broker of the group reported; 0: none did."""
+        return self._reported.newest(group)
+
+    def term_floor(self, group: str) -> int:
+        """A new term of the group is above this: it was reported by a broker, or given out."""
+        return self._reported.floor(group)
+
+    def old_row(self, group: str) -> OldRow | None:
+        """What is to be said of a group whose row is older than its brokers; None: it is not."""
+        row = self.directory.groups.get(group)
+        return old_rows.judge(row, self.reported_term(group), self.own_state) if row else None
+
+    def old_rows(self) -> list[str]:
+        """Names of groups whose row is older than their brokers."""
+        return self._reported.above_rows(self.directory.groups)
+
+    def own_state(self, broker: Broker) -> ReplicaState | None:
+        """What a broker that is up last reported, with the data directory that the row names."""
+        state = self.state(broker)
+        return state if state is not None and state.incarnation in ("", broker.incarnation) else None
+
+    def _note_terms(self, rows: Iterable[SightingRow]) -> None:
+        for row in rows:
+            broker = self.directory.find(row.key)
+            if broker is not None and row.state is not None:
+                self._reported.note(broker.group, row.state.term)
+
     def _note_completeness(self, key: BrokerKey, state: ReplicaState) -> None:
-        """Let it be stored what a master's heartbeat says about its slave, when that is news."""
+        """Let it be stored what a heartbeat says about the slave of its group, when that is news."""
         broker = self.directory.find(key)
         group = self.directory.groups.get(broker.group) if broker else None
-        if group is None or group.slave is None or group.master is None or group.master.key != key:
+        if group is None or group.slave is None or not group.slave.incarnation:
             return
-        complete = roles.slave_complete(group, state)
-        if complete is None or not group.slave.incarnation or group.slave.complete == complete:
+        complete = roles.slave_complete(group, key, state)
+        if complete is None:
+            return
+        if group.slave.complete == complete:
             self.completeness.pop(group.slave.key, None)
             return
         self.completeness[group.slave.key] = (group.slave, group.term, complete)
@@ -265,7 +368,7 @@ class Registry:
             return  # those that are short serve on
         # What happened to a route since may have been read meanwhile; what was read is never older.
         self._table.take(route for route in stored if route.changed > self._seen["routes"])
-        self._metrics.routes_created.inc(len(orders))
+        self.metrics.routes_created.inc(len(orders))
         self.publish(news=True)
 
     def is_short(self, subject: str, groups: Sequence[str]) -> bool:
@@ -306,6 +409,18 @@ class Registry:
     def state(self, broker: Broker) -> ReplicaState | None:
         return self.liveness.state(broker.key, now_ms=self.now_ms())
 
+    async def lacking(self, broker: Broker) -> str:
+        """Say what a broker's copy lacks, by its own last words; empty: nothing that it knows of."""
+        state = self.liveness.last_state(broker.key)
+        if state is None or not roles.is_rolled_back(state) or state.incarnation != broker.incarnation:
+            return ""
+        points = await self.points_of(broker.group)
+        newest = max(points.by_incarnation.values(), default=None)
+        return (
+            f"{broker.key} was rolled back (its disk was put back, or forgot what it had fsynced): it lacks what "
+            f"{broker.group} acknowledged up to {newest}"
+        )
+
     def peers(self) -> list[MetaserverRow]:
         """All metaservers that are alive, this one too."""
         now = self.now_ms()
@@ -332,6 +447,7 @@ class Registry:
                 g.term,
                 self.is_writable(g),
                 {broker.role.name.lower(): self.is_up(broker) for broker in g.brokers},
+                self.reported_term(g.name) > g.term,
             )
             for g in self.directory.groups.values()
         ]

@@ -3,6 +3,8 @@
 Each decision is a `RoleChange`: compare the term, raise it by one, set both roles at once. Safety does not rest on
 the checks here but on epochs: for one term there is one master, ever, and brokers refuse older terms. The checks keep
 an operator from giving the mastership to a copy that lacks acknowledged messages.
+
+Keeps I13.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from metaserver.model import DELAY, NORMAL, Broker, BrokerKey, Directory, Group, ReplicaState, part, role_and_kind
 from qmq.errors import OperatorError
+from qmq.metaserver.model import DELAY, NORMAL, Broker, BrokerKey, Directory, Group, ReplicaState, part, role_and_kind
+from qmq.replication.readonly import Reason
 from qmq.subjects import check_name
 from qmq.types import Role
 
@@ -31,7 +34,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class RoleChange:
-    """Replace the row of `group`, if its term is still `term`, by the given parts and `term + 1`."""
+    """Replace the row of `group`, if its term is still `term`, by the given parts and `new_term`."""
 
     group: str
     term: int
@@ -42,6 +45,12 @@ class RoleChange:
     half_swapped: bool = False
     kind: int = NORMAL
     """Of a group that does not exist yet. It keeps it for ever."""
+    above: int = 0
+    """The newest term that any broker of the group reported: the row may be of an old copy of the database."""
+
+    @property
+    def new_term(self) -> int:
+        return max(self.term, self.above) + 1
 
 
 def parse_broker(group: str, role: str, hostname: str, ip: str, serve_port: str, sync_port: str) -> Broker:
@@ -102,7 +111,7 @@ def add_broker(directory: Directory, broker: Broker) -> RoleChange:
 
 
 def replace_broker(
-    directory: Directory, broker: Broker, may_be_up: MayBeUp, *, accept_loss: bool = False
+    directory: Directory, broker: Broker, may_be_up: MayBeUp, *, accept_loss: bool = False, lacking: str = ""
 ) -> tuple[RoleChange | None, Broker]:
     """Put `broker` in the place of who holds its role.
 
@@ -111,7 +120,9 @@ def replace_broker(
     have to hold every acknowledged message, which only the slave can.
 
     Args:
-        accept_loss: the operator knows that what the other copy had is gone: an incomplete slave may become the master.
+        accept_loss: the operator knows that what the other copy had is gone: an incomplete slave may become the master,
+            and a master that lacks what was acknowledged goes on with what it has, in a new term.
+        lacking: why the slave cannot become the master, as far as its own words say; empty: nothing is known.
 
     Returns:
         The change (None: only addresses are to be stored) and the holder of the role before.
@@ -128,9 +139,9 @@ def replace_broker(
         if member.key in (before.key, broker.key) and not _stays_master(group, member, broker):
             _require_stopped(group, member, may_be_up)
     if group.holder(broker.role) and before.key == broker.key:
-        return None, before
+        return (_unchanged(group) if accept_loss and broker.role == Role.MASTER else None), before
     if broker.role == Role.MASTER:
-        return _promote(directory, group, broker, accept_loss), before
+        return _promote(directory, group, broker, accept_loss, lacking), before
     if group.master and group.master.key == broker.key:
         raise OperatorError(
             f"{broker.key} is the master of {group.name}; for a swap, first put {before.key} in its place with "
@@ -141,13 +152,13 @@ def replace_broker(
 
 
 def swap_stopped(
-    directory: Directory, broker: Broker, may_be_up: MayBeUp, *, accept_loss: bool = False
+    directory: Directory, broker: Broker, may_be_up: MayBeUp, *, accept_loss: bool = False, lacking: str = ""
 ) -> tuple[RoleChange | None, Broker]:
     """Exchange master and slave of a group, both stopped, in one step: what QMQ's two ReplaceBroker calls do.
 
     Args:
         broker: the slave, named as the master to be; or the master, named as the slave to be.
-        accept_loss: as in `replace_broker`.
+        accept_loss, lacking: as in `replace_broker`.
 
     Returns:
         The change (None: the broker has that role already, only its addresses are to be stored) and who held the role.
@@ -169,7 +180,7 @@ def swap_stopped(
     for member in (holder, other):
         _require_stopped(group, member, may_be_up)
     new_master, new_slave = (broker, holder) if broker.role == Role.MASTER else (holder, broker)
-    promoted = _promote(directory, group, replace(new_master, role=Role.MASTER), accept_loss).master
+    promoted = _promote(directory, group, replace(new_master, role=Role.MASTER), accept_loss, lacking).master
     # What the old master has and the new one lacks is cut when they meet, so it does not count as complete yet.
     demoted = replace(_addressed(group, new_slave), role=Role.SLAVE, complete=False)
     return replace(_unchanged(group), master=promoted, slave=demoted), holder
@@ -255,29 +266,40 @@ def check_registration(broker: Broker, incarnation: str) -> None:
         )
 
 
-def slave_complete(group: Group, state: ReplicaState) -> bool | None:
-    """What a master's words say about its slave: True, it holds all that was ever acknowledged; None, nothing new.
+def is_rolled_back(state: ReplicaState) -> bool:
+    """Whether a copy lacks what was acknowledged, by its own words."""
+    return Reason.ROLLED_BACK in state.readonly_reasons
+
+
+def slave_complete(group: Group, key: BrokerKey, state: ReplicaState) -> bool | None:
+    """What the words of the broker `key` say about its group's slave: True, it holds all that was ever acknowledged;
+    False, it does not; None, nothing new.
 
     A group that takes messages has its slave in step. Only `master` durability acknowledges without the slave. The
     master must name the very copy that our row names: a slave whose disk was wiped may have registered before the
-    master noticed.
+    master noticed. A slave that was rolled back says so itself.
     """
-    if not state.writable or not state.reigns(group.term) or group.slave is None:
+    if group.slave is not None and key == group.slave.key:
+        return False if is_rolled_back(state) else None
+    if group.master is None or key != group.master.key:
+        return None
+    if not state.writable or not state.is_master_in(group.term) or group.slave is None:
         return None
     if state.durability == "master":
         return False
     return True if state.slave_incarnation and state.slave_incarnation == group.slave.incarnation else None
 
 
-def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bool) -> RoleChange:
+def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bool, lacking: str) -> RoleChange:
     slave, master = group.slave, group.master
     unused = not any(member.incarnation for member in group.brokers)
     if slave and slave.key == broker.key:
         if master and master.incarnation and not slave.complete and not accept_loss:
+            why = lacking or f"{slave.key} was never seen to hold all that {group.name} acknowledged"
             raise OperatorError(
-                f"{slave.key} was never seen to hold all that {group.name} acknowledged, and would lose the rest as "
-                f"its master. Start both brokers, wait until the group takes messages again, then repeat. If the "
-                f"master's disk is lost for good, --acceptLoss=true makes the best of what {slave.key} has"
+                f"{why}, and would lose the rest as its master. Start both brokers, wait until the group takes "
+                f"messages again, then repeat. If the master's disk is lost for good, --acceptLoss=true makes the best "
+                f"of what {slave.key} has"
             )
         return replace(_unchanged(group), master=_addressed(group, broker), slave=None, half_swapped=True)
     _require_free(directory, broker.key)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import NamedTuple
 
-from metaserver.model import Broker, Group
+from qmq.metaserver.model import Broker, Group
 from qmq.proto import qmq_pb2 as pb
 
 

@@ -7,14 +7,16 @@ from the groups that there are, and is not stored; for the rest it is watched, t
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
-from metaserver.changes import Changes
-from metaserver.metrics import Metrics
-from metaserver.model import ALL_SUBJECTS, DELAY, NORMAL, Directory, Group, Route
-from metaserver.watch import RouteSource, WatchHub
-from metaserver.watchers import ClientInfo, Counts
 from qmq.errors import InvalidRequest
+from qmq.metaserver.changes import Changes
+from qmq.metaserver.metrics import Metrics
+from qmq.metaserver.model import ALL_SUBJECTS, DELAY, NORMAL, Directory, Group, Route
+from qmq.metaserver.quotas import Quotas
+from qmq.metaserver.watch import RouteSource, WatchHub
+from qmq.metaserver.watchers import ClientInfo, Counts
 from qmq.rights import Caller
 
 
@@ -60,12 +62,14 @@ class RouteHubs:
     """Made by main, which runs `run` as a task; all methods are called from the loop. Arguments: see `WatchHub`."""
 
     def __init__(
-        self, registry: RouteSource, metrics: Metrics, allow: Callable[[Caller, int], int], *, subjects_max: int
+        self, registry: RouteSource, metrics: Metrics, allow: Callable[[Caller, int], int], quotas: Quotas
     ) -> None:  # fmt: skip
+        self._quotas = quotas
         self._hubs = {
-            NORMAL: WatchHub(registry, metrics, allow, subjects_max=subjects_max),
-            DELAY: WatchHub(DelayRoutes(registry), metrics, allow, subjects_max=subjects_max, kind=DELAY),
+            NORMAL: WatchHub(registry, metrics, allow, quotas),
+            DELAY: WatchHub(DelayRoutes(registry), metrics, allow, quotas, kind=DELAY),
         }
+        metrics.observe_quotas(lambda: quotas.subjects, lambda: quotas.refused)
 
     async def run(self) -> None:
         """Look at each change of the registry until cancelled."""
@@ -84,6 +88,10 @@ class RouteHubs:
         """Count the clients of this metaserver that may still take the group for writable."""
         counts = [hub.old_routes(broker_group, subject) for hub in self._hubs.values()]
         return Counts(*(sum(numbers) for numbers in zip(*counts, strict=True)))
+
+    def refusals(self) -> dict[str, str]:
+        """Return the tokens whose clients are refused routes for a bound at present, and why."""
+        return self._quotas.refusals(time.monotonic())
 
     def clients(self) -> list[ClientInfo]:
         return [client._replace(kind=kind) for kind, hub in self._hubs.items() for client in hub.clients()]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from metaserver.model import Directory, Route
-from metaserver.routing import IsWritable, Loads, Placement, is_short
+from qmq.metaserver.model import Directory, Route
+from qmq.metaserver.routing import IsWritable, Loads, Placement, is_short
 
 RouteOrder = tuple[str, tuple[str, ...], int]
 """Subject, groups, and the version of the route that they replace; 0: there is none."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Set
 from heapq import heapify, heappop, heappush
 
-from metaserver.model import ALL_SUBJECTS, NORMAL, Directory, Group
+from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, Directory, Group
 
 IsWritable = Callable[[Group], bool]
 """Whether a group's master takes messages, marks of single subjects aside."""

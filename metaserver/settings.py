@@ -7,6 +7,7 @@ import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
+from qmq.logs import FORMATS, LEVELS
 from qmq.settings import InvalidSettings, setting
 
 CLUSTER_TOKEN_CHARS_MIN = 8
@@ -14,12 +15,12 @@ CLUSTER_TOKEN_CHARS_MIN = 8
 
 @dataclass(frozen=True)
 class MetaserverSettings:
-    """Everything a metaserver is told when it starts."""
+    """Everything that is set when a metaserver starts."""
 
     host: str = setting("127.0.0.1", why="address to listen on; 0.0.0.0 for all")
     http_port: int = setting(8080, least=0, most=65535, why="/meta/address, /management, /metrics; 0: a free port")
     grpc_port: int = setting(8081, least=0, most=65535, why="brokers and clients; 0: a free port")
-    advertised_ip: str = setting("", why="address that /meta/address tells to brokers and clients; default: host")
+    advertised_ip: str = setting("", why="address that /meta/address gives to brokers and clients; default: host")
     database: str = setting("sqlite:///metaserver.db", why="SQLAlchemy URL; tables are made and migrated at start")
     database_timeout_ms: int = setting(
         3000, unit="ms", least=100, most=60_000, why="a call takes a few ms; what takes longer counts as not answered"
@@ -35,12 +36,16 @@ class MetaserverSettings:
     )
     open_lists: bool = setting(False, why="QMQ's lists are answered without a token, as QMQ does")
     trusted_proxies: tuple[str, ...] = setting(
-        ("127.0.0.1",), why="addresses and networks of nginx: whom to believe who asks (X-Forwarded-For), for the audit"
+        ("127.0.0.1",), why="addresses and networks of nginx: whose X-Forwarded-For counts, for the audit trail"
     )
     new_subjects_per_minute: int = setting(
         10_000, least=1, most=10_000_000, why="of one token's clients, so that none fills the tables"
     )
-    log_level: str = setting("INFO", one_of=("DEBUG", "INFO", "WARNING", "ERROR"), why="which log lines are written")
+    new_subjects_max: int = setting(
+        200_000, least=1, most=100_000_000, why="of one token's clients while it runs: what a minute's bound adds up to"
+    )
+    log_level: str = setting("INFO", one_of=LEVELS, why="which log lines are written")
+    log_format: str = setting("text", one_of=FORMATS, why="one line an event, as text or as JSON")
 
     groups_per_subject_min: int = setting(2, least=1, most=100, why="QMQ's min.group.num: one group may be readonly")
     groups_per_subject_new: int = setting(
@@ -61,7 +66,15 @@ class MetaserverSettings:
     swap_finish_ms: int = setting(
         15_000, unit="ms", least=100, most=300_000, why="SwapRoles waits so long for the new master to report"
     )
-    watch_subjects_max: int = setting(10_000, least=1, most=1_000_000, why="bound of the memory one client can take")
+    watch_subjects_max: int = setting(
+        100_000, least=1, most=1_000_000, why="subjects of one client; bounds the memory that it can take"
+    )
+    token_subjects_max: int = setting(
+        2_000_000, least=1, most=100_000_000, why="subjects of all clients of a token, each counted for each client"
+    )
+    token_watches_max: int = setting(
+        50_000, least=1, most=1_000_000, why="clients of a token that watch routes at once"
+    )
     request_bytes_max: int = setting(
         65_536, unit="bytes", least=1024, most=16_777_216, why="an operator's request has a few hundred bytes"
     )

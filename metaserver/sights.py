@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from metaserver.model import ALL_SUBJECTS, DELAY, NORMAL, Directory, Group, ReadonlyMark
-from metaserver.route_bytes import GroupBytes, RouteBytes, group_bytes, route_bytes
-from metaserver.routing import IsWritable, takes_messages
+from qmq.metaserver.model import ALL_SUBJECTS, DELAY, NORMAL, Directory, Group, ReadonlyMark
+from qmq.metaserver.route_bytes import GroupBytes, RouteBytes, group_bytes, route_bytes
+from qmq.metaserver.routing import IsWritable, takes_messages
 
 NO_GROUP = {
     NORMAL: "none of the subject's broker groups has a master now; ListSubjectRoutes and ListBrokers show them",

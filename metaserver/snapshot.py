@@ -24,8 +24,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metaserver.db.engine import name_of
-from metaserver.model import (
+from qmq.metaserver.db.engine import name_of
+from qmq.metaserver.model import (
     Broker,
     BrokerKey,
     Directory,
@@ -41,7 +41,7 @@ from metaserver.model import (
 from qmq.types import Role
 
 if TYPE_CHECKING:
-    from metaserver.registry import Registry
+    from qmq.metaserver.registry import Registry
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -101,17 +101,28 @@ class Snapshots:
 
     def load(self, registry: Registry) -> bool:
         """Let the registry know what the file holds; False: there is none that can be used."""
+        snapshot = self.read()
+        if snapshot is not None:
+            self.serve(snapshot, registry)
+        return snapshot is not None
+
+    def read(self) -> Snapshot | None:
+        """Return what the file holds; None: there is none that can be used."""
         if self._path is None:
-            return False
+            return None
         try:
-            snapshot = read_snapshot(self._path, database=self._database)
+            return read_snapshot(self._path, database=self._database)
+        except FileNotFoundError:
+            return None
         except (OSError, BadSnapshot) as error:
             log.error("snapshot not used: %s", error)
-            return False
+            return None
+
+    def serve(self, snapshot: Snapshot, registry: Registry) -> None:
+        """Let the registry answer from a snapshot."""
         registry.take_snapshot(snapshot)
         age_s = (time.time_ns() // 1_000_000 - snapshot.saved_ms) / 1000
         log.warning("serving from the snapshot path=%s age_s=%.0f routes=%d", self._path, age_s, len(snapshot.routes))
-        return True
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> None:

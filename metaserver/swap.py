@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from metaserver import roles
-from metaserver.db.changes import SetRoles
-from metaserver.db.errors import StaleTerm
-from metaserver.model import ALL_SUBJECTS, AuditRow, BrokerKey, Group, ReplicaState
-from metaserver.registry import Registry
-from metaserver.rpc.broker_client import Brokers
-from metaserver.settings import MetaserverSettings
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
+from qmq.metaserver import roles
+from qmq.metaserver.db.changes import SetRoles
+from qmq.metaserver.db.errors import StaleTerm
+from qmq.metaserver.model import ALL_SUBJECTS, AuditRow, BrokerKey, Group, ReplicaState
+from qmq.metaserver.registry import Registry
+from qmq.metaserver.rpc.broker_client import Brokers
+from qmq.metaserver.settings import MetaserverSettings
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -91,6 +91,9 @@ class Swaps:
             who = f"{broker.key} ({broker.part.name} of {name})"
             if state is None:
                 raise OperatorError(f"{who} is down; start it, or use ReplaceBroker")
+            if state.term > group.term:
+                old = self._registry.old_row(name)
+                raise OperatorError(f"{name}: {old.found if old else who}; {old.remedy if old else 'repeat soon'}")
             if (state.role, state.term) != (broker.role, group.term):
                 raise OperatorError(f"{who} has not taken its part in term {group.term} yet; repeat soon")
         return group
@@ -158,7 +161,7 @@ class Swaps:
 
     async def _finish(self, name: str, term: int) -> bool:
         """Wait until the new master is at work, then a while until its group takes messages; return whether it does."""
-        if not await self._wait_until(lambda: self._reigns(name, term), self._settings.swap_finish_ms):
+        if not await self._wait_until(lambda: self._is_master_in(name, term), self._settings.swap_finish_ms):
             raise OutcomeUnknown(
                 f"the roles of {name} are exchanged (term {term}), but the new master did not report in time; look "
                 "with ReplicaStatus. Do not swap back before it answers"
@@ -167,10 +170,10 @@ class Swaps:
         kept_closed = directory.is_marked(name, ALL_SUBJECTS) or self._swapped(name).draining
         return not kept_closed and await self._wait_until(lambda: self._writable(name), WRITABLE_WAIT_MS)
 
-    def _reigns(self, name: str, term: int) -> bool:
+    def _is_master_in(self, name: str, term: int) -> bool:
         group = self._swapped(name)
         state = self._registry.state(group.master) if group.master else None
-        return group.term > term or (state is not None and state.reigns(term))
+        return group.term > term or (state is not None and state.is_master_in(term))
 
     def _writable(self, name: str) -> bool:
         return self._registry.is_writable(self._swapped(name))

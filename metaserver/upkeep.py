@@ -1,4 +1,4 @@
-"""Shell. What the metaserver does all the time: follow the database, tell it of heartbeats, ask doubtful brokers.
+"""Shell. What the metaserver does all the time: follow the database, store heartbeats' news, ask doubtful brokers.
 
 Each task goes on whatever the database does. None of them is waited for by a heartbeat or a route.
 """
@@ -11,21 +11,26 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from metaserver.database import DatabaseAway
-from metaserver.db.errors import CommitUnknown
-from metaserver.db.repository import Repository
-from metaserver.liveness import Question
-from metaserver.model import Broker, BrokerKey, MetaserverRow, ReplicaState
-from metaserver.registry import Registry
-from metaserver.rpc.broker_client import Brokers
-from metaserver.snapshot import Snapshots
-from qmq.errors import NotServed, OperatorError
+from qmq.errors import NotServed, OperatorError, OutcomeUnknown
+from qmq.metaserver.actions.shapes import parts_json
+from qmq.metaserver.database import DatabaseAway
+from qmq.metaserver.db.changes import SetRoles
+from qmq.metaserver.db.errors import CommitUnknown, StaleTerm
+from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.liveness import Question
+from qmq.metaserver.model import AuditRow, Broker, BrokerKey, MetaserverRow, ReplicaState
+from qmq.metaserver.old_rows import OldRow
+from qmq.metaserver.registry import Registry
+from qmq.metaserver.rpc.broker_client import Brokers
+from qmq.metaserver.snapshot import Snapshots
 
 log = logging.getLogger("qmq.metaserver")
 
 BEAT_S = 1.0
 TICK_S = 0.1
 STORE_GAP_S = 0.1
+POINTS_GAP_S = 1.0
+"""How old the rows may be that say what is acknowledged."""
 """Heartbeats' news of so long a time go into one transaction."""
 AGAIN_S = 1.0
 """What could not be stored is tried again so often."""
@@ -44,10 +49,20 @@ class Upkeep:
         self._registry, self._brokers, self._snapshots, self._own = registry, brokers, snapshots, own
         self._poll_s = poll_ms / 1000
         self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._named: dict[str, str] = {}
+        """Groups whose row is old and whose brokers do not agree, with what was logged of them."""
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for work in (self._follow, self._show_life, self._store, self._watch_silence, self._keep_snapshot):
+            for work in (
+                self._follow,
+                self._show_life,
+                self._store,
+                self._store_points,
+                self._watch_silence,
+                self._keep_snapshot,
+                self._raise_rows,
+            ):
                 tasks.create_task(work())
 
     async def stop(self) -> None:
@@ -63,18 +78,19 @@ class Upkeep:
         """Store now what brokers said. Bounded; the database may be away."""
         try:
             await self._store_news()
+            await self._store_points_once()
         except (DatabaseAway, CommitUnknown) as error:
             log.warning("what brokers said last is not stored: %s", error)
 
     async def ask(self, question: Question) -> None:
-        """Ask a broker that nobody hears whether it is there, and note the answer."""
+        """Ask a silent broker whether it is there, and note the answer."""
         async with self._asking:
             state = await self._ask(question)
         liveness, now_ms = self._registry.liveness, self._registry.now_ms()
         was_up = liveness.is_up(question.key, now_ms=now_ms)
         liveness.answered(question, state, now_ms=now_ms)
         if was_up and not liveness.is_up(question.key, now_ms=now_ms):
-            log.warning("broker down broker=%s: nobody hears it, and it does not answer", question.key)
+            log.warning("broker down broker=%s: it sends no heartbeats and does not answer", question.key)
         self._registry.publish()
 
     async def _ask(self, question: Question) -> ReplicaState | None:
@@ -157,8 +173,28 @@ class Upkeep:
             if registry.completeness.get(key) == (slave, term, complete):  # else its master says something newer
                 del registry.completeness[key]
 
+    async def _store_points(self) -> None:
+        """Store what is acknowledged, by what copies say, once a second while that rises."""
+        while True:
+            await asyncio.sleep(POINTS_GAP_S)
+            try:
+                await self._store_points_once()
+            except (DatabaseAway, CommitUnknown):
+                pass
+            except Exception:
+                log.exception("acknowledged points cannot be stored; it is tried again")
+
+    async def _store_points_once(self) -> None:
+        registry = self._registry
+        points = dict(registry.points)
+        if points:
+            await registry.database.write(lambda r: r.store_points(points))
+            for key, point in points.items():
+                if registry.points.get(key) == point:
+                    del registry.points[key]
+
     async def _watch_silence(self) -> None:
-        """Notice who fell silent, and ask whom nobody hears."""
+        """Notice brokers that fell silent, and ask them."""
         registry, asking = self._registry, dict[BrokerKey, asyncio.Task[None]]()
         try:
             while True:
@@ -174,6 +210,39 @@ class Upkeep:
             for task in asking.values():
                 task.cancel()
 
+    async def _raise_rows(self) -> None:
+        """Repair rows that are older than their brokers: the database was restored from an old copy."""
+        while True:
+            for name in self._registry.old_rows():
+                try:
+                    await self.raise_row(name)
+                except (NotServed, OperatorError, OutcomeUnknown) as error:
+                    log.warning("row of a group not raised broker_group=%s error=%s", name, error)
+                except Exception:
+                    log.exception("row of a group not raised broker_group=%s", name)
+            await asyncio.sleep(AGAIN_S)
+
+    async def raise_row(self, name: str) -> None:
+        """Raise a row to what all brokers of its group agree on, by compare-and-set; if they do not, say so once."""
+        registry = self._registry
+        await registry.reload()  # another metaserver may have changed the roles this moment
+        old = registry.old_row(name)
+        if old is None:
+            self._named.pop(name, None)
+            return
+        if old.change is None:
+            if self._named.get(name) != old.found:
+                log.error("row of a group is old broker_group=%s: %s; %s", name, old.found, old.remedy)
+                self._named[name] = old.found
+            return
+        audit = _audit_of(old)
+        try:
+            await registry.change((SetRoles(old.change),), audit)
+        except StaleTerm:
+            return  # another metaserver was first; what is left of it is looked at again
+        registry.metrics.rows_raised.inc()
+        log.warning("row of a group raised broker_group=%s term=%d: %s", name, old.change.new_term, old.found)
+
     async def _keep_snapshot(self) -> None:
         saved: object = None
         gap_s = SNAPSHOT_GAP_S
@@ -184,6 +253,14 @@ class Upkeep:
                 await self._snapshots.save(self._registry)
                 gap_s = max(SNAPSHOT_GAP_S, SNAPSHOT_SHARE * (time.monotonic() - began))
                 saved = revision
+
+
+def _audit_of(old: OldRow) -> AuditRow:
+    change, group = old.change, old.group
+    assert change is not None, "the brokers agree"
+    before = parts_json(group.master, group.slave, group.term)
+    after = parts_json(change.master, change.slave, change.new_term)
+    return AuditRow("metaserver", "", "AdoptRoles", {"brokerGroup": group.name}, before, after, result="done")
 
 
 def _remove(repository: Repository, *, id: str) -> None:

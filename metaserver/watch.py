@@ -14,17 +14,18 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 
-from metaserver.changes import Changes
-from metaserver.metrics import Metrics
-from metaserver.model import NORMAL, Directory, Group, ReadonlyMark, Route
-from metaserver.route_bytes import RouteBytes, route_bytes, update_bytes
-from metaserver.sights import Sights
-from metaserver.watchers import Audience, ClientInfo, Counts, Seat, Send, Topic, Watch
 from qmq.errors import CallError, MissingRight, QmqError
+from qmq.metaserver.changes import Changes
+from qmq.metaserver.metrics import Metrics
+from qmq.metaserver.model import NORMAL, Directory, Group, ReadonlyMark, Route
+from qmq.metaserver.quotas import Quotas
+from qmq.metaserver.route_bytes import RouteBytes, route_bytes, update_bytes
+from qmq.metaserver.sights import Sights
+from qmq.metaserver.watchers import Audience, ClientInfo, Counts, Seat, Send, Topic, Watch
 from qmq.rights import CONSUME, PRODUCE, Caller
 from qmq.subjects import check_subject, real_subject
 
@@ -42,6 +43,8 @@ STORED_AT_ONCE = 1_000
 """New subjects in one transaction: what 100 clients bring that start at the same time."""
 TURN = 100
 """Routes written, or seats taken, before others have their turn: a few milliseconds."""
+UPDATE_ROUTES_MAX = 500
+"""Routes in one update: 200 kB, which a client reads in a few milliseconds. A swap changes all its routes at once."""
 TOLD_AT_ONCE = 250
 """Watchers told before others have their turn: some 12 ms."""
 TURNS_UNDER_WAY = 4
@@ -85,8 +88,8 @@ class RouteSource(Protocol):
     async def routes_for(self, subjects: list[str]) -> object: ...
 
 
-class WatchTooLarge(CallError):
-    """One watch names more subjects than are allowed, or what is longer than any subject can be."""
+class TooManyWatches(CallError):
+    """The clients of this token have as many watches as they may. Close some; routes that are known stay in use."""
 
 
 class WatchHub:
@@ -94,16 +97,14 @@ class WatchHub:
 
     Args:
         allow: how many of so many new subjects a caller may bring into being now.
-        subjects_max: of one watch.
         kind: of the groups in its routes.
     """
 
     def __init__(
-        self, registry: RouteSource, metrics: Metrics, allow: Callable[[Caller, int], int], *, subjects_max: int,
+        self, registry: RouteSource, metrics: Metrics, allow: Callable[[Caller, int], int], quotas: Quotas,
         kind: int = NORMAL,
     ) -> None:  # fmt: skip
-        self._registry, self._metrics, self._allow = registry, metrics, allow
-        self._subjects_max = subjects_max
+        self._registry, self._metrics, self._allow, self._quotas = registry, metrics, allow, quotas
         self._audience = Audience()
         self._sights = Sights(kind)
         self._marks: frozenset[ReadonlyMark] = frozenset()
@@ -131,7 +132,9 @@ class WatchHub:
     # Watchers that streams serve.
 
     def join(self, *, app: str, client_id: str, produces: bool, caller: Caller, send: Send | None) -> Watch:
-        """Begin a watch; `send` takes one update at a time."""
+        """Begin a watch; `send` takes one update at a time. Raises TooManyWatches."""
+        if why := self._quotas.open(caller, time.monotonic()):
+            raise TooManyWatches(why)
         watch = Watch(app, client_id, produces, caller, send)
         self._audience.watches.add(watch)
         self._metrics.watches.inc()
@@ -139,15 +142,19 @@ class WatchHub:
 
     def leave(self, watch: Watch) -> None:
         if watch in self._audience.watches:
-            self._short.difference_update(self._audience.leave(watch))
+            self.forget(watch, list(watch.seats))
+            self._audience.leave(watch)
+            self._quotas.close(watch.caller)
             self._metrics.watches.dec()
 
-    async def ask(self, watch: Watch, subjects: Sequence[str], held: Mapping[str, int]) -> None:
-        """Answer a request for routes: those that differ from what is held, or was sent. Later changes follow.
+    def forget(self, watch: Watch, subjects: Iterable[str]) -> None:
+        """A client uses these routes no more."""
+        before = len(watch.seats)
+        self._short.difference_update(self._audience.drop(watch, subjects))
+        self._quotas.remove(watch.caller, before - len(watch.seats))
 
-        Raises:
-            WatchTooLarge: the watch must end.
-        """
+    async def ask(self, watch: Watch, subjects: Sequence[str], held: Mapping[str, int]) -> None:
+        """Answer a request for routes: those that differ from what is held, or was sent. Later changes follow."""
         watch.asking = True  # what changes meanwhile goes into the answer
         seats = await self._take_seats(watch, subjects, held)
         watch.asking, watch.owes_answer = False, True
@@ -170,7 +177,7 @@ class WatchHub:
         """Return the routes that differ from what is held. The client counts as a watcher for a while.
 
         Raises:
-            WatchTooLarge: ask for fewer.
+            TooManyWatches: routes that are known stay in use.
         """
         self._forget_polls()
         key = caller.name, client_id, produces
@@ -205,16 +212,11 @@ class WatchHub:
     async def _take_seats(self, watch: Watch, subjects: Sequence[str], held: Mapping[str, int]) -> list[Seat]:
         """Let a watcher watch these subjects; wait a moment for those that must be stored first."""
         names = list(dict.fromkeys(subjects))
-        new = [name for name in names if name not in watch.seats]
-        if any(len(name) > NAME_CHARS_MAX for name in new):
-            raise WatchTooLarge(f"a name of more than {NAME_CHARS_MAX} characters is no subject's")
-        if len(watch.seats) + len(new) > self._subjects_max:
-            raise WatchTooLarge(f"one watch takes {self._subjects_max} subjects at most; open another one")
-        for number, name in enumerate(new, start=1):
-            self._take_seat(watch, name)
+        seats = []
+        for number, name in enumerate(names, start=1):
+            seats.append(watch.seats.get(name) or self._take_seat(watch, name))
             if number % TURN == 0:
                 await asyncio.sleep(0)
-        seats = [watch.seats[name] for name in names]
         for seat in seats:
             if version := held.get(seat.topic.name):
                 seat.says(version)
@@ -226,17 +228,24 @@ class WatchHub:
             pass
         return seats
 
-    def _take_seat(self, watch: Watch, name: str) -> None:
+    def _take_seat(self, watch: Watch, name: str) -> Seat:
+        """Let a watcher watch one subject more; of what a bound refuses, nothing is kept but what is told of it now."""
+        if len(name) > NAME_CHARS_MAX:
+            return _refusal(watch, name, f"a name of more than {NAME_CHARS_MAX} characters is no subject's")
+        if watch.send is None and len(watch.seats) >= self._quotas.bounds.subjects_max:
+            self.forget(watch, [next(iter(watch.seats))])  # it polls: what it still uses, it asks for again
+        if why := self._quotas.add(watch.caller, len(watch.seats), time.monotonic()):
+            return _refusal(watch, name, why)
         try:
             check_subject(name)
             watch.caller.require_subject(PRODUCE if watch.produces else CONSUME, name)
         except (CallError, MissingRight) as error:
             log.debug("subject refused app=%s subject=%.200r reason=%s", watch.app, name, error)
-            self._audience.take_refusal(watch, name, route_bytes(name, refused=str(error)))
-            return
-        topic = self._audience.take_seat(watch, name, real_subject(name)).topic
-        if not topic.route.version:
-            self._settle(topic)
+            return self._audience.take_refusal(watch, name, route_bytes(name, refused=str(error)))
+        seat = self._audience.take_seat(watch, name, real_subject(name))
+        if not seat.topic.route.version:
+            self._settle(seat.topic)
+        return seat
 
     def _settle(self, topic: Topic) -> list[Seat]:
         """Make a topic's content anew; return the seats that must be told of it."""
@@ -282,10 +291,11 @@ class WatchHub:
 
     async def _look(self) -> None:
         """Find what changed since the last look, and tell those whom it concerns."""
-        for number, topic in enumerate(self._concerned(), start=1):
-            await self._tell(self._settle(topic))
-            if number % TURN == 0:
-                await asyncio.sleep(0)
+        concerned = self._concerned()
+        for begin in range(0, len(concerned), TURN):
+            seats = [seat for topic in concerned[begin : begin + TURN] for seat in self._settle(topic)]
+            await self._tell(seats)
+            await asyncio.sleep(0)
 
     def _concerned(self) -> list[Topic]:
         """The topics that something changed for: a group's state, a mark, the stored route."""
@@ -339,11 +349,13 @@ class WatchHub:
                 is_answer, watch.owes_answer = watch.owes_answer, False
                 for seat in owed:
                     seat.owed = False
-                routes = [seat.told() for seat in owed if seat.is_news]
-                if routes or is_answer:
-                    watch.revision = max(watch.revision + 1, self._revision)
-                    self._metrics.route_updates.inc(len(routes))
-                    await send(update_bytes(watch.revision, routes))
+                for begin in range(0, max(len(owed), 1), UPDATE_ROUTES_MAX):
+                    routes = [seat.told() for seat in owed[begin : begin + UPDATE_ROUTES_MAX] if seat.is_news]
+                    if routes or is_answer:
+                        is_answer = False
+                        watch.revision = max(watch.revision + 1, self._revision)
+                        self._metrics.route_updates.inc(len(routes))
+                        await send(update_bytes(watch.revision, routes))
         except Exception as error:  # the stream broke; whoever reads it notices as well, and leaves
             log.debug("route watch broke app=%s reason=%s", watch.app, type(error).__name__)
             watch.send = None
@@ -380,11 +392,10 @@ class WatchHub:
         for subject in subjects:
             del self._wanted[subject]
         self._wanted |= waits
-        told = [self._settle(topic) for topic in topics]
+        told = [seat for topic in topics for seat in self._settle(topic)]
         self._stored.set()
         self._stored = asyncio.Event()
-        for seats in told:
-            await self._tell(seats)
+        await self._tell(told)
         return not waits
 
     def _ration(self, subjects: list[str]) -> dict[str, str]:
@@ -399,6 +410,11 @@ class WatchHub:
             reason = f"the clients of token {caller.name!r} bring too many new subjects; this one's turn comes"
             waits |= dict.fromkeys(names[self._allow(caller, len(names)) :], reason)
         return waits
+
+
+def _refusal(watch: Watch, name: str, why: str) -> Seat:
+    """What a watcher is told once, and that is not kept."""
+    return Seat(watch, Topic(name, "", route_bytes(name, refused=why)))
 
 
 def _owe(seat: Seat) -> None:

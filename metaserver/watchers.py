@@ -9,12 +9,12 @@ that it was sent. So a route counts as old until its watcher says otherwise, nev
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from metaserver.model import ALL_SUBJECTS, NORMAL
-from metaserver.route_bytes import RouteBytes
+from qmq.metaserver.model import ALL_SUBJECTS, NORMAL
+from qmq.metaserver.route_bytes import RouteBytes
 from qmq.rights import Caller
 
 NOTHING = RouteBytes(0, b"")
@@ -152,11 +152,17 @@ class Audience:
         seat = watch.seats[name] = Seat(watch, Topic(name, "", route))
         return seat
 
-    def leave(self, watch: Watch) -> list[Topic]:
-        """Forget a watcher; return the topics that nobody watches any more, which are forgotten, too."""
+    def leave(self, watch: Watch) -> None:
+        """Forget a watcher, which has no seats any more."""
         self.watches.discard(watch)
+        watch.owed.clear()  # no circles: the collector of those stops the process for long
+
+    def drop(self, watch: Watch, names: Iterable[str]) -> list[Topic]:
+        """End some of a watcher's seats; return the topics that nobody watches any more, which are forgotten, too."""
         ended = []
-        for seat in watch.seats.values():
+        for name in names:
+            if (seat := watch.seats.pop(name, None)) is None:
+                continue
             topic = seat.topic
             topic.seats.discard(seat)
             if not topic.seats and self.topics.get(topic.name) is topic:
@@ -165,8 +171,6 @@ class Audience:
                 if topic.name != topic.real:
                     self._remove(self._more, topic.real, topic)
                 ended.append(topic)
-        watch.seats.clear()  # no circles: the collector of those stops the process for long
-        watch.owed.clear()
         return ended
 
     def settle(

@@ -5,15 +5,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from qmq.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from qmq.client.batching import Outcome, Receipt, Receipts
+    from qmq.client.connections import MasterChanged
     from qmq.client.consumer import Consumer
     from qmq.client.delaying import DelayOutcome
     from qmq.client.listener import Listener
     from qmq.client.producer import Producer
     from qmq.client.puller import Puller
     from qmq.client.received import ReceivedMessage
-    from qmq.client.session import MasterChanged
     from qmq.errors import (
         AccessError,
         ClientClosed,
@@ -36,7 +38,7 @@ _PUBLIC = {
     "Consumer": "client.consumer",
     "DelayOutcome": "client.delaying",
     "Listener": "client.listener",
-    "MasterChanged": "client.session",
+    "MasterChanged": "client.connections",
     "Message": "message",
     "Outcome": "client.batching",
     "Producer": "client.producer",
@@ -91,6 +93,7 @@ __all__ = [
     "RecurringSchedule",
     "RetryLater",
     "SubscriptionReplaced",
+    "__version__",
 ]
 
 

@@ -27,7 +27,7 @@ which have to wait for another, without looking into them (all integers little-e
     8n    u32      CRC-32 of the labels
     8n+4  u32      magic "QML1"
 
-Source: reference of QMQ's wire protocol, sections 3 and 4; design, section 2.
+Source: reference of QMQ's wire protocol, sections 3 and 4.
 """
 
 from __future__ import annotations

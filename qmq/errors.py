@@ -1,36 +1,38 @@
 """Core. The error tree: a class tells its catcher what to do next.
 
-    QmqError
-    ├── CallError             fix the call; repeating it changes nothing
-    │   ├── InvalidName           subject, consumer group or consumer id
-    │   ├── InvalidMessage        message that cannot be encoded or stored as it is
-    │   │   └── MessageTooLarge
-    │   ├── InvalidRequest        packet or argument that does not parse
-    │   ├── InvalidAck            range that was not handed to this consumer
-    │   ├── UnknownSubscription   subscribe first (again, after a reconnect)
-    │   ├── SubscriptionReplaced  another connection uses this consumer id
-    │   └── ClientClosed          the producer or consumer is not open: open a new one
-    ├── AccessError           get a valid token, then reconnect
-    │   └── MissingRight          the token is valid, but not for this: get one that is
-    ├── AskAnotherBroker      nothing was stored; another broker group may take it
-    │   ├── BrokerReadOnly        with its reasons
-    │   ├── NotMaster             the route is old: fetch it again
-    │   └── Overloaded            or wait, then ask this one again
-    ├── OutcomeUnknown        maybe stored: repeat the same batch to the same group
-    │   └── NoAnswer              maybe handled: send the request again if it may be handled twice
-    ├── NotServed             nobody can serve this now: wait, the client retries by itself
-    │   ├── NoRoute               the metaserver knows no broker group for the subject
-    │   └── QueueFull             the producer's own queue: nothing was taken, send again later
-    ├── RolledBack            a message's transaction was rolled back: nothing was written or sent
-    ├── RetryLater            raised by a handler: hand the message over again later
-    ├── DeadLetter            raised by a handler: never hand it over again, keep it for people to look at
-    ├── OperatorError         an operator's action was refused; nothing changed
-    └── LogError              this copy of a log needs repair, or its process must end
-        ├── CorruptFrame          fetch the range from the other broker
-        ├── DiskFailed            fence and end the process; never retry that descriptor
-        ├── Diverged              the other copy differs: stop, call the operator
-        ├── Fenced                a newer epoch reigns
-        └── BrokenInvariant       our own bug: stop before it spreads
+QmqError
+├── CallError             fix the call; repeating it changes nothing
+│   ├── InvalidName           subject, consumer group or consumer id
+│   ├── InvalidMessage        message that cannot be encoded or stored as it is
+│   │   └── MessageTooLarge
+│   ├── InvalidRequest        packet or argument that does not parse
+│   ├── InvalidAck            range that was not handed to this consumer
+│   ├── UnknownSubscription   subscribe first (again, after a reconnect)
+│   ├── SubscriptionReplaced  another connection uses this consumer id
+│   └── ClientClosed          the producer or consumer is not open: open a new one
+├── AccessError           get a valid token, then reconnect
+│   └── MissingRight          the token is valid, but not for this: get one that is
+├── AskAnotherBroker      nothing was stored; another broker group may take it
+│   ├── BrokerReadOnly        with its reasons
+│   ├── NotMaster             the route is old: fetch it again
+│   └── Overloaded            or wait, then ask this one again
+├── OutcomeUnknown        maybe stored: repeat the same batch to the same group
+│   └── NoAnswer              maybe handled: send the request again if it may be handled twice
+├── NotServed             nobody can serve this now: wait, the client retries by itself
+│   ├── NoRoute               the metaserver knows no broker group for the subject
+│   └── QueueFull             the producer's own queue: nothing was taken, send again later
+├── RolledBack            a message's transaction was rolled back: nothing was written or sent
+├── RetryLater            raised by a handler: hand the message over again later
+├── DeadLetter            raised by a handler: never hand it over again, keep it for people to look at
+├── OperatorError         an operator's action was refused; nothing changed
+├── IllegalTransition     our own bug: the part whose table of states lacks the move ends, not its process
+└── LogError              this copy of a log needs repair, or its process must end
+    ├── CorruptFrame          fetch the range from the other broker
+    ├── DiskFailed            fence and end the process; never retry that descriptor
+    ├── Diverged              the other copy differs: stop, call the operator
+    ├── CopyRolledBack        this copy lacks what was acknowledged: start the other one, which refills it
+    ├── Fenced                a newer epoch masterships
+    └── BrokenInvariant       our own bug: stop before it spreads
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ class ErrorCode(IntEnum):
     DIVERGED = 352
     FENCED = 353
     BROKEN_INVARIANT = 354
+    ILLEGAL_TRANSITION = 355
+    ROLLED_BACK = 356
 
 
 class QmqError(Exception):
@@ -194,6 +198,13 @@ class OperatorError(QmqError):
     code = ErrorCode.REFUSED
 
 
+class IllegalTransition(QmqError):
+    """Something happened in a state that does not know it (qmq.states): our own bug. Nothing was changed by it. End
+    the session, link or mastership that it happened to; the process goes on."""
+
+    code = ErrorCode.ILLEGAL_TRANSITION
+
+
 class LogError(QmqError):
     """A copy of a message log needs repair, or its process must end."""
 
@@ -220,8 +231,15 @@ class Diverged(LogError):
     code = ErrorCode.DIVERGED
 
 
+class CopyRolledBack(LogError):
+    """A copy lacks what was acknowledged: its disk was put back, or forgot what it had fsynced. It is refilled from the
+    other copy; until then it is no master."""
+
+    code = ErrorCode.ROLLED_BACK
+
+
 class Fenced(LogError):
-    """A newer epoch reigns; this broker must not act in its own any more."""
+    """A newer epoch masterships; this broker must not act in its own any more."""
 
     code = ErrorCode.FENCED
 
@@ -257,6 +275,13 @@ class RetryLater(QmqError):
 
 class DeadLetter(QmqError):
     """Raised by a handler: trying this message again is of no use. It becomes a dead letter, with this reason."""
+
+
+def cause_of(error: BaseException) -> str:
+    """Say why, also of an error that has no text of its own, such as a TimeoutError."""
+    if text := str(error).strip():
+        return text
+    return "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
 
 
 def require(condition: bool, invariant: str) -> None:

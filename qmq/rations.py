@@ -9,11 +9,13 @@ NAMES_MAX = 100_000
 
 
 class NewSubjects:
-    """Bounds how many subjects each token's clients bring into being within a minute (a bucket per token's name)."""
+    """Bounds how many subjects each token's clients bring into being: within a minute (a bucket per token's name), and
+    in all since the process began."""
 
-    def __init__(self, per_minute: int) -> None:
-        self._per_minute = per_minute
+    def __init__(self, per_minute: int, in_all: int) -> None:
+        self._per_minute, self._in_all = per_minute, in_all
         self._left: dict[str, tuple[float, int]] = {}
+        self._made: dict[str, int] = {}
 
     def allow(self, caller: Caller, wanted: int, *, now_ms: int) -> int:
         """Return how many of `wanted` new subjects may be made now; the others later. `now_ms` never goes back."""
@@ -23,6 +25,15 @@ class NewSubjects:
             self._left.clear()
         left, since_ms = self._left.get(caller.name, (float(self._per_minute), now_ms))
         left = min(self._per_minute, left + (now_ms - since_ms) * self._per_minute / 60_000)
-        allowed = min(wanted, int(left))
+        made = self._made.get(caller.name, 0)
+        allowed = min(wanted, int(left), self._in_all - made)
         self._left[caller.name] = (left - allowed, now_ms)
+        if allowed:  # tokens that made none are not remembered, and those that did are few: AddToken made them
+            self._made[caller.name] = made + allowed
         return allowed
+
+    def why_not(self, caller: Caller) -> str:
+        """Say which bound a token has reached."""
+        if self._made.get(caller.name, 0) >= self._in_all:
+            return f"token {caller.name!r} made {self._in_all:,} new subjects since this process began, and may no more"
+        return f"token {caller.name!r} made too many new subjects within a minute; wait a little"

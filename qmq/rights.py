@@ -7,9 +7,11 @@
     broker      to register and beat as a broker of its groups; to ask what a token may do
     cluster     everything: the key of the installation, which metaservers and brokers share as a setting
 
-A pattern of a subject is an exact name, or a prefix that ends with `*`. It stands for producing and consuming; with
-`produce:` or `consume:` before it, for one of them. Retry and dead-letter subjects belong to the consumers of the real
-subject: who may consume from that one may produce to them and consume from them.
+A pattern of a subject is an exact name, or a prefix that ends with `*`. It stands for producing, consuming and
+redriving; with `produce:`, `consume:` or `redrive:` before it, for one of them. Retry and dead-letter subjects are
+read with the right to consume from the real subject, and written by brokers. To put messages into a retry subject, as
+Redrive and a delay group's long retries do, is a right of its own, named by the real subject or by the retry subject:
+whoever has it reaches one consumer group alone. Nobody but a broker writes dead letters.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from qmq.errors import InvalidName, MissingRight
-from qmq.subjects import check_name, parse_derived
+from qmq.subjects import DEAD_LETTER, check_name, is_derived_name, parse_derived, real_subject
 
 
 class TokenRole(StrEnum):
@@ -37,8 +39,8 @@ _INCLUDES = {
     TokenRole.CLUSTER: set(TokenRole),
 }
 
-PRODUCE, CONSUME = "produce", "consume"
-_RIGHTS = (PRODUCE, CONSUME)
+PRODUCE, CONSUME, REDRIVE = "produce", "consume", "redrive"
+_RIGHTS = (PRODUCE, CONSUME, REDRIVE)
 
 
 def includes(role: TokenRole, needed: TokenRole) -> bool:
@@ -91,11 +93,15 @@ class Scope:
         return not self.subjects
 
     def may(self, right: str, subject: str) -> bool:
-        """Whether one may PRODUCE to or CONSUME from `subject`."""
+        """Whether one may PRODUCE to, CONSUME from or REDRIVE to `subject`; to produce to a mailbox is to redrive."""
+        if right == PRODUCE and is_derived_name(subject):
+            right = REDRIVE
+        if right == REDRIVE and subject.startswith(f"{DEAD_LETTER}%"):
+            return False
         if not self.subjects or self._by_right[right].match(subject):
             return True
         derived = parse_derived(subject)
-        return derived is not None and self._by_right[CONSUME].match(derived.real)
+        return derived is not None and self._by_right[right].match(derived.real)
 
     def has_group(self, group: str) -> bool:
         return not self.groups or self._groups.match(group)
@@ -125,8 +131,12 @@ class Caller:
     def require_subject(self, right: str, subject: str) -> None:
         """Raise MissingRight unless the token may `right` (PRODUCE, CONSUME) the subject."""
         if not self.scope.may(right, subject):
-            to = "to" if right == PRODUCE else "from"
-            raise MissingRight(f"token {self.name!r} may not {right} {to} {subject!r}: it is limited to other subjects")
+            to = "from" if right == CONSUME else "to"
+            why = "it is limited to other subjects"
+            if right != CONSUME and is_derived_name(subject):
+                is_dead = subject.startswith(f"{DEAD_LETTER}%")
+                why = "brokers alone write dead letters" if is_dead else f"that needs {REDRIVE}:{real_subject(subject)}"
+            raise MissingRight(f"token {self.name!r} may not {right} {to} {subject!r}: {why}")
 
     def require_group(self, group: str) -> None:
         """Raise MissingRight unless the broker group is in the token's scope."""
@@ -135,7 +145,7 @@ class Caller:
 
 
 def check_patterns(what: str, patterns: Iterable[str], *, rights: bool) -> tuple[str, ...]:
-    """Return the patterns if each is legal; `rights`: they may begin with `produce:` or `consume:`.
+    """Return the patterns if each is legal; `rights`: they may begin with `produce:`, `consume:` or `redrive:`.
 
     Raises:
         InvalidName: names the pattern and the rule it breaks.

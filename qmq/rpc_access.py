@@ -1,4 +1,4 @@
-"""Shell. The door of a gRPC server: no call gets in without a token whose role the method names.
+"""Shell. The acceptor of a gRPC server: no call gets in without a token whose role the method names.
 
 Every server of ours has one. A method that the table lacks is refused, whoever calls it: what is forgotten is closed.
 """
@@ -24,11 +24,11 @@ _caller: ContextVar[Caller] = ContextVar("caller")
 
 
 def caller() -> Caller:
-    """Who makes the call that is being answered. Within a method that the door let in; its task only."""
+    """Who makes the call that is being answered. Within a method that the acceptor let in; its task only."""
     return _caller.get()
 
 
-class RpcDoor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio comes without types
+class RpcAcceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio comes without types
     """Made by main, for one server.
 
     Args:

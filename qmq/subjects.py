@@ -81,6 +81,11 @@ def parse_derived(name: str) -> Derived | None:
     return Derived(f"%{parts[0]}", parts[1], parts[2])
 
 
+def is_derived_name(name: str) -> bool:
+    """Return whether this is how retry and dead-letter subjects are called, also if nobody can tell its parts."""
+    return name.startswith((f"{RETRY}%", f"{DEAD_LETTER}%"))
+
+
 def real_subject(name: str) -> str:
     """Return the subject whose broker groups hold the messages of `name`: itself, unless it is a derived one."""
     derived = parse_derived(name)

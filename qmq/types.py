@@ -1,26 +1,14 @@
-"""Core. The few values that every part of qmq passes around.
-
-Offsets and sequences are types of their own, so that a byte position is never taken for a count of messages.
-"""
+"""Core. The few values that every part of qmq passes around."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, NewType
-
-Offset = NewType("Offset", int)
-"""Byte position in a broker group's message log."""
-
-Sequence = NewType("Sequence", int)
-"""Count of a subject's messages; the first message of a subject has sequence 0."""
-
-PullSequence = NewType("PullSequence", int)
-"""Count of the messages handed to one consumer; its upper 32 bits name the reign of the master (design, section 3)."""
+from typing import NamedTuple
 
 
 class Epoch(NamedTuple):
-    """Reign of a master: `term` from the metaserver's row, `boot` raised by the master at each of its starts."""
+    """Mastership of a master: `term` from the metaserver's row, `boot` raised by the master at each of its starts."""
 
     term: int
     boot: int

@@ -8,7 +8,7 @@ import signal
 import hypothesis
 from hypothesis.internal.conjecture import providers
 
-pytest_plugins = ["tests.support.databases"]
+pytest_plugins = ["tests.support.databases", "tests.support.failures"]
 
 # Random examples that differ from run to run belong into `make simulate`; a test that was green stays green.
 hypothesis.settings.register_profile(

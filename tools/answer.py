@@ -12,7 +12,7 @@ class Exit(IntEnum):
 
     DONE = 0
     REFUSED = 1
-    """Nothing was changed, for the reason it says."""
+    """Nothing was changed, for the reason shown."""
     USAGE = 2
     UNREACHABLE = 3
     """Nothing was changed; the metaserver, or something that it needs, does not answer."""

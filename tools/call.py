@@ -1,4 +1,4 @@
-"""Shell. Asks a metaserver and tells apart: done, refused, to be repeated later, not reached, nobody knows."""
+"""Shell. Asks a metaserver and distinguishes: done, refused, try again later, not reached, outcome unknown."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
-from tools.address import Address
-from tools.answer import Answer, read_answer
+from qmq.tools.address import Address
+from qmq.tools.answer import Answer, read_answer
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_BYTES_MAX = 1 << 30

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from tools.table import Block, Cell, Table, Tone
+from qmq.tools.table import Block, Cell, Table, Tone
 
 WAIT_PARAMETER = "waitMs"
 LIST_TIMEOUT_S, CHANGE_TIMEOUT_S = 20.0, 90.0
@@ -73,7 +73,7 @@ class Command:
     name: str
     help: str
     example: str
-    """Options as somebody would type them."""
+    """Options as they are typed."""
     options: tuple[Option, ...] = ()
     show: Callable[[Any], Iterable[Block]] = lambda _: ["done"]
     """The result as people read it."""
@@ -92,6 +92,8 @@ class Command:
     runs: str = ""
     """The module whose `run` carries it out: it speaks to brokers, as clients do, and is no action of the metaserver.
     Imported then, as that takes longer than most commands."""
+    is_local: bool = False
+    """It reads files of this machine and asks nobody: it needs neither metaserver nor token."""
     needs: Callable[[Words], str] = lambda _: ""
     """What is wrong with these words together; empty: nothing."""
 
@@ -110,10 +112,10 @@ class Command:
         usual_s = CHANGE_TIMEOUT_S if self.changes else LIST_TIMEOUT_S
         return (self.timeout_s or usual_s) + int(words.get(WAIT_PARAMETER, "0")) / 1000
 
-    def look_with(self, metaserver: object, values: Mapping[str, str]) -> str:
+    def look_with(self, metaserver: object, values: Mapping[str, str], *, program: str = "tools.sh") -> str:
         """Write the command line that tells what became of a change."""
         name, *options = self.look.format_map({name: shlex.quote(value) for name, value in values.items()}).split(" ")
-        return " ".join(["tools.sh", name, f"--metaserver={metaserver}", *options])
+        return " ".join([program, name, f"--metaserver={metaserver}", *options])
 
 
 def listing(table: Callable[[Any], Table]) -> Callable[[Any], Iterable[Block]]:

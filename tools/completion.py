@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
-from tools.command import Command, Kind, Option
-from tools.commands import COMMANDS
+from qmq.tools.command import Command, Kind, Option
+from qmq.tools.commands import COMMANDS
 
 _COMMON = {"--metaserver": True, "--token-file": True, "--json": False, "--help": False}
 _CHANGES = ("--dry-run", "--yes")
+_NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
+_FUNCTIONS = {"tools.sh": "_qmq_tools", "qmq": "_qmq"}
+"""By program: a shell may source both scripts."""
 
 
-def completion(shell: str) -> str:
-    """Write the script that a shell sources."""
+def completion(shell: str, *, program: str = "tools.sh", others: Mapping[str, Sequence[str]] = _NOTHING) -> str:
+    """Write the script that a shell sources.
+
+    Args:
+        others: commands that `program` has besides the operators', with what may follow each.
+    """
     if shell == "bash":
-        return _script("=")
+        return _script("=", program, others)
     # zsh runs bash's functions. It puts a blank behind each word, so there the value stands as a word of its own.
-    return f"#compdef tools.sh\nautoload -U +X bashcompinit && bashcompinit\n{_script('')}"
+    script = _script("", program, others)
+    return f"#compdef {program}\nautoload -U +X bashcompinit && bashcompinit\n{script}"
 
 
 def _words(command: Command, equals: str) -> Iterator[str]:
@@ -38,36 +47,39 @@ def _choices(command: Command) -> Iterator[tuple[str, str]]:
             yield f"--{option.name}", " ".join(option.choices)
 
 
-def _script(equals: str) -> str:
-    cases = "\n".join(
-        f'        {name}) echo "{" ".join(_words(command, equals))}" ;;' for name, command in COMMANDS.items()
-    )
+def _script(equals: str, program: str, others: Mapping[str, Sequence[str]]) -> str:
+    words = {name: [word.replace("=", equals) for word in more] for name, more in others.items()}
+    words |= {name: list(_words(command, equals)) for name, command in COMMANDS.items()}
+    cases = "\n".join(f'        {name}) echo "{" ".join(more)}" ;;' for name, more in words.items())
     values = "\n".join(
         f'        {name}:{option}) echo "{choices}" ;;'
         for name, command in COMMANDS.items()
         for option, choices in _choices(command)
     )
-    return _BASH.format(names=" ".join([*COMMANDS, "completion"]), cases=cases, values=values)
+    return _BASH.format(
+        program=program, function=_FUNCTIONS[program], names=" ".join([*words, "completion"]), cases=cases,
+        values=values,
+    )  # fmt: skip
 
 
 _BASH = """\
-# Completion of tools.sh: source <(tools.sh completion bash), or zsh
+# Completion of {program}: source <({program} completion bash), or zsh
 
-_qmq_tools_options() {{
+{function}_options() {{
     case "$1" in
 {cases}
         completion) echo "bash zsh" ;;
     esac
 }}
 
-_qmq_tools_values() {{
+{function}_values() {{
     case "$1:$2" in
 {values}
     esac
 }}
 
 # bash takes `=` for the end of a word, so `--option=value` arrives as three words; zsh leaves it one.
-_qmq_tools() {{
+{function}() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" last="${{COMP_WORDS[COMP_CWORD-1]}}"
     local command="${{COMP_WORDS[1]:-}}" option="" prefix=""
     COMPREPLY=()
@@ -87,13 +99,13 @@ _qmq_tools() {{
     fi
     case "$option" in
         "")
-            COMPREPLY=($(compgen -W "$(_qmq_tools_options "$command")" -- "$current"))
+            COMPREPLY=($(compgen -W "$({function}_options "$command")" -- "$current"))
             if [[ "${{COMPREPLY[0]:-}}" == *= ]]; then compopt -o nospace 2>/dev/null; fi ;;
-        --file|--out|--token-file|--password-file)
+        --file|--out|--token-file|--password-file|--config|--dir|--input)
             COMPREPLY=($(compgen -P "$prefix" -f -- "$current")) ;;
         *)
-            COMPREPLY=($(compgen -P "$prefix" -W "$(_qmq_tools_values "$command" "$option")" -- "$current")) ;;
+            COMPREPLY=($(compgen -P "$prefix" -W "$({function}_values "$command" "$option")" -- "$current")) ;;
     esac
 }}
-complete -F _qmq_tools tools.sh
+complete -F {function} {program}
 """

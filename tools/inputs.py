@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 
-from tools.terminal import complain, is_interactive
+from qmq.tools.terminal import complain, is_interactive
 
 SECRET_CHARS_MAX = 4096
 STANDARD_STREAM = "-"

@@ -8,23 +8,24 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tools.answer import Exit
-from tools.completion import completion
-from tools.inputs import NoInput
-from tools.session import CannotAsk, Session
-from tools.terminal import complain
-from tools.usage import WrongUsage, parse
+from qmq.cli import PROGRAMS
+from qmq.tools.answer import Exit
+from qmq.tools.completion import completion
+from qmq.tools.inputs import NoInput
+from qmq.tools.session import CannotAsk, Session
+from qmq.tools.terminal import complain, program
+from qmq.tools.usage import WrongUsage, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `tools.sh … | head` ends quietly
+    typed = sys.argv[1:] if arguments is None else arguments
+    others = {name: one.words for name, one in PROGRAMS.items()} if program() == "qmq" else {}
     try:
-        options = parse(
-            sys.argv[1:] if arguments is None else arguments, os.environ, now_ms=time.time_ns() // 1_000_000
-        )
+        options = parse(typed, os.environ, now_ms=time.time_ns() // 1_000_000, program=program(), others=others)
         if options.command is None:
-            print(completion(options.shell))
+            print(completion(options.shell, program=program(), others=others))
             return Exit.DONE
         return Session.open(options).run()
     except WrongUsage as wrong:

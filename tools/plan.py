@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tools.command import Command, bad, good, warning
-from tools.table import Block, Cell, Column, Table, to_cell, utc
+from qmq.tools.command import Command, bad, good, warning
+from qmq.tools.table import Block, Cell, Column, Table, to_cell, utc
 
 _TIMES = ("updateTime", "created", "expires", "revoked")
 """Milliseconds since 1970, 0: never."""

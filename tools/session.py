@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from tools.address import Address
-from tools.answer import Answer, Exit
-from tools.call import CallFailed, post
-from tools.command import Command, Kind
-from tools.doctor.examine import examine
-from tools.doctor.finding import Level, worst
-from tools.files import PrivateFile
-from tools.inputs import STANDARD_STREAM, NoInput, read_document, read_password, read_token
-from tools.plan import refusal, show_plan
-from tools.table import Block
-from tools.terminal import complain, confirm, is_interactive, show
+from qmq.tools.address import Address
+from qmq.tools.answer import Answer, Exit
+from qmq.tools.call import CallFailed, post
+from qmq.tools.command import Command, Kind
+from qmq.tools.doctor.examine import examine
+from qmq.tools.doctor.finding import Level, worst
+from qmq.tools.files import PrivateFile
+from qmq.tools.inputs import STANDARD_STREAM, NoInput, read_document, read_password, read_token
+from qmq.tools.plan import refusal, show_plan
+from qmq.tools.table import Block
+from qmq.tools.terminal import complain, confirm, is_interactive, program, show
 
 
 class CannotAsk(Exception):
-    """A change has to be confirmed, and nobody is there to do it."""
+    """A change has to be confirmed, and there is no terminal to ask at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class Session:
         dry_run, yes = getattr(options, "dry_run", False), getattr(options, "yes", False)
         if command.changes and not dry_run and not yes and not is_interactive(sys.stdin):
             raise CannotAsk(
-                f"{command.name} changes something, and nobody is there to ask: --yes does it, --dry-run looks"
+                f"{command.name} changes something, and there is no terminal to ask at: --yes does it, --dry-run looks"
             )
         token = read_token(options.token, options.token_file)
-        if (command.changes or command.runs) and not token:
+        if (command.changes or command.runs) and not token and not command.is_local:
             places = "QMQ_TOKEN, QMQ_TOKEN_FILE or --token-file (- is standard input)"
             raise NoInput(f"{command.name} needs a token: {places}")
         values = _values(command, options)
@@ -141,7 +141,7 @@ class Session:
 
     def look(self) -> str:
         """Return the command line that tells what became of a change."""
-        return self.command.look_with(self.metaserver, self.values)
+        return self.command.look_with(self.metaserver, self.values, program=program())
 
     def _examine(self) -> Exit:
         def ask(action: str) -> Answer:

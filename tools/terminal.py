@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from tools.table import GAP, Block, Cell, Table, Tone, lay, left_out, plain, printable
+from qmq.tools.table import GAP, Block, Cell, Table, Tone, lay, left_out, plain, printable
 
 _STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.WARN: "yellow", Tone.BAD: "bold red"}
 
@@ -24,8 +24,13 @@ def is_interactive(stream: TextIO) -> bool:
         return False
 
 
+def program() -> str:
+    """What the operator typed before the command."""
+    return "qmq" if os.path.basename(sys.argv[0]) == "qmq" else "tools.sh"
+
+
 def complain(text: str) -> None:
-    print(f"tools.sh: {printable(text, lines=True)}", file=sys.stderr)
+    print(f"{program()}: {printable(text, lines=True)}", file=sys.stderr)
 
 
 def confirm(question: str) -> bool:

@@ -6,25 +6,25 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NoReturn
 
+from qmq.tools.address import Address
+from qmq.tools.command import Command, Kind, Option
+from qmq.tools.commands import COMMANDS, SECTIONS
 from qmq.version import VERSION
-from tools.address import Address
-from tools.command import Command, Kind, Option
-from tools.commands import COMMANDS, SECTIONS
 
-PROGRAM = "tools.sh"
+TOOLS_SH = "tools.sh"
 SHELLS = ("bash", "zsh")
 EXIT_STATUS = """\
 exit status:
   0  done
-  1  refused: nothing was changed, for the reason it says
+  1  refused, for the reason shown; nothing was changed
   2  wrong usage
   3  the metaserver, or what it needs, does not answer: nothing was changed
-  4  outcome unknown: it was done or not; it says which command tells"""
+  4  outcome unknown: done or not; the command that shows which is named"""
 _EXAMPLE_METASERVER = "--metaserver=127.0.0.1:8080"
 _AWAY = re.compile(r"(\+?)(\d{1,6})([smhd])", re.ASCII)
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -69,58 +69,75 @@ class _Pairs(argparse.Action):
         setattr(namespace, self.dest, json.dumps(pairs | {name: value}))
 
 
-def parse(arguments: Sequence[str], environ: Mapping[str, str], *, now_ms: int) -> argparse.Namespace:
+def parse(
+    arguments: Sequence[str], environ: Mapping[str, str], *, now_ms: int, program: str = TOOLS_SH,
+    others: Collection[str] = (),
+) -> argparse.Namespace:  # fmt: skip
     """Read a command line: `command` (a Command or None for `completion`), the common options, and `values` by option.
+
+    Args:
+        program: what was typed before the command.
+        others: commands that `program` has besides these; a name that is mistyped may be one of them.
 
     Raises:
         WrongUsage: it cannot be run.
     """
-    parser = build_parser(environ, now_ms=now_ms)
+    parser = build_parser(environ, now_ms=now_ms, program=program)
     if not arguments:
         raise WrongUsage("which command?", parser.format_help())
+    arguments = _command_first(arguments)
     if not arguments[0].startswith("-") and arguments[0] not in (*COMMANDS, "completion"):
-        raise WrongUsage(_unknown_command(arguments[0]), parser.format_usage())
+        raise WrongUsage(_unknown_command(arguments[0], program, others), parser.format_usage())
     options = parser.parse_args(arguments)
     command: Command | None = options.command
     if command is not None:
+        if empty := [o.name for o in command.options if o.default is None and getattr(options, _dest(o)) == ""]:
+            raise WrongUsage(f"--{empty[0]} is empty", f"{program} {command.name} --help says what it takes")
         typed = {option.name: getattr(options, _dest(option)) for option in command.options}
         # Defaults are no typed text: they are not read as one.
         options.values = {o.name: o.default if typed[o.name] is None else typed[o.name] for o in command.options}
     return options
 
 
-def build_parser(environ: Mapping[str, str], *, now_ms: int) -> argparse.ArgumentParser:
+def build_parser(environ: Mapping[str, str], *, now_ms: int, program: str = TOOLS_SH) -> argparse.ArgumentParser:
     parser = _Parser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} COMMAND --metaserver=HOST:PORT [OPTION…]",
-        description=f"Operators' commands of qmq. {PROGRAM} COMMAND --help says more about one.",
-        epilog=f"{_list_of_commands()}\n\n{EXIT_STATUS}",
+        prog=program,
+        usage=f"{program} COMMAND --metaserver=HOST:PORT [OPTION…]",
+        description=f"Operators' commands of qmq. {program} COMMAND --help says more about one.",
+        epilog=f"{list_of_commands()}\n\n{EXIT_STATUS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-V", "--version", action="version", version=f"{PROGRAM} of qmq {VERSION}")
+    parser.add_argument("-V", "--version", action="version", version=f"{program} of qmq {VERSION}")
     commands = parser.add_subparsers(
-        metavar="COMMAND", prog=PROGRAM, required=True, help=argparse.SUPPRESS, parser_class=_Parser
+        metavar="COMMAND", prog=program, required=True, help=argparse.SUPPRESS, parser_class=_Parser
     )
     for command in COMMANDS.values():
-        _add_command(commands, command, environ, now_ms)
+        _add_command(commands, command, environ, now_ms, program)
     completion = commands.add_parser("completion", description="Print the completion of a shell.", allow_abbrev=False)
     completion.set_defaults(command=None)
-    completion.add_argument("shell", choices=SHELLS, help="source <(tools.sh completion bash)")
+    completion.add_argument("shell", choices=SHELLS, help=f"source <({program} completion bash)")
     return parser
 
 
-def _list_of_commands() -> str:
+def list_of_commands() -> str:
+    """Name every command under its heading, with a few words about it."""
     lines = []
     for section, commands in SECTIONS.items():
         lines += ["", f"{section}:", *(f"  {command.name:26}{_brief(command.help)}" for command in commands)]
     return "\n".join([*lines, "", "shell:", f"  {'completion':26}print the completion of bash or zsh"]).lstrip("\n")
 
 
-def _unknown_command(typed: str) -> str:
-    by_folded = {name.lower(): name for name in COMMANDS}
+def _command_first(arguments: Sequence[str]) -> list[str]:
+    """Let options stand before the command, too: argparse takes them for its own there."""
+    at = next((at for at, word in enumerate(arguments) if word in COMMANDS), 0) if arguments[0].startswith("-") else 0
+    return [arguments[at], *arguments[:at], *arguments[at + 1 :]]
+
+
+def _unknown_command(typed: str, program: str, others: Collection[str]) -> str:
+    by_folded = {name.lower(): name for name in (*COMMANDS, *others)}
     near = difflib.get_close_matches(typed[:100].lower(), by_folded, n=1)
-    hint = f"did you mean {by_folded[near[0]]}?" if near else f"{PROGRAM} --help lists them"
+    hint = f"did you mean {by_folded[near[0]]}?" if near else f"{program} --help lists them"
     return f"{typed[:100]!r} is no command; {hint}"
 
 
@@ -129,11 +146,11 @@ def _brief(text: str) -> str:
     return re.split(r"[,;:.] ", text)[0]
 
 
-def _add_command(commands: Any, command: Command, environ: Mapping[str, str], now_ms: int) -> None:
+def _add_command(commands: Any, command: Command, environ: Mapping[str, str], now_ms: int, program: str) -> None:
     sub = commands.add_parser(
         command.name,
         description=f"{command.help[:1].upper()}{command.help[1:]}.",
-        epilog=f"example:\n  {example(command)}\n\n{EXIT_STATUS}",
+        epilog=f"example:\n  {example(command, program)}\n\n{EXIT_STATUS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -143,16 +160,18 @@ def _add_command(commands: Any, command: Command, environ: Mapping[str, str], no
     _add_common(sub, command, environ)
 
 
-def example(command: Command) -> str:
+def example(command: Command, program: str = TOOLS_SH) -> str:
     """A whole command line that shows how a command is typed."""
-    return " ".join(filter(None, (PROGRAM, command.name, _EXAMPLE_METASERVER, command.example)))
+    metaserver = "" if command.is_local else _EXAMPLE_METASERVER
+    return " ".join(filter(None, (program, command.name, metaserver, command.example)))
 
 
 def _add_common(sub: argparse.ArgumentParser, command: Command, environ: Mapping[str, str]) -> None:
     common = sub.add_argument_group("common options")
     default = environ.get("QMQ_METASERVER") or None
     common.add_argument(
-        "--metaserver", action=_Once, type=_address, required=default is None, metavar="HOST:PORT",
+        "--metaserver", action=_Once, type=_address, required=default is None and not command.is_local,
+        metavar="HOST:PORT",
         default=default,
         help="host:port or URL of a metaserver, or of the balancer before them; default: the variable QMQ_METASERVER",
     )  # fmt: skip

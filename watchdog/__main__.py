@@ -1,10 +1,10 @@
-"""Shell. `python -m watchdog`."""
+"""Shell. `python -m qmq.watchdog`."""
 
 from __future__ import annotations
 
 import sys
 
-from watchdog.main import main
+from qmq.watchdog.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
 
-from qmq.client.numbered import NumberedBatch
+from qmq.client.batch_life import NumberedBatch
 from qmq.codec import batch_encoder, encode_labels, join_batch, label_of_message
 from qmq.errors import CallError
 from qmq.log.frame import label_flags

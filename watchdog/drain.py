@@ -13,12 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from qmq.client.numbered import Answer, NumberedSender
-from watchdog.db.engine import open_source
-from watchdog.db.outbox import Outbox
-from watchdog.draining import Attempt, Draining
-from watchdog.sources import Source
-from watchdog.work import Claiming, ReadClaims, ReadPage, Settling, TakeOver, Work
+from qmq.client.batch_life import Answer
+from qmq.client.numbered import NumberedSender
+from qmq.watchdog.db.engine import open_source
+from qmq.watchdog.db.outbox import Outbox
+from qmq.watchdog.draining import Attempt, Draining
+from qmq.watchdog.sources import Source
+from qmq.watchdog.work import Claiming, ReadClaims, ReadPage, Settling, TakeOver, Work
 
 log = logging.getLogger("qmq.watchdog")
 

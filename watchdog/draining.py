@@ -15,15 +15,26 @@ Order: messages with order keys go to the group of their key, one batch of a sub
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from qmq.client.numbered import Answer, NotStored, NumberedBatch, Stored, Unknown
+from qmq.client.batch_life import (
+    BATCH_LIFE,
+    Answer,
+    BatchEvent,
+    BatchLife,
+    BatchSender,
+    BatchState,
+    NotStored,
+    NumberedBatch,
+    Stored,
+)
 from qmq.errors import AskAnotherBroker, CallError, NotServed, QmqError
-from watchdog.claims import Candidate, ClaimName, batch_of
-from watchdog.work import (
+from qmq.states import TRANSITIONS_KEPT, Transition
+from qmq.watchdog.claims import Candidate, ClaimName, batch_of
+from qmq.watchdog.work import (
     Claiming,
     Due,
     Known,
@@ -40,7 +51,7 @@ from watchdog.work import (
 
 BATCH_BYTES_MAX = 1 << 20
 NUMBERS_SPAN_MAX = 60
-"""A broker tells the last 64 numbers of a producer apart; the oldest claim in doubt and the newest stay within."""
+"""A broker tells the last 64 numbers of a producer apart: the oldest claim under way and the newest stay within."""
 SUSPECTS_MAX = 100_000
 REASON_CHARS_MAX = 500
 """As the column has."""
@@ -49,26 +60,6 @@ OTHER_TERMS_MS = 600_000
 another room, or from before the metaservers began anew: nobody else takes it. Taken wrongly, its batch is repeated."""
 PASS_MS_MAX = 60_000
 """A pass over rows that come due as fast as it reads never ends; then what lies behind it would never be seen."""
-
-
-class Brokers(Protocol):
-    """What a drain asks about broker groups (qmq.client.numbered)."""
-
-    def watch(self, subject: str) -> None: ...
-
-    def groups(self, subject: str) -> list[str]: ...
-
-    def home(self, subject: str, label: int) -> str | None: ...
-
-    def is_usable(self, name: str) -> bool: ...
-
-    def is_any_usable(self) -> bool: ...
-
-    def room(self, name: str) -> int: ...
-
-    def in_flight(self, name: str) -> int: ...
-
-    def why_not(self, subject: str) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,36 +87,37 @@ class Limits:
         assert self.claims_max < NUMBERS_SPAN_MAX
 
 
-class State(Enum):
-    WAITING = auto()
-    """To be sent, the first time or again, at `due_ms`."""
-    SENT = auto()
-    ENDED = auto()
-    """Its end is to be written down."""
-
-
 Line = tuple[str, str | None]
 """What waits together: a subject's rows without order key, "", or those of a group's keys; None: of no known group."""
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """A claim under way. `is_doubtful`: some attempt, of whichever leader, may have stored it."""
+    """A claim under way. `due_ms`: when it is sent, the first time or again. `end`: what is to be written of it."""
 
     name: ClaimName
     rows: list[Candidate]
-    is_doubtful: bool
+    life: BatchLife
     due_ms: int
     claimed_ms: int
     unsound: list[tuple[int, str]] = field(default_factory=list)
     """Rows that this program, unlike the one that claimed them, cannot read: parked when the claim ends."""
-    state: State = State.WAITING
     attempts: int = 0
     end: Settled | Released | None = None
 
     @property
     def subject(self) -> str:
         return self.rows[0].subject
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is to be sent at `due_ms`."""
+        return self.end is None and not self.life.is_in_flight
+
+    @property
+    def may_be_stored(self) -> bool:
+        """Whether some attempt, of whichever leader, may have stored it."""
+        return self.end is None and self.life.may_be_stored
 
     @property
     def is_ordered(self) -> bool:
@@ -164,7 +156,7 @@ class Counts:
     sent: int = 0
     failed: int = 0
     parked: int = 0
-    doubtful: int = 0
+    unknown: int = 0
     released: int = 0
     claimed: int = 0
 
@@ -188,9 +180,11 @@ class Draining:
 
     term: int
     limits: Limits
-    brokers: Brokers
+    brokers: BatchSender
     new_producer: Callable[[], int]
     counts: Counts = field(default_factory=Counts)
+    history: deque[Transition] = field(default_factory=lambda: deque(maxlen=TRANSITIONS_KEPT))
+    """The last transitions of its batches."""
     last_pass_ms: int | None = None
     """When a scan last came to the end of the table."""
     _claims: dict[str, Claim] = field(default_factory=dict)
@@ -229,7 +223,7 @@ class Draining:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way that could end soon."""
-        return not any(claim.state is not State.WAITING or not claim.is_doubtful for claim in self._claims.values())
+        return all(claim.is_waiting and claim.may_be_stored for claim in self._claims.values())
 
     def next_work(self, now_ms: int) -> Work | None:
         """Return what to do with the database now; None: nothing, until `wake_ms` or an answer."""
@@ -267,11 +261,11 @@ class Draining:
     def _awaited(self, now_ms: int) -> list[Claim]:
         """Return the claims that end soon, as far as anybody can tell: more are not begun than are allowed of these."""
         claims = (*self._claims.values(), *self._new.values())
-        return [one for one in claims if not one.is_doubtful and now_ms - one.claimed_ms < self.limits.room_ms]
+        return [one for one in claims if not one.may_be_stored and now_ms - one.claimed_ms < self.limits.room_ms]
 
     def wake_ms(self, now_ms: int) -> int:
         """Return when to look again if no answer comes before."""
-        dues = [claim.due_ms for claim in self._claims.values() if claim.state is State.WAITING]
+        dues = [claim.due_ms for claim in self._claims.values() if claim.is_waiting]
         soon = now_ms + 100  # tokens, room, groups that are usable again
         return max(min([soon, *dues]) if self._claims or self._page else min(self._rest_until_ms, soon), now_ms + 1)
 
@@ -353,13 +347,18 @@ class Draining:
         unsound = [(row.id, _reason(row.problem)) for row in rows if row.problem]
         if not rows:
             return
-        claim = Claim(ClaimName.parse(work.new), sound, True, now_ms, now_ms - known.age_ms, unsound)
+        claim = Claim(ClaimName.parse(work.new), sound, self._life(), now_ms, now_ms - known.age_ms, unsound)
+        claim.life.on(BatchEvent.TAKEN_OVER)
         self._claims[work.new] = claim
-        self.counts.doubtful += 1
+        self.counts.unknown += 1
         if sound:
             self.brokers.watch(sound[0].subject)
         else:
+            claim.life.on(BatchEvent.GAVE_UP)
             self._end(claim, [], [])
+
+    def _life(self) -> BatchLife:
+        return BatchLife(BATCH_LIFE, self.history)
 
     # Which rows, and where.
 
@@ -451,7 +450,7 @@ class Draining:
         if self._is_held(line, now_ms):
             return self._holds[line].reason  # until the older ones may go, or these would overtake them
         under_way = self._lane(subject, home)
-        return "an earlier batch of its order key is in doubt" if under_way and under_way.is_doubtful else ""
+        return "an earlier batch of its order key may be stored" if under_way and under_way.may_be_stored else ""
 
     def _follow(self, subject: str, home: str | None, rows: list[Candidate], now_ms: int) -> list[Candidate]:
         """Make a batch of a group's keys unless one is under way; return the rows behind it."""
@@ -495,14 +494,14 @@ class Draining:
         taken = self._fitting(rows, min(room, BATCH_BYTES_MAX))
         lane.number += 1
         name = ClaimName(lane.producer, lane.number, self.term, group)
-        self._new[str(name)] = Claim(name, sorted(rows[:taken], key=lambda row: row.id), False, now_ms, now_ms)
+        self._new[str(name)] = Claim(name, sorted(rows[:taken], key=lambda row: row.id), self._life(), now_ms, now_ms)
         return rows[taken:]
 
     def _unsent_bytes(self, group: str) -> int:
         """How much of a group's room is given away and not sent yet."""
         claims = (*self._claims.values(), *self._new.values())
-        waiting = (one for one in claims if one.name.group == group and one.state is State.WAITING)
-        return sum(row.bytes for one in waiting if not one.is_doubtful for row in one.rows)
+        waiting = (one for one in claims if one.name.group == group and one.life.state is BatchState.QUEUED)
+        return sum(row.bytes for one in waiting for row in one.rows)
 
     def _fitting(self, rows: list[Candidate], room: int) -> int:
         """Return how many of the first rows make a batch: one at least, and one that is suspect goes alone."""
@@ -524,39 +523,38 @@ class Draining:
         """Return what to send now; each is answered once."""
         found = []
         for claim in self._claims.values():
-            if claim.state is not State.WAITING or claim.due_ms > now_ms:
+            if not claim.is_waiting or claim.due_ms > now_ms:
                 continue
-            if claim.is_doubtful and now_ms - claim.claimed_ms > self.limits.unknown_ms_max:
-                reason = f"nobody could tell for {self.limits.unknown_ms_max // 1000} s whether it was stored"
-                self._release(claim, reason)
+            if claim.may_be_stored and now_ms - claim.claimed_ms > self.limits.unknown_ms_max:
+                claim.life.on(BatchEvent.GAVE_UP)
+                self._release(claim, f"no answer for {self.limits.unknown_ms_max // 1000} s whether it is stored")
             elif self.brokers.is_usable(claim.name.group):
-                claim.state = State.SENT
+                claim.life.on(BatchEvent.SENT)
                 claim.attempts += 1
                 found.append(Attempt(claim, claim.name.group, batch_of(claim.name, claim.rows)))
-            elif claim.is_doubtful:
+            elif claim.may_be_stored:
                 claim.due_ms = now_ms + self._repeat_delay_ms(claim)
             elif now_ms - claim.claimed_ms < self.limits.room_ms:
                 claim.due_ms = now_ms + self.limits.repeat_ms // 10  # its connection is full, or anew in a moment
             else:
+                claim.life.on(BatchEvent.GAVE_UP)
                 self._give_back(claim, f"{claim.name.group} takes nothing now", now_ms)
         return found
 
     def answered(self, claim: Claim, answer: Answer, now_ms: int) -> None:
         """An attempt came to its end."""
-        claim.state = State.WAITING
-        match answer:
-            case Stored():
-                self._stored(claim, answer)
-            case Unknown():
-                self.counts.doubtful += not claim.is_doubtful
-                claim.is_doubtful = True
-                claim.due_ms = now_ms + self._repeat_delay_ms(claim)
-            case NotStored(error):
-                self.counts.failed += len(claim.rows)
-                if claim.is_doubtful:  # this attempt was not stored; what an earlier one did, it does not say
-                    claim.due_ms = now_ms + self._repeat_delay_ms(claim)
-                else:
-                    self._refused(claim, error, now_ms)
+        was_repeated = claim.life.state is BatchState.REPEATED
+        state = claim.life.on(answer)
+        if isinstance(answer, Stored):
+            self._stored(claim, answer)
+            return
+        if isinstance(answer, NotStored):
+            self.counts.failed += len(claim.rows)
+            if state is BatchState.NOT_STORED:
+                self._refused(claim, answer.error, now_ms)
+                return
+        self.counts.unknown += not was_repeated
+        claim.due_ms = now_ms + self._repeat_delay_ms(claim)
 
     def _repeat_delay_ms(self, claim: Claim) -> int:
         return min(self.limits.repeat_ms << min(claim.attempts, 10), self.limits.repeat_ms_max)
@@ -574,7 +572,7 @@ class Draining:
 
     def _end(self, claim: Claim, stored: list[int], parked: list[tuple[int, str]]) -> None:
         self._suspects.difference_update(claim.ids)
-        claim.state, claim.end = State.ENDED, Settled(str(claim.name), stored, parked + claim.unsound)
+        claim.end = Settled(str(claim.name), stored, parked + claim.unsound)
 
     def _refused(self, claim: Claim, error: QmqError, now_ms: int) -> None:
         """Nothing of a claim is stored. What is wrong with one message is found by sending each alone, once more: a
@@ -603,7 +601,7 @@ class Draining:
 
     def _released(self, claim: Claim, due: Due, reason: str, failures: int) -> None:
         ids = claim.ids + [id for id, _ in claim.unsound]  # read anew, these are parked
-        claim.state, claim.end = State.ENDED, Released(str(claim.name), ids, due, _reason(reason), failures)
+        claim.end = Released(str(claim.name), ids, due, _reason(reason), failures)
 
 
 def _by_subject(rows: Iterable[Candidate]) -> dict[str, list[Candidate]]:

@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 from qmq.client.numbered import NumberedSender
 from qmq.errors import CallError, NotServed
-from watchdog.claims import PRODUCER_BITS
-from watchdog.drain import Drain
-from watchdog.draining import Counts, Draining
-from watchdog.lease import Lease
-from watchdog.meta_link import MetaLink
-from watchdog.settings import WatchdogSettings
-from watchdog.sources import Source
+from qmq.watchdog.claims import PRODUCER_BITS
+from qmq.watchdog.drain import Drain
+from qmq.watchdog.draining import Counts, Draining
+from qmq.watchdog.lease import Lease
+from qmq.watchdog.meta_link import MetaLink
+from qmq.watchdog.settings import WatchdogSettings
+from qmq.watchdog.sources import Source
 
 log = logging.getLogger("qmq.watchdog")
 
@@ -48,6 +48,11 @@ class Leading:
     @property
     def is_leader(self) -> bool:
         return self.lease.holds(now_ms())
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Subjects whose route the metaserver refuses, and why."""
+        return self._sender.refusals
 
     @property
     def is_hanging(self) -> bool:

@@ -7,24 +7,20 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-import uvicorn
-from starlette.types import ASGIApp
 
 from qmq.client.numbered import NumberedSender
 from qmq.errors import QmqError
+from qmq.http_port import HttpPort, listen
+from qmq.logs import configure
 from qmq.settings import InvalidSettings, load
-from watchdog.door import Door
-from watchdog.leading import Leading
-from watchdog.meta_link import MetaLink
-from watchdog.metrics import Metrics
-from watchdog.settings import WatchdogSettings
-from watchdog.watcher import Watcher
+from qmq.watchdog.acceptor import Acceptor
+from qmq.watchdog.leading import Leading
+from qmq.watchdog.meta_link import MetaLink
+from qmq.watchdog.metrics import Metrics
+from qmq.watchdog.settings import WatchdogSettings
+from qmq.watchdog.watcher import Watcher
 
 log = logging.getLogger("qmq.watchdog")
 
@@ -33,53 +29,30 @@ APP = "watchdog"
 
 async def serve(settings: WatchdogSettings, stop: asyncio.Event) -> bool:
     """Run until `stop`; return whether a call to a database still hangs. Raises OSError: the port is taken."""
-    listener = socket.create_server((settings.host, settings.http_port), backlog=128)
+    listener = listen(settings.host, settings.http_port)
     address = f"{settings.advertised}:{listener.getsockname()[1]}"
     link = MetaLink(settings)
     async with NumberedSender(metaserver=settings.metaserver, token=settings.token, app=APP) as sender:
         leading = Leading(settings, link, sender, address)
         metrics = Metrics(leading)
         watcher = Watcher(settings, leading, link, metrics)
-        http_server = _HttpServer(Door(settings, leading, watcher, metrics, link).app())
+        http = HttpPort(Acceptor(settings, leading, watcher, metrics, link).app(), listener)
         tasks = [asyncio.create_task(work) for work in (leading.run(), watcher.run())]
-        serving = asyncio.create_task(http_server.serve(sockets=[listener]))
+        serving = asyncio.create_task(http.run())
         stopping = asyncio.create_task(stop.wait())
         log.info("watchdog serving address=%s room=%s node=%s", address, settings.room, leading.lease.node)
         try:
             await asyncio.wait({stopping, serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await leading.stop()
-            http_server.should_exit = True
-            for task in (*tasks, stopping):
+            for task in (*tasks, serving, stopping):
                 task.cancel()
             results = await asyncio.gather(*tasks, serving, return_exceptions=True)
             await link.close()
-            listener.close()
     for failed in (one for one in results if isinstance(one, Exception)):
         raise failed
     log.info("watchdog stopped")
     return leading.is_hanging or watcher.is_hanging
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its own handling of signals: this process has a lease to give back."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                limit_concurrency=200,
-                timeout_graceful_shutdown=1,
-            )  # fmt: skip
-        )
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def _run(settings: WatchdogSettings) -> bool:
@@ -92,7 +65,7 @@ async def _run(settings: WatchdogSettings) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a watchdog; return its exit status: 0 stopped in order, 1 cannot serve, 2 wrong settings."""
-    parser = argparse.ArgumentParser(prog="watchdog", description="qmq's watchdog: sends what outboxes still have.")
+    parser = argparse.ArgumentParser(prog="qmq watchdog", description="qmq's watchdog: sends what outboxes still have.")
     parser.add_argument("--config", type=Path, help="TOML file; QMQ_WATCHDOG_<NAME> in the environment overrides it")
     options = parser.parse_args(arguments)
     try:
@@ -100,8 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     except InvalidSettings as error:
         print(error, file=sys.stderr)
         return 2
-    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    configure(settings.log_level, settings.log_format)
     try:
         is_hanging = asyncio.run(_run(settings))
     except (OSError, QmqError) as error:

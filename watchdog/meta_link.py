@@ -10,13 +10,13 @@ import grpc
 import grpc.aio
 
 from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
-from qmq.errors import AccessError, NotServed
+from qmq.errors import AccessError, NotServed, cause_of
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from qmq.rights import Caller, Scope, TokenRole
-from watchdog.lease import LeaseRequest, LeaseRow
-from watchdog.settings import WatchdogSettings
-from watchdog.sources import Source
+from qmq.watchdog.lease import LeaseRequest, LeaseRow
+from qmq.watchdog.settings import WatchdogSettings
+from qmq.watchdog.sources import Source
 
 WATCHDOGS = "watchdog/"
 """What the names of watchdogs' leases begin with; their room follows."""
@@ -93,11 +93,11 @@ class MetaLink:
                 raise AccessError(details) from None
             if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
                 raise NotServed(f"the metaserver does not accept the watchdog's token: {details}") from None
-            await self.close()  # the next question goes to whoever answers at the address then
+            await self.close()  # the next question goes to the metaserver that answers at the address then
             raise NotServed(f"the metaserver does not answer: {details}") from None
         except (OSError, ValueError, TimeoutError, grpc.aio.UsageError) as error:
             await self.close()
-            raise NotServed(f"the metaserver does not answer: {error or 'not in time'}") from None
+            raise NotServed(f"the metaserver does not answer: {cause_of(error)}") from None
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise

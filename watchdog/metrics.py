@@ -8,15 +8,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from watchdog.db.questions import Stats
-from watchdog.leading import Leading, now_ms
+from qmq.process_metrics import register_process, version_of
+from qmq.watchdog.db.questions import Stats
+from qmq.watchdog.leading import Leading, now_ms
 
 _COUNTED = {
     "sent": "Rows whose messages are stored, and that were deleted.",
     "failed": "Rows of batches that a broker group did not store.",
     "released": "Rows that were given back, to be claimed again after a back-off.",
     "parked": "Rows that nobody sends until OutboxRetry says so.",
-    "doubtful": "Batches of which an attempt left the outcome unknown.",
+    "unknown": "Batches of which an attempt left the outcome unknown.",
     "claimed": "Rows that were claimed.",
 }
 
@@ -28,6 +29,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.stats: dict[str, Stats] = {}
         self.reconciled: dict[str, dict[str, int]] = {}
+        register_process(self.registry)
         self.registry.register(_Watchdog(leading, self))
 
     def render(self) -> bytes:
@@ -40,9 +42,16 @@ class _Watchdog(Collector):
 
     def collect(self) -> Iterable[Metric]:
         leading = self._leading
+        yield version_of("watchdog")
+        yield GaugeMetricFamily(
+            "qmq_watchdog_metaserver_up", "1 while a metaserver answers it.", int(not leading.metaserver_trouble)
+        )
         yield GaugeMetricFamily("qmq_watchdog_leader", "1 at the active watchdog.", int(leading.is_leader))
         yield GaugeMetricFamily("qmq_watchdog_term", "Term of its lease; 0 at a standby.", leading.lease.term)
         yield CounterMetricFamily("qmq_watchdog_elections", "How often it became active.", leading.elections)
+        yield GaugeMetricFamily(
+            "qmq_watchdog_refused_routes", "Subjects whose route the metaserver refuses.", len(leading.refusals)
+        )
         yield from self._databases()
         yield from self._rows()
 

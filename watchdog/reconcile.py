@@ -21,8 +21,8 @@ from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import NotServed
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
-from watchdog.db.questions import StuckRow
-from watchdog.meta_link import MetaLink
+from qmq.watchdog.db.questions import StuckRow
+from qmq.watchdog.meta_link import MetaLink
 
 CLOCKS_MS = 3_600_000
 ANSWER_S = 5.0

@@ -5,22 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qmq.errors import InvalidName
+from qmq.logs import FORMATS, LEVELS
 from qmq.settings import InvalidSettings, setting
 from qmq.subjects import check_name
-from watchdog.draining import Limits
+from qmq.watchdog.draining import Limits
 
 
 @dataclass(frozen=True)
 class WatchdogSettings:
-    """Everything a watchdog is told when it starts. Which databases it scans, and how fast, AddDb says."""
+    """Everything that is set when a watchdog starts. Which databases it scans, and how fast, AddDb says."""
 
     metaserver: str = setting(why="HTTP address of the metaservers")
     token: str = setting(why="key of the installation: the metaserver gives passwords of databases to nobody else")
     room: str = setting("default", why="namespace: it scans the databases that were registered with this room")
     host: str = setting("127.0.0.1", why="address to listen on; 0.0.0.0 for all")
     http_port: int = setting(8090, least=0, most=65535, why="/metrics, /health, questions of tools.sh; 0: a free port")
-    advertised_ip: str = setting("", why="address that tools.sh is told; default: host")
-    log_level: str = setting("INFO", one_of=("DEBUG", "INFO", "WARNING", "ERROR"), why="which log lines are written")
+    advertised_ip: str = setting("", why="address that tools.sh gets; default: host")
+    log_level: str = setting("INFO", one_of=LEVELS, why="which log lines are written")
+    log_format: str = setting("text", one_of=FORMATS, why="one line an event, as text or as JSON")
 
     lease_ms: int = setting(
         5000,

@@ -16,7 +16,7 @@ QMQ_DATABASE = "qmq_produce"
 
 
 class UnusableSource(CallError):
-    """A registered database cannot be scanned as it is registered. RemoveDb and AddDb mend it."""
+    """A registered database cannot be scanned as it is registered. RemoveDb and AddDb correct it."""
 
 
 @dataclass(frozen=True, slots=True)

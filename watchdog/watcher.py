@@ -10,14 +10,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from qmq.errors import CallError, NotServed, OperatorError, QmqError
-from watchdog.db.engine import open_source
-from watchdog.db.questions import Questions, Stats, StuckRow
-from watchdog.leading import Leading
-from watchdog.meta_link import MetaLink
-from watchdog.metrics import Metrics
-from watchdog.reconcile import IN_LOG, NOT_IN_LOG, UNCHECKED, Finding, Reconciling
-from watchdog.settings import WatchdogSettings
-from watchdog.sources import Source
+from qmq.watchdog.db.engine import open_source
+from qmq.watchdog.db.questions import Questions, Stats, StuckRow
+from qmq.watchdog.leading import Leading
+from qmq.watchdog.meta_link import MetaLink
+from qmq.watchdog.metrics import Metrics
+from qmq.watchdog.reconcile import IN_LOG, NOT_IN_LOG, UNCHECKED, Finding, Reconciling
+from qmq.watchdog.settings import WatchdogSettings
+from qmq.watchdog.sources import Source
 
 log = logging.getLogger("qmq.watchdog")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from watchdog.claims import Candidate
+from qmq.watchdog.claims import Candidate
 
 
 class Due(NamedTuple):

@@ -1,7 +1,7 @@
 """Shell. The nightly job: prove that both copies of each broker group are equal, or name what is not.
 
-    python -m audit.jobs.consistency --group g1 --master /data/b1 --slave 10.0.0.2:20883 --token-file token
-    python -m audit.jobs.consistency --all-groups --metaserver http://127.0.0.1:8080 --token-file token
+    qmq audit --group g1 --master /data/b1 --slave 10.0.0.2:20883 --token-file token
+    qmq audit --all-groups --metaserver http://127.0.0.1:8080 --token-file token
 
 Exit status: 0 proven equal, 1 findings, 2 could not read (or nothing was read).
 """
@@ -16,18 +16,22 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from audit.brokers import find_groups
-from audit.copies import CannotRead, place_options
-from audit.group import Group, Result, audit_group
-from audit.report import VERDICTS, as_json, as_markdown, status_of
-from audit.source import PIECE_BYTES
-from audit.spark import start_spark
 from qmq.access import add_token_options, find_token
+from qmq.audit.brokers import find_groups
+from qmq.audit.copies import CannotRead, place_options
+from qmq.audit.group import Group, Result, audit_group
+from qmq.audit.history import SHARE
+from qmq.audit.page import page
+from qmq.audit.report import VERDICTS, as_json, as_markdown, status_of
+from qmq.audit.source import PIECE_BYTES
+from qmq.audit.spark import start_spark
 from qmq.errors import QmqError
+from qmq.ledger import Ledger
+from qmq.ledger_status import write_gauges
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m audit.jobs.consistency", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="qmq audit", description=__doc__.splitlines()[0])
     parser.add_argument("--group", action="append", default=[], help="broker group; repeat with --master and --slave")
     parser.add_argument("--master", action="append", default=[], help="data directory, or ip:control_port of a broker")
     parser.add_argument("--slave", action="append", default=[], help="the same of the other copy")
@@ -35,6 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--metaserver", default="", help="its URL, for --all-groups")
     add_token_options(parser)
     parser.add_argument("--journal", type=Path, help="NDJSON of acknowledged {subject, group, sequence, id}")
+    parser.add_argument("--ledger", type=Path, help="directory of what was verified: read what is new, some of the old")
+    parser.add_argument("--share", type=int, default=SHARE, help="with --ledger: one part in so many of the old")
+    parser.add_argument("--metrics", type=Path, help="with --ledger: write gauges here, for node_exporter (*.prom)")
+    parser.add_argument("--page", type=Path, help="with --ledger: write the morning page here (HTML)")
     parser.add_argument("--spark-master", default="local[*]", help="local[*], spark://host:port, yarn, …")
     parser.add_argument("--piece-bytes", type=int, default=PIECE_BYTES, help="bytes of log per task")
     parser.add_argument("--report", type=Path, help="write the report for people here (Markdown)")
@@ -62,10 +70,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # What last night's audit wrote says nothing about tonight, however this one ends.
         _write(options, [], 0.0)
+        if (options.metrics or options.page) and not options.ledger:
+            raise CannotRead("--metrics and --page need --ledger")
         options.token = find_token(options.token, token_file=options.token_file)
         began = time.monotonic()
         results = _audit(options, groups_of(options))
         report = _write(options, results, time.monotonic() - began)
+        now_ms = int(time.time() * 1000)
+        if options.metrics:
+            write_gauges(options.metrics, Ledger(options.ledger), now_ms=now_ms)
+        if options.page:
+            ledger = Ledger(options.ledger)
+            options.page.write_text(page({name: ledger.entries(name) for name in ledger.groups()}, now_ms))
     except Exception as error:
         # Python itself would end with status 1, which says that there are findings.
         print(error if isinstance(error, QmqError | OSError) else traceback.format_exc(), file=sys.stderr)
@@ -84,8 +100,14 @@ def _audit(options: argparse.Namespace, groups: list[Group]) -> list[Result]:
     try:
         return [
             audit_group(
-                spark, group, journal=options.journal, piece_bytes=options.piece_bytes, parquet=options.parquet
-            )
+                spark,
+                group,
+                journal=options.journal,
+                piece_bytes=options.piece_bytes,
+                parquet=options.parquet,
+                ledger=Ledger(options.ledger) if options.ledger else None,
+                share=options.share,
+            )  # fmt: skip
             for group in groups
         ]
     finally:

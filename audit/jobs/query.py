@@ -1,6 +1,7 @@
 """Shell. Ask the message logs in SQL: a view `messages` over one or more copies.
 
-    python -m audit.jobs.query --source /data/b1 --sql "SELECT subject, count(*) AS messages FROM messages GROUP BY 1"
+    qmq query --source /data/b1 \\
+        --sql "SELECT subject, count(*) AS messages FROM messages GROUP BY 1"
 
 Columns: subject, sequence, id, tags array<string>, properties map<string, string>, created timestamp, and where the
 message stands (offset, term, boot, timestamp_ms). Give one copy per broker group: two copies count everything twice.
@@ -21,9 +22,9 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from audit.copies import CannotRead, open_copy, place_options
-from audit.spark import read_copy, start_spark
 from qmq.access import add_token_options, find_token
+from qmq.audit.copies import CannotRead, open_copy, place_options
+from qmq.audit.spark import read_copy, start_spark
 from qmq.errors import AccessError
 
 
@@ -47,7 +48,7 @@ def run_query(spark: SparkSession, sources: Sequence[str], sql: str, *, token: s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m audit.jobs.query", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="qmq query", description=__doc__.splitlines()[0])
     parser.add_argument("--source", action="append", required=True, help="data directory, or ip:control_port")
     parser.add_argument("--sql", required=True, help="query over the view `messages`")
     add_token_options(parser)

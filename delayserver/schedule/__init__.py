@@ -1,8 +1,8 @@
-from delayserver.schedule.blocks import DamagedSchedule
-from delayserver.schedule.flush import Flush
-from delayserver.schedule.record import RECORD, Records, State, id_hash, key_hash
-from delayserver.schedule.schedule import Filed, InFlight, Schedule, discard
-from delayserver.schedule.search import Candidate
+from qmq.delayserver.schedule.blocks import DamagedSchedule
+from qmq.delayserver.schedule.flush import Flush
+from qmq.delayserver.schedule.record import RECORD, Records, State, id_hash, key_hash
+from qmq.delayserver.schedule.schedule import Filed, InFlight, Schedule, discard
+from qmq.delayserver.schedule.search import Candidate
 
 __all__ = [
     "RECORD",

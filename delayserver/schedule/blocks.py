@@ -27,8 +27,8 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from delayserver.schedule.record import RECORD, RECORD_BYTES, Numbers, Records
 from qmq.codec import Buffer
+from qmq.delayserver.schedule.record import RECORD, RECORD_BYTES, Numbers, Records
 from qmq.errors import LogError
 
 BLOCK_ROWS = 64

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from delayserver.schedule.counting import Counts
-from delayserver.schedule.record import RECORD, Numbers, Records, State, join
-from delayserver.schedule.segment import Loading, Segment
-from delayserver.schedule.timeline import Timeline
+from qmq.delayserver.schedule.counting import Counts
+from qmq.delayserver.schedule.record import RECORD, Numbers, Records, State, join
+from qmq.delayserver.schedule.segment import Loading, Segment
+from qmq.delayserver.schedule.timeline import Timeline
 from qmq.log.disk import Disk
 
 NEVER_MS = 1 << 63

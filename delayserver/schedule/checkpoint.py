@@ -22,9 +22,9 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from delayserver.schedule.counting import Counts
-from delayserver.schedule.record import RECORD, Numbers, Records
 from qmq.codec import Buffer
+from qmq.delayserver.schedule.counting import Counts
+from qmq.delayserver.schedule.record import RECORD, Numbers, Records
 
 _MAGIC = b"QDC1"
 FOLDER = "segments"

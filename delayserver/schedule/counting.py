@@ -10,7 +10,7 @@ from collections import defaultdict
 import numpy as np
 import numpy.ma  # np.unique imports it when it is first called: 0.2 s in which nobody is served
 
-from delayserver.schedule.record import Records, join
+from qmq.delayserver.schedule.record import Records, join
 
 HOUR_MS = 3_600_000
 STRETCH_BITS = 22

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from delayserver.schedule.book import Book, InFlight
-from delayserver.schedule.record import DUE_MAX_MS, Numbers, Records, State, join, no_records, read_batch
-from delayserver.schedule.segment import Segment
 from qmq.codec import Buffer
+from qmq.delayserver.schedule.book import Book, InFlight, Located
+from qmq.delayserver.schedule.record import DUE_MAX_MS, Numbers, Records, State, join, no_records, read_batch
+from qmq.delayserver.schedule.segment import Segment
 from qmq.log.delays import PLACE_BYTES, Outcome, batch_begin, decode_dispatch, decode_settled
 from qmq.log.frame import Frame, FrameKind
 
@@ -54,7 +54,7 @@ def _messages(book: Book, frame: Frame, body: Buffer) -> Filed:
 def _carry(book: Book, frame: Frame, body: Buffer) -> Filed:
     """Messages in place of others. Of one that was dispatched or cancelled meanwhile there must not be a second."""
     records = read_batch(frame, body, batch_begin(frame.count, True), book.position(frame.subject))
-    old = book.locate(*_places(body, frame.count, 0))
+    old = _located(book, frame, *_places(body, frame.count, 0))
     book.change(old.records[old.pending], State.MOVED)
     is_over = old.found & ~old.pending
     return Filed(added=_add(book, records[~is_over]), done=old.records[old.pending])
@@ -82,10 +82,20 @@ def _dispatch(book: Book, frame: Frame, body: Buffer) -> Filed:
     if records is None:
         located = book.locate(numbers, dues)
         records = located.records[located.pending]
+    if not len(records):
+        return Filed()  # nothing of it pends, so nothing waits for its outcome
     parts = list(book.timeline.split(records))
     book.change_parts(records, parts, State.IN_FLIGHT)
     book.in_flight[key] = InFlight(*key, group, frame.subject, records, parts)
     return Filed()
+
+
+def _located(book: Book, frame: Frame, numbers: Numbers, dues: Numbers) -> Located:
+    """Look up messages, unless whoever wrote the frame said which they are."""
+    records = _planned(book, (0, frame.offset), numbers)
+    if records is None:
+        return book.locate(numbers, dues)
+    return Located(records, np.ones(len(records), np.bool_), np.zeros(len(records), np.uint8))
 
 
 def _planned(book: Book, key: tuple[int, int], numbers: Numbers) -> Records | None:
@@ -125,7 +135,7 @@ def _on_wheel(dispatched: list[tuple[Segment, Records]]) -> list[Records]:
 
 
 def _cancel(book: Book, frame: Frame, body: Buffer) -> Filed:
-    located = book.locate(*_places(body, frame.count, 0))
+    located = _located(book, frame, *_places(body, frame.count, 0))
     records = located.records[located.pending]
     book.change(records, State.CANCELLED)
     return Filed(done=records)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from delayserver.schedule.blocks import BLOCK_BYTES, BLOCK_ROWS, encode_blocks, encode_marks, marks_bytes
-from delayserver.schedule.checkpoint import NAME, Checkpoint
-from delayserver.schedule.record import Numbers, Records
-from delayserver.schedule.segment import Segment, marks_name, records_name
 from qmq.codec import Buffer
+from qmq.delayserver.schedule.blocks import BLOCK_BYTES, BLOCK_ROWS, encode_blocks, encode_marks, marks_bytes
+from qmq.delayserver.schedule.checkpoint import NAME, Checkpoint
+from qmq.delayserver.schedule.record import Numbers, Records
+from qmq.delayserver.schedule.segment import Segment, marks_name, records_name
 from qmq.log.disk import Disk
 
 

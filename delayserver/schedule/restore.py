@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from delayserver.schedule.blocks import BLOCK_BYTES, BLOCK_ROWS, DamagedSchedule
-from delayserver.schedule.book import Book, InFlight
-from delayserver.schedule.checkpoint import FOLDER, NAME, Checkpoint, SavedSegment, decode_checkpoint
-from delayserver.schedule.growing import Growing
-from delayserver.schedule.record import State
-from delayserver.schedule.segment import Segment, marks_name, records_name
+from qmq.delayserver.schedule.blocks import BLOCK_BYTES, BLOCK_ROWS, DamagedSchedule
+from qmq.delayserver.schedule.book import Book, InFlight
+from qmq.delayserver.schedule.checkpoint import FOLDER, NAME, Checkpoint, SavedSegment, decode_checkpoint
+from qmq.delayserver.schedule.growing import Growing
+from qmq.delayserver.schedule.record import State
+from qmq.delayserver.schedule.segment import Segment, marks_name, records_name
 from qmq.log.disk import Disk
 from qmq.log.frame import NO_CHAIN
 

@@ -12,25 +12,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from delayserver.schedule.book import NEVER_MS, InFlight
-from delayserver.schedule.checkpoint import Checkpoint, SavedDispatch, SavedSegment
-from delayserver.schedule.filing import Filed, file_frame
-from delayserver.schedule.flush import Flush, SegmentWrite
-from delayserver.schedule.growing import Growing
-from delayserver.schedule.record import DUE_MAX_MS, Records, State
-from delayserver.schedule.restore import discard, restore
-from delayserver.schedule.search import (
-    READ_ROWS,
+from qmq.codec import Buffer
+from qmq.delayserver.schedule.book import NEVER_MS, InFlight
+from qmq.delayserver.schedule.checkpoint import Checkpoint, SavedDispatch, SavedSegment
+from qmq.delayserver.schedule.filing import Filed, file_frame
+from qmq.delayserver.schedule.flush import Flush, SegmentWrite
+from qmq.delayserver.schedule.index import Indexes
+from qmq.delayserver.schedule.record import DUE_MAX_MS, Records, State
+from qmq.delayserver.schedule.restore import discard, restore
+from qmq.delayserver.schedule.search import (
     Find,
     Listing,
     PendingBelow,
     PendingLabelled,
     SegmentView,
-    Wanted,
     view_of,
 )
-from delayserver.schedule.segment import Rows, Segment
-from qmq.codec import Buffer
+from qmq.delayserver.schedule.segment import READ_ROWS, Rows, Segment
 from qmq.errors import require
 from qmq.log.disk import Disk
 from qmq.log.frame import Frame
@@ -80,6 +78,7 @@ class Schedule:
         self._unflushed_from = 0
         self._checkpoint_ms, self._checkpoint_end = 0, self._book.filed_end
         self._piece: Piece | None = None
+        self._indexes = Indexes()
 
     @property
     def filed_end(self) -> int:
@@ -124,6 +123,10 @@ class Schedule:
         if len(self._book.planned) >= PLANNED_MAX:
             self._book.planned.clear()
         self._book.planned[producer, batch] = records
+
+    def decided(self, frame: Frame, records: Records) -> None:
+        """The same of a frame that cancels or moves exactly these messages, which pend."""
+        self.planned(0, frame.offset, records)  # no batch has producer 0
 
     # -- loading
 
@@ -226,8 +229,7 @@ class Schedule:
         for write in flush.writes:
             segment = write.segment
             segment.wrote_blocks()
-            segment.marks_bytes = write.marks_end
-            segment.marks = Growing(segment.marks.view[len(write.marks) :].copy())
+            segment.wrote_marks(len(write.marks), write.marks_end)
         if flush.checkpoint is not None:
             self._unsynced = set()
         self._flush = None
@@ -244,6 +246,7 @@ class Schedule:
         if gone:
             book.timeline.put(kept)
             book.gone.update(gone)
+            self._indexes.drop(gone)
         return gone
 
     def _checkpoint(self, writes: Sequence[SegmentWrite]) -> Checkpoint:
@@ -277,7 +280,7 @@ class Schedule:
         """
         views, position = self._views(0, DUE_MAX_MS + 1, subject)
         dues = np.array([min(due_ms, DUE_MAX_MS) for due_ms in dues_ms], np.uint64)
-        return Find(views, dues, position, Wanted(id_hashes), Wanted(key_hashes))
+        return Find(views, dues, position, id_hashes, key_hashes, self._indexes)
 
     def position(self, subject: str) -> int | None:
         """Return the number that stands for the subject in records; None: it has none."""

@@ -9,11 +9,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from delayserver.schedule.blocks import BLOCK_ROWS, DamagedSchedule, split_marks
-from delayserver.schedule.record import Numbers, Records, State, join, no_records
-from delayserver.schedule.segment import READ_BLOCKS, Marked, Rows, Segment, States
+from qmq.delayserver.schedule.blocks import BLOCK_ROWS, DamagedSchedule, split_marks
+from qmq.delayserver.schedule.index import Indexes
+from qmq.delayserver.schedule.record import Numbers, Records, State, join, no_records
+from qmq.delayserver.schedule.segment import READ_ROWS, Marked, Rows, Segment, States
 
-READ_ROWS = READ_BLOCKS * BLOCK_ROWS
 T = TypeVar("T")
 Hashes = NDArray[np.uint32]
 
@@ -66,7 +66,11 @@ class SegmentView:
 
 
 def view_of(segment: Segment, gone: set[str]) -> SegmentView:
-    return SegmentView(segment.end_ms, segment.rows, segment.marked, segment.known_states(), gone)
+    """Return what is to be seen of a segment; the same until it changes, as there may be many."""
+    if segment.view is None:
+        segment.view = SegmentView(segment.end_ms, segment.rows, segment.marked, segment.known_states(), gone)
+    view: SegmentView = segment.view
+    return view
 
 
 class Wanted:
@@ -92,18 +96,24 @@ class Wanted:
                 yield int(maybe[at]), int(self._order[place])
 
 
+Found = list[tuple[bool, int, np.void]]
+"""(is it by key, position among those looked for, record)"""
+
+
 @dataclass(frozen=True, slots=True)
 class Find:
     """Look for messages by the hashes of their ids and keys: `near` their supposed due time, then where that is not.
 
     Two ids may have the same hash, and a message may have moved: whoever does not find near what it wants looks far.
+    A few are found by an index, in time that does not grow with the segment; so many that most blocks have one are not.
     """
 
     views: list[SegmentView]
     dues_ms: Numbers
     subject: int | None
-    ids: Wanted
-    keys: Wanted
+    ids: Sequence[int]
+    keys: Sequence[int]
+    indexes: Indexes
 
     def __call__(self) -> list[Candidate]:
         """Look everywhere; raises DamagedSchedule."""
@@ -111,34 +121,49 @@ class Find:
 
     def near(self) -> list[Candidate]:
         """Look into the segments of the due times; raises DamagedSchedule."""
-        return [
-            one for view in self.views if self._is_near(view) for one in view.look(self._in_segment, list[Candidate]())
-        ]
+        return self._look([view for view in self.views if self._is_near(view)], replaces=True)
 
     def far(self) -> list[Candidate]:
         """Look into all others; raises DamagedSchedule."""
-        return [
-            one
-            for view in self.views
-            if not self._is_near(view)
-            for one in view.look(self._in_segment, list[Candidate]())
-        ]
+        return self._look([view for view in self.views if not self._is_near(view)], replaces=False)
 
     def _is_near(self, view: SegmentView) -> bool:
         return bool(((self.dues_ms >= view.rows.begin_ms) & (self.dues_ms < view.end_ms)).any())
 
-    def _in_segment(self, view: SegmentView) -> list[Candidate]:
-        found = []
-        for records in view.parts():
-            for by_key, wanted, column in ((False, self.ids, "id_hash"), (True, self.keys, "key_hash")):
-                if len(wanted):
-                    for at, index in wanted.matches(np.ascontiguousarray(records[column])):
-                        if self.subject is None or records["subject"][at] == self.subject:
-                            found.append((by_key, index, records[at].copy()))
+    def _look(self, views: list[SegmentView], *, replaces: bool) -> list[Candidate]:
+        def into(view: SegmentView) -> list[Candidate]:
+            return self._in_segment(view, replaces)
+
+        return [one for view in views for one in view.look(into, list[Candidate]())]
+
+    def _in_segment(self, view: SegmentView, replaces: bool) -> list[Candidate]:
+        found = None
+        if BLOCK_ROWS * (len(self.ids) + len(self.keys)) <= len(view.rows):
+            found = self._by_index(view, replaces)
+        if found is None:
+            found = self._by_reading(view)
         if not found:
             return []
         states = view.states_of(np.array([record["row"] for _, _, record in found], np.uint32))
         return [Candidate(*one, State(state)) for one, state in zip(found, states.tolist(), strict=True)]
+
+    def _by_index(self, view: SegmentView, replaces: bool) -> Found | None:
+        rows = self.indexes.find(view.rows, self.ids, self.keys, replaces=replaces)
+        if rows is None:
+            return None
+        found = [(by_key, index, view.rows.read(row, row + 1)[0].copy()) for by_key, index, row in rows]
+        return [one for one in found if self.subject is None or one[2]["subject"] == self.subject]
+
+    def _by_reading(self, view: SegmentView) -> Found:
+        found: Found = []
+        looked_for = [(False, Wanted(self.ids), "id_hash"), (True, Wanted(self.keys), "key_hash")]
+        for records in view.parts():
+            for by_key, wanted, column in looked_for:
+                if len(wanted):
+                    for at, index in wanted.matches(np.ascontiguousarray(records[column])):
+                        if self.subject is None or records["subject"][at] == self.subject:
+                            found.append((by_key, index, records[at].copy()))
+        return found
 
 
 @dataclass(frozen=True, slots=True)

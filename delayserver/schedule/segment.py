@@ -7,11 +7,12 @@ dispatched or cancelled; a segment that only waits has none.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from delayserver.schedule.blocks import (
+from qmq.delayserver.schedule.blocks import (
     BLOCK_BYTES,
     BLOCK_ROWS,
     DamagedSchedule,
@@ -20,15 +21,16 @@ from delayserver.schedule.blocks import (
     make_marks,
     split_marks,
 )
-from delayserver.schedule.checkpoint import FOLDER
-from delayserver.schedule.growing import Growing
-from delayserver.schedule.record import RECORD, Numbers, Records, State, join, no_records
+from qmq.delayserver.schedule.checkpoint import FOLDER
+from qmq.delayserver.schedule.growing import Growing
+from qmq.delayserver.schedule.record import RECORD, Numbers, Records, State, join, no_records
 from qmq.log.disk import Disk
 
 States = NDArray[np.uint8]
 NO_NUMBER = (1 << 64) - 1
 READ_BLOCKS = 512
 """32,768 rows, 1.5 MiB: what is read of a file at once; to put them on a wheel takes about 2 ms."""
+READ_ROWS = READ_BLOCKS * BLOCK_ROWS
 
 
 @dataclass(slots=True)
@@ -115,7 +117,7 @@ class Segment:
 
     __slots__ = (
         "begin_ms", "end_ms", "name", "written", "marks_bytes", "undone", "loading", "tail", "flushing", "firsts",
-        "marks", "_disk", "_states",
+        "marks", "view", "_disk", "_states",
     )  # fmt: skip
 
     def __init__(self, disk: Disk, *, begin_ms: int, end_ms: int, name: str) -> None:
@@ -127,6 +129,8 @@ class Segment:
         self.tail, self.flushing = Growing(dtype=RECORD), no_records()
         self.firsts = Growing(dtype=np.uint64)  # number of the first record of each block
         self.marks = Growing(dtype=np.uint64)  # not in the file yet
+        self.view: Any = None
+        """What questions see of it (search.SegmentView), until it changes."""
         self._disk = disk
         self._states: Growing | None = None
 
@@ -150,6 +154,7 @@ class Segment:
         records["row"] = np.arange(len(self), len(self) + len(records))
         self.tail.append(records)
         self.undone += len(records)
+        self.view = None
 
     def known_states(self) -> States | None:
         """Return what became of each row, as `states` does, if it does not have to be read."""
@@ -186,8 +191,10 @@ class Segment:
         if state >= State.SENT:
             self.marks.append(make_marks(rows.astype(np.uint64), state))
             self.undone -= len(rows)
+            self.view = None
 
     def _set(self, rows: NDArray[np.uint32] | Numbers, states: States | int) -> None:
+        self.view = None
         if self._states is None:
             self._states = Growing(np.zeros(len(self), np.uint8))
         if len(rows) and (missing := int(rows.max()) + 1 - len(self._states)) > 0:
@@ -221,13 +228,20 @@ class Segment:
         """Take what fills whole blocks out of the tail; it is `flushing` until it was written."""
         full = len(self.tail) // BLOCK_ROWS * BLOCK_ROWS
         if full:
+            self.view = None
             self.flushing, self.tail = self.tail.view[:full], Growing(self.tail.view[full:].copy())
             self.firsts.append(self.flushing["number"][::BLOCK_ROWS])
         return self.flushing
 
+    def wrote_marks(self, count: int, end: int) -> None:
+        """The first `count` marks are in the file, which has `end` bytes."""
+        self.marks_bytes, self.marks = end, Growing(self.marks.view[count:].copy())
+        self.view = None
+
     def wrote_blocks(self) -> None:
         self.written += len(self.flushing)
         self.flushing = no_records()
+        self.view = None
 
 
 def _pick(part: Records, numbers: Numbers, records: Records, found: NDArray[np.bool_]) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from delayserver.schedule.record import Numbers, Records
-from delayserver.schedule.segment import Segment
+from qmq.delayserver.schedule.record import Numbers, Records
+from qmq.delayserver.schedule.segment import Segment
 
 NewSegment = Callable[[int, int], Segment]
 """(begin_ms, end_ms) -> segment"""

@@ -1,6 +1,6 @@
 """Operators' actions."""
 
-from metaserver.actions.action import Action, Answer, Kind, Parameter, Status, Style
-from metaserver.actions.catalog import ACTIONS
+from qmq.metaserver.actions.action import Action, Answer, Kind, Parameter, Status, Style
+from qmq.metaserver.actions.catalog import ACTIONS
 
 __all__ = ["ACTIONS", "Action", "Answer", "Kind", "Parameter", "Status", "Style"]

@@ -94,6 +94,8 @@ class Action:
     """What /management answers as data in place of ours, unless `details=true`; `result_fields` for other results."""
     installation: bool = False
     """It concerns the installation as a whole: a token that is limited to subjects or groups is not enough."""
+    decides_database: bool = False
+    """It reaches a database that was set aside: it decides what becomes of that."""
     wait_ms: int = 15_000
     """A caller should wait so long for the answer, and longer by what a `waitMs` parameter says."""
 

@@ -4,36 +4,46 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from metaserver import roles
-from metaserver.actions.plan import Plan, refused
-from metaserver.actions.route_plans import NAMED_MAX, Routes, take_out_of_routes
-from metaserver.actions.shapes import broker_json, parts_json
-from metaserver.db.changes import Change, RemoveGroup, SetRoles, StoreAddresses
-from metaserver.model import DELAY, Broker, BrokerKey, Directory, Group
-from metaserver.roles import MayBeUp, RoleChange
 from qmq.errors import OperatorError
+from qmq.metaserver import old_rows, roles
+from qmq.metaserver.actions.plan import Plan, refused
+from qmq.metaserver.actions.route_plans import NAMED_MAX, Routes, take_out_of_routes
+from qmq.metaserver.actions.shapes import broker_json, parts_json
+from qmq.metaserver.db.changes import AcceptLoss, Change, RemoveGroup, SetRoles, StoreAddresses
+from qmq.metaserver.model import DELAY, Broker, BrokerKey, Directory, Group
+from qmq.metaserver.old_rows import StateOf
+from qmq.metaserver.roles import MayBeUp, RoleChange
 
 
-def add_broker(directory: Directory, broker: Broker) -> Plan:
+def add_broker(directory: Directory, broker: Broker, *, reported: int = 0) -> Plan:
+    """AddBroker.
+
+    Args:
+        reported: the newest term that any broker of the group reported, here and below.
+    """
     try:
-        change = roles.add_broker(directory, broker)
+        change = replace(roles.add_broker(directory, broker), above=reported)
     except OperatorError as refusal:
         return refused(str(refusal))
     return _role_plan(change, data=broker_json(broker))
 
 
 def replace_broker(
-    directory: Directory, broker: Broker, may_be_up: MayBeUp, *, swap: bool = False, accept_loss: bool = False
-) -> Plan:
+    directory: Directory, broker: Broker, may_be_up: MayBeUp, *, swap: bool = False, accept_loss: bool = False,
+    lacking: str = "", reported: int = 0,
+) -> Plan:  # fmt: skip
     """ReplaceBroker: one call of QMQ's two, or both as one step. It answers with the row before."""
     decide = roles.swap_stopped if swap else roles.replace_broker
     try:
-        change, before = decide(directory, broker, may_be_up, accept_loss=accept_loss)
+        change, before = decide(directory, broker, may_be_up, accept_loss=accept_loss, lacking=lacking)
     except OperatorError as refusal:
         return refused(str(refusal))
     data = broker_json(before)
     if change:
-        return _role_plan(change, data=data)
+        change = replace(change, above=reported)
+        plan = _role_plan(change, data=data)
+        given_up = (AcceptLoss(change.group, change.new_term),) if accept_loss else ()
+        return replace(plan, changes=(*plan.changes, *given_up))
     moved = replace(before, ip=broker.ip, sync_port=broker.sync_port)
     return Plan(
         (StoreAddresses(broker),) if moved != before else (),
@@ -45,13 +55,15 @@ def replace_broker(
     )
 
 
-def remove_broker(directory: Directory, routes: Routes, key: BrokerKey, may_be_up: MayBeUp, *, forced: bool) -> Plan:
+def remove_broker(
+    directory: Directory, routes: Routes, key: BrokerKey, may_be_up: MayBeUp, *, forced: bool, reported: int = 0
+) -> Plan:
     """Take a stopped broker out of its group; with the last one, the group goes, too."""
     broker = directory.find(key)
     if broker is None:
         return refused(f"{key} is no broker; ListBrokers names them")
     try:
-        change = roles.remove_broker(directory, broker, may_be_up)
+        change = replace(roles.remove_broker(directory, broker, may_be_up), above=reported)
     except OperatorError as refusal:
         return refused(str(refusal))
     data = broker_json(broker)
@@ -75,7 +87,7 @@ def _remove_last(directory: Directory, routes: Routes, change: RoleChange, data:
             f"delayed messages that {change.group} still has would never be sent; start it again, DrainGroup, and wait "
             "until DelayStats says that nothing pends there"
         )
-    changes: tuple[Change, ...] = (*moves, SetRoles(change), RemoveGroup(change.group, change.term + 1))
+    changes: tuple[Change, ...] = (*moves, SetRoles(change), RemoveGroup(change.group, change.new_term))
     return Plan(
         changes,
         objections=tuple(objections),
@@ -93,6 +105,17 @@ def swap_roles(group: Group, *, term: int) -> Plan:
     return _role_plan(roles.swap_roles(group, term=term), data=None)
 
 
+def adopt_roles(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, forced: bool) -> Plan:
+    """AdoptRoles: choose the master of a group whose row is older than its brokers, which do not agree."""
+    try:
+        change = old_rows.adopt(group, key, reported, state_of, forced=forced)
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    assert change.master, "it was named"
+    data = {"brokerGroup": group.name, "term": change.new_term, "master": broker_json(change.master)}
+    return _role_plan(change, data=data)
+
+
 def _role_plan(change: RoleChange, *, data: object) -> Plan:
     before = change.before
     return Plan(
@@ -100,6 +123,6 @@ def _role_plan(change: RoleChange, *, data: object) -> Plan:
         groups=frozenset({change.group}),
         whole_groups=True,
         before=parts_json(before.master, before.slave, before.term) if before else None,
-        after=parts_json(change.master, change.slave, change.term + 1),
+        after=parts_json(change.master, change.slave, change.new_term),
         data=data,
     )

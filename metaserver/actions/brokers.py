@@ -6,31 +6,35 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from metaserver import roles
-from metaserver.actions import broker_plans
-from metaserver.actions.desk import Desk, together
-from metaserver.actions.handler import Handler
-from metaserver.actions.plan import Plan, refused
-from metaserver.actions.shapes import broker_json, group_json, state_json
-from metaserver.actions.words import Words
-from metaserver.model import AuditRow, Broker, BrokerKey, Group
 from qmq.errors import OperatorError, QmqError
+from qmq.metaserver import roles
+from qmq.metaserver.actions import broker_plans
+from qmq.metaserver.actions.desk import Desk, together
+from qmq.metaserver.actions.handler import Handler
+from qmq.metaserver.actions.plan import Plan, refused
+from qmq.metaserver.actions.shapes import broker_json, group_json, state_json
+from qmq.metaserver.actions.words import Words
+from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group
 
 _BROKER_WORDS = ("brokerGroup", "role", "hostname", "ip", "servePort", "syncPort")
 
 
 async def _add_broker(desk: Desk, words: Words) -> Plan:
-    return broker_plans.add_broker(desk.registry.directory, _broker(words))
+    registry, broker = desk.registry, _broker(words)
+    return broker_plans.add_broker(registry.directory, broker, reported=registry.term_floor(broker.group))
 
 
 async def _replace_broker(desk: Desk, words: Words) -> Plan:
     async def plan() -> Plan:
+        group = desk.registry.directory.groups.get(words["brokerGroup"])
         return broker_plans.replace_broker(
             desk.registry.directory,
             _broker(words),
             desk.registry.may_be_up,
             swap=words.flag("swap"),
             accept_loss=words.flag("acceptLoss"),
+            lacking=await desk.registry.lacking(group.slave) if group and group.slave else "",
+            reported=desk.registry.term_floor(words["brokerGroup"]),
         )
 
     return await _asked_first(desk, desk.registry.directory.groups.get(words["brokerGroup"]), plan)
@@ -43,9 +47,16 @@ async def _remove_broker(desk: Desk, words: Words) -> Plan:
         registry = desk.registry
         directory = registry.directory
         running = {broker.key for broker in directory.brokers() if registry.may_be_up(broker)}
+        member = directory.find(key)
+        reported = registry.term_floor(member.group) if member else 0
         return await desk.on_all_routes(
             lambda routes: broker_plans.remove_broker(
-                directory, routes, key, lambda broker: broker.key in running, forced=words.flag("force")
+                directory,
+                routes,
+                key,
+                lambda broker: broker.key in running,
+                forced=words.flag("force"),
+                reported=reported,
             )
         )
 
@@ -83,6 +94,13 @@ async def _swap(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
         "writable": swapped.writable,
         "durationMs": swapped.duration_ms,
     }
+
+
+async def _adopt_roles(desk: Desk, words: Words) -> Plan:
+    registry, group = desk.registry, desk.find_group(words["brokerGroup"])
+    key = BrokerKey(words["hostname"], words.number("servePort"))
+    reported = registry.reported_term(group.name)
+    return broker_plans.adopt_roles(group, key, reported, registry.own_state, forced=words.flag("force"))
 
 
 async def _list_brokers(desk: Desk, words: Words) -> Any:
@@ -160,6 +178,7 @@ HANDLERS = {
     "ReplaceBroker": Handler(plan=_replace_broker),
     "RemoveBroker": Handler(plan=_remove_broker),
     "SwapRoles": Handler(plan=_plan_swap, carry_out=_swap),
+    "AdoptRoles": Handler(plan=_adopt_roles),
     "ListBrokers": Handler(look=_list_brokers),
     "ListBrokerGroups": Handler(look=_list_broker_groups),
     "ReplicaStatus": Handler(look=_replica_status),

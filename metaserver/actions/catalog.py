@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from metaserver.actions.action import Action, Kind, Parameter, Style, by_name
+from qmq.metaserver.actions.action import Action, Kind, Parameter, Style, by_name
 from qmq.rights import TokenRole
 
 VIEWER, OPERATOR, ADMIN = TokenRole.VIEWER, TokenRole.OPERATOR, TokenRole.ADMIN
@@ -95,6 +95,18 @@ _BROKERS = (
         (_GROUP,),
         changes=True,
         wait_ms=60_000,
+    ),
+    Action(
+        "AdoptRoles",
+        "choose the master of a group whose row in the database is older than what its brokers report",
+        ADMIN,
+        (
+            _GROUP,
+            Parameter("hostname", "setting hostname of the master to be", required=True, kind=Kind.NAME),
+            Parameter("servePort", "its port for producers and consumers", required=True, kind=Kind.PORT),
+            _FORCE,
+        ),
+        changes=True,
     ),
     Action(
         "ListBrokers",
@@ -383,7 +395,9 @@ _TOKENS = (
                 choices=("viewer", "operator", "admin", "client", "broker"),
             ),
             Parameter(
-                "subjects", "only these subjects (prefix*, produce:…, consume:…), separated by commas", chars_max=4000
+                "subjects",
+                "only these subjects (prefix*, produce:…, consume:…, redrive:…), separated by commas",
+                chars_max=4000,
             ),
             Parameter("groups", "only these broker groups (prefix*), separated by commas", chars_max=4000),
             Parameter("days", "valid so many days; 0: for ever", kind=Kind.NUMBER, default="0", most=36_500),
@@ -432,6 +446,24 @@ _UPKEEP = (
             _FORCE,
         ),
         changes=True,
+        decides_database=True,
+        wait_ms=120_000,
+    ),
+    Action(
+        "AdoptDatabase",
+        "decide about a database that has lost groups whose brokers are registered (Doctor says so)",
+        ADMIN,
+        (
+            Parameter(
+                "keep",
+                "memory: fill the database with what this metaserver has in memory; database: forget the lost groups",
+                required=True,
+                kind=Kind.CHOICE,
+                choices=("memory", "database"),
+            ),
+        ),
+        changes=True,
+        decides_database=True,
         wait_ms=120_000,
     ),
     Action("ListMetaservers", "list metaservers of this installation, and whether they are up", VIEWER),

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from metaserver.actions import group_plans
-from metaserver.actions.desk import Desk, wall_ms
-from metaserver.actions.handler import Handler, PartlyDone
-from metaserver.actions.plan import Plan, refused
-from metaserver.actions.words import Words
-from metaserver.model import ALL_SUBJECTS, NORMAL, AuditRow, Group, Offline
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
+from qmq.metaserver.actions import group_plans
+from qmq.metaserver.actions.desk import Desk, wall_ms
+from qmq.metaserver.actions.handler import Handler, PartlyDone
+from qmq.metaserver.actions.plan import Plan, refused
+from qmq.metaserver.actions.words import Words
+from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, AuditRow, Group, Offline
 from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import real_subject
 

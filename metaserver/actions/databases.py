@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from metaserver.actions.desk import Desk
-from metaserver.actions.handler import Handler
-from metaserver.actions.plan import Plan, refused
-from metaserver.actions.shapes import source_json, watchdog_json
-from metaserver.actions.words import Words
-from metaserver.db.changes import AddDataSource, RemoveDataSource
-from metaserver.db.limits import checked
-from metaserver.db.tables import LONG_NAME_CHARS_MAX, datasource_config
-from metaserver.model import WATCHDOGS, DataSource
 from qmq.errors import InvalidRequest, OperatorError
+from qmq.metaserver.actions.desk import Desk
+from qmq.metaserver.actions.handler import Handler
+from qmq.metaserver.actions.plan import Plan, refused
+from qmq.metaserver.actions.shapes import source_json, watchdog_json
+from qmq.metaserver.actions.words import Words
+from qmq.metaserver.db.changes import AddDataSource, RemoveDataSource
+from qmq.metaserver.db.limits import checked
+from qmq.metaserver.db.tables import LONG_NAME_CHARS_MAX, datasource_config
+from qmq.metaserver.model import WATCHDOGS, DataSource
 from qmq.outbox.table import table_name
 
 

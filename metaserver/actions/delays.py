@@ -9,12 +9,12 @@ from heapq import merge
 from itertools import islice
 from typing import Any, TypeVar
 
-from metaserver.actions.desk import Desk, together, wall_ms
-from metaserver.actions.handler import Handler, PartlyDone
-from metaserver.actions.plan import Plan, refused
-from metaserver.actions.words import Words
-from metaserver.model import DELAY, AuditRow, Broker, Group
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
+from qmq.metaserver.actions.desk import Desk, together, wall_ms
+from qmq.metaserver.actions.handler import Handler, PartlyDone
+from qmq.metaserver.actions.plan import Plan, refused
+from qmq.metaserver.actions.words import Words
+from qmq.metaserver.model import DELAY, AuditRow, Broker, Group
 from qmq.proto import qmq_pb2 as pb
 
 log = logging.getLogger("qmq.metaserver")
@@ -52,7 +52,12 @@ def _stats_json(name: str, answer: pb.DelayStatsAnswer) -> dict[str, Any]:
         "inFlight": dict(answer.in_flight),
         "nextDue": answer.next_due_ms,
         "clockOffMs": answer.clock_off_ms,
-        "waiting": [{"subject": one.subject, "messages": one.messages, "why": one.why} for one in answer.waiting],
+        "dueMessages": answer.due_messages,
+        "dueAgeMs": answer.due_age_ms,
+        "waiting": [
+            {"subject": one.subject, "messages": one.messages, "why": one.why, "ageMs": one.age_ms}
+            for one in answer.waiting
+        ],
     }
 
 

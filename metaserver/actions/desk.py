@@ -6,17 +6,28 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from metaserver.actions.plan import Blast, Plan
-from metaserver.actions.route_plans import Contents, Leftover
-from metaserver.actions.vault import Vault
-from metaserver.db.changes import Change
-from metaserver.db.repository import Repository
-from metaserver.model import ALL_SUBJECTS, DELAY, AuditRow, Broker, Directory, Group, MetaserverRow, ReplicaState, Route
-from metaserver.rpc.broker_client import Brokers
-from metaserver.swap import Swaps
 from qmq.errors import NotServed, OperatorError, QmqError
+from qmq.metaserver.actions.plan import Blast, Plan
+from qmq.metaserver.actions.route_plans import Contents, Leftover
+from qmq.metaserver.actions.vault import Vault
+from qmq.metaserver.db.changes import Change
+from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.model import (
+    ALL_SUBJECTS,
+    DELAY,
+    AuditRow,
+    Broker,
+    Directory,
+    Group,
+    MetaserverRow,
+    ReplicaState,
+    Route,
+)
+from qmq.metaserver.old_rows import OldRow
+from qmq.metaserver.rpc.broker_client import Brokers
+from qmq.metaserver.swap import Swaps
 from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import real_subject
 
@@ -46,6 +57,20 @@ class RegistryPort(Protocol):
     def may_be_up(self, broker: Broker) -> bool: ...
 
     def state(self, broker: Broker) -> ReplicaState | None: ...
+
+    def own_state(self, broker: Broker) -> ReplicaState | None: ...
+
+    async def lacking(self, broker: Broker) -> str: ...
+
+    def reported_term(self, group: str) -> int: ...
+
+    def term_floor(self, group: str) -> int: ...
+
+    def lost_groups(self) -> dict[str, int]: ...
+
+    def dump_memory(self, present: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def old_row(self, group: str) -> OldRow | None: ...
 
     def peers(self) -> list[MetaserverRow]: ...
 
@@ -107,6 +132,8 @@ class Desk:
     vault: Vault
     bad_rows: Callable[[], int] = lambda: 0
     """How many rows of the database make no sense."""
+    refusals: Callable[[], Mapping[str, str]] = dict
+    """Tokens whose clients are refused routes for a bound at present, and why."""
     version: str = ""
     own_id: str = ""
     """This metaserver's."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from metaserver.actions.plan import Plan, refused
-from metaserver.db.changes import Change, DecidedOn, SetGroupState, SetMark, SetOffline, UnsetMark, UnsetOffline
-from metaserver.model import ALL_SUBJECTS, DELAY, Directory, Offline, ReadonlyMark, Route
+from qmq.metaserver.actions.plan import Plan, refused
+from qmq.metaserver.db.changes import Change, DecidedOn, SetGroupState, SetMark, SetOffline, UnsetMark, UnsetOffline
+from qmq.metaserver.model import ALL_SUBJECTS, DELAY, Directory, Offline, ReadonlyMark, Route
 from qmq.subjects import real_subject
 
 Routes = Mapping[str, Route]

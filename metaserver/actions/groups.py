@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from metaserver.actions import group_plans
-from metaserver.actions.desk import Desk, OldRoutes, together
-from metaserver.actions.handler import Handler
-from metaserver.actions.plan import LISTED_MAX, Plan
-from metaserver.actions.words import Words
-from metaserver.model import ALL_SUBJECTS, Route
+from qmq.metaserver.actions import group_plans
+from qmq.metaserver.actions.desk import Desk, OldRoutes, together
+from qmq.metaserver.actions.handler import Handler
+from qmq.metaserver.actions.plan import LISTED_MAX, Plan
+from qmq.metaserver.actions.words import Words
+from qmq.metaserver.model import ALL_SUBJECTS, Route
 
 R = TypeVar("R")
 

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from metaserver.actions.desk import Desk
-from metaserver.actions.plan import Plan
-from metaserver.actions.words import Words
-from metaserver.model import AuditRow
 from qmq.errors import OutcomeUnknown
+from qmq.metaserver.actions.desk import Desk
+from qmq.metaserver.actions.plan import Plan
+from qmq.metaserver.actions.words import Words
+from qmq.metaserver.model import AuditRow
 from qmq.rights import Caller
 
 Look = Callable[[Desk, Words], Awaitable[Any]]

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from metaserver.actions.action import DETAILS, Action, Answer, Status, Style
-from metaserver.actions.catalog import ACTIONS
-from metaserver.actions.shapes import as_qmq
-from metaserver.actions.words import unknown_word
+from qmq.metaserver.actions.action import DETAILS, Action, Answer, Status, Style
+from qmq.metaserver.actions.catalog import ACTIONS
+from qmq.metaserver.actions.shapes import as_qmq
+from qmq.metaserver.actions.words import unknown_word
 
 JSON_TYPE = "application/json"
 TEXT_TYPE = "text/plain; charset=utf-8"

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from metaserver.actions.plan import Plan, refused
-from metaserver.actions.shapes import route_json, subject_json
-from metaserver.db.changes import AddSubject, Change, RemoveRoute, SetRoute
-from metaserver.model import ALL_SUBJECTS, NORMAL, Directory, Route, SubjectInfo
+from qmq.metaserver.actions.plan import Plan, refused
+from qmq.metaserver.actions.shapes import route_json, subject_json
+from qmq.metaserver.db.changes import AddSubject, Change, RemoveRoute, SetRoute
+from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, Directory, Route, SubjectInfo
 from qmq.subjects import parse_derived
 
 Routes = Mapping[str, Route]

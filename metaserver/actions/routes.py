@@ -6,16 +6,16 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from metaserver.actions import route_plans
-from metaserver.actions.desk import Desk, wall_ms
-from metaserver.actions.handler import Handler
-from metaserver.actions.plan import Plan
-from metaserver.actions.route_plans import Contents
-from metaserver.actions.shapes import route_json
-from metaserver.actions.words import Words
-from metaserver.db.changes import NoRouteSince
-from metaserver.model import ALL_SUBJECTS, Route
 from qmq.errors import OperatorError
+from qmq.metaserver.actions import route_plans
+from qmq.metaserver.actions.desk import Desk, wall_ms
+from qmq.metaserver.actions.handler import Handler
+from qmq.metaserver.actions.plan import Plan
+from qmq.metaserver.actions.route_plans import Contents
+from qmq.metaserver.actions.shapes import route_json
+from qmq.metaserver.actions.words import Words
+from qmq.metaserver.db.changes import NoRouteSince
+from qmq.metaserver.model import ALL_SUBJECTS, Route
 from qmq.subjects import real_subject
 
 

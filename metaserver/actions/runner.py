@@ -6,21 +6,22 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from metaserver.actions import brokers, consumers, databases, delays, groups, routes, tokens, upkeep
-from metaserver.actions.action import DRY_RUN, Action, Answer, Status
-from metaserver.actions.catalog import ACTIONS
-from metaserver.actions.desk import Desk
-from metaserver.actions.handler import Handler, PartlyDone
-from metaserver.actions.plan import Plan, one_text, preview
-from metaserver.actions.words import Words, read_words, recorded, unknown_word
-from metaserver.db.errors import StaleDirectory, StaleTerm, StaleVersion
-from metaserver.metrics import Metrics
-from metaserver.model import AuditRow
 from qmq.errors import MissingRight, NotServed, OperatorError, OutcomeUnknown, QmqError
+from qmq.metaserver.actions import brokers, consumers, databases, delays, groups, routes, tokens, upkeep
+from qmq.metaserver.actions.action import DRY_RUN, Action, Answer, Status
+from qmq.metaserver.actions.catalog import ACTIONS
+from qmq.metaserver.actions.desk import Desk
+from qmq.metaserver.actions.handler import Handler, PartlyDone
+from qmq.metaserver.actions.plan import Plan, one_text, preview
+from qmq.metaserver.actions.words import Words, read_words, recorded, unknown_word
+from qmq.metaserver.database import DatabaseSetAside, deciding
+from qmq.metaserver.db.errors import StaleDirectory, StaleTerm, StaleVersion
+from qmq.metaserver.metrics import Metrics
+from qmq.metaserver.model import AuditRow
 from qmq.rights import CONSUME, PRODUCE, Caller
 
 log = logging.getLogger("qmq.metaserver")
@@ -60,7 +61,8 @@ class Actions:
         try:
             words = read_words(action, given)
             caller.require_role(action.role)
-            answer = await self._run(action, words, caller)
+            with deciding() if action.decides_database else nullcontext():
+                answer = await self._run(action, words, caller)
         except PartlyDone as error:
             answer = _failed(Status.UNKNOWN, error, data=error.data)
         except OutcomeUnknown as error:
@@ -81,7 +83,7 @@ class Actions:
                 await self._desk.registry.reload()
             return Answer(Status.DONE, data=await self._look(handler, words, caller))
         if words.flag(DRY_RUN):
-            plan = await self._plan(handler, words, caller)
+            plan = await self._plan(action, handler, words, caller)
             shown = preview(plan, await self._desk.blast(plan))
             if plan.reasons:
                 return Answer(Status.REFUSED, one_text(plan.reasons), shown, code=OperatorError.__name__)
@@ -96,7 +98,7 @@ class Actions:
 
     async def _change(self, action: Action, handler: Handler, words: Words, caller: Caller) -> Answer:
         for attempt in range(1, TRIES_MAX + 1):
-            plan = await self._plan(handler, words, caller)
+            plan = await self._plan(action, handler, words, caller)
             if plan.reasons:
                 details = dict(plan.details)
                 data = details.pop("data", None)
@@ -113,8 +115,9 @@ class Actions:
         log.info("action done action=%s who=%s peer=%s %s", action.name, caller.name, caller.peer, audit.parameters)
         return Answer(Status.DONE, data=data)
 
-    async def _plan(self, handler: Handler, words: Words, caller: Caller) -> Plan:
-        await self._desk.registry.reload()
+    async def _plan(self, action: Action, handler: Handler, words: Words, caller: Caller) -> Plan:
+        with suppress(DatabaseSetAside) if action.decides_database else nullcontext():
+            await self._desk.registry.reload()
         assert handler.plan is not None, "an action looks or plans"
         plan = await handler.plan(self._desk, words)
         if plan.whole_groups:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from metaserver.actions.action import Action
-from metaserver.model import (
+from qmq.metaserver.actions.action import Action
+from qmq.metaserver.model import (
     DELAY,
     AuditRow,
     Broker,

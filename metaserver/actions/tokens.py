@@ -5,14 +5,14 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from metaserver.access import is_valid, new_token
-from metaserver.actions.desk import Desk, wall_ms
-from metaserver.actions.handler import Handler
-from metaserver.actions.plan import Plan, refused
-from metaserver.actions.words import Words
-from metaserver.db.changes import AddToken, RevokeToken
-from metaserver.model import TokenRow
 from qmq.errors import QmqError
+from qmq.metaserver.access import is_valid, new_token
+from qmq.metaserver.actions.desk import Desk, wall_ms
+from qmq.metaserver.actions.handler import Handler
+from qmq.metaserver.actions.plan import Plan, refused
+from qmq.metaserver.actions.words import Words
+from qmq.metaserver.db.changes import AddToken, RevokeToken
+from qmq.metaserver.model import TokenRow
 
 DAY_MS = 24 * 3600 * 1000
 

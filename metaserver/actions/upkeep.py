@@ -8,15 +8,18 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from metaserver.access import is_valid
-from metaserver.actions import upkeep_plans
-from metaserver.actions.desk import Desk, together, wall_ms
-from metaserver.actions.handler import Handler
-from metaserver.actions.plan import Plan
-from metaserver.actions.shapes import audit_json, broker_json, metaserver_json
-from metaserver.actions.words import Words
-from metaserver.model import Broker, Group, MetaserverRow, part
 from qmq.errors import NotServed, QmqError
+from qmq.metaserver.access import is_valid
+from qmq.metaserver.actions import upkeep_plans
+from qmq.metaserver.actions.causes import one_per_cause
+from qmq.metaserver.actions.desk import Desk, together, wall_ms
+from qmq.metaserver.actions.handler import Handler
+from qmq.metaserver.actions.plan import Plan
+from qmq.metaserver.actions.shapes import audit_json, broker_json, metaserver_json
+from qmq.metaserver.actions.words import Words
+from qmq.metaserver.database import DatabaseSetAside
+from qmq.metaserver.lost_groups import COMMANDS
+from qmq.metaserver.model import Broker, Group, MetaserverRow, part
 from qmq.rights import Caller
 from qmq.types import Role
 
@@ -24,6 +27,7 @@ DATABASE_WAIT_MS = 60_000
 """A dump of 100,000 subjects takes seconds."""
 BY_OPERATOR = "operator"
 """A broker's reason to take no messages that is no trouble: a mark or a drain, which its group's line tells."""
+REFUSALS_SHOWN = 3
 EXPIRES_SOON_MS = 14 * 24 * 3600 * 1000
 
 
@@ -54,6 +58,16 @@ async def _restore(desk: Desk, words: Words) -> Plan:
     return upkeep_plans.restore(json.loads(words["backup"]), present, forced=words.flag("force"))
 
 
+async def _adopt_database(desk: Desk, words: Words) -> Plan:
+    present = await desk.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
+    return upkeep_plans.adopt_database(
+        desk.registry.lost_groups(),
+        present,
+        lambda: desk.registry.dump_memory(present),
+        keeps_memory=words["keep"] == "memory",
+    )
+
+
 async def _list_metaservers(desk: Desk, words: Words) -> Any:
     alive = {row.id: row for row in desk.registry.peers()}
     known = {**{row.id: row for row in await _stored_metaservers(desk)}, **alive}
@@ -71,7 +85,8 @@ async def _stored_metaservers(desk: Desk) -> list[MetaserverRow]:
 async def _doctor(desk: Desk, words: Words, caller: Caller) -> Any:
     """Facts, and of each whether it is as it should be; the tool asks from its own side, and puts both together."""
     database, brokers = await asyncio.gather(_database(desk), _brokers(desk))
-    checks = [database, *brokers, *_groups(desk), *await _tokens(desk), _passwords(desk), await _metaservers(desk)]
+    tokens, metaservers = await _tokens(desk), await _metaservers(desk)
+    checks = one_per_cause([database, *brokers, *_groups(desk), *tokens, _passwords(desk), _routes(desk), metaservers])
     return {
         "version": desk.version,
         "time": wall_ms(),
@@ -85,12 +100,19 @@ async def _database(desk: Desk) -> dict[str, Any]:
     began = time.monotonic()
     try:
         await desk.database.read(lambda repository: repository.ping())
+    except DatabaseSetAside as error:
+        return _check("database", False, str(error), COMMANDS)
     except QmqError as error:
-        return _check("database", False, str(error), "start it, or mend the setting database")
+        return _check("database", False, str(error), "start it, or correct the setting database")
     bad = desk.bad_rows()
     took_ms = round((time.monotonic() - began) * 1000)
     if bad:
-        return _check("database", False, f"{bad} rows make no sense and are left out", "the log names them; mend them")
+        return _check(
+            "database",
+            False,
+            f"{bad} rows make no sense and are left out",
+            "the log names them; repair them",
+        )
     return _check("database", True, f"answers in {took_ms} ms")
 
 
@@ -101,17 +123,19 @@ async def _brokers(desk: Desk) -> list[dict[str, Any]]:
 
 async def _broker(desk: Desk, broker: Broker) -> dict[str, Any]:
     name = f"broker {broker.key} ({broker.part.name} of {broker.group})"
-    facts = broker_json(broker, up=desk.registry.is_up(broker))
+    facts = broker_json(broker, up=desk.registry.is_up(broker)) | {"incarnation": broker.incarnation, "answers": False}
     if not broker.incarnation:
-        return _check(name, False, "never registered", "start it; its log says what keeps it", facts)
+        return _check(name, False, "never registered", facts=facts)
     try:
         state = await desk.brokers.replica_status(broker)
     except QmqError as error:
-        return _check(name, False, str(error), "start it, or open its control port to the metaservers", facts)
+        return _check(name, False, str(error), facts=facts)
+    facts["answers"] = True
     if not facts["up"]:
         return _check(name, False, "answers, but sends no heartbeats", "look whether it reaches the metaserver", facts)
     if troubles := [reason for reason in state.readonly_reasons if reason != BY_OPERATOR]:
         reasons = ", ".join(troubles)
+        facts["reasons"] = troubles
         return _check(name, False, f"takes no messages: {reasons}", "ReplicaStatus and its log say more", facts)
     return _check(name, True, "up", facts=facts)
 
@@ -126,13 +150,17 @@ def _group(desk: Desk, group: Group) -> dict[str, Any]:
         return _check(
             name, False, "is half swapped", f"finish it with ReplaceBroker --role={part(Role.SLAVE, group.kind):d}"
         )
+    if old := desk.registry.old_row(group.name):
+        return _check(name, False, old.found, old.remedy)
     if group.master is None or group.slave is None:
         lacks = "slave" if group.master else "master"
         return _check(name, False, f"has no {lacks}", f"AddBroker adds a {lacks}")
     if group.draining or marked:
         return _check(name, True, "is drained" if group.draining else f"is marked readonly for {', '.join(marked[:3])}")
     if not desk.registry.is_writable(group):
-        return _check(name, False, "takes no messages", "ReplicaStatus says why")
+        return _check(
+            name, False, "takes no messages", "ReplicaStatus says why", {"group": group.name, "takesNothing": True}
+        )
     return _check(name, True, "takes messages")
 
 
@@ -158,6 +186,14 @@ def _passwords(desk: Desk) -> dict[str, Any]:
     return _check("passwords of databases", True, text)
 
 
+def _routes(desk: Desk) -> dict[str, Any]:
+    refusals = list(desk.refusals().values())
+    if not refusals:
+        return _check("routes", True, "each client gets those it asks for")
+    text = f"new subjects or clients are refused: {'; '.join(refusals[:REFUSALS_SHOWN])}"
+    return _check("routes", False, text, "raise watch_subjects_max, token_subjects_max or token_watches_max")
+
+
 async def _metaservers(desk: Desk) -> dict[str, Any]:
     alive = {row.id for row in desk.registry.peers()}
     silent = sorted(row.http_address for row in await _stored_metaservers(desk) if row.id not in alive)
@@ -176,6 +212,7 @@ HANDLERS = {
     "AuditTrail": Handler(look=_audit_trail),
     "Backup": Handler(look=_backup),
     "Restore": Handler(plan=_restore),
+    "AdoptDatabase": Handler(plan=_adopt_database),
     "ListMetaservers": Handler(look=_list_metaservers),
     "Doctor": Handler(look_as=_doctor),
 }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from metaserver.actions.plan import Plan, refused
-from metaserver.actions.route_plans import NAMED_MAX
-from metaserver.db.changes import RestoreAll
-from metaserver.db.dumps import header_fault, lost_masters
+from qmq.metaserver.actions.plan import Plan, refused
+from qmq.metaserver.actions.route_plans import NAMED_MAX
+from qmq.metaserver.db.changes import Change, ForgetGroup, RestoreAll
+from qmq.metaserver.db.dumps import header_fault, lost_masters
 
 KEPT = ("api_token", "audit_trail")
 """Tables of which rows do not make a metaserver count as used: the first admin token is there from the start."""
@@ -46,6 +46,38 @@ def restore(backup: Any, present: Mapping[str, Any], *, forced: bool) -> Plan:
         after=after,
         data={"restored": after, "backupTime": backup.get("time")},
         forced=forced,
+    )
+
+
+def adopt_database(
+    lost: Mapping[str, int],
+    present: Mapping[str, Any],
+    dump_memory: Callable[[], dict[str, Any]],
+    *,
+    keeps_memory: bool,
+) -> Plan:
+    """Plan what becomes of a database that has lost groups.
+
+    Args:
+        lost: these groups, with the newest term that is known of each.
+        present: what Backup would give now.
+        dump_memory: makes the same of what the metaserver has in memory.
+    """
+    if not lost:
+        return refused("the database has a row of each group whose brokers are registered: there is nothing to decide")
+    before = _count(present["tables"])
+    changes: tuple[Change, ...]
+    if keeps_memory:
+        memory = dump_memory()
+        if missing := sorted(lost.keys() - _column(memory["tables"], *_GROUP)):
+            named = ", ".join(missing[:NAMED_MAX])
+            return refused(f"this metaserver has {named} in no memory either; ask one that has, or Restore a backup")
+        changes, after = (RestoreAll(memory, is_newer=True),), _count(memory["tables"])
+    else:
+        changes, after = tuple(ForgetGroup(name, term) for name, term in sorted(lost.items())), before
+    data = {"keep": "memory" if keeps_memory else "database", "groups": sorted(lost), "rows": after}
+    return Plan(
+        changes, groups=frozenset(lost), whole_groups=True, everything=True, before=before, after=after, data=data
     )
 
 

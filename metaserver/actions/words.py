@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from metaserver.actions.action import Action, Kind, Parameter
-from metaserver.model import ALL_SUBJECTS
 from qmq.errors import InvalidRequest
+from qmq.metaserver.actions.action import Action, Kind, Parameter
+from qmq.metaserver.model import ALL_SUBJECTS
 from qmq.subjects import check_name
 
 ACTION_WORD = "action"

@@ -8,10 +8,10 @@ from typing import assert_never
 
 from sqlalchemy import Connection
 
-from metaserver.db import backup, groups, operators, routes, tokens
-from metaserver.db import changes as c
-from metaserver.db.errors import StaleDirectory
-from metaserver.db.transactions import DIRECTORY, ROUTES, SIGHTINGS, leave_groups, raise_versions
+from qmq.metaserver.db import backup, groups, operators, points, routes, tokens
+from qmq.metaserver.db import changes as c
+from qmq.metaserver.db.errors import StaleDirectory
+from qmq.metaserver.db.transactions import DIRECTORY, ROUTES, SIGHTINGS, leave_groups, raise_versions
 
 LEAVE_GROUPS = (
     c.DecidedOn, c.NoRouteSince, c.SetMark, c.UnsetMark, c.SetRoute, c.RemoveRoute, c.AddSubject, c.SetOffline,
@@ -68,6 +68,8 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
     match change:
         case c.SetRoles():
             groups.set_roles(connection, change.change)
+        case c.AcceptLoss():
+            points.accept_loss(connection, change.group, change.term)
         case c.StoreAddresses():
             groups.store_addresses(connection, change.broker)
         case c.SetMark():
@@ -86,6 +88,8 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
             _set_group_state(connection, change)
         case c.RemoveGroup():
             groups.remove_group(connection, change.group, change.term)
+        case c.ForgetGroup():
+            groups.forget_group(connection, change.group, change.term)
         case c.SetOffline():
             operators.set_offline(connection, change.offline)
         case c.UnsetOffline():
@@ -99,7 +103,7 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
         case c.RevokeToken():
             tokens.revoke_token(connection, change.id)
         case c.RestoreAll():
-            backup.restore(connection, change.dump, routes_version)
+            backup.restore(connection, change.dump, routes_version, is_newer=change.is_newer)
         case _:
             assert_never(change)
 

@@ -13,15 +13,15 @@ from typing import Any
 from sqlalchemy import Boolean, Connection, Table, delete, insert, select, text
 from sqlalchemy.exc import IntegrityError
 
-from metaserver.db import tables
-from metaserver.db.bad_rows import BadRows
-from metaserver.db.dumps import FORMAT, REMOVED, VERSION, header_fault, lost_masters, with_disks
-from metaserver.db.errors import ValueRefused
-from metaserver.db.groups import load_groups
-from metaserver.db.limits import checked
-from metaserver.db.routes import load_routes
-from metaserver.db.rows import now_ms
-from metaserver.db.tokens import load_tokens
+from qmq.metaserver.db import tables
+from qmq.metaserver.db.bad_rows import BadRows
+from qmq.metaserver.db.dumps import FORMAT, REMOVED, VERSION, header_fault, lost_masters, with_disks
+from qmq.metaserver.db.errors import ValueRefused
+from qmq.metaserver.db.groups import load_groups
+from qmq.metaserver.db.limits import checked
+from qmq.metaserver.db.routes import load_routes
+from qmq.metaserver.db.rows import now_ms
+from qmq.metaserver.db.tokens import load_tokens
 
 PARENTS_FIRST = (
     tables.broker_group,
@@ -44,26 +44,28 @@ def dump(connection: Connection) -> dict[str, Any]:
     return {"format": FORMAT, "version": VERSION, "schema": _schema(connection), "time": now_ms(), "tables": content}
 
 
-def restore(connection: Connection, dumped: Mapping[str, Any], changed: int) -> None:
+def restore(connection: Connection, dumped: Mapping[str, Any], changed: int, *, is_newer: bool = False) -> None:
     """Put a dump in the place of everything.
 
     What must never go back does not: terms and versions of routes grow, no group gets another master, nor a broker a
     disk it had before, a revoked token stays revoked, tokens that are not in the dump stay, a slave counts as complete
-    only after it was seen again, and the audit trail is only taken over by an empty one.
+    only after it was seen again, and rows of the audit trail are added.
+
+    Args:
+        is_newer: the dump is newer than what is stored: its masters are the right ones.
 
     Raises:
         ValueRefused: this is no dump, a row of it makes no sense, or it names another master.
     """
     content = _check(connection, dumped)
     present = {table.name: _rows(connection, table) for table in (tables.broker_group, tables.broker)}
-    if lost := lost_masters(present, content):
+    if not is_newer and (lost := lost_masters(present, content)):
         raise ValueRefused("; ".join(lost))
     _continue_terms(connection, content["broker_group"])
     _continue_routes(connection, content["subject_route"], changed)
     content["broker"] = with_disks(present, content)
     content["api_token"] = _merge_tokens(connection, content["api_token"])
-    if connection.execute(select(tables.audit_trail.c.id).limit(1)).first() is not None:
-        del content["audit_trail"]
+    content["audit_trail"] = _merge_audit(_rows(connection, tables.audit_trail), content["audit_trail"])
     try:
         for table in reversed(PARENTS_FIRST):
             if table.name in content:
@@ -134,6 +136,14 @@ def _merge_tokens(connection: Connection, rows: Rows) -> Rows:
         row = merged.setdefault(before["id"], before)
         row["revoke_time"] = row["revoke_time"] or before["revoke_time"]
     return list(merged.values())
+
+
+def _merge_audit(present: Rows, dumped: Rows) -> Rows:
+    """Rows of both, by time, each once: a trail only grows."""
+    names = [column.name for column in _columns(tables.audit_trail)]
+    known = {tuple(row[name] for name in names) for row in present}
+    lacking = [row for row in dumped if tuple(row[name] for name in names) not in known]
+    return sorted([*lacking, *present], key=lambda row: row["time"])
 
 
 def _check_readable(connection: Connection) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from metaserver.model import Broker, DataSource, Offline, ReadonlyMark, TokenRow
-from metaserver.roles import RoleChange
+from qmq.metaserver.model import Broker, DataSource, Offline, ReadonlyMark, TokenRow
+from qmq.metaserver.roles import RoleChange
 
 
 class Order:
@@ -25,6 +25,14 @@ class SetRoles:
     """Compare the term, raise it, set both roles at once. Raises StaleTerm."""
 
     change: RoleChange
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptLoss:
+    """An operator takes what was acknowledged before `term`, and the copy that stays lacks, for lost."""
+
+    group: str
+    term: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +122,14 @@ class RemoveGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetGroup:
+    """Leave a row that keeps the term of a group of which there is none: an operator decided that it is gone."""
+
+    group: str
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
 class SetOffline:
     """One that is there already stays."""
 
@@ -163,10 +179,13 @@ class RestoreAll:
     """
 
     dump: Mapping[str, Any]
+    is_newer: bool = False
+    """It is of a metaserver's memory, and the database is the old copy: its masters are the right ones."""
 
 
 Change = (
     SetRoles
+    | AcceptLoss
     | StoreAddresses
     | SetMark
     | UnsetMark
@@ -183,5 +202,6 @@ Change = (
     | RemoveDataSource
     | AddToken
     | RevokeToken
+    | ForgetGroup
     | RestoreAll
 )

@@ -10,8 +10,8 @@ from typing import Any
 from sqlalchemy import URL, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
-from metaserver.db.errors import DatabaseUnusable
-from metaserver.db.migrate import migrate
+from qmq.metaserver.db.errors import DatabaseUnusable
+from qmq.metaserver.db.migrate import migrate
 from qmq.sql_waits import Waits
 
 CONNECT_S = 5

@@ -9,14 +9,21 @@ from typing import Any
 from sqlalchemy import Connection, Row, and_, delete, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
-from metaserver.db.bad_rows import BadRows
-from metaserver.db.dumps import REMOVED
-from metaserver.db.errors import GroupInUse, NotThere, StaleTerm, UnknownGroup
-from metaserver.db.limits import checked
-from metaserver.db.rows import now_ms, parse_names
-from metaserver.db.tables import broker, broker_group, broker_sighting, readonly_broker_group_setting, subject_route
-from metaserver.model import DELAY, NORMAL, Broker, BrokerKey, Group
-from metaserver.roles import RoleChange
+from qmq.metaserver.db.bad_rows import BadRows
+from qmq.metaserver.db.dumps import REMOVED
+from qmq.metaserver.db.errors import GroupInUse, NotThere, StaleTerm, UnknownGroup
+from qmq.metaserver.db.limits import checked
+from qmq.metaserver.db.rows import now_ms, parse_names
+from qmq.metaserver.db.tables import (
+    acknowledged_point,
+    broker,
+    broker_group,
+    broker_sighting,
+    readonly_broker_group_setting,
+    subject_route,
+)
+from qmq.metaserver.model import DELAY, NORMAL, Broker, BrokerKey, Group
+from qmq.metaserver.roles import RoleChange
 from qmq.subjects import check_name
 from qmq.types import Role
 
@@ -109,12 +116,25 @@ def remove_group(connection: Connection, group: str, term: int) -> None:
         raise GroupInUse(f"{len(subjects)} routes name {group} still, {subjects[0]} for one; change them first")
     marks = readonly_broker_group_setting
     connection.execute(delete(marks).where(marks.c.broker_group == group))
+    connection.execute(delete(acknowledged_point).where(acknowledged_point.c.group_name == group))
     connection.execute(update(broker_group).where(broker_group.c.group_name == group).values(kind=REMOVED))
 
 
 def existing_groups(connection: Connection) -> set[str]:
     """Names of groups that a route may name: those that serve messages at once."""
     return set(connection.scalars(select(broker_group.c.group_name).where(broker_group.c.kind == NORMAL)))
+
+
+def all_names(connection: Connection) -> frozenset[str]:
+    """Names of all groups, removed ones too."""
+    return frozenset(connection.scalars(select(broker_group.c.group_name)))
+
+
+def forget_group(connection: Connection, group: str, term: int) -> None:
+    """Leave of a group that the database lost what a removed one leaves: its term."""
+    now = now_ms()
+    values = {"group_name": group, "kind": REMOVED, "term": term, "half_swapped": False, "create_time": now}
+    connection.execute(insert(broker_group).values(**checked(broker_group, {**values, "update_time": now})))
 
 
 def _raise_term(connection: Connection, change: RoleChange, now: int) -> None:
@@ -125,7 +145,7 @@ def _raise_term(connection: Connection, change: RoleChange, now: int) -> None:
         update(broker_group)
         .where(broker_group.c.group_name == change.group, broker_group.c.term == change.term)
         .where(broker_group.c.kind != REMOVED)
-        .values(term=change.term + 1, half_swapped=change.half_swapped, update_time=now)
+        .values(term=change.new_term, half_swapped=change.half_swapped, update_time=now)
     )
     # Registrations change brokers without a new term; overwriting one would forget whose disk it is.
     stored = set(_brokers(connection, change.group).values())
@@ -137,10 +157,13 @@ def _create(connection: Connection, change: RoleChange, now: int) -> None:
     fresh: dict[str, Any] = {"kind": change.kind, "half_swapped": False, "tag": "", "draining": False, "is_full": False}
     fresh |= {"create_time": now, "update_time": now}
     removed = (broker_group.c.group_name == change.group, broker_group.c.kind == REMOVED)
-    again = update(broker_group).where(*removed).values(term=broker_group.c.term + 1, **fresh)
-    if connection.execute(again).rowcount == 0:
-        values = {"group_name": check_name("broker group", change.group), "term": 1, **fresh}
-        connection.execute(insert(broker_group).values(**checked(broker_group, values)))
+    term_before = connection.scalars(select(broker_group.c.term).where(*removed)).one_or_none()
+    if term_before is not None:
+        term = max(term_before, change.above) + 1
+        connection.execute(update(broker_group).where(*removed).values(term=term, **fresh))
+        return
+    values = {"group_name": check_name("broker group", change.group), "term": change.new_term, **fresh}
+    connection.execute(insert(broker_group).values(**checked(broker_group, values)))
 
 
 def _term(connection: Connection, group: str) -> int | None:
@@ -167,7 +190,7 @@ def _subjects_of(connection: Connection, group: str) -> list[str]:
         try:
             named = group in parse_names(text)
         except ValueError:
-            named = group in text  # whoever repairs that row may mean this group
+            named = group in text  # a repair of that row may mean this group
         if named:
             subjects.append(subject)
     return subjects

@@ -5,10 +5,10 @@ from __future__ import annotations
 from sqlalchemy import Connection, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from metaserver.db.limits import checked
-from metaserver.db.rows import now_ms
-from metaserver.db.tables import lease
-from metaserver.model import LeaseRow
+from qmq.metaserver.db.limits import checked
+from qmq.metaserver.db.rows import now_ms
+from qmq.metaserver.db.tables import lease
+from qmq.metaserver.model import LeaseRow
 
 _columns = lease.c
 

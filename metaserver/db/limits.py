@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import BigInteger, Integer, String, Table, Text
 
-from metaserver.db.errors import ValueRefused
+from qmq.metaserver.db.errors import ValueRefused
 
 
 def checked(table: Table, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Column, Connection, Engine, MetaData, String, Table, inspect, select, text
 
-from metaserver.db.errors import DatabaseUnusable
-from metaserver.db.tables import metadata
+from qmq.metaserver.db.errors import DatabaseUnusable
+from qmq.metaserver.db.tables import metadata
 
 WAIT_S = 20
 """How long to wait while another metaserver migrates; shorter than what one statement may take."""

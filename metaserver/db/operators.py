@@ -6,17 +6,17 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Table, and_, delete, insert, select, update
 
-from metaserver.db.errors import AlreadyThere, NotThere, UnknownGroup
-from metaserver.db.limits import checked
-from metaserver.db.rows import now_ms
-from metaserver.db.tables import (
+from qmq.metaserver.db.errors import AlreadyThere, NotThere, UnknownGroup
+from qmq.metaserver.db.limits import checked
+from qmq.metaserver.db.rows import now_ms
+from qmq.metaserver.db.tables import (
     broker_group,
     client_offline_state,
     datasource_config,
     readonly_broker_group_setting,
     subject_info,
 )
-from metaserver.model import ALL_SUBJECTS, DataSource, Offline, ReadonlyMark, SubjectInfo
+from qmq.metaserver.model import ALL_SUBJECTS, DataSource, Offline, ReadonlyMark, SubjectInfo
 from qmq.subjects import check_name
 
 OFFLINE = 1

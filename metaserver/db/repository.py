@@ -5,18 +5,18 @@ The methods block; the loop calls them on a thread. No rule of routing or roles 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Engine, text
 
-from metaserver.db import backup, groups, leases, operators, routes, sightings, tokens
-from metaserver.db.apply import apply_all
-from metaserver.db.bad_rows import BadRows
-from metaserver.db.changes import Change, Order
-from metaserver.db.errors import Withdrawn
-from metaserver.db.routes import RouteOrder
-from metaserver.db.transactions import (
+from qmq.metaserver.db import backup, groups, leases, operators, points, routes, sightings, tokens
+from qmq.metaserver.db.apply import apply_all
+from qmq.metaserver.db.bad_rows import BadRows
+from qmq.metaserver.db.changes import Change, Order
+from qmq.metaserver.db.errors import Withdrawn
+from qmq.metaserver.db.routes import RouteOrder
+from qmq.metaserver.db.transactions import (
     DIRECTORY,
     ROUTES,
     SIGHTINGS,
@@ -26,17 +26,19 @@ from metaserver.db.transactions import (
     raise_versions,
     read_versions,
 )
-from metaserver.model import (
+from qmq.metaserver.model import (
     AuditRow,
     Broker,
     DataSource,
     Directory,
     LeaseRow,
     MetaserverRow,
+    Points,
     Route,
     SightingRow,
     TokenRow,
 )
+from qmq.replication.points import Point
 
 
 class Repository:
@@ -81,6 +83,10 @@ class Repository:
             version=versions[DIRECTORY],
         )
 
+    def group_names(self) -> frozenset[str]:
+        """Names of all groups that ever had a row: rows of removed groups and such as make no sense are among them."""
+        return self._transactions.read(groups.all_names)
+
     def load_routes(self, after: int = 0) -> tuple[int, list[Route]]:
         """Return the version of all routes and those that changed after `after`; with 0, all.
 
@@ -97,7 +103,7 @@ class Repository:
         """Create or change routes, each by compare-and-set on its version (0: none yet), in one transaction.
 
         Returns:
-            What is stored afterwards, whoever stored it, in the order asked for. No groups: none of them exists.
+            What is stored afterwards, by this call or another one, as ordered. No groups: none of them exists.
         """
         if not orders:
             return []
@@ -148,6 +154,14 @@ class Repository:
 
         if rows:
             self._transactions.write(work)
+
+    def load_points(self, group: str) -> Points:
+        """Return what the group's copies said to be acknowledged."""
+        return self._transactions.read(lambda connection: points.load_points(connection, group))
+
+    def store_points(self, rows: Mapping[tuple[str, str], Point]) -> None:
+        """Store the point of each (group, incarnation), unless a newer one is stored."""
+        self._transactions.write(lambda connection: points.store_points(connection, rows))
 
     # -- metaservers ------------------------------------------------------------------------------------------------
 

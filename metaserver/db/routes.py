@@ -10,13 +10,13 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
-from metaserver.db.bad_rows import BadRows
-from metaserver.db.errors import StaleVersion, UnknownGroup, ValueRefused
-from metaserver.db.groups import existing_groups
-from metaserver.db.limits import checked
-from metaserver.db.rows import chunks, now_ms, parse_names, to_json
-from metaserver.db.tables import subject_route
-from metaserver.model import Route
+from qmq.metaserver.db.bad_rows import BadRows
+from qmq.metaserver.db.errors import StaleVersion, UnknownGroup, ValueRefused
+from qmq.metaserver.db.groups import existing_groups
+from qmq.metaserver.db.limits import checked
+from qmq.metaserver.db.rows import chunks, now_ms, parse_names, to_json
+from qmq.metaserver.db.tables import subject_route
+from qmq.metaserver.model import Route
 from qmq.subjects import check_name
 
 REMOVED_KEPT_MS = 30 * 24 * 3600 * 1000

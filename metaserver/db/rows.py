@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from sys import intern
 from typing import Any, TypeVar
 
-from metaserver.db.errors import ValueRefused
+from qmq.metaserver.db.errors import ValueRefused
 
 ROWS_PER_STATEMENT = 1000
 """Names in one `IN (…)`: each database takes so many arguments, and a round trip is shared by that many rows."""

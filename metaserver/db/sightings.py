@@ -1,4 +1,4 @@
-"""Shell. Which metaserver hears which broker, and the metaservers themselves."""
+"""Shell. Which metaserver gets the heartbeats of which broker, and the metaservers themselves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, delete, insert, select, update
 
-from metaserver.db.bad_rows import BadRows
-from metaserver.db.limits import checked
-from metaserver.db.rows import chunks, from_json, now_ms, to_json
-from metaserver.db.tables import broker_sighting, metaserver
-from metaserver.model import BrokerKey, MetaserverRow, ReplicaState, SightingRow
+from qmq.metaserver.db.bad_rows import BadRows
+from qmq.metaserver.db.limits import checked
+from qmq.metaserver.db.rows import chunks, from_json, now_ms, to_json
+from qmq.metaserver.db.tables import broker_sighting, metaserver
+from qmq.metaserver.model import BrokerKey, MetaserverRow, ReplicaState, SightingRow
 
 _columns = broker_sighting.c
 

@@ -101,7 +101,7 @@ broker = Table(
 )
 
 broker_sighting = Table(
-    "broker_sighting",  # which metaserver hears a broker, and what it says about its part
+    "broker_sighting",  # which metaserver gets a broker's heartbeats, and what they say about its part
     metadata,
     Column("hostname", name(), primary_key=True),
     Column("serve_port", Integer, primary_key=True, autoincrement=False),
@@ -112,6 +112,19 @@ broker_sighting = Table(
     Column("state_json", long_text(), nullable=False),
     Column("changed", BigInteger, nullable=False),
     Index("sighting_changed", "changed"),
+    **OPTIONS,
+)
+
+acknowledged_point = Table(
+    "acknowledged_point",  # up to where a copy of a group knows that messages are acknowledged; only rises
+    metadata,
+    Column("group_name", name(), primary_key=True),
+    Column("incarnation", name(), primary_key=True),  # empty: an operator accepted in `term` that older ones are lost
+    Column("term", BigInteger, nullable=False),
+    Column("boot", BigInteger, nullable=False),
+    Column("log_end", BigInteger, nullable=False),
+    Column("chain", name(16), nullable=False),  # 16 digits: a number of 64 bits without sign
+    Column("update_time", BigInteger, nullable=False),
     **OPTIONS,
 )
 

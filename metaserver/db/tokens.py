@@ -8,12 +8,12 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, insert, or_, select, update
 
-from metaserver.db.bad_rows import BadRows
-from metaserver.db.errors import AlreadyThere, NotThere
-from metaserver.db.limits import checked
-from metaserver.db.rows import now_ms, parse_names, to_json
-from metaserver.db.tables import api_token, audit_trail
-from metaserver.model import AuditRow, TokenRow
+from qmq.metaserver.db.bad_rows import BadRows
+from qmq.metaserver.db.errors import AlreadyThere, NotThere
+from qmq.metaserver.db.limits import checked
+from qmq.metaserver.db.rows import now_ms, parse_names, to_json
+from qmq.metaserver.db.tables import api_token, audit_trail
+from qmq.metaserver.model import AuditRow, TokenRow
 from qmq.rights import TokenRole
 
 AUDIT_ROWS_MAX = 1000

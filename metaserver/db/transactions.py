@@ -1,7 +1,7 @@
 """Shell. Transactions: what reads sees one moment, what changes is stored as a whole or not at all.
 
 Every change first raises the version rows of what it touches. Their locks put all changes in order, on each of the
-three databases, and whoever polls the versions misses none.
+three databases, and a metaserver that polls the versions misses none.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import TypeVar
 from sqlalchemy import Connection, Engine, select, update
 from sqlalchemy.exc import DBAPIError
 
-from metaserver.db.engine import ANSWER_S, for_reading
-from metaserver.db.errors import CommitUnknown, DatabaseUnusable
-from metaserver.db.tables import meta_version
+from qmq.metaserver.db.engine import ANSWER_S, for_reading
+from qmq.metaserver.db.errors import CommitUnknown, DatabaseUnusable
+from qmq.metaserver.db.tables import meta_version
 
 log = logging.getLogger("qmq.metaserver")
 

@@ -10,13 +10,13 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from metaserver.actions import ACTIONS, Action, Answer, Status
-from metaserver.http import errors, problems
-from metaserver.http.describing import describe, make_route
-from metaserver.http.errors import HttpError, to_json
-from metaserver.http.guard import Endpoint, Refused, caller_of, needs
-from metaserver.http.models import Done, body_model, query_model, words_of
-from metaserver.http.running import ActionsPort, run_within
+from qmq.metaserver.actions import ACTIONS, Action, Answer, Status
+from qmq.metaserver.http import errors, problems
+from qmq.metaserver.http.describing import describe, make_route
+from qmq.metaserver.http.errors import HttpError, to_json
+from qmq.metaserver.http.guard import Endpoint, Refused, caller_of, needs
+from qmq.metaserver.http.models import Done, body_model, query_model, words_of
+from qmq.metaserver.http.running import ActionsPort, run_within
 from qmq.rights import TokenRole
 
 PREFIX = "/api/v1"
@@ -42,6 +42,9 @@ def make_routes(app: FastAPI, actions: ActionsPort) -> list[APIRoute]:
         if not action.changes:
             endpoint = _endpoint(actions, action, query_model(action), Query())
             routes.append(_action_route("GET", action, endpoint, operation_id=f"get{action.name}"))
+        if action.name == "Doctor":  # for monitoring, at an address that no version changes
+            endpoint = _endpoint(actions, action, query_model(action), Query())
+            routes.append(_action_route("GET", action, endpoint, operation_id="doctor", path="/api/doctor"))
         model = body_model(action)
         is_needed = any(field.is_required() for field in model.model_fields.values())
         endpoint = _endpoint(actions, action, model, Body() if is_needed else Body(default_factory=model))
@@ -62,9 +65,11 @@ def handle_errors(app: FastAPI) -> None:
         return _refuse(HttpError(errors.INVALID, f"the body is no JSON: {error.detail}"))
 
 
-def _action_route(method: str, action: Action, endpoint: Endpoint, *, operation_id: str) -> APIRoute:
+def _action_route(
+    method: str, action: Action, endpoint: Endpoint, *, operation_id: str, path: str = ""
+) -> APIRoute:  # fmt: skip
     return make_route(
-        method, f"{PREFIX}/{action.name}", endpoint, summary=action.summary, role=action.role, name=action.name,
+        method, path or f"{PREFIX}/{action.name}", endpoint, summary=action.summary, role=action.role, name=action.name,
         description=f"Needs a token with the role {action.role}.", operation_id=operation_id, response_model=Done,
         response_description="the answer", dependencies=[Depends(_once)],
     )  # fmt: skip

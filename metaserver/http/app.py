@@ -12,14 +12,14 @@ from fastapi.responses import PlainTextResponse
 from fastapi.telemetry import TelemetryConfig
 from starlette.routing import Route
 
-from metaserver.access import Access
-from metaserver.http import api, management
-from metaserver.http.describing import JSON, STOPS, TEXT, make_route
-from metaserver.http.errors import to_json
-from metaserver.http.guard import Guard, Limits, needs, open_to_all
-from metaserver.http.running import ActionsPort
-from metaserver.metrics import Metrics
-from metaserver.refusals import Refusals
+from qmq.metaserver.access import Access
+from qmq.metaserver.http import api, management
+from qmq.metaserver.http.describing import JSON, STOPS, TEXT, make_route
+from qmq.metaserver.http.errors import to_json
+from qmq.metaserver.http.guard import Guard, Limits, needs, open_to_all
+from qmq.metaserver.http.running import ActionsPort
+from qmq.metaserver.metrics import Metrics
+from qmq.metaserver.refusals import Refusals
 from qmq.rights import TokenRole
 from qmq.version import VERSION
 
@@ -29,7 +29,7 @@ _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": Fa
 
 def build_app(
     actions: ActionsPort, access: Access, metrics: Metrics, refusals: Refusals, *, address: str,
-    database_is_up: Callable[[], bool], limits: Limits, is_stopping: Callable[[], bool] = lambda: False,
+    database_trouble: Callable[[], str], limits: Limits, is_stopping: Callable[[], bool] = lambda: False,
     open_lists: bool = False, more: Iterable[Route] = (),
 ) -> FastAPI:  # fmt: skip
     """Make the application.
@@ -45,7 +45,7 @@ def build_app(
     app.add_middleware(Guard, access=access, refusals=refusals, limits=limits)
     api.handle_errors(app)
     # In the order in which they are tried: what clients ask for comes first.
-    app.router.routes.extend(_own_routes(address, metrics, database_is_up, is_stopping))
+    app.router.routes.extend(_own_routes(address, metrics, database_trouble, is_stopping))
     app.router.routes.extend(more)
     app.router.routes.append(management.make_route(actions, open_lists=open_lists))
     app.router.routes.extend(api.make_routes(app, actions))
@@ -53,7 +53,7 @@ def build_app(
 
 
 def _own_routes(
-    address: str, metrics: Metrics, database_is_up: Callable[[], bool], is_stopping: Callable[[], bool]
+    address: str, metrics: Metrics, database_trouble: Callable[[], str], is_stopping: Callable[[], bool]
 ) -> list[Route]:
     @open_to_all
     async def meta_address(request: Request) -> Response:
@@ -72,7 +72,8 @@ def _own_routes(
     @open_to_all
     async def ready(request: Request) -> Response:
         """Routes are served from memory: a metaserver without its database is needed more, not less."""
-        facts = {"ready": not is_stopping(), "database": database_is_up()}
+        trouble = database_trouble()
+        facts = {"ready": not is_stopping(), "database": not trouble} | ({"trouble": trouble} if trouble else {})
         return Response(to_json(facts), status_code=503 if is_stopping() else 200, media_type="application/json")
 
     whether = "whether it serves, and whether its database answers"

@@ -13,9 +13,9 @@ from fastapi.params import Depends
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPBearer
 
-from metaserver.http import errors
-from metaserver.http.guard import TOKEN_HEADER, is_open
-from metaserver.http.models import Error
+from qmq.metaserver.http import errors
+from qmq.metaserver.http.guard import TOKEN_HEADER, is_open
+from qmq.metaserver.http.models import Error
 
 TEXT: Mapping[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
 JSON: Mapping[str, Any] = {"application/json": {"schema": {}}}

@@ -1,4 +1,4 @@
-"""Shell. What every HTTP request passes: who asks, may he, is it short and quick enough; and no error without a type.
+"""Shell. What every HTTP request passes: a valid token with the right role, bounds of size and time.
 
 A route is closed unless its endpoint says otherwise: `needs(role)` names the role, `open_to_all` and `asks_itself`
 are for the few that are different. What says nothing is refused to everybody.
@@ -17,12 +17,12 @@ from fastapi import Request, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from metaserver.access import Access
-from metaserver.http import errors
-from metaserver.http.errors import HttpError
-from metaserver.refusals import Refusals
-from metaserver.rpc.tokens import wall_ms
 from qmq.errors import AccessError, MissingRight
+from qmq.metaserver.access import Access
+from qmq.metaserver.http import errors
+from qmq.metaserver.http.errors import HttpError
+from qmq.metaserver.refusals import Refusals
+from qmq.metaserver.rpc.tokens import wall_ms
 from qmq.rights import Caller, TokenRole
 
 log = logging.getLogger("qmq.metaserver")

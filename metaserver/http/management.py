@@ -9,13 +9,13 @@ from urllib.parse import parse_qsl
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from metaserver.actions import ACTIONS, Answer, Status
-from metaserver.actions.management import Body, no_such_action, refused_token, render
-from metaserver.http import describing
-from metaserver.http.describing import JSON, TEXT
-from metaserver.http.guard import TOKEN_HEADER, asks_itself
-from metaserver.http.running import ActionsPort, run_within
 from qmq.errors import AccessError
+from qmq.metaserver.actions import ACTIONS, Answer, Status
+from qmq.metaserver.actions.management import Body, no_such_action, refused_token, render
+from qmq.metaserver.http import describing
+from qmq.metaserver.http.describing import JSON, TEXT
+from qmq.metaserver.http.guard import TOKEN_HEADER, asks_itself
+from qmq.metaserver.http.running import ActionsPort, run_within
 from qmq.rights import Caller, TokenRole
 
 ANYBODY = Caller("anybody", TokenRole.VIEWER)

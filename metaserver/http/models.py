@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from metaserver.actions import Action, Kind, Parameter
-from metaserver.actions.words import NUMBER_DIGITS_MAX
-from metaserver.http import errors
+from qmq.metaserver.actions import Action, Kind, Parameter
+from qmq.metaserver.actions.words import NUMBER_DIGITS_MAX
+from qmq.metaserver.http import errors
 
 NUMBER_MAX = 2**53
 """Larger ones do not survive every JSON reader."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from metaserver.actions import Action, Kind, Parameter
-from metaserver.actions.words import unknown_word
-from metaserver.http.models import bounds
+from qmq.metaserver.actions import Action, Kind, Parameter
+from qmq.metaserver.actions.words import unknown_word
+from qmq.metaserver.http.models import bounds
 
 PROBLEMS_MAX = 5
 """More are not told at once."""

@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal
 from fastapi import Query, Request, Response
 from fastapi.routing import APIRoute
 
-from metaserver.http import errors
-from metaserver.http.describing import JSON, make_route
-from metaserver.http.errors import to_json
-from metaserver.http.guard import Refused, caller_of, needs
-from metaserver.route_hubs import RouteHubs
-from metaserver.watch import WatchTooLarge
+from qmq.metaserver.http import errors
+from qmq.metaserver.http.describing import JSON, make_route
+from qmq.metaserver.http.errors import to_json
+from qmq.metaserver.http.guard import Refused, caller_of, needs
+from qmq.metaserver.route_hubs import RouteHubs
+from qmq.metaserver.watch import TooManyWatches
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import TokenRole
 from qmq.types import GroupKind
@@ -44,8 +44,8 @@ def make_routes(hubs: RouteHubs) -> list[APIRoute]:
                 subject, _versions(held), caller_of(request), app=app[:CLIENT_TEXT_CHARS_MAX],
                 client_id=clientId[:CLIENT_TEXT_CHARS_MAX], produces=produces == "true",
             )  # fmt: skip
-        except WatchTooLarge as error:
-            raise Refused(errors.INVALID, str(error)) from None
+        except TooManyWatches as error:
+            raise Refused(errors.NOT_SERVED, str(error)) from None
         answer = {"routes": [as_json(route.message) for route in routes]}
         return Response(to_json(answer), media_type="application/json", headers={"Cache-Control": "no-store"})
 

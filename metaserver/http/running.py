@@ -1,4 +1,4 @@
-"""Shell. Runs an operator's action within its time: who waits longer than that hears so, and a change goes on."""
+"""Shell. Runs an operator's action within its time: a caller is answered then, and a change goes on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Protocol
 
-from metaserver.actions import Action, Answer, Status
+from qmq.metaserver.actions import Action, Answer, Status
 from qmq.rights import Caller
 
 log = logging.getLogger("qmq.metaserver")

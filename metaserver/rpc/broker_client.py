@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc
 
-from metaserver.model import Broker, ReplicaState
-from metaserver.rpc.convert import state_from_message
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import NotServed, OperatorError
+from qmq.metaserver.model import Broker, ReplicaState
+from qmq.metaserver.rpc.convert import state_from_message
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
 
@@ -109,5 +109,5 @@ class Brokers:
             text = f"{broker.key} ({broker.part.name} of {broker.group})"
             if silent(error.code()):
                 where = f"{broker.ip}:{broker.control_port}"
-                raise NotServed(f"{text} did not answer at {where}: {error.details()}") from error
+                raise NotServed(f"{text} did not answer at {where}: {error.details() or error.code().name}") from error
             raise OperatorError(f"{text} refused: {error.details()}") from error

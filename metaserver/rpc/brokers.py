@@ -1,28 +1,31 @@
-"""Shell. The gRPC methods of brokers: they register, tell how they stand, and hear what to do."""
+"""Shell. The gRPC methods of brokers: they register, report their state, and get their part."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
-from metaserver.db.errors import CommitUnknown
-from metaserver.liveness import PlaceTaken
-from metaserver.metrics import Metrics
-from metaserver.model import Broker, BrokerKey, ReplicaState
-from metaserver.registry import Ask, Registry
-from metaserver.rpc import convert
-from metaserver.rpc.visits import Visits
 from qmq.errors import MissingRight, NotServed, OperatorError, QmqError
+from qmq.metaserver.db.errors import CommitUnknown
+from qmq.metaserver.liveness import PlaceTaken
+from qmq.metaserver.metrics import Metrics
+from qmq.metaserver.model import Broker, BrokerKey
+from qmq.metaserver.registry import Ask, Registry
+from qmq.metaserver.rpc import convert
+from qmq.metaserver.rpc.visits import Visits
 from qmq.proto import qmq_pb2 as pb
 from qmq.rpc_access import caller
 
 log = logging.getLogger("qmq.metaserver")
 
 REMEMBERED_MAX = 10_000
+CLOCK_S = 0.9
+"""A broker beats every second, and more often when its state changes."""
 STOPPING = "this metaserver stops; ask /meta/address for another one"
 
 Context = Any
@@ -54,13 +57,18 @@ class BrokerRpc:
             text = f"{key} was replaced at this moment; register again"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         assert assignment is not None  # abort raises
+        points = await self._registry.points_of(broker.group)
+        assignment.points.extend(convert.point_message(point) for point in points.by_incarnation.values())
+        assignment.loss_accepted_term = points.loss_accepted_term
         return assignment
 
     async def _register(self, request: pb.BrokerIdentity, key: BrokerKey) -> Broker:
         if self._registry.is_stopping:
             raise NotServed(STOPPING)
         caller().require_group(_known_group(self._registry, key))
-        broker = await self._registry.register(convert.broker_from_identity(request), self._ask)
+        broker = await self._registry.register(
+            convert.broker_from_identity(request), self._ask, term=max(request.term, 0)
+        )
         caller().require_group(broker.group)
         if request.broker_group not in ("", broker.group):
             raise OperatorError(f"{key} belongs to {broker.group}, not to {request.broker_group}")
@@ -77,6 +85,7 @@ class BrokerRpc:
             reader = asyncio.create_task(self._read_beats(broker.key, session, first, requests, wake))
             try:
                 sent: pb.Assignment | None = None
+                told_s = 0.0
                 while not reader.done():
                     wake.clear()
                     assignment = convert.assignment_for(self._registry.directory, broker.key)
@@ -85,9 +94,9 @@ class BrokerRpc:
                     elif assignment is None:
                         text = f"{broker.key} has no place in a group any more; register again to learn what to do"
                         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
-                    elif assignment != sent:
-                        sent = assignment
-                        yield assignment
+                    elif assignment != sent or time.monotonic() - told_s >= CLOCK_S:
+                        sent, told_s = assignment, time.monotonic()
+                        yield _with_clock(assignment)
                     await wake.wait()
                 if not reader.cancelled() and reader.exception() is None and reader.result():
                     await context.abort(grpc.StatusCode.ABORTED, f"a newer heartbeat stream of {broker.key} took over")
@@ -123,23 +132,18 @@ class BrokerRpc:
                 state = convert.state_from_message(message)
                 if not self._registry.beat(key, session, state):
                     return True
-                self._note(key, state)
+                self._note(key)
+                wake.set()  # the answer says what time it is
                 message = await anext(aiter(requests), None)
             return False
         finally:
             wake.set()
 
-    def _note(self, key: BrokerKey, said: ReplicaState) -> None:
+    def _note(self, key: BrokerKey) -> None:
         broker = self._registry.directory.find(key)
         if broker is None:
             return
-        group = self._registry.directory.groups[broker.group]
-        self._metrics.heartbeats.labels(group.name).inc()
-        if said.term > group.term:
-            self._log_once(
-                f"broker knows a newer term than the database broker={key} broker_group={group.name} term={said.term} "
-                f"stored_term={group.term}: was the database restored from an old copy?"
-            )
+        self._metrics.heartbeats.labels(broker.group).inc()
 
     def _log_once(self, line: str) -> None:
         if line not in self._logged:
@@ -147,6 +151,13 @@ class BrokerRpc:
                 self._logged.clear()
             self._logged.add(line)
             log.warning("%s", line)
+
+
+def _with_clock(assignment: pb.Assignment) -> pb.Assignment:
+    message = pb.Assignment()
+    message.CopyFrom(assignment)
+    message.clock_ms = time.time_ns() // 1_000_000
+    return message
 
 
 def _status(error: QmqError) -> grpc.StatusCode:

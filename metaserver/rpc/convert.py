@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from metaserver.model import ALL_SUBJECTS, DELAY, NORMAL, Broker, BrokerKey, Directory, Group, ReplicaState
-from metaserver.roles import parse_broker
 from qmq.errors import InvalidRequest
+from qmq.metaserver.model import ALL_SUBJECTS, DELAY, NORMAL, Broker, BrokerKey, Directory, Group, ReplicaState
+from qmq.metaserver.roles import parse_broker
 from qmq.proto import qmq_pb2 as pb
+from qmq.replication.points import Point
 from qmq.subjects import check_name
-from qmq.types import Role
+from qmq.types import Epoch, Role
 
 
 def broker_from_identity(identity: pb.BrokerIdentity) -> Broker:
@@ -57,7 +58,16 @@ def state_from_message(message: pb.BrokerState) -> ReplicaState:
         durability=message.durability,
         incarnation=message.incarnation,
         slave_incarnation=message.slave_incarnation,
+        point=_point(message.acknowledged) if message.HasField("acknowledged") else None,
     )
+
+
+def _point(message: pb.AcknowledgedPoint) -> Point | None:
+    return Point(Epoch(message.term, message.boot), message.end, message.chain)
+
+
+def point_message(point: Point) -> pb.AcknowledgedPoint:
+    return pb.AcknowledgedPoint(term=point.epoch.term, boot=point.epoch.boot, end=point.end, chain=point.chain)
 
 
 def assignment_for(directory: Directory, key: BrokerKey) -> pb.Assignment | None:

@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from metaserver.metrics import Metrics
-from metaserver.route_hubs import RouteHubs
-from metaserver.rpc.visits import Visits
-from metaserver.watch import WatchHub, WatchTooLarge
 from qmq.errors import InvalidRequest
+from qmq.metaserver.metrics import Metrics
+from qmq.metaserver.route_hubs import RouteHubs
+from qmq.metaserver.rpc.visits import Visits
+from qmq.metaserver.watch import TooManyWatches, WatchHub
 from qmq.proto import qmq_pb2 as pb
 from qmq.rpc_access import caller
 
@@ -39,22 +39,25 @@ class RouteRpc:
         if request is None:
             return
         hub = await self._hub_of(request.kind, context)
-        watch = hub.join(
-            app=request.app[:100], client_id=request.client_id[:100], produces=request.produces,
-            caller=replace(caller(), peer=str(context.peer())), send=context.write,
-        )  # fmt: skip
+        try:
+            watch = hub.join(
+                app=request.app[:100], client_id=request.client_id[:100], produces=request.produces,
+                caller=replace(caller(), peer=str(context.peer())), send=context.write,
+            )  # fmt: skip
+        except TooManyWatches as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            raise  # abort has raised already
         try:
             with self.visits.open(context):
                 while request is not None:
                     self._metrics.route_requests.inc()
                     hub.confirm(watch, request.held)
+                    hub.forget(watch, request.forgotten)
                     if request.subjects:  # else it only says what it holds
                         await hub.ask(watch, request.subjects, request.held)
                     request = None  # 20,000 of them would take 25 MB while their clients say nothing
                     request = await _read(context)
                 await asyncio.Event().wait()  # it asks no more and goes on listening
-        except WatchTooLarge as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:
             hub.leave(watch)
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from metaserver.access import Access
-from metaserver.actions.vault import Vault
-from metaserver.database import Database
-from metaserver.metrics import Metrics
-from metaserver.registry import Ask, Registry
-from metaserver.route_hubs import RouteHubs
-from metaserver.rpc.brokers import BrokerRpc
-from metaserver.rpc.routes import RouteRpc
-from metaserver.rpc.tokens import TokenRpc
-from metaserver.rpc.visits import Visits
-from metaserver.rpc.watchdogs import WatchdogRpc
+from qmq.metaserver.access import Access
+from qmq.metaserver.actions.vault import Vault
+from qmq.metaserver.database import Database
+from qmq.metaserver.metrics import Metrics
+from qmq.metaserver.registry import Ask, Registry
+from qmq.metaserver.route_hubs import RouteHubs
+from qmq.metaserver.rpc.brokers import BrokerRpc
+from qmq.metaserver.rpc.routes import RouteRpc
+from qmq.metaserver.rpc.tokens import TokenRpc
+from qmq.metaserver.rpc.visits import Visits
+from qmq.metaserver.rpc.watchdogs import WatchdogRpc
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer
 
 

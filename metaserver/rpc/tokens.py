@@ -1,4 +1,4 @@
-"""Shell. The gRPC method by which brokers ask what a token may do, and the metaserver's own door."""
+"""Shell. The gRPC method by which brokers ask what a token may do, and the metaserver's own acceptor."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import Any
 
 import grpc
 
-from metaserver.access import RPC_ROLES, Access
-from metaserver.refusals import Refusals
 from qmq.errors import AccessError
+from qmq.metaserver.access import RPC_ROLES, Access, UnknownToken
+from qmq.metaserver.database import Database
+from qmq.metaserver.refusals import Refusals
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller
-from qmq.rpc_access import RpcDoor
+from qmq.rpc_access import RpcAcceptor
 
 ANSWER_VALID_MS = 20_000
 """How long a broker uses an answer without asking again: what is revoked ends there within a minute."""
 
 
-def make_door(access: Access, refusals: Refusals) -> RpcDoor:
+def make_acceptor(access: Access, refusals: Refusals) -> RpcAcceptor:
     """The interceptor that every call passes."""
 
     async def check(token: str) -> Caller:
@@ -27,20 +28,22 @@ def make_door(access: Access, refusals: Refusals) -> RpcDoor:
     def refused(method: str, peer: str, reason: str) -> None:
         refusals.note(method, peer.rpartition(":")[0], reason)
 
-    return RpcDoor(RPC_ROLES, check, refused)
+    return RpcAcceptor(RPC_ROLES, check, refused)
 
 
 class TokenRpc:
     """Part of the metaserver's service."""
 
     _access: Access
+    _database: Database
 
     async def CheckToken(self, request: pb.TokenQuestion, context: Any) -> pb.TokenAnswer:
         now_ms = wall_ms()
         try:
             who, expires_ms = self._access.look_up(request.token, now_ms=now_ms)
         except AccessError as error:
-            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+            lost = self._database.set_aside_because if isinstance(error, UnknownToken) else ""
+            await context.abort(grpc.StatusCode.UNAVAILABLE if lost else grpc.StatusCode.NOT_FOUND, lost or str(error))
             raise  # abort has raised already
         left_ms = expires_ms - now_ms if expires_ms else 0
         return pb.TokenAnswer(

@@ -1,4 +1,4 @@
-"""Shell. Ends streams whose token was revoked or has expired meanwhile: the door looks at it only once."""
+"""Shell. Ends streams whose token was revoked or has expired meanwhile: the acceptor looks at it only once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
-from metaserver.access import Access
-from metaserver.rpc.tokens import wall_ms
 from qmq.errors import AccessError
+from qmq.metaserver.access import Access
+from qmq.metaserver.rpc.tokens import wall_ms
 from qmq.rpc_access import TOKEN_KEY
 
 REVIEW_S = 5.0

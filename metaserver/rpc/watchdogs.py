@@ -1,6 +1,6 @@
 """Shell. The gRPC methods of watchdogs: the lease by which one of them acts, and the databases that it scans.
 
-Passwords leave the metaserver here alone, decrypted, to whoever has the key of the installation.
+Passwords leave the metaserver here alone, decrypted, for holders of the key of the installation.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 
-from metaserver.actions.vault import Vault
-from metaserver.database import Database
-from metaserver.model import WATCHDOGS, DataSource, LeaseRow
 from qmq.errors import InvalidName, NotServed, OperatorError, QmqError
+from qmq.metaserver.actions.vault import Vault
+from qmq.metaserver.database import Database
+from qmq.metaserver.model import WATCHDOGS, DataSource, LeaseRow
 from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import check_name
 

@@ -17,13 +17,13 @@ from typing import Self, TypeVar
 
 from qmq.blocking import background as process
 from qmq.blocking.background import Background
+from qmq.client.connections import MasterChanged
 from qmq.client.consumer import Consumer as AsyncConsumer
 from qmq.client.consumer import Start, TagMode
 from qmq.client.handling import BlockingHandler, Filter
 from qmq.client.listener import Listener
 from qmq.client.puller import Puller as AsyncPuller
 from qmq.client.received import ReceivedMessage
-from qmq.client.session import MasterChanged
 from qmq.errors import ClientClosed, InvalidRequest, QmqError
 
 H = TypeVar("H", bound=BlockingHandler)
@@ -187,7 +187,7 @@ class Consumer:
     def on_master_changed(self, callback: C) -> C:
         """Have `callback` called with each `MasterChanged`, on the thread that does the work: it must not wait.
 
-        What the old master had handed over, and not heard the ack of, may come again.
+        What the old master had delivered, and whose ack it did not get, may come again.
         """
         self._own.on_master_changed(callback)
         self._asked.append(lambda consumer: consumer.on_master_changed(callback))
@@ -269,11 +269,11 @@ class Puller:
     def nack(
         self, messages: Iterable[ReceivedMessage], reason: str = "", *, delay: float | timedelta | None = None
     ) -> None:
-        """Have messages handed over again, to any consumer of the group: see `ReceivedMessage.nack`."""
+        """Have messages delivered again, to any consumer of the group: see `ReceivedMessage.nack`."""
         self._home.run(self._inner.nack(list(messages), reason, delay=delay))
 
     def dead_letter(self, messages: Iterable[ReceivedMessage], reason: str) -> None:
-        """Have messages never handed over again: see `ReceivedMessage.dead_letter`."""
+        """Have messages never delivered again: see `ReceivedMessage.dead_letter`."""
         self._home.run(self._inner.dead_letter(list(messages), reason))
 
     def flush(self) -> None:

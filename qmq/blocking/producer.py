@@ -244,7 +244,7 @@ class _Session:
         return self.producer.outbox.stage_here(messages, session, self.background.run)
 
     def _empty(self) -> None:
-        """On the loop: hand what was put here to the producer, some at a time, so that others have their turn."""
+        """On the loop: give the producer what was put here, some at a time, so that other work runs in between."""
         for _ in range(TURN_MESSAGES_MAX):
             with self._lock:
                 if not self._outbox:
@@ -262,7 +262,7 @@ class _Session:
         self.background.call_soon(self._empty)
 
     def _done(self, sent: _Sent, outcome: Receipt | Exception) -> None:
-        """On the loop: tell whoever sent it, then forget it; `flush` waits for both."""
+        """On the loop: set the receipt, then forget it; `flush` waits for both."""
         try:
             if isinstance(outcome, Exception):
                 sent.future.set_exception(outcome)
@@ -306,7 +306,7 @@ class _Sent:
 
 
 class _Receipt(Future[Receipt]):
-    """A receipt to come. Only the process that sent the message hears of it; a forked one must not wait for it."""
+    """A receipt to come. Only the process that sent the message gets it; a forked one must not wait for it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ class Requester:
         return background.run(requester.request(message, timeout=timeout))
 
     def close(self) -> None:
-        """Wait for answers no more; whoever waits gets ClientClosed."""
+        """Stop waiting for answers; waiting requests raise ClientClosed."""
         opened, self._open, self._is_closed = self._open_here(), None, True
         if opened is not None:
             background, requester = opened
@@ -53,7 +53,7 @@ class Requester:
             background.run(requester.__aexit__(None, None, None))
 
     def flush_at_exit(self) -> None:
-        """For the end of the process: who waited for an answer has it, or has given up."""
+        """At the end of the process: each request has its answer, or has given up."""
 
     def _open_here(self) -> tuple[Background, AsyncRequester] | None:
         opened = self._open

@@ -1,28 +1,21 @@
-"""Core. How messages become batches, what an answer means for a batch, and what the receipts say.
+"""Core. How messages become batches, and what the receipts say.
 
-A batch gets a number of the broker group that it is sent to. The group remembers the last 64 numbers of each producer
-and answers a repeated one with the receipt of the first time, so the rule that keeps a message from being stored twice:
-
-    attempt ended with          and no attempt before was doubtful     and one was
-    stored                      stored                                 stored
-    OutcomeUnknown, lost link   doubtful from now on: repeat the same bytes with the same number to the same group
-    AskAnotherBroker            another group, with a number of that   repeat to the same group
-    CallError, AccessError      refused                                unknown: the first attempt may have been stored
-    anything else               doubtful from now on
-    the deadline                refused                                unknown
+A batch gets a number of the broker group that it is sent to, and keeps both until its outcome is known
+(qmq.client.batch_life). Not stored there, it goes to another group under a number of that group, or is refused.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum, StrEnum
+from enum import StrEnum
 from functools import reduce
 from typing import NamedTuple, overload
 from zlib import crc32
 
+from qmq.client.batch_life import BatchLife
 from qmq.codec import decode_labels, encode_labels, slice_batch
-from qmq.errors import AccessError, AskAnotherBroker, CallError, InvalidMessage, OutcomeUnknown, QmqError
+from qmq.errors import InvalidMessage, OutcomeUnknown, QmqError
 from qmq.log.frame import label_flags
 from qmq.remoting.commands import Produced
 from qmq.types import Durability
@@ -98,12 +91,13 @@ class Batch:
     """Messages of one subject that travel together; `blocks`, back to back, are the body of the request.
 
     `flags`: of the request; they say whether labels are the end of the body. `due_ms`: of all its messages, if they are
-    delayed and the batch was made for one call. Made by a producer; ends when `result` is set.
+    delayed and the batch was made for one call. `life`: under `number`, once it has one. Made by a producer; ends when
+    `result` is set.
     """
 
     __slots__ = (
         "subject", "ids", "blocks", "flags", "body_bytes", "crc", "deadline_ms", "on_resolved",
-        "order", "number", "doubtful", "result", "halves", "due_ms",
+        "order", "number", "life", "result", "halves", "due_ms",
     )  # fmt: skip
 
     def __init__(
@@ -121,7 +115,7 @@ class Batch:
         self.on_resolved = on_resolved
         self.order: tuple[int, ...] = ()
         self.number = 0
-        self.doubtful = False
+        self.life: BatchLife
         self.result: Result | None = None
         self.halves: tuple[Batch, Batch] | None = None
 
@@ -211,25 +205,6 @@ def refused(group: str, error: QmqError) -> Result:
 
 def unknown(group: str, reason: str) -> Result:
     return Result(Outcome.UNKNOWN, group, -1, None, OutcomeUnknown(reason), {})
-
-
-class Next(Enum):
-    """What to do with a batch after an attempt failed."""
-
-    REPEAT = "the same number and bytes, to the same group"
-    MOVE = "another group, with a number of that group"
-    REFUSED = "final: not stored"
-    UNKNOWN = "final: maybe stored"
-
-
-def after_error(batch: Batch, error: QmqError) -> Next:
-    """Apply the table above; marks the batch as doubtful where it says so."""
-    if isinstance(error, AskAnotherBroker):  # the only answer that says "nothing was stored, another may take it"
-        return Next.REPEAT if batch.doubtful else Next.MOVE
-    if isinstance(error, CallError | AccessError):
-        return Next.UNKNOWN if batch.doubtful else Next.REFUSED
-    batch.doubtful = True
-    return Next.REPEAT
 
 
 class MessageIds:

@@ -1,7 +1,7 @@
 """Core. A circuit breaker: a broker group that takes requests and answers none gets no more of them for a while.
 
-A request fails when its connection is lost or answers none in time. Any answer is a success, a refusal too: who says
-that it is overloaded or readonly is alive, and `qmq.client.routing` lets it rest for as long as that takes.
+A request fails when its connection is lost or answers none in time. Any answer is a success, a refusal too: a broker
+that is overloaded or readonly is alive, and `qmq.client.routing` lets it rest for as long as that takes.
 
     closed      FAILURES_MAX failures in a row                  -> open
     open        OPEN_MS later, when it is next looked at        -> half-open

@@ -15,11 +15,11 @@ from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from qmq.access import find_token
+from qmq.client.connections import Connections, MasterChanged
 from qmq.client.handling import Filter, Handler, Handling
 from qmq.client.listener import Listener
 from qmq.client.membership import Membership
 from qmq.client.puller import Puller
-from qmq.client.session import MasterChanged, Session
 from qmq.client.signals import on_sigterm
 from qmq.client.terms import Terms, make_terms
 from qmq.errors import InvalidRequest
@@ -60,7 +60,7 @@ class Consumer:
         self._members: dict[tuple[str, str], Membership] = {}
         """Of each (subject, group) that is taken, mailboxes too, whose it is."""
         self._watchers: list[Callable[[MasterChanged], object]] = []
-        self._session: Session | None = None
+        self._connections: Connections | None = None
         self._users = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
@@ -78,8 +78,8 @@ class Consumer:
         """Decorate the function that handles messages of `subject` for the consumer group `group`.
 
         A coroutine function runs on the event loop, a plain function in a thread. When it returns, the message is
-        acked. When it raises, the message is handed over again after `retry_delay`, to any consumer of the group, and
-        becomes a dead letter once it was handed over `retries_max` times. `RetryLater` and `DeadLetter`, raised, say
+        acked. When it raises, the message is delivered again after `retry_delay`, to any consumer of the group, and
+        becomes a dead letter once it was delivered `retries_max` times. `RetryLater` and `DeadLetter`, raised, say
         otherwise.
 
         Args:
@@ -87,15 +87,15 @@ class Consumer:
             tags, tag_mode: only messages with any, or all, of these tags.
             concurrency: handlers that run at the same time. With 1, messages of a broker group come in order.
             start: where a new group begins: "latest", "earliest" for all that is stored, or a datetime with time zone.
-            retries_max: hand-overs in all, at least one; a message may carry its own number.
+            retries_max: delivery attempts in all, at least one; a message may carry its own number.
             retry_delay: seconds, at most a day.
             most_once: the broker keeps the ack before the handler is called: a crash loses messages, none comes twice.
             auto_ack: if not, returning decides nothing: `ack`, `nack` or `dead_letter` of the message do, whenever.
             filters: wrap the handler, the first one outermost (see `qmq.client.handling`). One that promises something
                 of the ack, with an attribute `needs_auto_ack`, goes neither with `most_once` nor without `auto_ack`.
-            prefetch_messages, prefetch_bytes: what may wait here or be on its way; 1,000, with `most_once` one for each
-                handler at a time.
-            unacked_max: messages that a broker group handed out and that are not acked; then pulling stops.
+            prefetch_messages, prefetch_bytes: what may wait here or be on its way, at most; 1,000, with `most_once` one
+                for each handler at a time. Slow handlers have less ahead: about half a second of work.
+            unacked_max: messages of a broker group that are delivered and not acked; then pulling stops.
 
         Raises:
             InvalidName: the subject or group breaks the rules of `qmq.subjects`.
@@ -178,8 +178,8 @@ class Consumer:
                 listener.end()
 
     def _start(self, listener: Listener) -> None:
-        assert self._session is not None and self._stop is not None
-        task = listener.start(self._session)
+        assert self._connections is not None and self._stop is not None
+        task = listener.start(self._connections)
         self._running.add(task)
         task.add_done_callback(lambda _: self._end_run())
 
@@ -193,9 +193,9 @@ class Consumer:
     ) -> Puller:  # fmt: skip
         """Return a puller for `async with`; the arguments are those of `listen`.
 
-        With `most_once`, `pull` returns messages when the broker keeps their acks. `prefetch_messages` is that of who
-        takes messages as fast as they come: in pulls of 2,000 each costs both sides a quarter less than in pulls of
-        1,000. Ask for less where several pullers share few messages that take long.
+        With `most_once`, `pull` returns messages when the broker keeps their acks. `prefetch_messages` suits a
+        consumer that takes messages as fast as they come: in pulls of 2,000, each costs both sides a quarter less than
+        in pulls of 1,000. Ask for less where several pullers share few messages that take long.
         """
         terms = make_terms(
             subject=subject, group=group, consumer=self.id, broadcast=broadcast, start=start, tags=tags,
@@ -205,7 +205,7 @@ class Consumer:
         self._check_free(terms)
         return Puller(terms, self, drain_s=self._drain_s, is_online=self._is_online)
 
-    def entered(self, puller: Puller) -> Session:
+    def entered(self, puller: Puller) -> Connections:
         """A puller begins."""
         self._check_free(puller.terms)
         self._add(puller)
@@ -243,7 +243,7 @@ class Consumer:
     def on_master_changed(self, callback: C) -> C:
         """Have `callback` called, on the event loop, with each `MasterChanged`; may be used as a decorator.
 
-        What the old master had handed over, and not heard the ack of, may come again.
+        What the old master had delivered, and whose ack it did not get, may come again.
 
         Raises:
             InvalidRequest: a coroutine function, which nobody would await.
@@ -273,22 +273,22 @@ class Consumer:
         for key in _keys(member.terms):
             self._members[key] = member
 
-    def _acquire(self) -> Session:
-        """The session with metaserver and brokers begins with its first user and ends with the last."""
+    def _acquire(self) -> Connections:
+        """The connections begin with their first user and end with the last."""
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        if self._session is None:
-            self._session = Session(
+        if self._connections is None:
+            self._connections = Connections(
                 metaserver=self._metaserver, token=self._token, app=self._app, client_id=self.id,
                 on_master_changed=self._master_changed,
             )  # fmt: skip
         self._users += 1
-        return self._session
+        return self._connections
 
     async def _release(self) -> None:
         self._users -= 1
-        if self._users == 0 and self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+        if self._users == 0 and self._connections is not None:
+            connections, self._connections = self._connections, None
+            await connections.close()
 
 
 def _keys(terms: Terms) -> list[tuple[str, str]]:

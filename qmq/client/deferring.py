@@ -2,7 +2,7 @@
 
 A copy of the message goes to the delay group, under the group's mailbox as its subject, and once it is stored there the
 message is acked. Nobody waits for that but the message. The copy has the id and the content, and says how often the
-message was handed over. If an answer is lost, both may come: at least once, as everything.
+message was delivered. If an answer is lost, both may come: at least once, as everything.
 """
 
 from __future__ import annotations

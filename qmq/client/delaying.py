@@ -90,7 +90,7 @@ def _moment(at: datetime) -> int:
         raise InvalidRequest(f"at is a datetime with its time zone, not {type(at).__name__}")
     if at.utcoffset() is None:
         raise InvalidRequest(
-            f"at={at} has no time zone, so that nobody can tell when it is: write at.astimezone() if it is this "
+            f"at={at} has no time zone, so it names no moment: write at.astimezone() if it is this "
             "computer's local time, at.replace(tzinfo=…) if it is another, or datetime.now(UTC) + timedelta(…)"
         )
     return -((_EPOCH - at) // _MS)  # rounded up: never early
@@ -106,7 +106,7 @@ def check_key(key: str) -> str:
 class Wanted(NamedTuple):
     """Which messages of a subject a call means: the one of an id, or those of a key; the other is "".
 
-    `group`: the delay group that has it, "" if any may; `due_ms`: about when it is due, 0 if nobody knows.
+    `group`: the delay group that has it, "" if any may; `due_ms`: about when it is due, 0 if that is not known.
     """
 
     subject: str

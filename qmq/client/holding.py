@@ -1,6 +1,6 @@
 """Core. What a consumer holds: messages it was handed, what became of each, and what its broker is to hear next.
 
-A broker numbers what it hands to a consumer with ascending pull sequences; they may jump (a new master's reign begins
+A broker numbers what it hands to a consumer with ascending pull sequences; they may jump (a new mastership begins
 after a gap), so nothing is counted from them. Acks are ranges of them: of the oldest piece that is not wholly decided,
 what is done at its beginning; of every other piece, once each of its messages is decided, what is done in it; and now
 and then everything. So a slow message holds back its own piece, for a moment, and no other, and a range never spans
@@ -13,13 +13,14 @@ at the next one; it takes what it has settled already as settled.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from qmq import ranges
 from qmq.client.retrying import RetryPolicy
+from qmq.ranges import Range
 from qmq.remoting.commands import NackEntry, Verdict
 
 if TYPE_CHECKING:
@@ -33,22 +34,26 @@ ENTRIES_MAX = 1_000
 """Ranges in one request: what a broker folds within a few hundred microseconds."""
 
 ACKED_RANGES_MAX = 1_000
-"""Of a reign all acks are one range, but for what was nacked in between."""
+"""Of a mastership all acks are one range, but for what was nacked in between."""
 
 _DONE_RUN, _UNSETTLED_RUN = re.compile(b"\1+"), re.compile(b"[^\3]+")
 
 
 class Acker(Protocol):
-    """Who carries decisions to the broker: the feed that a piece came from."""
+    """Who carries decisions to the broker: the session that a piece came from."""
 
     policy: RetryPolicy
     source: str
     group: str
     is_mailbox: bool
 
+    def begin(self, piece: HeldPiece, at: int) -> Awaitable[memoryview] | None: ...
+
     def done(self, piece: HeldPiece) -> None: ...
 
     def nack(self, piece: HeldPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None: ...
+
+    def not_begun(self, message: ReceivedMessage) -> None: ...
 
     def defer(self, message: ReceivedMessage, *, delay_s: float, reason: str) -> None: ...
 
@@ -59,11 +64,13 @@ class HeldPiece:
     """Consecutive pull sequences `[begin, end)` that were handed out together; `states[i]` is that of `begin + i`.
 
     `open` counts its messages that are not decided, `unsettled` those whose decision the broker has not confirmed.
-    `is_dropped`: they are not held any more and will come again, as other messages.
+    `is_dropped`: they are not held any more and will come again, as other messages. `suspected`: a consumer that had
+    them vanished (qmq.client.solitude).
     """
 
     __slots__ = (
-        "begin", "end", "times", "states", "open", "unsettled", "acker", "broker_group", "is_dropped", "_decided",
+        "begin", "end", "times", "states", "open", "unsettled", "acker", "broker_group", "is_dropped", "suspected",
+        "_decided",
     )  # fmt: skip
 
     def __init__(
@@ -74,7 +81,7 @@ class HeldPiece:
         self.open = self.unsettled = count
         self.acker = acker
         self.broker_group = broker_group
-        self.is_dropped = False
+        self.is_dropped = self.suspected = False
         self._decided = decided
 
     def mark(self, at: int) -> None:
@@ -109,7 +116,7 @@ class HeldPiece:
         self.unsettled -= end - begin - part.count(SETTLED)
         self.states[begin:end] = bytes((SETTLED,)) * (end - begin)
 
-    def unsettled_ranges(self) -> list[tuple[int, int]]:
+    def unsettled_ranges(self) -> list[Range]:
         """Return the pull sequences whose decision the broker has not confirmed, as ranges."""
         runs = (found.span() for found in _UNSETTLED_RUN.finditer(self.states))
         return [(self.begin + begin, self.begin + end) for begin, end in runs]
@@ -125,7 +132,7 @@ class HeldPiece:
 class SentAck(NamedTuple):
     """An ack on its way: the ranges of pull sequences to send, ascending, and the parts of pieces that they are."""
 
-    ranges: list[tuple[int, int]]
+    ranges: list[Range]
     parts: list[tuple[HeldPiece, int, int]]
 
 
@@ -155,7 +162,7 @@ class SentNack(NamedTuple):
 class Holding:
     """What one consumer holds of one broker group, for one subscription.
 
-    Made by a feed; lives through reconnects. `held_end` is what SUBSCRIBE tells a broker: it hands out again all
+    Made by a session; lives through reconnects. `held_end` is what SUBSCRIBE tells a broker: it hands out again all
     un-acked messages from there on, and `received` ignores what is held already.
     """
 
@@ -166,10 +173,10 @@ class Holding:
         self._refusals: dict[str, list[Refusal]] = {}
         """Nacks to be sent, by their reason: a request has one."""
         self._nacks_sent: list[SentNack] = []
-        self._acked: list[tuple[int, int]] = []
+        self._acked: list[Range] = []
         """What brokers have confirmed as acked, as ranges, ascending; the newest ones."""
-        self._owed_acks: list[tuple[int, int]] = []
-        self._owed_nacks: list[tuple[int, int]] = []
+        self._owed_acks: list[Range] = []
+        self._owed_nacks: list[Range] = []
         """Pull sequences that a broker takes for un-acked and that are not held any more."""
         self.held_end = 0
         self.held = 0
@@ -213,8 +220,8 @@ class Holding:
                 break
             if piece.open < len(piece.states) and not self._take_done(piece, len(piece.states), parts):
                 break
-        ranges = _joined([(piece.begin + begin, piece.begin + end) for piece, begin, end in parts])
-        return SentAck(ranges, parts) if parts else None
+        done = ranges.union([(piece.begin + begin, piece.begin + end) for piece, begin, end in parts])
+        return SentAck(done, parts) if parts else None
 
     def _undecided(self) -> Iterator[HeldPiece]:
         return (piece for piece in self._pieces.values() if piece.open)
@@ -232,9 +239,9 @@ class Holding:
     def acked(self, ack: SentAck) -> None:
         """The broker keeps this ack."""
         if self._acked and ack.ranges[0][0] >= self._acked[-1][0]:
-            self._acked[-1:] = _joined([self._acked[-1], *ack.ranges])  # nearly always
+            self._acked[-1:] = ranges.union([self._acked[-1], *ack.ranges])  # nearly always
         else:
-            self._acked = _joined([*self._acked, *ack.ranges])
+            self._acked = ranges.union([*self._acked, *ack.ranges])
         del self._acked[:-ACKED_RANGES_MAX]
         for piece, begin, end in ack.parts:
             self._settle(piece, begin, end)
@@ -313,7 +320,7 @@ class Holding:
 
     # The whole.
 
-    def subscribed(self, acked_end: int, unacked: Iterable[tuple[int, int]] = ()) -> None:
+    def subscribed(self, acked_end: int, unacked: Iterable[Range] = ()) -> None:
         """A new subscription begins: what has no answer is sent again, but for what is below the broker's `acked_end`.
 
         What the broker counts as settled beyond our own decisions is not ours any more (our lease had ended).
@@ -334,9 +341,10 @@ class Holding:
             if one.piece.states[one.at] == NACKED:
                 self._refusals.setdefault(one.reason, []).append(one)
         self.held_end = max(self.held_end, acked_end)
-        lost = _without(list(unacked), [one for piece in self._pieces.values() for one in piece.unsettled_ranges()])
-        self._owed_nacks = _without(lost, self._acked)
-        self._owed_acks = _without(lost, self._owed_nacks)
+        known = [one for piece in self._pieces.values() for one in piece.unsettled_ranges()]
+        lost = ranges.difference(unacked, known)
+        self._owed_nacks = ranges.difference(lost, self._acked)
+        self._owed_acks = ranges.difference(lost, self._owed_nacks)
 
     @property
     def open(self) -> int:
@@ -357,30 +365,3 @@ class Holding:
         self._decided.clear()
         self._refusals.clear()
         self._owed_acks, self._owed_nacks = [], []
-
-
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges ascending, those that touch as one."""
-    joined: list[tuple[int, int]] = []
-    for begin, end in sorted(ranges):
-        if joined and joined[-1][1] >= begin:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def _without(ranges: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return what of `ranges` is in none of `others`."""
-    left: list[tuple[int, int]] = []
-    taken = _joined(others)
-    for begin, end in ranges:
-        at = bisect_right(taken, begin, key=lambda one: one[1])
-        while begin < end and at < len(taken) and taken[at][0] < end:
-            if begin < taken[at][0]:
-                left.append((begin, taken[at][0]))
-            begin = taken[at][1]
-            at += 1
-        if begin < end:
-            left.append((begin, end))
-    return left

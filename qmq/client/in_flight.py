@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
+from qmq.client.batch_life import BATCH_LIFE, Answer, BatchEvent, BatchLife, BatchState
 from qmq.client.batching import Batch
+from qmq.states import TRANSITIONS_KEPT, Transition
 
 NUMBERS_SPAN_MAX = 64
 """A group remembers this many numbers of a producer; an older one could not be repeated safely."""
@@ -23,7 +26,7 @@ class GroupBatches:
     """A producer's batches that carry a number of one broker group, from admission to result.
 
     Numbers ascend from 1. The oldest unresolved and the newest are never more than 63 apart, so that each can be
-    repeated. After a lost connection all that was in flight is doubtful and goes first on the next one, in order.
+    repeated. Those whose outcome is unknown go first, in order.
     """
 
     def __init__(self, in_flight_max: int) -> None:
@@ -32,13 +35,12 @@ class GroupBatches:
         """Unresolved batches of each subject."""
         self._next_number = 1
         self._unresolved: dict[int, Batch] = {}  # ascending, because numbers are given in order
-        self._in_flight: set[int] = set()
         self._bytes_in_flight = 0
+        self.history: deque[Transition] = deque(maxlen=TRANSITIONS_KEPT)
+        """The last transitions of all its batches."""
+        self.load = 0
+        """How many are in flight."""
         self.limits = Limits(1 << 30, 1 << 30)
-
-    @property
-    def load(self) -> int:
-        return len(self._in_flight)
 
     @property
     def has_any(self) -> bool:
@@ -46,7 +48,7 @@ class GroupBatches:
 
     @property
     def has_repeats(self) -> bool:
-        return len(self._in_flight) < len(self._unresolved)
+        return self.load < len(self._unresolved)
 
     def unresolved(self) -> list[Batch]:
         return list(self._unresolved.values())
@@ -75,49 +77,49 @@ class GroupBatches:
 
     def admit(self, batch: Batch) -> None:
         """Give a batch the next number and count it as in flight."""
-        batch.number = self._next_number
+        batch.number, batch.life = self._next_number, BatchLife(BATCH_LIFE, self.history)
         self._next_number += 1
         self._unresolved[batch.number] = batch
         self._of_subject[batch.subject] = self._of_subject.get(batch.subject, 0) + 1
         self._sent(batch)
 
     def _sent(self, batch: Batch) -> None:
-        self._in_flight.add(batch.number)
+        batch.life.on(BatchEvent.SENT)
+        self.load += 1
         self._bytes_in_flight += batch.body_bytes
 
     def next_repeat(self) -> Batch | None:
         """Return the oldest batch that must be sent again, if the window has room for it; count it as in flight."""
-        for number, batch in self._unresolved.items():
-            if number not in self._in_flight:
-                if self._in_flight and self._bytes_in_flight + batch.body_bytes > self.limits.window_bytes:
+        for batch in self._unresolved.values():
+            if not batch.life.is_in_flight:
+                if self.load and self._bytes_in_flight + batch.body_bytes > self.limits.window_bytes:
                     return None
                 self._sent(batch)
                 return batch
         return None
 
-    def returned(self, batch: Batch) -> None:
-        """An attempt ended; the batch is not in flight any more."""
-        if batch.number in self._in_flight:
-            self._in_flight.remove(batch.number)
+    def answered(self, batch: Batch, answer: Answer | type[Answer]) -> BatchState:
+        """An attempt ended; the batch is not in flight any more. Return what is known of it."""
+        self.load -= 1
+        self._bytes_in_flight -= batch.body_bytes
+        return batch.life.on(answer)
+
+    def give_up(self, batch: Batch) -> None:
+        """A batch has no outcome in time."""
+        if batch.life.is_in_flight:
+            self.load -= 1
             self._bytes_in_flight -= batch.body_bytes
+        batch.life.on(BatchEvent.GAVE_UP)
 
     def release(self, batch: Batch) -> None:
-        """The batch is resolved or goes to another group; its number is used up. One that this group never had may
-        carry a number of another group."""
+        """A batch that is not in flight is resolved or goes to another group; its number is used up. One that this
+        group never had may carry a number of another group."""
         if self._unresolved.get(batch.number) is not batch:
             return
-        self.returned(batch)
         del self._unresolved[batch.number]
         left = self._of_subject.pop(batch.subject) - 1
         if left:
             self._of_subject[batch.subject] = left
-
-    def connection_lost(self) -> None:
-        """Nobody will answer what is in flight: each of these may be stored or not."""
-        for number in self._in_flight:
-            self._unresolved[number].doubtful = True
-        self._in_flight.clear()
-        self._bytes_in_flight = 0
 
     def expired(self, now_ms: int) -> list[Batch]:
         return [batch for batch in self._unresolved.values() if batch.deadline_ms <= now_ms]

@@ -24,7 +24,7 @@ come back all at once."""
 
 
 class LinkOwner(Protocol):
-    """What the owner of a link is told, on the event loop."""
+    """The owner of a link, which calls it on the event loop."""
 
     def link_opened(self, link: Link) -> None: ...
 

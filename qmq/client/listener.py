@@ -9,8 +9,10 @@ from typing import cast
 
 from qmq.client.handling import AsyncHandler, HandlerThread, Handling
 from qmq.client.membership import Membership
+from qmq.client.prefetch import MEASURED_EVERY, Prefetch
 from qmq.client.received import ReceivedMessage
 from qmq.client.retrying import Refused, refused_by_error
+from qmq.client.solitude import Solitude
 from qmq.client.subscription import Subscription
 from qmq.client.terms import Terms, check_concurrency
 from qmq.remoting.commands import Verdict
@@ -37,6 +39,8 @@ class Listener(Membership):
         self._auto_ack = auto_ack
         self._concurrency = check_concurrency(concurrency)
         self._workers: set[asyncio.Task[None]] = set()
+        self._solitude = Solitude()
+        self._prefetch = Prefetch(terms.prefetch_messages, self._concurrency)
 
     @property
     def concurrency(self) -> int:
@@ -51,6 +55,7 @@ class Listener(Membership):
     # The members' part.
 
     def _joined(self, subscription: Subscription) -> None:
+        self._solitude = Solitude()
         self._workers.clear()  # whoever outlived its cancellation has a message that went back to the group
         self._adapted(subscription)
 
@@ -58,6 +63,8 @@ class Listener(Membership):
         """Have as many workers as asked for; those too many end by themselves, after the message that they handle."""
         if subscription.is_closing:
             return
+        self._prefetch.concur(self._concurrency)
+        subscription.prefetch_messages = self._prefetch.messages
         for _ in range(self._concurrency - len(self._workers)):
             worker = asyncio.create_task(self._work(subscription))
             self._workers.add(worker)
@@ -97,7 +104,8 @@ class Listener(Membership):
                 thread.close()
 
     async def _serve(self, subscription: Subscription, handle: AsyncHandler) -> None:
-        auto_ack, handled = self._auto_ack, 0
+        solitude = self._solitude
+        auto_ack, handled, clock = self._auto_ack, 0, asyncio.get_running_loop().time
         while not subscription.is_closing:
             if len(self._workers) > self._concurrency:
                 self._workers.remove(cast(asyncio.Task[None], asyncio.current_task()))  # before the next one counts
@@ -106,6 +114,12 @@ class Listener(Membership):
             if message is None:
                 await subscription.wait()
                 continue
+            if is_alone := message._piece.suspected:
+                await _begin_alone(solitude, message)
+            else:
+                while not solitude.enter():
+                    await _wait_for_company(solitude, message)
+            began_s = clock() if handled % MEASURED_EVERY == 0 else None
             try:
                 await handle(message)
             except asyncio.CancelledError as error:
@@ -120,6 +134,11 @@ class Listener(Membership):
             else:
                 if auto_ack:
                     message._done()
+            finally:
+                solitude.leave(alone=is_alone)
+            if began_s is not None:
+                self._prefetch.measured(clock() - began_s)
+                subscription.prefetch_messages = self._prefetch.messages
             handled += 1
             if handled % HANDLED_IN_A_ROW == 0:
                 await asyncio.sleep(0)
@@ -155,11 +174,27 @@ class Listener(Membership):
             )  # fmt: skip
 
 
+async def _begin_alone(solitude: Solitude, message: ReceivedMessage) -> None:
+    try:
+        await solitude.enter_alone(message)
+    except asyncio.CancelledError:  # the drain ran out of patience before the handler had begun
+        message._piece.acker.not_begun(message)
+        raise
+
+
+async def _wait_for_company(solitude: Solitude, message: ReceivedMessage) -> None:
+    try:
+        await solitude.company()
+    except asyncio.CancelledError:
+        message._piece.acker.not_begun(message)
+        raise
+
+
 def _after_ack(subscription: Subscription, handle: AsyncHandler) -> AsyncHandler:
     """At most once: the handler is called when the broker keeps the ack, and for a message that nobody has begun."""
 
     async def handle_once(message: ReceivedMessage) -> None:
-        if await subscription.confirmed([message]) and message.times == 1:
+        if await subscription.confirmed([message]) and message.times == 1 and not message._piece.suspected:
             await handle(message)
 
     return handle_once

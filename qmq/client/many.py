@@ -61,7 +61,7 @@ class ManySend:
         self._sender, self._ids, self._timeout_ms, self._flight = sender, ids, timeout_ms, flight
         self._until_ms, self._unresolved = until_ms, 0
         self._stuck: set[str] = set()
-        """Subjects of which the last batch waited in vain until its deadline: the rest is not to wait as long again."""
+        """Subjects whose last batch waited until its deadline: the rest need not wait as long again."""
 
     async def send(self, chunk: list[Message]) -> None:
         subjects = {message.subject for message in chunk}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from qmq.client.session import Session
+from qmq.client.connections import Connections
 from qmq.client.subscription import Subscription
 from qmq.client.terms import Terms
 
@@ -15,10 +15,10 @@ FLUSH_S_MIN = 1.0
 
 class Membership:
     """Takes part in a consumer group as long as everybody wants that: the application (`stop`, `resume`), the consumer
-    (`set_online`), and who started it (`end`). These may be called from any thread and return at once.
+    (`set_online`), and its owner (`end`). These may be called from any thread and return at once.
 
     While it is out of the group it holds nothing: what was not begun went back to the group, as if it had never been
-    handed out.
+    delivered.
     """
 
     def __init__(self, terms: Terms, *, drain_s: float, is_online: bool) -> None:
@@ -75,22 +75,22 @@ class Membership:
     def _is_wanted(self) -> bool:
         return self._is_online and not self.is_stopped and not self._is_ended
 
-    def start(self, session: Session) -> asyncio.Task[None]:
+    def start(self, connections: Connections) -> asyncio.Task[None]:
         """Be in the group when that is wanted, until the end; the task raises QmqError if it cannot go on."""
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._changed, self._is_ended = asyncio.Event(), False
-        return asyncio.create_task(self._keep(session))
+        return asyncio.create_task(self._keep(connections))
 
-    async def _keep(self, session: Session) -> None:
+    async def _keep(self, connections: Connections) -> None:
         while not self._is_ended:
             self._changed.clear()
             if self._is_wanted:
-                await self._take_part(session)
+                await self._take_part(connections)
             else:
                 await self._changed.wait()
 
-    async def _take_part(self, session: Session) -> None:
-        self._subscription = subscription = session.subscribe(self.terms, self._changed.set)
+    async def _take_part(self, connections: Connections) -> None:
+        self._subscription = subscription = connections.subscribe(self.terms, self._changed.set)
         try:
             self._joined(subscription)
             while self._is_wanted and subscription.error is None:
@@ -104,7 +104,7 @@ class Membership:
                 await self._leaving(subscription, deadline)
             finally:
                 self._subscription = None
-                await session.leave(subscription, max(deadline - clock(), min(FLUSH_S_MIN, self.drain_s)))
+                await connections.leave(subscription, max(deadline - clock(), min(FLUSH_S_MIN, self.drain_s)))
         if subscription.error is not None:
             raise subscription.error
 

@@ -1,9 +1,8 @@
 """Shell. Sends batches that carry somebody else's numbers: what was claimed in a database, or came due in a schedule.
 
-Whoever wrote down a batch's producer id, number and broker group before it was sent may send it again, after a crash as
+A batch whose producer id, number and broker group were stored before it was sent may be sent again, after a crash as
 well, and the group stores it once (qmq.log.fold, P2). The sender repeats nothing and chooses nothing: each attempt ends
-with one answer, and what follows from it is its owner's rule. An answer says what is known of *this attempt*; a
-`NotStored` after an `Unknown` proves nothing about the first one.
+with one answer, and what follows from it is its owner's rule (qmq.client.batch_life).
 """
 
 from __future__ import annotations
@@ -11,19 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
+from qmq.client.batch_life import Answer, Done, NotStored, NumberedBatch, Stored, Unknown, answer_of
 from qmq.client.breaker import FAILURES_MAX, Breaker, BreakerState
 from qmq.client.in_flight import PRODUCE_OVERHEAD_BYTES, Limits
 from qmq.client.link import Link
 from qmq.client.route_watch import RouteWatch
-from qmq.client.routing import Routing, SubjectRoute, group_of_key
-from qmq.codec import Buffer
+from qmq.client.routing import GroupRoute, Routing, SubjectRoute, group_of_key
 from qmq.errors import (
-    AccessError,
-    AskAnotherBroker,
     BrokerReadOnly,
     CallError,
     ClientClosed,
@@ -42,50 +38,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.05
 """How often connections that owe an answer, and groups whose rest is over, are looked at."""
 ANSWER_TIMEOUT_S = 10.0
-"""A connection that answers nothing for so long is dropped. What a broker that waits for its slave cannot decide it
-answers much earlier."""
-
-
-class NumberedBatch(NamedTuple):
-    """Messages of one subject; `blocks`, back to back, are the body of a PRODUCE, with its labels if `flags` say so.
-
-    `crc`: CRC-32 of the body. The same (producer, number) must stand for the same messages for ever.
-    """
-
-    producer: int
-    number: int
-    subject: str
-    count: int  # type: ignore[assignment]  # shadows tuple.count
-    crc: int
-    flags: int
-    blocks: Sequence[Buffer]
-
-
-class Stored(NamedTuple):
-    """Fsynced on both copies, now or by an earlier attempt.
-
-    `refused`: (position, reason) of messages that the group never takes as they are; all others are stored.
-    """
-
-    first_sequence: int
-    stored: int
-    refused: list[tuple[int, str]]
-
-
-class NotStored(NamedTuple):
-    """This attempt stored nothing. `error` says whose fault it is: a `CallError` is the batch's, others pass."""
-
-    error: QmqError
-
-
-class Unknown(NamedTuple):
-    """This attempt may have stored the batch: repeat the same one to the same group."""
-
-    reason: str
-
-
-Answer = Stored | NotStored | Unknown
-Done = Callable[[Answer], None]
+"""A connection without an answer for this long is dropped. A broker that waits for its slave answers much earlier."""
 
 
 class _Flight:
@@ -133,7 +86,7 @@ class NumberedSender:
         self._is_open = False
         self._watch = RouteWatch(
             metaserver=metaserver, token=token, app=app, client_id=f"{random.getrandbits(64):016x}", produces=True,
-            on_routes=self._routes_changed,
+            on_routes=self._routes_changed, on_idle=self._forget,
         )  # fmt: skip
 
     async def __aenter__(self) -> NumberedSender:
@@ -143,7 +96,7 @@ class NumberedSender:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Disconnect. Who waits for an answer gets one here: unknown."""
+        """Disconnect. Attempts without an answer get one: unknown."""
         self._is_open = False
         for task in self._tasks:
             task.cancel()
@@ -155,8 +108,22 @@ class NumberedSender:
     # Where a batch may go.
 
     def watch(self, subject: str) -> None:
-        """Begin to keep the route of a subject; raises InvalidName."""
+        """Keep the route of a subject until it is long unused, and anew from its next use; raises InvalidName."""
         self._watch.watch(check_subject(subject))
+
+    def _groups_of(self, subject: str) -> tuple[GroupRoute, ...]:
+        self._watch.watch(subject)
+        return self._routing.groups_of(subject)
+
+    def _forget(self, idle: set[str]) -> set[str]:
+        self._routing.forget(idle)
+        return idle
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Subjects that the metaserver refused, and why; "" stands for all, while no metaserver answers."""
+        trouble = self._watch.trouble
+        return ({"": trouble} if trouble else {}) | self._watch.refusals
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call back whenever routes have changed, or which groups can be sent to."""
@@ -167,8 +134,8 @@ class NumberedSender:
         return self._routing.route(subject) is not None
 
     def groups(self, subject: str) -> list[str]:
-        """Return the broker groups that take messages of `subject` now; none if it is not watched."""
-        groups = self._routing.groups_of(subject)
+        """Return the broker groups that take messages of `subject` now; none before its route came."""
+        groups = self._groups_of(subject)
         return [group.broker_group for group in groups if group.writable and self.is_usable(group.broker_group)]
 
     def home(self, subject: str, label: int) -> str | None:
@@ -182,7 +149,7 @@ class NumberedSender:
 
     def sharers(self, subject: str) -> list[str]:
         """Return the broker groups that share the subject's order keys; while they are these, no `home` changes."""
-        return [group.broker_group for group in self._routing.groups_of(subject)]
+        return [group.broker_group for group in self._groups_of(subject)]
 
     def is_usable(self, name: str) -> bool:
         """Say whether a group is connected and neither refused nor failed just before, whatever its routes say."""
@@ -224,6 +191,7 @@ class NumberedSender:
         if not self._is_open:
             done(NotStored(ClientClosed("the sender is not open")))
             return
+        self._watch.watch(batch.subject)
         known = self._groups.get(group)
         connection = known.link.connection if known else None
         if known is None or connection is None or not connection.is_open:
@@ -266,7 +234,7 @@ class NumberedSender:
             self._routing.failed(name, f"{FAILURES_MAX} requests in a row got no answer", now_ms=now_ms)
         if isinstance(answer, QmqError):
             self._failed(name, answer)
-            self._end(group, flight, _of_error(answer))
+            self._end(group, flight, answer_of(answer))
             return
         try:
             produced = commands.decode_produced(answer)
@@ -335,10 +303,3 @@ class NumberedSender:
 
     def link_writable(self, link: Link) -> None:
         self._changed()
-
-
-def _of_error(error: QmqError) -> Answer:
-    """Say what an error proves about the attempt; what is neither a refusal nor a fault of the batch proves nothing."""
-    if isinstance(error, AskAnotherBroker | CallError | AccessError):
-        return NotStored(error)
-    return Unknown(str(error))

@@ -41,7 +41,7 @@ class Producer:
         metaserver: HTTP address, for instance "http://127.0.0.1:8080".
         app: name of the application, for the operators.
         token: API token; if it is not given: of the variable QMQ_TOKEN, or the file that QMQ_TOKEN_FILE names.
-        timeout_s: how long a message may wait for an answer that tells its outcome, retries included.
+        timeout_s: how long a message may wait for its outcome, retries included.
         answer_timeout_s: a connection that owes an answer for longer is given up, and the batch repeated on a new one.
         in_flight_max: produce requests in flight per subject and broker group; what arrives meanwhile gathers to the
             next batch. Over all subjects a broker group has up to 64.
@@ -49,7 +49,7 @@ class Producer:
             `send_nowait` refuses. All subjects together may have an eighth more, in fair shares.
         outbox_table: the table in the databases of `session`s, "table" or "schema.table".
 
-    The id of a message without one is made here, and set, so that whoever sends it again sends the same id.
+    The id of a message without one is made here, and set, so that it keeps it when it is sent again.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Producer:
         await self.close()
 
     async def flush(self) -> None:
-        """Wait until everything that was given before has its outcome (no longer than `timeout_s`), and was told it.
+        """Wait until everything given before has its outcome (no longer than `timeout_s`), and callbacks were called.
 
         Messages of transactions that are committed are given with the commit; their rows are deleted, too.
 
@@ -170,7 +170,7 @@ class Producer:
 
         Raises:
             InvalidName, InvalidMessage: it can never be sent as it is.
-            InvalidRequest: nobody knows such a session, or the delay is none.
+            InvalidRequest: this is no session, or no delay.
             ClientClosed: the producer is not open.
         """
         later = read_delay(delay, at, key, session)
@@ -190,7 +190,7 @@ class Producer:
 
         def done(receipt: Receipt) -> None:
             flight.open -= 1
-            if not future.done():  # whoever was cancelled need not hear of it
+            if not future.done():  # its task was cancelled
                 future.set_result(_due(receipt, later))
 
         self._senders.of(is_delayed=later is not None).add(

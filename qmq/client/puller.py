@@ -9,10 +9,11 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Protocol
 
+from qmq.client.connections import Connections
 from qmq.client.holding import HeldPiece
 from qmq.client.membership import Membership
 from qmq.client.received import ReceivedMessage
-from qmq.client.session import Session
+from qmq.client.solitude import tell
 from qmq.client.subscription import Subscription
 from qmq.client.terms import Terms
 from qmq.errors import ClientClosed, QmqError
@@ -21,7 +22,7 @@ from qmq.errors import ClientClosed, QmqError
 class Home(Protocol):
     """The consumer that a puller belongs to."""
 
-    def entered(self, puller: Puller) -> Session: ...
+    def entered(self, puller: Puller) -> Connections: ...
 
     async def left(self, puller: Puller) -> None: ...
 
@@ -76,9 +77,12 @@ class Puller(Membership):
                 subscription, messages = await self._taken(messages_max)
         except TimeoutError:
             return []
+        if messages[0]._piece.suspected:
+            await _begun(messages[0])
         if not self.terms.most_once:
             return messages
-        return [message for message in await subscription.confirmed(messages) if message.times == 1]
+        confirmed = await subscription.confirmed(messages)
+        return [message for message in confirmed if message.times == 1 and not message._piece.suspected]
 
     async def _taken(self, messages_max: int) -> tuple[Subscription, list[ReceivedMessage]]:
         while True:
@@ -139,3 +143,12 @@ class Puller(Membership):
 
     def _waits_for_decisions(self) -> bool:
         return not self._is_ended
+
+
+async def _begun(message: ReceivedMessage) -> None:
+    """The application has a suspected message now: whatever becomes of the process counts."""
+    try:
+        await tell(message)
+    except asyncio.CancelledError:
+        message._piece.acker.not_begun(message)
+        raise

@@ -138,7 +138,7 @@ class SubjectQueue:
         return taken
 
     def expire(self, now_ms: int, error: QmqError) -> None:
-        """Refuse what waited past its deadline; nothing here was ever in doubt."""
+        """Refuse what waited past its deadline; none of it was sent."""
         while self.ready and self.ready[0].deadline_ms <= now_ms:
             self.ready.popleft().resolve(refused("", error))
         while self.waiting and self.waiting[0].deadline_ms <= now_ms:

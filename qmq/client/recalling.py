@@ -1,7 +1,7 @@
 """Shell. Asks delay groups to take a delayed message back, or to send it at another time.
 
-Both may be asked twice, so a lost answer is asked for again, at the group's next master too. Who has a message nobody
-but its receipt says: without one, all groups are asked, and "unknown" is an answer only when all of them gave it.
+Both may be asked twice, so a lost answer is asked for again, at the group's next master too. Only a receipt says
+which group has a message: without one, all groups are asked, and "unknown" is an answer only when all of them gave it.
 """
 
 from __future__ import annotations

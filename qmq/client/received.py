@@ -13,7 +13,7 @@ from qmq.message import ORDER_KEY, RETRIES_MAX, TIMES, Message
 
 
 class ReceivedMessage(Message):
-    """A message that a consumer was handed. Its id, tags and properties are decoded when they are first looked at.
+    """A message delivered to a consumer. Its id, tags and properties are decoded when they are first looked at.
 
     `sequence` is its place among the messages of `source`, in `broker_group`. It is decided once, by `ack`, `nack` or
     `dead_letter`; the first counts. Decisions travel in the background, together with others; closing waits for them.
@@ -35,12 +35,17 @@ class ReceivedMessage(Message):
 
     @property
     def times(self) -> int:
-        """How often it was handed over to its group, this time included."""
+        """How often it was delivered to its group, as far as a handler may have begun, this time included."""
         piece = self._piece
         return piece.times if not piece.acker.is_mailbox else piece.times + self._times_before()
 
+    @property
+    def is_suspected(self) -> bool:
+        """Whether a consumer that vanished had it, maybe begun: that does not count in `times`."""
+        return self._piece.suspected
+
     def _times_before(self) -> int:
-        """Return how often it was handed over before it came to the group's mailbox."""
+        """Return how often it was delivered before it came to the group's mailbox."""
         try:
             first = str(self.properties.get(TIMES, ""))
         except InvalidMessage:  # bytes that no producer of ours has made
@@ -50,7 +55,7 @@ class ReceivedMessage(Message):
 
     @property
     def group(self) -> str:
-        """The consumer group that it was handed to; of a broadcast, the consumer's own id."""
+        """The consumer group that it was delivered to; of a broadcast, the consumer's own id."""
         return self._piece.acker.group
 
     @property
@@ -64,7 +69,7 @@ class ReceivedMessage(Message):
 
     @property
     def pull_sequence(self) -> int:
-        """Its number among those handed to this consumer out of `source` by `broker_group`."""
+        """Its number among those delivered to this consumer out of `source` by `broker_group`."""
         return self._piece.begin + self._at
 
     @property
@@ -92,9 +97,9 @@ class ReceivedMessage(Message):
         self.ack_nowait()
 
     async def nack(self, reason: str = "", *, delay: float | timedelta | None = None) -> None:
-        """Hand this message over again, to any consumer of the group: after `delay` (seconds; else the listener's).
+        """Have this message delivered again, to any consumer: after `delay` (seconds; else the listener's).
 
-        A delay of more than a day needs a delay group; without one it is a day. If it was handed over as often as it
+        A delay of more than a day needs a delay group; without one it is a day. If it was delivered as often as it
         may, it becomes a dead letter instead, with `reason`.
 
         Raises:

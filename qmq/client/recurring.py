@@ -1,7 +1,7 @@
 """Shell. Recurring schedules, as a producer puts, deletes and lists them.
 
 A schedule lies in one delay group. Which one, its name says; it stays there as long as that group has it, whatever
-groups come and go. So whoever puts one asks all groups first: one that does not answer may have it.
+groups come and go. So putting one begins by asking all groups: one that does not answer may have it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _asking(
 
 
 async def _all(groups: list[str], ask: Ask[Schedules], deadline_ms: int) -> dict[str, Schedules]:
-    """Ask all these groups; raises the error of one that does not answer: nobody else knows what it has."""
+    """Ask all these groups; raises the error of one that does not answer: only it knows what it has."""
     answers, errors = await ask_groups(groups, ask, deadline_ms)
     if errors:
         raise next((error for error in errors if isinstance(error, CallError)), errors[0])

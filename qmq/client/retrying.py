@@ -12,8 +12,8 @@ from qmq.message import RETRIES_MAX, Value
 from qmq.remoting.commands import DELAY_MS_MAX, REASON_BYTES_MAX, Verdict
 
 BACKSTOP = 1_000
-"""Hand-overs after which a broker itself makes a dead letter of a message: one that ends each process before it is
-looked at. All others are counted here, for a broker does not know the limit that a message has of its own."""
+"""Delivery attempts after which a broker itself makes a dead letter of a message: one that ends each process before it
+is looked at. All others are counted here, for a broker does not know the limit that a message has of its own."""
 BROKER_DELAY_S_MAX = DELAY_MS_MAX / 1000
 """A longer delay is a delay server's (docs/decisions/0015)."""
 DELAY_S_MAX = 36_500 * 86_400.0
@@ -26,7 +26,7 @@ DIGITS_MAX = 9
 class RetryPolicy:
     """How often a group tries a message.
 
-    `deliveries_max` hand-overs in all, 0 for no limit (nothing becomes a dead letter: a dead letter stays where it is);
+    `deliveries_max` delivery attempts in all, 0 for no limit (of a dead letter, which stays where it is);
     `delay_s` between them, unless a handler says otherwise: up to `delay_s_max`.
     """
 
@@ -36,12 +36,12 @@ class RetryPolicy:
 
     @property
     def backstop(self) -> int:
-        """The limit that a broker is told."""
+        """The limit that SUBSCRIBE states."""
         return max(BACKSTOP, 2 * self.deliveries_max) if self.deliveries_max else 0
 
 
 class Refused(NamedTuple):
-    """What to tell the broker. `is_failure`: nobody asked for it, so somebody should hear of it."""
+    """The decision for the broker. `is_failure`: the application did not ask for it, so it is logged."""
 
     verdict: Verdict
     delay_s: float
@@ -50,7 +50,7 @@ class Refused(NamedTuple):
 
 
 class Refusable(Protocol):
-    """A message that may be handed over again."""
+    """A message that may be delivered again."""
 
     @property
     def times(self) -> int: ...
@@ -84,17 +84,17 @@ def refused(
     delay_s = policy.delay_s if delay_s is None else check_delay(delay_s, policy.delay_s_max)
     limit = _limit(message, policy)
     if limit and message.times >= limit:
-        return Refused(Verdict.DEAD_LETTER, 0.0, f"handed over {message.times} times; {reason}", True)
+        return Refused(Verdict.DEAD_LETTER, 0.0, f"delivered {message.times} times; {reason}", True)
     return Refused(Verdict.RETRY, delay_s, reason, is_failure)
 
 
 def worn_out(message: Refusable, policy: RetryPolicy) -> Refused | None:
-    """Decide on a message that has just come: it was handed over as often as it may, and whoever had it was gone each
-    time before it said anything. Nobody begins with it once more."""
+    """Decide on a message that has just come: it was delivered as often as it may be, and each consumer was gone
+    before it decided. No handler begins with it once more."""
     limit = _limit(message, policy)
     if not limit or message.times <= limit:
         return None
-    return Refused(Verdict.DEAD_LETTER, 0.0, f"handed out {limit} times, and never acked", True)
+    return Refused(Verdict.DEAD_LETTER, 0.0, f"delivered {limit} times, and never acked", True)
 
 
 def refused_for_good(message: Refusable, policy: RetryPolicy, reason: str) -> Refused:
@@ -120,7 +120,7 @@ def text_of_error(error: BaseException) -> str:
 
 
 def _limit(message: Refusable, policy: RetryPolicy) -> int:
-    """Return how often a message may be handed over; it may say so itself."""
+    """Return how often a message may be delivered; it may say so itself."""
     if not policy.deliveries_max:
         return 0
     try:

@@ -2,10 +2,13 @@
 
 `GET {metaserver}/meta/address` names the gRPC endpoint; a stream of `WatchRoutes` then brings the routes of the
 subjects that were named and every change of them. A new stream, at whichever metaserver, says which versions the
-client uses and brings those alone that differ. What was taken over is confirmed, so that an operator knows when
-nobody uses an old route any more. As long as there is no stream, routes are polled over HTTP, while gRPC is tried
+client uses and brings those alone that differ. What was taken over is confirmed, so that an operator sees when
+no client uses an old route any more. As long as there is no stream, routes are polled over HTTP, while gRPC is tried
 again and again. While no metaserver answers at all, the last known routes stay in use. A forked process cannot use
 gRPC if its parent did: it polls from the beginning.
+
+A process may use 100,000 subjects: requests and updates are of bounded size, and beyond `KEPT` routes those that were
+not used for a while are forgotten. A subject that the metaserver refuses is asked for again; all others go on.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable
+from itertools import islice
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -29,6 +33,8 @@ from qmq.types import Endpoint, GroupKind
 
 log = logging.getLogger(__name__)
 
+V = TypeVar("V")
+
 HTTP_TIMEOUT_S = 3.0
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 3.0
 ANSWER_TIMEOUT_S = 5.0
@@ -37,32 +43,50 @@ which all clients came back at once: so after each failure the next answer has t
 ANSWER_TIMEOUT_S_MAX = 60.0
 CONFIRM_WITHIN_S = 1.0
 """Routes that were taken over are confirmed after a random part of this: a change may reach 20,000 clients, and what
-the first ones confirm must not stand in the way of telling the others."""
+the first ones confirm must not delay the updates of the others."""
 POLL_AFTER_S = 4.0
 """A restarted metaserver, or another one, is found over gRPC within a second or two, by thousands of clients at once
-within a few. Who still has no stream then, or half as much later, polls."""
+within a few. A client without a stream then, or half as much later, polls."""
 POLL_S = 5.0
 REFRESH_S = 5.0
 """A broker that stays away is missed with every attempt to connect, by all of its clients."""
+REQUEST_SUBJECTS_MAX = 2_000
+"""Names of 100 bytes with their versions are 430 kB then; a metaserver takes 4 MiB."""
+REPEAT_S = 10.0
+"""How often a refused subject is asked for again."""
+KEPT = 10_000
+"""So many routes are kept however long they were not used: with them a client goes on while no metaserver answers."""
+IDLE_S = 300.0
+"""Beyond `KEPT`, a route is forgotten after this time without use, or up to twice that."""
+TROUBLE_S = 10.0
+"""A stream that ends is replaced within a second or two; what lasts longer is a trouble."""
 
 
 class RouteWatch:
-    """The watch of one producer or consumer. `run` is its one task; `on_routes` is called on the event loop.
+    """The watch of one producer or consumer. `run` is its one task; its owner is called on the event loop.
 
     Args:
+        on_idle: may these routes be forgotten? Returns those that its owner has forgotten now. None: never.
         kind: of the groups that its routes list. DELAY: all groups of delay servers, for whichever subject.
     """
 
     def __init__(
         self, *, metaserver: str, token: str, app: str, client_id: str, produces: bool,
-        on_routes: Callable[[list[SubjectRoute]], None], kind: GroupKind = GroupKind.NORMAL,
+        on_routes: Callable[[list[SubjectRoute]], None],
+        on_idle: Callable[[set[str]], Iterable[str]] | None = None, kind: GroupKind = GroupKind.NORMAL,
     ) -> None:  # fmt: skip
         self._metaserver = metaserver.rstrip("/") if "://" in metaserver else f"http://{metaserver.rstrip('/')}"
         self._token = token
         self._app, self._client_id, self._produces, self._kind = app, client_id, produces, kind
-        self._on_routes = on_routes
+        self._on_routes, self._on_idle = on_routes, on_idle
         self._subjects: dict[str, None] = {}
-        self._wanted: list[str] = []
+        self._used: set[str] = set()
+        """Subjects used since routes were last forgotten."""
+        self._wanted: dict[str, None] = {}
+        self._forgotten: dict[str, None] = {}
+        """Subjects that the metaserver still has on this stream, and that were forgotten."""
+        self.refusals: dict[str, str] = {}
+        """Subjects of which the last answer was a refusal, and why."""
         self._held: dict[str, int] = {}
         """Versions of the routes in use."""
         self._unconfirmed: dict[str, int] = {}
@@ -71,40 +95,82 @@ class RouteWatch:
         self._ask_now, self._poll_now = asyncio.Event(), asyncio.Event()
         self._asked_at: float | None = None
         self._refreshed_at = -REFRESH_S
-        self._streams = False
+        self._streams = self._polls = False
         self._stream_moved = asyncio.Event()
         """Set when `_streams` changes."""
+        self._failure, self._failed_at = "", 0.0
+        """Why there is no stream and no answer to a poll, and since when."""
         self.refused: AccessError | None = None
         """Set while the metaserver does not accept the token."""
 
     def watch(self, subject: str) -> None:
-        """Watch one more subject."""
+        """Watch a subject; to be called again when its route is used, or it may be forgotten."""
+        self._used.add(subject)
         if subject not in self._subjects:
-            self._subjects[subject] = None
-            self._wanted.append(subject)
+            self._subjects[subject] = self._wanted[subject] = None
             self._ask_now.set()
             self._poll_now.set()
 
+    def forget(self, subjects: Iterable[str]) -> None:
+        """Watch these subjects no more."""
+        for subject in subjects:
+            if subject in self._subjects:
+                del self._subjects[subject]
+                self._forgotten[subject] = None
+                for known in (self._wanted, self._held, self._unconfirmed, self.refusals):
+                    known.pop(subject, None)
+        self._ask_now.set()
+
+    @property
+    def trouble(self) -> str:
+        """Why routes are not brought up to date, for ten seconds or more; "" while they are."""
+        if self._streams or self._polls or not self._failure:
+            return ""
+        is_long = asyncio.get_running_loop().time() - self._failed_at >= TROUBLE_S
+        return self._failure if is_long else ""
+
     def refresh(self) -> None:
-        """Ask for all routes again: something showed that they are old. Seldom: the metaserver tells of changes."""
+        """Ask for all routes again: something showed that they are old. Seldom needed: the metaserver sends changes."""
         now_s = asyncio.get_running_loop().time()
         if self._asked_at is None and self._subjects and now_s - self._refreshed_at >= REFRESH_S:
             self._refreshed_at = now_s
-            self._wanted = list(self._subjects)
+            self._wanted = dict(self._subjects)
             self._ask_now.set()
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        if not has_grpc():
-            await self._poll_without_stream(is_polling=True)
-        grpc_begins()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._stream_always())
-            tasks.create_task(self._poll_without_stream())
+            tasks.create_task(self._tend())
+            tasks.create_task(self._poll_without_stream(is_polling=not has_grpc()))
+            if has_grpc():
+                grpc_begins()
+                tasks.create_task(self._stream_always())
+
+    async def _tend(self) -> None:
+        """Ask again for what was refused; forget what is idle."""
+        loop = asyncio.get_running_loop()
+        forget_at = loop.time() + IDLE_S
+        while True:
+            await asyncio.sleep(min(REPEAT_S, IDLE_S))
+            if self.refusals:
+                self._wanted |= dict.fromkeys(self.refusals)
+                self._ask_now.set()
+            if loop.time() >= forget_at:
+                forget_at = loop.time() + IDLE_S
+                self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        used, self._used = self._used, set()
+        surplus = len(self._subjects) - KEPT
+        if surplus > 0 and self._on_idle is not None:
+            idle = islice((subject for subject in self._subjects if subject not in used), surplus)
+            self.forget(self._on_idle(set(idle)))
 
     def _take(self, routes: list[SubjectRoute]) -> None:
         """Hand routes on; from now on they are in use. A refusal is no route: what was in use before stays so."""
         self.refused = None
+        routes = [route for route in routes if route.subject in self._subjects]  # else it was forgotten meanwhile
+        self._note_refusals(routes)
         self._on_routes(routes)
         taken = {route.subject: route.version for route in routes if not route.refused}
         self._held |= taken
@@ -112,6 +178,20 @@ class RouteWatch:
         if taken and self._confirming is None:
             wait_s = random.uniform(0.0, CONFIRM_WITHIN_S)
             self._confirming = asyncio.get_running_loop().call_later(wait_s, self._confirm)
+
+    def _note_refusals(self, routes: list[SubjectRoute]) -> None:
+        was_well = not self.refusals
+        for route in routes:
+            if route.refused:
+                self.refusals[route.subject] = route.refused
+            else:
+                self.refusals.pop(route.subject, None)
+        if was_well and self.refusals:
+            subject, reason = next(iter(self.refusals.items()))
+            log.info(
+                "routes refused metaserver=%s subjects=%d first=%s reason=%s",
+                self._metaserver, len(self.refusals), subject, reason,
+            )  # fmt: skip
 
     def _confirm(self) -> None:
         self._confirming = None
@@ -138,6 +218,7 @@ class RouteWatch:
                 reason = str(error) or "no answer in time"
             self._asked_at = None
             self._set_streams(False)
+            self._failed(reason)
             if failures == 0:
                 log.warning("route watch interrupted metaserver=%s reason=%s", self._metaserver, reason)
             wait_s = min(RETRY_S_MIN * 2 ** min(failures, 10), RETRY_S_MAX)
@@ -145,7 +226,7 @@ class RouteWatch:
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
 
     async def _updates(self, channel: grpc.aio.Channel, answer_s: float) -> AsyncIterator[Any]:
-        """Yield the metaserver's updates; raises TimeoutError if it leaves a request unanswered for so long."""
+        """Yield the metaserver's updates; raises TimeoutError if it leaves a request unanswered for `answer_s`."""
         is_over = asyncio.Event()
         requests = self._requests(is_over)
         stream = MetaserverStub(channel).WatchRoutes(requests, metadata=(("x-api-token", self._token),))
@@ -174,26 +255,37 @@ class RouteWatch:
     async def _requests(self, is_over: asyncio.Event) -> AsyncIterator[Any]:
         """Yield what to say on a new stream: all subjects, with what is in use of them; later those that are added or
         asked for again, and, when it is time for that, what is in use by now."""
-        self._wanted, self._unconfirmed = list(self._subjects), {}
+        self._wanted, self._unconfirmed, self._forgotten = dict(self._subjects), {}, {}
         while not is_over.is_set():
-            self._ask_now.clear()  # first: who asks while grpc writes, at the yield, is heard on the next turn
-            if self._wanted or (self._unconfirmed and self._confirming is None):
-                subjects, self._wanted = self._wanted, []
-                held, self._unconfirmed = self._unconfirmed, {}
-                held |= {subject: self._held[subject] for subject in subjects if subject in self._held}
-                if subjects:
-                    self._asked_at = asyncio.get_running_loop().time()
-                yield pb.RouteRequest(
-                    subjects=subjects, app=self._app, client_id=self._client_id, produces=self._produces, held=held,
-                    kind=self._kind,
-                )  # fmt: skip
-            await self._ask_now.wait()
+            self._ask_now.clear()  # first: what is asked while grpc writes, at the yield, is seen in the next pass
+            if self._wanted or self._forgotten or (self._unconfirmed and self._confirming is None):
+                yield self._next_request()
+            else:
+                await self._ask_now.wait()
+
+    def _next_request(self) -> Any:
+        forgotten = _pop(self._forgotten)
+        subjects = _pop(self._wanted) if not self._forgotten else {}  # one that is watched again was forgotten first
+        held = _pop(self._unconfirmed) | {name: self._held[name] for name in subjects if name in self._held}
+        if subjects:
+            self._asked_at = asyncio.get_running_loop().time()
+        return pb.RouteRequest(
+            subjects=subjects, app=self._app, client_id=self._client_id, produces=self._produces, held=held,
+            kind=self._kind, forgotten=forgotten,
+        )  # fmt: skip
 
     async def _address(self) -> str:
         """Ask where the gRPC endpoint is; raises OSError or ValueError."""
         return await asyncio.to_thread(find_metaserver, self._metaserver, timeout_s=HTTP_TIMEOUT_S)
 
+    def _failed(self, reason: str) -> None:
+        if not self._failure:
+            self._failed_at = asyncio.get_running_loop().time()
+        self._failure = reason
+
     def _set_streams(self, streams: bool) -> None:
+        if streams:
+            self._failure, self._polls = "", False
         if streams != self._streams:
             self._streams = streams
             self._stream_moved.set()
@@ -232,13 +324,26 @@ class RouteWatch:
             )  # fmt: skip
         except AccessError as error:
             self.refused = error
+            self._polls = False
+            self._failed(str(error))
         except (OSError, ValueError) as error:
             log.debug("routes not polled metaserver=%s reason=%s", self._metaserver, error)
+            self._polls = False
+            self._failed(str(error))
         else:
             self.refused = None
+            self._polls, self._failure = True, ""
             if routes and not self._streams:  # else they are older than what the stream brought
                 self._take(routes)
-                self._wanted = list(self._subjects)  # a stream that is being opened was told of other versions
+                self._wanted = dict(self._subjects)  # a stream that is being opened named other versions
+
+
+def _pop(known: dict[str, V]) -> dict[str, V]:
+    """Take the first entries out, as many as one request may have."""
+    taken = dict(islice(known.items(), REQUEST_SUBJECTS_MAX))
+    for subject in taken:
+        del known[subject]
+    return taken
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:

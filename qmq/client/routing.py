@@ -44,7 +44,7 @@ class SubjectRoute:
 
 
 def group_of_key(key: int, groups: Sequence[str]) -> str:
-    """Return the broker group that an order key belongs to: the same for every producer that knows the same groups.
+    """Return the broker group that an order key belongs to: the same for every producer that has the same groups.
 
     Rendezvous hashing: when a group comes or goes, only its own share of the keys changes groups.
 
@@ -70,7 +70,7 @@ class _Health:
 
 
 class Routing:
-    """The routes a client knows. Made by a producer or consumer, used on its event loop, ends with it."""
+    """The routes that a client has. Made by a producer or consumer, used on its event loop, ends with it."""
 
     def __init__(self) -> None:
         self._subjects: dict[str, SubjectRoute] = {}
@@ -100,8 +100,13 @@ class Routing:
                     if known is None or (known.master, known.term) != (group.master, group.term):
                         changed.add(name)
                 if group.writable and (name in changed or not before.get(name, True)):
-                    self._health.pop(name, None)  # the metaserver knows better: it takes messages again
+                    self._health.pop(name, None)  # the metaserver's news is newer: it takes messages again
         return changed
+
+    def forget(self, subjects: Iterable[str]) -> None:
+        """Drop routes that nobody uses; the groups' masters stay."""
+        for subject in subjects:
+            self._subjects.pop(subject, None)
 
     def groups_of(self, subject: str) -> tuple[GroupRoute, ...]:
         """Return every broker group that may hold messages of `subject`, writable or not: a consumer reads them all."""

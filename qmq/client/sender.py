@@ -1,4 +1,4 @@
-"""Shell. Carries a producer's batches to brokers: chooses groups, keeps links, repeats what is in doubt.
+"""Shell. Carries a producer's batches to brokers: chooses groups, keeps links, repeats what may be stored.
 
 The rules are in `qmq.client.batching` and `qmq.client.routing`; here they meet connections and the clock.
 """
@@ -9,7 +9,8 @@ import asyncio
 import logging
 from functools import partial
 
-from qmq.client.batching import BATCH_BYTES_MAX, Batch, Next, Result, after_error, refused, stored, unknown
+from qmq.client.batch_life import BatchState, Stored, Unknown, answer_of
+from qmq.client.batching import BATCH_BYTES_MAX, Batch, Result, refused, stored, unknown
 from qmq.client.breaker import FAILURES_MAX, Breaker, BreakerState
 from qmq.client.in_flight import GroupBatches, Limits
 from qmq.client.link import Link
@@ -18,7 +19,9 @@ from qmq.client.queues import Backlog, Lanes, SubjectQueue, Waiting
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routing import Routing, SubjectRoute
 from qmq.errors import (
+    AccessError,
     BrokerReadOnly,
+    CallError,
     ClientClosed,
     MessageTooLarge,
     NoRoute,
@@ -93,7 +96,7 @@ class Sender:
         self.moves = moves or Moves()
         self._watch = RouteWatch(
             metaserver=metaserver, token=token, app=app, client_id=f"{producer_id:016x}", produces=True,
-            on_routes=self._routes_changed, kind=kind,
+            on_routes=self._routes_changed, on_idle=self._forget, kind=kind,
         )  # fmt: skip
 
     # Used by the producer.
@@ -102,13 +105,13 @@ class Sender:
         self._tasks = [self._loop.create_task(self._watch.run()), self._loop.create_task(self._tick())]
 
     async def stop(self) -> None:
-        """Disconnect. What has no outcome gets one here; whoever wants better ones waits until `is_idle` first."""
+        """Disconnect. What has no outcome gets one here; for better ones, wait until `is_idle` first."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for group in self._groups.values():
             for batch in group.batches.unresolved():
-                self._end(group, batch, unknown(group.name, "the producer was closed before an answer came"))
+                self._give_up(group, batch, "the producer was closed before an answer came")
         self._closed = ClientClosed("the producer was closed before the message was sent")
         for queue in list(self._waiting):
             queue.expire(_NEVER_MS, self._closed)
@@ -146,7 +149,7 @@ class Sender:
         if queue not in self._active:
             self._note(queue)
         if not self._pump_scheduled:
-            # Not at once: what else is sent in this turn of the loop then travels in the same batch.
+            # Not at once: what else is sent in this pass of the loop then travels in the same batch.
             self._pump_scheduled = True
             self._loop.call_soon(self._pump)
 
@@ -230,7 +233,7 @@ class Sender:
         self._watch.refresh()
 
     def complaint(self, name: str) -> str:
-        """Return why a group cannot be asked, if anybody knows."""
+        """Return why a group cannot be asked; "" if that is not known."""
         return self._routing.complaint(name)
 
     # Choosing and sending.
@@ -261,7 +264,7 @@ class Sender:
         return group.can_send and group.breaker.allows(now_ms) and not self._routing.resting(name, now_ms)
 
     def _pump(self) -> None:
-        """Send what can be sent now: first what is in doubt, then a batch of each queue in turn."""
+        """Send what can be sent now: first what may be stored already, then a batch of each queue in turn."""
         self._pump_scheduled = False
         now_ms = self.now_ms()
         for name, group in self._groups.items():
@@ -279,6 +282,7 @@ class Sender:
 
     def _send_next(self, queue: SubjectQueue, now_ms: int) -> bool:
         """Send one batch of a queue; return False if there is no group for it now."""
+        self._watch.watch(queue.subject)
         size = queue.next_bytes()
 
         def load(name: str) -> int | None:
@@ -333,8 +337,10 @@ class Sender:
             try:
                 result = stored(group.name, commands.decode_produced(answer))
             except (QmqError, ValueError) as unreadable:
-                connection.close(f"unreadable answer to a produce: {unreadable}")  # which puts the batch in doubt
+                connection.close(f"unreadable answer to a produce: {unreadable}")
+                group.batches.answered(batch, Unknown)
                 return
+            group.batches.answered(batch, Stored)
             self._routing.worked(group.name)
             self._end(group, batch, result)
         self._pump()
@@ -344,20 +350,26 @@ class Sender:
         batch.resolve(result)
         self._lane_is_free(batch)
 
+    def _give_up(self, group: _Group, batch: Batch, reason: str) -> None:
+        group.batches.give_up(batch)
+        self._end(group, batch, unknown(group.name, reason))
+
     def _failed(self, group: _Group, batch: Batch, error: QmqError) -> None:
-        match after_error(batch, error):
-            case Next.REPEAT:
-                group.batches.returned(batch)
-            case Next.MOVE:
-                group.batches.release(batch)
-                queue = self._queue_of(group, batch)
-                queue.put_back(batch)
-                self._note(queue)
-                self._lane_is_free(batch)
-            case final:
-                result = unknown(group.name, str(error)) if final is Next.UNKNOWN else refused(group.name, error)
-                self._end(group, batch, result)
-                return
+        """Not stored, a batch goes to another group, or is refused if that would not help; else it is repeated. The
+        repeat of one that may be stored is refused as well if its number is too old: then the outcome stays unknown."""
+        is_stored_nowhere = group.batches.answered(batch, answer_of(error)) is BatchState.NOT_STORED
+        if isinstance(error, CallError | AccessError):
+            if is_stored_nowhere:
+                self._end(group, batch, refused(group.name, error))
+            else:
+                self._give_up(group, batch, str(error))
+            return
+        if is_stored_nowhere:
+            group.batches.release(batch)
+            queue = self._queue_of(group, batch)
+            queue.put_back(batch)
+            self._note(queue)
+            self._lane_is_free(batch)
         self._routing.failed(group.name, str(error), now_ms=self.now_ms())
         if not isinstance(error, BrokerReadOnly | Overloaded):
             self._watch.refresh()
@@ -386,8 +398,8 @@ class Sender:
             for group in self._groups.values():
                 for batch in group.batches.expired(now_ms):
                     why = self._routing.complaint(group.name)
-                    reason = f"no answer of {group.name} before the deadline{why and '; last: '}{why}"
-                    self._end(group, batch, unknown(group.name, reason))
+                    last = f"; last: {why}" if why else ""
+                    self._give_up(group, batch, f"no answer of {group.name} before the deadline{last}")
                 if group.batches.load and self._loop.time() - group.progress_at > self._answer_timeout_s:
                     group.link.drop(f"no answer for {self._answer_timeout_s} s")
             for queue in list(self._waiting):
@@ -422,6 +434,16 @@ class Sender:
                 self._renew(lanes)
         self._pump()
 
+    def _forget(self, idle: set[str]) -> set[str]:
+        """Forget queues and routes of subjects that have nothing waiting or under way; return these subjects."""
+        busy = {queue.subject for queue in self._waiting}
+        busy.update(batch.subject for group in self._groups.values() for batch in group.batches.unresolved())
+        for subject in (gone := idle - busy):
+            self._queues.pop(subject, None)
+            self._lanes.pop(subject, None)
+        self._routing.forget(gone)
+        return gone
+
     def link_opened(self, link: Link) -> None:
         limits = {name: int(str(link.welcome.get(name, 1 << 20))) for name in Limits._fields}
         group = self._groups[link.broker_group]
@@ -431,7 +453,6 @@ class Sender:
         self._pump()
 
     def link_lost(self, link: Link, reason: str) -> None:
-        self._groups[link.broker_group].batches.connection_lost()
         self._routing.failed(link.broker_group, reason, now_ms=self.now_ms())
         self._watch.refresh()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from qmq.client.batching import Done
 from qmq.client.deferring import Deferring
-from qmq.client.feed import Feed, Parcel
+from qmq.client.group_session import GroupSession, Parcel
 from qmq.client.link import Link
 from qmq.client.received import ReceivedMessage
 from qmq.client.route_watch import RouteWatch
@@ -35,52 +35,58 @@ class Subscription:
         on_failed: Callable[[], None],
     ) -> None:  # fmt: skip
         self.terms = terms
+        self.prefetch_messages = terms.prefetch_messages
+        """What may wait here or be on its way, now; a listener changes it."""
         self.error: QmqError | None = None
         """Why it ended: another process uses the consumer id, or the broker does not accept a name."""
         self.is_closing = False
         self._watch, self._deferring, self._on_leased, self._on_failed = watch, deferring, on_leased, on_failed
-        self._feeds: dict[tuple[str, str], Feed] = {}
+        self._sessions: dict[tuple[str, str], GroupSession] = {}
         self._parcels: deque[Parcel] = deque()
         self._takers: deque[asyncio.Future[None]] = deque()
         self._settlers: list[asyncio.Future[None]] = []
 
-    # Told by the session.
+    # Called by the connections.
 
-    def feed(self, link: Link) -> None:
-        """Pull from a broker group, if not yet so; a new feed begins when the link is open."""
+    def open_session(self, link: Link) -> None:
+        """Pull from a broker group, if not yet so; a new session begins when the link is open."""
         for source in (self.terms.subject, self.terms.mailbox):
             key = (link.broker_group, source or "")
-            if source is not None and key not in self._feeds:
-                self._feeds[key] = Feed(self, link, source)
+            if source is not None and key not in self._sessions:
+                self._sessions[key] = GroupSession(self, link, source)
                 if link.is_open:
-                    self._feeds[key].opened()
+                    self._sessions[key].opened()
 
     def link_opened(self, link: Link) -> None:
-        for feed in self._feeds_of(link.broker_group):
-            feed.opened()
+        for session in self._sessions_of(link.broker_group):
+            session.opened()
 
     def link_lost(self, link: Link) -> None:
-        for feed in self._feeds_of(link.broker_group):
-            feed.lost()
+        for session in self._sessions_of(link.broker_group):
+            session.lost()
 
     def lease_ms(self, broker_group: str) -> int | None:
         """Return the lease that the broker group gave; None if nothing is subscribed there now."""
-        return min((feed.lease_ms for feed in self._feeds_of(broker_group) if feed.is_subscribed), default=None)
+        return min(
+            (session.lease_ms for session in self._sessions_of(broker_group) if session.is_subscribed), default=None
+        )
 
-    def _feeds_of(self, broker_group: str) -> list[Feed]:
-        return [feed for (name, _), feed in self._feeds.items() if name == broker_group]
+    def _sessions_of(self, broker_group: str) -> list[GroupSession]:
+        return [session for (name, _), session in self._sessions.items() if name == broker_group]
 
-    # Told by feeds.
+    # Called by sessions.
 
     @property
-    def feeds_count(self) -> int:
+    def sessions_count(self) -> int:
         """How many share the prefetch; mailboxes, which are nearly always empty, come on top."""
-        return sum(source == self.terms.subject for _, source in self._feeds)
+        return sum(source == self.terms.subject for _, source in self._sessions)
 
     def leased(self, lease_ms: int) -> None:
         self._on_leased(lease_ms)
 
     def arrived(self, parcel: Parcel) -> None:
+        if self.is_closing and parcel.session.give_back(parcel):
+            return
         self._parcels.append(parcel)
         self._wake(len(parcel.messages))
 
@@ -89,7 +95,7 @@ class Subscription:
         dropped = [parcel for parcel in self._parcels if parcel.messages[0].is_dropped]
         self._parcels = deque(parcel for parcel in self._parcels if not parcel.messages[0].is_dropped)
         for parcel in dropped:
-            parcel.feed.taken(parcel)
+            parcel.session.taken(parcel)
 
     def settled(self) -> None:
         """Something went on: whoever waits for a decision to be kept looks again."""
@@ -115,13 +121,19 @@ class Subscription:
     # Taking messages.
 
     def take(self, messages_max: int) -> list[ReceivedMessage]:
-        """Take up to `messages_max` messages of those that are here."""
+        """Take up to `messages_max` messages of those that are here; of suspected ones, one."""
         taken: list[ReceivedMessage] = []
         while self._parcels and len(taken) < messages_max:
             parcel = self._parcels[0]
+            if is_suspected := parcel.messages[parcel.at]._piece.suspected:
+                if taken:
+                    break
+                messages_max = 1
             end = min(len(parcel.messages), parcel.at + messages_max - len(taken))
             taken += parcel.messages[parcel.at : end]
             self._took(parcel, end)
+            if is_suspected:
+                break
         return taken
 
     def take_one(self) -> ReceivedMessage | None:
@@ -136,7 +148,7 @@ class Subscription:
         parcel.at = end
         if end == len(parcel.messages):
             self._parcels.popleft()
-            parcel.feed.taken(parcel)
+            parcel.session.taken(parcel)
 
     async def wait(self) -> None:
         """Wait until there may be something to take, or the subscription ends."""
@@ -182,43 +194,45 @@ class Subscription:
     # Ending.
 
     def stop(self) -> None:
-        """Pull no more, wake whoever waits for messages."""
+        """Pull no more, wake whoever waits for messages; what nobody took goes to others of the group at once."""
         self.is_closing = True
-        for feed in self._feeds.values():
-            feed.stop_pulling()
+        for session in self._sessions.values():
+            session.stop_pulling()
+        if self.error is None:
+            self._parcels = deque(parcel for parcel in self._parcels if not parcel.session.give_back(parcel))
         self._wake(len(self._takers))
 
     @property
     def taken_open(self) -> int:
         """How many messages were taken and are not decided."""
         waiting = sum(len(parcel.messages) - parcel.at for parcel in self._parcels)
-        return sum(feed.holding.open for feed in self._feeds.values()) - waiting
+        return sum(session.holding.open for session in self._sessions.values()) - waiting
 
     async def flush(self) -> None:
         """Wait until brokers keep all decisions."""
         try:
-            while self.error is None and not all(feed.holding.is_settled for feed in self._feeds.values()):
-                for feed in self._feeds.values():
-                    feed.flush()
+            while self.error is None and not all(session.holding.is_settled for session in self._sessions.values()):
+                for session in self._sessions.values():
+                    session.flush()
                 await self.progress()
         finally:
             if not self.is_closing:
-                for feed in self._feeds.values():
-                    feed.stop_flushing()
+                for session in self._sessions.values():
+                    session.stop_flushing()
 
     async def close(self, flush_s: float) -> None:
         """Send what is decided, for up to `flush_s`, and give back the rest: what was taken comes again as such."""
         self.stop()
         untaken = {parcel.messages[parcel.at]._piece: parcel.messages[parcel.at]._at for parcel in self._parcels}
-        for feed in self._feeds.values():
-            for piece, at in feed.holding.begun(untaken):
-                feed.nack(piece, at, delay_s=0.0, verdict=Verdict.RETRY, reason="the consumer left")
+        for session in self._sessions.values():
+            for piece, at in session.holding.begun(untaken):
+                session.nack(piece, at, delay_s=0.0, verdict=Verdict.RETRY, reason="the consumer left")
         try:
             async with asyncio.timeout(flush_s):
                 await self.flush()
         except TimeoutError:
             pass  # these messages come again, to this consumer or to another
-        answers = [answer for feed in self._feeds.values() if (answer := feed.unsubscribe())]
+        answers = [answer for session in self._sessions.values() if (answer := session.unsubscribe())]
         self._parcels.clear()
         self.settled()  # who waits for acks that no broker will confirm any more waits no longer
         if answers:

@@ -85,7 +85,7 @@ def check_concurrency(concurrency: int) -> int:
 def _start(start: str | datetime) -> tuple[str, int]:
     if isinstance(start, datetime):
         if start.tzinfo is None:
-            raise InvalidRequest(f"start {start} has no time zone: nobody can tell when that is")
+            raise InvalidRequest(f"start {start} has no time zone, so it names no moment")
         return "since", max(0, (start - _EPOCH) // timedelta(milliseconds=1))
     if start not in ("latest", "earliest"):
         raise InvalidRequest(f'start is "latest", "earliest" or a datetime with its time zone, not {start!r}')

@@ -6,7 +6,7 @@ files. Made anew by the message log whenever that starts from what the disk hold
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 
 from qmq.log.disk import Disk
 from qmq.log.frame import FrameKind
@@ -61,6 +61,13 @@ class ConsumeLog:
             if len(refs) >= most:
                 return refs
         return refs + self.newest.frames(subject, sequence, most - len(refs))
+
+    def first_sequence(self, subject: str, base: int) -> int | None:
+        """Return the subject's first sequence in the segments from the one at `base` on; None: it has none there."""
+        for other in self._bases[bisect_left(self._bases, base) : -1]:
+            if (first := self._closed_index(other).first_sequence(subject)) is not None:
+                return first
+        return self.newest.first_sequence(subject)
 
     def _chapters_of(self, subject: str) -> Chapters:
         chapters = self._chapters.get(subject)

@@ -45,8 +45,14 @@ class Disk(Protocol):
     def names(self, folder: str) -> list[str]:
         """Return the names of the files in `folder`, sorted; none if there is no such folder."""
 
+    def has(self, name: str) -> bool:
+        """Return whether there is a file of this name."""
+
     def size(self, name: str) -> int:
         """Return the bytes of the file, 0 if there is none."""
+
+    def look_again(self, name: str) -> None:
+        """Let the next read open the file by its name: it may be another one by now, or gone."""
 
     def used(self, name: str) -> int:
         """Return the size without what was only reserved at the end; all zeros behind it, maybe some before it."""
@@ -119,11 +125,17 @@ class RealDisk:
         path = self._root / folder
         return sorted(entry.name for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
 
+    def has(self, name: str) -> bool:
+        return (self._root / name).is_file()
+
     def size(self, name: str) -> int:
         try:
             return (self._root / name).stat().st_size
         except FileNotFoundError:
             return 0
+
+    def look_again(self, name: str) -> None:
+        self._forget(name)
 
     def used(self, name: str) -> int:
         # A restart read 1 GiB of zeros behind 28 MB of log: 3.0 of its 3.1 s. The file system knows where data ends.

@@ -33,9 +33,15 @@ class MemoryDisk:
         inside = [name[len(prefix) :] for name in self._files if name.startswith(prefix)]
         return sorted(name for name in inside if "/" not in name)
 
+    def has(self, name: str) -> bool:
+        return name in self._files
+
     def size(self, name: str) -> int:
         file = self._files.get(name)
         return len(file.data) if file else 0
+
+    def look_again(self, name: str) -> None:
+        """A name is a file here."""
 
     def used(self, name: str) -> int:
         return self.size(name)

@@ -7,14 +7,16 @@ time; `flushed` takes note. Reading from the tail needs no disk.
 
 from __future__ import annotations
 
+import contextlib
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qmq.codec import Buffer, decode_labels, labels_bytes
 from qmq.errors import CorruptFrame, Diverged, require
-from qmq.log import quarantine, segments
+from qmq.log import manifest, quarantine, segments
 from qmq.log.consume_log import ConsumeLog
 from qmq.log.disk import BLOCK_BYTES, Disk
 from qmq.log.fold import State, apply, decode_snapshot, encode_snapshot
@@ -30,7 +32,8 @@ from qmq.log.frame import (
     subject_field,
 )
 from qmq.log.index import FrameRef, segment_at
-from qmq.log.recovery import Damage, recover, set_aside
+from qmq.log.manifest import encode_manifest, write_manifest
+from qmq.log.recovery import Damage, missing, recover, set_aside
 from qmq.log.segments import Chunk, index_name, log_name, read_chunk, read_raw, snapshot_name
 from qmq.types import Epoch
 
@@ -48,6 +51,7 @@ class _Roll(NamedTuple):
     end: int
     index_file: bytes
     snapshot: bytes
+    manifest: bytes
 
 
 @dataclass(slots=True)
@@ -199,12 +203,14 @@ class MessageLog:
         self._consume_log.open(base)
         self._disk.create(log_name(base), self._segment_bytes)
         self._disk.put(snapshot_name(base), encode_snapshot(self.state))
+        write_manifest(self._disk, self._bases)
 
     def _roll(self) -> None:
         base, end = self._bases[-1], self.state.end
         index_file = self._consume_log.roll(base, end)
-        self._pending.steps.append(_Roll(base, end, index_file, encode_snapshot(self.state)))
         self._bases.append(end)
+        roll = _Roll(base, end, index_file, encode_snapshot(self.state), encode_manifest(self._bases))
+        self._pending.steps.append(roll)
 
     # Making it durable.
 
@@ -237,6 +243,7 @@ class MessageLog:
             self._disk.put(index_name(step.base), step.index_file)
             self._disk.create(log_name(step.end), self._segment_bytes)
             self._disk.put(snapshot_name(step.end), step.snapshot)
+            self._disk.put(manifest.NAME, step.manifest)
         if written >= 0:
             self._disk.sync(log_name(written))
 
@@ -287,9 +294,46 @@ class MessageLog:
         """
         return read_chunk(self._disk, list(self._bases), begin, min(end, self.flushed_end), bytes_max)
 
+    def verify(self, base: int, at: int, chain: int | None, bytes_max: int) -> tuple[int, int, bool]:
+        """Read frames of the closed segment at `base` again, from `at`, by the name of its file. Blocks; on any thread.
+
+        Args:
+            chain: before `at`; None at the segment's begin, where its snapshot may tell.
+
+        Returns:
+            Where to go on, the chain there, and whether that is the segment's end.
+
+        Raises:
+            CorruptFrame: this copy is damaged there.
+        """
+        bases = list(self._bases)
+        if base not in bases[:-1]:
+            raise CorruptFrame(at, "its segment went meanwhile")
+        end = bases[bisect_right(bases, base)]
+        if at == base:
+            self._disk.look_again(log_name(base))
+            with contextlib.suppress(CorruptFrame):
+                chain = self._snapshot(base)[1] if base else NO_CHAIN
+        chunk = read_chunk(self._disk, bases, at, end, bytes_max)
+        decode_header(chunk.data, 0, at, chain)
+        return chunk.end, chunk.chain, chunk.end == end
+
     def frames(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
         """Return up to `most` frames of `subject` from the one that holds `sequence`; retention may have taken some."""
-        return self._consume_log.frames(subject, sequence, most)
+        refs, kept_from = self._consume_log.frames(subject, sequence, most), self.state.kept.start
+        while refs and refs[0].offset < kept_from:  # deleting them is decided on, even if their file is still there
+            kept = [ref for ref in refs if ref.offset >= kept_from]
+            refs = kept or self._consume_log.frames(subject, refs[-1].end, most)
+        return refs
+
+    def first_kept(self, subject: str, base: int) -> int:
+        """Return the subject's first sequence in the segment at `base` or behind; its next one if there is none.
+
+        Raises:
+            CorruptFrame: this copy is damaged.
+        """
+        first = self._consume_log.first_sequence(subject, base)
+        return self.state.next_sequence.get(subject, 0) if first is None else first
 
     def chain_is(self, offset: int, chain: int) -> bool:
         """Return whether this log's chain right before `offset` is `chain`: the frame there was linked to it."""
@@ -351,6 +395,7 @@ class MessageLog:
             self._disk.put(segments.TAIL_CUT, b"damage")
         name = quarantine.keep_bytes(self._disk, to, read_raw(self._disk, self._bases, to, 1 << 63), why)
         kept = [base for base in self._bases if base < to] or self._bases[:1]
+        write_manifest(self._disk, kept)
         for base in reversed(self._bases[len(kept) :]):
             self._remove_segment(base)
         base = kept[-1]
@@ -383,6 +428,7 @@ class MessageLog:
         set_aside(self._disk, self.start, self.end, why)
         self._disk.put(snapshot_name(base), snapshot)
         self._disk.create(log_name(base), self._segment_bytes)
+        write_manifest(self._disk, [base])
         self._reload()
 
     def read_bodies(self, refs: list[FrameRef]) -> list[tuple[Frame, Buffer]]:
@@ -544,8 +590,8 @@ class MessageLog:
             joins = self.chain_is(end, chain) if end >= damage.end else self._continues_with(data, damage.begin)
         if not joins:
             raise Diverged(f"the other copy's frames from {damage.begin} to {end} do not join this log at {damage.end}")
-        damaged = read_raw(self._disk, self._bases, damage.begin, end)
-        quarantine.keep_bytes(self._disk, damage.begin, damaged, "damaged")
+        if damaged := read_raw(self._disk, self._bases, damage.begin, end):
+            quarantine.keep_bytes(self._disk, damage.begin, damaged, "damaged")
         at = damage.begin
         while at < end:
             base = segment_at(self._bases, at)
@@ -556,12 +602,16 @@ class MessageLog:
         self.damage = None if end >= damage.end else Damage(end, damage.end, damage.reason)
         if in_recovery:
             self._reload()
+        elif self.damage is None:
+            self.damage = missing(self._disk, self._bases)
 
     def _overwrite(self, base: int, at: int, data: bytes, *, is_last: bool) -> None:
         """Write over damage in the segment at `base`; `is_last`: the segment is closed and ends there.
 
         A block that cannot be read is made good by being written as a whole, also where the file ends within it.
         """
+        if not self._disk.has(log_name(base)):
+            self._disk.create(log_name(base), 0)
         end = at - base + len(data)
         padding = bytes(-end % BLOCK_BYTES if is_last else 0)
         self._disk.write(log_name(base), at - base, [data, padding])
@@ -578,12 +628,27 @@ class MessageLog:
             return False
         return chain is not None
 
+    @property
+    def oldest_may_go(self) -> bool:
+        """Whether the copies agreed to delete the oldest segment."""
+        kept, bases = self.state.kept, self._bases
+        return len(bases) > 1 and bases[1] <= kept.agreed_start(self.state.high_watermark)
+
     def drop_oldest_segment(self) -> None:
-        """Retention: forget the oldest segment; never the one that is being written."""
-        require(len(self._bases) > 1, "the newest segment stays")
-        self._remove_segment(self._bases.pop(0))
+        """Delete the oldest segment, never the one that is being written. Whoever calls this knows that it may go."""
+        base = self._bases.pop(0)
+        write_manifest(self._disk, self._bases)
+        self._remove_segment(base)
         if self.damage is not None and self.damage.begin < self.start:
             self.damage = None  # it went with its segment
+
+    def set_aside_oldest_segment(self, why: str) -> None:
+        """Move the oldest segment's file into quarantine, never that of the one that is being written."""
+        require(len(self._bases) > 1, "the newest segment stays")
+        base, end = self._bases[:2]
+        if self._disk.has(log_name(base)):
+            quarantine.keep_files(self._disk, [log_name(base)], base, end, why)
+        self.drop_oldest_segment()
 
     def _remove_segment(self, base: int) -> None:
         # The index and snapshot go first: a segment without them is whole, they without it are rubbish.
@@ -591,6 +656,7 @@ class MessageLog:
         self._disk.remove(index_name(base))
         self._disk.remove(snapshot_name(base))
         self._disk.remove(log_name(base))
+
 
 def _check_snapshot(data: Buffer, base: int) -> int:
     """Return the chain at `base` if `data` is a whole snapshot of the state there; raises CorruptFrame."""
@@ -601,4 +667,3 @@ def _check_snapshot(data: Buffer, base: int) -> int:
     if state.end != base:
         raise CorruptFrame(base, f"this is a snapshot of the state at {state.end}")
     return state.chain
-

@@ -12,19 +12,20 @@ One layout for all but epoch (integers little-endian), padded with zeros to a mu
                               (DEFERRED, first sequence, messages): gone over for now; they wait with what was returned
     pull       yes        none: this consumer is there, and has nothing yet
     ack        yes        n x (begin, end, 0): pull sequences, half-open, done
-    nack       yes        n x (begin, end, due): pull sequences, half-open; they come again, not before due (ms; 0: now)
+    nack       yes        n x (begin, end, due): pull sequences, half-open; they come again, not before due (ms; 0: now;
+                              NOT_BEGUN: now, and this delivery does not count)
     position   no         1 x (position, broadcast, 0): the group starts at this sequence; broadcast is 1 or 0
     position   no         none: the group is forgotten
-    position   yes        1 x (told, 0, 0): this consumer left, what it did not ack goes back to its group. told is 1 if
-                              it said that it did not begin with any of that, 0 if it vanished
+    position   yes        1 x (departure, 0, 0): this consumer left, what it did not ack goes back to its group
+                              departure SUSPECTED: and then n x (begin, end, 0): pull sequences that it had begun with
 
-An epoch frame's body is JSON: who took office and why.
+An epoch frame's body is JSON: who became master and why.
 """
 
 from __future__ import annotations
 
-import json
 import struct
+from enum import IntEnum
 from typing import NamedTuple
 
 from qmq.codec import Buffer
@@ -35,6 +36,19 @@ _ENTRY = struct.Struct("<QQQ")
 Entry = tuple[int, int, int]
 PASSED, DEFERRED = (1 << 64) - 1, (1 << 64) - 2
 """In place of a pull sequence: these messages are not handed out."""
+NOT_BEGUN = (1 << 64) - 1
+"""In place of a due time."""
+
+
+class Departure(IntEnum):
+    """How a consumer left, and so what counts of its last deliveries."""
+
+    VANISHED = 0
+    """It never says what it begins with: all of them count."""
+    TOLD = 1
+    """It said that it began with none of them: none counts."""
+    SUSPECTED = 2
+    """It vanished, and says what it begins with: that counts. The rest is suspected from now on."""
 
 
 class Progress(NamedTuple):
@@ -64,12 +78,3 @@ def decode_progress(body: Buffer) -> Progress:
     group = str(body[at : at + group_bytes], "utf-8")
     consumer = str(body[at + group_bytes : at + group_bytes + consumer_bytes], "utf-8")
     return Progress(group, consumer, entries)
-
-
-def encode_office(**fields: str) -> bytes:
-    body = json.dumps(fields, sort_keys=True).encode()
-    return body + b" " * (-len(body) % 8)
-
-
-def decode_office(body: Buffer) -> dict[str, str]:
-    return dict(json.loads(bytes(body)))

@@ -1,8 +1,8 @@
 """Core. What must go from a log is kept here, with a report of the message ids in it; never deleted by us.
 
-    quarantine/<begin>-<end>-<n>.bytes    bytes that were cut off or replaced
-    quarantine/<begin>-<end>-<n>.json     where they stood, why they went, the ids of the messages in them
-    quarantine/<begin>-<end>-<why>-<n>/   a whole copy that was set aside
+quarantine/<begin>-<end>-<n>.bytes    bytes that were cut off or replaced
+quarantine/<begin>-<end>-<n>.json     where they stood, why they went, the ids of the messages in them
+quarantine/<begin>-<end>-<why>-<n>/   a whole copy that was set aside
 """
 
 from __future__ import annotations

@@ -6,9 +6,11 @@ Replay starts at the newest snapshot that is whole. Where bytes stop being frame
 - a valid frame follows: damage. Nothing is cut. The range is reported; the owner fetches it from the other copy
   (or learns from it that nothing there was ever acknowledged) and does not act as master before.
 
-A file of an older segment that is gone or too short is damage as well.
+A file that the manifest lists and that is gone, or one of an older segment that is too short, is damage as well.
 
 Recovering twice gives the same as recovering once.
+
+Keeps I14.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from qmq.errors import CorruptFrame
-from qmq.log import quarantine, segments
+from qmq.log import manifest, quarantine, segments
 from qmq.log.disk import Disk
 from qmq.log.fold import State, apply, decode_snapshot, encode_snapshot
 from qmq.log.frame import FrameKind, decode_frames, decode_header
 from qmq.log.index import SegmentIndex
+from qmq.log.manifest import expected_bases
 from qmq.log.segments import (
     CHUNK_BYTES,
     index_name,
@@ -30,7 +33,6 @@ from qmq.log.segments import (
     next_frame,
     read_chunk,
     read_raw,
-    segment_bases,
     snapshot_name,
 )  # fmt: skip
 
@@ -55,9 +57,9 @@ def recover(disk: Disk) -> Recovered:
     """Read the log back; afterwards everything before `state.end` is durable.
 
     A log whose oldest segment lacks both its snapshot and the offset 0 has no known beginning: it is set aside whole,
-    and this copy must be seeded.
+    and this copy must be seeded. If the newest segment's file is gone, the tail counts as cut.
     """
-    bases = segment_bases(disk)
+    bases, leftover = expected_bases(disk)
     state, first = _newest_snapshot(disk, bases)
     if state is None:
         set_aside(disk, bases[0], bases[-1], "no-beginning")
@@ -71,6 +73,9 @@ def recover(disk: Disk) -> Recovered:
         if position > first:  # or whoever is seeded from here, once the segments before are gone, gets nothing
             disk.put(snapshot_name(base), encode_snapshot(state))
         index = SegmentIndex(base)
+        if position == len(bases) - 1 and not disk.has(log_name(base)):
+            disk.put(segments.TAIL_CUT, b"the newest segment's file is gone")
+            disk.create(log_name(base), 0)
         problem = _replay(disk, base, state, index)
         is_last = position == len(bases) - 1
         if problem is None and not is_last and not disk.size(index_name(base)):
@@ -85,7 +90,10 @@ def recover(disk: Disk) -> Recovered:
             break
     if bases and damage is None:
         disk.sync(log_name(bases[-1]))
-        damage = _missing(disk, bases)
+        damage = missing(disk, bases)
+    if bases and bases != manifest.read_manifest(disk):
+        manifest.write_manifest(disk, bases)
+    _clear_away(disk, leftover, [*leftover, *bases], state.kept.start)
     return Recovered(state, bases, index, damage, torn)
 
 
@@ -93,7 +101,21 @@ def set_aside(disk: Disk, begin: int, end: int, why: str) -> None:
     """Move the whole copy into quarantine. What fills its place is no proof of anything before it is all there."""
     disk.put(segments.TAIL_CUT, why.encode())
     names = [f"{segments.FOLDER}/{name}" for name in disk.names(segments.FOLDER)]
+    names.sort(key=lambda name: name != manifest.NAME)  # it first: what a crash leaves is not taken for damage
     quarantine.keep_files(disk, [name for name in names if name != segments.TAIL_CUT], begin, end, why)
+
+
+def _clear_away(disk: Disk, leftover: list[int], all_bases: list[int], kept_from: int) -> None:
+    """Finish the deletion of segments that a crash interrupted. What nobody agreed to delete goes to quarantine."""
+    for base, following in pairwise(sorted(all_bases)):
+        if base not in leftover:
+            continue
+        names = [name for name in (index_name(base), snapshot_name(base), log_name(base)) if disk.has(name)]
+        if following > kept_from:
+            quarantine.keep_files(disk, names, base, following, "not-listed")
+            continue
+        for name in names:
+            disk.remove(name)
 
 
 def _newest_snapshot(disk: Disk, bases: list[int]) -> tuple[State | None, int]:
@@ -109,7 +131,7 @@ def _newest_snapshot(disk: Disk, bases: list[int]) -> tuple[State | None, int]:
     return (State(), 0) if not bases or bases[0] == 0 else (None, 0)
 
 
-def _missing(disk: Disk, bases: list[int]) -> Damage | None:
+def missing(disk: Disk, bases: list[int]) -> Damage | None:
     """Return the first range before the newest segment whose file is gone, or ends too early; replay begins behind."""
     for base, following in pairwise(bases):
         if base + disk.size(log_name(base)) < following:
@@ -161,6 +183,7 @@ def _cut_torn_tail(disk: Disk, bases: list[int], end: int) -> int:
     if torn:
         disk.put(segments.TAIL_CUT, b"torn tail")
         quarantine.keep_bytes(disk, end, torn, "torn tail")
+    manifest.write_manifest(disk, [base for base in bases if base <= end])
     for base in reversed([base for base in bases if base > end]):
         for stale in (index_name(base), snapshot_name(base), log_name(base)):
             disk.remove(stale)

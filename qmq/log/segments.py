@@ -1,8 +1,9 @@
 """Core. The files of a message log: their names, and finding a frame in them.
 
-    log/<base>.log    frames; preallocated, so zeros follow the last frame of the newest one
-    log/<base>.idx    index of a closed segment (qmq.log.index); made again if it is missing or damaged
-    log/<base>.snap   state at the segment's base (qmq.log.fold); replay starts at the newest one that is whole
+log/<base>.log    frames; preallocated, so zeros follow the last frame of the newest one
+log/<base>.idx    index of a closed segment (qmq.log.index); made again if it is missing or damaged
+log/<base>.snap   state at the segment's base (qmq.log.fold); replay starts at the newest one that is whole
+log/manifest      which segments there should be (qmq.log.manifest)
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def snapshot_name(base: int) -> str:
 
 
 def segment_bases(disk: Disk) -> list[int]:
-    """Return the base offsets of all segments, ascending."""
+    """Return the base offsets of the segments whose files are there, ascending."""
     return [int(name[:-4]) for name in disk.names(FOLDER) if name.endswith(".log")]
 
 

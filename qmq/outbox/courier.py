@@ -1,4 +1,4 @@
-"""Shell. Sends what transactions committed, and deletes its rows. What it does not manage is the watchdog's."""
+"""Shell. Sends what transactions committed, and deletes its rows. What fails is left to the watchdog."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 DELETES_MAX = 3
-"""Tries: a connection of a pool may have died long ago, and databases let one of two lose who lock each other out."""
+"""Tries: a pooled connection may be dead, and of two transactions in a deadlock the database ends one."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Courier:
 
         Raises:
             InvalidName, InvalidMessage: one of them can never be sent as it is; none was taken.
-            InvalidRequest: nobody knows such a session.
+            InvalidRequest: this is no session.
         """
         found, items = find(session), self.items(messages)
         if not items:
@@ -123,7 +123,7 @@ class Courier:
         return Item(self, copy, encode_row(copy, now_ms))
 
     def committed(self, written: Written) -> None:
-        """Send messages whose rows are committed. Never raises: whoever committed must not take it for a failure."""
+        """Send messages whose rows are committed. Never raises: it would look like a failed commit."""
         self._arrived.append(written)
         try:
             self._loop.call_soon_threadsafe(self._begin)
@@ -171,7 +171,7 @@ class Courier:
     def _delivered(self, written: Written, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._messages -= len(written.items)
-        are_unknown(written.items)  # of a task that was cancelled; others told all
+        are_unknown(written.items)  # of a task that was cancelled; others have their outcomes
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("messages stay in the outbox error=%r", error)
 

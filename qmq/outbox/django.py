@@ -1,7 +1,7 @@
 """Shell. The outbox within transactions of Django: `producer.send(message, session=connection)`.
 
-Django tells nobody that it is about to commit; so each call of `send` or `send_many` writes its rows at once, where the
-roll-back of a savepoint takes them along. What is sent after the commit is left to `transaction.on_commit`.
+Django has no hook before a commit; so each call of `send` or `send_many` writes its rows at once, where the rollback of
+a savepoint takes them along. What is sent after the commit is left to `transaction.on_commit`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def find(session: object) -> Transaction | Database | None:
     """Return what `session` is to a producer: a transaction, or a database outside of one; None if nothing of Django's.
 
     Raises:
-        InvalidRequest: Django manages no transactions on this connection, so nobody would tell of the commit.
+        InvalidRequest: Django manages no transactions on this connection, so its commit would not be noticed.
     """
     if not isinstance(session, ConnectionProxy | BaseDatabaseWrapper):
         return None

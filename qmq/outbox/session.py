@@ -1,4 +1,4 @@
-"""Shell. Finds out what a producer was given as `session`, without loading what the application does not use."""
+"""Shell. Finds what kind of `session` a producer got, without importing what the application does not use."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from qmq.outbox import dbapi
 from qmq.outbox.unit import AsyncTransaction, Database, Transaction
 
 _FINDERS = {"sqlalchemy": "qmq.outbox.sqlalchemy", "django": "qmq.outbox.django"}
-"""Who has loaded neither cannot have a session of it."""
+"""A library that is not imported yet cannot have made the session."""
 
 
 def find(session: object) -> Transaction | AsyncTransaction | Database:
     """Return the transaction or database that `session` stands for.
 
     Raises:
-        InvalidRequest: nobody knows it.
+        InvalidRequest: it is something else.
     """
     if isinstance(session, dbapi.Transaction | dbapi.Database):
         return session
@@ -25,5 +25,5 @@ def find(session: object) -> Transaction | AsyncTransaction | Database:
         if library in sys.modules and (found := import_module(module).find(session)) is not None:
             return found  # type: ignore[no-any-return]
     raise InvalidRequest(
-        f"{type(session).__name__} is no session: give SQLAlchemy's, Django's connection, or a transaction of dbapi"
+        f"expected a SQLAlchemy session, a Django connection or a DB-API transaction, got {type(session).__name__}"
     )

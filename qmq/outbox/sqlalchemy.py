@@ -1,8 +1,8 @@
 """Shell. The outbox within transactions of SQLAlchemy: sessions and connections, blocking and of coroutines.
 
 Rows are written when the connection is about to commit, behind everything that a flush may still do; that is also where
-savepoints are seen. That the commit has succeeded is told by the session that began the transaction. A session that
-joined a connection's transaction cannot know: whoever began it says so by `sends_after_commit`.
+savepoints are seen. The session that began the transaction reports its commit. A session that joined a
+connection's transaction cannot: wrap that transaction in `sends_after_commit`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _units: WeakKeyDictionary[Connection, Unit] = WeakKeyDictionary()
 _of_sessions: WeakKeyDictionary[Session, Connection] = WeakKeyDictionary()
 """Sessions that began such a transaction."""
 _announced: WeakSet[Connection] = WeakSet()
-"""Connections of which somebody tells how their transaction ended."""
+"""Connections whose transaction reports its end."""
 _heard: WeakSet[Engine] = WeakSet()
 """Engines whose events are listened to."""
 
@@ -58,7 +58,7 @@ def find(session: object) -> Transaction | AsyncTransaction | Database | None:
 
 @contextmanager
 def sends_after_commit(connection: Connection | AsyncConnection) -> Iterator[None]:
-    """Around the block of whoever begins and ends a connection's transaction by itself.
+    """Wrap a block that begins and ends a connection's transaction by itself.
 
         with engine.connect() as connection, sends_after_commit(connection), connection.begin():
             producer.send(message, session=connection)
@@ -187,7 +187,7 @@ def _listen(engine: Engine) -> None:
 
 def _begun(connection: Connection) -> None:
     if unit := _units.pop(connection, None):
-        unit.lost()  # of a transaction before, whose end nobody told
+        unit.lost()  # of a transaction before, whose end was not reported
 
 
 def _before_commit(connection: Connection) -> None:

@@ -1,4 +1,4 @@
-"""Core. The statements on the outbox, as text for any driver, and how a driver is told the values.
+"""Core. The statements on the outbox, as text for any driver, and how values are passed.
 
     id           bigint, by the database, never used twice
     content      long text         the message: qmq.outbox.row
@@ -55,7 +55,7 @@ class Flavor(Enum):
 
     @property
     def returns_ids(self) -> bool:
-        """Whether INSERT tells the new ids."""
+        """Whether INSERT returns the new ids."""
         return self is not Flavor.MYSQL
 
 
@@ -96,7 +96,7 @@ class Rows:
         if self._flavor.returns_ids:
             return [row[0] for row in self._execute(f"{statement} RETURNING id", contents)]
         self._execute(statement, contents)
-        # MySQL gives a statement whose rows are counted beforehand ids without gaps, and tells the first one.
+        # MySQL gives a statement whose rows are counted beforehand ids without gaps, and returns the first one.
         ((first, step),) = self._execute("SELECT LAST_INSERT_ID(), @@auto_increment_increment", ())
         return [first + number * step for number in range(len(contents))]
 
@@ -128,7 +128,7 @@ def parts_of(contents: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _cut(ids: Sequence[int]) -> Iterator[list[int]]:
-    """In ascending order, so that two who delete wait for each other, rather than lock each other out."""
+    """In ascending order, so that two deletions wait for each other instead of deadlocking."""
     ascending = iter(sorted(ids))
     while part := list(islice(ascending, ROWS_MAX)):
         yield part

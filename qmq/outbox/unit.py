@@ -26,17 +26,17 @@ T = TypeVar("T")
 
 
 class Item:
-    """A message on its way through an outbox; `receipt` is told once. Made by a courier."""
+    """A message on its way through an outbox; `receipt` is set once. Made by a courier."""
 
     __slots__ = ("courier", "message", "content", "receipt")
 
     def __init__(self, courier: Courier, message: Message, content: str) -> None:
         self.courier, self.message, self.content = courier, message, content
         self.receipt: Future[Receipt] = Future()
-        self.receipt.set_running_or_notify_cancel()  # whoever waits for it cannot cancel what is in a database
+        self.receipt.set_running_or_notify_cancel()  # a waiter cannot cancel what is in a database
 
     def fail(self, outcome: Outcome, error: QmqError) -> None:
-        """Tell why the message is not known to be stored, unless its receipt was told before."""
+        """Set a receipt that says why the message is not known to be stored, unless it has one."""
         if not self.receipt.done():
             message = self.message
             self.receipt.set_result(unstored(outcome, str(message.id), message.subject, "", error))
@@ -61,7 +61,7 @@ class Written(NamedTuple):
 
 
 class Courier(Protocol):
-    """Whoever sends what was committed."""
+    """Sends what was committed."""
 
     table: str
 
@@ -146,9 +146,8 @@ class Unit:
 
 def are_unknown(items: Iterable[Item]) -> None:
     for item in items:
-        item.fail(
-            Outcome.UNKNOWN, OutcomeUnknown("nobody knows of the commit; the watchdog sends what is in the outbox")
-        )
+        error = OutcomeUnknown("the commit may have failed; the watchdog sends what is in the outbox")
+        item.fail(Outcome.UNKNOWN, error)
 
 
 def _are_rolled_back(items: Iterable[Item]) -> None:

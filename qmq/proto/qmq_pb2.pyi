@@ -107,7 +107,7 @@ class OldRoutesAnswer(_message.Message):
     def __init__(self, producers: _Optional[int] = ..., consumers: _Optional[int] = ..., watchers: _Optional[int] = ...) -> None: ...
 
 class BrokerIdentity(_message.Message):
-    __slots__ = ("broker_group", "hostname", "ip", "serve_port", "sync_port", "control_port", "metrics_port", "incarnation", "version", "kind")
+    __slots__ = ("broker_group", "hostname", "ip", "serve_port", "sync_port", "control_port", "metrics_port", "incarnation", "version", "kind", "term")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     HOSTNAME_FIELD_NUMBER: _ClassVar[int]
     IP_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class BrokerIdentity(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     hostname: str
     ip: str
@@ -128,7 +129,8 @@ class BrokerIdentity(_message.Message):
     incarnation: str
     version: str
     kind: int
-    def __init__(self, broker_group: _Optional[str] = ..., hostname: _Optional[str] = ..., ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ..., kind: _Optional[int] = ...) -> None: ...
+    term: int
+    def __init__(self, broker_group: _Optional[str] = ..., hostname: _Optional[str] = ..., ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ..., kind: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
 
 class BrokerAddress(_message.Message):
     __slots__ = ("ip", "serve_port", "sync_port", "control_port", "metrics_port")
@@ -145,7 +147,7 @@ class BrokerAddress(_message.Message):
     def __init__(self, ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("broker_group", "term", "role", "master", "slave", "readonly_subjects", "offline")
+    __slots__ = ("broker_group", "term", "role", "master", "slave", "readonly_subjects", "offline", "points", "loss_accepted_term", "clock_ms")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +155,9 @@ class Assignment(_message.Message):
     SLAVE_FIELD_NUMBER: _ClassVar[int]
     READONLY_SUBJECTS_FIELD_NUMBER: _ClassVar[int]
     OFFLINE_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_ACCEPTED_TERM_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_MS_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     term: int
     role: int
@@ -160,7 +165,22 @@ class Assignment(_message.Message):
     slave: BrokerAddress
     readonly_subjects: _containers.RepeatedScalarFieldContainer[str]
     offline: _containers.RepeatedCompositeFieldContainer[Offline]
-    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slave: _Optional[_Union[BrokerAddress, _Mapping]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ..., offline: _Optional[_Iterable[_Union[Offline, _Mapping]]] = ...) -> None: ...
+    points: _containers.RepeatedCompositeFieldContainer[AcknowledgedPoint]
+    loss_accepted_term: int
+    clock_ms: int
+    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slave: _Optional[_Union[BrokerAddress, _Mapping]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ..., offline: _Optional[_Iterable[_Union[Offline, _Mapping]]] = ..., points: _Optional[_Iterable[_Union[AcknowledgedPoint, _Mapping]]] = ..., loss_accepted_term: _Optional[int] = ..., clock_ms: _Optional[int] = ...) -> None: ...
+
+class AcknowledgedPoint(_message.Message):
+    __slots__ = ("term", "boot", "end", "chain")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    BOOT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    boot: int
+    end: int
+    chain: int
+    def __init__(self, term: _Optional[int] = ..., boot: _Optional[int] = ..., end: _Optional[int] = ..., chain: _Optional[int] = ...) -> None: ...
 
 class Offline(_message.Message):
     __slots__ = ("subject", "group", "consumer")
@@ -173,7 +193,7 @@ class Offline(_message.Message):
     def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., consumer: _Optional[str] = ...) -> None: ...
 
 class BrokerState(_message.Message):
-    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "slave_incarnation")
+    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "slave_incarnation", "acknowledged")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +211,7 @@ class BrokerState(_message.Message):
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SLAVE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     role: int
     term: int
@@ -208,10 +229,11 @@ class BrokerState(_message.Message):
     durability: str
     incarnation: str
     slave_incarnation: str
-    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., slave_incarnation: _Optional[str] = ...) -> None: ...
+    acknowledged: AcknowledgedPoint
+    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., slave_incarnation: _Optional[str] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
-    __slots__ = ("subjects", "app", "client_id", "produces", "held", "kind")
+    __slots__ = ("subjects", "app", "client_id", "produces", "held", "kind", "forgotten")
     class HeldEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -225,13 +247,15 @@ class RouteRequest(_message.Message):
     PRODUCES_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
     subjects: _containers.RepeatedScalarFieldContainer[str]
     app: str
     client_id: str
     produces: bool
     held: _containers.ScalarMap[str, int]
     kind: int
-    def __init__(self, subjects: _Optional[_Iterable[str]] = ..., app: _Optional[str] = ..., client_id: _Optional[str] = ..., produces: _Optional[bool] = ..., held: _Optional[_Mapping[str, int]] = ..., kind: _Optional[int] = ...) -> None: ...
+    forgotten: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, subjects: _Optional[_Iterable[str]] = ..., app: _Optional[str] = ..., client_id: _Optional[str] = ..., produces: _Optional[bool] = ..., held: _Optional[_Mapping[str, int]] = ..., kind: _Optional[int] = ..., forgotten: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BrokerGroupRoute(_message.Message):
     __slots__ = ("broker_group", "master", "writable", "term")
@@ -284,17 +308,19 @@ class HourCount(_message.Message):
     def __init__(self, begin_ms: _Optional[int] = ..., messages: _Optional[int] = ...) -> None: ...
 
 class WaitingSubject(_message.Message):
-    __slots__ = ("subject", "messages", "why")
+    __slots__ = ("subject", "messages", "why", "age_ms")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
     subject: str
     messages: int
     why: str
-    def __init__(self, subject: _Optional[str] = ..., messages: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
+    age_ms: int
+    def __init__(self, subject: _Optional[str] = ..., messages: _Optional[int] = ..., why: _Optional[str] = ..., age_ms: _Optional[int] = ...) -> None: ...
 
 class DelayStatsAnswer(_message.Message):
-    __slots__ = ("pending_messages", "pending_bytes", "loaded_messages", "waiting_messages", "in_flight_messages", "in_flight", "next_due_ms", "clock_off_ms", "waiting", "hours")
+    __slots__ = ("pending_messages", "pending_bytes", "loaded_messages", "waiting_messages", "in_flight_messages", "in_flight", "next_due_ms", "clock_off_ms", "waiting", "hours", "due_messages", "due_age_ms")
     class InFlightEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +338,8 @@ class DelayStatsAnswer(_message.Message):
     CLOCK_OFF_MS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     HOURS_FIELD_NUMBER: _ClassVar[int]
+    DUE_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    DUE_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     pending_messages: int
     pending_bytes: int
     loaded_messages: int
@@ -322,7 +350,9 @@ class DelayStatsAnswer(_message.Message):
     clock_off_ms: int
     waiting: _containers.RepeatedCompositeFieldContainer[WaitingSubject]
     hours: _containers.RepeatedCompositeFieldContainer[HourCount]
-    def __init__(self, pending_messages: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., loaded_messages: _Optional[int] = ..., waiting_messages: _Optional[int] = ..., in_flight_messages: _Optional[int] = ..., in_flight: _Optional[_Mapping[str, int]] = ..., next_due_ms: _Optional[int] = ..., clock_off_ms: _Optional[int] = ..., waiting: _Optional[_Iterable[_Union[WaitingSubject, _Mapping]]] = ..., hours: _Optional[_Iterable[_Union[HourCount, _Mapping]]] = ...) -> None: ...
+    due_messages: int
+    due_age_ms: int
+    def __init__(self, pending_messages: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., loaded_messages: _Optional[int] = ..., waiting_messages: _Optional[int] = ..., in_flight_messages: _Optional[int] = ..., in_flight: _Optional[_Mapping[str, int]] = ..., next_due_ms: _Optional[int] = ..., clock_off_ms: _Optional[int] = ..., waiting: _Optional[_Iterable[_Union[WaitingSubject, _Mapping]]] = ..., hours: _Optional[_Iterable[_Union[HourCount, _Mapping]]] = ..., due_messages: _Optional[int] = ..., due_age_ms: _Optional[int] = ...) -> None: ...
 
 class ListDelayedRequest(_message.Message):
     __slots__ = ("subject", "begin_ms", "end_ms", "messages_max", "after_due_ms", "after_number")

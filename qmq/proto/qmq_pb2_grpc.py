@@ -93,8 +93,9 @@ class MetaserverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchRoutes(self, request_iterator, context):
-        """A client names its subjects; the first answer holds all their routes, later ones those that changed.
-        The client may send another request on the stream to watch more subjects.
+        """A client names its subjects, in as many requests as it likes; each is answered, with the routes that differ from what
+        the client holds, in as many updates as that takes. Later updates bring what changed. A subject beyond a bound is
+        refused alone, and not watched: ask again later. RESOURCE_EXHAUSTED: its token has too many watches.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

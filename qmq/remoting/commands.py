@@ -15,7 +15,10 @@
     211   FRAMES         master <-> slave      one-way: u64 offset, frames
     212   CONFIRM        slave -> master       one-way: Confirmation
     213   SNAPSHOT       master -> slave       one-way: u64 offset, snapshot of the state at that offset
+    214   BEAT           master <-> slave      one-way: Beat, every second
+    215   ACKNOWLEDGED   master -> slave       one-way: the acknowledged point, as a Confirmation
     220   RECUR          producer -> delay server   Recurring schedules
+    221   BEGIN          consumer -> broker    empty
 
 The body of an answer with an error code is the error's text in UTF-8. Fixed bodies are little-endian, as frames are;
 what is rare is JSON. AUTHENTICATE comes first on every connection; nothing else is answered before it.
@@ -53,7 +56,10 @@ class Command(IntEnum):
     FRAMES = 211
     CONFIRM = 212
     SNAPSHOT = 213
+    BEAT = 214
+    ACKNOWLEDGED = 215
     RECUR = 220
+    BEGIN = 221
 
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -168,18 +174,23 @@ def decode_produced(body: memoryview) -> Produced:
 #            held_end int: the first pull sequence that this consumer does not hold, is_new bool: this process has not
 #            subscribed before: what its name has un-acked goes back to the group, as handed out,
 #            deliveries_max int: hand-overs of a message before it is a dead letter (0: no limit), tags list of str
-#            (none: all messages), tag_mode "any"|"all".
+#            (none: all messages), tag_mode "any"|"all"; and, true or missing, begins: this client sends BEGIN for
+#            suspected messages, and its Pulled leave out of `times` what does not count.
 #            -> JSON subscription int (valid on this connection), acked_end int, lease_ms int, unacked list of
 #            [begin, end]: pull sequences below held_end that are not settled. The consumer holds them, or says again
 #            what it decided: a master that was alone may have answered it, and its successor knows nothing of that.
+#            And begins true: this broker takes BEGIN and the verdict NOT_BEGUN (missing: it does not).
+
 
 def encode_subscribe(
     *, subject: str, group: str, consumer: str, start: str = "latest", since_ms: int = 0, broadcast: bool = False,
     held_end: int = 0, is_new: bool = True, deliveries_max: int = 0, tags: Iterable[str] = (), tag_mode: str = "any",
+    begins: bool = False,
 ) -> bytes:  # fmt: skip
     return encode_json(
         subject=subject, group=group, consumer=consumer, start=start, since_ms=since_ms, broadcast=broadcast,
         held_end=held_end, is_new=is_new, deliveries_max=deliveries_max, tags=list(tags), tag_mode=tag_mode,
+        **({"begins": True} if begins else {}),
     )  # fmt: skip
 
 
@@ -208,8 +219,9 @@ def decode_pull(body: memoryview) -> Pull:
 # Pulled:   one or more pieces of one batch each, back to back, in order of pull sequence:
 #           0 u64 pull sequence of its first message, 8 u64 its sequence, 16 u32 messages, 20 u32 batch bytes,
 #           24 u32 CRC-32 of the batch, 28 u16 flags (1: progress is on the master alone, 4: messages with an order key
-#           came in its batch), 30 u16 times: how often they were handed out, this time included (65,535: or more
-#           often), then the batch.
+#           came in its batch, 8: suspected, a consumer that had them vanished), 30 u16 times: how often they were
+#           handed out, this time included (65,535: or more often), then the batch.
+FLAG_SUSPECTED = 8
 TIMES_MAX = 65_535
 _PIECE = struct.Struct("<QQIIIHH")
 PIECE_BYTES = _PIECE.size
@@ -289,6 +301,8 @@ class Verdict(IntEnum):
 
     RETRY = 0
     DEAD_LETTER = 1
+    NOT_BEGUN = 2
+    """They come again at once, and this delivery does not count. To brokers that answer SUBSCRIBE with `begins`."""
 
 
 class NackEntry(NamedTuple):
@@ -322,7 +336,7 @@ def decode_nack(body: memoryview) -> Nack:
         raise InvalidRequest(f"not a NACK: {error}") from None
     for entry in entries:
         if entry.delay_ms > DELAY_MS_MAX or entry.verdict not in Verdict._value2member_map_:
-            raise InvalidRequest(f"a NACK asks for at most {DELAY_MS_MAX} ms, with verdict 0 or 1; not {entry}")
+            raise InvalidRequest(f"a NACK asks for at most {DELAY_MS_MAX} ms, with verdict 0, 1 or 2; not {entry}")
     _ascending([(entry.begin, entry.end) for entry in entries])
     return Nack(subscription, entries, str(body[end:], "utf-8", "replace"))
 
@@ -338,6 +352,8 @@ def decode_acked(body: memoryview) -> int:
 
 
 # HEARTBEAT: empty; renews the lease of every subscription of the connection.
+# BEGIN:    as ACK: pull sequences of suspected messages that a handler begins with now. Answer: empty. Whatever else of
+#           a consumer's un-acked messages is not named by one does not count as an attempt if the consumer vanishes.
 # UNSUBSCRIBE: JSON subscription int. What this consumer did not ack goes back to its group at once.
 
 # CANCEL:   JSON subject str, ids list of str, keys list of str (qmq_delayKey of messages that wait), due_ms int: about
@@ -508,6 +524,25 @@ def split_offset(body: memoryview) -> tuple[int, memoryview]:
     if len(body) < 8:
         raise InvalidRequest("a body that begins with an offset has 8 bytes or more")
     return _U64.unpack_from(body)[0], body[8:]
+
+
+# BEAT:  0 u64 ms since 1970 UTC, and if anything is to be said, 8 u8 flags: 1 the sender's disk is nearly full.
+_DISK_IS_FULL = b"\x01"
+
+
+class Beat(NamedTuple):
+    wall_ms: int
+    is_disk_full: bool = False
+
+
+def encode_beat(beat: Beat) -> bytes:
+    return _U64.pack(beat.wall_ms) + (_DISK_IS_FULL if beat.is_disk_full else b"")
+
+
+def decode_beat(body: memoryview) -> Beat:
+    if len(body) < _U64.size:
+        raise InvalidRequest(f"a BEAT has {_U64.size} bytes or more, not {len(body)}")
+    return Beat(_U64.unpack_from(body)[0], bool(body[_U64.size :] and body[_U64.size] & _DISK_IS_FULL[0]))
 
 
 # CONFIRM:  0 u32 term, 4 u32 boot, 8 u64 matched end, 16 u64 chain at that end.

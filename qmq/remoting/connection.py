@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from qmq.codec import Buffer
-from qmq.errors import ErrorCode, InvalidRequest, NotServed, OutcomeUnknown, QmqError, from_code
+from qmq.errors import ErrorCode, InvalidRequest, NotServed, OutcomeUnknown, QmqError, cause_of, from_code
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import ONE_WAY, RESPONSE, Packet, PacketReader, PacketTooLarge, packet_header
@@ -46,6 +46,7 @@ class Connection(asyncio.BufferedProtocol):
         self._waiting: dict[int, Answered] = {}
         self._opaque = 0
         self.writable = True
+        self.received_bytes = 0
         self.unacked_bytes = self.owed_bytes = 0
         """For a broker's core (qmq.replication.ports.Link)."""
         self._is_read = True
@@ -68,6 +69,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._reader.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.received_bytes += nbytes
         try:
             packets = self._reader.received(nbytes)
             for packet in packets:
@@ -121,6 +123,12 @@ class Connection(asyncio.BufferedProtocol):
         self.lost_reason = self.lost_reason or reason
         if self._transport is not None:
             self._transport.close()
+
+    def abort(self, reason: str) -> None:
+        """Close at once: what was written may never leave, as the other end does not take it."""
+        self.lost_reason = self.lost_reason or reason
+        if self._transport is not None:
+            self._transport.abort()
 
     def send(self, code: int, flag: int, opaque: int, request_code: int, *parts: Buffer) -> None:
         """Send one packet; nothing happens if the connection is closed, its loss was or will be reported."""
@@ -219,5 +227,5 @@ async def connect(
         if connection is not None:
             connection.close("not authenticated")
         if isinstance(error, OSError | TimeoutError | OutcomeUnknown):
-            raise NotServed(f"{endpoint}: {error or 'no answer in time'}") from None
+            raise NotServed(f"{endpoint}: {cause_of(error)}") from None
         raise

@@ -1,6 +1,8 @@
 """Core. What may be acknowledged and handed out: the high watermark, and who waits for it.
 
-Made by a master when it takes office; its loop calls it; it ends with the reign.
+Made by a master when it becomes master; its loop calls it; it ends with the mastership.
+
+Keeps I1.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qmq.errors import QmqError, require
+from qmq.replication.points import Point
 from qmq.types import Epoch
 
 Answer = Callable[[QmqError | None], None]
-"""Called once: with None when it is safe, with an error when this reign cannot tell any more."""
+"""Called once: with None when it is safe, with an error when this mastership cannot tell any more."""
 
 
 class _Progress(NamedTuple):
@@ -38,7 +41,12 @@ class AckGate:
     """fsynced here"""
     matched_end: int = 0
     """fsynced on the slave, and its chain compared with ours"""
-    alone: bool = True
+    flushed_chain: int | None = None
+    """None: something is being written, and nobody noted the chain where that begins."""
+    matched_chain: int = 0
+    high_chain: int | None = None
+    """The log's chain at the high watermark; None: not raised yet in this mastership."""
+    no_slave_in_sync: bool = True
     _stored: deque[tuple[int, Answer]] = field(default_factory=deque)
     _progress: deque[_Progress] = field(default_factory=deque)
 
@@ -55,27 +63,34 @@ class AckGate:
         """Call `answer` when the progress frame before `end` and the messages before `data_end` are safe."""
         self._progress.append(_Progress(max(end, self._progress[-1].end) if self._progress else end, data_end, answer))
 
-    def flushed(self, end: int) -> None:
-        """Our fsync covers everything before `end`."""
-        self.flushed_end = max(self.flushed_end, end)
+    def flushed(self, end: int, chain: int) -> None:
+        """Our fsync covers everything before `end`, where our chain is `chain`."""
+        if end >= self.flushed_end:
+            self.flushed_end, self.flushed_chain = end, chain
         self._release()
 
-    def confirmed(self, end: int) -> None:
-        """The slave's fsync does too; whoever calls has checked epoch and chain (qmq.replication.master)."""
-        self.matched_end = max(self.matched_end, end)
+    def confirmed(self, end: int, chain: int) -> None:
+        """The slave's fsync does too; whoever calls has checked epoch and chain (qmq.replication.slave_watch)."""
+        if end >= self.matched_end:
+            self.matched_end, self.matched_chain = end, chain
         self._release()
 
     def slave_gone(self) -> None:
         """What the next slave holds is not known before it has matched."""
-        self.alone = True
+        self.no_slave_in_sync = True
         self.matched_end = 0
         self._release()
 
-    def slave_matched(self, end: int) -> None:
+    def slave_matched(self, end: int, chain: int) -> None:
         """A slave agreed with our log up to `end`, where its own ends."""
-        self.alone = False
-        self.matched_end = end
+        self.no_slave_in_sync = False
+        self.matched_end, self.matched_chain = end, chain
         self._release()
+
+    @property
+    def point(self) -> Point | None:
+        """The acknowledged point; None: this mastership has acknowledged nothing yet."""
+        return None if self.high_chain is None else Point(self.epoch, self.high_watermark, self.high_chain)
 
     @property
     def waiting(self) -> int:
@@ -90,7 +105,7 @@ class AckGate:
         self._release()
 
     def abandon(self, *, stored: QmqError, progress: QmqError) -> None:
-        """The reign ends: nobody waits in vain."""
+        """The mastership ends: nobody waits in vain."""
         stored_answers, self._stored = self._stored, deque()
         progress_answers, self._progress = self._progress, deque()
         for _, answer in stored_answers:
@@ -106,6 +121,7 @@ class AckGate:
         safe = min(self.flushed_end, self.matched_end)
         if safe > self.high_watermark:
             self.high_watermark = safe
+            self.high_chain = self.flushed_chain if self.flushed_end <= self.matched_end else self.matched_chain
         high = self.high_watermark
         require(high <= self.flushed_end or self.flushed_end == 0, "I6: the high watermark is within our own disk")
         stored, progress = self._stored, self._progress
@@ -113,7 +129,7 @@ class AckGate:
             stored.popleft()[1](None)
         while progress and progress[0].end <= high:
             progress.popleft().answer(None)
-        if self.alone and progress:
+        if self.no_slave_in_sync and progress:
             ready: list[_Progress] = []
             self._progress = deque()
             for waiting in progress:

@@ -1,28 +1,59 @@
 """Core. Where two copies of a log agree, and what follows from it: the handshake of a slave and its master.
 
-    Hello      slave -> master   who it is, the newest epoch it knows, its epoch table, log start, log end, chain
-    Agreement  master -> slave   the master's epoch, and one of
+    Hello      slave -> master   who it is, the newest epoch it knows, its epoch table, log start, log end, chain, up to
+                                 where it gives up nothing, the acknowledged point it remembers
+    Agreement  master -> slave   the master's epoch, the acknowledged point it remembers, and one of
         follow   from `offset`, where both chains are `chain`; if the slave has more, that is a proven conflict and
                  is cut, after it went to quarantine
         give     the slave has more of the same history, lost by a master that restarted: it sends everything from
                  `offset`, then says hello again
         seed     the slave is behind the master's oldest segment: a snapshot comes, then frames from there
 
-Equal (epoch, offset) means equal bytes, so the epoch tables tell where the logs part; chains prove it.
+Equal (epoch, offset) means equal bytes, so the epoch tables tell where the logs part; chains prove it. A disk that was
+put back forgets epochs, too, so one may have been used twice: what stands behind its first frame tells.
+
+Where the logs part, one copy gives way, and it is one that nobody else confirmed anything of there: the slave, which
+cuts; or else the master, which wrote alone, and takes back what the slave confirmed (`Yield`). If both confirmed what
+they have, neither gives way: `Diverged`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from qmq.codec import Buffer
-from qmq.errors import Diverged, Fenced, InvalidRequest
+from qmq.errors import CorruptFrame, Diverged, Fenced, InvalidRequest
 from qmq.log.fold import EpochStart
 from qmq.log.message_log import MessageLog
 from qmq.remoting.commands import decode_json, encode_json
+from qmq.replication.points import Point
 from qmq.types import Epoch
+
+
+class EpochProof(NamedTuple):
+    """The first frame of the epoch that begins at `offset` ends at `end`, and the chain there is `chain`."""
+
+    offset: int
+    end: int
+    chain: int
+
+
+EPOCHS_PROVEN = 8
+"""A copy that was put back may have used so many epochs again before it meets the other one."""
+
+
+def proofs_of(log: MessageLog) -> list[EpochProof]:
+    """Prove the newest epochs of a log that is idle; what cannot be read proves nothing."""
+    proofs = []
+    for entry in log.state.epochs[-EPOCHS_PROVEN:]:
+        if log.start <= entry.offset < log.flushed_end:
+            with contextlib.suppress(CorruptFrame):
+                first = log.read(entry.offset, log.flushed_end, 1).frames[0]
+                proofs.append(EpochProof(entry.offset, first.end, first.chain))
+    return proofs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +67,18 @@ class Hello:
     chain: int
     assigned_term: int = 0
     """Term of the metaserver's row that made it a slave; the master counts only the slave of its own row."""
+    proofs: list[EpochProof] = field(default_factory=list)
+    """Of the newest epochs of its table."""
+    kept_end: int = 0
+    """Before it the slave gives up nothing: it confirmed that (`PointFile.keeps`)."""
+    point: Point | None = None
 
     def encode(self) -> bytes:
         table = [[*entry.epoch, entry.offset, entry.chain] for entry in self.epochs]
         return encode_json(
             group=self.group, incarnation=self.incarnation, term=self.known.term, boot=self.known.boot, epochs=table,
             start=self.start, end=self.end, chain=self.chain, assigned_term=self.assigned_term,
+            proofs=[[*proof] for proof in self.proofs], kept_end=self.kept_end, point=_encode_point(self.point),
         )  # fmt: skip
 
     @classmethod
@@ -49,20 +86,36 @@ class Hello:
         """Raises InvalidRequest."""
         f = decode_json(
             body, group=str, incarnation=str, term=int, boot=int, epochs=list, start=int, end=int, chain=int,
-            assigned_term=int,
+            assigned_term=int, proofs=list, kept_end=int, point=list,
         )  # fmt: skip
         try:
             epochs = [EpochStart(Epoch(term, boot), offset, chain) for term, boot, offset, chain in f["epochs"]]
+            proofs = [EpochProof(offset, end, chain) for offset, end, chain in f["proofs"]]
         except (ValueError, TypeError):
-            raise InvalidRequest("field 'epochs' must be a list of [term, boot, offset, chain]") from None
-        numbers = [f["term"], f["boot"], f["assigned_term"], f["start"], f["end"], f["chain"]]
+            raise InvalidRequest(
+                "field 'epochs' must be a list of [term, boot, offset, chain], 'proofs' one of [offset, end, chain]"
+            ) from None
+        numbers = [f[name] for name in ("term", "boot", "assigned_term", "start", "end", "chain", "kept_end")]
         numbers += [number for epoch, *rest in epochs for number in (*epoch, *rest)]
+        numbers += [number for proof in proofs for number in proof]
         if not all(isinstance(number, int) and 0 <= number < 1 << 64 for number in numbers):
             raise InvalidRequest("epochs, offsets and chains are numbers of 64 bits without sign")
         known = Epoch(f["term"], f["boot"])
         return cls(
-            f["group"], f["incarnation"], known, epochs, f["start"], f["end"], f["chain"], f["assigned_term"]
-        )
+            f["group"], f["incarnation"], known, epochs, f["start"], f["end"], f["chain"], f["assigned_term"],
+            proofs, f["kept_end"], _decode_point(f["point"]),
+        )  # fmt: skip
+
+
+def _encode_point(point: Point | None) -> list[int]:
+    return point.to_list() if point else []
+
+
+def _decode_point(numbers: list[int]) -> Point | None:
+    try:
+        return Point.from_list(numbers) if numbers else None
+    except (ValueError, TypeError):
+        raise InvalidRequest("a point is [term, boot, end, chain], numbers of 64 bits without sign") from None
 
 
 class Action(Enum):
@@ -79,59 +132,95 @@ class Agreement:
     chain: int
     master_end: int
     """Where the master's log ended: a copy that reached it once has everything that was acknowledged."""
+    point: Point | None = None
 
     def encode(self) -> bytes:
         return encode_json(
             term=self.epoch.term, boot=self.epoch.boot, action=self.action.value, offset=self.offset, chain=self.chain,
-            master_end=self.master_end,
+            master_end=self.master_end, point=_encode_point(self.point),
         )  # fmt: skip
 
     @classmethod
     def decode(cls, body: Buffer) -> Agreement:
         """Raises InvalidRequest."""
         f: dict[str, Any] = decode_json(
-            body, term=int, boot=int, action=str, offset=int, chain=int, master_end=int
+            body, term=int, boot=int, action=str, offset=int, chain=int, master_end=int, point=list
         )
         try:
             action = Action(f["action"])
         except ValueError:
             raise InvalidRequest(f"unknown action {f['action']!r}") from None
-        return cls(Epoch(f["term"], f["boot"]), action, f["offset"], f["chain"], f["master_end"])
+        point = _decode_point(f["point"])
+        return cls(Epoch(f["term"], f["boot"]), action, f["offset"], f["chain"], f["master_end"], point)
 
 
-def agree(hello: Hello, log: MessageLog, epoch: Epoch, *, in_office: bool) -> Agreement:
-    """Decide as master of `epoch` what a slave that says `hello` has to do.
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """The master gives up what it wrote alone from `offset` on, begins anew, takes back what the slave confirmed."""
+
+    offset: int
+
+
+def agree(
+    hello: Hello, log: MessageLog, epoch: Epoch, *, has_begun: bool, kept_end: int, point: Point | None = None
+) -> Agreement | Yield:
+    """Decide as master of `epoch` what a slave that says `hello` has to do, or that it is for the master to give way.
 
     Args:
-        in_office: whether this master has written its epoch frame. Before that it takes back what it lost.
+        has_begun: whether this master has written its epoch frame. Before that it takes back what it lost.
+        kept_end: before it, this copy gives up nothing either.
+        point: acknowledged, as far as this copy remembers.
 
     Raises:
-        Fenced: the slave knows a newer epoch. Nothing may be acknowledged in ours any more.
+        Fenced: the slave knows a newer epoch, or ours from an earlier life of this disk. Nothing may be acknowledged
+            in ours any more.
         CorruptFrame: our own copy is damaged where it is to be compared.
         Diverged: equal epochs with different bytes. A human has to look; nothing was changed.
     """
-    if hello.known > epoch:
-        raise Fenced(f"the slave knows epoch {hello.known}, newer than our {epoch}")
+    was_used = not has_begun and bool(hello.epochs) and hello.epochs[-1].epoch >= epoch
+    if hello.known > epoch or was_used:
+        raise Fenced(f"the slave knows epoch {hello.known}, not older than our {epoch}")
     offset, chain, ours_known = _last_common(hello, log)
     if not ours_known and log.start <= offset and not log.chain_is(offset, chain):
         log.check_readable(offset)
         raise Diverged(f"the slave's chain at offset {offset} is {chain:016x}; ours is another")
-    if hello.end > offset and log.end == offset and not in_office:
-        return Agreement(epoch, Action.GIVE, offset, chain, log.end)
+    if hello.end > offset and log.end == offset and not has_begun:
+        return Agreement(epoch, Action.GIVE, offset, chain, log.end, point)
+    if hello.kept_end > offset and log.end > offset:
+        if kept_end > offset:
+            raise Diverged(
+                f"the copies part at {offset}; the slave confirmed all up to {hello.kept_end}, the master all up to "
+                f"{kept_end}"
+            )
+        return Yield(offset)
     if offset < log.start:
         base, chain, _ = log.seed_start()
-        return Agreement(epoch, Action.SEED, base, chain, log.end)
-    return Agreement(epoch, Action.FOLLOW, offset, chain, log.end)
+        return Agreement(epoch, Action.SEED, base, chain, log.end, point)
+    return Agreement(epoch, Action.FOLLOW, offset, chain, log.end, point)
 
 
 def _last_common(hello: Hello, log: MessageLog) -> tuple[int, int, bool]:
     """Return the last point up to which the epoch tables agree, the chain there, and whether that chain is our own."""
     ours, theirs = log.state.epochs, hello.epochs
+    proofs = {proof.offset: proof for proof in hello.proofs}
     common = 0
     while common < min(len(ours), len(theirs)) and ours[common] == theirs[common]:
         common += 1
+    while common and _was_used_twice(proofs.get(ours[common - 1].offset), log):
+        common -= 1
     our_extent = (ours[common].offset, ours[common].chain) if common < len(ours) else (log.end, log.chain)
     their_extent = (theirs[common].offset, theirs[common].chain) if common < len(theirs) else (hello.end, hello.chain)
     if their_extent[0] <= our_extent[0]:
         return *their_extent, False
     return *our_extent, True
+
+
+def _was_used_twice(theirs: EpochProof | None, log: MessageLog) -> bool:
+    """Whether both copies have an epoch that begins at one place of one history, and are of two masterships there."""
+    if theirs is None or not log.start <= theirs.offset < log.flushed_end:
+        return False
+    try:
+        first = log.read(theirs.offset, log.flushed_end, 1).frames[0]
+    except CorruptFrame:
+        return False
+    return (first.end, first.chain) != (theirs.end, theirs.chain)

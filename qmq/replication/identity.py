@@ -2,21 +2,25 @@
 
     broker.json    {"crc": CRC-32 of the rest as sorted JSON, "incarnation": made with the data directory, "group": …,
                     "term": …, "boot": …, "complete": whether this copy once had all that its master had,
-                    "assignment": the last one from the metaserver, or null}
+                    "assignment": the last one from the metaserver, or null,
+                    "owner": hostname:serve_port of the broker that the assignment was for}
 
-A broker fsyncs a newer epoch here before it acts in it and refuses every message of an older one from then on
-(design 4.2). The last assignment lets it start while the metaserver is down.
+A broker fsyncs a newer epoch here before it acts in it and refuses every message of an older one from then on.
+The last assignment lets it start while the metaserver is down. What it knows to be acknowledged is in a file of its
+own (`qmq.replication.points`).
+
+Keeps I16.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-from zlib import crc32
 
+from qmq.checked_json import decode_checked, encode_checked
 from qmq.errors import CorruptFrame, require
 from qmq.log.disk import Disk
+from qmq.replication.points import PointFile
 from qmq.types import Epoch
 
 NAME = "broker.json"
@@ -30,6 +34,7 @@ class Identity:
     boot: int = 0
     complete: bool = False
     assignment: dict[str, Any] | None = None
+    owner: str = ""
 
     @property
     def epoch(self) -> Epoch:
@@ -43,6 +48,7 @@ class IdentityFile:
     def __init__(self, disk: Disk, *, new_incarnation: str) -> None:
         """Raises CorruptFrame if the file is damaged: move this data directory aside and let the broker be seeded."""
         self._disk = disk
+        self.points = PointFile(disk)
         self.value = Identity(new_incarnation)
         if data := disk.read(NAME, 0, disk.size(NAME)):
             self.value = _decode(data)
@@ -56,7 +62,7 @@ class IdentityFile:
             self._change(term=epoch.term, boot=epoch.boot)
 
     def next_boot(self, term: int, *, above: int = 0) -> Epoch:
-        """Begin a reign in `term`, durably, with a boot that was never used before and is over `above`."""
+        """Begin a mastership in `term`, durably, with a boot that was never used before and is over `above`."""
         boot = max(self.value.boot if term == self.value.term else 0, above) + 1
         self.learn(Epoch(term, boot))
         return Epoch(term, boot)
@@ -65,30 +71,20 @@ class IdentityFile:
         if complete != self.value.complete:
             self._change(complete=complete)
 
-    def assigned(self, group: str, assignment: dict[str, Any]) -> None:
-        if (group, assignment) != (self.value.group, self.value.assignment):
-            self._change(group=group, assignment=assignment)
+    def assigned(self, group: str, assignment: dict[str, Any], owner: str) -> None:
+        if (group, assignment, owner) != (self.value.group, self.value.assignment, self.value.owner):
+            self._change(group=group, assignment=assignment, owner=owner)
 
     def _change(self, **fields: Any) -> None:
         self.value = replace(self.value, **fields)
         self._put()
 
     def _put(self) -> None:
-        fields = asdict(self.value)
-        self._disk.put(NAME, json.dumps({"crc": _crc(fields), **fields}, indent=1).encode())
-
-
-def _crc(fields: dict[str, Any]) -> int:
-    return crc32(json.dumps(fields, sort_keys=True).encode())
+        self._disk.put(NAME, encode_checked(asdict(self.value), indent=1))
 
 
 def _decode(data: bytes) -> Identity:
     try:
-        fields = json.loads(data)
-        crc = fields.pop("crc")
-        identity = Identity(**fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return Identity(**decode_checked(data))
+    except (ValueError, TypeError) as error:
         raise CorruptFrame(0, f"{NAME} is damaged: {error}") from None
-    if crc != _crc(fields):
-        raise CorruptFrame(0, f"{NAME} is damaged: wrong CRC")
-    return identity

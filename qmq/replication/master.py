@@ -1,13 +1,12 @@
-"""Core. The master of a group of two copies, for one reign: it writes the log, ships it, and knows what is safe.
+"""Core. The master of a group of two copies, for one mastership: it writes the log, ships it, and knows what is safe.
 
-What clients ask for is written by its subclasses, `broker.master` and `delayserver.master`, with the reign they share:
+Its subclasses, `broker.master` and `delayserver.master`, answer clients, with the mastership that they share:
 
     clients ──── subclass ────┐
-                              ├── qmq.replication.reign: log, epoch, gate, reasons for readonly
+                              ├── qmq.replication.mastership: log, epoch, gate, reasons for readonly
     slave ── slave_watch ─────┘
 
-The turn's end ships what was written to the slave and starts the fsync, and the gate answers when both disks have it
-(design, section 4).
+The end of a pass ships what was written to the slave and starts the fsync; the gate answers when both disks have it.
 """
 
 from __future__ import annotations
@@ -18,15 +17,19 @@ from dataclasses import dataclass
 
 from qmq.errors import CorruptFrame, ErrorCode, LogError, NotMaster, OutcomeUnknown, QmqError
 from qmq.log import MessageLog
+from qmq.log.frame import FrameKind
+from qmq.log.retention import encode_retention
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import AckGate
 from qmq.replication.assignment import Assignment
+from qmq.replication.clocks import METASERVER, SLAVE, Clocks
 from qmq.replication.identity import IdentityFile
+from qmq.replication.mastership import Mastership
 from qmq.replication.ports import Host, Link
 from qmq.replication.readonly import Readonly, Reason
-from qmq.replication.reign import Reign
-from qmq.replication.settings import PairSettings
+from qmq.replication.retention import Keeper, decide
+from qmq.replication.settings import CopySettings
 from qmq.replication.slave_watch import SlaveWatch
 from qmq.types import Epoch
 
@@ -36,34 +39,37 @@ Handler = Callable[[Link, Packet], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Appointment:
-    """What a node gives to the master that it appoints."""
+class Promotion:
+    """What a node gives to the master that it promotes."""
 
     group: str
     term: int
     log: MessageLog
     host: Host
     identity: IdentityFile
-    settings: PairSettings
+    settings: CopySettings
     boot_above: int = 0
+    clocks: Clocks | None = None
+    """What others' clocks said; None: nobody's is heard."""
 
 
 class Master:
-    """One reign. Made by the node when it is assigned; used on its loop; `resign` ends it."""
+    """One mastership. Made by the node when it is assigned; used on its loop; `step_down` ends it."""
 
-    def __init__(self, appointment: Appointment) -> None:
-        message_log, term = appointment.log, appointment.term
+    def __init__(self, promotion: Promotion) -> None:
+        message_log, term = promotion.log, promotion.term
         last = message_log.state.epoch  # our file may have forgotten what our log knows
-        above = max(appointment.boot_above, last.boot if last.term == term else 0)
-        epoch = appointment.identity.next_boot(term, above=above)
+        above = max(promotion.boot_above, last.boot if last.term == term else 0)
+        epoch = promotion.identity.next_boot(term, above=above)
         gate = AckGate(
             epoch, flushed_end=message_log.flushed_end,
+            flushed_chain=message_log.chain if message_log.flushed_end == message_log.end else None,
             # Frames may tell of more than our own disk has: they came from a master that was ahead of us.
             high_watermark=min(message_log.state.high_watermark, message_log.flushed_end),
         )  # fmt: skip
-        self._reign = Reign(appointment.group, epoch, message_log, appointment.host, appointment.settings, gate)
+        self._mastership = Mastership(promotion.group, epoch, message_log, promotion.host, promotion.settings, gate)
         self.readonly.change(Reason.CORRUPT, message_log.damage is not None)
-        self._slave_watch = SlaveWatch(self._reign, appointment.identity, self.go_on)
+        self._slave_watch = SlaveWatch(self._mastership, promotion.identity, self.go_on)
         self._oldest_unflushed: tuple[int, int] | None = None
         self._handlers: dict[int, Handler] = {
             Command.HELLO: self._slave_watch.hello,
@@ -84,13 +90,13 @@ class Master:
         if self._slave_watch.is_slave(link):
             self._slave_watch.ship()
 
-    def end_of_turn(self) -> None:
+    def end_of_pass(self) -> None:
         """Everything received by now was handled: ship to the slave; the node starts the fsync next."""
         self._slave_watch.ship()
 
     def committed(self, end: int, chain: int) -> None:
         """Our disk has everything before `end`."""
-        self._reign.gate.flushed(end)
+        self._mastership.gate.flushed(end, chain)
         self._slave_watch.committed(end, chain)
 
     def tick(self, now_ms: int) -> None:
@@ -100,21 +106,21 @@ class Master:
 
     def _check_own_disk(self, now_ms: int) -> None:
         """Readonly while our disk does not finish: nothing is acknowledged then, whatever the slave confirms."""
-        message_log = self._reign.log
+        message_log = self._mastership.log
         if self._oldest_unflushed is None or self._oldest_unflushed[0] <= message_log.flushed_end:
             is_behind = message_log.end > message_log.flushed_end
             self._oldest_unflushed = (message_log.end, now_ms) if is_behind else None
         age_ms = now_ms - self._oldest_unflushed[1] if self._oldest_unflushed else 0
-        is_late = age_ms > self._reign.settings.slave_lag_ms_max
+        is_late = age_ms > self._mastership.settings.slave_lag_ms_max
         if self.readonly.change(Reason.DISK_LATE, is_late) and is_late:
-            log.error("disk late group=%s age_ms=%d: the group is readonly", self._reign.group, age_ms)
+            log.error("disk late group=%s age_ms=%d: the group is readonly", self._mastership.group, age_ms)
 
-    def resign(self) -> None:
-        """The reign is over: whoever waits asks the next master, and repeats what may be stored. What was being read
-        when it ended comes to nothing: this reign writes no more."""
+    def step_down(self) -> None:
+        """The mastership ends: requests that wait go to the next master, and may be stored there again. What was
+        being read when it ended comes to nothing: this mastership writes no more."""
         self.readonly.change(Reason.FENCED, True)
-        self._reign.gate.abandon(stored=self._unknown(), progress=self._another_master())
-        self._slave_watch.resign()
+        self._mastership.gate.abandon(stored=self._unknown(), progress=self._another_master())
+        self._slave_watch.step_down()
 
     def heed_operators(self, assignment: Assignment) -> None:
         """Take over what operators marked readonly."""
@@ -123,7 +129,7 @@ class Master:
     # What the node tells us.
 
     def packet_received(self, link: Link, packet: Packet) -> None:
-        """Handle one request; errors are answered. LogError passes: the node decides what becomes of the reign."""
+        """Handle one request; errors are answered. LogError passes: the node decides what becomes of the mastership."""
         handler = self._handlers.get(packet.code)
         if handler is None:
             link.answer(packet, f"unknown command {packet.code}".encode(), code=ErrorCode.UNKNOWN_COMMAND)
@@ -136,7 +142,7 @@ class Master:
             link.refuse(packet, error)
 
     def found_damage(self, problem: CorruptFrame) -> None:
-        self._reign.found_damage(problem)
+        self._mastership.found_damage(problem)
 
     def repaired(self) -> None:
         """The damaged range was fetched from the other copy."""
@@ -147,34 +153,64 @@ class Master:
         self.readonly.change(Reason.DRAINING, False)
         self.go_on()
 
+    def decide_retention(self, keeper: Keeper, clocks: Clocks) -> None:
+        """Write down what of the log may go, if all clocks agree and the slave takes part in the decision.
+
+        Raises:
+            CorruptFrame: this copy is damaged.
+        """
+        mastership, message_log, now_ms = self._mastership, self._mastership.log, self._mastership.host.now_ms()
+        ahead_ms = clocks.ahead_ms(now_ms=now_ms, monotonic_ms=mastership.host.monotonic_ms())
+        is_agreed = {METASERVER, SLAVE} <= ahead_ms.keys() and not clocks.disagreement(ahead_ms)
+        if not mastership.may_progress or self.gate.no_slave_in_sync or not is_agreed:
+            return
+        asked = {whose: ahead_ms[whose] for whose in (METASERVER, SLAVE)}
+        decision = decide(message_log, keeper, now_ms=now_ms, ahead_ms=asked, high_watermark=self.gate.high_watermark)
+        if decision is None:
+            return
+        if decision.rule:
+            log.info("deletion decided group=%s before=%d rule=%s", mastership.group, decision.start, decision.rule)
+        for (subject, consumer_group), messages in decision.unconsumed.items():
+            text = "messages dropped unconsumed subject=%s consumer_group=%s messages=%d"
+            log.error(text, subject, consumer_group, messages)
+        mastership.append(FrameKind.RETENTION, "", encode_retention(decision))
+
+    def is_slave(self, link: Link) -> bool:
+        return self._slave_watch.is_slave(link)
+
     def _another_master(self) -> NotMaster:
-        return NotMaster(f"{self._reign.group} has another master now")
+        return NotMaster(f"{self._mastership.group} has another master now")
 
     def _unknown(self) -> OutcomeUnknown:
-        return OutcomeUnknown(f"the reign {self.epoch} of {self._reign.group} ended; repeat the same batch")
+        return OutcomeUnknown(f"the mastership {self.epoch} of {self._mastership.group} ended; repeat the same batch")
 
     # State for heartbeats, metrics and retention.
 
     @property
     def epoch(self) -> Epoch:
-        return self._reign.epoch
+        return self._mastership.epoch
 
     @property
     def gate(self) -> AckGate:
-        return self._reign.gate
+        return self._mastership.gate
 
     @property
     def readonly(self) -> Readonly:
-        return self._reign.readonly
+        return self._mastership.readonly
 
     @property
-    def in_office(self) -> bool:
-        return self._reign.in_office
+    def has_begun(self) -> bool:
+        return self._mastership.has_begun
 
     @property
     def fenced_by(self) -> Epoch | None:
         """The newer epoch that the slave told us of."""
         return self._slave_watch.fenced_by
+
+    @property
+    def yields_from(self) -> int | None:
+        """Offset from which what this master wrote is in the way of what its slave confirmed."""
+        return self._slave_watch.yields_from
 
     @property
     def in_step_with(self) -> str:
@@ -185,7 +221,7 @@ class Master:
     def is_drained(self) -> bool:
         """Whether the slave has everything, so that roles can be swapped."""
         gate = self.gate
-        return self.in_office and not gate.alone and gate.high_watermark == self._reign.log.end
+        return self.has_begun and not gate.no_slave_in_sync and gate.high_watermark == self._mastership.log.end
 
     @property
     def shipped_end(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Core. One process of a pair: its log, and the part it plays at the moment.
+"""Core. One process of a group: its log, and the part it plays at the moment.
 
 The shell calls it with what happened; it calls the shell through `qmq.replication.ports.Host`. The simulator does the
 same.
@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from qmq.errors import (
     BrokenInvariant,
+    CopyRolledBack,
     CorruptFrame,
     DiskFailed,
     Diverged,
@@ -26,11 +27,14 @@ from qmq.log.frame import FRAME_BYTES_MAX, decode_frames
 from qmq.log.recovery import Damage
 from qmq.remoting.packet import Packet
 from qmq.replication.assignment import Assignment
+from qmq.replication.clocks import MASTER, METASERVER, SLAVE, Clocks
 from qmq.replication.identity import IdentityFile
-from qmq.replication.master import Appointment, Master
+from qmq.replication.master import Master, Promotion
+from qmq.replication.points import Point, is_lacking
 from qmq.replication.ports import Host, Link
 from qmq.replication.readonly import Reason
-from qmq.replication.settings import PairSettings
+from qmq.replication.retention import Keeper
+from qmq.replication.settings import CopySettings
 from qmq.replication.slave import Slave
 from qmq.types import Role
 
@@ -43,15 +47,21 @@ class Node(Generic[M]):
     """Made by main; used on one loop; lives as long as the process."""
 
     def __init__(
-        self, *, message_log: MessageLog, host: Host, identity: IdentityFile, settings: PairSettings,
-        appoint: Callable[[Appointment], M],
+        self, *, message_log: MessageLog, host: Host, identity: IdentityFile, settings: CopySettings,
+        promote: Callable[[Promotion], M],
     ) -> None:  # fmt: skip
         self.log, self._host, self.identity, self._settings = message_log, host, identity, settings
-        self._appoint = appoint
+        self._promote = promote
+        self._name = f"{settings.hostname}:{settings.serve_port}"
+        self.clocks = Clocks(settings.clock_difference_ms_max)
+        self._disagreement = ""
+        self.is_disk_full = self._is_slaves_disk_full = False
         self.assignment: Assignment | None = None
         self.role: M | Slave | None = None
         self._swap_until_ms = 0
         self._is_diverged = False
+        self._gives_up_from: int | None = None
+        """Offset from which our log goes to quarantine before we take a part again: our mastership wrote that alone."""
         self._looks_before: Damage | None = None
         """Damage at whose begin the other copy has no frame: what it has in that place begins before it."""
 
@@ -59,17 +69,32 @@ class Node(Generic[M]):
     def group(self) -> str:
         return self.assignment.group if self.assignment else self.identity.value.group
 
+    @property
+    def is_of_another(self) -> bool:
+        """Whether the data directory is one that another broker wrote: a disk that was moved, or exchanged."""
+        return self.identity.value.owner not in ("", self._name)
+
+    @property
+    def owner(self) -> str:
+        """Whose directory it is."""
+        return f"{self.identity.value.owner or 'a broker'} of {self.identity.value.group}"
+
     # Roles.
 
     def assign(self, assignment: Assignment) -> None:
         """Take the part that the metaserver's row gives us; an older row changes nothing."""
         known = self.assignment
+        if self.is_of_another and assignment.term <= self.identity.value.term:
+            raise OperatorError(
+                f"this data directory belongs to {self.owner}; this is {self._name}: were directories exchanged? Put "
+                "each back where it was. If this broker is to take the other's place for good, ReplaceBroker says so"
+            )
         if assignment.term < max(self.identity.value.term, known.term if known else 0):
             log.warning("assignment ignored group=%s term=%d: we know a newer one", assignment.group, assignment.term)
             return
         if self.identity.value.group not in ("", assignment.group):
             raise OperatorError(
-                f"this data directory belongs to {self.identity.value.group}, not to {assignment.group}: "
+                f"this data directory belongs to {self.owner}, not to {assignment.group}: "
                 "start this broker with an empty one"
             )
         last = self._remembered()
@@ -80,7 +105,7 @@ class Node(Generic[M]):
                 "ReplaceBroker and swap=true"
             )
         self.assignment = assignment
-        self.identity.assigned(assignment.group, assignment.to_json())
+        self.identity.assigned(assignment.group, assignment.to_json(), self._name)
         if self.role is not None and known is not None and known.term == assignment.term:
             if isinstance(self.role, Master):
                 self.role.heed_operators(assignment)
@@ -94,6 +119,9 @@ class Node(Generic[M]):
         remembered = self._remembered()
         if remembered is None or self.assignment is not None:
             return False
+        if self.is_of_another:
+            log.error("part of another broker not taken up: the directory belongs to %s", self.owner)
+            return False
         self.assign(remembered)
         return True
 
@@ -105,13 +133,17 @@ class Node(Generic[M]):
         assignment = self.assignment
         if assignment is None or (self.log.damage is not None and self.log.damage.begin == self.log.end):
             return  # a log that could not be replayed is repaired first (Node.repaired)
+        if self._gives_up_from is not None:
+            return  # once that is done
         if self.role is not None:
-            self.role.resign()
+            self.role.step_down()
+        self._look_at_points()
         if assignment.role == Role.MASTER:
-            appointment = Appointment(
-                assignment.group, assignment.term, self.log, self._host, self.identity, self._settings, boot_above
-            )
-            self.role = master = self._appoint(appointment)
+            promotion = Promotion(
+                assignment.group, assignment.term, self.log, self._host, self.identity, self._settings, boot_above,
+                self.clocks,
+            )  # fmt: skip
+            self.role = master = self._promote(promotion)
             master.heed_operators(assignment)
             log.info("role master group=%s epoch=%s end=%d", assignment.group, master.epoch, self.log.end)
         else:
@@ -121,7 +153,9 @@ class Node(Generic[M]):
             )  # fmt: skip
             log.info("role slave group=%s term=%d end=%d", assignment.group, assignment.term, self.log.end)
         self._swap_until_ms = 0
-        self._is_diverged = False  # from another copy in another reign; if they still differ, the next handshake tells
+        self._is_diverged = (
+            False  # from another copy in another mastership; if they still differ, the next handshake tells
+        )
         self._host.role_changed()
 
     @property
@@ -135,6 +169,8 @@ class Node(Generic[M]):
     @property
     def readonly_reasons(self) -> list[str]:
         reasons = self.master.readonly.reasons if self.master else []
+        if self.identity.points.lacks is not None:
+            reasons.append(Reason.ROLLED_BACK)
         if self._is_diverged and Reason.DIVERGED not in reasons:
             reasons.append(Reason.DIVERGED)
         if self.log.damage is not None and Reason.CORRUPT not in reasons:
@@ -143,7 +179,7 @@ class Node(Generic[M]):
 
     @property
     def writable(self) -> bool:
-        return self.master is not None and self.master.in_office and not self.readonly_reasons
+        return self.master is not None and self.master.has_begun and not self.readonly_reasons
 
     # Events.
 
@@ -158,6 +194,9 @@ class Node(Generic[M]):
         except Fenced as error:
             link.refuse(packet, error)
             self._fenced()
+        except CopyRolledBack as error:
+            link.refuse(packet, error)
+            self._yield(error)
         except (CorruptFrame, Diverged) as error:
             self._link_failed(link, error)
         except QmqError as error:
@@ -189,10 +228,29 @@ class Node(Generic[M]):
         link.close(str(error))
 
     def _fenced(self) -> None:
-        """A newer epoch reigns. Of our own term, it can only be an earlier boot of ours that this disk forgot."""
+        """A newer epoch masterships. Of our own term, it can only be an earlier boot of ours that this disk forgot."""
         master = self.master
         if master is not None and master.fenced_by is not None and master.fenced_by.term == master.epoch.term:
             self._begin_role(boot_above=master.fenced_by.boot)
+
+    def _yield(self, why: CopyRolledBack) -> None:
+        """What our mastership wrote alone is in the way of what the other copy confirmed: it goes to quarantine, and
+        the next mastership takes that back from the other copy first."""
+        master = self.master
+        if master is None or master.yields_from is None:
+            return
+        self._gives_up_from = master.yields_from
+        log.critical("mastership ends group=%s epoch=%s: %s", self.group, master.epoch, why)
+        self._leave_role()
+        self._give_up_tail()
+
+    def _give_up_tail(self) -> None:
+        if self._gives_up_from is None or not self.log.is_idle:
+            return
+        name = self.log.cut(self._gives_up_from, "written alone, in the way of what the other copy confirmed")
+        log.warning("tail cut group=%s offset=%d quarantine=%s", self.group, self._gives_up_from, name)
+        self._gives_up_from = None
+        self._begin_role()
 
     def link_lost(self, link: Link) -> None:
         if self.role is not None:
@@ -202,10 +260,10 @@ class Node(Generic[M]):
         if self.role is not None:
             self.role.writable_again(link)
 
-    def end_of_turn(self) -> None:
+    def end_of_pass(self) -> None:
         """Ship what came in, then write and fsync it; both disks work at the same time."""
         if self.role is not None:
-            self.role.end_of_turn()
+            self.role.end_of_pass()
         if (commit := self.log.take_commit()) is not None:
             self._host.commit(commit)
 
@@ -217,7 +275,8 @@ class Node(Generic[M]):
         elif self.role is not None:
             self.role.committed(commit)
         if not self.log.is_idle:
-            self._host.turn_soon()
+            self._host.pass_soon()
+        self._give_up_tail()
 
     def tick(self) -> None:
         """Called about every 100 ms."""
@@ -226,7 +285,55 @@ class Node(Generic[M]):
             self.cancel_swap()
         if self.role is not None:
             self.role.tick(now_ms)
-        self._host.turn_soon()
+        self._save_points(now_ms)
+        self._host.pass_soon()
+
+    # What is acknowledged, remembered outside the log.
+
+    def remembered_elsewhere(self, points: Iterable[Point], *, loss_accepted_term: int = 0) -> None:
+        """The metaserver's row remembers acknowledged points of this group. Told before the part that goes with them.
+
+        A master that has a slave in sync lacks nothing that any copy still has. What an operator gave up for lost, in
+        a term after it was acknowledged, nobody lacks.
+        """
+        lacks = self.identity.points.lacks
+        if lacks is not None and lacks.epoch.term < loss_accepted_term:
+            log.warning("loss accepted group=%s: this copy lacks what was acknowledged up to %s", self.group, lacks)
+            self.identity.points.forget()
+        points = [point for point in points if self._may_lack(point)]
+        if not points or (self.master is not None and self.master.in_step_with):
+            return
+        for point in points:
+            self._note_rolled_back(point, "the metaserver")
+        if self.master is not None and self.master.has_begun:
+            self._begin_role()
+
+    def _look_at_points(self) -> None:
+        """Before we take a part: does our log have what this copy itself remembers to be acknowledged?"""
+        points = self.identity.points
+        if points.own is not None and self._may_lack(points.own):
+            self._note_rolled_back(points.own, "this copy itself")
+        if points.lacks is not None and not is_lacking(self.log, points.lacks):
+            points.refilled()
+
+    def _may_lack(self, point: Point) -> bool:
+        return self.identity.value.complete and is_lacking(self.log, point)
+
+    def _note_rolled_back(self, point: Point, who: str) -> None:
+        log.critical(
+            "rolled back group=%s end=%d: this disk lacks what was acknowledged up to %s, says %s",
+            self.group, self.log.end, point, who,
+        )  # fmt: skip
+        self.identity.points.rolled_back(point)
+
+    def _save_points(self, now_ms: int) -> None:
+        if (save := self.identity.points.due(now_ms)) is not None:
+            self._host.write(save, self._points_saved)
+
+    def _points_saved(self, result: object) -> None:
+        self.identity.points.saved()
+        if isinstance(result, DiskFailed):
+            raise result
 
     # Operators and repair.
 
@@ -237,9 +344,9 @@ class Node(Generic[M]):
             OperatorError: roles cannot be swapped now; says why.
         """
         master = self.master
-        if master is None or not master.in_office or master.epoch.term != term:
+        if master is None or not master.has_begun or master.epoch.term != term:
             raise OperatorError(f"this broker is not the master of {self.group} in term {term}")
-        if master.gate.alone:
+        if master.gate.no_slave_in_sync:
             raise OperatorError(f"the slave of {self.group} is missing: start it first")
         master.readonly.change(Reason.DRAINING, True)
         self._swap_until_ms = self._host.monotonic_ms() + hold_ms
@@ -257,7 +364,7 @@ class Node(Generic[M]):
         """
         if self.master is None:
             raise NotMaster(f"this broker is not the master of {self.group}; ask the other one")
-        if not self.master.in_office:
+        if not self.master.has_begun:
             raise NotServed(f"the master of {self.group} waits for its slave before it goes on")
         return self.master
 
@@ -328,7 +435,7 @@ class Node(Generic[M]):
             self._begin_role()
 
     def _mend_old(self, theirs_start: int) -> None:
-        """The other copy's retention took the damaged segment; ours need not keep it either."""
+        """The other copy lacks the damaged segment. If deleting it was agreed on, ours goes; else it is set aside."""
         if self.role is None and self.log.is_idle:
             self.log.set_aside("damaged-and-dropped-by-the-other-copy")
             self._begin_role()
@@ -336,14 +443,18 @@ class Node(Generic[M]):
         if self.role is None:
             return  # what was appended before is still being written: at the next attempt
         while self.log.damage is not None and len(self.log.bases) > 1 and self.log.bases[1] <= theirs_start:
-            self.log.drop_oldest_segment()
+            if self.log.oldest_may_go:
+                self.log.drop_oldest_segment()
+            else:
+                self.log.set_aside_oldest_segment("damaged-and-not-at-the-other-copy")
         if self.log.damage is None:
             self.repaired()
 
     def _leave_role(self) -> None:
         if self.role is not None:
-            self.role.resign()
+            self.role.step_down()
             self.role = None
+            self.identity.points.save()
 
     def repaired(self) -> None:
         """The damage was mended: go on, or begin."""
@@ -351,6 +462,48 @@ class Node(Generic[M]):
             self.master.repaired()
         elif self.role is None:
             self._begin_role()
+
+    # Retention.
+
+    def heard_metaserver(self, wall_ms: int) -> None:
+        """The metaserver's clock says so now."""
+        self.clocks.heard(METASERVER, wall_ms, monotonic_ms=self._host.monotonic_ms())
+
+    def heard_copy(self, link: Link, wall_ms: int, *, is_disk_full: bool) -> None:
+        """The other end of a sync link says what time it has; it counts if that is the copy we replicate with."""
+        if self.master is not None and self.master.is_slave(link):
+            self._is_slaves_disk_full = is_disk_full
+            self.clocks.heard(SLAVE, wall_ms, monotonic_ms=self._host.monotonic_ms())
+        elif self.slave is not None and self.slave.is_master(link):
+            self.clocks.heard(MASTER, wall_ms, monotonic_ms=self._host.monotonic_ms())
+
+    def clocks_ahead_ms(self) -> dict[str, int]:
+        """Return how far this machine's clock is ahead of each one heard lately."""
+        return self.clocks.ahead_ms(now_ms=self._host.now_ms(), monotonic_ms=self._host.monotonic_ms())
+
+    def clocks_disagreement(self) -> str:
+        """Say which clocks are too far from this machine's; empty: none."""
+        return self.clocks.disagreement(self.clocks_ahead_ms())
+
+    def decide_retention(self, keeper: Keeper) -> None:
+        """As master, write down what may go; as any copy, say when clocks disagree.
+
+        Raises:
+            CorruptFrame: this copy is damaged.
+        """
+        disagreement = self.clocks_disagreement()
+        if bool(disagreement) != bool(self._disagreement):
+            if disagreement:
+                log.error("clocks disagree group=%s, nothing is deleted until they agree: %s", self.group, disagreement)
+            else:
+                log.warning("clocks agree again group=%s", self.group)
+            self._disagreement = disagreement
+        if self.master is not None:
+            self.master.decide_retention(keeper, self.clocks)
+
+    def oldest_may_go(self, keeper: Keeper, readers: Iterable[int]) -> bool:
+        """Return whether to delete the oldest segment now: both copies agreed to, and nobody here reads it."""
+        return self.log.oldest_may_go and not self.is_pinned([*readers, keeper.used_from(self.log)])
 
     def is_pinned(self, readers: Iterable[int]) -> bool:
         """Return whether the oldest segment is still needed as such: by the other copy, by who reads from one of the
@@ -369,9 +522,14 @@ class Node(Generic[M]):
         return end > min(needed)
 
     def set_disk_full(self, is_full: bool) -> None:
-        """Said in each tick, as the next one, so that a new reign knows it too."""
-        if self.master is not None and self.master.readonly.change(Reason.DISK, is_full) and is_full:
-            log.error("disk nearly full group=%s: the group is readonly", self.group)
+        """Said in each tick, as the next one, so that a new mastership knows it too."""
+        self.is_disk_full = is_full
+        if self.master is None:
+            return
+        is_any = is_full or (self._is_slaves_disk_full and not self.master.gate.no_slave_in_sync)
+        if self.master.readonly.change(Reason.DISK, is_any) and is_any:
+            whose = "own" if is_full else "slave's"
+            log.error("disk nearly full group=%s disk=%s: the group is readonly", self.group, whose)
 
     def set_memory_short(self, is_short: bool) -> None:
         if self.master is not None and self.master.readonly.change(Reason.MEMORY, is_short) and is_short:

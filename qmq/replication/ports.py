@@ -46,14 +46,17 @@ class Host(Protocol):
     def monotonic_ms(self) -> int:
         """Return time that never jumps, for leases and deadlines."""
 
-    def turn_soon(self) -> None:
-        """See to it that `Node.end_of_turn` is called once everything received by now was handled."""
+    def pass_soon(self) -> None:
+        """See to it that `Node.end_of_pass` is called once everything received by now was handled."""
 
     def commit(self, commit: Commit) -> None:
         """Perform it, then call `Node.committed`. A failure ends the process as fenced."""
 
     def read(self, job: Callable[[], Any], done: Callable[[Any | LogError], None]) -> None:
         """Run a blocking read elsewhere, then call `done` with its result or its LogError."""
+
+    def write(self, job: Callable[[], Any], done: Callable[[Any | LogError], None]) -> None:
+        """Run a blocking write of a small file elsewhere, then call `done` as `read` does."""
 
     def hello(self, body: bytes) -> None:
         """Send HELLO on the slave's connection; the answer comes to `Slave.agreed`."""

@@ -19,6 +19,7 @@ class Reason(StrEnum):
     MEMORY = "memory"
     CORRUPT = "corrupt"
     DIVERGED = "diverged"
+    ROLLED_BACK = "rolled_back"
     FENCED = "fenced"
     DRAINING = "draining"
 
@@ -32,13 +33,14 @@ _WAY_OUT = {
     Reason.MEMORY: "its memory is over memory_limit, and consumers go on: it ends when they catch up or leave",
     Reason.CORRUPT: "its log is damaged and is being repaired from the other copy",
     Reason.DIVERGED: "its two copies differ: read both logs with the audit before anything else",
-    Reason.FENCED: "a newer master reigns",
+    Reason.ROLLED_BACK: "its disk was put back or forgot what it had fsynced: start the other copy, which refills it",
+    Reason.FENCED: "a newer master masterships",
     Reason.DRAINING: "its roles are being swapped",
 }
 
 
 class Readonly:
-    """The reasons of one broker group. Made by its master; ends with the reign."""
+    """The reasons of one broker group. Made by its master; ends with the mastership."""
 
     def __init__(self) -> None:
         self._reasons: set[Reason] = set()

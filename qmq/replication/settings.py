@@ -1,17 +1,18 @@
-"""Core. Settings of a process that keeps one copy of a pair; brokers and delay servers add their own."""
+"""Core. Settings of a process that keeps one copy of a group; brokers and delay servers add their own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from qmq.logs import FORMATS, LEVELS
 from qmq.settings import setting
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class PairSettings:
+class CopySettings:
     hostname: str = setting(why="name under which AddBroker knows this process, together with serve_port")
     ip: str = setting("127.0.0.1", why="address that clients and the other broker connect to; also listened on")
     serve_port: int = setting(20881, least=1, most=65535, why="TCP port for clients; QMQ's default")
@@ -29,11 +30,26 @@ class PairSettings:
     retention_hours: float = setting(72.0, unit="h", least=0.01, why="age at which a segment goes; QMQ's default")
     retention_bytes: int = setting(1 << 40, unit="bytes", least=1, why="size at which the oldest segment goes")
 
+    log_level: str = setting("INFO", one_of=LEVELS, why="which log lines are written")
+    log_format: str = setting("text", one_of=FORMATS, why="one line an event, as text or as JSON")
+
+    clock_difference_ms_max: int = setting(
+        10_000, unit="ms", least=100, why="difference of two machines' clocks above which nothing is deleted"
+    )
+
+    scrub_hours: float = setting(
+        168.0, unit="h", least=0.0001, why="age of its last reading at which a segment is read"
+    )
+    scrub_bytes_per_s: int = setting(16 * MIB, unit="bytes/s", least=1024, why="rate at which it is, beside all else")
+
     packet_bytes_max: int = setting(16 * MIB, unit="bytes", least=64 * 1024, most=48 * MIB, why="largest packet taken")
     message_bytes_max: int = setting(4 * MIB, unit="bytes", least=1024, most=32 * MIB, why="largest message stored")
     connections_max: int = setting(10_000, least=1, why="open connections; more are closed at once")
     new_subjects_per_minute: int = setting(
         1000, least=1, most=1_000_000, why="subjects that the clients of one token may begin; more wait"
+    )
+    new_subjects_max: int = setting(
+        100_000, least=1, most=100_000_000, why="subjects that the clients of one token may begin while it runs"
     )
     window_bytes: int = setting(32 * MIB, unit="bytes", least=MIB, why="un-acknowledged bytes a connection may have")
 

@@ -2,6 +2,8 @@
 
 What is new goes out of the log's tail without touching a disk. Whoever is behind is read from disk, at a bounded
 rate, until the tail covers it. Not more is under way than the receiver can have in memory.
+
+Keeps I4.
 """
 
 from __future__ import annotations

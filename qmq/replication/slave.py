@@ -1,20 +1,22 @@
 """Core. The slave of a broker group: it makes its log equal to its master's, fsyncs it, and says so.
 
-It confirms the point up to which it matched, never its own length (design 4.4). What it has to cut goes to quarantine
+It confirms the point up to which it matched, never its own length. What it has to cut goes to quarantine
 first, and it never cuts what it knows to be acknowledged.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from qmq.errors import CorruptFrame, Diverged, Fenced, InvalidRequest, NotMaster
 from qmq.log import Commit, MessageLog
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
-from qmq.replication.agreement import Action, Agreement, Hello
+from qmq.replication.agreement import Action, Agreement, Hello, proofs_of
 from qmq.replication.identity import IdentityFile
+from qmq.replication.points import Point, is_lacking
 from qmq.replication.ports import Host, Link
 from qmq.replication.shipper import Shipper
 
@@ -54,14 +56,17 @@ class Slave:
         self._hello_waits, self._is_complete = True, False
         self._say_hello()
 
+    def is_master(self, link: Link) -> bool:
+        return link is self._link
+
     def _say_hello(self) -> None:
         if not self._hello_waits or not self._log.is_idle:
             return
         self._hello_waits = False
-        state, known = self._log.state, self._identity.value
+        state, known, points = self._log.state, self._identity.value, self._identity.points
         hello = Hello(
             self._group, known.incarnation, known.epoch, state.epochs, self._log.start, self._log.end, self._log.chain,
-            self._term,
+            self._term, proofs_of(self._log), points.keeps(self._log), points.own,
         )  # fmt: skip
         self._host.hello(hello.encode())
 
@@ -79,16 +84,28 @@ class Slave:
         if agreement.epoch < known:
             raise Fenced(f"a master of epoch {agreement.epoch} answers; we know {known}")
         self._identity.learn(agreement.epoch)
+        self._compare(agreement.point)
         if agreement.action == Action.FOLLOW:
             self._cut_to(agreement)
+            self._identity.points.following()
         elif agreement.action == Action.SEED:
-            self._keep_acknowledged(agreement.offset)
+            self._keep_confirmed(agreement.offset)
             self._identity.completed(False)
+            self._identity.points.seeding()
         else:
             self._give(link, agreement)
         self._agreement = agreement
         if agreement.action == Action.FOLLOW:
             self._confirm(self._log.end, self._log.chain)
+
+    def _compare(self, point: Point | None) -> None:
+        """What the master knows to be acknowledged is in our log, if we ever had all that our masters had."""
+        if point is not None and self._identity.value.complete and is_lacking(self._log, point):
+            log.critical(
+                "rolled back group=%s end=%d: this disk lacks what was acknowledged up to %s, says the master; it is "
+                "refilled", self._group, self._log.end, point,
+            )  # fmt: skip
+            self._identity.points.rolled_back(point)
 
     def _cut_to(self, agreement: Agreement) -> None:
         offset = agreement.offset
@@ -96,19 +113,20 @@ class Slave:
         if not is_ours or not self._log.chain_is(offset, agreement.chain):
             self._check_readable(offset)
             raise Diverged(f"our chain at offset {offset} is not the master's {agreement.chain:016x}")
-        self._keep_acknowledged(offset)
+        self._keep_confirmed(offset)
         if offset < self._log.end:
             name = self._log.cut(offset, f"conflict with the master of epoch {agreement.epoch}")
             log.warning("tail cut group=%s offset=%d quarantine=%s", self._group, offset, name)
             if self._log.end != offset:
                 raise CorruptFrame(self._log.end, "read back after a cut, this copy is damaged before it")
 
-    def _keep_acknowledged(self, offset: int) -> None:
-        """Raise Diverged if what we would give up from `offset` on was acknowledged."""
-        if offset < self._log.state.high_watermark:
+    def _keep_confirmed(self, offset: int) -> None:
+        """Raise Diverged if we confirmed what we would give up from `offset` on: it may be acknowledged (I5)."""
+        kept_end = self._identity.points.keeps(self._log)
+        if offset < kept_end:
             raise Diverged(
-                f"the master's log parts from ours at {offset}, below {self._log.state.high_watermark}, "
-                "up to where messages are acknowledged: its disk may have been replaced"
+                f"the master's log parts from ours at {offset}, and we confirmed all up to {kept_end}: its disk may "
+                "have been put back"
             )
 
     def _check_readable(self, offset: int) -> None:
@@ -121,6 +139,9 @@ class Slave:
     def _give(self, link: Link, agreement: Agreement) -> None:
         begin, chain = agreement.offset, agreement.chain
         needs_snapshot = begin < self._log.start
+        if not needs_snapshot and not self._log.chain_is(begin, chain):
+            self._check_readable(begin)
+            raise Diverged(f"our chain at offset {begin} is not the master's {chain:016x}: nothing can be given there")
         if needs_snapshot:
             begin, chain, _ = self._log.seed_start()
         self._giving = Shipper(
@@ -152,14 +173,17 @@ class Slave:
         elif packet.code == Command.FRAMES and self.is_following:
             offset, data = commands.split_offset(packet.body)
             self._log.append_frames(offset, data)
-            self._host.turn_soon()
+            self._host.pass_soon()
         elif packet.code == Command.SNAPSHOT and self._agreement and self._agreement.action == Action.SEED:
             base, snapshot = commands.split_offset(packet.body)
             if base != self._agreement.offset:
                 raise CorruptFrame(base, f"a snapshot at {self._agreement.offset} was agreed on")
             self._log.seed(base, snapshot, "seeded-anew")
+            self._agreement = replace(self._agreement, action=Action.FOLLOW)  # one snapshot, once
             log.warning("seeding group=%s from=%d: the old copy is in quarantine", self._group, base)
             self._confirm(self._log.end, self._log.chain)
+        elif packet.code == Command.ACKNOWLEDGED and self.is_following:
+            self._acknowledged(commands.decode_confirmation(packet.body))
         elif packet.code == Command.CONFIRM and self._giving is not None:
             confirmation = commands.decode_confirmation(packet.body)
             self._giving.confirm(confirmation.matched_end, confirmation.chain)
@@ -170,7 +194,12 @@ class Slave:
         else:
             raise InvalidRequest(f"packet {packet.code} was not expected from the master now")
 
-    def end_of_turn(self) -> None:
+    def _acknowledged(self, told: Confirmation) -> None:
+        """The master acknowledged what we have confirmed."""
+        if told.epoch == self._identity.value.epoch and told.matched_end <= self._log.flushed_end:
+            self._identity.points.acknowledged(Point(told.epoch, told.matched_end, told.chain))
+
+    def end_of_pass(self) -> None:
         """Nothing but the fsync, which the node starts."""
 
     def committed(self, commit: Commit) -> None:
@@ -186,6 +215,7 @@ class Slave:
         if not self._is_complete and end >= self._agreement.master_end:
             self._is_complete = True
             self._identity.completed(True)
+            self._identity.points.refilled()
             self._log.tail_is_whole()
         confirmation = Confirmation(self._agreement.epoch, end, chain)
         self._link.tell(Command.CONFIRM, commands.encode_confirmation(confirmation))
@@ -201,6 +231,6 @@ class Slave:
             self._giving.allow(elapsed_ms)
             self._giving.ship()
 
-    def resign(self) -> None:
+    def step_down(self) -> None:
         if self._link is not None:
             self._link.close("the roles changed")

@@ -11,11 +11,11 @@ import grpc
 import grpc.aio
 
 from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
-from qmq.errors import AccessError, NotServed
+from qmq.errors import AccessError, NotServed, cause_of
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from qmq.rations import NewSubjects
-from qmq.replication.settings import PairSettings
+from qmq.replication.settings import CopySettings
 from qmq.rights import Caller, Scope, TokenRole
 from qmq.server.tokens import Known, TokenCache
 
@@ -41,14 +41,14 @@ class Guest(Protocol):
 class Access:
     """Made by main; `run` returns when it is cancelled. Used on the loop."""
 
-    def __init__(self, settings: PairSettings) -> None:
+    def __init__(self, settings: CopySettings) -> None:
         self._settings = settings
         self._cache = TokenCache(settings.token)
         self._asking: dict[str, asyncio.Task[Known]] = {}
         self._guests: dict[str, set[Guest]] = {}
         self._stub: MetaserverStub | None = None
         self._channel: grpc.aio.Channel | None = None
-        self.new_subjects = NewSubjects(settings.new_subjects_per_minute)
+        self.new_subjects = NewSubjects(settings.new_subjects_per_minute, settings.new_subjects_max)
 
     def own(self, token: str) -> Caller | None:
         """The caller, if it shows this broker's own token."""
@@ -131,7 +131,7 @@ class Access:
             raise NotServed(f"the metaserver does not answer: {error.details()}") from None
         except (TimeoutError, OSError, ValueError) as error:
             await self._drop(stub)
-            raise NotServed(f"the metaserver does not answer: {error or 'not in time'}") from None
+            raise NotServed(f"the metaserver does not answer: {cause_of(error)}") from None
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise

@@ -1,4 +1,4 @@
-"""Shell. The gRPC port of a process of a pair: state and swap for the metaserver, the log for repair and Spark."""
+"""Shell. The gRPC port of a process of a group: state and swap for the metaserver, the log for repair and Spark."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from qmq.control_plane import SERVER_OPTIONS
 from qmq.errors import CorruptFrame, NotServed, OperatorError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
-from qmq.replication.settings import PairSettings
+from qmq.replication.settings import CopySettings
 from qmq.rights import Caller
-from qmq.rpc_access import RpcDoor, caller
+from qmq.rpc_access import RpcAcceptor, caller
 from qmq.server.meta_link import state_message
 from qmq.server.service import M, Service
 from qmq.server.tokens import CONTROL_ROLES
@@ -28,10 +28,10 @@ CHUNK_BYTES = 2 << 20
 POLL_S = 0.005
 
 
-class PairControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generated code has no types
+class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generated code has no types
     """What brokers and delay servers answer alike. Made by main; its server ends with the process."""
 
-    def __init__(self, service: Service[M], settings: PairSettings) -> None:
+    def __init__(self, service: Service[M], settings: CopySettings) -> None:
         self._service, self._settings = service, settings
         self._loop = asyncio.get_running_loop()
 
@@ -41,7 +41,7 @@ class PairControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
 
     async def serve(self) -> None:
         server = grpc.aio.server(
-            interceptors=[RpcDoor(CONTROL_ROLES, self._check, _refused)],
+            interceptors=[RpcAcceptor(CONTROL_ROLES, self._check, _refused)],
             options=SERVER_OPTIONS,
         )
         self.add_to(server)

@@ -12,13 +12,14 @@ import grpc
 import grpc.aio
 
 from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
-from qmq.errors import NotServed, OperatorError
+from qmq.errors import NotServed, OperatorError, cause_of
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from qmq.replication.assignment import Address, Assignment
-from qmq.replication.settings import PairSettings
+from qmq.replication.points import Point
+from qmq.replication.settings import CopySettings
 from qmq.server.service import Service
-from qmq.types import GroupKind, Role
+from qmq.types import Epoch, GroupKind, Role
 from qmq.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ ALONE_AFTER_S = 3.0
 """How long a broker that starts waits for the metaserver before it takes up the part it had."""
 
 
-def state_message(service: Service[Any], settings: PairSettings) -> pb.BrokerState:
+def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerState:
     """Say how this broker stands."""
     node = service.node
     master, message_log, epoch = node.master, node.log, node.identity.value.epoch
@@ -64,6 +65,7 @@ def state_message(service: Service[Any], settings: PairSettings) -> pb.BrokerSta
         durability=settings.durability,
         incarnation=node.identity.value.incarnation,
         slave_incarnation=master.in_step_with if master else "",
+        acknowledged=_point_message(node.identity.points.own),
     )
 
 
@@ -75,12 +77,13 @@ class MetaLink:
     """
 
     def __init__(
-        self, service: Service[Any], settings: PairSettings, *, kind: GroupKind = GroupKind.NORMAL
+        self, service: Service[Any], settings: CopySettings, *, kind: GroupKind = GroupKind.NORMAL
     ) -> None:  # fmt: skip
         self._service, self._settings, self._kind = service, settings, kind
         self._metadata = (("x-api-token", settings.token),)
         self._is_refused = False
         self._failures = 0
+        self._last: pb.Assignment | None = None
         self._served_since: float | None = None
         """On the clock of the loop; None: not since the last failure."""
 
@@ -104,11 +107,16 @@ class MetaLink:
     def served(self, now_s: float) -> None:
         """Take note that a metaserver hears us."""
         self._served_since = self._served_since or now_s
+        self._service.is_registered = True
 
     def failed(self, error: Exception) -> None:
         """Take note of why the metaserver does not serve us."""
-        self._is_refused = isinstance(error, grpc.aio.AioRpcError) and error.code() in _REFUSALS
-        text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        self._service.is_registered = False
+        is_refusal = isinstance(error, grpc.aio.AioRpcError) and error.code() in _REFUSALS
+        self._is_refused = is_refusal or isinstance(error, OperatorError)  # or its word contradicts what we know
+        text = (isinstance(error, grpc.aio.AioRpcError) and error.details()) or cause_of(error)
+        if self._service.node.is_of_another and not isinstance(error, OperatorError):
+            text = f"{text} (this data directory belongs to {self._service.node.owner})"
         log.warning("metaserver does not serve us at=%s: %s", self._settings.metaserver, text)
 
     def start_alone(self) -> None:
@@ -125,7 +133,7 @@ class MetaLink:
         try:
             return await asyncio.to_thread(find_metaserver, self._settings.metaserver)
         except (OSError, ValueError) as error:
-            raise NotServed(f"{self._settings.metaserver}: {error}") from None
+            raise NotServed(f"{self._settings.metaserver}: {cause_of(error)}") from None
 
     async def _live(self, stub: MetaserverStub) -> None:
         settings = self._settings
@@ -133,12 +141,13 @@ class MetaLink:
             broker_group=self._service.node.identity.value.group, hostname=settings.hostname, ip=settings.ip,
             serve_port=settings.serve_port, sync_port=settings.sync_port, control_port=settings.control_port,
             metrics_port=settings.metrics_port, incarnation=self._service.node.identity.value.incarnation,
-            version=VERSION, kind=self._kind,
+            version=VERSION, kind=self._kind, term=self._service.node.identity.value.term,
         )  # fmt: skip
-        self._assign(await stub.Register(identity, metadata=self._metadata, timeout=REGISTER_S))
+        self._last = None
+        self._heard(await stub.Register(identity, metadata=self._metadata, timeout=REGISTER_S))
         async for assignment in stub.Heartbeat(self._beats(), metadata=self._metadata):
             self.served(asyncio.get_running_loop().time())
-            self._assign(assignment)
+            self._heard(assignment)
         raise NotServed("the metaserver ended the heartbeat")
 
     async def _beats(self) -> AsyncIterator[pb.BrokerState]:
@@ -152,6 +161,14 @@ class MetaLink:
             except TimeoutError:
                 pass
 
+    def _heard(self, message: pb.Assignment) -> None:
+        if message.clock_ms:
+            self._service.node.heard_metaserver(message.clock_ms)
+            message.clock_ms = 0
+        if message != self._last:  # else it only says what time it is
+            self._last = message
+            self._assign(message)
+
     def _assign(self, message: pb.Assignment) -> None:
         if not message.term:
             return  # no row yet for this group
@@ -164,8 +181,17 @@ class MetaLink:
             readonly_subjects=tuple(message.readonly_subjects),
             offline=tuple((one.subject, one.group, one.consumer) for one in message.offline),
         )
-        self._service.guarded(lambda: self._service.node.assign(assignment))
+        points = [Point(Epoch(point.term, point.boot), point.end, point.chain) for point in message.points]
+        node, accepted_term = self._service.node, message.loss_accepted_term
+        self._service.guarded(lambda: node.remembered_elsewhere(points, loss_accepted_term=accepted_term))
+        self._service.guarded(lambda: node.assign(assignment))
         self._service.state_changed.set()
+
+
+def _point_message(point: Point | None) -> pb.AcknowledgedPoint | None:
+    if point is None:
+        return None
+    return pb.AcknowledgedPoint(term=point.epoch.term, boot=point.epoch.boot, end=point.end, chain=point.chain)
 
 
 def _address(message: pb.BrokerAddress) -> Address:

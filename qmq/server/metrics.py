@@ -1,25 +1,23 @@
-"""Shell. What every process that keeps one copy of a pair tells Prometheus: its part, its log, its producers."""
+"""Shell. What every process that keeps one copy of a group tells Prometheus: its part, its log, its producers."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Generic
-from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.platform_collector import PlatformCollector
-from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from qmq.errors import NotServed
+from qmq.http_port import HttpPort, listen
+from qmq.process_metrics import register_process
 from qmq.replication.readonly import Reason
-from qmq.replication.settings import PairSettings
-from qmq.server.metrics_door import MetricsDoor, serve_door
+from qmq.replication.settings import CopySettings
+from qmq.server.http import CopyHttp
 from qmq.server.overload import ConnectionState
 from qmq.server.producing import PRODUCE_MS_BUCKETS, ProduceCounters
 from qmq.server.service import M, Service
@@ -29,7 +27,7 @@ Reading = tuple[str, str, float]
 """Name without the prefix, what it says, value."""
 
 
-class PairCollector(Collector, Generic[M]):
+class CopyCollector(Collector, Generic[M]):
     """Reads the state on its loop whenever Prometheus asks; nothing is counted twice or kept beside the core.
 
     Args:
@@ -37,11 +35,11 @@ class PairCollector(Collector, Generic[M]):
     """
 
     def __init__(
-        self, prefix: str, service: Service[M], counters: ProduceCounters, settings: PairSettings,
+        self, prefix: str, service: Service[M], counters: ProduceCounters,
         loop: asyncio.AbstractEventLoop,
     ) -> None:  # fmt: skip
         self._prefix, self._service, self._loop = prefix, service, loop
-        self._produce_counters, self._pair_settings = counters, settings
+        self._produce_counters = counters
 
     def collect(self) -> Iterator[Metric]:
         async def read() -> list[Metric]:
@@ -60,6 +58,10 @@ class PairCollector(Collector, Generic[M]):
         for reason in Reason:
             readonly.add_metric([self.group, reason.value], float(reason.value in self._service.node.readonly_reasons))
         yield readonly
+        ahead = self.gauges("clock_ahead_seconds", "This machine's clock minus another's, as heard lately", "of")
+        for whose, ms in self._service.node.clocks_ahead_ms().items():
+            ahead.add_metric([self.group, whose], ms / 1000)
+        yield ahead
         yield from self._flow()
         yield self.histogram(
             "produce_seconds", "Time from a batch's arrival to its acknowledgement", PRODUCE_MS_BUCKETS,
@@ -114,17 +116,23 @@ class PairCollector(Collector, Generic[M]):
         yield "log_end_bytes", "Offset behind the newest frame", message_log.end
         yield "flushed_end_bytes", "Offset below which this disk has everything", message_log.flushed_end
         yield "disk_free_bytes", "Free space on the disk of the log", service.disk_free_bytes
-        limit = self._pair_settings.disk_free_limit
+        limit = service.disk_free_limit
         yield "disk_free_limit_bytes", "Free space below which no message is taken", limit
+        apart = bool(self._service.node.clocks_disagreement())
+        yield "clocks_disagree", "1 while clocks differ by more than clock_difference_ms_max: nothing is deleted", apart
+        yield "metaserver_connected", "1 while a metaserver answers this process", float(service.is_registered)
         yield "connections", "Open connections of clients and slave", service.connections
+        if service.scrub is not None:
+            text = "Time since the closed segment that was read again longest ago was"
+            yield "scrub_oldest_seconds", text, service.scrub.oldest_s
         yield "memory_bytes", "Memory of this process alone", service.memory_bytes
         yield "memory_limit_bytes", "Memory above which producers wait", service.memory_alarm.limit_bytes
         yield "sync_cost_seconds", "Recent mean time of a small fsync", service.sync_us / 1e6
         if master is not None:
-            lag = message_log.end - master.gate.matched_end if not master.gate.alone else message_log.end
+            lag = message_log.end - master.gate.matched_end if not master.gate.no_slave_in_sync else message_log.end
             yield "high_watermark_bytes", "Offset below which both disks have everything", master.gate.high_watermark
             yield "sync_lag_bytes", "Bytes that the slave has not confirmed; all of them while it is missing", lag
-            yield "slave_connected", "1 while a slave follows and has matched", float(not master.gate.alone)
+            yield "slave_connected", "1 while a slave follows and has matched", float(not master.gate.no_slave_in_sync)
             yield "waiting_answers", "Answers that wait for both disks", master.gate.waiting
 
     def _counts(self) -> Iterator[Reading]:
@@ -135,13 +143,16 @@ class PairCollector(Collector, Generic[M]):
         yield "refused_messages", "Messages refused on their own, too large or malformed", counters.refused_messages
         yield "commits", "Writes with fsync", service.commits
         yield "sync_seconds", "Time spent in writes with fsync", service.sync_seconds
+        if service.scrub is not None:
+            yield "scrubbed_bytes", "Bytes of closed segments that were read again", service.scrub.bytes
+            yield "scrub_findings", "Damage that this found", service.scrub.findings
 
     def _flow(self) -> Iterator[Metric]:
         now = self.gauges(
             "client_connections", "Clients' connections by state; flow and blocked ones are not read", "state"
         )
         stops = self.counts("stopped_connections", "How often a producer's connection was not read any more", "state")
-        counts = Counter(door.flow.state for door in self._service.doors)
+        counts = Counter(acceptor.flow.state for acceptor in self._service.acceptors)
         for state in ConnectionState:
             now.add_metric([self.group, state.value], counts[state])
             if state is not ConnectionState.RUNNING:
@@ -154,24 +165,33 @@ def connections(service: Service[Any]) -> list[dict[str, object]]:
     """What each client's connection does: `/connections`."""
     return [
         {
-            "peer": door.connection.peer, "app": door.app, "state": door.flow.state.value,
-            "produces": door.flow.produces, "consumes": door.flow.consumes, "reads": door.connection.writable,
-            "unacked_bytes": door.connection.unacked_bytes, "owed_bytes": door.connection.owed_bytes,
+            "peer": acceptor.connection.peer, "app": acceptor.app, "state": acceptor.flow.state.value,
+            "produces": acceptor.flow.produces, "consumes": acceptor.flow.consumes,
+            "reads": acceptor.connection.writable,
+            "unacked_bytes": acceptor.connection.unacked_bytes, "owed_bytes": acceptor.connection.owed_bytes,
         }
-        for door in service.doors
+        for acceptor in service.acceptors
     ]  # fmt: skip
 
 
-def serve_collector(
-    collector: PairCollector[M], service: Service[M], settings: PairSettings, loop: asyncio.AbstractEventLoop
-) -> tuple[WSGIServer, threading.Thread]:
-    """Serve /metrics on a thread of its own."""
+def readiness(service: Service[Any]) -> dict[str, object]:
+    """What `/health/ready` answers: ready is who has a part in its group and can do it."""
+    node = service.node
+    return {
+        "ready": node.role is not None, "group": node.group, "master": node.master is not None,
+        "writable": node.writable, "readonlyReasons": sorted(map(str, node.readonly_reasons)),
+        "metaserver": service.is_registered,
+    }  # fmt: skip
+
+
+def http_port(collector: CopyCollector[M], service: Service[M], settings: CopySettings) -> HttpPort:
+    """Open the HTTP port. Raises NotServed: it is taken."""
     registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    PlatformCollector(registry=registry)
+    register_process(registry)
     registry.register(collector)
     try:
-        return serve_door(MetricsDoor(registry, service.access, loop, lambda: connections(service)), settings)
+        http = CopyHttp(registry, service.access, lambda: connections(service), lambda: readiness(service))
+        return HttpPort(http.app(), listen(settings.ip, settings.metrics_port))
     except OSError as error:
         address = f"{settings.ip}:{settings.metrics_port}"
         raise NotServed(f"cannot listen on {address}: {error}; stop what uses it, or set another port") from None

@@ -9,6 +9,8 @@ States of a client's connection:
 A connection that consumes is always running, for its acks come on it and they are what ends an overload. What it
 produces beyond its window, or while memory is short, is refused instead (qmq.server.producing, and the reason for
 readonly).
+
+Keeps I19.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class ConnectionState(StrEnum):
 
 @dataclass(slots=True)
 class Flow:
-    """What one client's connection does, and whether it is read. Made by its door; ends with it."""
+    """What one client's connection does, and whether it is read. Made by its acceptor; ends with it."""
 
     window_bytes: int
     produces: bool = False

@@ -2,6 +2,8 @@
 
 Work is per batch. The CRC of what a producer sent is checked before anything is stored (W4); what cannot be stored is
 refused on its own (W7, W22); a repeated batch is answered with the receipt of the first time (P2).
+
+Keeps I10.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, Frame, FrameKind, label_f
 from qmq.remoting import commands
 from qmq.remoting.commands import Produce, Produced
 from qmq.remoting.packet import Packet, PacketReader
+from qmq.replication.mastership import Mastership, answering
 from qmq.replication.ports import Link
-from qmq.replication.reign import Reign, answering
 from qmq.server.limits import check_messages
 from qmq.subjects import check_subject
 from qmq.types import Durability
@@ -31,7 +33,7 @@ PRODUCE_MS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
 
 @dataclass(slots=True)
 class ProduceCounters:
-    """What a master took from producers, for metrics; goes on from one reign to the next."""
+    """What a master took from producers, for metrics; goes on from one mastership to the next."""
 
     produce_ms_counts: list[int] = field(default_factory=lambda: [0] * (len(PRODUCE_MS_BUCKETS) + 1))
     """Batches acknowledged, by time from arrival; the last place is for those slower than every bucket."""
@@ -65,16 +67,16 @@ def _split(produce: Produce) -> tuple[memoryview, Sequence[int]]:
 
 
 class Producing:
-    """Made by the master; ends with the reign. `wake(subject)` is called when a subject got messages."""
+    """Made by the master; ends with the mastership. `wake(subject)` is called when a subject got messages."""
 
-    def __init__(self, reign: Reign, counters: ProduceCounters, wake: Callable[[str], None]) -> None:
-        self._reign, self._counters, self._wake = reign, counters, wake
+    def __init__(self, mastership: Mastership, counters: ProduceCounters, wake: Callable[[str], None]) -> None:
+        self._mastership, self._counters, self._wake = mastership, counters, wake
 
     def produce(self, link: Link, packet: Packet) -> None:
-        reign = self._reign
-        reign.check_may_store()
+        mastership = self._mastership
+        mastership.check_may_store()
         produce = commands.decode_produce(packet.body)
-        state = reign.log.state
+        state = mastership.log.state
         if (stored := state.repeated(produce.producer, produce.batch)) is not None:
             self._answer_repeated(link, packet, produce, stored)
             return
@@ -82,7 +84,7 @@ class Producing:
             raise OutcomeUnknown(f"batch {produce.batch} is too old to tell whether it was stored")
         if produce.subject not in state.next_sequence:
             check_subject(produce.subject)
-        reign.readonly.check(reign.group, produce.subject)
+        mastership.readonly.check(mastership.group, produce.subject)
         self._check_window(link)
         batch, refused = self._storable(produce)
         if batch is None:
@@ -95,7 +97,7 @@ class Producing:
 
     def check(self, batch: Buffer, count: int) -> BatchCheck:
         """Say which messages of a batch cannot be stored; raises InvalidRequest."""
-        return check_messages(batch, count, self._reign.settings.message_bytes_max)
+        return check_messages(batch, count, self._mastership.settings.message_bytes_max)
 
     def _storable(self, produce: Produce) -> tuple[_Batch | None, list[tuple[int, str]]]:
         """Return what is left when each message that cannot be stored is taken out, and (position, reason) of those."""
@@ -115,24 +117,26 @@ class Producing:
         return _Batch(body, len(messages), crc32(body), flags), refused
 
     def _append(self, produce: Produce, batch: _Batch) -> Frame:
-        reign, subject = self._reign, produce.subject
-        frame = reign.log.append(
-            FrameKind.MESSAGES, subject, batch.body, body_crc=batch.crc, epoch=reign.epoch, flags=batch.flags,
-            count=batch.count, high_watermark=reign.gate.high_watermark, timestamp_ms=reign.host.now_ms(),
-            first_sequence=reign.log.state.next_sequence.get(subject, 0), producer=produce.producer,
+        mastership, subject = self._mastership, produce.subject
+        frame = mastership.log.append(
+            FrameKind.MESSAGES, subject, batch.body, body_crc=batch.crc, epoch=mastership.epoch, flags=batch.flags,
+            count=batch.count, high_watermark=mastership.gate.high_watermark, timestamp_ms=mastership.host.now_ms(),
+            first_sequence=mastership.log.state.next_sequence.get(subject, 0), producer=produce.producer,
             batch=produce.batch,
         )  # fmt: skip
         self._wake(subject)
         self._counters.produced_messages += batch.count
         self._counters.produced_bytes += len(batch.body)
-        reign.host.turn_soon()
+        mastership.host.pass_soon()
         return frame
 
     def _answer_repeated(self, link: Link, packet: Packet, produce: Produce, stored: StoredBatch) -> None:
-        reign = self._reign
-        if reign.gate.alone and stored.end > reign.gate.high_watermark:
+        mastership = self._mastership
+        if mastership.gate.no_slave_in_sync and stored.end > mastership.gate.high_watermark:
             # Nobody knows for how long; repeats that wait here would fill the memory of the only copy that is up.
-            raise OutcomeUnknown(f"stored on one copy; the other is missing. Repeat the same batch to {reign.group}")
+            raise OutcomeUnknown(
+                f"stored on one copy; the other is missing. Repeat the same batch to {mastership.group}"
+            )
         refused = self._storable(produce)[1]
         if stored.stored + len(refused) != produce.count:
             raise OutcomeUnknown(
@@ -140,14 +144,14 @@ class Producing:
             )
         self._counters.repeated_batches += 1
         produced = Produced(stored.first_sequence, stored.stored, Durability.FSYNC, refused)
-        reign.gate.stored(stored.end, answering(link, _without_body(packet), commands.encode_produced(produced)))
+        mastership.gate.stored(stored.end, answering(link, _without_body(packet), commands.encode_produced(produced)))
 
     def _hold(self, link: Link, packet: Packet, end: int, body: bytes) -> None:
         """Answer when both disks have everything before `end`."""
-        size, reign = len(packet.body), self._reign
+        size, mastership = len(packet.body), self._mastership
         link.unacked_bytes += size
         packet = _without_body(packet)
-        began_ms = reign.host.monotonic_ms()
+        began_ms = mastership.host.monotonic_ms()
 
         def answer(error: QmqError | None) -> None:
             link.unacked_bytes -= size
@@ -155,16 +159,16 @@ class Producing:
                 link.refuse(packet, error)
                 return
             link.answer(packet, body)
-            took_ms = reign.host.monotonic_ms() - began_ms
+            took_ms = mastership.host.monotonic_ms() - began_ms
             self._counters.produce_ms_counts[bisect_left(PRODUCE_MS_BUCKETS, took_ms)] += 1
             self._counters.produce_ms_sum += took_ms
 
-        reign.gate.stored(end, answer)
+        mastership.gate.stored(end, answer)
 
     def _check_window(self, link: Link) -> None:
         """Refuse what comes beyond the window and what may have been read together with the packet that filled it: only
         a connection that consumes as well is read on (qmq.server.overload)."""
-        window = self._reign.settings.window_bytes
+        window = self._mastership.settings.window_bytes
         if link.unacked_bytes >= window + min(window, PacketReader.STAGING_BYTES):
             raise Overloaded(f"this connection has {link.unacked_bytes} un-acknowledged bytes; wait for answers")
 

@@ -15,7 +15,7 @@ from qmq.errors import LogError
 from qmq.log.recovery import Damage
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
-from qmq.replication.settings import PairSettings
+from qmq.replication.settings import CopySettings
 from qmq.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 
 
-async def keep_whole(service: Service[Any], settings: PairSettings) -> None:
+async def keep_whole(service: Service[Any], settings: CopySettings) -> None:
     """While the log is damaged, try to mend it."""
     while True:
         damage = service.node.log.damage
@@ -36,7 +36,7 @@ async def keep_whole(service: Service[Any], settings: PairSettings) -> None:
         await asyncio.sleep(RETRY_S)
 
 
-async def _mend(service: Service[Any], settings: PairSettings, damage: Damage) -> None:
+async def _mend(service: Service[Any], settings: CopySettings, damage: Damage) -> None:
     node = service.node
     peer = node.assignment.peer if node.assignment else None
     if peer is None:

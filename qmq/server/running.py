@@ -1,4 +1,4 @@
-"""Shell. Runs a process of a pair: reads its settings, recovers its log, serves until it is told to stop."""
+"""Shell. Runs a process of a group: reads its settings, recovers its log, serves until it is told to stop."""
 
 from __future__ import annotations
 
@@ -12,48 +12,43 @@ import os
 import secrets
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
-from wsgiref.simple_server import WSGIServer
+from typing import TypeVar, cast
 
 from qmq.errors import QmqError
 from qmq.garbage import collect_by_the_clock
 from qmq.log import MessageLog, RealDisk
 from qmq.logs import configure
 from qmq.replication.identity import IdentityFile
-from qmq.replication.settings import PairSettings
+from qmq.replication.settings import CopySettings
+from qmq.server.reserve import wait_for_room
 from qmq.settings import InvalidSettings, load
 
 log = logging.getLogger(__name__)
 
-S = TypeVar("S", bound=PairSettings)
+S = TypeVar("S", bound=CopySettings)
 
 
-class Parts(NamedTuple):
-    """What the main of a process made: tasks that never end, and the HTTP server of its metrics."""
+Tasks = list[Coroutine[None, None, None]]
+"""What a process does; none of them ends by itself."""
 
-    tasks: list[Coroutine[None, None, None]]
-    metrics: tuple[WSGIServer, threading.Thread]
-
-
-Build = Callable[[S, MessageLog, RealDisk, IdentityFile], Parts]
+Build = Callable[[S, MessageLog, RealDisk, IdentityFile], Tasks]
 """Called on the loop, once the log is recovered."""
 
 
 def run(name: str, settings_type: type[S], prefix: str, description: str, build: Build[S]) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status: 0 told to stop, 2 wrong settings, 1 could not start."""
-    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
+    parser = argparse.ArgumentParser(prog=f"qmq {name}", description=description)
     parser.add_argument("--config", type=Path, help=f"TOML file; {prefix}_… variables override it")
     arguments = parser.parse_args()
-    configure()
     try:
         settings = load(settings_type, prefix=prefix, path=arguments.config, environ=os.environ)
     except InvalidSettings as error:
         print(error, file=sys.stderr)
         return 2
+    configure(settings.log_level, settings.log_format)
     try:
         with _one_process(settings.data, name), asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve(settings, build))
@@ -85,6 +80,7 @@ def _one_process(data: Path, name: str) -> Iterator[None]:
 
 async def _serve(settings: S, build: Build[S]) -> None:
     disk = RealDisk(settings.data, cached_bytes=settings.cached_bytes)
+    await wait_for_room(disk)
     began = time.monotonic()
     message_log = MessageLog(disk, segment_bytes=settings.segment_bytes, tail_bytes=settings.tail_bytes)
     log.info(
@@ -99,17 +95,15 @@ async def _serve(settings: S, build: Build[S]) -> None:
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
-    tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(task) for task in parts.tasks]
+    tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(task) for task in parts]
     tasks += [asyncio.ensure_future(_wait(stop)), asyncio.ensure_future(collect_by_the_clock())]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    server, thread = parts.metrics
-    server.shutdown()
-    thread.join()
     for task in done:
         task.result()
+    identity.points.save()
     log.info("stopped end=%d", message_log.end)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from qmq.errors import (
     AccessError,
@@ -32,14 +32,20 @@ from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection, connect
 from qmq.remoting.packet import Packet
 from qmq.replication.identity import IdentityFile
-from qmq.replication.master import Appointment, Master
+from qmq.replication.master import Master, Promotion
 from qmq.replication.node import Node
-from qmq.replication.settings import PairSettings
+from qmq.replication.retention import Keeper
+from qmq.replication.settings import CopySettings
 from qmq.server import memory
+from qmq.server.acceptor import SYNC_PACKET_BYTES_MAX, Acceptor
 from qmq.server.access import Access
-from qmq.server.door import SYNC_PACKET_BYTES_MAX, Door
 from qmq.server.overload import ConnectionState, DiskWatch, MemoryAlarm
+from qmq.server.pulse import Pulse
+from qmq.server.reserve import DISK_FLOOR_BYTES, keep_reserve
 from qmq.types import Endpoint
+
+if TYPE_CHECKING:
+    from qmq.server.scrub import Scrub
 
 log = logging.getLogger(__name__)
 
@@ -57,38 +63,28 @@ GIVE_BACK_S = 1.0
 BLOCKED_READ_MAX = 32
 """Blocked connections that are read in a tick: each request gets its refusal in the end, and no kernel gives up a
 connection whose other end is full."""
-HOUSE_S, HOUSE_FULL_S = 10.0, 1.0
-"""How often retention looks for what may go; the second while the disk is full."""
+HOUSE_S, HOUSE_SOON_S = 10.0, 1.0
+"""How often retention looks for what may go; the second while the disk is full, or something is to go."""
 
-SYNC_COMMANDS = frozenset({Command.HELLO, Command.FRAMES, Command.CONFIRM, Command.SNAPSHOT})
-
-
-class Keeper(Protocol):
-    """What decides how long the log is kept."""
-
-    def may_drop(self, message_log: MessageLog, now_ms: int) -> bool:
-        """Return whether the oldest segment may go, which nothing pins. Raises CorruptFrame: this copy is damaged."""
-
-    def dropped(self, message_log: MessageLog) -> None:
-        """It went."""
+SYNC_COMMANDS = frozenset({Command.HELLO, Command.FRAMES, Command.CONFIRM, Command.SNAPSHOT, Command.BEAT})
 
 
 class Service(Generic[M]):
-    """Runs one process of a pair. Made by main; `run` returns when it is cancelled.
+    """Runs one process of a group. Made by main; `run` returns when it is cancelled.
 
-    `commands` are those that clients may send; `appoint` makes the master whose reign begins.
+    `commands` are those that clients may send; `promote` makes the master whose mastership begins.
     """
 
     def __init__(
-        self, *, message_log: MessageLog, disk: Disk, identity: IdentityFile, settings: PairSettings,
-        commands: frozenset[Command], appoint: Callable[[Appointment], M], keeper: Keeper,
+        self, *, message_log: MessageLog, disk: Disk, identity: IdentityFile, settings: CopySettings,
+        commands: frozenset[Command], promote: Callable[[Promotion], M], keeper: Keeper,
     ) -> None:  # fmt: skip
         self._settings, self._disk, self._commands, self._keeper = settings, disk, commands, keeper
         self.access = Access(settings)
-        self.node = Node(
-            message_log=message_log, host=self, identity=identity, settings=settings, appoint=appoint
-        )
+        self.node = Node(message_log=message_log, host=self, identity=identity, settings=settings, promote=promote)
         self.state_changed = asyncio.Event()
+        self.is_registered = False
+        """Whether a metaserver serves this process, as its link to it says."""
         self.reader_positions: dict[object, int] = {}
         self.log_holders: set[object] = set()
         """Who reads the whole log in many calls, as the audit does."""
@@ -96,16 +92,18 @@ class Service(Generic[M]):
         self.commits = 0
         self.sync_seconds = 0.0
         self.connections = 0
-        self.doors: dict[Door, None] = {}
+        self.acceptors: dict[Acceptor, None] = {}
         """Of clients; of those that are blocked, the one read longest ago comes first."""
         self.memory_alarm = MemoryAlarm(int(settings.memory_limit * memory.ram_bytes()))
         self.memory_bytes = 0
         self.stops = dict.fromkeys(ConnectionState, 0)
         """How often connections came into each state."""
-        self._disk_watch = DiskWatch(settings.disk_free_limit)
+        self.scrub: Scrub | None = None
+        self.disk_free_limit = max(settings.disk_free_limit, DISK_FLOOR_BYTES)
+        self._disk_watch = DiskWatch(self.disk_free_limit)
         self._given_back_at = 0.0
         self._role_changed = asyncio.Event()
-        self._turn_is_due = False
+        self._pass_is_due = False
         self._loop: asyncio.AbstractEventLoop
         self._disk_thread = ThreadPoolExecutor(1, "disk")
         self._read_threads = ThreadPoolExecutor(4, "read")
@@ -121,6 +119,7 @@ class Service(Generic[M]):
         """Listen and serve."""
         self._loop = asyncio.get_running_loop()
         settings = self._settings
+        self._look_at_disk()  # before anybody produces
         serve = await self._listen(self._commands, settings.serve_port)
         sync = await self._listen(SYNC_COMMANDS, settings.sync_port)
         async with serve, sync, asyncio.TaskGroup() as tasks:
@@ -137,8 +136,8 @@ class Service(Generic[M]):
             raise NotServed(f"cannot listen on {ip}:{port}: {error}; stop what uses it, or set another port") from None
 
     def _accept(self, allowed: frozenset[Command]) -> Connection:
-        door = Door(self, allowed, self._settings, self.access)
-        return door.connection
+        acceptor = Acceptor(self, allowed, self._settings, self.access)
+        return acceptor.connection
 
     def fail(self, error: BaseException) -> None:
         """The disk failed or we have a bug: nobody must hear another word from this process (I15)."""
@@ -185,15 +184,15 @@ class Service(Generic[M]):
     def monotonic_ms(self) -> int:
         return time.monotonic_ns() // 1_000_000
 
-    def turn_soon(self) -> None:
-        if not self._turn_is_due:
-            self._turn_is_due = True
+    def pass_soon(self) -> None:
+        if not self._pass_is_due:
+            self._pass_is_due = True
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        self._turn_is_due = False
+        self._pass_is_due = False
         try:
-            self.node.end_of_turn()
+            self.node.end_of_pass()
         except Exception as error:  # a turn that breaks off would leave its commit behind, and every one after it
             self.fail(error)
 
@@ -238,6 +237,9 @@ class Service(Generic[M]):
 
         self._read_threads.submit(on_thread)
 
+    def write(self, job: Callable[[], Any], done: Callable[[Any | LogError], None]) -> None:
+        self.read(job, done)
+
     def hello(self, body: bytes) -> None:
         link = self._master_link
         if link is not None:
@@ -260,28 +262,35 @@ class Service(Generic[M]):
                 self.state_changed.set()
 
     def _look_at_limits(self) -> None:
-        now_ms, node, alarm = self.monotonic_ms(), self.node, self.memory_alarm
-        if self._disk_watch.is_due(now_ms, node.log.end):
-            self._disk_watch.measured(self._disk.free_bytes(), now_ms, node.log.end)
-        node.set_disk_full(self._disk_watch.is_full)
+        node, alarm = self.node, self.memory_alarm
+        self._look_at_disk()
         self.memory_bytes = memory.used_bytes()
         if alarm.measured(self.memory_bytes):
             log.warning(
                 "memory alarm %s used=%d limit=%d", "on" if alarm.is_on else "off", self.memory_bytes, alarm.limit_bytes
             )
-            for door in self.doors:
-                door.follow_flow()
+            for acceptor in self.acceptors:
+                acceptor.follow_flow()
         node.set_memory_short(alarm.is_on)
         if alarm.is_on:
             self._while_memory_is_short()
 
+    def _look_at_disk(self) -> None:
+        now_ms, log_end = self.monotonic_ms(), self.node.log.end
+        if self._disk_watch.is_due(now_ms, log_end):
+            self._disk_watch.measured(self._disk.free_bytes(), now_ms, log_end)
+        self.node.set_disk_full(self._disk_watch.is_full)
+
     def _while_memory_is_short(self) -> None:
-        for door in list(
-            islice((door for door in self.doors if door.flow.state is ConnectionState.BLOCKED), BLOCKED_READ_MAX)
+        for acceptor in list(
+            islice(
+                (acceptor for acceptor in self.acceptors if acceptor.flow.state is ConnectionState.BLOCKED),
+                BLOCKED_READ_MAX,
+            )
         ):
-            del self.doors[door]
-            self.doors[door] = None
-            door.connection.read(True)  # until one request came
+            del self.acceptors[acceptor]
+            self.acceptors[acceptor] = None
+            acceptor.connection.read(True)  # until one request came
         if self._loop.time() - self._given_back_at > GIVE_BACK_S:
             self._given_back_at = self._loop.time()
             self._read_threads.submit(memory.give_back)
@@ -294,23 +303,24 @@ class Service(Generic[M]):
             if peer is None:
                 await self._role_changed.wait()
                 continue
-            door = _MasterLink(self)
+            acceptor = _MasterLink(self)
             try:
                 self._master_link, _ = await connect(
-                    Endpoint(peer.ip, peer.sync_port), handler=door, token=self._settings.token,
+                    Endpoint(peer.ip, peer.sync_port), handler=acceptor, token=self._settings.token,
                     app=self._settings.hostname, packet_bytes_max=SYNC_PACKET_BYTES_MAX, timeout_s=3.0,
                 )  # fmt: skip
+                acceptor.pulse = Pulse(self, self._master_link)
                 if self.node.slave is not None:
                     self.guarded(partial(self.node.slave.connected, self._master_link))
-                    await self._until_lost_or_changed(door)
+                    await self._until_lost_or_changed(acceptor)
                 self._master_link.close("the roles changed")
             except (NotServed, AccessError) as error:
                 log.warning("master not reached group=%s at=%s:%d: %s", self.node.group, peer.ip, peer.sync_port, error)
             await asyncio.sleep(RECONNECT_S)
 
-    async def _until_lost_or_changed(self, door: _MasterLink) -> None:
+    async def _until_lost_or_changed(self, acceptor: _MasterLink) -> None:
         changed = asyncio.ensure_future(self._role_changed.wait())
-        lost = asyncio.ensure_future(door.lost.wait())
+        lost = asyncio.ensure_future(acceptor.lost.wait())
         _, pending = await asyncio.wait((changed, lost), return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()
@@ -318,23 +328,25 @@ class Service(Generic[M]):
     async def _keep_house(self) -> None:
         """Retention, as long as the process lives."""
         while True:
-            self.guarded(self._drop_unless_damaged)
-            await asyncio.sleep(HOUSE_FULL_S if self._disk_watch.is_full else HOUSE_S)
+            self.guarded(partial(keep_reserve, self._disk, self.disk_free_limit))
+            self.guarded(self._look_after_log)
+            is_soon = self._disk_watch.is_full or self.node.log.state.kept.start > self.node.log.start
+            await asyncio.sleep(HOUSE_SOON_S if is_soon else HOUSE_S)
 
-    def _drop_unless_damaged(self) -> None:
+    def _look_after_log(self) -> None:
         try:
-            self._drop_old_segments()
+            self._delete_what_may_go()
         except CorruptFrame as problem:
             self.node.found_damage(problem)
 
-    def _drop_old_segments(self) -> None:
+    def _delete_what_may_go(self) -> None:
         node = self.node
+        node.decide_retention(self._keeper)
         if self.log_holders and not self._disk_watch.is_full:  # an audit that hangs makes no group readonly
             return
-        while not node.is_pinned(self.reader_positions.values()) and self._keeper.may_drop(node.log, self.now_ms()):
-            log.info("segment dropped group=%s base=%d", node.group, node.log.bases[0])
+        while node.oldest_may_go(self._keeper, self.reader_positions.values()):
+            log.info("segment deleted group=%s base=%d", node.group, node.log.bases[0])
             node.log.drop_oldest_segment()
-            self._keeper.dropped(node.log)
 
 
 class _MasterLink:
@@ -343,9 +355,11 @@ class _MasterLink:
     def __init__(self, service: Service[Any]) -> None:
         self._service = service
         self.lost = asyncio.Event()
+        self.pulse: Pulse | None = None
 
     def packet_received(self, connection: Connection, packet: Packet) -> None:
-        self._service.guarded(lambda: self._service.node.packet_received(connection, packet))
+        if self.pulse is None or not self.pulse.received(packet):
+            self._service.guarded(lambda: self._service.node.packet_received(connection, packet))
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         self.lost.set()

@@ -122,7 +122,7 @@ class Limits:
             raise InvalidRequest(f"not a PRODUCE: {error}") from None
         self._caller.require_subject(PRODUCE, subject)
         if subject not in known_subjects and not self._ration.allow(self._caller, 1, now_ms=now_ms):
-            raise Overloaded(f"token {self._caller.name!r} made too many new subjects within a minute; wait a little")
+            raise Overloaded(self._ration.why_not(self._caller))
         if len(self._produced) >= SUBJECTS_MAX:
             self._produced.clear()
         self._produced.add(name)

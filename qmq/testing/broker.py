@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from broker.settings import BrokerSettings
+from qmq.broker.settings import BrokerSettings
 from qmq.errors import ClientClosed, InvalidRequest, QmqError
 from qmq.message import Message
 from qmq.subjects import dead_letter_subject

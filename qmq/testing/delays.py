@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from delayserver.counters import Counters
-from delayserver.filing import Filing
-from delayserver.master import DelayMaster
-from delayserver.messages import Messages, read_messages
-from delayserver.schedule import Schedule, discard
-from delayserver.settings import DelaySettings
-from qmq.client.numbered import Answer, Done, NotStored, NumberedBatch, Stored, Unknown
+from qmq.client.batch_life import Answer, Done, NotStored, NumberedBatch, Stored, Unknown
 from qmq.codec import Buffer, batch_ends, decode_message
+from qmq.delayserver.counters import Counters
+from qmq.delayserver.filing import Filing
+from qmq.delayserver.master import DelayMaster
+from qmq.delayserver.messages import Messages, read_messages
+from qmq.delayserver.schedule import Schedule, discard
+from qmq.delayserver.settings import DelaySettings
 from qmq.errors import AccessError, AskAnotherBroker, CallError, QmqError, from_code
 from qmq.message import Message
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import Packet
-from qmq.replication.master import Appointment
-from qmq.testing.door import Door
-from qmq.testing.pair import Clock, Copy, Pair, Shelf
+from qmq.replication.master import Promotion
+from qmq.testing.acceptor import Acceptor
+from qmq.testing.copies import Clock, Copies, Copy, Shelf
 
 COMMANDS = frozenset({Command.PRODUCE, Command.CANCEL, Command.RESCHEDULE, Command.RECUR})
 TURNS_MAX = 2_000
@@ -50,11 +50,11 @@ class DelayCopy(Copy[DelayMaster]):
         self, name: str, *, clock: Clock, happened: Callable[[], None], failed: Callable[[Exception], None],
         hatch: Hatch,
     ) -> None:  # fmt: skip
-        def appoint(appointment: Appointment) -> DelayMaster:
-            return DelayMaster(appointment, SETTINGS, Counters(), self.filing, hatch)
+        def promote(promotion: Promotion) -> DelayMaster:
+            return DelayMaster(promotion, SETTINGS, Counters(), self.filing, hatch)
 
         super().__init__(
-            name, settings=SETTINGS, clock=clock, happened=happened, failed=failed, appoint=appoint
+            name, settings=SETTINGS, clock=clock, happened=happened, failed=failed, promote=promote
         )  # fmt: skip
         shelf, message_log = Shelf(), self.node.log
         segment_ms, keep_ms = SETTINGS.segment_minutes * 60_000, int(SETTINGS.sent_hours * 3_600_000)
@@ -79,11 +79,11 @@ class DelayCopy(Copy[DelayMaster]):
 
 
 class Hatch:
-    """The way from the delay servers into the broker: `delayserver.dispatching.Senders`, and a `Link` of the broker."""
+    """The way from the delay servers into the broker: a `BatchSender`, and a `Link` of the broker."""
 
     peer, writable, is_open = "delay server", True, True
 
-    def __init__(self, brokers: Pair[Any]) -> None:
+    def __init__(self, brokers: Copies[Any]) -> None:
         self._brokers = brokers
         self._asked: dict[int, Done] = {}
         self._opaque = 0
@@ -106,6 +106,9 @@ class Hatch:
 
     def is_usable(self, name: str) -> bool:
         return self._brokers.is_ready
+
+    def is_any_usable(self) -> bool:
+        return True
 
     def room(self, name: str) -> int:
         return ROOM_BYTES
@@ -151,7 +154,7 @@ class Hatch:
         """There is nothing to close."""
 
 
-class DelayDoor(Door):
+class DelayAcceptor(Acceptor):
     """The delay group's port. It reads due times on the client's clock."""
 
     def __init__(self, copy: DelayCopy, *, clock: Clock, group: str, refusals: deque[QmqError]) -> None:
@@ -191,7 +194,7 @@ class Delays:
     """Made when a client first asks for delay groups, on the broker's loop; ends with the broker."""
 
     def __init__(
-        self, brokers: Pair[Any], *, clock: Clock, happened: Callable[[], None], failed: Callable[[Exception], None],
+        self, brokers: Copies[Any], *, clock: Clock, happened: Callable[[], None], failed: Callable[[Exception], None],
         refusals: deque[QmqError],
     ) -> None:  # fmt: skip
         self.group = f"{brokers.group}-delay"
@@ -200,23 +203,23 @@ class Delays:
         def make(name: str) -> DelayCopy:
             return DelayCopy(name, clock=clock, happened=happened, failed=failed, hatch=hatch)
 
-        self._pair: Pair[DelayMaster] = Pair(self.group, make)
-        master = self._pair.copies[0]
+        self._copies: Copies[DelayMaster] = Copies(self.group, make)
+        master = self._copies.copies[0]
         assert isinstance(master, DelayCopy)
         self._master = master
-        self.doors = [DelayDoor(master, clock=clock, group=self.group, refusals=refusals)]
+        self.acceptors = [DelayAcceptor(master, clock=clock, group=self.group, refusals=refusals)]
 
     async def open(self) -> None:
-        await self.doors[0].open()
-        self._pair.begin_reign()
-        await self._pair.ready()
+        await self.acceptors[0].open()
+        self._copies.begin_mastership()
+        await self._copies.ready()
 
     @property
     def port(self) -> int:
-        return self.doors[0].port
+        return self.acceptors[0].port
 
     def tick(self) -> None:
-        self._pair.tick()
+        self._copies.tick()
 
     def next_due_ms(self, within_ms: int) -> int:
         """Return in how many ms the next message is due that is not yet; `within_ms` if none is so soon."""
@@ -227,7 +230,7 @@ class Delays:
     def messages(self, subject: str) -> list[Message]:
         """Return the messages that wait, the first one first."""
         records = self._master.filing.schedule.list(0, 1 << 62, subject, 1 << 30)()
-        return [decode_message(data) for data in read_messages(self._pair.log, Messages.of(records))]
+        return [decode_message(data) for data in read_messages(self._copies.log, Messages.of(records))]
 
     async def caught_up(self) -> None:
         """Wait until what is due by now was given to the broker, if that takes it."""
@@ -238,10 +241,10 @@ class Delays:
                 return
 
     def _is_busy(self) -> bool:
-        master, schedule, now_ms = self._pair.master, self._master.filing.schedule, self._clock.now_ms()
+        master, schedule, now_ms = self._copies.master, self._master.filing.schedule, self._clock.now_ms()
         stats = master.stats()
-        is_filed = schedule.filed_end >= self._pair.log.end and schedule.loaded_until_ms > now_ms
+        is_filed = schedule.filed_end >= self._copies.log.end and schedule.loaded_until_ms > now_ms
         next_due_ms = stats["next_due_ms"]
         is_due = next_due_ms is not None and next_due_ms <= now_ms or stats["recurring_due"]
-        is_waiting = any(not why for _, why in stats["waiting"].values())
+        is_waiting = any(not why for _, _, why in stats["overdue_subjects"].values())
         return not is_filed or bool(is_due) or is_waiting or bool(stats["in_flight_batches"])

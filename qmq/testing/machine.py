@@ -11,17 +11,17 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from broker.consume import LOOKS_IN_LEASE
-from broker.counters import Counters
-from broker.master import BrokerMaster
-from broker.settings import BrokerSettings
+from qmq.broker.consume import LOOKS_IN_LEASE
+from qmq.broker.counters import Counters
+from qmq.broker.master import BrokerMaster
+from qmq.broker.settings import BrokerSettings
 from qmq.codec import decode_message, split_batch
 from qmq.errors import NotServed, QmqError
 from qmq.message import Message
 from qmq.remoting.commands import Command
-from qmq.testing.door import Door
+from qmq.testing.acceptor import Acceptor
+from qmq.testing.copies import Clock, Copies, Copy
 from qmq.testing.metaserver import Metaserver
-from qmq.testing.pair import Clock, Copy, Pair
 from qmq.testing.standing import Standing, Wish, standing
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 COMMANDS = frozenset(
     {
-        Command.PRODUCE, Command.SUBSCRIBE, Command.PULL, Command.ACK, Command.NACK, Command.HEARTBEAT,
+        Command.PRODUCE, Command.SUBSCRIBE, Command.PULL, Command.ACK, Command.NACK, Command.BEGIN, Command.HEARTBEAT,
         Command.UNSUBSCRIBE,
     }
 )  # fmt: skip
@@ -53,13 +53,13 @@ class Machine:
         def make(name: str) -> Copy[BrokerMaster]:
             return Copy(
                 name, settings=settings, clock=self._clock, happened=self._happened, failed=self._failed,
-                appoint=partial(BrokerMaster, settings=settings, counters=Counters()),
+                promote=partial(BrokerMaster, settings=settings, counters=Counters()),
             )  # fmt: skip
 
-        self._pair = Pair(group, make)
-        self._doors: dict[Copy[BrokerMaster], Door] = {
-            copy: Door(copy, group=group, settings=settings, commands=COMMANDS, refusals=self.refusals)
-            for copy in self._pair.copies
+        self._copies = Copies(group, make)
+        self._acceptors: dict[Copy[BrokerMaster], Acceptor] = {
+            copy: Acceptor(copy, group=group, settings=settings, commands=COMMANDS, refusals=self.refusals)
+            for copy in self._copies.copies
         }
         self._step_ms = settings.lease_ms // LOOKS_IN_LEASE
         """A clock that goes faster than consumers can say that they live goes in steps, and they say it at each."""
@@ -67,10 +67,10 @@ class Machine:
         self._ticking = asyncio.ensure_future(self._tick())
 
     async def open(self) -> None:
-        for door in self._doors.values():
-            await door.open()
-        self._pair.begin_reign()
-        while not self._pair.is_ready:
+        for acceptor in self._acceptors.values():
+            await acceptor.open()
+        self._copies.begin_mastership()
+        while not self._copies.is_ready:
             await asyncio.sleep(0)
             self.check()
         self._tell_routes()
@@ -79,7 +79,7 @@ class Machine:
     async def close(self) -> None:
         self._ticking.cancel()
         await asyncio.gather(self._ticking, return_exceptions=True)
-        await asyncio.gather(*(door.close() for door in self._all_doors()), self.metaserver.close())
+        await asyncio.gather(*(acceptor.close() for acceptor in self._all_acceptors()), self.metaserver.close())
 
     async def _open_delays(self) -> tuple[str, int]:
         """Return the delay group's name and port; it is made when it is first wanted.
@@ -94,14 +94,18 @@ class Machine:
                 except ImportError as error:
                     raise NotServed(f"delayed messages in tests need {error.name}: install qmq[testing]") from None
                 delays = Delays(
-                    self._pair, clock=self._clock, happened=self._happened, failed=self._failed, refusals=self.refusals
+                    self._copies,
+                    clock=self._clock,
+                    happened=self._happened,
+                    failed=self._failed,
+                    refusals=self.refusals,
                 )
                 await delays.open()
                 self._delays = delays
         return self._delays.group, self._delays.port
 
-    def _all_doors(self) -> list[Door]:
-        return [*self._doors.values(), *(self._delays.doors if self._delays else [])]
+    def _all_acceptors(self) -> list[Acceptor]:
+        return [*self._acceptors.values(), *(self._delays.acceptors if self._delays else [])]
 
     def check(self) -> None:
         """Raise what the cores raised and never should."""
@@ -111,16 +115,16 @@ class Machine:
     # Asked by tests.
 
     def messages(self, subject: str) -> list[Message]:
-        log = self._pair.log
+        log = self._copies.log
         refs = log.frames(subject, 0, 1 << 30)
         found = [(log.tail_body(ref.offset) or log.read_bodies([ref])[0], ref) for ref in refs]
         batches = (split_batch(body, frame.count) for (frame, body), _ in found)
         return [decode_message(bytes(data)) for data in chain.from_iterable(batches)]
 
     def standing(self, subject: str, group: str) -> Standing:
-        master = self._pair.master
+        master = self._copies.master
         consumers = {one.consumer for one in master.subscriptions if (one.subject, one.group) == (subject, group)}
-        return standing(self._pair.log.state, subject, group, consumers=len(consumers), now_ms=self._clock.now_ms())
+        return standing(self._copies.log.state, subject, group, consumers=len(consumers), now_ms=self._clock.now_ms())
 
     def delayed(self, subject: str) -> list[Message]:
         return self._delays.messages(subject) if self._delays else []
@@ -138,27 +142,27 @@ class Machine:
         while ms > 0:
             step = min(ms, self._step_ms)
             self._clock.skipped_ms += step
-            for door in self._doors.values():
-                door.renew_leases()
-            self._pair.tick()
+            for acceptor in self._acceptors.values():
+                acceptor.renew_leases()
+            self._copies.tick()
             ms -= step
 
     def mark(self, *, readonly: str | None) -> None:
         self._readonly = frozenset() if readonly is None else self._readonly | {readonly}
-        self._pair.mark_readonly(self._readonly)
+        self._copies.mark_readonly(self._readonly)
         self._tell_routes()
 
     async def drop(self) -> None:
-        for door in self._all_doors():
-            await door.drop_all("the test dropped all connections")
+        for acceptor in self._all_acceptors():
+            await acceptor.drop_all("the test dropped all connections")
 
     def swap(self) -> None:
-        self._pair.swap()
+        self._copies.swap()
         self._tell_routes()
 
     def _tell_routes(self) -> None:
-        port = self._doors[self._pair.copies[0]].port
-        self.metaserver.tell(port=port, term=self._pair.term, readonly=self._readonly)
+        port = self._acceptors[self._copies.copies[0]].port
+        self.metaserver.tell(port=port, term=self._copies.term, readonly=self._readonly)
 
     # Wishes.
 
@@ -182,7 +186,7 @@ class Machine:
 
     def _look(self) -> None:
         self._looks_soon = False
-        if not self._pair.is_ready:
+        if not self._copies.is_ready:
             return
         for wish in list(self._wishes):
             found = self.standing(wish.subject, wish.group)
@@ -198,7 +202,7 @@ class Machine:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._pair.tick()
+            self._copies.tick()
             if self._delays is not None:
                 self._delays.tick()
 

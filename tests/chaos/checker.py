@@ -1,18 +1,18 @@
 """Core. Reads a history beside both copies of each group's log and names whatever breaks a promise.
 
-    lost-copy            an acknowledged message is missing from a copy, or stands elsewhere than its receipt says
-    copies-differ        the two copies of a group are not equal, frame by frame and by the chain at the end
-    sequence             sequences of a subject in a log are not dense
-    duplicate            a message is in the logs more than once
-    refused-stored       a message whose producer was told "not stored" is in a log
-    unsent               a log holds a message that nobody sent
-    order                a producer's messages, sent one call after the other, stand in another order
-    readonly-leak        a group that was marked readonly acknowledged a message
-    never-consumed       an acknowledged message was handed to nobody
-    consumed-unsent      a consumer got a message that is not in the log at that place
-    ack-went-back        a message came again although its ack had been answered
-    duplicate-no-cause   a message was handed out twice without any fault in between
-    not-drained          at the end something is not consumed or not acked
+lost-copy            an acknowledged message is missing from a copy, or stands elsewhere than its receipt says
+copies-differ        the two copies of a group are not equal, frame by frame and by the chain at the end
+sequence             sequences of a subject in a log are not dense
+duplicate            a message is in the logs more than once
+refused-stored       a message whose producer was told "not stored" is in a log
+unsent               a log holds a message that nobody sent
+order                a producer's messages, sent one call after the other, stand in another order
+readonly-leak        a group that was marked readonly acknowledged a message
+never-consumed       an acknowledged message was handed to nobody
+consumed-unsent      a consumer got a message that is not in the log at that place
+ack-went-back        a message came again although its ack had been answered
+duplicate-no-cause   a message was handed out twice without any fault in between
+not-drained          at the end something is not consumed or not acked
 """
 
 from __future__ import annotations
@@ -161,6 +161,6 @@ def _drained(history: History, logs: Logs) -> Iterator[Finding]:
         for (subject, name), progress in state.groups.items():
             unacked = sum(consumer.unacked_messages for consumer in progress.consumers.values())
             ahead = state.next_sequence.get(subject, 0) - progress.position
-            if ahead or unacked or progress.returned:
-                text = f"{group}: {subject} {name}: {ahead} not handed out, {unacked} not acked, {progress.returned}"
+            if ahead or unacked or progress.requeued:
+                text = f"{group}: {subject} {name}: {ahead} not handed out, {unacked} not acked, {progress.requeued}"
                 yield Finding("not-drained", text)

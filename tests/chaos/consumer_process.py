@@ -16,9 +16,7 @@ FLUSH_S = 30.0
 
 async def consume(arguments: argparse.Namespace, journal: int, subject: str, started: float) -> None:
     """Pull from one subject until cancelled."""
-    client = qmq.Consumer(
-        metaserver=arguments.metaserver, app="chaos", consumer_id=arguments.id, drain_s=30.0
-    )
+    client = qmq.Consumer(metaserver=arguments.metaserver, app="chaos", consumer_id=arguments.id, drain_s=30.0)
     async with client.pull(subject, group=arguments.group, start="earliest", prefetch_messages=200) as puller:
         while True:
             messages = await puller.pull(100, timeout=1.0)

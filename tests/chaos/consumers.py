@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from deploy.processes import ROOT
+from qmq.deploy.processes import ROOT
 from tests.chaos.history import Fault, History
 
 GROUP = "g"

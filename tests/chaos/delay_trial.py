@@ -20,8 +20,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import qmq
-from deploy.cluster import Cluster
 from qmq import Message
+from qmq.deploy.cluster import Cluster
 from qmq.errors import QmqError
 from tests.integration.cluster_world import running
 

@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from deploy.cluster import Cluster
-from deploy.control import metaserver_answers
-from deploy.plan import HOST, BrokerPlan
+from qmq.deploy.cluster import Cluster
+from qmq.deploy.control import answers
+from qmq.deploy.plan import HOST, BrokerPlan
 from qmq.errors import OperatorError
 from tests.chaos.history import Fault, History
 from tests.integration.cluster_world import begin, data_of, end, until
@@ -63,7 +63,7 @@ class Nemesis:
         self.faults[name](group)
         faulted = time.monotonic()
         self._cluster.wait_writable(timeout_s=WELL_S)
-        until(lambda: metaserver_answers(self._cluster.metaserver), "the metaserver answers", WELL_S)
+        until(lambda: answers(f"{self._cluster.metaserver}/meta/address"), "the metaserver answers", WELL_S)
         now = time.monotonic()
         hit = "" if "metaserver" in name else group
         self._history.faults.append(Fault(name, hit, begun, now))

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from qmq.log.fold import Consumer, Group, State
+from qmq.log.fold import State
+from qmq.log.group import Consumer, Group, UnackedRange
+from qmq.log.requeued import Requeued, RequeuedRange
 from tests.chaos.checker import CAUSE_S, HELD_S, Logs, check
 from tests.chaos.history import REFUSED, STORED, UNKNOWN, Acked, Delivered, Fault, History, Sent
 from tests.integration.cluster_world import Copy
@@ -116,7 +118,8 @@ def test_an_acknowledgement_while_marked_readonly_is_named(history):
 
 
 @pytest.mark.parametrize("group", [
-    Group(1), Group(2, returned=[[0, 1]]), Group(2, consumers={"c": Consumer(unacked=[[0, 0, 1]])}),
+    Group(1), Group(2, requeued=Requeued([RequeuedRange(0, 1, 1, 0)])),
+    Group(2, consumers={"c": Consumer(unacked=[UnackedRange(0, 0, 1, 1)])}),
 ])  # fmt: skip
 def test_what_is_left_over_at_the_end_is_named(history, group):
     master = copy(("s", 0, "a"), ("s", 1, "b"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.cluster import Cluster
+from qmq.deploy.cluster import Cluster
 from tests.chaos.checker import Finding, Logs, check
 from tests.chaos.consumers import LEASE_S, Consumers
 from tests.chaos.history import STORED, History

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from qmq.client.numbered import Answer, NotStored, NumberedBatch, Stored, Unknown
+from qmq.client.batch_life import Answer, NotStored, NumberedBatch, Stored, Unknown
 from qmq.client.routing import group_of_key
 from qmq.codec import Buffer, decode_envelope, split_batch
 from qmq.errors import NotServed, Overloaded
@@ -138,7 +138,7 @@ class GroupSenders:
         if self._flights[name] and self._bytes[name] + size > self._world.room:
             done(NotStored(Overloaded(f"{name} owes answers")))
             return
-        self._world.oracle.doubtful.add((name, batch.producer, batch.number))
+        self._world.oracle.unknown.add((name, batch.producer, batch.number))
         self._bytes[name] += size
         self._flights[name] += 1
         waiting = [done]
@@ -150,7 +150,7 @@ class GroupSenders:
             self._bytes[name] -= size
             self._flights[name] -= 1
             if isinstance(answer, NotStored) and is_first:
-                self._world.oracle.doubtful.discard((name, batch.producer, batch.number))
+                self._world.oracle.unknown.discard((name, batch.producer, batch.number))
             if isinstance(answer, Unknown):
                 events.count("outcome unknown")
             self._process.guarded(lambda: call(answer))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from delayserver.counters import Counters
-from delayserver.filing import Filing
-from delayserver.keeping import Keeping
-from delayserver.master import DelayMaster
-from delayserver.schedule import Schedule, discard
+from qmq.delayserver.counters import Counters
+from qmq.delayserver.filing import Filing
+from qmq.delayserver.keeping import Keeping
+from qmq.delayserver.master import DelayMaster
+from qmq.delayserver.schedule import Schedule, discard
 from qmq.replication.identity import IdentityFile
-from qmq.replication.master import Appointment
+from qmq.replication.master import Promotion
 from qmq.replication.node import Node
 from tests.delay_simulation.brokers import GroupSenders
 from tests.simulation.disk import SimulatedDisk
@@ -32,6 +32,8 @@ class DelayMachine(Machine):
     def __init__(self, world: DelayWorld, name: str) -> None:
         super().__init__(world, name)
         self.shelf = SimulatedDisk(world.events.rng)
+        self.skewed_ms = -(1 << 40)
+        """When its clock was set last."""
 
     def make_process(self) -> DelayProcess:
         self.shelf.heal()
@@ -58,7 +60,7 @@ class DelayProcess(Process):
         self.seen_high = 0
         self.alone_end = 0
         """Up to here it wrote without a slave, or had one that was lost: plans before this may go without it."""
-        self._turn_is_due = False
+        self._pass_is_due = False
         self._master_link = None
         self._connecting = 0
         self.counters = Counters()
@@ -69,14 +71,14 @@ class DelayProcess(Process):
         self.settings = world.settings(machine.name)
         self.senders = GroupSenders(world, self)
         self.node: Node[DelayMaster] = Node(
-            message_log=self.log, host=self, settings=self.settings, appoint=self._appoint,
+            message_log=self.log, host=self, settings=self.settings, promote=self._promote,
             identity=IdentityFile(machine.disk, new_incarnation=f"{machine.name}{machine.lives}"),
         )  # fmt: skip
         self.filing = Filing(
             self.log, self, make=self._make, discard=lambda: discard(machine.shelf),
             found_damage=self.node.found_damage,
         )  # fmt: skip
-        self.keeping = Keeping(lambda: self.filing, self.settings)
+        self.keeper = Keeping(lambda: self.filing, self.settings)
         if self.filing.schedule.filed_end > self.log.start:
             self._events.count("schedule begins with its checkpoint")
 
@@ -89,8 +91,8 @@ class DelayProcess(Process):
             self._events.note(f"{self.name} schedule anew: {schedule.rebuilt}")
         return schedule
 
-    def _appoint(self, appointment: Appointment) -> DelayMaster:
-        return DelayMaster(appointment, self.settings, self.counters, self.filing, self.senders)
+    def _promote(self, promotion: Promotion) -> DelayMaster:
+        return DelayMaster(promotion, self.settings, self.counters, self.filing, self.senders)
 
     def begin(self) -> None:
         super().begin()
@@ -107,11 +109,3 @@ class DelayProcess(Process):
             self.guarded(lambda: self.filing.go_on(max(known, self.filing.schedule.filed_end)))
         if self.is_alive:
             self.guarded(lambda: self.filing.keep(self.now_ms()))
-
-    def _drop(self) -> None:
-        while self.is_alive and not self.node.is_pinned(()) and self.keeping.may_drop(self.log, self.now_ms()):
-            self._events.count("segment dropped")
-            self._events.note(f"{self.name} drops {self.log.bases[0]}")
-            self.world.oracle.dropping(self)
-            self.log.drop_oldest_segment()
-            self.keeping.dropped(self.log)

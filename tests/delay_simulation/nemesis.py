@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.nemesis import FAULTS as PAIR_FAULTS
+from tests.simulation.nemesis import FAULTS as COPY_FAULTS
 from tests.simulation.nemesis import Nemesis
 
 if TYPE_CHECKING:
@@ -29,7 +29,13 @@ class DelayNemesis(Nemesis):
 
     def clock(self) -> bool:
         """What a broker refuses is due again some time later by the clock of then: after a jump, hours from now."""
-        return not self._world.refusing and super().clock()
+        before = {machine: machine.wall_skew_ms for machine in self._world.machines}
+        if self._world.refusing or not super().clock():
+            return False
+        for machine in self._world.machines:
+            if machine.wall_skew_ms != before[machine]:
+                machine.skewed_ms = self._events.now_ms
+        return True
 
     def shelf_refuses(self) -> bool:
         """The disk fails within a flush or a checkpoint."""
@@ -92,7 +98,7 @@ class DelayNemesis(Nemesis):
 
 
 FAULTS: dict[str, Callable[[Any], bool]] = {
-    **{name: getattr(DelayNemesis, name) for name in PAIR_FAULTS if name != "consumer_vanishes"},
+    **{name: getattr(DelayNemesis, name) for name in COPY_FAULTS if name != "consumer_vanishes"},
     **{
         name: getattr(DelayNemesis, name)
         for name in (

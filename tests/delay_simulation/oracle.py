@@ -1,6 +1,6 @@
 """What a delay group promised, and whether it is kept (I11), besides what every pair of copies promises.
 
-Two things are allowed that a reader may not expect. A dispatch that stayed in doubt may be given up: its messages may
+Two things are allowed that a reader may not expect. A dispatch of unknown outcome may be given up: its messages may
 be stored a second time at another group, and who cancels one before that is told that it is cancelled. And what a
 master without a slave dispatched is not known to the next one, if its plan was on one disk alone: such a message may be
 sent again, and whoever cancels it later may be told that it is cancelled.
@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
-from qmq.client.numbered import NumberedBatch
+from qmq.client.batch_life import NumberedBatch
 from qmq.codec import Buffer, decode_envelope, split_batch
+from qmq.delayserver.due_clock import DEAD_BAND_MS
 from qmq.log.delays import Outcome, decode_dispatch, decode_settled
 from qmq.log.frame import Frame, FrameKind
 from qmq.remoting.commands import Produced
+from qmq.replication.clocks import METASERVER, SLAVE
 from qmq.types import Epoch
 from tests.simulation.events import Events, Violation
 from tests.simulation.oracle import Oracle
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from tests.delay_simulation.machine import DelayProcess
 
 RECENT = 400
+BEGIN_MS = 1_700_000_000_000
+HEARD_MS = 3_000
+"""What a clock said before it was set is heard no more: the world's READING_MS_MAX and WINDOW_MS, and a little."""
 
 
 class DelayOracle(Oracle):
@@ -46,12 +51,12 @@ class DelayOracle(Oracle):
         self.places: dict[str, list[Key]] = defaultdict(list)
         """Id -> where it was stored, each batch once."""
         self.tried: dict[str, dict[Key, None]] = defaultdict(dict)
-        self.doubtful: set[Key] = set()
+        self.unknown: set[Key] = set()
         """Batches that were tried, but for those whose only attempt was certainly refused."""
         self._settled: dict[tuple[int, int], int] = {}
         """(producer id, number) of what is settled as stored -> end of the frame that says so."""
         self._given_up: dict[tuple[int, int], tuple[int, Epoch]] = {}
-        """(producer id, number) of what is settled as not stored -> when, and in which reign."""
+        """(producer id, number) of what is settled as not stored -> when, and in which mastership."""
         self.alone: set[str] = set()
         """What a master without slave sent, before both copies had the plan."""
         self.refused_later: set[str] = set()
@@ -64,6 +69,8 @@ class DelayOracle(Oracle):
         super().taking(log, frame, body)
         if frame.kind == FrameKind.DISPATCH:
             group, places = decode_dispatch(body, frame.count)
+            if (frame.producer, frame.batch) not in self.plans:
+                self._check_clocks(log.owner, frame, max(due_ms for _, due_ms in places))
             self.plans[frame.producer, frame.batch] = (frame, group, places)
         elif frame.kind == FrameKind.SETTLED:
             for producer, number, outcome in decode_settled(body, frame.count):
@@ -72,13 +79,26 @@ class DelayOracle(Oracle):
                 else:
                     self._given_up.setdefault((producer, number), (self._events.now_ms, frame.epoch))
 
-    def dropping(self, process: DelayProcess) -> None:
-        """The oldest segment of a log is about to go."""
+    def _check_clocks(self, owner: str, frame: Frame, due_ms: int) -> None:
+        """What is planned now is due by two clocks of three, if the master knows what they say."""
+        machine, other = sorted(self.machines, key=lambda one: one.name != owner)
+        process = machine.process
+        if process is None or process.node.master is None or frame.epoch != process.node.master.epoch:
+            return
+        now_ms = self._events.now_ms
+        if not {METASERVER, SLAVE} <= process.node.clocks_ahead_ms().keys() or other.skewed_ms + HEARD_MS > now_ms:
+            return
+        clocks = sorted(BEGIN_MS + now_ms + skew_ms for skew_ms in (0, machine.wall_skew_ms, other.wall_skew_ms))
+        self._events.count("planned by three clocks")
+        if machine.wall_skew_ms:
+            self._events.count("planned by two other clocks")
+        if due_ms - clocks[1] > DEAD_BAND_MS:
+            raise Violation(f"I11: {owner} sends {due_ms - clocks[1]} ms early by two clocks of three")
 
     def look(self, process: DelayProcess) -> None:
         super().look(process)
         master = process.node.master
-        if master is not None and master.gate.alone:
+        if master is not None and master.gate.no_slave_in_sync:
             process.alone_end = process.log.end
 
     # Told by the clients.
@@ -111,7 +131,7 @@ class DelayOracle(Oracle):
     def attempting(self, process: DelayProcess, group: str, batch: NumberedBatch) -> bool:
         """A delay server sends a batch now; return whether it is the first attempt."""
         master, key = process.node.master, (group, batch.producer, batch.number)
-        if master is None or not master.in_office:
+        if master is None or not master.has_begun:
             raise Violation(f"I11: {process.name} sends, and is no master")
         frame, planned, places = self.plans[batch.producer, batch.number]
         body = b"".join(batch.blocks)
@@ -124,10 +144,9 @@ class DelayOracle(Oracle):
         is_first = key not in self.tried[ids[0]]
         self._check_plan(process, frame, places, ids)
         dues = [int.from_bytes(message[9:17], "big") for message in messages]
-        now_ms = master._reign.retry_ms()
         for id, due_ms in zip(ids, dues, strict=True):
-            if frame.epoch == master.epoch and due_ms > now_ms:
-                raise Violation(f"I11: {id} is sent {due_ms - now_ms} ms before it is due")
+            if due_ms > frame.timestamp_ms:
+                raise Violation(f"I11: {id} is sent {due_ms - frame.timestamp_ms} ms before it is due")
             if due_ms not in self.dues[id] and id not in self.refused_later and id not in self.alone:
                 raise Violation(f"I11: {id} is sent for a time at which it is not due any more")
             if id in self.cancelled and id not in self.alone:
@@ -155,7 +174,7 @@ class DelayOracle(Oracle):
         if id in self.cancelled and id not in self.alone and not self._is_in_doubt(key):
             raise Violation(f"I11: {id}, which is cancelled, is stored")
         if places and not self._may_repeat(id, key):
-            raise Violation(f"I11: {id} is stored as {key} and was as {places}, and nobody was in doubt")
+            raise Violation(f"I11: {id} is stored as {key} and was as {places}, and its outcome was known")
         if places:
             self._events.count("stored twice")
         places.append(key)
@@ -167,7 +186,7 @@ class DelayOracle(Oracle):
 
     def _may_be_both(self, other: Key, key: Key) -> bool:
         """Whether one of two batches that hold a message was given up: the earlier one, unless it arrives so late. The
-        same group gets it anew only from a reign that knows nothing of that, or long after."""
+        same group gets it anew only from a mastership that knows nothing of that, or long after."""
         if not self._is_in_doubt(other) and key[1:] not in self._given_up:
             return False
         if other[0] != key[0]:
@@ -178,7 +197,7 @@ class DelayOracle(Oracle):
 
     def _is_in_doubt(self, key: Key) -> bool:
         """Whether some master may not know that this batch was stored."""
-        return key in self.doubtful and self._settled.get(key[1:], 1 << 62) > self.committed.end
+        return key in self.unknown and self._settled.get(key[1:], 1 << 62) > self.committed.end
 
     # At the end.
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from delayserver.decisions import Decisions
-from delayserver.dispatching import Dispatching
-from delayserver.keeping import Keeping, is_old
-from delayserver.schedule import Filed
-from delayserver.schedule import filing as frames_filed
-from delayserver.schedule.book import Book
-from delayserver.schedule.record import read_batch
-from delayserver.wheel import Wheel
+from qmq.delayserver.decisions import Decisions
+from qmq.delayserver.dispatching import Dispatching
+from qmq.delayserver.due_clock import DueClock
+from qmq.delayserver.keeping import Keeping
+from qmq.delayserver.schedule import Filed
+from qmq.delayserver.schedule import filing as frames_filed
+from qmq.delayserver.schedule.book import Book
+from qmq.delayserver.schedule.record import read_batch
 from qmq.log.delays import Outcome, batch_begin
 from qmq.log.frame import FrameKind
 from tests.delay_simulation.world import simulate
@@ -63,17 +63,14 @@ def _dispatched_messages_still_pend() -> list[Patch]:
 
 
 def _segment_with_pending_messages_is_dropped() -> list[Patch]:
-    def may_drop(self: Keeping, message_log: Any, now_ms: int) -> bool:
-        return is_old(message_log, self._settings, now_ms)
-
-    return [mock.patch.object(Keeping, "may_drop", may_drop)]
+    return [mock.patch.object(Keeping, "used_from", lambda self, message_log: message_log.end)]
 
 
 def _what_is_written_and_not_filed_decides_nothing() -> list[Patch]:
     return [mock.patch.object(Decisions, "not_named", lambda self, records: records)]
 
 
-def _batches_of_earlier_reigns_are_put_together_anew() -> list[Patch]:
+def _batches_of_earlier_masterships_are_put_together_anew() -> list[Patch]:
     resume = Dispatching.resume
 
     def anew(self: Dispatching, producer: int, number: int, *rest: Any) -> None:
@@ -84,8 +81,11 @@ def _batches_of_earlier_reigns_are_put_together_anew() -> list[Patch]:
 
 
 def _early() -> list[Patch]:
-    take = Wheel.take
-    return [mock.patch.object(Wheel, "take", lambda self, now_ms, most: take(self, now_ms + 20, most))]
+    return [mock.patch.object(DueClock, "offset_ms", property(lambda self: self._offset_ms + 200))]
+
+
+def _due_times_go_by_this_machine_alone() -> list[Patch]:
+    return [mock.patch.object(DueClock, "_target", lambda self, clocks: clocks[0])]
 
 
 def _what_was_not_stored_is_not_due_again() -> list[Patch]:
@@ -105,8 +105,11 @@ BUGS = [
     Bug("dispatched messages still pend", _dispatched_messages_still_pend),
     Bug("segment with pending messages is dropped", _segment_with_pending_messages_is_dropped),
     Bug("what is written and not filed decides nothing", _what_is_written_and_not_filed_decides_nothing, 70),
-    Bug("batches of earlier reigns are put together anew", _batches_of_earlier_reigns_are_put_together_anew, 9),
+    Bug(
+        "batches of earlier masterships are put together anew", _batches_of_earlier_masterships_are_put_together_anew, 9
+    ),
     Bug("early", _early),
+    Bug("due times go by this machine's clock alone", _due_times_go_by_this_machine_alone, 10),
     Bug("what was not stored is not due again", _what_was_not_stored_is_not_due_again),
     Bug("carried message pends twice", _carried_message_pends_twice),
 ]

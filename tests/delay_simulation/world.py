@@ -10,8 +10,8 @@ from pathlib import Path
 from random import Random
 from unittest import mock
 
-from delayserver.schedule import DamagedSchedule, Schedule
-from delayserver.settings import DelaySettings
+from qmq.delayserver.schedule import DamagedSchedule, Schedule
+from qmq.delayserver.settings import DelaySettings
 from qmq.log.frame import decode_frames
 from qmq.log.memory_disk import MemoryDisk
 from tests.delay_simulation.brokers import BrokerGroups
@@ -45,6 +45,9 @@ class DelayWorld(World):
         self.brokers = BrokerGroups(self, self.broker_groups)
         self.machines = [DelayMachine(self, "a"), DelayMachine(self, "b")]
         self.oracle.machines = self.machines
+        clocks = Random(f"clocks {seed}")  # its own dice: seeds without wrong clocks are as they were
+        if clocks.random() < 0.4 and not self.refusing:
+            clocks.choice(self.machines).wall_skew_ms = clocks.choice((-20_000, 20_000, 3_600_000, -3_600_000))
         for machine in self.machines:
             self.network.listen(machine)
         self.metaserver = Metaserver(self, "a", "b")
@@ -65,20 +68,23 @@ class DelayWorld(World):
         self.is_calm = rng.random() < 0.3
         self._is_peace = self.is_quiet = False
         self.constants = {
-            "delayserver.schedule.schedule.FLUSH_ROWS": rng.choice((64, 200)),
-            "delayserver.schedule.schedule.MARKS_LEAST": rng.choice((1, 20)),
-            "delayserver.schedule.schedule.READ_ROWS": rng.choice((16, 64, 65_536)),
-            "delayserver.schedule.schedule.CHECKPOINT_MS": rng.choice((50, 500, 3000)),
-            "delayserver.schedule.book.SETTLE_ROWS": rng.choice((1, 50, 16_384)),
-            "delayserver.schedule.counting.STRETCH_BITS": rng.choice((8, 12)),
-            "delayserver.keeping.BORDER_BYTES": 4096,
-            "delayserver.keeping.CARRIED_MESSAGES": rng.choice((3, 2000)),
-            "delayserver.dispatching.BATCH_MESSAGES_MAX": rng.choice((1, 5, 500)),
-            "delayserver.dispatching.IN_FLIGHT_MAX": rng.choice((20, 100_000)),
-            "delayserver.dispatching.SPAN_MAX": rng.choice((4, 48)),
-            "delayserver.dispatching.REFUSED_MS": 700,
-            "delayserver.filing.TURN_BYTES": rng.choice((500, 1 << 20)),
-            "delayserver.filing.READ_BYTES": rng.choice((2000, 1 << 20)),
+            "qmq.delayserver.schedule.schedule.FLUSH_ROWS": rng.choice((64, 200)),
+            "qmq.delayserver.schedule.schedule.MARKS_LEAST": rng.choice((1, 20)),
+            "qmq.delayserver.schedule.schedule.READ_ROWS": rng.choice((16, 64, 65_536)),
+            "qmq.delayserver.schedule.schedule.CHECKPOINT_MS": rng.choice((50, 500, 3000)),
+            "qmq.delayserver.schedule.book.SETTLE_ROWS": rng.choice((1, 50, 16_384)),
+            "qmq.delayserver.schedule.counting.STRETCH_BITS": rng.choice((8, 12)),
+            "qmq.delayserver.keeping.BORDER_BYTES": 4096,
+            "qmq.delayserver.keeping.CARRIED_MESSAGES": rng.choice((3, 2000)),
+            "qmq.delayserver.dispatching.BATCH_MESSAGES_MAX": rng.choice((1, 5, 500)),
+            "qmq.delayserver.dispatching.IN_FLIGHT_MAX": rng.choice((20, 100_000)),
+            "qmq.delayserver.dispatching.SPAN_MAX": rng.choice((4, 48)),
+            "qmq.delayserver.dispatching.REFUSED_MS": 700,
+            "qmq.delayserver.filing.PASS_BYTES": rng.choice((500, 1 << 20)),
+            "qmq.delayserver.due_clock.WINDOW_MS": 500,
+            "qmq.delayserver.due_clock.CATCH_UP_MS": 200,
+            "qmq.replication.clocks.READING_MS_MAX": 2000,
+            "qmq.delayserver.filing.READ_BYTES": rng.choice((2000, 1 << 20)),
         }
 
     def segment_ms(self) -> int:
@@ -94,7 +100,7 @@ class DelayWorld(World):
             slave_lag_bytes_max=limits.slave_lag_bytes_max, slave_lag_ms_max=limits.slave_lag_ms_max,
             catch_up_bytes_per_s=limits.catch_up_bytes_per_s, retention_hours=limits.retention_ms / 3_600_000,
             load_ahead_minutes=self.ahead_ms / 60_000, loaded_messages_max=self.loaded_max,
-            unknown_ms=self.unknown_ms,
+            unknown_ms=self.unknown_ms, clock_difference_ms_max=500,
         )  # fmt: skip
 
     def refuses(self, id: str) -> bool:
@@ -126,17 +132,10 @@ class DelayWorld(World):
         self.brokers.heal()
         for machine in self.machines:
             machine.shelf.heal()
-            machine.wall_skew_ms = 0
+            machine.wall_skew_ms, machine.skewed_ms = 0, self.events.now_ms
         for asker in self.askers:
             asker.is_asking = False
         super()._make_peace()
-
-    def _look_after(self) -> None:
-        super()._look_after()
-        for machine in self.machines:
-            master = machine.process.node.master if machine.process is not None else None
-            if master is not None and abs(master.clock_off_ms) > 100:
-                self.metaserver.swap()  # the alarm says so
 
     def _is_well(self) -> bool:
         processes = [machine.process for machine in self.machines]
@@ -170,7 +169,7 @@ class DelayWorld(World):
                     f"{machine.name}: filed={schedule.filed_end} pending={schedule.pending_messages} "
                     f"in flight={list(schedule.in_flight)}"
                 )
-                if process.node.master is not None and process.node.master.in_office:
+                if process.node.master is not None and process.node.master.has_begun:
                     parts.append(str(process.node.master.stats()))
         return "; ".join(parts)
 

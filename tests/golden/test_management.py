@@ -13,12 +13,12 @@ from urllib.parse import urlencode
 
 import httpx
 
-from metaserver.access import Access
-from metaserver.actions import ACTIONS, Answer, Status
-from metaserver.actions.management import render
-from metaserver.http.app import build_app
-from metaserver.http.guard import Limits
-from metaserver.refusals import Refusals
+from qmq.metaserver.access import Access
+from qmq.metaserver.actions import ACTIONS, Answer, Status
+from qmq.metaserver.actions.management import render
+from qmq.metaserver.http.app import build_app
+from qmq.metaserver.http.guard import Limits
+from qmq.metaserver.refusals import Refusals
 from tests.unit.metaserver.actions_world import World, left
 
 GOLDEN = json.loads((Path(__file__).parent / "management" / "exchanges.json").read_text())
@@ -57,7 +57,7 @@ def test_qmqs_tools_get_the_answers_they_know(tmp_path):
         await world.open()
         app = build_app(
             world.actions, Access([TOKEN]), world.metrics, Refusals(world.metrics), address="10.0.0.1:8081",
-            database_is_up=lambda: True,
+            database_trouble=lambda: "",
             limits=Limits(body_bytes_max=10_000, admin_body_bytes_max=10_000, body_timeout_ms=1000),
         )  # fmt: skip
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://m") as client:

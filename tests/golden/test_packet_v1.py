@@ -38,8 +38,10 @@ ENCODE = {
     "NACK": lambda m: commands.encode_nack(
         commands.Nack(m["subscription"], [commands.NackEntry(*row) for row in m["entries"]], m["reason"])
     ),
+    "BEGIN": lambda m: commands.encode_ack(commands.Ack(**m)),
     "HEARTBEAT": lambda m: b"",
     "FRAMES": lambda m: commands.offset_header(m["offset"]) + bytes.fromhex(m["data"]),
+    "BEAT": lambda m: commands.encode_beat(commands.Beat(**m)),
     "CONFIRM": lambda m: commands.encode_confirmation(
         commands.Confirmation(Epoch(m["term"], m["boot"]), m["matched_end"], m["chain"])
     ),
@@ -50,6 +52,11 @@ ENCODE = {
     "Acked": lambda m: commands.encode_acked(m["acked_end"]),
     "error": lambda m: m["text"].encode(),
 }
+
+
+def _beat(beat):
+    return beat._asdict() if beat.is_disk_full else {"wall_ms": beat.wall_ms}
+
 
 DECODE = {
     "AUTHENTICATE": lambda body: commands.decode_json(body, token=str, app=str),
@@ -63,8 +70,12 @@ DECODE = {
     "NACK": lambda body: (
         (nack := commands.decode_nack(body))._asdict() | {"entries": [list(entry) for entry in nack.entries]}
     ),
+    "BEGIN": lambda body: (
+        (begun := commands.decode_ack(body))._asdict() | {"ranges": [list(one) for one in begun.ranges]}
+    ),
     "HEARTBEAT": lambda body: {},
     "FRAMES": lambda body: dict(zip(("offset", "data"), (lambda o, d: (o, d.hex()))(*commands.split_offset(body)))),
+    "BEAT": lambda body: _beat(commands.decode_beat(body)),
     "CONFIRM": lambda body: (
         {"term": (c := commands.decode_confirmation(body)).epoch.term, "boot": c.epoch.boot,
          "matched_end": c.matched_end, "chain": c.chain}

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from deploy.processes import ROOT
+from qmq.deploy.processes import ROOT
 from tests.history.journal import Journal, now
 from tests.history.records import KILLED, LEFT, Gone, Record, records_of
 from tests.history.workload import CONSUMERS, PRODUCERS

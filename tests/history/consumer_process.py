@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import qmq
-from qmq.client.feed import Feed
+from qmq.client.group_session import GroupSession
 from qmq.client.holding import SentAck
 from qmq.remoting import commands
 from tests.history.journal import Journal, content_of, now
@@ -92,22 +92,22 @@ class Notes:
 
     def tap(self) -> None:
         """Note positions as brokers tell them; the client's interface does not show them."""
-        subscribed, acked = Feed._subscribed, Feed._acked
+        subscribed, acked = GroupSession._subscribed, GroupSession._acked
 
-        def position(feed: Feed, acked_end: int, begins: bool) -> None:
-            terms, group = feed._owner.terms, feed._link.broker_group
-            self.write(Position(now(), self.consumer, feed.source, terms.group, group, acked_end, begins))
+        def position(session: GroupSession, acked_end: int, begins: bool) -> None:
+            terms, group = session._owner.terms, session._link.broker_group
+            self.write(Position(now(), self.consumer, session.source, terms.group, group, acked_end, begins))
 
-        def note_subscribed(feed: Feed, body: memoryview) -> None:
-            position(feed, commands.decode_json(body, acked_end=int)["acked_end"], not feed.holding.held_end)
-            subscribed(feed, body)
+        def note_subscribed(session: GroupSession, body: memoryview) -> None:
+            position(session, commands.decode_json(body, acked_end=int)["acked_end"], not session.holding.held_end)
+            subscribed(session, body)
 
-        def note_acked(feed: Feed, ack: SentAck, body: memoryview) -> None:
-            position(feed, commands.decode_acked(body), False)
-            acked(feed, ack, body)
+        def note_acked(session: GroupSession, ack: SentAck, body: memoryview) -> None:
+            position(session, commands.decode_acked(body), False)
+            acked(session, ack, body)
 
-        setattr(Feed, "_subscribed", note_subscribed)  # noqa: B010
-        setattr(Feed, "_acked", note_acked)  # noqa: B010
+        setattr(GroupSession, "_subscribed", note_subscribed)  # noqa: B010
+        setattr(GroupSession, "_acked", note_acked)  # noqa: B010
 
 
 def choose(message: qmq.ReceivedMessage, rng: random.Random) -> str:

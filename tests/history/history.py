@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tests.history.records import (
-    LEFT,
     UNKNOWN,
     DeadLetter,
     Decided,
@@ -178,12 +177,9 @@ class History:
         return None
 
     def was_left(self, subject: str, group: str, at: float) -> bool:
-        """Whether a consumer left not long before. What it had not begun with does not count as handed over."""
+        """Whether a consumer left or vanished not long before. What it had not begun with does not count."""
         members = {one.consumer for one in self.joined if (one.subject, one.group) == (subject, group)}
-        return any(
-            gone.how == LEFT and name in members and gone.at <= at <= gone.at + 2 * CAUSE_S
-            for name, gone in self._gone.items()
-        )
+        return any(name in members and gone.at <= at <= gone.at + 2 * CAUSE_S for name, gone in self._gone.items())
 
     def may_have_lost(self, broker_group: str, begin: float, end: float) -> bool:
         """Whether what a master decided at some moment of `begin..end` may have been lost with the only copy of it."""

@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 
 import qmq
-from deploy.cluster import Cluster
+from qmq.deploy.cluster import Cluster
 from qmq.subjects import dead_letter_subject
 from tests.chaos.history import History as Faults
 from tests.chaos.nemesis import WELL_S, Nemesis

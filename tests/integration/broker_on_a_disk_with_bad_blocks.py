@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from broker.main import main
+from qmq.broker.main import main
 
 BAD_BLOCKS = "bad blocks"
 BLOCK = 4096

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from broker.main import main
+from qmq.broker.main import main
 
 TRIGGER = "disk fails now"
 

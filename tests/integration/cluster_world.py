@@ -16,23 +16,24 @@ from threading import Thread
 from zlib import crc32
 
 import qmq
-from deploy.cluster import Cluster
-from deploy.control import broker_state
 from qmq.codec import batch_encoder, decode_envelope, join_batch, split_batch
+from qmq.deploy.cluster import Cluster
+from qmq.deploy.control import broker_state
+from qmq.deploy.processes import module_command
 from qmq.log import RealDisk
 from qmq.log.fold import State, apply
 from qmq.log.frame import FrameKind, decode_frames
 from qmq.log.segments import log_name, segment_bases
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Pull
-from qmq.remoting.packet import packet_header, read_packet
+from qmq.remoting.packet import ONE_WAY, packet_header, read_packet
 from tests.support.ports import run_of_ports
+from tests.support.waiting import WAIT_S, until
 
-WAIT_S = 60.0
 SEGMENT_BYTES = 256 * 1024
 """Each segment is preallocated."""
-PAIR_SETTINGS = {"segment_bytes": SEGMENT_BYTES, "slave_wait_ms": 1000, "disk_free_limit": 0}
-SETTINGS = PAIR_SETTINGS | {"lease_ms": 10_000}
+COPY_SETTINGS = {"segment_bytes": SEGMENT_BYTES, "slave_wait_ms": 1000, "disk_free_limit": 0}
+SETTINGS = COPY_SETTINGS | {"lease_ms": 10_000}
 """Longer than a process stands still: consumers are not dead, and what they acked is not handed out again."""
 
 
@@ -41,20 +42,11 @@ def running(run_dir, *, groups=("g1",), delay_groups=(), restart_s=0.1, metaserv
     """Run a cluster with small segments, on ports that nobody else uses."""
     first = run_of_ports()
     with Cluster(
-        run_dir, groups=groups, delay_groups=delay_groups, broker=SETTINGS | broker, delay_server=PAIR_SETTINGS,
+        run_dir, groups=groups, delay_groups=delay_groups, broker=SETTINGS | broker, delay_server=COPY_SETTINGS,
         metaserver={"database_timeout_ms": 30_000} | (metaserver or {}), restart_s=restart_s,
         http_port=first, broker_port=first + 2,
     ) as cluster:  # fmt: skip
         yield cluster
-
-
-def until(condition, what, timeout_s=WAIT_S):
-    """Poll until `condition()` is true; return what it returned."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)
-    return found
 
 
 # Processes.
@@ -81,6 +73,17 @@ def begin(cluster, *names):
         if service.pid is None:
             service.start()
         service.is_held = False
+
+
+def begin_as(cluster, module, *names):
+    """Begin processes that are down with a module of a test, which is to run the real one on a worse machine."""
+    for name in names:
+        cluster.service(name).command = module_command(module, settings_file(cluster, name))
+    begin(cluster, *names)
+
+
+def settings_file(cluster, name):
+    return Path(cluster.service(name).command[-1])
 
 
 def log_of(cluster, name):
@@ -216,12 +219,14 @@ class Wire:
         return self._opaque
 
     def answer(self):
-        """The next packet; None if the broker closed the connection."""
-        head = self._read(4)
-        if head is None:
-            return None
-        rest = self._read(int.from_bytes(head, "big"))
-        return None if rest is None else read_packet(head + rest)
+        """The next packet but a heartbeat; None if the broker closed the connection."""
+        while (head := self._read(4)) is not None:
+            if (rest := self._read(int.from_bytes(head, "big"))) is None:
+                return None
+            packet = read_packet(head + rest)
+            if packet.code != Command.BEAT or not packet.flag & ONE_WAY:
+                return packet
+        return None
 
     def ask(self, code, *parts):
         opaque = self.request(code, *parts)
@@ -348,5 +353,3 @@ class Probe:
 
 def count_lines(text, pattern):
     return len(re.findall(pattern, text))
-
-

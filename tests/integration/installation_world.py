@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 import httpx
 
 import qmq
-from deploy.control import manage
-from deploy.nginx import nginx_conf
-from deploy.plan import write_settings
-from deploy.processes import Service
+from qmq.deploy.control import manage
+from qmq.deploy.nginx import nginx_conf
+from qmq.deploy.plan import write_settings
+from qmq.deploy.processes import Service, module_command
 from tests.integration.cluster_world import SETTINGS, WAIT_S, until
 from tests.support.ports import free_ports
 
@@ -82,7 +82,7 @@ class Installation:
     def _service(self, name, module, settings):
         config = self.folder / name / f"{module}.toml"
         write_settings(config, settings)
-        return Service(name, module, config, self.folder / f"{name}.log")
+        return Service(name, module_command(f"qmq.{module}", config), self.folder / f"{name}.log")
 
     def start(self):
         for service in self.metaservers:
@@ -220,5 +220,3 @@ class Observers:
                     down = [name for name, up in self.world.up(service.url).items() if not up]
                     if down or not all(group["writable"] for group in self.world.look(service.url)):
                         self.problems.append(f"{service.name}: g1 is not writable, or {down} are down")
-
-

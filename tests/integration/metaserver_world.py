@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 import httpx
 
-from metaserver.main import Metaserver
-from metaserver.settings import MetaserverSettings
+from qmq.metaserver.main import Metaserver
+from qmq.metaserver.settings import MetaserverSettings
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerServicer, MetaserverStub, add_BrokerServicer_to_server
 from tests.support.ports import free_ports
@@ -85,7 +85,7 @@ class World:
         await broker.start()
         return broker
 
-    async def pair(self, name="g1", *, roles=(0, 1), **options):
+    async def copies(self, name="g1", *, roles=(0, 1), **options):
         """A group of two running brokers whose master takes messages."""
         await self.add(name, roles[0], f"{name}-a")
         await self.add(name, roles[1], f"{name}-b")
@@ -102,9 +102,9 @@ class World:
         states = {broker: self.server.registry.state(broker) for broker in group.brokers}
         return all(state and (state.role, state.term) == (broker.role, group.term) for broker, state in states.items())
 
-    async def delay_pair(self, name="d1", **options):
+    async def delay_copies(self, name="d1", **options):
         """A group of two running delay servers."""
-        return await self.pair(name, roles=(5, 6), kind=2, **options)
+        return await self.copies(name, roles=(5, 6), kind=2, **options)
 
     async def until(self, condition):
         async with asyncio.timeout(WAIT_S):

@@ -1,4 +1,4 @@
-"""Shell. Tokens on real metaservers: made, printed once, limited, rotated, revoked; no door opens without one."""
+"""Shell. Tokens on real metaservers: made, printed once, limited, rotated, revoked; no acceptor opens without one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import grpc
 import httpx
 import pytest
 
-from metaserver.access import RPC_ROLES
-from metaserver.http import connection
+from qmq import http_port
+from qmq.metaserver.access import RPC_ROLES
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import TokenRole, includes
 from tests.integration.metaserver_world import TOKEN, WAIT_S, World, in_world
@@ -164,7 +164,7 @@ def test_a_broker_token_registers_brokers_of_its_groups_only(tmp_path):
 
 def test_a_client_watches_the_subjects_of_its_token_only(tmp_path):
     async def body(world):
-        await world.pair()
+        await world.copies()
         token = (await make(world, "client", subjects="produce:order.*,consume:paid"))["token"]
         async with world.watch("order.new", "paid", "other", metadata=metadata(token)) as watch:
             await watch.until(lambda routes: len(routes) == 3 and routes["order.new"].groups)
@@ -184,7 +184,7 @@ def test_the_clients_of_one_token_cannot_fill_the_tables(tmp_path):
     async def body():
         world = await World(tmp_path / "m.db", new_subjects_per_minute=3).start()
         try:
-            await world.pair()
+            await world.copies()
             token = (await make(world, "client"))["token"]
             async with world.watch(*(f"s{number}" for number in range(30)), metadata=metadata(token)) as watch:
                 await watch.until(lambda routes: sum(bool(route.groups) for route in routes.values()) == 3)
@@ -229,7 +229,7 @@ HEAD = b"GET /health/live HTTP/1.1\r\nHost: m\r\n"
 @pytest.mark.parametrize("begun", [b"", HEAD, HEAD + b"\r\n" + HEAD], ids=["nothing", "half a head", "a second one"])
 def test_a_connection_that_asks_nothing_ends(tmp_path, monkeypatch, begun):
     """Weakness 31: no idle time-out. A thousand such connections would keep everybody else out."""
-    monkeypatch.setattr(connection, "HEAD_S", 0.5)
+    monkeypatch.setattr(http_port, "HEAD_S", 0.5)
 
     async def body(world):
         reader, writer = await asyncio.open_connection("127.0.0.1", world.server.http_port)
@@ -243,12 +243,12 @@ def test_a_connection_that_asks_nothing_ends(tmp_path, monkeypatch, begun):
 
 
 def test_a_connection_that_asks_again_and_again_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(connection, "HEAD_S", 1.0)
+    monkeypatch.setattr(http_port, "HEAD_S", 1.0)
 
     async def body(world):
         reader, writer = await asyncio.open_connection("127.0.0.1", world.server.http_port)
         began, asked = asyncio.get_running_loop().time(), 0
-        while asyncio.get_running_loop().time() < began + 2.5 * connection.HEAD_S:
+        while asyncio.get_running_loop().time() < began + 2.5 * http_port.HEAD_S:
             writer.write(HEAD)
             writer.write(b"\r\n")
             assert b" 200 " in await reader.readuntil(b"ok")

@@ -71,7 +71,7 @@ def cluster(tmp_path: Path) -> Iterator[str]:
 
 def write(data: Path) -> LogWriter:
     log = LogWriter(data)
-    log.reign(Epoch(1, 1))
+    log.mastership(Epoch(1, 1))
     for _ in range(40):
         log.batch("order.changed", 10)
     log.close()
@@ -83,7 +83,9 @@ def test_job_on_a_standalone_cluster_names_what_differs(cluster: str, tmp_path: 
     good, bad = write(tmp_path / "master"), write(tmp_path / "slave")
     write(tmp_path / "copy")
     flip(tmp_path / "slave", bad.frames[20].end - 50)
-    arguments = [sys.executable, "-m", "audit.jobs.consistency", "--spark-master", cluster, "--piece-bytes", "20000"]
+    arguments = [
+        sys.executable, "-m", "qmq.audit.jobs.consistency", "--spark-master", cluster, "--piece-bytes", "20000"
+    ]  # fmt: skip
     for group, slave in (("g1", "copy"), ("g2", "slave")):
         arguments += ["--group", group, "--master", str(tmp_path / "master"), "--slave", str(tmp_path / slave)]
     result = tmp_path / "result.json"

@@ -12,6 +12,7 @@ from tests.integration.broker_on_a_disk_with_bad_blocks import BAD_BLOCKS, BLOCK
 from tests.integration.cluster_world import (
     are_equal,
     begin,
+    begin_as,
     consume_all,
     data_of,
     end,
@@ -19,6 +20,7 @@ from tests.integration.cluster_world import (
     read_copy,
     running,
     send_all,
+    settings_file,
     until,
 )
 
@@ -30,9 +32,7 @@ def cluster(tmp_path_factory):
     with running(tmp_path_factory.mktemp("cluster"), segment_bytes=64 * 1024, tail_bytes=0) as cluster:
         names = [broker.hostname for broker in cluster.plan.brokers]
         end(cluster, *names)
-        for name in names:
-            cluster.service(name).module = "tests.integration.broker_on_a_disk_with_bad_blocks"
-        begin(cluster, *names)
+        begin_as(cluster, "tests.integration.broker_on_a_disk_with_bad_blocks", *names)
         cluster.wait_writable()
         yield cluster
 
@@ -61,7 +61,7 @@ def spoil(cluster, broker, base, *blocks):
 
 
 def bad_blocks(cluster, broker):
-    return cluster.service(broker.hostname).config.with_name(BAD_BLOCKS)
+    return settings_file(cluster, broker.hostname).with_name(BAD_BLOCKS)
 
 
 def are_mended(cluster, broker):

@@ -1,4 +1,4 @@
-"""Shell. fsync fails: the process ends as fenced, nothing that is not on both disks was acknowledged (design 4.6)."""
+"""Shell. fsync fails: the process ends as fenced, nothing that is not on both disks was acknowledged (I15)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.integration.broker_on_a_failing_disk import TRIGGER
 from tests.integration.cluster_world import (
     are_equal,
     begin,
+    begin_as,
     consume_all,
     data_of,
     end,
@@ -21,6 +22,7 @@ from tests.integration.cluster_world import (
     reasons,
     running,
     send_all,
+    settings_file,
     until,
 )
 
@@ -33,9 +35,7 @@ def cluster(tmp_path):
     with running(tmp_path) as cluster:
         names = [broker.hostname for broker in cluster.plan.brokers]
         end(cluster, *names)
-        for name in names:
-            cluster.service(name).module = "tests.integration.broker_on_a_failing_disk"
-        begin(cluster, *names)
+        begin_as(cluster, "tests.integration.broker_on_a_failing_disk", *names)
         cluster.wait_writable()
         yield cluster
 
@@ -43,11 +43,11 @@ def cluster(tmp_path):
 def fail_disk(cluster, broker):
     """From now on; whoever starts it again must take the file away first."""
     cluster.service(broker.hostname).is_held = True
-    cluster.service(broker.hostname).config.with_name(TRIGGER).touch()
+    settings_file(cluster, broker.hostname).with_name(TRIGGER).touch()
 
 
 def mend_disk(cluster, broker):
-    cluster.service(broker.hostname).config.with_name(TRIGGER).unlink()
+    settings_file(cluster, broker.hostname).with_name(TRIGGER).unlink()
     begin(cluster, broker.hostname)
 
 

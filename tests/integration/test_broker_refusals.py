@@ -13,9 +13,9 @@ import sys
 import grpc
 import pytest
 
-from deploy.control import manage
-from deploy.plan import HOST, write_settings
-from deploy.processes import ROOT
+from qmq.deploy.control import manage
+from qmq.deploy.plan import HOST, write_settings
+from qmq.deploy.processes import ROOT
 from qmq.errors import ErrorCode, OperatorError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub, MetaserverStub
@@ -297,7 +297,7 @@ def test_client_commands_are_not_served_on_the_sync_port_nor_the_other_way_round
 
 def test_hello_of_another_group_is_refused(cluster, master, unchanged):
     hello = {"group": "g9", "incarnation": "x", "term": 0, "boot": 0, "epochs": [], "start": 0, "end": 0, "chain": 0}
-    hello["assigned_term"] = 2
+    hello |= {"assigned_term": 2, "proofs": [], "kept_end": 0, "point": []}
     with Wire(master.sync_port, token=cluster.token) as wire:
         answer = wire.ask(Command.HELLO, commands.encode_json(**hello))
         assert answer.code == ErrorCode.INVALID_REQUEST and b"master of g1" in bytes(answer.body)
@@ -306,7 +306,7 @@ def test_hello_of_another_group_is_refused(cluster, master, unchanged):
 def run_broker(folder, settings, *, timeout_s=WAIT_S):
     """Run a broker that is expected to end by itself; return its status and what it wrote."""
     write_settings(folder / "broker.toml", settings)
-    command = [sys.executable, "-m", "broker", "--config", str(folder / "broker.toml")]
+    command = [sys.executable, "-m", "qmq.broker", "--config", str(folder / "broker.toml")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
     return ended.returncode, ended.stderr
 
@@ -336,7 +336,7 @@ def test_second_process_that_claims_a_running_broker_gets_no_part(cluster, maste
     """Same name and port on another address: the metaserver keeps to the one that runs, and its log says so once."""
     before = cluster.manage("ListBrokers")
     write_settings(tmp_path / "broker.toml", settings_of(cluster, master, ip="127.0.0.2", data=str(tmp_path / "data")))
-    command = [sys.executable, "-m", "broker", "--config", str(tmp_path / "broker.toml")]
+    command = [sys.executable, "-m", "qmq.broker", "--config", str(tmp_path / "broker.toml")]
     log = tmp_path / "log"
     with log.open("wb") as file, subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file) as other:
         try:
@@ -356,9 +356,7 @@ def test_second_master_for_a_group_is_refused(cluster, unchanged):
     """W16."""
     before = cluster.manage("ListBrokers")
     with pytest.raises(OperatorError, match="ReplaceBroker|SwapRoles"):
-        cluster.manage(
-            "AddBroker", brokerGroup="g1", role=0, hostname="g1-c", ip=HOST, servePort=20001, syncPort=20002
-        )
+        cluster.manage("AddBroker", brokerGroup="g1", role=0, hostname="g1-c", ip=HOST, servePort=20001, syncPort=20002)
     with pytest.raises(OperatorError, match="SwapRoles"):
         cluster.manage(
             "ReplaceBroker", brokerGroup="g1", role=0, hostname="g1-c", ip=HOST, servePort=20001, syncPort=20002

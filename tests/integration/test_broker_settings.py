@@ -1,4 +1,4 @@
-"""Shell. `python -m broker` with settings that are wrong: every complaint at once, on stderr, and exit status 2."""
+"""Shell. `python -m qmq.broker` with settings that are wrong: every complaint at once, on stderr, and exit status 2."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 
-from deploy.processes import ROOT
+from qmq.deploy.processes import ROOT
 
 
 def run(config, **environ):
     return subprocess.run(
-        [sys.executable, "-m", "broker", "--config", str(config)], cwd=ROOT, capture_output=True, text=True,
+        [sys.executable, "-m", "qmq.broker", "--config", str(config)], cwd=ROOT, capture_output=True, text=True,
         timeout=120, env=os.environ | environ,
     )  # fmt: skip
 

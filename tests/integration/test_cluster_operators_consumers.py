@@ -8,8 +8,8 @@ import time
 import grpc
 import pytest
 
-from deploy.control import manage
 from qmq.control_plane import CHANNEL_OPTIONS
+from qmq.deploy.control import manage
 from qmq.errors import QmqError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub

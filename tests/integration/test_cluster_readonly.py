@@ -13,11 +13,12 @@ import time
 import pytest
 
 import qmq
-from deploy.plan import HOST
+from qmq.deploy.plan import HOST
 from qmq.errors import ErrorCode, OperatorError
-from qmq.log.frame import FLAG_ALONE, FrameKind
+from qmq.log.frame import FLAG_NO_SLAVE_IN_SYNC, FrameKind
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command
+from qmq.server.meta_link import ALONE_AFTER_S
 from tests.integration.cluster_world import (
     WAIT_S,
     Wire,
@@ -128,7 +129,9 @@ def test_consumption_goes_on_without_the_slave_and_is_marked_alone(cluster, subj
     with Wire(master.serve_port, token=cluster.token) as wire:
         subscription = subscribe(wire, subject)
         pieces = pull(wire, subscription)
-        assert sum(piece.count for piece in pieces) == 10 and all(piece.flags == FLAG_ALONE for piece in pieces)
+        assert sum(piece.count for piece in pieces) == 10 and all(
+            piece.flags == FLAG_NO_SLAVE_IN_SYNC for piece in pieces
+        )
         first = pieces[0].pull_sequence
         assert wire.ask(Command.ACK, commands.encode_ack(Ack(subscription, [(first, first + 4)]))).code == 0
     begin(cluster, slave.hostname)
@@ -138,7 +141,9 @@ def test_consumption_goes_on_without_the_slave_and_is_marked_alone(cluster, subj
     assert [sequence for sequence, _ in consume_all(cluster, subject, "g", 6, consumer_id="c1")] == [4, 5, 6, 7, 8, 9]
     until(lambda: are_equal(cluster), "equal copies")
     for copy in (read_copy(data_of(cluster, broker)) for broker in (master, slave)):
-        alone = [FrameKind(one.kind) for one in copy.frames if one.flags & FLAG_ALONE and one.subject == subject]
+        alone = [
+            FrameKind(one.kind) for one in copy.frames if one.flags & FLAG_NO_SLAVE_IN_SYNC and one.subject == subject
+        ]
         assert alone == [FrameKind.POSITION, FrameKind.PULL, FrameKind.ACK]
 
 
@@ -261,6 +266,37 @@ def test_broker_with_the_data_of_another_group_takes_no_part(tmp_path):
         (tmp_path / "aside").rename(one)
         begin(cluster, mine.hostname, other.hostname)
         cluster.wait_writable()
+
+
+def test_exchanged_directories_are_named_and_nobody_takes_mastership(tmp_path):
+    with running(tmp_path) as cluster:
+        cluster.wait_writable()
+        sent = [receipt.message_id for receipt in send_all(cluster, "s", 20)]
+        master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
+        names = [master.hostname, slave.hostname]
+        directories = [data_of(cluster, broker) for broker in (master, slave)]
+
+        def exchange():
+            end(cluster, *names)
+            directories[0].rename(tmp_path / "aside")
+            directories[1].rename(directories[0])
+            (tmp_path / "aside").rename(directories[1])
+            began = {name: len(log_of(cluster, name)) for name in names}
+            begin(cluster, *names)
+            return lambda name: log_of(cluster, name)[began[name] :]
+
+        since = exchange()
+        for broker, other in ((master, slave), (slave, master)):
+            text = f"this data directory belongs to {other.hostname}:{other.serve_port} of g1"
+            until(lambda name=broker.hostname, text=text: text in since(name), f"{broker.hostname} is told why")
+        alone_s = time.monotonic() + ALONE_AFTER_S + 1
+        until(lambda: time.monotonic() > alone_s, "they would have taken up their parts alone")
+        for broker in (master, slave):
+            assert "metaserver's database" not in since(broker.hostname)
+            assert "role master" not in since(broker.hostname) and "role slave" not in since(broker.hostname)
+        exchange()
+        cluster.wait_writable()
+        assert [id for _, id in consume_all(cluster, "s", "g", 20)] == sent
 
 
 # The metaserver is away.

@@ -11,7 +11,7 @@ import grpc
 import httpx
 import pytest
 
-from deploy.control import manage
+from qmq.deploy.control import manage
 from qmq.errors import QmqError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub

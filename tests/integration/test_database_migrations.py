@@ -12,16 +12,16 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect, select, text
 
-from metaserver.db import migrate as migrations
-from metaserver.db.changes import SetRoute
-from metaserver.db.engine import connect, open_database
-from metaserver.db.errors import DatabaseUnusable
-from metaserver.db.repository import Repository
-from metaserver.db.tables import meta_version, metadata, subject_route
-from metaserver.model import ReadonlyMark
+from qmq.metaserver.db import migrate as migrations
+from qmq.metaserver.db.changes import SetRoute
+from qmq.metaserver.db.engine import connect, open_database
+from qmq.metaserver.db.errors import DatabaseUnusable
+from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.db.tables import meta_version, metadata, subject_route
+from qmq.metaserver.model import ReadonlyMark
 from qmq.types import Role
 
-NEWEST = "0004"
+NEWEST = "0005"
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_rows_of_the_version_before_are_kept(empty, database_url):
 def test_database_of_a_newer_version_is_refused(empty, database_url):
     open_database(database_url).dispose()
     run(empty, "UPDATE alembic_version SET version_num = '0999'")
-    with pytest.raises(DatabaseUnusable, match="0999, this program knows versions up to 0004: a newer qmq"):
+    with pytest.raises(DatabaseUnusable, match=f"0999, this program knows versions up to {NEWEST}: a newer qmq"):
         open_database(database_url)
     assert version(empty) == "0999"
 
@@ -148,7 +148,7 @@ def test_migration_that_fails_half_way_is_undone_or_refused_at_the_next_start(em
         assert version(empty) == NEWEST
         return
     for _ in range(2):
-        with pytest.raises(DatabaseUnusable, match="from 0001 to 0004 stopped half way.* Restore the copy"):
+        with pytest.raises(DatabaseUnusable, match=f"from 0001 to {NEWEST} stopped half way.* Restore the copy"):
             open_database(database_url)
     run(empty, f"UPDATE alembic_version SET version_num = '{NEWEST}'")  # as if only the last step had been missing
     open_database(database_url).dispose()

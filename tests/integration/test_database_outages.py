@@ -10,19 +10,19 @@ import pytest
 from sqlalchemy import event, make_url, select
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
-from metaserver.awake import AwakeClock
-from metaserver.database import Database, DatabaseAway
-from metaserver.db import engine as engines
-from metaserver.db.changes import SetMark
-from metaserver.db.engine import open_database
-from metaserver.db.errors import CommitUnknown
-from metaserver.db.repository import Repository
-from metaserver.db.tables import meta_version
-from metaserver.db.transactions import DIRECTORY, Transactions, raise_versions
-from metaserver.liveness import Liveness
-from metaserver.metrics import Metrics
-from metaserver.model import AuditRow, ReadonlyMark
-from metaserver.registry import Registry
+from qmq.metaserver.awake import AwakeClock
+from qmq.metaserver.database import Database, DatabaseAway
+from qmq.metaserver.db import engine as engines
+from qmq.metaserver.db.changes import SetMark
+from qmq.metaserver.db.engine import open_database
+from qmq.metaserver.db.errors import CommitUnknown
+from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.db.tables import meta_version
+from qmq.metaserver.db.transactions import DIRECTORY, Transactions, raise_versions
+from qmq.metaserver.liveness import Liveness
+from qmq.metaserver.metrics import Metrics
+from qmq.metaserver.model import AuditRow, ReadonlyMark
+from qmq.metaserver.registry import Registry
 from tests.support.cable import cable_to
 from tests.support.directories import add_group
 from tests.support.promises import Tries
@@ -140,9 +140,7 @@ def test_settling_waits_for_a_change_that_only_writes_down_what_was_done(engine,
     writing = threading.Thread(target=Repository(other).change, args=([], AuditRow("me", "here", "ResetOffset")))
     writing.start()
     assert is_stored.wait(LONG_S)
-    event.listen(
-        engine, "before_cursor_execute", lambda *_: threading.Timer(0.2, may_end.set).start(), once=True
-    )
+    event.listen(engine, "before_cursor_execute", lambda *_: threading.Timer(0.2, may_end.set).start(), once=True)
     repository = Repository(engine)
     repository.settle()
     assert len(repository.audit_trail()) == 1

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from metaserver import roles
-from metaserver.db.changes import AddSubject, RemoveGroup, SetMark, SetRoles, SetRoute, UnsetMark
-from metaserver.db.engine import open_database
-from metaserver.db.errors import AlreadyThere, GroupInUse, StaleTerm, StaleVersion, UnknownGroup
-from metaserver.db.repository import Repository
-from metaserver.model import AuditRow, BrokerKey, ReadonlyMark, SightingRow
+from qmq.metaserver import roles
+from qmq.metaserver.db.changes import AddSubject, RemoveGroup, SetMark, SetRoles, SetRoute, UnsetMark
+from qmq.metaserver.db.engine import open_database
+from qmq.metaserver.db.errors import AlreadyThere, GroupInUse, StaleTerm, StaleVersion, UnknownGroup
+from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.model import AuditRow, BrokerKey, ReadonlyMark, SightingRow
 from tests.support.directories import add_group
 
 METASERVERS = 4

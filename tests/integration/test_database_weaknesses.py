@@ -11,8 +11,9 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
-from metaserver import roles
-from metaserver.db.changes import (
+from qmq.errors import InvalidName
+from qmq.metaserver import roles
+from qmq.metaserver.db.changes import (
     AddDataSource,
     AddSubject,
     AddToken,
@@ -26,11 +27,10 @@ from metaserver.db.changes import (
     SetRoute,
     UnsetMark,
 )
-from metaserver.db.engine import open_database
-from metaserver.db.errors import GroupInUse, NotThere, StaleTerm, StaleVersion, UnknownGroup, ValueRefused
-from metaserver.db.repository import Repository
-from metaserver.model import AuditRow, DataSource, Offline, ReadonlyMark, TokenRow
-from qmq.errors import InvalidName
+from qmq.metaserver.db.engine import open_database
+from qmq.metaserver.db.errors import GroupInUse, NotThere, StaleTerm, StaleVersion, UnknownGroup, ValueRefused
+from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.model import AuditRow, DataSource, Offline, ReadonlyMark, TokenRow
 from tests.support.directories import add_group, brokers_of
 
 

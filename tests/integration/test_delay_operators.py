@@ -89,7 +89,7 @@ def test_people_read_the_same_in_a_terminal(cluster):
 def tool(cluster, command, *options):
     environment = {**os.environ, "QMQ_TOKEN": cluster.token, "COLUMNS": "200"}
     address = cluster.metaserver.removeprefix("http://")
-    words = [sys.executable, "-m", "tools", command, f"--metaserver={address}", *options]
+    words = [sys.executable, "-m", "qmq.tools", command, f"--metaserver={address}", *options]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=2 * WAIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -117,6 +117,8 @@ def test_metrics_say_what_pends_and_how_late_messages_went(cluster):
     assert found["qmq_delayserver_lateness_seconds_count"] == found["qmq_delayserver_sent_messages_total"]
     assert found["qmq_delayserver_is_master"] == 1 and found["qmq_delayserver_writable"] == 1
     until(lambda: abs(metrics(cluster)["qmq_delayserver_clock_difference_seconds"]) < 1, "clocks are found equal")
+    until(lambda: metrics(cluster)["qmq_delayserver_clocks"] == 3, "the clocks of slave and metaserver are heard")
+    until(lambda: metrics(cluster)["qmq_delayserver_due_messages"] == 0, "what was due is sent")
 
 
 def _sent(found):

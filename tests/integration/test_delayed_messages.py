@@ -13,8 +13,8 @@ import pytest
 
 import qmq
 import qmq.blocking
-from deploy.processes import ROOT
 from qmq import DelayOutcome, Message
+from qmq.deploy.processes import ROOT
 from tests.integration.cluster_world import WAIT_S, running
 
 

@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from deploy.processes import ROOT
-from deploy.proof import counting_sql, prove
-from deploy.rows import file_input
+from qmq.deploy.processes import ROOT
+from qmq.deploy.proof import counting_sql, prove
+from qmq.deploy.rows import file_input
 from tests.integration.cluster_world import running
 
 ROWS = 4_000
@@ -19,7 +19,7 @@ ROWS = 4_000
 
 def run_demo(tmp_path, text):
     (tmp_path / "rows.csv").write_text(text)
-    command = [sys.executable, "-m", "deploy.demo", "--input", tmp_path / "rows.csv", "--dir", tmp_path / "run"]
+    command = [sys.executable, "-m", "qmq.deploy.demo", "--input", tmp_path / "rows.csv", "--dir", tmp_path / "run"]
     return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600)
 
 

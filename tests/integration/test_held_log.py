@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from audit.copies import BrokerCopy, CannotRead
+from qmq.audit.copies import BrokerCopy, CannotRead
 from qmq.log.segments import snapshot_name
-from tests.integration.cluster_world import begin, data_of, end, running, send_all, until
+from tests.integration.cluster_world import data_of, running, send_all, until
 
 SEGMENT_BYTES = 64 * 1024
 
@@ -39,27 +39,6 @@ def test_held_log_keeps_its_segments_until_it_is_let_go(cluster, role):
     until(lambda: other.describe().start > begin.start, "retention goes on")
     for copy in (other, one_that_is_not):
         copy.close()
-
-
-def test_disk_without_room_is_held_by_nobody(cluster):
-    """An audit that hangs would fill it, and a full disk makes the group readonly."""
-    slave = cluster.broker("g1", "slave").hostname
-    config = cluster.service(slave).config
-    settings = config.read_text()
-    end(cluster, slave)
-    config.write_text(settings.replace("disk_free_limit = 0", f"disk_free_limit = {1 << 60}"))
-    begin(cluster, slave)
-    cluster.wait_writable()
-    held = opened(cluster, "slave")
-    held.hold()
-    before = held.describe().start
-    send_all(cluster, "held", 400, size=600, name="full")
-    until(lambda: held.describe().start > before, "retention goes on")
-    held.close()
-    end(cluster, slave)
-    config.write_text(settings)
-    begin(cluster, slave)
-    cluster.wait_writable()
 
 
 def test_log_is_described_though_its_oldest_snapshot_is_damaged(cluster):

@@ -99,14 +99,18 @@ class Reader:
         self.values = dict(zip(names, map(str, free_ports(len(names)))))
         self.values |= dict.fromkeys(re.findall(r"\b([A-Z0-9]+_HOST)=", self._text()), HOST)
         self.values |= {
-            "DB_PORT": str(mariadb.port), "QMQ_HOME": str(ROOT), "QMQ_PYTHON": sys.executable, "QMQ_ETC": str(self.etc),
+            "DB_PORT": str(mariadb.port), "QMQ_HOME": str(ROOT), "QMQ_ETC": str(self.etc),
             "QMQ_DATA": str(self.data),
         }  # fmt: skip
         (folder / ".my.cnf").write_text(f"[client]\nuser=root\nsocket={mariadb.directory}/socket\n")
         fits = {"SEGMENT_BYTES": str(1 << 20), "DISK_FREE_LIMIT": "0"}  # any test machine
         small = {f"QMQ_{kind}_{name}": value for kind in ("BROKER", "DELAY") for name, value in fits.items()}
         known = {name: value for name, value in os.environ.items() if not name.startswith("QMQ_")}
-        self.shell = Shell(folder, known | small | {"HOME": str(folder)})
+        (folder / "bin").mkdir()
+        (folder / "bin" / "qmq").write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m qmq "$@"\n')
+        (folder / "bin" / "qmq").chmod(0o755)
+        path = f"{folder / 'bin'}:{os.environ['PATH']}"
+        self.shell = Shell(folder, known | small | {"HOME": str(folder), "PATH": path})
         self.nginx = None
 
     def _text(self):
@@ -191,16 +195,17 @@ def test_reader_comes_from_nothing_to_messages_a_swap_an_upgrade_one_metaserver_
     assert "CREATE TABLE" in (reader.folder / "qmq-before-upgrade.sql").read_text()
     assert "sent: stored" in reader.follow(11)
     reader.follow(15)
-    left = reader.shell.type("tools.sh ListMetaservers")
+    left = reader.shell.type("qmq ListMetaservers")
     assert f"{HOST}:{reader.values['M1_HTTP']}" in left
 
     pending = reader.follow(16)
     assert re.search(r"^delay +0 ", pending, re.MULTILINE), "the group answers, and nothing pends"
+    assert 'qmq_nightly_exit_status{name="backup"} 0' in reader.follow(17)
 
 
 def masters(reader):
     """Hostnames of the masters, as the metaserver lists them."""
-    said = reader.shell.type("tools.sh ListBrokers")
+    said = reader.shell.type("qmq ListBrokers")
     return re.findall(r"\b(b\d)\b", "\n".join(line for line in said.splitlines() if "MASTER" in line))
 
 
@@ -224,9 +229,10 @@ def test_unit_runs_what_the_guide_runs_by_hand(module):
     unit.optionxform = str
     unit.read(UNITS / f"qmq-{module}@.service")
     service = unit["Service"]
-    given = dict(ENV.findall(next(block.text for block in read_blocks() if "QMQ_PYTHON=" in block.text)))
-    by_hand = f"{given['QMQ_PYTHON']} -m {module} --config {given['QMQ_ETC']}/%i.toml"
-    assert service["ExecStart"] == by_hand
+    given = dict(ENV.findall(next(block.text for block in read_blocks() if "QMQ_HOME=" in block.text)))
+    command = f"{given['QMQ_HOME']}/.venv/bin/qmq"
+    assert f"ln -s {command} /usr/local/bin/qmq\n" in GUIDE.read_text()
+    assert service["ExecStart"] == f"{command} {module} --config {given['QMQ_ETC']}/%i.toml"
     assert service["EnvironmentFile"] == f"{given['QMQ_ETC']}/{module}.env"
     assert service["WorkingDirectory"] == given["QMQ_DATA"] == f"/var/lib/{service['StateDirectory']}"
     assert (service["Restart"], service["RestartSec"], service["KillSignal"]) == ("always", "1", "SIGTERM")

@@ -37,7 +37,7 @@ class LeanWatch:
 @in_world
 async def test_watchers_over_lean_streams_are_told_what_grpc_aio_is_told(world):
     for name in ("g1", "g2"):
-        await world.pair(name)
+        await world.copies(name)
     connection = await connect(await world.address(), PATH, METADATA)
     lean = [LeanWatch(connection) for _ in range(3)]  # the first one's headers are literals, the others' are numbers
     async with world.watch(*SUBJECTS) as watch:
@@ -54,7 +54,7 @@ async def test_watchers_over_lean_streams_are_told_what_grpc_aio_is_told(world):
 
 @in_world
 async def test_what_a_lean_stream_confirms_counts(world):
-    await world.pair("g1")
+    await world.copies("g1")
     connection = await connect(await world.address(), PATH, METADATA)
     lean = LeanWatch(connection)
     await lean.until(lambda routes: is_told(routes, writable=True))

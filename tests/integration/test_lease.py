@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from metaserver.db.engine import open_database
-from metaserver.db.repository import Repository
-from metaserver.model import LeaseRow
+from qmq.metaserver.db.engine import open_database
+from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.model import LeaseRow
 
 NAME = "watchdog/default"
 

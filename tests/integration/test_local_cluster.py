@@ -6,16 +6,16 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from deploy.cluster import AlreadyRunning, Cluster
-from deploy.plan import Groups, is_free, load_plan
-from deploy.processes import ROOT
+from qmq.deploy.cluster import AlreadyRunning, Cluster
+from qmq.deploy.plan import Groups, is_free, load_plan
+from qmq.deploy.processes import ROOT
 from qmq.errors import NotServed
 from tests.support.ports import run_of_ports
+from tests.support.waiting import until
 
 PORT = run_of_ports()
 
@@ -28,16 +28,9 @@ def read(run_dir):
     return json.loads((run_dir / "cluster.json").read_text())
 
 
-def wait_for(condition, what, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
 def pids(cluster):
     brokers = [broker["pid"] for group in cluster["groups"].values() for broker in group.values()]
-    return [cluster["metaserver_pid"], *brokers]
+    return [cluster["metaserver_pid"], *brokers, *([cluster["watchdog"]["pid"]] if "watchdog" in cluster else [])]
 
 
 def is_gone(pid):
@@ -56,26 +49,26 @@ def test_a_cluster_comes_up_stays_up_and_goes_on_with_its_data(tmp_path):
         assert all(set(group) == {"master", "slave"} for group in first["groups"].values())
         assert not any(is_gone(pid) for pid in pids(first))
 
-        with pytest.raises(AlreadyRunning, match="make stop"):
+        with pytest.raises(AlreadyRunning, match="qmq dev stop"):
             local(tmp_path).start()
 
         # A file that cannot be written, as on a full disk, must not keep it from starting what dies.
         (tmp_path / "cluster.json.new").mkdir()
         starts = cluster.starts
         cluster.kill("g2", "slave")
-        wait_for(lambda: cluster.starts > starts, "what died is not started again")
+        until(lambda: cluster.starts > starts, "what died is not started again")
         (tmp_path / "cluster.json.new").rmdir()
 
         killed = first["groups"]["g1"]["master"]["pid"]
         cluster.kill("g1", "master")
-        wait_for(lambda: is_gone(killed), "the master lives on")
-        wait_for(lambda: read(tmp_path)["groups"]["g1"]["master"]["pid"] not in (None, killed), "it is not back")
+        until(lambda: is_gone(killed), "the master lives on")
+        until(lambda: read(tmp_path)["groups"]["g1"]["master"]["pid"] not in (None, killed), "it is not back")
         cluster.wait_writable("g1")
 
         cluster.swap_roles("g1")
         cluster.wait_writable()
         was = first["groups"]["g1"]["slave"]["hostname"]
-        wait_for(lambda: read(tmp_path)["groups"]["g1"]["master"]["hostname"] == was, "cluster.json missed the swap")
+        until(lambda: read(tmp_path)["groups"]["g1"]["master"]["hostname"] == was, "cluster.json missed the swap")
         last = read(tmp_path)
     assert all(is_gone(pid) for pid in pids(last))
 
@@ -94,7 +87,7 @@ def test_a_broker_that_refuses_its_settings_is_named(tmp_path):
 
 
 def command(run_dir, action):
-    return [sys.executable, "-m", "deploy.local", action, "--dir", str(run_dir)]
+    return [sys.executable, "-m", "qmq", "dev", action, "--dir", str(run_dir)]
 
 
 def start_runner(run_dir):
@@ -105,7 +98,7 @@ def start_runner(run_dir):
     log = run_dir / "runner.log"
     with log.open("wb") as file:
         runner = subprocess.Popen(command(run_dir, "run"), cwd=ROOT, stdout=file, stderr=file)
-    wait_for(lambda: b"Ctrl-C" in log.read_bytes() or runner.poll() is not None, "it does not come up", 180.0)
+    until(lambda: b"Ctrl-C" in log.read_bytes() or runner.poll() is not None, "it does not come up", 180.0)
     assert runner.poll() is None, log.read_text()
     return runner
 
@@ -115,6 +108,7 @@ def test_a_signal_ends_all_of_it(tmp_path, number):
     runner = start_runner(tmp_path / "run")
     try:
         running = pids(read(tmp_path / "run"))
+        assert len(running) == 6, "a metaserver, two groups, a watchdog"
         runner.send_signal(number)
         assert runner.wait(120) == 0
         assert all(is_gone(pid) for pid in running)

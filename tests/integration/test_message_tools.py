@@ -8,16 +8,26 @@ import signal
 import subprocess
 import time
 from operator import itemgetter
+from zlib import crc32
 
 import grpc
 import pytest
 
 import qmq
+from qmq.codec import join_batch
+from qmq.errors import ErrorCode
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Nack, NackEntry, Verdict
 from qmq.subjects import dead_letter_subject, retry_subject
+from qmq.tools.address import Address
+from qmq.tools.commands import COMMANDS
+from qmq.tools.messages import redrive as redrive_module
+from qmq.tools.messages.brokers import find_masters
+from qmq.tools.messages.dead_letters import DeadLetters
+from qmq.tools.messages.redriving import Choice
+from qmq.tools.session import Session
 from tests.integration.cluster_world import Wire, begin, end, producer, pull, running, send_all, until
 from tests.integration.tools_world import (
     DONE,
@@ -32,13 +42,6 @@ from tests.integration.tools_world import (
     typed,
 )
 from tests.support.ports import free_ports
-from tools.address import Address
-from tools.commands import COMMANDS
-from tools.messages import redrive as redrive_module
-from tools.messages.brokers import find_masters
-from tools.messages.dead_letters import DeadLetters
-from tools.messages.redriving import Choice
-from tools.session import Session
 
 COUNT = 12
 
@@ -519,8 +522,8 @@ def test_an_interrupted_redrive_tells_what_it_did_and_the_rest_stays(cluster, su
 
 
 def test_of_too_many_to_hold_the_first_are_passed_over(cluster, subject, monkeypatch, capsys):
-    monkeypatch.setattr("tools.messages.redrive.HELD_MAX", 5)
-    monkeypatch.setattr("tools.messages.dead_letters.PULL_MESSAGES", 4)
+    monkeypatch.setattr("qmq.tools.messages.redrive.HELD_MAX", 5)
+    monkeypatch.setattr("qmq.tools.messages.dead_letters.PULL_MESSAGES", 4)
     failed(cluster, subject, 40)
     last = max(browse(cluster, "--deadLetters", "--limit=99", subject=subject, group="g"), key=itemgetter("sequence"))
     values = {option.name: option.default or "" for option in COMMANDS["Redrive"].options}
@@ -547,10 +550,27 @@ def test_a_redrive_needs_a_client_and_a_yes(cluster, subject, tokens):
     operator = redrive(cluster, subject, "--yes", token=tokens["operator"])
     assert operator.returncode == REFUSED and "this needs client" in operator.stderr
     nobody = redrive(cluster, subject)
-    assert nobody.returncode == USAGE and "nobody is there to ask" in nobody.stderr
+    assert nobody.returncode == USAGE and "there is no terminal to ask at" in nobody.stderr
     assert mailbox(cluster, subject) == []
     [receipt] = lines(redrive(cluster, subject, "--yes", token=tokens["client"]))
     assert len(receipt["moved"]) == 2
+
+
+def test_a_redrive_needs_a_right_of_its_own(cluster, subject):
+    def token(*patterns):
+        return cluster.manage("AddToken", name=" ".join(patterns), role="client", subjects=",".join(patterns))["token"]
+
+    failed(cluster, subject, 2)
+    refused = redrive(cluster, subject, "--yes", token=token(f"consume:{subject}"))
+    assert refused.returncode == REFUSED and f"needs redrive:{subject}" in refused.stderr + refused.stdout
+    assert mailbox(cluster, subject) == []
+    with Wire(cluster.broker("g1", "master").serve_port, token=token(f"consume:{subject}x", "produce:*")) as wire:
+        for name in (retry_subject(subject, "g"), dead_letter_subject(subject, "g")):
+            body = join_batch([b"forged"])
+            head = commands.produce_header(1, 1, 1, crc32(body), name)
+            assert wire.ask(Command.PRODUCE, head + body).code == ErrorCode.MISSING_RIGHT
+    [receipt] = lines(redrive(cluster, subject, "--yes", token=token(f"consume:{subject}", f"redrive:{subject}")))
+    assert len(receipt["moved"]) == len(mailbox(cluster, subject)) == 2
 
 
 def test_at_a_terminal_the_plan_is_shown_and_asked_for(cluster, subject):

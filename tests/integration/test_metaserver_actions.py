@@ -30,8 +30,8 @@ async def confirm(watch, subject):
 @in_world
 async def test_a_mark_counts_and_awaits_the_clients_of_every_metaserver(world):
     """Weakness 20: an order to keep away from a group is known to be followed, wherever clients are connected."""
-    await world.pair("g1")
-    await world.pair("g2")
+    await world.copies("g1")
+    await world.copies("g2")
     other = await second(world)
     try:
         await know_each_other(world, other)
@@ -56,7 +56,7 @@ async def test_a_mark_counts_and_awaits_the_clients_of_every_metaserver(world):
 @in_world
 async def test_clients_of_every_metaserver_are_listed(world):
     """Weakness 37: who is connected can be asked at any metaserver."""
-    await world.pair("g1")
+    await world.copies("g1")
     other = await second(world)
     try:
         await know_each_other(world, other)

@@ -19,7 +19,7 @@ async def refusal(call):
 
 @in_world
 async def test_registered_broker_gets_its_part_and_both_addresses(world):
-    master, slave = await world.pair()
+    master, slave = await world.copies()
     assert (master.assignment.role, slave.assignment.role) == (0, 1)
     assert master.assignment.term == slave.assignment.term == 2
     await master.until_assigned(lambda assignment: assignment.slave.control_port == slave.control_port)
@@ -53,7 +53,7 @@ async def test_unknown_token_is_refused_by_every_call(world):
 
 @in_world
 async def test_second_process_claiming_a_live_broker_is_refused(world):
-    master, _ = await world.pair()
+    master, _ = await world.copies()
     for hostname in ("g1-a", "g1-b"):
         error = await refusal(world.broker(hostname, incarnation="another disk"))
         assert error.code() == grpc.StatusCode.ALREADY_EXISTS
@@ -63,7 +63,7 @@ async def test_second_process_claiming_a_live_broker_is_refused(world):
 
 @in_world
 async def test_master_with_an_emptied_disk_is_refused_and_a_slave_is_not(world):
-    master, slave = await world.pair()
+    master, slave = await world.copies()
     await master.stop()
     await slave.stop()
     error = await refusal(world.broker("g1-a", incarnation="empty"))
@@ -95,7 +95,7 @@ async def test_heartbeat_without_registration_is_refused(world):
 
 @in_world
 async def test_new_stream_of_the_same_broker_replaces_the_old_one(world):
-    master, _ = await world.pair()
+    master, _ = await world.copies()
     again = await world.broker("g1-a")
     assert (await master.until_gone()).code() == grpc.StatusCode.ABORTED
     await world.until(lambda: world.writable("g1"))
@@ -104,7 +104,7 @@ async def test_new_stream_of_the_same_broker_replaces_the_old_one(world):
 
 @in_world
 async def test_readonly_mark_is_pushed_to_both_brokers(world):
-    master, slave = await world.pair()
+    master, slave = await world.copies()
     await world.post("AddNewSubject", subject="order.changed", tag="pay")
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="order.changed")
@@ -116,7 +116,7 @@ async def test_readonly_mark_is_pushed_to_both_brokers(world):
 
 @in_world
 async def test_restart_keeps_terms_and_roles(world):
-    master, slave = await world.pair()
+    master, slave = await world.copies()
     swapped = await world.done("SwapRoles", brokerGroup="g1")
     assert swapped["term"] == 3
     await world.stop()
@@ -132,7 +132,7 @@ async def test_restart_keeps_terms_and_roles(world):
 
 @in_world
 async def test_wiped_slave_is_not_complete_on_the_word_of_a_master_that_has_not_noticed(world):
-    master, slave = await world.pair()
+    master, slave = await world.copies()
     registry = world.server.registry
 
     async def complete(expected):
@@ -154,16 +154,16 @@ async def test_wiped_slave_is_not_complete_on_the_word_of_a_master_that_has_not_
 @in_world(database_timeout_ms=500)
 async def test_heartbeats_go_on_while_every_call_to_the_database_hangs(world):
     """Weakness 15: SQL on the threads that serve heartbeats."""
-    master, _ = await world.pair()
+    master, _ = await world.copies()
     registry = world.server.registry
     release = threading.Event()
     registry.database.repository.versions = release.wait
     try:
-        await world.until(lambda: _async(not registry.database_is_up))
+        await world.until(lambda: _async(not registry.database.is_up))
         master.reasons = ["disk"]
         master.say()
         await world.until(lambda: _async(not registry.is_writable(registry.directory.groups["g1"])))
-        assert not registry.database_is_up, "it hangs still"
+        assert not registry.database.is_up, "it hangs still"
     finally:
         release.set()
         del registry.database.repository.versions

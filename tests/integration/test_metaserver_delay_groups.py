@@ -19,7 +19,7 @@ DELAY = GroupKind.DELAY
 
 @in_world
 async def test_operators_see_delay_roles_and_the_process_itself_master_and_slave(world):
-    master, slave = await world.delay_pair()
+    master, slave = await world.delay_copies()
     assert (master.assignment.role, slave.assignment.role) == (Role.MASTER, Role.SLAVE)
     shown = {row["hostname"]: row["role"] for row in await world.done("ListBrokers", brokerGroup="d1")}
     assert shown == {"d1-a": "DELAY_MASTER", "d1-b": "DELAY_SLAVE"}
@@ -28,8 +28,8 @@ async def test_operators_see_delay_roles_and_the_process_itself_master_and_slave
 
 @in_world
 async def test_a_group_is_of_one_kind(world):
-    await world.delay_pair()
-    await world.pair("g1")
+    await world.delay_copies()
+    await world.copies("g1")
     assert "group of delay servers" in await world.refused("AddBroker", **_place("d1", 1, "x"))
     assert "group of brokers" in await world.refused("AddBroker", **_place("g1", 6, "x"))
     assert "group of brokers" in await world.refused("ReplaceBroker", **_place("g1", 6, "x"))
@@ -61,9 +61,9 @@ async def test_a_delay_server_that_nobody_added_is_told_the_roles_of_its_kind(wo
 
 @in_world
 async def test_delayed_messages_of_any_subject_go_to_all_delay_groups_and_no_route_is_stored(world):
-    await world.pair("g1")
-    await world.delay_pair("d1")
-    await world.delay_pair("d2")
+    await world.copies("g1")
+    await world.delay_copies("d1")
+    await world.delay_copies("d2")
     async with world.watch("order.changed", "%RETRY%s%g", kind=DELAY) as delayed, world.watch("other") as normal:
         await delayed.next()
         assert delayed.writable("order.changed") == delayed.writable("%RETRY%s%g") == {"d1": True, "d2": True}
@@ -74,7 +74,7 @@ async def test_delayed_messages_of_any_subject_go_to_all_delay_groups_and_no_rou
 
 @in_world
 async def test_an_illegal_subject_has_no_route_of_that_kind_either(world):
-    await world.delay_pair()
+    await world.delay_copies()
     async with world.watch("a\nb", kind=DELAY) as watch:
         await watch.next()
         assert watch.routes["a\nb"].refused
@@ -82,17 +82,17 @@ async def test_an_illegal_subject_has_no_route_of_that_kind_either(world):
 
 @in_world
 async def test_a_delay_group_that_comes_is_told_at_once(world):
-    await world.pair("g1")
+    await world.copies("g1")
     async with world.watch("s", kind=DELAY) as watch:
         await watch.next()
         assert "AddBroker with roles 5 and 6" in watch.routes["s"].refused
-        await world.delay_pair()
+        await world.delay_copies()
         await watch.until(lambda routes: not routes["s"].refused and watch.writable("s") == {"d1": True})
 
 
 @in_world
 async def test_a_removed_delay_group_is_gone_from_the_routes(world):
-    await world.delay_pair("d1")
+    await world.delay_copies("d1")
     await world.add("d2", 5, "d2-a")
     async with world.watch("s", kind=DELAY) as watch:
         await watch.next()
@@ -103,7 +103,7 @@ async def test_a_removed_delay_group_is_gone_from_the_routes(world):
 
 @in_world
 async def test_a_dead_delay_master_is_told(world):
-    master, _ = await world.delay_pair()
+    master, _ = await world.delay_copies()
     async with world.watch("s", kind=DELAY) as watch:
         await watch.next()
         await master.stop()
@@ -112,8 +112,8 @@ async def test_a_dead_delay_master_is_told(world):
 
 @in_world
 async def test_marks_of_a_delay_group_reach_its_producers_within_a_second(world):
-    master, _ = await world.delay_pair()
-    await world.pair("g1")
+    master, _ = await world.delay_copies()
+    await world.copies("g1")
     async with world.watch("s", "t", kind=DELAY) as watch, world.watch("s") as normal:
         await watch.next()
         await normal.next()
@@ -138,23 +138,23 @@ async def test_marks_of_a_delay_group_reach_its_producers_within_a_second(world)
 
 @in_world
 async def test_a_mark_says_whether_delayed_messages_have_another_group(world):
-    await world.delay_pair("d1")
-    await world.pair("g1")
+    await world.delay_copies("d1")
+    await world.copies("g1")
     answer = await world.done("MarkReadonlyBrokerGroup", details="true", brokerGroup="d1")
     assert answer["withoutOtherGroup"] == {"count": 1, "names": ["*"]}, "brokers do not take delayed messages"
     await world.done("UnMarkReadonlyBrokerGroup", brokerGroup="d1")
-    await world.delay_pair("d2")
+    await world.delay_copies("d2")
     answer = await world.done("MarkReadonlyBrokerGroup", details="true", brokerGroup="d1")
     assert answer["withoutOtherGroup"] == {"count": 0, "names": []}
 
 
 @in_world
 async def test_a_drained_delay_group_takes_nothing_and_the_last_one_is_not_drained(world):
-    await world.pair("g1")
-    await world.pair("g2")
-    master, _ = await world.delay_pair("d1")
+    await world.copies("g1")
+    await world.copies("g2")
+    master, _ = await world.delay_copies("d1")
     assert "no other group would be left" in await world.refused("DrainGroup", brokerGroup="d1")
-    await world.delay_pair("d2")
+    await world.delay_copies("d2")
     async with world.watch("s", kind=DELAY) as watch:
         await watch.next()
         await world.done("DrainGroup", brokerGroup="d1")
@@ -164,7 +164,7 @@ async def test_a_drained_delay_group_takes_nothing_and_the_last_one_is_not_drain
 
 @in_world
 async def test_roles_of_delay_servers_are_swapped_while_they_run(world):
-    master, slave = await world.delay_pair()
+    master, slave = await world.delay_copies()
     async with world.watch("s", kind=DELAY) as watch:
         await watch.next()
         answer = await world.done("SwapRoles", brokerGroup="d1")
@@ -178,7 +178,7 @@ async def test_roles_of_delay_servers_are_swapped_while_they_run(world):
 
 @in_world
 async def test_a_dead_delay_slave_is_replaced_under_its_own_role(world):
-    _, slave = await world.delay_pair()
+    _, slave = await world.delay_copies()
     await slave.stop()
     await world.replace("d1", 6, "d1-c")
     third = await world.broker("d1-c", kind=2)
@@ -189,7 +189,7 @@ async def test_a_dead_delay_slave_is_replaced_under_its_own_role(world):
 
 @in_world
 async def test_what_a_client_holds_is_not_sent_again(world):
-    await world.delay_pair()
+    await world.delay_copies()
     async with world.watch("s", kind=DELAY) as watch:
         await watch.next()
         held = {"s": watch.routes["s"].version}
@@ -228,9 +228,9 @@ def test_a_client_watches_delay_groups_and_confirms_what_it_uses(tmp_path, monke
 
     @in_world
     async def watch(world):
-        await world.delay_pair("d1")
-        await world.delay_pair("d2")
-        await world.pair("g1")
+        await world.delay_copies("d1")
+        await world.delay_copies("d2")
+        await world.copies("g1")
         client = Client(world)
         client.watch.watch("s")
         running = asyncio.create_task(client.watch.run())

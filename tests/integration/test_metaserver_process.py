@@ -1,4 +1,4 @@
-"""Shell. `python -m metaserver` as a process: start, stop, death, wrong settings, ports, its HTTP side."""
+"""Shell. `python -m qmq.metaserver` as a process: start, stop, death, wrong settings, ports, its HTTP side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def metaserver(folder, **settings):
     given = ours | settings
     environ = os.environ | {f"QMQ_METASERVER_{name}": str(value) for name, value in given.items()}
     environ["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "-m", "metaserver"]
+    command = [sys.executable, "-m", "qmq.metaserver"]
     with subprocess.Popen(command, cwd=folder, env=environ, stderr=subprocess.PIPE, text=True) as process:
         try:
             process.heard = []

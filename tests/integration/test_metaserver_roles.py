@@ -7,18 +7,18 @@ import asyncio
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from metaserver.db.changes import SetRoles
-from metaserver.db.errors import CommitUnknown
-from metaserver.db.repository import Repository
-from metaserver.model import AuditRow, Broker
-from metaserver.roles import replace_broker
+from qmq.metaserver.db.changes import SetRoles
+from qmq.metaserver.db.errors import CommitUnknown
+from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.model import AuditRow, Broker
+from qmq.metaserver.roles import replace_broker
 from qmq.types import Role
 from tests.integration.metaserver_world import World, in_world, place
 
 
 @in_world
 async def test_swap_exchanges_the_roles_of_running_brokers_under_one_new_term(world):
-    master, slave = await world.pair()
+    master, slave = await world.copies()
     swapped = await world.done("SwapRoles", brokerGroup="g1")
     assert (swapped["term"], swapped["logEnd"], swapped["chain"]) == (3, 4096, f"{77:016x}")
     assert swapped["master"]["hostname"] == "g1-b" and swapped["slave"]["hostname"] == "g1-a"
@@ -32,7 +32,7 @@ async def test_swap_exchanges_the_roles_of_running_brokers_under_one_new_term(wo
 
 @in_world
 async def test_swap_is_refused_when_the_logs_differ(world):
-    master, slave = await world.pair()
+    master, slave = await world.copies()
     for end, chain in ((4096, 78), (4088, 77)):
         slave.log_end, slave.chain = end, chain
         assert "logs differ" in await world.refused("SwapRoles", brokerGroup="g1")
@@ -42,7 +42,7 @@ async def test_swap_is_refused_when_the_logs_differ(world):
 
 @in_world
 async def test_swap_is_refused_when_the_master_cannot_prepare(world):
-    master, _ = await world.pair()
+    master, _ = await world.copies()
     master.prepare_error = "the slave is 8 bytes behind"
     assert "8 bytes behind" in await world.refused("SwapRoles", brokerGroup="g1")
     assert master.calls == ["PrepareSwap", "CancelSwap"] and (await world.group("g1"))["term"] == 2
@@ -51,7 +51,7 @@ async def test_swap_is_refused_when_the_master_cannot_prepare(world):
 @in_world
 async def test_swap_is_refused_when_a_broker_is_down_or_missing(world):
     assert "no broker group" in await world.refused("SwapRoles", brokerGroup="nowhere")
-    master, slave = await world.pair()
+    master, slave = await world.copies()
     await slave.stop()
     await world.until(lambda: down(world, "g1-b"))
     assert "g1-b:20881 (SLAVE of g1) is down" in await world.refused("SwapRoles", brokerGroup="g1")
@@ -60,7 +60,7 @@ async def test_swap_is_refused_when_a_broker_is_down_or_missing(world):
 
 @in_world(swap_finish_ms=1500)
 async def test_swap_whose_new_master_does_not_report_has_an_unknown_outcome(world):
-    _, slave = await world.pair()
+    _, slave = await world.copies()
     slave.report_new_terms = False
     answer = await world.post("SwapRoles", brokerGroup="g1")
     assert answer["status"] == -2 and "term 3" in answer["message"]
@@ -71,7 +71,7 @@ async def test_swap_whose_new_master_does_not_report_has_an_unknown_outcome(worl
 def test_swap_whose_commit_was_not_answered_finds_out(tmp_path, monkeypatch, stored):
     @in_world
     async def find_out(world):
-        master, _ = await world.pair()
+        master, _ = await world.copies()
         change = Repository.change
 
         def lose_answer(repository, changes, audit=None, order=None):
@@ -92,7 +92,7 @@ def test_swap_whose_commit_was_not_answered_finds_out(tmp_path, monkeypatch, sto
 def test_swap_during_which_the_database_goes_away_has_an_unknown_outcome(tmp_path, monkeypatch):
     @in_world
     async def lose(world):
-        await world.pair()
+        await world.copies()
 
         def away(*_, **__):
             raise OperationalError("SELECT", {}, OSError("connection lost"))
@@ -112,7 +112,7 @@ def test_swap_during_which_the_database_goes_away_has_an_unknown_outcome(tmp_pat
 
 @in_world
 async def test_of_two_swaps_at_once_exactly_one_wins(world):
-    master, slave = await world.pair()
+    master, slave = await world.copies()
     answers = await asyncio.gather(*two_swaps(world, slave))
     assert sorted(answer["status"] for answer in answers) == [-1, 0]
     assert (await world.group("g1"))["term"] == 3
@@ -121,7 +121,7 @@ async def test_of_two_swaps_at_once_exactly_one_wins(world):
 @in_world
 async def test_swap_loses_against_a_change_made_while_it_prepared(world):
     """Two metaservers share the database: what decides is the compare-and-set, not a lock in one process."""
-    master, slave = await world.pair()
+    master, slave = await world.copies()
     other = await World(world.settings.database.removeprefix("sqlite:///")).start()
     try:
 
@@ -159,7 +159,7 @@ async def test_of_ten_replacements_at_once_exactly_one_wins_each_term(world):
 
 @in_world
 async def test_documented_two_call_swap_works_with_both_stopped(world):
-    master, slave = await world.pair()
+    master, slave = await world.copies()
     await world.until(lambda: proven_complete(world, "g1-b"))
     for broker in (master, slave):
         await broker.stop()
@@ -179,7 +179,7 @@ async def test_documented_two_call_swap_works_with_both_stopped(world):
 
 @in_world
 async def test_half_swapped_group_has_a_master_and_no_slave(world):
-    master, slave = await world.pair()
+    master, slave = await world.copies()
     await world.until(lambda: proven_complete(world, "g1-b"))
     for broker in (master, slave):
         await broker.stop()
@@ -196,7 +196,7 @@ async def test_half_swapped_group_has_a_master_and_no_slave(world):
 
 @in_world
 async def test_replacing_a_running_broker_is_refused(world):
-    await world.pair()
+    await world.copies()
     for role, hostname in ((0, "g1-b"), (1, "g1-c"), (0, "g1-c"), (1, "g1-a")):
         assert "is running" in await world.refused("ReplaceBroker", **place("g1", role, hostname))
     assert (await world.group("g1"))["term"] == 2
@@ -204,7 +204,7 @@ async def test_replacing_a_running_broker_is_refused(world):
 
 @in_world(heartbeat_timeout_ms=300_000)
 async def test_broker_that_may_be_coming_back_after_our_restart_is_not_replaced(world):
-    await world.pair()
+    await world.copies()
     await world.stop()
     await world.start()
     assert "is running" in await world.refused("ReplaceBroker", **place("g1", 1, "g1-c"))
@@ -213,7 +213,7 @@ async def test_broker_that_may_be_coming_back_after_our_restart_is_not_replaced(
 @in_world
 async def test_w16_no_term_ever_has_two_masters(world):
     """Roles come from a table in QMQ too, but there two brokers could hold the mastership by an operator's error."""
-    master, slave = await world.pair()
+    master, slave = await world.copies()
     brokers = [master, slave]
     masters = {}
 
@@ -221,9 +221,9 @@ async def test_w16_no_term_ever_has_two_masters(world):
         for broker in brokers:
             for assignment in broker.assignments:
                 if assignment.HasField("master"):
-                    reigning = assignment.master.control_port
-                    assert masters.setdefault(assignment.term, reigning) == reigning
-                    assert (assignment.role == 0) == (reigning == broker.control_port)
+                    acting = assignment.master.control_port
+                    assert masters.setdefault(assignment.term, acting) == acting
+                    assert (assignment.role == 0) == (acting == broker.control_port)
 
     for _ in range(3):
         await world.until(lambda: world.took_parts("g1"))

@@ -17,7 +17,7 @@ from tests.integration.metaserver_world import METADATA, TOKEN, in_world
 @in_world
 async def test_new_subject_gets_all_groups_that_take_messages(world):
     for name in ("g1", "g2", "g3"):
-        await world.pair(name)
+        await world.copies(name)
     async with world.watch("order.changed") as watch:
         assert await watch.next() == ["order.changed"]
         assert watch.writable("order.changed") == {"g1": True, "g2": True, "g3": True}
@@ -27,7 +27,7 @@ async def test_new_subject_gets_all_groups_that_take_messages(world):
 
 @in_world
 async def test_new_subject_gets_two_groups_although_only_one_takes_messages(world):
-    await world.pair("g1")
+    await world.copies("g1")
     await world.add("g2", 0, "g2-a")
     async with world.watch("s") as watch:
         await watch.next()
@@ -36,7 +36,7 @@ async def test_new_subject_gets_two_groups_although_only_one_takes_messages(worl
 
 @in_world(heartbeat_timeout_ms=300_000)
 async def test_dead_master_is_pushed_when_its_stream_ends_not_when_its_time_is_over(world):
-    master, _ = await world.pair()
+    master, _ = await world.copies()
     async with world.watch("s") as watch:
         await watch.next()
         assert watch.writable("s") == {"g1": True}
@@ -47,7 +47,7 @@ async def test_dead_master_is_pushed_when_its_stream_ends_not_when_its_time_is_o
 
 @in_world
 async def test_silent_master_is_taken_for_dead_after_the_timeout(world):
-    master, _ = await world.pair()
+    master, _ = await world.copies()
     async with world.watch("s") as watch:
         await watch.next()
         master.fall_silent()
@@ -59,7 +59,7 @@ async def test_silent_master_is_taken_for_dead_after_the_timeout(world):
 def test_route_follows_the_masters_own_reasons(tmp_path, reason):
     @in_world
     async def follow(world):
-        master, _ = await world.pair()
+        master, _ = await world.copies()
         async with world.watch("s") as watch:
             await watch.next()
             master.reasons = [reason]
@@ -77,7 +77,7 @@ def test_route_follows_the_masters_own_reasons(tmp_path, reason):
 
 @in_world
 async def test_mark_of_one_subject_leaves_the_others_writable(world):
-    await world.pair()
+    await world.copies()
     async with world.watch("a", "b") as watch:
         await watch.next()
         await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="a")
@@ -95,7 +95,7 @@ async def test_mark_of_one_subject_leaves_the_others_writable(world):
 
 @in_world
 async def test_swap_pushes_the_new_master_with_its_term(world):
-    await world.pair()
+    await world.copies()
     async with world.watch("s") as watch:
         await watch.next()
         await world.done("SwapRoles", brokerGroup="g1")
@@ -104,7 +104,7 @@ async def test_swap_pushes_the_new_master_with_its_term(world):
 
 @in_world
 async def test_more_subjects_can_be_added_to_a_watch(world):
-    await world.pair()
+    await world.copies()
     async with world.watch("a") as watch:
         assert await watch.next() == ["a"]
         await watch.call.write(pb.RouteRequest(subjects=["a", "b"]))
@@ -113,7 +113,7 @@ async def test_more_subjects_can_be_added_to_a_watch(world):
 
 @in_world
 async def test_every_request_is_answered_if_only_by_nothing_changed(world):
-    await world.pair("g1")
+    await world.copies("g1")
     async with world.watch("s") as watch:
         assert await watch.next() == ["s"]
         await watch.call.write(pb.RouteRequest(subjects=["s"]))
@@ -132,11 +132,11 @@ async def test_subject_without_a_group_gets_its_route_when_the_first_group_is_ad
 
 @in_world
 async def test_short_route_is_extended_when_another_group_comes(world):
-    await world.pair("g1")
+    await world.copies("g1")
     async with world.watch("s") as watch:
         await watch.next()
         assert watch.writable("s") == {"g1": True}
-        await world.pair("g2")
+        await world.copies("g2")
         await watch.until(lambda routes: watch.writable("s") == {"g1": True, "g2": True})
 
 
@@ -145,7 +145,7 @@ ILLEGAL = {"slash": "a/b", "cr": "a\rb", "lf": "a\nb", "300 characters": "s" * 3
 
 @in_world
 async def test_illegal_subjects_are_refused_one_by_one_and_stored_nowhere(world):
-    await world.pair()
+    await world.copies()
     async with world.watch("good", *ILLEGAL.values()) as watch:
         await watch.next()
         assert watch.writable("good") == {"g1": True}
@@ -168,7 +168,7 @@ async def test_watch_of_too_many_subjects_is_refused(world):
 
 @in_world
 async def test_known_routes_are_served_while_the_database_is_away(world):
-    master, _ = await world.pair()
+    master, _ = await world.copies()
     async with world.watch("known") as watch:
         await watch.next()
         break_database(world)
@@ -180,7 +180,9 @@ async def test_known_routes_are_served_while_the_database_is_away(world):
             await second.next()
             assert second.writable("known") == {"g1": False}
             assert "cannot be stored" in second.routes["new"].refused
-            assert (await world.http.get("/health/ready")).json() == {"ready": True, "database": False}
+            assert (await world.http.get("/health/ready")).json() == {
+                "ready": True, "database": False, "trouble": "the database does not answer",
+            }  # fmt: skip
             mend_database(world)
             await second.until(lambda routes: routes["new"].refused == "")
             assert (await world.http.get("/health/ready")).json() == {"ready": True, "database": True}
@@ -188,7 +190,7 @@ async def test_known_routes_are_served_while_the_database_is_away(world):
 
 @in_world(heartbeat_timeout_ms=6000)
 async def test_restart_does_not_stop_producers(world):
-    master, slave = await world.pair()
+    master, slave = await world.copies()
     async with world.watch("s") as watch:
         await watch.next()
     await world.stop()
@@ -205,7 +207,7 @@ async def test_restart_does_not_stop_producers(world):
 @in_world
 async def test_a_new_stream_brings_what_differs_from_what_is_held(world):
     """Weakness 25: no push, no version to make polls cheap; every poll of QMQ carries the whole answer."""
-    await world.pair()
+    await world.copies()
     async with world.watch("a", "b") as watch:
         await watch.next()
         held = {name: route.version for name, route in watch.routes.items()}
@@ -227,7 +229,7 @@ async def test_old_routes_are_counted_until_confirmed(world):
         answer = await world.rpc.CountOldRoutes(question, metadata=METADATA)
         return answer.producers, answer.consumers, answer.watchers
 
-    await world.pair()
+    await world.copies()
     async with world.watch("a") as watch:
         await watch.next()
         assert await count() == (1, 0, 1)
@@ -245,7 +247,7 @@ async def _is(ask, expected):
 
 @in_world
 async def test_a_client_that_asks_no_more_goes_on_listening(world):
-    await world.pair()
+    await world.copies()
     async with world.watch("s") as watch:
         await watch.next()
         await watch.call.done_writing()
@@ -256,7 +258,7 @@ async def test_a_client_that_asks_no_more_goes_on_listening(world):
 
 @in_world
 async def test_garbage_ends_the_stream_and_nothing_else(world):
-    await world.pair()
+    await world.copies()
     async with world.watch("s") as watch:
         await watch.next()
         method = world.channel.stream_stream("/qmq.Metaserver/WatchRoutes")
@@ -271,7 +273,7 @@ async def test_garbage_ends_the_stream_and_nothing_else(world):
 
 @in_world
 async def test_retry_subjects_have_the_route_of_the_real_one(world):
-    await world.pair()
+    await world.copies()
     async with world.watch("%RETRY%s%g", "%DEAD_RETRY%s%g") as watch:
         await watch.next()
         assert watch.writable("%RETRY%s%g") == watch.writable("%DEAD_RETRY%s%g") == {"g1": True}
@@ -297,7 +299,7 @@ def test_a_client_behind_a_wall_for_grpc_gets_routes_and_their_changes_over_http
 
     @in_world
     async def poll(world):
-        await world.pair()
+        await world.copies()
         monkeypatch.setattr(route_watch, "find_metaserver", lambda url, timeout_s: "127.0.0.1:9")
         client = HttpClient(world)
         client.watch.watch("süß & a:b")

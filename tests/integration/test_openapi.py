@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
 from sqlalchemy import Engine, event
 from sqlalchemy.exc import OperationalError
 
-from metaserver import watch
+from qmq.metaserver import watch
 from qmq.rights import TokenRole, includes
 from tests.integration.metaserver_world import TOKEN, WAIT_S, World
 

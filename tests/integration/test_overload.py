@@ -28,6 +28,7 @@ from tests.integration.cluster_world import (
     reasons,
     running,
     send_all,
+    settings_file,
     subscribe,
     until,
 )
@@ -136,7 +137,7 @@ def test_full_disk_refuses_producers_and_serves_consumers(cluster):
     names = [broker.hostname for broker in cluster.plan.brokers]
     end(cluster, *names)
     for name in names:
-        config = cluster.service(name).config
+        config = settings_file(cluster, name)
         config.write_text(config.read_text().replace("disk_free_limit = 0", f"disk_free_limit = {1 << 60}"))
     begin(cluster, *names)
     master = cluster.broker("g1", "master")

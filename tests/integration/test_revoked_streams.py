@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import pytest
 
-from metaserver.rpc import visits
+from qmq.metaserver.rpc import visits
 from qmq.proto import qmq_pb2 as pb
 from tests.integration.metaserver_world import METADATA, WAIT_S, in_world
 

@@ -57,8 +57,8 @@ async def test_life_of_a_group_as_an_operator_types_it(world):
 
 @in_world
 async def test_marks_drains_and_tags(world):
-    await world.pair("g1")
-    await world.pair("g2")
+    await world.copies("g1")
+    await world.copies("g2")
     await change(world, "AddNewSubject", subject="order.changed", tag="fast")
     marked = await change(world, "MarkReadonly", "--wait=5", brokerGroup="g1", subject="order.changed")
     assert marked.splitlines()[1] == "no client holds the old route"
@@ -75,7 +75,7 @@ async def test_marks_drains_and_tags(world):
 @in_world
 async def test_subjects_and_their_routes(world):
     for group in ("g1", "g2", "g3"):
-        await world.pair(group)
+        await world.copies(group)
     assert await change(world, "AddNewSubject", subject="order.new", tag="fast") == (
         "order.new is known with the tag fast\n"
     )
@@ -103,7 +103,7 @@ async def served(world):
 
 @in_world
 async def test_consumers_are_switched_off_and_on(world):
-    await world.pair()
+    await world.copies()
     off = await change(world, "OnOffline", state="offline", subject="order.changed", consumerGroup="billing")
     assert off == "* of billing at order.changed is offline\n"
     assert cells((await tool(world, "ListOffline")).stdout) == [["order.changed", "billing", "*"]]
@@ -125,7 +125,7 @@ async def test_tokens_are_made_used_and_revoked(world):
 
 @in_world
 async def test_the_audit_trail_says_who_changed_what(world):
-    await world.pair()
+    await world.copies()
     await change(world, "AddNewSubject", subject="a", tag="fast")
     await change(world, "MarkReadonly", brokerGroup="g1", subject="a")
     trail = (await tool(world, "AuditTrail", limit=1, since="1h")).stdout.splitlines()
@@ -135,7 +135,7 @@ async def test_the_audit_trail_says_who_changed_what(world):
 
 @in_world
 async def test_a_backup_is_restored(world):
-    await world.pair()
+    await world.copies()
     await change(world, "AddNewSubject", subject="a", tag="fast")
     await change(world, "MarkReadonly", brokerGroup="g1", subject="a")
     backup = (await tool(world, "Backup", file="-")).stdout
@@ -149,7 +149,7 @@ async def test_a_backup_is_restored(world):
 @in_world
 async def test_a_dry_run_changes_nothing(world):
     """Weakness 33: QMQ has no dry run."""
-    await world.pair()
+    await world.copies()
     for command, options in {
         "MarkReadonly": {"brokerGroup": "g1"},
         "SwapRoles": {"brokerGroup": "g1"},
@@ -173,7 +173,7 @@ def without_sightings(backup):
 
 @in_world
 async def test_json_is_the_metaservers_answer(world):
-    await world.pair()
+    await world.copies()
     status = json.loads((await tool(world, "ReplicaStatus", "--json")).stdout)
     assert status["status"] == 0 and set(status) == {"status", "message", "data"}
     (group,) = status["data"]
@@ -204,7 +204,7 @@ async def test_refusal_ends_with_1_and_says_why_on_stderr(world):
 
 @in_world
 async def test_status_of_brokers_that_are_down_says_so(world):
-    _, slave = await world.pair()
+    _, slave = await world.copies()
     await slave.stop()
     status = await tool(world, "ReplicaStatus")
     assert status.returncode == DONE
@@ -222,7 +222,7 @@ async def test_status_of_brokers_that_are_down_says_so(world):
 def test_status_tells_a_lag_from_a_difference(tmp_path, end, chain, said):
     @in_world
     async def tell(world):
-        _, slave = await world.pair()
+        _, slave = await world.copies()
         slave.log_end, slave.chain = end, chain
         assert said in (await tool(world, "ReplicaStatus")).stdout
 
@@ -231,7 +231,7 @@ def test_status_tells_a_lag_from_a_difference(tmp_path, end, chain, said):
 
 @in_world(swap_finish_ms=1500)
 async def test_swap_with_a_lost_report_ends_with_4_and_says_where_to_look(world):
-    _, slave = await world.pair()
+    _, slave = await world.copies()
     slave.report_new_terms = False
     ended = await tool(world, "SwapRoles", "--yes", brokerGroup="g1")
     assert ended.returncode == UNKNOWN and "did not report in time" in ended.stderr

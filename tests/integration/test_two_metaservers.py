@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from deploy.control import broker_state, manage
+from qmq.deploy.control import broker_state, manage
 from tests.integration.cluster_world import until
 from tests.integration.installation_world import STEADY_S, TOKEN, Observers, end, installation
 from tests.support.promises import Tries

@@ -8,12 +8,23 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import text
 
+from qmq.watchdog.db.engine import open_source
+from qmq.watchdog.db.outbox import CLAIMS_MAX, Outbox
+from qmq.watchdog.db.questions import Questions
+from qmq.watchdog.work import (
+    Claiming,
+    Due,
+    Page,
+    Postponed,
+    ReadClaims,
+    ReadPage,
+    Released,
+    Settled,
+    Settling,
+    TakeOver,
+)
 from tests.integration.cluster_world import until
 from tests.integration.watchdog_world import TABLE, Application
-from watchdog.db.engine import open_source
-from watchdog.db.outbox import CLAIMS_MAX, Outbox
-from watchdog.db.questions import Questions
-from watchdog.work import Claiming, Due, Page, Postponed, ReadClaims, ReadPage, Released, Settled, Settling, TakeOver
 
 SUBJECT = "order.paid"
 NOW, LATER = Due(None, 0), Due(None, 3_600_000)

@@ -18,12 +18,12 @@ from sqlalchemy.exc import OperationalError
 import qmq
 from qmq.outbox.row import encode_row
 from qmq.outbox.schema import create_statements
+from qmq.watchdog.db.engine import open_source
+from qmq.watchdog.sources import Source
 from tests.integration import cluster_world
 from tests.integration.cluster_world import until
 from tests.support.ports import free_ports
 from tests.support.standstill import stand_still
-from watchdog.db.engine import open_source
-from watchdog.sources import Source
 
 KEY = "nBLTTCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A="
 TABLE = "qmq_msg_queue"
@@ -120,7 +120,10 @@ class WatchdogProcess:
         self._log = (directory / f"{name}.log").open("ab")
         self.log = directory / f"{name}.log"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "watchdog", "--config", str(config)], cwd=ROOT, stdout=self._log, stderr=self._log
+            [sys.executable, "-m", "qmq.watchdog", "--config", str(config)],
+            cwd=ROOT,
+            stdout=self._log,
+            stderr=self._log,
         )
 
     def __enter__(self):

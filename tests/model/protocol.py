@@ -6,6 +6,7 @@ shortest list of steps that leads there. Change this file first when the protoco
 
     pytest tests/model                              all rules hold; each rule left out is missed
     python tests/model/protocol.py                  count the states of the full rule set
+    python tests/model/protocol.py 2 1 0 1          the same in other bounds: terms, messages, crashes, disks put back
     python tests/model/protocol.py boot             the counterexample without that rule (names: `Rules`)
 
 What is modelled. A log is a tuple of frames, an offset is a count of frames, the chain at an offset is the prefix up
@@ -16,6 +17,10 @@ metaserver is down) and may hear of the row later, or of an older version of it,
 once. Every packet may be late, lost or repeated; a frame or confirmation of a master that has crashed meanwhile still
 arrives. `wedged` looks for states from which the two brokers, left alone, cannot get healthy again.
 
+A disk may be put back (`rollbacks`): its broker restarts with any beginning of what it had fsynced, and with its own
+memory and epoch as they are now or as old as that. The other one's memory of what is acknowledged is as new as its log;
+both disks at once are not covered. The row remembers the same, or nothing since its database was put back, too.
+
 Not modelled: damaged or exchanged disks, seeding, consumers, clocks. No promise below needs a clock.
 
 What is checked in every state:
@@ -25,6 +30,7 @@ What is checked in every state:
     matching    equal (epoch, offset) means equal bytes, and equal bytes before it
     one master  nobody shares an epoch in which frames are written and acknowledged
     confirmed   what a master counts as confirmed is fsynced, byte for byte, on the other broker
+    good faith  a master that was told of an acknowledged point which its log lacks has not begun
     no alarm    no confirmation ever differs from the master's log: the comparison there is a tripwire for what is not
                 modelled, and needs no gentle treatment
 
@@ -64,6 +70,8 @@ SLAVE, MASTER, FENCED = 0, 1, 2
 """FENCED: it heard of a newer epoch from the other broker and waits for the metaserver to learn its part."""
 CLOSED, HELLO_SAID, FOLLOWING = 0, 1, 2
 EMPTY: Log = ()
+BOOTS_MAX = 4
+"""So often a master gives way and begins anew in one term: it could do so for ever, and would meet nothing new."""
 
 
 class Rules(NamedTuple):
@@ -93,6 +101,16 @@ class Rules(NamedTuple):
     """An agreement answers one hello, once, on its own connection."""
     compare_and_set: bool = True
     """The row changes only together with its term."""
+    keeps_confirmed: bool = True
+    """A copy gives up nothing that it confirmed: a slave all it took from a master, a master what it had followed."""
+    keeps_acknowledged: bool = True
+    """A copy gives up nothing that it knows to be acknowledged, from its memory beside the log."""
+    gives_way: bool = True
+    """A master whose log parts from what its slave confirmed gives up what it wrote alone, if nobody confirmed that."""
+    proof: bool = True
+    """Two masterships of one epoch, which a disk that was put back uses again, are told apart by their first frames."""
+    row: bool = True
+    """A master that was told an acknowledged point which its log lacks does not begin before it has it."""
 
 
 ALL = Rules()
@@ -102,6 +120,8 @@ class Bounds(NamedTuple):
     terms: int
     messages: int
     crashes: int
+    rollbacks: int = 0
+    """How often a disk comes back older than it was, with everything on it, or without its last fsynced frames."""
 
 
 class Agreement(NamedTuple):
@@ -122,6 +142,14 @@ class Broker(NamedTuple):
     flushed: int
     """Frames of `log` that survive a crash."""
 
+    followed: bool = False
+    """Its last frames came from a master: it confirmed them. On disk, as `kept`."""
+    kept: int = 0
+    """Where its mastership began the last time after it had followed."""
+    heard: int = 0
+    """How much of `safe` the row told it of, in this life."""
+    lacks: bool = False
+    """It was told of an acknowledged point that its log lacks."""
     presumed: int = 0
     """Frames that a broker takes for fsynced since it found them at its restart; 0 with all rules."""
 
@@ -153,6 +181,13 @@ class State(NamedTuple):
     safe: Log
     """The longest history that was ever below a high watermark."""
     brokers: tuple[Broker, Broker]
+    rollbacks: int = 0
+    bad: int = -1
+    """The broker whose disk forgot what it had fsynced, until it has all that is safe again; -1: none."""
+    row_is_old: bool = False
+    """The metaserver's row remembers all that is acknowledged; or nothing, since its database was put back, too."""
+    gone: Log = EMPTY
+    """What was acknowledged before another history took its place."""
 
 
 class Found(NamedTuple):
@@ -197,25 +232,38 @@ def fsynced(broker: Broker) -> str:
 
 
 @lru_cache(None)
-def epoch_table(log: Log) -> tuple[tuple[int, int, int, Log], ...]:
-    """Return (epoch, first, end, chain before first) per epoch; each end is the next one's first, or the log's end."""
+def epoch_table(log: Log, proof: bool = True) -> tuple[tuple[int, int, int, Log], ...]:
+    """Return (epoch, first, end, chain) per epoch; each end is the next one's first, or the log's end.
+
+    The chain is the one before the first frame, with `proof` the one behind it.
+    """
     firsts = [i for i, f in enumerate(log) if i == 0 or f // 100 != log[i - 1] // 100]
-    return tuple((log[a] // 100, a, b, log[:a]) for a, b in zip(firsts, [*firsts[1:], len(log)], strict=False))
+    ends = [*firsts[1:], len(log)]
+    return tuple((log[a] // 100, a, b, log[: a + proof]) for a, b in zip(firsts, ends, strict=False))
 
 
 @lru_cache(None)
-def last_agreement(master: Log, slave: Log) -> int:
+def last_agreement(master: Log, slave: Log, proof: bool = True) -> int:
     """Find how far two logs agree, from their epoch tables alone."""
-    known = {(epoch, first, chain): end for epoch, first, end, chain in epoch_table(master)}
-    for epoch, first, end, chain in reversed(epoch_table(slave)):
+    known = {(epoch, first, chain): end for epoch, first, end, chain in epoch_table(master, proof)}
+    for epoch, first, end, chain in reversed(epoch_table(slave, proof)):
         if (epoch, first, chain) in known:
             return min(end, known[epoch, first, chain])
     return 0
 
 
-def in_office(broker: Broker) -> bool:
+def has_begun(broker: Broker) -> bool:
     """Has this master written the epoch frame of its epoch?"""
     return bool(broker.log) and broker.log[-1] // 100 == broker.epoch[0] * 10 + broker.epoch[1]
+
+
+def keeps(state: State, who: int, rules: Rules) -> int:
+    """Return how much of its log a broker does not give up. What a disk that was put back remembers is as old as it."""
+    me = state.brokers[who]
+    if me.followed and rules.keeps_confirmed:
+        return len(me.log)
+    known = len(state.safe) if rules.keeps_acknowledged and state.bad != who and not me.followed else 0
+    return min(max(me.kept if rules.keeps_confirmed else 0, known), len(me.log))
 
 
 # ---- what a step leads to
@@ -266,7 +314,22 @@ def acknowledged(state: State, who: int, rules: Rules) -> State:
         return state
     flushed = max(me.flushed, me.presumed) if rules.master_fsync else len(me.log)
     watermark = min(flushed, me.matched) if rules.both_copies else flushed
+    n = min(watermark, len(state.safe))
+    if me.log[:n] != state.safe[:n]:
+        return state._replace(gone=state.safe)
     return state._replace(safe=me.log[:watermark]) if watermark > len(state.safe) else state
+
+
+def healed(state: State) -> State:
+    """A disk that forgot is as good as any once it has all that is safe again."""
+    if state.bad < 0:
+        return state
+    broker, other, n = state.brokers[state.bad], state.brokers[1 - state.bad], len(state.safe)
+    fsynced_log = broker.log[: broker.flushed]
+    is_whole = fsynced_log[:n] == state.safe
+    for confirmed in (other.log[: other.matched], other.confirmation):  # it said so before it forgot
+        is_whole &= fsynced_log[: len(confirmed)] == confirmed
+    return state._replace(bad=-1) if is_whole else state
 
 
 # ---- the steps
@@ -274,6 +337,13 @@ def acknowledged(state: State, who: int, rules: Rules) -> State:
 
 def steps(state: State, bounds: Bounds, rules: Rules) -> Iterator[tuple[Step, State]]:
     """Yield everything that can happen next."""
+    for step, after in _steps(state, bounds, rules):
+        yield step, healed(after)
+
+
+def _steps(state: State, bounds: Bounds, rules: Rules) -> Iterator[tuple[Step, State]]:
+    if state.bad >= 0 and not state.row_is_old:
+        yield ("row",), state._replace(row_is_old=True)
     if state.term < bounds.terms:
         yield ("swap", 1 - state.master), state._replace(term=state.term + 1, master=1 - state.master)
     if not rules.compare_and_set and state.term > 1 and state.master == (state.term - 1) % 2:
@@ -298,7 +368,10 @@ def epochs(
         master = state.master if term == state.term else (term - 1) % 2
         boot = me.epoch[1] if term == me.epoch[0] else 0
         role, epoch = (MASTER, (term, boot + 1)) if master == who else (SLAVE, (term, boot))
-        yield ("learns", who, role, epoch), put(state, who, enter(me, epoch, role, rules), orphaned(other, me))
+        row = 0 if state.row_is_old else len(state.safe)
+        is_lacking = me.log[:row] != state.safe[:row]
+        told_me = me._replace(heard=row if is_lacking else 0, lacks=rules.row and is_lacking)
+        yield ("learns", who, role, epoch), put(state, who, enter(told_me, epoch, role, rules), orphaned(other, me))
     if rules.fence:
         for epoch in me.hellos:
             yield ("fenced", who, epoch), put(state, who, enter(me, epoch, FENCED, rules), orphaned(other, me))
@@ -311,6 +384,29 @@ def epochs(
         for keep in range(me.flushed, len(me.log) + 1):
             after = restarted._replace(log=me.log[:keep], presumed=0 if rules.recovery_fsync else keep)
             yield ("crash", who, after), put(crashed, who, after, orphaned(other, me))
+    if state.bad == who and me.role == MASTER and not me.heard and not has_begun(me) and not state.row_is_old:
+        after = me._replace(heard=len(state.safe), lacks=rules.row)
+        yield ("told", who, len(state.safe)), put(state, who, after, other)
+    if state.rollbacks < bounds.rollbacks and state.bad < 0:
+        yield from put_back(state, who, me, other)
+
+
+def put_back(state: State, who: int, me: Broker, other: Broker) -> Iterator[tuple[Step, State]]:
+    """A disk comes back as it was once, or without its last frames. Only one of the two does so: the other one's memory
+    is as new as its log, and what both forget at once is not covered."""
+    forgot = state._replace(rollbacks=state.rollbacks + 1, bad=who)
+    for keep in range(me.flushed):
+        log = me.log[:keep]
+        last = (log[-1] // 1000, log[-1] // 100 % 10) if log else (1, 0)
+        for epoch in {me.epoch, max(last, (1, 0))}:  # of the broker's own file: it is as new as before, or as old
+            role = me.role if epoch == me.epoch else (MASTER if (epoch[0] - 1) % 2 == who else SLAVE)
+            boot = epoch[1] + 1 if role == MASTER else epoch[1]
+            for followed in {me.followed, role == SLAVE}:
+                after = enter(me, (epoch[0], boot), role, ALL)
+                after = after._replace(
+                    log=log, flushed=keep, followed=followed, kept=min(me.kept, keep), lacks=False, heard=0
+                )
+                yield ("put back", who, after), put(forgot, who, after, orphaned(other, me))
 
 
 def disk(
@@ -322,11 +418,13 @@ def disk(
         yield ("fsync", who, after.log), acknowledged(put(state, who, after, told(after, other, rules)), who, rules)
     if me.role != MASTER:
         return
-    if not in_office(me):
-        after = me._replace(log=(*me.log, frame(me.epoch, who, 0)), tail=EMPTY)
-        yield ("office", who, after), acknowledged(put(state, who, after, other), who, rules)
-    elif state.written < bounds.messages:
-        after = me._replace(log=(*me.log, frame(me.epoch, who, state.written + 1)))
+    if not has_begun(me) and not me.lacks:
+        kept = len(me.log) if me.followed else min(me.kept, len(me.log))
+        begun = frame(me.epoch, who + 2 * state.rollbacks, 0)  # no two first frames are equal: times stand in them
+        after = me._replace(log=(*me.log, begun), tail=EMPTY, followed=False, kept=kept)
+        yield ("begin", who, after), acknowledged(put(state, who, after, other), who, rules)
+    elif has_begun(me) and state.written < bounds.messages:
+        after = me._replace(log=(*me.log, frame(me.epoch, who + 2 * state.rollbacks, state.written + 1)))
         more = put(state._replace(written=state.written + 1), who, after, other)
         yield ("append", who, after.log), acknowledged(more, who, rules)
 
@@ -335,8 +433,24 @@ def as_master(state: State, who: int, me: Broker, other: Broker, rules: Rules) -
     """A master receives a hello, a confirmation, a frame that it takes back."""
     n = len(me.log)
     if other.role == SLAVE and other.connection == HELLO_SAID and (other.epoch <= me.epoch or not rules.fence):
-        end = last_agreement(me.log, other.log) if rules.history else min(n, len(other.log))
-        wants_tail = end == n < len(other.log) and not in_office(me) and rules.history
+        end = last_agreement(me.log, other.log, rules.proof) if rules.history else min(n, len(other.log))
+        wants_tail = end == n < len(other.log) and not has_begun(me) and rules.history
+        used = (other.log[-1] // 1000, other.log[-1] // 100 % 10) if other.log else (0, 0)
+        if used >= me.epoch and not has_begun(me) and used[0] == me.epoch[0]:
+            raised = enter(me, (used[0], used[1] + 1), MASTER, rules)
+            yield ("raised", who, raised), put(state, who, raised, orphaned(other, me))
+            return
+        if not wants_tail and min(keeps(state, 1 - who, rules), n) > end:
+            if keeps(state, who, rules) <= end and rules.gives_way and me.epoch[1] < BOOTS_MAX:
+                cut = enter(me, (me.epoch[0], me.epoch[1] + 1), MASTER, rules)
+                cut = cut._replace(log=me.log[:end], flushed=min(me.flushed, end), presumed=min(me.presumed, end))
+                yield ("gives way", who, me.log, cut.log), put(state, who, cut, orphaned(other, me))
+            return  # else both keep what they have
+        lacks = me.lacks and n <= len(other.log) and not wants_tail and n < len(state.safe)
+        if lacks:
+            return  # the slave lacks it, too
+        if not wants_tail and me.lacks:
+            me = me._replace(lacks=False, heard=0)
         agreement = Agreement(me.epoch, end, wants_tail, None)
         after = me if rules.hello_counts_nothing else me._replace(matched=max(me.matched, min(n, len(other.log))))
         if agreement != other.agreement or after != me:
@@ -384,11 +498,14 @@ def agreed(state: State, who: int, me: Broker, other: Broker, agreement: Agreeme
         agreed=end,
         pipe=pipe,
     )
+    if not wants_tail and end < keeps(state, who, rules):
+        return ("refuses", who, agreement), put(state, who, me._replace(connection=CLOSED, agreement=None), other)
     if wants_tail:
-        if pipe is None and not in_office(other) and len(me.log) > len(other.tail):
+        if pipe is None and not has_begun(other) and len(me.log) > len(other.tail):
             other = other._replace(tail=me.log)
     else:
         after = after._replace(log=me.log[:end], flushed=min(me.flushed, end), presumed=min(me.presumed, end))
+        after = after._replace(followed=True, lacks=False, heard=0)
     if pipe is not None and not (len(pipe) > len(after.log) and pipe[: len(after.log)] == after.log):
         after = after._replace(pipe=EMPTY)
     return ("agreed", who, me.log, after.log, agreement), put(state, who, after, told(after, other, rules))
@@ -399,16 +516,40 @@ def agreed(state: State, who: int, me: Broker, other: Broker, agreement: Agreeme
 
 def broken(state: State, rules: Rules) -> str:
     """Name the promise that does not hold in this state, or return an empty string."""
-    return lost(state) or shared_epoch(state) or mismatch(state) or (unproven(state) if rules == ALL else "")
+    return (
+        lost(state)
+        or in_bad_faith(state)
+        or shared_epoch(state)
+        or mismatch(state)
+        or (unproven(state) if rules == ALL else "")
+    )
 
 
 def lost(state: State) -> str:
-    """`safe` must be the beginning of what either broker has fsynced."""
+    """`safe` must be the beginning of what either broker has fsynced, but for one whose disk forgot it."""
     n = len(state.safe)
+    if state.gone:
+        return f"safe: {show(state.gone)} was acknowledged, and another history took its place"
     for who, broker in enumerate(state.brokers):
+        if who == state.bad:
+            continue
         if broker.flushed < n or broker.log[:n] != state.safe:
             return f"safe: {show(state.safe)} was acknowledged, but broker {who} has {fsynced(broker)}"
     return ""
+
+
+def in_bad_faith(state: State) -> str:
+    """A master that was told what it lacks has not begun."""
+    me = state.brokers[state.bad] if state.bad >= 0 else None
+    if (
+        me is None
+        or me.role != MASTER
+        or not has_begun(me)
+        or not me.heard
+        or me.log[: me.heard] == state.safe[: me.heard]
+    ):
+        return ""
+    return f"good faith: broker {state.bad} begins in {spell(me.epoch)}, and was told of {show(state.safe[: me.heard])}"
 
 
 def shared_epoch(state: State) -> str:
@@ -417,7 +558,7 @@ def shared_epoch(state: State) -> str:
     if a.role == b.role == MASTER and a.epoch == b.epoch:
         return f"one master: both brokers act in epoch {spell(a.epoch)}"
     for who, broker in enumerate(state.brokers):
-        if broker.role == MASTER and in_office(broker) and broker.log[-1] // 10 % 10 != who:
+        if broker.role == MASTER and has_begun(broker) and broker.log[-1] // 10 % 2 != who:
             return f"one master: broker {who} acts in epoch {spell(broker.epoch)}, in which the other one wrote"
     return ""
 
@@ -425,6 +566,8 @@ def shared_epoch(state: State) -> str:
 def mismatch(state: State) -> str:
     """At the last offset where both logs have a frame of one epoch, they are equal up to there."""
     a, b = state.brokers[0].log, state.brokers[1].log
+    if state.rollbacks:
+        return ""  # an epoch may have been used twice
     for at in range(min(len(a), len(b)) - 1, -1, -1):
         if a[at] // 100 == b[at] // 100:
             return "" if a[: at + 1] == b[: at + 1] else f"matching: offset {at} of {show(a)} and {show(b)}"
@@ -435,6 +578,8 @@ def unproven(state: State) -> str:
     """What a master counts must be fsynced on the other broker, and what is confirmed to it must be what it has: no
     alarm without a cause. Both break before a message is lost; without a rule they would hide the one that gets lost.
     """
+    if state.rollbacks:
+        return ""  # what a disk forgot, it had confirmed
     for who, broker in enumerate(state.brokers):
         other, n, confirmed = state.brokers[1 - who], broker.matched, broker.confirmation
         if n and (other.flushed < n or other.log[:n] != broker.log[:n]):
@@ -449,7 +594,7 @@ def healthy(state: State) -> bool:
     master, slave = state.brokers[state.master], state.brokers[1 - state.master]
     return (
         master.role == MASTER
-        and in_office(master)
+        and has_begun(master)
         and master.epoch[0] == state.term
         and slave.follows == master.epoch
         and slave.log == master.log == state.safe
@@ -479,19 +624,20 @@ def explore(bounds: Bounds, rules: Rules = ALL, start: State = START) -> Found:
     return Found(len(came_from), depth - 1, "", [], time.monotonic() - began)
 
 
-def wedged(bounds: Bounds) -> list[State]:
+def wedged(bounds: Bounds, rules: Rules = ALL) -> list[State]:
     """List the states that cannot get healthy again although nothing more happens to them: no crash, no swap."""
     causes: dict[State, list[State]] = {START: []}
     frontier = [START]
     while frontier:
         state = frontier.pop()
-        for step, after in steps(state, bounds, ALL):
+        for step, after in steps(state, bounds, rules):
             if after not in causes:
                 causes[after] = []
                 frontier.append(after)
-            if step[0] not in ("crash", "swap"):
+            if step[0] not in ("crash", "swap", "put back", "row"):
                 causes[after].append(state)
-    fine = {state for state in causes if healthy(state)}
+    at_bound = {state for state in causes if max(broker.epoch[1] for broker in state.brokers) >= BOOTS_MAX}
+    fine = {state for state in causes if healthy(state)} | at_bound
     frontier = list(fine)
     while frontier:
         before = [state for state in causes[frontier.pop()] if state not in fine]
@@ -527,9 +673,21 @@ def describe(step: Step) -> str:
         case ("crash", int(who), Broker() as after):
             part = ("slave", "master", "fenced")[after.role]
             return f"broker {who} crashes and restarts as {part} in {spell(after.epoch)} with {show(after.log)}"
+        case ("told", int(who), int(end)):
+            return f"broker {who} hears from the metaserver that {end} frames are acknowledged, which it lacks"
+        case ("row",):
+            return "metaserver: its database is put back, and the row remembers nothing that is acknowledged"
+        case ("put back", int(who), Broker() as after):
+            return f"the disk of broker {who} is put back: it restarts in {spell(after.epoch)} with {show(after.log)}"
+        case ("raised", int(who), Broker() as after):
+            return f"broker {who} hears that its epoch was used, and takes {spell(after.epoch)}"
+        case ("gives way", int(who), tuple(before), tuple(log)):
+            return f"broker {who} receives a hello and gives way: it cuts {show(before)} to {show(log)} and begins anew"
+        case ("refuses", int(who), Agreement() as agreement):
+            return f"broker {who} confirmed more than {agreement.end} and refuses to cut"
         case ("fsync", int(who), tuple(log)):
             return f"broker {who} fsyncs {show(log)}"
-        case ("office", int(who), Broker() as after):
+        case ("begin", int(who), Broker() as after):
             return f"broker {who} waits no longer and writes its epoch frame: {show(after.log)}"
         case ("append", int(who), tuple(log)):
             return f"broker {who} appends a message: {show(log)}"

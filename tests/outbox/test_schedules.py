@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from qmq.errors import IllegalTransition
+from qmq.watchdog.claims import ClaimName
+from qmq.watchdog.draining import Draining
+from qmq.watchdog.sources import Source
 from tests.integration.watchdog_world import source_of
 from tests.outbox.world import play
-from watchdog.claims import ClaimName
-from watchdog.draining import Draining
-from watchdog.sources import Source
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -47,6 +48,6 @@ PLANTED = [
 @pytest.mark.parametrize("owner, name, wrong", PLANTED)
 def test_schedules_find_what_is_wrong(owner, name, wrong, monkeypatch, tmp_path):
     monkeypatch.setattr(owner, name, wrong)
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises((AssertionError, KeyError, IllegalTransition)):
         for seed in range(60):
             play(seed, Source(f"sqlite://host:1/{tmp_path}/{seed}.db", age_ms=0))

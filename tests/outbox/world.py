@@ -15,18 +15,18 @@ from pathlib import Path
 from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
 
-from qmq.client.numbered import NotStored, Stored, Unknown
+from qmq.client.batch_life import NotStored, Stored, Unknown
 from qmq.client.routing import group_of_key
 from qmq.codec import decode_envelope, labels_bytes, split_batch
 from qmq.errors import BrokerReadOnly, NotMaster
 from qmq.message import Message
 from qmq.outbox.row import encode_row
 from qmq.outbox.schema import create_statements
-from watchdog.claims import ClaimName, batch_of, candidate_of
-from watchdog.db.engine import open_source
-from watchdog.db.outbox import Outbox
-from watchdog.draining import Draining, Limits
-from watchdog.work import Claiming, ReadClaims, ReadPage, Settling, TakeOver
+from qmq.watchdog.claims import ClaimName, batch_of, candidate_of
+from qmq.watchdog.db.engine import open_source
+from qmq.watchdog.db.outbox import Outbox
+from qmq.watchdog.draining import Draining, Limits
+from qmq.watchdog.work import Claiming, ReadClaims, ReadPage, Settling, TakeOver
 
 TABLE = "qmq_msg_queue"
 SUBJECTS = ("order.paid", "ticket.issued", "seat.moved")

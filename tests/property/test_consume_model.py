@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from random import Random
 
 import pytest
@@ -13,15 +14,16 @@ from qmq.errors import CorruptFrame, InvalidAck
 from qmq.log.fold import (
     BATCHES_PER_PRODUCER,
     PRODUCERS_MAX,
-    Consumer,
     State,
     StoredBatch,
     apply,
     decode_snapshot,
     encode_snapshot,
 )
-from qmq.log.fold import Group as GroupProgress
 from qmq.log.frame import FrameKind, decode_frames
+from qmq.log.group import Consumer
+from qmq.log.group import Group as GroupProgress
+from qmq.log.message_life import LIFE, MessageEvent, MessageState
 from qmq.log.progress import DEFERRED, PASSED, encode_progress
 from qmq.remoting.commands import Command, encode_json
 from qmq.types import Epoch
@@ -42,35 +44,42 @@ class Plain:
         self.given: set[tuple[str, int]] = set()
         self.times: dict[int, int] = defaultdict(int)
         self.stored = 0
+        self.states: dict[int, MessageState] = defaultdict(lambda: LIFE.initial)
+
+    def move(self, event: MessageEvent, sequences: Iterable[int]) -> None:
+        """Each of these messages lives on as its table says, or the test ends."""
+        for sequence in sequences:
+            self.states[sequence] = LIFE.after(self.states[sequence], event)
 
     def check(self, state: State) -> None:
         group = state.groups["s", "g"]
-        returned = [(first + i, times) for first, count, times, _ in group.returned for i in range(count)]
+        returned = [(first + i, times) for first, count, times, *_ in group.requeued for i in range(count)]
         assert {s for s, _ in returned} == self.returned
         assert [s for s, _ in returned] == sorted(self.returned), "in order, each once"
         assert all(times == self.times[s] for s, times in returned)
         assert set(range(group.position, self.stored)) == self.new
         for name in CONSUMERS:
             known = group.consumers.get(name, Consumer())
-            held = {p + i: s + i for p, s, count, _ in known.unacked for i in range(count)}
+            held = {p + i: s + i for p, s, count, *_ in known.unacked for i in range(count)}
             assert held == self.held[name]
-            assert all(t == self.times[s + i] for _, s, count, t in known.unacked for i in range(count))
+            assert all(t == self.times[s + i] for _, s, count, t, _ in known.unacked for i in range(count))
             assert known.acked_end == min(held, default=known.next_pull)
             assert known.unacked_messages == len(held)
+        assert [group.state_of(s) for s in range(self.stored)] == [self.states[s] for s in range(self.stored)]
         parts = [self.new, self.returned, self.acked, *(set(held.values()) for held in self.held.values())]
         assert sum(map(len, parts)) == self.stored == len(set().union(*parts)), "each message is in one place"
 
 
 def ranges(group: GroupProgress, plain: Plain) -> list[tuple[int, int]]:
     """What the group has to give: sequences `[begin, end)`."""
-    found = [(entry[0], entry[0] + entry[1]) for entry in group.returned]
+    found = [(entry[0], entry[0] + entry[1]) for entry in group.requeued]
     return found + ([(group.position, plain.stored)] if group.position < plain.stored else [])
 
 
 def step(copy: Copy, plain: Plain, rng: Random) -> None:
     state, name = copy.log.state, rng.choice(CONSUMERS)
     group, held = state.groups["s", "g"], plain.held[name]
-    match rng.choice(["produce", "pull", "pull", "ack", "nack", "pass", "leave", "reign"]):
+    match rng.choice(["produce", "pull", "pull", "ack", "nack", "pass", "leave", "mastership"]):
         case "produce":
             count = rng.randint(1, 4)
             copy.messages(*[f"m{plain.stored + i}" for i in range(count)], size=0)
@@ -85,6 +94,7 @@ def step(copy: Copy, plain: Plain, rng: Random) -> None:
                 run = [s for s in wanted if begin <= s < end]
                 if run:
                     entries.append((pull, run[0], len(run)))
+                    plain.move(MessageEvent.DELIVER, run)
                     for i, sequence in enumerate(run):
                         assert (name, pull + i) not in plain.given, "a pull sequence is used once (W2, W13)"
                         plain.given.add((name, pull + i))
@@ -99,10 +109,12 @@ def step(copy: Copy, plain: Plain, rng: Random) -> None:
             first, last = sorted(rng.choices(sorted(held), k=2))
             done = [pull for pull in held if first <= pull <= last]
             copy.progress(FrameKind.ACK, name, (first, last + 1, 0))
+            plain.move(MessageEvent.ACK, (held[pull] for pull in done))
             plain.acked |= {held.pop(pull) for pull in done}
         case "nack" if held:
             first, last = sorted(rng.choices(sorted(held), k=2))
             copy.progress(FrameKind.NACK, name, (first, last + 1, rng.randrange(3)))
+            plain.move(MessageEvent.NACK, (sequence for pull, sequence in held.items() if first <= pull <= last))
             plain.returned |= {held.pop(pull) for pull in list(held) if first <= pull <= last}
         case "pass" if found := ranges(group, plain):
             begin, end = rng.choice(found)
@@ -110,6 +122,7 @@ def step(copy: Copy, plain: Plain, rng: Random) -> None:
             run = range(begin, rng.randint(begin + 1, end))
             number = rng.choice([PASSED, DEFERRED])
             copy.progress(FrameKind.PULL, name, (number, begin, len(run)))
+            plain.move(MessageEvent.PASS_OVER if number == PASSED else MessageEvent.DEFER, run)
             plain.new.difference_update(run)
             plain.returned.difference_update(run)
             (plain.acked if number == PASSED else plain.returned).update(run)
@@ -118,17 +131,18 @@ def step(copy: Copy, plain: Plain, rng: Random) -> None:
             copy.progress(FrameKind.POSITION, name, (told, 0, 0))
             for sequence in held.values():
                 plain.times[sequence] -= told
+            plain.move(MessageEvent.LEAVE, held.values())
             plain.returned |= set(held.values())
             held.clear()
-        case "reign":
-            copy.office(Epoch(1, copy.epoch.boot + 1))
+        case "mastership":
+            copy.begin_epoch(Epoch(1, copy.epoch.boot + 1))
 
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=120)
 def test_ranges_agree_with_sets_and_no_pull_sequence_is_used_twice(seed):
     rng, copy, plain = Random(seed), Copy(segment_bytes=1 << 20), Plain()
-    copy.office()
+    copy.begin_epoch()
     copy.progress(FrameKind.POSITION, "", (0, 0, 0))
     positions, acked = 0, 0
     for _ in range(60):
@@ -146,7 +160,7 @@ def test_ranges_agree_with_sets_and_no_pull_sequence_is_used_twice(seed):
 @settings(max_examples=40)
 def test_snapshot_at_any_frame_and_the_rest_give_the_same_state(seed):
     copy, rng = Copy(segment_bytes=1 << 20), Random(seed)
-    copy.office()
+    copy.begin_epoch()
     ends = [a_frame(copy, rng).end for _ in range(40)]
     copy.flush()
     data, end = copy.whole(), rng.choice(ends)
@@ -156,10 +170,10 @@ def test_snapshot_at_any_frame_and_the_rest_give_the_same_state(seed):
 
 
 def test_late_ack_of_an_earlier_life_hits_nothing():
-    """W2, W13: after a departure, a reset or a new reign, old pull sequences mean nothing."""
-    for change in ("leave", "reign", "reset"):
+    """W2, W13: after a departure, a reset or a new mastership, old pull sequences mean nothing."""
+    for change in ("leave", "mastership", "reset"):
         copy = Copy(segment_bytes=1 << 20)
-        copy.office()
+        copy.begin_epoch()
         copy.progress(FrameKind.POSITION, "", (0, 0, 0))
         copy.messages("a", "b", "c", "d", size=0)
         state = copy.log.state
@@ -172,14 +186,14 @@ def test_late_ack_of_an_earlier_life_hits_nothing():
             copy.progress(FrameKind.POSITION, "", (0, 0, 0))
         else:
             copy.progress(FrameKind.ACK, "c1", (first, first + 3, 0))
-            copy.office(Epoch(2, 1))
+            copy.begin_epoch(Epoch(2, 1))
         group = state.groups["s", "g"]
         second = state.next_pull(group, "c1")
         assert second >= first + 3
-        copy.progress(FrameKind.PULL, "c1", (second, 0 if change != "reign" else 3, 1))
-        assert not group.consumers["c1"].held(first, first + 3)
+        copy.progress(FrameKind.PULL, "c1", (second, 0 if change != "mastership" else 3, 1))
+        assert not group.consumers["c1"].unacked_in(first, first + 3)
         with pytest.raises(InvalidAck):
-            group.consumers["c1"].held(second + 1, second + 2)
+            group.consumers["c1"].unacked_in(second + 1, second + 2)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +214,7 @@ def test_late_ack_of_an_earlier_life_hits_nothing():
 )
 def test_frame_that_does_not_follow_is_corrupt(kind, consumer, entries, why):
     copy = Copy(segment_bytes=1 << 20)
-    copy.office()
+    copy.begin_epoch()
     copy.progress(FrameKind.POSITION, "", (0, 0, 0))
     copy.messages(*"abcdef", size=0)
     state = copy.log.state
@@ -213,7 +227,7 @@ def test_window_of_a_producer_is_exact():
     """P2: 64 batches per producer, whatever their order, and 4,096 producers, the least recent forgotten first."""
     rng = Random(1)
     state, copy = State(), Copy(segment_bytes=1 << 24)
-    copy.office()
+    copy.begin_epoch()
     model: dict[int, StoredBatch] = {}
     newest = 0
     for _ in range(1_000):
@@ -235,7 +249,7 @@ def test_window_of_a_producer_is_exact():
 
 def test_producers_heard_of_longest_ago_are_forgotten_first():
     copy = Copy(segment_bytes=1 << 24)
-    copy.office()
+    copy.begin_epoch()
     for producer in range(1, PRODUCERS_MAX + 1):
         copy.messages("m", size=0, producer=producer, batch=1)
     copy.messages("m", size=0, producer=1, batch=2)

@@ -10,7 +10,7 @@ from cronsim import CronSim
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delayserver.cron import Cron
+from qmq.delayserver.cron import Cron
 from qmq.errors import InvalidRequest
 
 MINUTE_MS = 60_000

@@ -51,9 +51,7 @@ def build_segment(size):
             for n in range(count)
         ]
         subject = rng.choice(["flight.departed", "订单", "a"])
-        raw, frame = frame_of(
-            subject, join_batch(messages), offset=BASE + len(data), previous_chain=chain, count=count
-        )
+        raw, frame = frame_of(subject, join_batch(messages), offset=BASE + len(data), previous_chain=chain, count=count)
         if len(data) + len(raw) > size:
             return bytes(data), frames
         data += raw

@@ -38,7 +38,7 @@ class LogAndList(RuleBasedStateMachine):
     def append(self, subject: str, count: int, size: int) -> None:
         begin = self.copy.log.end
         if not self.parts:
-            self.copy.office()
+            self.copy.begin_epoch()
         else:
             ids = [f"m{self.message_count + i}" for i in range(count)]
             self.message_count += count
@@ -48,7 +48,7 @@ class LogAndList(RuleBasedStateMachine):
     @rule()
     def take_over(self) -> None:
         begin = self.copy.log.end
-        self.copy.office(Epoch(1, self.copy.epoch.boot + 1))
+        self.copy.begin_epoch(Epoch(1, self.copy.epoch.boot + 1))
         self.took(begin)
 
     @precondition(lambda self: self.under_way is None)

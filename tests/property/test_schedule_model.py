@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from delayserver.schedule import DamagedSchedule, Filed, Schedule, State, discard, id_hash, key_hash
-from delayserver.wheel import Wheel
+from qmq.delayserver.schedule import DamagedSchedule, Filed, Schedule, State, discard, id_hash, key_hash
+from qmq.delayserver.wheel import Wheel
 from qmq.errors import DiskFailed
 from qmq.log.delays import Outcome, Place
 from qmq.log.memory_disk import FaultyDisk
@@ -138,7 +138,8 @@ class ScheduleAndDict(RuleBasedStateMachine):
             if self.known[number].state == State.PENDING:
                 self.known[number].state = State.IN_FLIGHT
                 taken.append(number)
-        self.flying[9, self.log.frames[-1][0].batch] = taken
+        if taken:
+            self.flying[9, self.log.frames[-1][0].batch] = taken
         self.take_off(taken)
         self.feed()
 
@@ -181,7 +182,7 @@ class ScheduleAndDict(RuleBasedStateMachine):
         self.piece = None
 
     @rule()
-    def reign_begins(self) -> None:
+    def mastership_begins(self) -> None:
         self.forget_wheel()
 
     # The disk.

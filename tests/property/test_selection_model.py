@@ -1,4 +1,4 @@
-"""Core. Selection agrees with a plain list that is searched anew for every pull: tags, order keys, retries, swaps."""
+"""Core. Filtering agrees with a plain list that is searched anew for every pull: tags, order keys, retries, swaps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker import labels, selection, walk
-from broker.key_making import _Making
-from broker.keys import Keys
-from broker.selector import Selector
-from broker.tags import TagRule
+from qmq.broker import filtered_scan, filtering, labels
+from qmq.broker.group_filter import GroupFilter
+from qmq.broker.key_making import _Making
+from qmq.broker.keys import Keys
+from qmq.broker.tags import TagRule
 from qmq.codec import tag_bits
 from qmq.errors import CorruptFrame
 from tests.unit.broker.selecting import Consumer, Sent, produce
@@ -179,12 +179,12 @@ class World:
                     for sequence in held:
                         del self.plain.holders[sequence]
         progress = self.group.a.log.state.groups["s", "g"]
-        assert not progress.returned and not any(one.unacked for one in progress.consumers.values())
+        assert not progress.requeued and not any(one.unacked for one in progress.consumers.values())
 
 
 NARROW = [
-    (selection, "LOOKS_PER_TURN", 3), (walk, "LOOKS_AT_ONCE", 2), (walk, "READ_FRAMES", 2),
-    (walk, "PASSED_MESSAGES", 4),
+    (filtering, "LOOKS_PER_TURN", 3), (filtered_scan, "LOOKS_AT_ONCE", 2), (filtered_scan, "READ_FRAMES", 2),
+    (filtered_scan, "PASSED_MESSAGES", 4),
     (labels, "LABEL_BYTES_MAX", 500), (labels, "BODY_BYTES_MAX", 500), (labels, "READ_BYTES_MAX", 300),
 ]  # fmt: skip
 """Every turn looks at a few messages, and every reading brings a little."""
@@ -210,9 +210,9 @@ def run(seed: int, *, is_roomy: bool = True) -> World:
 
 
 def forget_to_rebuild(self):
-    self._selector.keys = Keys()
-    for entry in self._group.returned:
-        self._selector.note(entry[0], entry[0] + entry[1], entry[3])
+    self._group_filter.keys = Keys()
+    for one in self._group.requeued:
+        self._group_filter.note(one.first, one.end, one.due_ms)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def forget_to_rebuild(self):
         pytest.param(Keys, "is_busy", lambda self, key: False, id="a key is never busy"),
         pytest.param(Keys, "settled", lambda self, sequence: None, id="a key stays busy for ever"),
         pytest.param(_Making, "make", forget_to_rebuild, id="a new master does not read the labels"),
-        pytest.param(Selector, "catch_up", lambda self, group: None, id="what came back is forgotten"),
+        pytest.param(GroupFilter, "catch_up", lambda self, group: None, id="what came back is forgotten"),
         pytest.param(TagRule, "matches", lambda self, message: True, id="a label's bit is taken for a tag"),
     ],
 )

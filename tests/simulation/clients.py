@@ -9,7 +9,7 @@ from zlib import crc32
 from qmq.client.holding import HeldPiece, Holding, Refusal, SentAck, SentNack
 from qmq.codec import Buffer, encode_labels, encode_message, join_batch, label_of, split_batch
 from qmq.errors import ErrorCode
-from qmq.log.frame import FLAG_ALONE, FLAG_LABELLED, FLAG_ORDERED
+from qmq.log.frame import FLAG_LABELLED, FLAG_NO_SLAVE_IN_SYNC, FLAG_ORDERED
 from qmq.message import Message
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Nack, Pull, Verdict
@@ -333,7 +333,7 @@ class Consumer(Client):
         if not self._is_current(link, packet):
             return
         for piece in commands.decode_pulled(packet.body):
-            if piece.flags & FLAG_ALONE:
+            if piece.flags & FLAG_NO_SLAVE_IN_SYNC:
                 self._events.count("pulled from a master alone")
             for i, message in enumerate(split_batch(piece.body, piece.count)):
                 self.world.oracle.received(self, piece.sequence + i, bytes(message))

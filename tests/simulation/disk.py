@@ -56,6 +56,17 @@ class SimulatedDisk(FaultyDisk):
         where = {log_name(base): base for base in bases}
         return any(name in where and begin <= where[name] + byte < end for name, byte in self.flipped)
 
+    def image(self) -> dict[str, bytes]:
+        """Return what a backup of the machine would hold: all that survives a power cut right now."""
+        return {name: bytes(file.durable) for name, file in self._files.items()}
+
+    def put_back(self, image: dict[str, bytes]) -> None:
+        """Replace everything by an older image."""
+        self._files.clear()
+        self.flipped.clear()
+        for name, data in image.items():
+            self.put(name, data)
+
     def wipe(self) -> None:
         self._files.clear()
         self.flipped.clear()

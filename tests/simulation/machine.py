@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from broker import retention
-from broker.counters import Counters
-from broker.master import BrokerMaster
-from broker.settings import BrokerSettings
+from qmq.broker.counters import Counters
+from qmq.broker.master import BrokerMaster
+from qmq.broker.retention import Retention
+from qmq.broker.settings import BrokerSettings
 from qmq.codec import Buffer
 from qmq.errors import (
     BrokenInvariant,
@@ -35,12 +35,16 @@ from qmq.log.segments import read_raw, segment_bases
 from qmq.remoting.commands import Command, decode_produced
 from qmq.remoting.packet import Packet
 from qmq.replication.assignment import Assignment
+from qmq.replication.clocks import MASTER, SLAVE
 from qmq.replication.identity import IdentityFile
 from qmq.replication.node import Node
+from qmq.replication.points import Point
+from qmq.replication.retention import HOUR_MS, Keeper
+from qmq.types import NO_EPOCH
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.events import Violation
 from tests.simulation.network import End
-from tests.simulation.watched_log import WatchedLog
+from tests.simulation.watched_log import WatchedLog, frame_on_disk
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -68,6 +72,7 @@ class Limits:
             window_bytes=self.window_bytes, message_bytes_max=self.message_bytes_max, lease_ms=self.lease_ms,
             slave_wait_ms=self.slave_wait_ms, slave_lag_bytes_max=self.slave_lag_bytes_max,
             slave_lag_ms_max=self.slave_lag_ms_max, catch_up_bytes_per_s=self.catch_up_bytes_per_s,
+            retention_hours=self.retention_ms / HOUR_MS, clock_difference_ms_max=500,
         )  # fmt: skip
 
 
@@ -80,6 +85,11 @@ class Machine:
         self.process: Process | None = None
         self.wall_skew_ms = 0
         self.lives = 0
+        self.is_put_back = False
+        """Its disk forgot what it had fsynced, and it has not got all of that again."""
+        self.was_put_back = False
+        self.forgot = NO_EPOCH
+        """The newest epoch that its disk knew when it was put back: up to there, it may use epochs again."""
         self.stays_down = False
 
     # tests.simulation.network.Listener: new connections reach whatever process lives.
@@ -103,6 +113,15 @@ class Machine:
 
     def bases(self) -> list[int]:
         return segment_bases(self.disk)
+
+    def has_frame(self, offset: int, chain: int) -> bool:
+        """Whether its log holds this frame; while it is down, what its disk has of it."""
+        if self.process is None:
+            frame = frame_on_disk(self.disk, self.bases(), offset)
+        else:
+            log = self.process.log
+            frame = log.frame_at(offset) if offset < log.end else None
+        return frame is not None and frame.chain == chain
 
     def start(self) -> None:
         """Start a process; it may die at once."""
@@ -192,19 +211,21 @@ class Process:
         self.performing: Commit | None = None
         self.seen_master: BrokerMaster | None = None
         self.seen_high = 0
-        self._turn_is_due = False
+        self.heard_points: list[Point] = []
+        """What the row said to be acknowledged."""
+        self._pass_is_due = False
         self._master_link: End | None = None
         self._connecting = 0
-        self._consumed = retention.Consumed()
         identity = IdentityFile(machine.disk, new_incarnation=f"{machine.name}{machine.lives}")
         self.log = WatchedLog(
             machine.disk, owner=machine.name, oracle=self.world.oracle, segment_bytes=limits.segment_bytes,
             tail_bytes=limits.tail_bytes,
         )  # fmt: skip
         settings = limits.settings(machine.name)
+        self.keeper: Keeper = Retention(settings)
         self.node = Node(
             message_log=self.log, host=self, identity=identity, settings=settings,
-            appoint=partial(BrokerMaster, settings=settings, counters=Counters()),
+            promote=partial(BrokerMaster, settings=settings, counters=Counters()),
         )  # fmt: skip
         if self.log.torn_bytes:
             self._events.count("torn tail")
@@ -252,14 +273,14 @@ class Process:
     def monotonic_ms(self) -> int:
         return self._events.now_ms
 
-    def turn_soon(self) -> None:
-        if not self._turn_is_due:
-            self._turn_is_due = True
+    def pass_soon(self) -> None:
+        if not self._pass_is_due:
+            self._pass_is_due = True
             self._after(0.05, self._turn)
 
     def _turn(self) -> None:
-        self._turn_is_due = False
-        self.guarded(self.node.end_of_turn)
+        self._pass_is_due = False
+        self.guarded(self.node.end_of_pass)
 
     def commit(self, commit: Commit) -> None:
         self.performing = commit
@@ -288,6 +309,9 @@ class Process:
 
         self._after(self._disk_ms() * self._events.rng.random(), run)
 
+    def write(self, job: Callable[[], Any], done: Callable[[Any | LogError], None]) -> None:
+        self.read(job, done)
+
     def hello(self, body: bytes) -> None:
         link = self._master_link
         if link is None:
@@ -314,8 +338,8 @@ class Process:
         if node.master is not None:
             master = node.master
             return (
-                f"master {master.epoch} office={master.in_office} end={self.log.end} high={master.gate.high_watermark} "
-                f"alone={master.gate.alone} readonly={master.readonly.reasons}"
+                f"master {master.epoch} begun={master.has_begun} end={self.log.end} high={master.gate.high_watermark} "
+                f"alone={master.gate.no_slave_in_sync} readonly={master.readonly.reasons}"
             )
         known = node.identity.value.epoch
         return f"{type(node.role).__name__} end={self.log.end} knows={known} damage={self.log.damage}"
@@ -444,16 +468,25 @@ class Process:
             self.guarded(partial(self.node.found_damage, problem))
 
     def _drop(self) -> None:
-        limits = retention.Limits(self.world.swarm.limits.retention_ms, 1 << 60, 1 << 40)
-        while self.is_alive and not self.node.is_pinned(()):
-            oldest_ms = self.log.timestamp_at(self.log.bases[1])
-            needed = self._consumed.needed_from(self.log)
-            if not retention.may_go(
-                self.log, oldest_ms=oldest_ms, now_ms=self.now_ms(), needed=needed, limits=limits
-            ):
-                return
+        self._hear_clocks()
+        before = self.log.state.kept.start
+        self.node.decide_retention(self.keeper)
+        if self.log.state.kept.start > before:
+            self._events.count("deletion decided")
+            self.world.oracle.decided(self.log, self.world.swarm.limits.retention_ms)
+        while self.is_alive and self.node.oldest_may_go(self.keeper, ()):
             self._events.count("segment dropped")
+            self.world.oracle.deleting(self.log)
             self.log.drop_oldest_segment()
+
+    def _hear_clocks(self) -> None:
+        """What heartbeats bring every second: what the clocks of metaserver and peer say."""
+        self.node.heard_metaserver(1_700_000_000_000 + self._events.now_ms)
+        peer = self.node.assignment.peer if self.node.assignment is not None else None
+        other = self.world.machine(peer.ip).process if peer is not None else None
+        if other is not None and self.world.network.is_through(self.name, other.name):
+            whose = SLAVE if self.node.master is not None else MASTER
+            self.node.clocks.heard(whose, other.now_ms(), monotonic_ms=self.monotonic_ms())
 
 
 _QUIET = frozenset({Command.CONFIRM, Command.PULL, Command.HEARTBEAT})

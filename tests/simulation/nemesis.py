@@ -27,6 +27,8 @@ class Nemesis:
         self._weights = [self._rng.random() * WEIGHTS.get(name, 1.0) + 0.02 for name in enabled]
         self.victim = self._rng.choice(world.machines)
         """The only machine whose disk loses what was fsynced: two lost disks are not covered."""
+        self._image: dict[str, bytes] | None = None
+        self._image_of = ""
         self._again()
 
     def faults(self) -> dict[str, Callable[[Any], bool]]:
@@ -208,6 +210,44 @@ class Nemesis:
         self._events.between(50, 1500, lambda: self.victim.die("killed again"))
         return True
 
+    def back_up(self) -> bool:
+        """Somebody copies a machine's disk, as it is on the disk at this moment."""
+        self._image = self.victim.disk.image()
+        self._image_of = self.victim.process.node.identity.value.incarnation if self.victim.process else ""
+        return True
+
+    def put_back(self) -> bool:
+        """The machine comes back with that older disk, of the same data directory."""
+        world, victim = self._world, self.victim
+        process, backup = victim.process, self._image
+        if backup is None or process is None or not world.is_held_by_other(victim.name):
+            return False
+        if process.node.identity.value.incarnation != self._image_of:
+            return False
+        victim.forgot = max(victim.forgot, process.node.identity.value.epoch)
+        victim.die("its disk is put back", power=True)
+        victim.disk.put_back(backup)
+        victim.is_put_back = victim.was_put_back = True
+        return True
+
+    def forgets_last_write(self) -> bool:
+        """A flush lied: the machine comes back without the newest frames that it had fsynced."""
+        world, victim = self._world, self.victim
+        process = victim.process
+        if process is None or not process.log.bases or not world.is_held_by_other(victim.name):
+            return False
+        if process.log.flushed_end <= process.log.bases[-1]:
+            return False
+        log, base = process.log, process.log.bases[-1]
+        chunk = log.read(base, log.flushed_end, 1 << 30)
+        begin = self._rng.choice(chunk.frames[-4:]).offset
+        victim.die("power, and its last flush was a lie", power=True)
+        size = victim.disk.file_bytes(f"log/{base:020d}.log")
+        victim.disk.write(f"log/{base:020d}.log", begin - base, [bytes(max(0, size - (begin - base)))])
+        victim.disk.sync(f"log/{base:020d}.log")
+        victim.is_put_back = victim.was_put_back = True
+        return True
+
     def wipe(self) -> bool:
         """The slave's disk is replaced by an empty one."""
         group = self._world.metaserver.group
@@ -235,10 +275,11 @@ FAULTS: dict[str, Callable[[Nemesis], bool]] = {
     for name in (
         "kill", "power", "power_everywhere", "refuse", "disk_full", "cut", "cut_one_way", "cut_metaserver",
         "cut_client", "slow_path", "reset", "half_open", "clock", "metaserver_down", "swap", "replace", "failover",
-        "mark", "flip", "flip_while_down", "rotten_tail", "wipe", "consumer_vanishes", "client_reconnects",
+        "mark", "flip", "flip_while_down", "rotten_tail", "wipe", "back_up",
+        "put_back", "forgets_last_write", "consumer_vanishes", "client_reconnects",
     )
 }  # fmt: skip
 WEIGHTS = {
     "power_everywhere": 0.5, "wipe": 0.3, "swap": 4.0, "replace": 1.5, "flip": 0.3, "flip_while_down": 0.3,
-    "clock": 0.3, "rotten_tail": 0.3,
+    "clock": 0.3, "rotten_tail": 0.3, "back_up": 0.3, "put_back": 0.5, "forgets_last_write": 0.4,
 }  # fmt: skip

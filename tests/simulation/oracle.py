@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qmq.codec import Buffer, decode_envelope, decode_message, split_batch
-from qmq.log.frame import FLAG_ALONE, Frame, FrameKind
+from qmq.log.frame import FLAG_NO_SLAVE_IN_SYNC, Frame, FrameKind
 from qmq.log.progress import decode_progress
 from qmq.remoting.commands import Piece, Produced
 from qmq.subjects import parse_derived
@@ -82,6 +82,8 @@ class Oracle:
         self._numbers: dict[tuple[str, int], int] = {}
         """(consumer, pull sequence) -> sequence."""
         self.first_answers: dict[tuple[int, int], int] = {}
+        self._written_ms: dict[int, int] = {}
+        """Offset of a frame -> true time at which a master last wrote one there."""
 
     # Told by the logs.
 
@@ -89,18 +91,58 @@ class Oracle:
         """A frame is about to be folded into a log."""
         known = self._chains.setdefault((frame.epoch, frame.offset), frame.chain)
         if known != frame.chain:
-            raise Violation(f"I3: two frames with epoch {frame.epoch} and offset {frame.offset}; one at {log.owner}")
+            self._used_again(log, frame, known)
         if (dead := _dead_letter(frame, body)) is not None:
             self._dead.setdefault(dead, set()).add(frame.offset)
 
-    def taking_office(self, log: WatchedLog, epoch: Epoch) -> None:
-        """Whoever takes office has everything that was committed, and no newer master had committed before."""
-        committed = self.committed
+    def _used_again(self, log: WatchedLog, frame: Frame, known: int) -> None:
+        """I3: a disk that was put back forgot its epochs, too, and may use one of these again.
+
+        Until it meets the other copy, nothing that it writes is acknowledged, and the other one may keep what it wrote
+        before: then it has to give way. What is followed is no second frame beside one that is committed, or kept.
+        """
+        what = f"two frames with epoch {frame.epoch} and offset {frame.offset}; one at {log.owner}"
+        if all(frame.epoch > machine.forgot for machine in self.machines):
+            raise Violation(f"I3: {what}")
+        writer = self._machine(log)
+        master = writer.process.node.master if writer.process is not None else None
+        is_alone = master is not None and master.epoch == frame.epoch and master.gate.no_slave_in_sync
+        is_kept = any(machine is not writer and machine.has_frame(frame.offset, known) for machine in self.machines)
+        if not is_alone and (is_kept or self._committed_frames.get(frame.offset) == known):
+            raise Violation(f"I3: {what}, the other {'kept by its peer' if is_kept else 'committed'}")
+        self._events.count("epoch used again")
+        if not is_kept:
+            self._chains[frame.epoch, frame.offset] = frame.chain
+
+    def writing(self, log: WatchedLog) -> None:
+        """A master is about to write a frame."""
+        self._written_ms[log.end] = self._events.now_ms
+
+    def decided(self, log: WatchedLog, retention_ms: int) -> None:
+        """A master decided what goes. Three clocks agreed to half a second when it was written and when it goes."""
+        start = log.state.kept.start
+        age_ms = self._events.now_ms - max(ms for offset, ms in self._written_ms.items() if offset < start)
+        if age_ms < retention_ms - 1000:
+            raise Violation(f"P6: {log.owner} gives up what is before {start} and {age_ms} ms old")
+
+    def deleting(self, log: WatchedLog) -> None:
+        """A copy is about to delete its oldest segment."""
+        kept = log.state.kept
+        if log.bases[1] > kept.start or kept.decided_end > self.committed.end:
+            raise Violation(f"P6: {log.owner} deletes up to {log.bases[1]} although no agreed frame says so: {kept}")
+
+    def beginning(self, log: WatchedLog, epoch: Epoch) -> None:
+        """Whoever becomes master has everything that was committed, and no newer master had committed before."""
+        committed, put_back = self.committed, self._is_put_back(log)
+        if put_back and self.has_it_again(log):
+            put_back = self._machine(log).is_put_back = False
+        if put_back:
+            return self._begins_in_good_faith(log)
         if epoch < committed.epoch:
-            raise Violation(f"I2: {log.owner} takes office in {epoch} after {committed.epoch} had committed")
+            raise Violation(f"I2: {log.owner} becomes master in {epoch} after {committed.epoch} had committed")
         if log.end < committed.end or not self._has_committed(log):
             raise Violation(
-                f"I1: {log.owner} takes office in {epoch} at {log.end} without what was committed "
+                f"I1: {log.owner} becomes master in {epoch} at {log.end} without what was committed "
                 f"up to {committed.end} in {committed.epoch}"
             )
 
@@ -121,6 +163,29 @@ class Oracle:
     def moved(self, move: Move) -> None:
         """An operator was told that a group is moved."""
         self._moves.append(move)
+
+    def _machine(self, log: WatchedLog) -> Machine:
+        return next(machine for machine in self.machines if machine.name == log.owner)
+
+    def _is_put_back(self, log: WatchedLog) -> bool:
+        return self._machine(log).is_put_back
+
+    def has_it_again(self, log: WatchedLog) -> bool:
+        """Whether a log has all that was ever committed."""
+        return log.end >= self.committed.end and self._has_committed(log)
+
+    def _is_refilled(self, machine: Machine, end: int) -> bool:
+        process = machine.process
+        machine.is_put_back = process is None or process.log.flushed_end < end or not self.has_it_again(process.log)
+        return not machine.is_put_back
+
+    def _begins_in_good_faith(self, log: WatchedLog) -> None:
+        """I25: a copy that was put back may go on alone only while nobody could tell it what it lacks."""
+        process = self._machine(log).process
+        known = [] if process is None else [*process.heard_points, process.node.identity.points.own]
+        for point in known:
+            if point is not None and point.end > log.end:
+                raise Violation(f"I25: {log.owner} becomes master at {log.end}, and knows of {point}")
 
     def _has_committed(self, log: WatchedLog) -> bool:
         if self.committed.end <= log.start:
@@ -176,6 +241,8 @@ class Oracle:
         """I1: what gets acknowledged now would survive a power cut of both machines."""
         images = []
         for machine in self.machines:
+            if machine.is_put_back and not self._is_refilled(machine, end):
+                continue  # it confirmed what is acknowledged now, and forgot it since
             bases = machine.bases()
             first = max(begin, bases[0] if bases else end)
             images.append((machine, bases, first, machine.disk.durable(bases, first, end)))
@@ -184,7 +251,7 @@ class Oracle:
             data = log.frame_bytes.get(at)
             if data is None and any(m.disk.is_flipped(bases, at, end) for m, bases, _, _ in images):
                 return
-            if data is None:  # older than this process: both disks must at least agree
+            if data is None and images:  # older than this process: both disks must at least agree
                 data = images[0][3][at - images[0][2] :] if images[0][2] <= at else None
             for machine, bases, first, image in images:
                 if data is None or at < first:
@@ -232,7 +299,7 @@ class Oracle:
         if times < 1 or (self.deliveries_max and times > self.deliveries_max):
             raise Violation(f"I21: {consumer.subject} {sequence} is handed out for the {times}th time")
         key = consumer.group, consumer.subject, sequence
-        if piece.flags & FLAG_ALONE:
+        if piece.flags & FLAG_NO_SLAVE_IN_SYNC:
             self._uncounted.add(key)
         number = consumer.name, piece.pull_sequence + at
         if self._counts.setdefault((*key, times), number) != number and key not in self._uncounted:
@@ -251,6 +318,8 @@ class Oracle:
 
     def numbered(self, consumer: Consumer, pull_sequence: int, sequence: int) -> None:
         """A consumer is given a message under a number that it will ack."""
+        if any(machine.was_put_back for machine in self.machines):
+            return  # alone, it gave numbers of an epoch that it used again; nothing that it wrote stays
         if self._numbers.setdefault((consumer.name, pull_sequence), sequence) != sequence:
             raise Violation(f"I8: pull sequence {pull_sequence} of {consumer.name} is given to two messages")
 
@@ -357,7 +426,7 @@ class Oracle:
                     raise Violation(
                         f"I9: {name} never {what} {len(missing)} messages of {subject}, from {missing[0]} on"
                     )
-            if state.position != end or state.returned or any(c.unacked for c in state.consumers.values()):
+            if state.position != end or state.requeued or any(c.unacked for c in state.consumers.values()):
                 raise Violation(f"I9: {name} is not done with {subject}")
 
     def _died_before(self, key: tuple[str, str, int], offset: int) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from metaserver import roles
-from metaserver.model import Broker, BrokerKey, Directory, Group, ReplicaState
 from qmq.errors import OperatorError
+from qmq.metaserver import roles
+from qmq.metaserver.model import Broker, BrokerKey, Directory, Group, ReplicaState
 from qmq.replication.assignment import Address, Assignment
+from qmq.replication.points import Point
 from qmq.types import Role
 from tests.simulation.events import Violation
 
@@ -27,6 +28,8 @@ class Metaserver:
         self._world, self._events = world, world.events
         self.is_up = True
         self.life = 0
+        self.points: dict[str, Point] = {}
+        """Incarnation -> the newest acknowledged point that its copy told."""
         self._unseen_disks: set[str] = set()
         self.master_is_refused = False
         """Its disk was replaced just when it became the master: an operator has to give the part to the other."""
@@ -50,10 +53,25 @@ class Metaserver:
                 return
             if not self._register(process.name, incarnation):
                 return
-            self._note(state)
+            self._note(process.name, state)
+            if state.point is not None:
+                known = self.points.get(incarnation)
+                self.points[incarnation] = state.point if known is None else max(known, state.point)
+            self._tell_points(process)
             self.push(process)
 
         events.after(network.delay_ms(process.name, META), heard)
+
+    def _tell_points(self, process: Process) -> None:
+        """The answer to a registration, which a broker repeats with each new stream."""
+        points = list(self.points.values())
+
+        def arrive() -> None:
+            if process.is_alive:
+                process.heard_points = points
+                process.guarded(lambda: process.node.remembered_elsewhere(points))
+
+        self._events.after(self._world.network.delay_ms(META, process.name), arrive)
 
     def push(self, process: Process) -> None:
         """Tell a broker its part: late, perhaps twice, perhaps of a row that is old by then."""
@@ -108,8 +126,8 @@ class Metaserver:
         else:
             self.group = replace(self.group, slave=broker)
 
-    def _note(self, state: ReplicaState) -> None:
-        complete, slave = roles.slave_complete(self.group, state), self.group.slave
+    def _note(self, name: str, state: ReplicaState) -> None:
+        complete, slave = roles.slave_complete(self.group, _key(name), state), self.group.slave
         if slave is None or slave.hostname in self._unseen_disks:
             return
         if complete is not None and slave.incarnation:
@@ -261,5 +279,6 @@ def _state(process: Process) -> ReplicaState:
     role = node.assignment.role if node.assignment else Role.SLAVE
     return ReplicaState(
         role=role, term=term, log_end=process.log.end, flushed_end=process.log.flushed_end, chain=process.log.chain,
-        writable=node.writable, durability="fsync",
+        writable=node.writable, durability="fsync", readonly_reasons=tuple(node.readonly_reasons),
+        point=node.identity.points.own,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame
 from qmq.log import MessageLog
+from qmq.log.disk import Disk
 from qmq.log.frame import Frame, FrameKind, decode_header
 from qmq.log.index import segment_at
 from qmq.log.progress import decode_progress
@@ -43,9 +44,10 @@ class WatchedLog(MessageLog):
 
     def append(self, kind: FrameKind, subject: str, body: Buffer, **fields: Any) -> Frame:
         if kind == FrameKind.EPOCH:
-            self._oracle.taking_office(self, fields["epoch"])
+            self._oracle.beginning(self, fields["epoch"])
         if kind == FrameKind.POSITION and not (progress := decode_progress(body)).consumer and progress.entries:
             self._oracle.group_begins(self, fields["epoch"], subject, progress.group, progress.entries[0][0])
+        self._oracle.writing(self)
         frame = super().append(kind, subject, body, **fields)
         self.last_taken = frame.offset
         return frame
@@ -70,10 +72,17 @@ class WatchedLog(MessageLog):
 
     def frame_at(self, offset: int) -> Frame | None:
         """Return the header of the frame at `offset`, from memory or disk."""
-        try:
-            if (data := self.frame_bytes.get(offset)) is None:
-                base = segment_at(self._bases, offset)
-                data = self._disk.read(log_name(base), offset - base, 4096)
-            return decode_header(data, 0, offset, None)
-        except CorruptFrame:
-            return None
+        if (data := self.frame_bytes.get(offset)) is None:
+            return frame_on_disk(self._disk, self._bases, offset)
+        return decode_header(data, 0, offset, None)
+
+
+def frame_on_disk(disk: Disk, bases: list[int], offset: int) -> Frame | None:
+    """Return the header of the frame at `offset`; None if there is none."""
+    if not bases or offset < bases[0]:
+        return None
+    base = segment_at(bases, offset)
+    try:
+        return decode_header(disk.read(log_name(base), offset - base, 4096), 0, offset, None)
+    except CorruptFrame:
+        return None

@@ -120,9 +120,7 @@ class World:
         self.oracle.is_counted = not moves and not swarm.unsubscribe
         self.oracle.is_ordered = swarm.keys and not moves
         self.oracle.choosy = {"g1"} if swarm.tagged else set()
-        self.network = Network(
-            self.events, delay_ms=swarm.delay_ms, stall=swarm.stall, keepalive_ms=swarm.keepalive_ms
-        )
+        self.network = Network(self.events, delay_ms=swarm.delay_ms, stall=swarm.stall, keepalive_ms=swarm.keepalive_ms)
         self.network.on_answer = self._on_answer
         self.machines = [Machine(self, "a"), Machine(self, "b")]
         self.oracle.machines = self.machines
@@ -244,7 +242,7 @@ class World:
 
     def _is_drained(self, state: State) -> bool:
         for (subject, _), group in state.groups.items():
-            if group.position != state.next_sequence.get(subject, 0) or group.returned:
+            if group.position != state.next_sequence.get(subject, 0) or group.requeued:
                 return False
             if any(consumer.unacked for consumer in group.consumers.values()):
                 return False

@@ -122,7 +122,7 @@ class Oracle:
         self._tables = tables
         self.decided = Decided.of(tables)
         self._terms: dict[str, int] = {}
-        self._reigns: dict[tuple[str, int], tuple[Key | None, Key | None]] = {}
+        self._masterships: dict[tuple[str, int], tuple[Key | None, Key | None]] = {}
         self._found: Violation | None = None
         self._rows: dict[Any, Record] = {}
         self._states: dict[Any, list[Decided]] = {}
@@ -170,9 +170,10 @@ class Oracle:
                 raise Violation(f"the term of {group} went back from {self._terms[group]} to {term}: {errand}")
             self._terms[group] = term
             parts = now.parts()[group]
-            if self._reigns.setdefault((group, term), parts) != parts:
+            if self._masterships.setdefault((group, term), parts) != parts:
                 raise Violation(
-                    f"term {term} of {group} had master and slave {self._reigns[group, term]}, now {parts}: {errand}"
+                    f"term {term} of {group} had master and slave {self._masterships[group, term]}, "
+                    f"now {parts}: {errand}"
                 )
 
     def _look_at_masters(self, errand: Any, before: Decided, now: Decided) -> None:

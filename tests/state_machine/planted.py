@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from metaserver import roles
-from metaserver.actions import routes as actions
-from metaserver.commits import Commits
-from metaserver.database import Database, DatabaseAway
-from metaserver.db import apply, changes, groups, operators, routes, transactions
-from metaserver.db.bad_rows import BadRows
-from metaserver.db.repository import Repository
-from metaserver.registry import Registry
+from qmq.metaserver import roles
+from qmq.metaserver.actions import routes as actions
+from qmq.metaserver.commits import Commits
+from qmq.metaserver.database import Database, DatabaseAway
+from qmq.metaserver.db import apply, changes, groups, operators, routes, transactions
+from qmq.metaserver.db.bad_rows import BadRows
+from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.registry import Registry
 
 Patch = contextlib.AbstractContextManager[Any]
 
@@ -145,15 +145,17 @@ def _done_is_said_although_the_database_is_away() -> list[Patch]:
 def _incomplete_slaves_are_promoted() -> list[Patch]:
     real = roles._promote
     return [
-        mock.patch.object(roles, "_promote", lambda directory, group, broker, _: real(directory, group, broker, True))
+        mock.patch.object(
+            roles, "_promote", lambda directory, group, broker, _, why: real(directory, group, broker, True, why)
+        )
     ]
 
 
 def _a_new_disk_is_as_complete_as_the_old_one() -> list[Patch]:
     """What a master says is taken to be about whatever disk the slave has by now."""
 
-    def slave_complete(group: Any, state: Any) -> bool | None:
-        if not state.writable or not state.reigns(group.term):
+    def slave_complete(group: Any, key: Any, state: Any) -> bool | None:
+        if key != group.master.key or not state.writable or not state.is_master_in(group.term):
             return None
         return bool(state.durability != "master")
 

@@ -12,14 +12,14 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-from metaserver import database, main, upkeep
-from metaserver.actions.clients import Clients
-from metaserver.model import Broker, ReplicaState
-from metaserver.rpc.convert import state_from_message
-from metaserver.rpc.servicer import MetaserverRpc
-from metaserver.settings import MetaserverSettings
 from qmq import rpc_access
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown
+from qmq.metaserver import database, main, upkeep
+from qmq.metaserver.actions.clients import Clients
+from qmq.metaserver.model import Broker, ReplicaState
+from qmq.metaserver.rpc.convert import state_from_message
+from qmq.metaserver.rpc.servicer import MetaserverRpc
+from qmq.metaserver.settings import MetaserverSettings
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, TokenRole
 from qmq.types import Role

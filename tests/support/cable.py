@@ -23,6 +23,8 @@ class Cable:
         """Cut a connection, once, as soon as its server says something, before the client hears it."""
         self.hold_questions = False
         """Cut a connection, once, as soon as its client says something; the server hears it after `deliver`."""
+        self._generation = 0
+        """Of the connections that are made now; older ones are forgotten."""
         self.is_holding = threading.Event()
         self._is_delivered = threading.Event()
         self._is_lost = False
@@ -32,6 +34,10 @@ class Cable:
         """Let the server hear what `hold_questions` keeps; with `lost`, that the connection is cut instead."""
         self._is_lost = lost
         self._is_delivered.set()
+
+    def forget(self) -> None:
+        """Carry nothing more of the connections that there are, and tell neither end."""
+        self._generation += 1
 
     def close(self) -> None:
         self._is_delivered.set()
@@ -54,13 +60,16 @@ class Cable:
         """Carry both directions, each on a thread. Who cuts does not close: the number of a socket that the other one
         is about to read could be another connection's by then."""
         with client, server:
-            answers = threading.Thread(target=self._answers, args=(client, server), daemon=True)
+            generation = self._generation
+            answers = threading.Thread(target=self._answers, args=(client, server, generation), daemon=True)
             answers.start()
-            self._questions(client, server)
+            self._questions(client, server, generation)
             answers.join()
 
-    def _questions(self, client: socket.socket, server: socket.socket) -> None:
+    def _questions(self, client: socket.socket, server: socket.socket, generation: int) -> None:
         for piece in _pieces(client):
+            if generation < self._generation:
+                continue
             if self.cut_questions:
                 self.cut_questions = False
                 break
@@ -79,8 +88,10 @@ class Cable:
                 break  # it is cut, or the server died
         _cut(client, server)
 
-    def _answers(self, client: socket.socket, server: socket.socket) -> None:
+    def _answers(self, client: socket.socket, server: socket.socket, generation: int) -> None:
         for piece in _pieces(server):
+            if generation < self._generation:
+                continue
             if self.cut_answers:
                 self.cut_answers = False
                 break

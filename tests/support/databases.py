@@ -23,8 +23,8 @@ import pytest
 from sqlalchemy import URL, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
-from metaserver.db.engine import open_database
-from metaserver.db.tables import metadata
+from qmq.metaserver.db.engine import open_database
+from qmq.metaserver.db.tables import metadata
 from tests.support.ports import kept_port
 from tests.support.standstill import stand_still
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from metaserver import roles
-from metaserver.db.changes import SetRoles
-from metaserver.db.repository import Repository
-from metaserver.model import Broker
+from qmq.metaserver import roles
+from qmq.metaserver.db.changes import SetRoles
+from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.model import Broker
 from qmq.types import Role
 
 

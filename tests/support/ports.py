@@ -14,7 +14,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import IO
 
-from deploy.plan import is_free
+from qmq.deploy.plan import is_free
 
 BLOCKS = range(21_500, 32_500, 1000)
 """Above the ports that a cluster of a reader's own has (docs/install.md), below what outgoing connections get."""

@@ -437,7 +437,12 @@ def launch():
     def launch(*arguments):
         started.append(
             subprocess.Popen(
-                [*python, *arguments], stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True,
+                [*python, *arguments],
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+                start_new_session=True,
                 env=environment,
             )
         )

@@ -15,7 +15,7 @@ PACKET_BYTES = 1 << 20
 
 
 class Owner:
-    """Knows its connection, which knows it: a circle, as a broker's door and its connection are."""
+    """Knows its connection, which knows it: a circle, as a broker's acceptor and its connection are."""
 
     def __init__(self, made):
         self.connection = Connection(self, PACKET_BYTES)

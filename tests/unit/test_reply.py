@@ -11,6 +11,7 @@ import qmq
 from qmq.errors import InvalidMessage, NoAnswer, NotServed
 from qmq.reply import Requester, is_request, reply
 from qmq.testing import Broker
+from tests.support.waiting import until_async
 
 QUERY, ANSWERS = "price.query", "price.answers"
 LONG_S = 120.0
@@ -50,12 +51,6 @@ async def shop(answer=None):
 
 async def squared(producer, message):
     await reply(producer, message, qmq.Message("", {"square": message.get_int("n") ** 2}))
-
-
-async def until(condition):
-    async with asyncio.timeout(LONG_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def test_each_of_many_requests_gets_its_own_answer():
@@ -109,7 +104,7 @@ def test_late_and_second_answers_are_counted_and_answer_nothing():
                 await world.ask(1, timeout=1.5)
             assert await world.ask(2) == "4"
             may_answer.set()
-            await until(lambda: world.requester.late_answers == 3)
+            await until_async(lambda: world.requester.late_answers == 3)
             assert await world.ask(3) == "9"
 
     asyncio.run(run())
@@ -167,7 +162,7 @@ def test_a_cancelled_request_waits_no_more():
     async def run():
         async with shop(silent) as world:
             asking = asyncio.create_task(world.ask(1))
-            await until(lambda: world.requester.waiting)
+            await until_async(lambda: world.requester.waiting)
             asking.cancel()
             await asyncio.wait([asking])
             assert asking.cancelled() and world.requester.waiting == 0
@@ -184,7 +179,7 @@ def test_closing_ends_those_that_wait_and_refuses_others():
             client = qmq.Consumer(metaserver=world.broker.metaserver, app="shop")
             async with Requester(world.producer, client, reply_subject=ANSWERS) as requester:
                 asking = asyncio.create_task(requester.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S))
-                await until(lambda: requester.waiting)
+                await until_async(lambda: requester.waiting)
             with pytest.raises(qmq.ClientClosed, match="the requester is closed"):
                 await asking
             with pytest.raises(qmq.ClientClosed, match="not open"):

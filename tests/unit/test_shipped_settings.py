@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from broker.settings import BrokerSettings
-from metaserver.settings import MetaserverSettings
+from qmq.broker.settings import BrokerSettings
+from qmq.metaserver.settings import MetaserverSettings
 from qmq.settings import load
-from watchdog.settings import WatchdogSettings
+from qmq.watchdog.settings import WatchdogSettings
 
 ROOT = Path(__file__).parents[2]
 KINDS = {"broker": BrokerSettings, "metaserver": MetaserverSettings, "watchdog": WatchdogSettings}

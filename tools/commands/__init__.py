@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tools.command import Command
-from tools.commands.access import DATABASES, TOKENS, UPKEEP
-from tools.commands.brokers import BROKERS
-from tools.commands.consumers import CONSUMERS
-from tools.commands.delays import DELAYS
-from tools.commands.installation import INSTALLATION
-from tools.commands.messages import MESSAGES
-from tools.commands.outbox import OUTBOX
-from tools.commands.routes import GROUPS, ROUTES
+from qmq.tools.command import Command
+from qmq.tools.commands.access import DATABASES, TOKENS, UPKEEP
+from qmq.tools.commands.audit import AUDIT
+from qmq.tools.commands.brokers import BROKERS
+from qmq.tools.commands.consumers import CONSUMERS
+from qmq.tools.commands.delays import DELAYS
+from qmq.tools.commands.installation import INSTALLATION
+from qmq.tools.commands.messages import MESSAGES
+from qmq.tools.commands.outbox import OUTBOX
+from qmq.tools.commands.routes import GROUPS, ROUTES
 
 SECTIONS: Mapping[str, tuple[Command, ...]] = {
     "brokers and broker groups": BROKERS,
@@ -25,6 +26,7 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = {
     "outboxes": OUTBOX,
     "tokens": TOKENS,
     "metadata and its history": UPKEEP,
+    "the nightly audit": AUDIT,
     "the installation": INSTALLATION,
 }
 

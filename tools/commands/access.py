@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tools.command import ANY_GROUP, ANY_SUBJECT, FORCE, Command, Kind, Option, bad, good, listing, warning
-from tools.table import Block, Cell, Column, Table, moment, size
+from qmq.tools.command import ANY_GROUP, ANY_SUBJECT, FORCE, Command, Kind, Option, bad, good, listing, warning
+from qmq.tools.table import Block, Cell, Column, Table, moment, size
 
 _DB = (
     Option("type", "kind of the database", default="mmm"),
@@ -122,7 +122,11 @@ TOKENS = (
         (
             Option("name", "whose token it is; two of one name may be valid, for rotation"),
             Option("role", "what it is for", choices=("viewer", "operator", "admin", "client", "broker")),
-            Option("subjects", "only these subjects (prefix*, produce:…, consume:…), separated by commas", default=""),
+            Option(
+                "subjects",
+                "only these subjects (prefix*, produce:…, consume:…, redrive:…), separated by commas",
+                default="",
+            ),
             Option("groups", "only these broker groups (prefix*), separated by commas", default=""),
             Option("days", "valid so many days; default: for ever", default="", kind=Kind.NUMBER),
             Option("out", "write the token's text to this file, readable by you alone", "", Kind.PATH, local=True),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tools.command import ANY_GROUP, FORCE, GROUP, Command, Kind, Option, bad, good, listing, warning
-from tools.table import Block, Cell, Column, Table, good_or_bad, span
+from qmq.tools.command import ANY_GROUP, FORCE, GROUP, Command, Kind, Option, bad, good, listing, warning
+from qmq.tools.table import Block, Cell, Column, Table, good_or_bad, span
 
 _HOSTNAME = Option("hostname", "the broker's setting hostname")
 _SERVE_PORT = Option("servePort", "port for producers and consumers", kind=Kind.PORT)
@@ -32,6 +32,11 @@ def _replaced(before: Any) -> Iterable[Block]:
 
 def _removed(data: Any) -> Iterable[Block]:
     yield good(f"{data['hostname']}:{data['servePort']} is removed from {data['group']}")
+
+
+def _adopted(data: Any) -> Iterable[Block]:
+    group, master = data["brokerGroup"], data["master"]
+    yield good(f"{group}: {master['hostname']}:{master['servePort']} is the master in term {data['term']}")
 
 
 def _swapped(data: Any) -> Iterable[Block]:
@@ -189,6 +194,15 @@ BROKERS = (
         _swapped,
         changes=True,
         look="ReplicaStatus --brokerGroup={brokerGroup}",
+    ),
+    Command(
+        "AdoptRoles",
+        "choose the master where row and brokers differ",
+        "--brokerGroup=g1 --hostname=mq1 --servePort=20881",
+        (GROUP, _HOSTNAME, _SERVE_PORT, FORCE),
+        _adopted,
+        changes=True,
+        look="ListBrokerGroups",
     ),
     Command(
         "ListBrokers",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tools.command import ANY_SUBJECT, SUBJECT, Command, Kind, Option, good, listing, warning
-from tools.table import Block, Cell, Column, Table, Tone, good_or_bad, moment, span
+from qmq.tools.command import ANY_SUBJECT, SUBJECT, Command, Kind, Option, good, listing, warning
+from qmq.tools.table import Block, Cell, Column, Table, Tone, good_or_bad, moment, span
 
 _ANY_GROUP = Option("group", "only this consumer group", default="")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tools.command import ANY_GROUP, ANY_SUBJECT, SUBJECT, Command, Kind, Option, bad, good, warning
-from tools.table import Block, Cell, Column, Table, moment, size, span, utc
+from qmq.tools.command import ANY_GROUP, ANY_SUBJECT, SUBJECT, Command, Kind, Option, bad, good, warning
+from qmq.tools.table import Block, Cell, Column, Table, moment, size, span, utc
 
 
 def _stats(data: Any) -> Iterable[Block]:
@@ -17,6 +17,7 @@ def _stats(data: Any) -> Iterable[Block]:
             Column("SIZE", lambda row: size(row["pendingBytes"]), drop=3),
             Column("LOADED", "loadedMessages", drop=2),
             Column("DUE", _due),
+            Column("SINCE", lambda row: span(row["dueAgeMs"]) if row["dueMessages"] else "", drop=3),
             Column("UNDER WAY", _under_way, fold=12),
             Column("NEXT DUE", lambda row: utc(row["nextDue"]) if row["nextDue"] else "", drop=1),
             Column("CLOCK", _clock, drop=4),
@@ -27,7 +28,8 @@ def _stats(data: Any) -> Iterable[Block]:
     for group in data["groups"]:
         for one in group["waiting"]:
             if one["why"]:
-                yield warning(f"{group['brokerGroup']}: {one['messages']:,} of {one['subject']} wait: {one['why']}")
+                waiting = f"{one['messages']:,} of {one['subject']} wait, for {span(one['ageMs'])}"
+                yield warning(f"{group['brokerGroup']}: {waiting}: {one['why']}")
     if data["hours"]:
         yield ""
         yield Table((Column("HOUR", moment("begin")), Column("MESSAGES", "messages")), data["hours"])
@@ -35,7 +37,7 @@ def _stats(data: Any) -> Iterable[Block]:
 
 
 def _due(row: Mapping[str, Any]) -> Cell:
-    messages = row["waitingMessages"]
+    messages = row["dueMessages"]
     return warning(f"{messages:,}") if messages else good("0")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tools.command import Command, bad, good, listing, warning
-from tools.table import Block, Cell, Column, Table, good_or_bad
+from qmq.tools.command import Command, Option, bad, good, listing, warning
+from qmq.tools.table import Block, Cell, Column, Table, good_or_bad
 
 
 def _metaservers(rows: Any) -> Table:
@@ -21,6 +21,14 @@ def _metaservers(rows: Any) -> Table:
         ),
         rows,
     )
+
+
+def _adopted(data: Any) -> Iterable[Block]:
+    groups = ", ".join(data["groups"])
+    if data["keep"] == "memory":
+        yield good(f"the database has what this metaserver has in memory, {groups} with it")
+    else:
+        yield good(f"the database is used as it is; {groups}: forgotten")
 
 
 _LEVEL = {"OK": good, "WARN": warning, "FAIL": bad}
@@ -61,6 +69,22 @@ INSTALLATION = (
         "list metaservers of this installation, and whether they are up",
         "",
         show=listing(_metaservers),
+    ),
+    Command(
+        "AdoptDatabase",
+        "decide about a database that lost groups",
+        "--keep=memory",
+        (
+            Option(
+                "keep",
+                "memory: fill the database with what this metaserver has in memory; database: forget the lost groups",
+                choices=("memory", "database"),
+            ),
+        ),
+        _adopted,
+        changes=True,
+        look="Doctor",
+        timeout_s=180,
     ),
     Command(
         "Doctor",

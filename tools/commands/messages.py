@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from qmq.errors import InvalidName
 from qmq.subjects import check_name, check_subject
-from tools.command import SUBJECT, Command, Kind, Option
+from qmq.tools.command import SUBJECT, Command, Kind, Option
 
 FORMATS = ("line", "json", "properties")
 _PROPERTY = Option("property", "only messages with this property; several times: with all of them", "", Kind.PAIR)
@@ -65,7 +65,7 @@ def _sends_something(words: Mapping[str, str]) -> str:
 
 def _consumes_for_somebody(words: Mapping[str, str]) -> str:
     if words.get("ack") == "true" and "group" not in words:
-        return "--ack needs --group: without one, there is nobody whose progress could be kept"
+        return "--ack needs --group: without one there is no consumer group to keep a position for"
     return _first(names_are_legal(words), *_positive(words))
 
 
@@ -85,7 +85,7 @@ MESSAGES = (
             Option("wait", "how many seconds a message may take", "30000", Kind.SECONDS),
             Option("dry-run", "look at the messages, send none", "", Kind.FLAG, alone="true"),
         ),
-        runs="tools.messages.produce",
+        runs="qmq.tools.messages.produce",
         needs=_sends_something,
     ),
     Command(
@@ -102,7 +102,7 @@ MESSAGES = (
             Option("ack", "the group is done with them: they do not go back", "", Kind.FLAG, alone="true"),
             _FORMAT,
         ),
-        runs="tools.messages.consume",
+        runs="qmq.tools.messages.consume",
         needs=_consumes_for_somebody,
     ),
     Command(
@@ -120,7 +120,7 @@ MESSAGES = (
             Option("limit", "end after so many messages; default: until Ctrl-C", "", Kind.NUMBER),
             _FORMAT,
         ),
-        runs="tools.messages.tail",
+        runs="qmq.tools.messages.tail",
         needs=_looks_at_one_place,
     ),
     Command(
@@ -144,7 +144,7 @@ MESSAGES = (
                 choices=("newest", "oldest"),
             ),
         ),
-        runs="tools.messages.browse",
+        runs="qmq.tools.messages.browse",
         needs=_looks_at_one_place,
     ),
     Command(
@@ -164,7 +164,7 @@ MESSAGES = (
             Option("rate", "so many a second", "1000", Kind.NUMBER),
             Option("out", "file for the receipt: ids, old and new sequences", "", Kind.PATH),
         ),
-        runs="tools.messages.redrive",
+        runs="qmq.tools.messages.redrive",
         changes=True,
         look="Browse --subject={subject} --deadLetters --group={group}",
         needs=lambda words: _first(names_are_legal(words), *_positive(words)),

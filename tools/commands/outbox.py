@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tools.command import Command, Kind, Option
+from qmq.tools.command import Command, Kind, Option
 
 _ROOM = Option("room", "namespace of the watchdog", default="default")
 _DATABASE = Option("database", "only this one, as ListDbs names it", default="")
@@ -30,14 +30,14 @@ OUTBOX = (
         "list rows of outboxes that are parked, or wait long",
         "--older=600",
         (_ROOM, _DATABASE, _OLDER, Option("limit", "so many rows of each database", "20", Kind.NUMBER), _WATCHDOG),
-        runs="tools.outbox.stuck",
+        runs="qmq.tools.outbox.stuck",
     ),
     Command(
         "OutboxReconcile",
         "say of stuck rows which are in a broker's log; reads only",
         "--older=600 --limit=100",
         (_ROOM, _DATABASE, _OLDER, Option("limit", "so many rows of each database", "100", Kind.NUMBER), _WATCHDOG),
-        runs="tools.outbox.reconcile",
+        runs="qmq.tools.outbox.reconcile",
     ),
     Command(
         "OutboxRetry",
@@ -49,7 +49,7 @@ OUTBOX = (
             Option("ids", "only these rows, as OutboxStuck shows them: 1,2", default=""),
             _WATCHDOG,
         ),
-        runs="tools.outbox.retry",
+        runs="qmq.tools.outbox.retry",
         changes=True,
         look="OutboxStuck --room={room}",
         needs=_retries_something,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tools.command import ANY_GROUP, FORCE, GROUP, SUBJECT, Command, Kind, Option, good, listing, warning
-from tools.table import Block, Column, Table, good_or_bad, moment, span
+from qmq.tools.command import ANY_GROUP, FORCE, GROUP, SUBJECT, Command, Kind, Option, good, listing, warning
+from qmq.tools.table import Block, Column, Table, good_or_bad, moment, span
 
 NAMES_MAX = 5
 _EVERY_SUBJECT = Option("subject", "one subject, or * for all")
@@ -134,7 +134,7 @@ ROUTES = (
     ),
     Command(
         "RemoveSubject",
-        "forget the route of a subject that nobody uses",
+        "forget the route of an unused subject",
         "--subject=order.old",
         (SUBJECT, FORCE),
         lambda data: [good(f"the route of {data['removed']} is forgotten")],

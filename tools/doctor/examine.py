@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from tools.address import Address
-from tools.answer import Answer, Exit
-from tools.call import CallFailed
-from tools.doctor.finding import (
+from qmq.tools.address import Address
+from qmq.tools.answer import Answer, Exit
+from qmq.tools.call import CallFailed
+from qmq.tools.doctor.finding import (
     Finding,
     fail,
     judge_broker,
@@ -25,9 +25,10 @@ from tools.doctor.finding import (
     ok,
     parse_metrics,
     read_version,
+    silent_brokers,
     warn,
 )
-from tools.doctor.probe import Page, Unreachable, connect, read_page, resolve
+from qmq.tools.doctor.probe import Page, Unreachable, connect, read_page, resolve
 
 PROBES_AT_ONCE = 32
 PORTS = {"servePort": "serve", "syncPort": "sync", "controlPort": "control", "metricsPort": "metrics"}
@@ -61,10 +62,12 @@ def _installation(ask: Ask, token: str) -> Iterator[Finding]:
         return
     yield from judge_facts(facts.data)
     metaservers, brokers = ask("ListMetaservers").data or [], ask("ListBrokers").data or []
+    away = silent_brokers(facts.data)
     with ThreadPoolExecutor(PROBES_AT_ONCE) as threads:
         for findings in threads.map(_other_metaserver, metaservers):
             yield from findings
-        for row, (findings, version) in zip(brokers, threads.map(partial(_broker, token), brokers)):
+        answering = [row for row in brokers if (row["hostname"], row["servePort"]) not in away]
+        for row, (findings, version) in zip(answering, threads.map(partial(_broker, token), answering)):
             yield from findings
             row["version"] = version
     if not brokers:
@@ -95,9 +98,10 @@ def _pages(address: Address) -> Steps:
     except Unreachable as error:
         yield fail("HTTP", str(error), "is it a metaserver's port? The metaserver's log says more")
         return False
-    if live.status != 200:
+    if live.status != 200 or grpc.status == 404:  # every process answers /health/live, a metaserver both
+        path, page = ("/health/live", live) if live.status != 200 else ("/meta/address", grpc)
         do = "is it a metaserver's port, or that of a balancer with none behind it?"
-        yield fail("HTTP", f"/health/live: {live.status} {_line(live)}", do)
+        yield fail("HTTP", f"{path}: {page.status} {_line(page)}", do)
         return False
     yield ok("HTTP port", f"{address} answers")
     if ready.status == 200:

@@ -8,14 +8,20 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from tools.table import size
+from qmq.tools.table import size
 
 CLOCK_WARN_MS, CLOCK_FAIL_MS = 2_000, 60_000
 """No acknowledged message hangs on a clock; expiry of tokens, times of messages and resetting to a time do."""
 
 
+DUE_AGE_S_MAX = 30.0
+"""For how long a delayed message may be due and not sent."""
 CLOCK_OFF_S_MAX = 1.0
 """As the setting clock_alarm_ms of delay servers: from there on their log says it, too."""
+
+
+LAG_FINE_BYTES = 64 << 20
+"""While messages come, a slave is behind by what is on its way; a group is readonly from four times this on."""
 
 
 class Level(StrEnum):
@@ -98,7 +104,7 @@ def judge_facts(facts: Mapping[str, Any]) -> Iterator[Finding]:
             yield judge(step, found, check["remedy"])
 
 
-_STEPS = {"broker": "brokers", "group": "groups"}
+_STEPS = {"broker": "brokers", "group": "groups", "machine": "brokers"}
 _WARNINGS = ("tokens", "metaservers")
 """The installation works all the same."""
 
@@ -106,9 +112,17 @@ _WARNINGS = ("tokens", "metaservers")
 def _read_check(check: Mapping[str, Any]) -> tuple[str, str]:
     """`broker a:1 (…)`: that of many is the step `brokers`, and what it found is about `a:1 (…)`."""
     first, _, rest = check["name"].partition(" ")
+    if first == "machine":
+        return _STEPS[first], f"{check['name']}: {check['found']}"
     if first in _STEPS:
         return _STEPS[first], f"{rest} {check['found']}"
     return check["name"], check["found"]
+
+
+def silent_brokers(facts: Mapping[str, Any]) -> set[tuple[str, int]]:
+    """Brokers that do not answer the metaserver: what else is wrong with them follows from that."""
+    found = [one for check in facts["checks"] for one in check["facts"].get("brokers", [check["facts"]])]
+    return {(one["hostname"], one["servePort"]) for one in found if one.get("answers") is False}
 
 
 def judge_group(group: Mapping[str, Any]) -> Iterator[Finding]:
@@ -124,7 +138,7 @@ def judge_group(group: Mapping[str, Any]) -> Iterator[Finding]:
     equal, lag = group["equal"], group["lagBytes"]
     if equal is False:
         yield fail("copies", f"the logs of {name} differ", "stop producing, run the audit, keep both disks")
-    elif equal is None and lag:
+    elif equal is None and lag is not None and lag > LAG_FINE_BYTES:
         yield warn("copies", f"the slave of {name} lacks {size(lag)}", "look again: it must shrink")
     elif equal is not None or lag is not None:
         yield ok("copies", f"the slave of {name} is in step")
@@ -137,10 +151,33 @@ def judge_broker(who: str, role: str, metrics: Mapping[str, float]) -> Iterator[
     if is_master is not None and bool(is_master) != (role in ("MASTER", "DELAY_MASTER")):
         found = f"{who} thinks it is {'the master' if is_master else 'no master'}, the metaserver has it as {role}"
         yield fail("roles", found, "wait a few seconds and look again; if it stays, its link to the metaserver is down")
+    if refused := int(metrics.get(f"{prefix}_refused_routes", 0)):
+        found = f"{who} is refused the routes of {refused} subjects; what is due for these waits"
+        yield warn("routes", found, "the metaserver's check `routes`, and blocked_messages of its metrics, say why")
     off_s = metrics.get("qmq_delayserver_clock_difference_seconds", 0.0)
     if abs(off_s) > CLOCK_OFF_S_MAX:
-        found = f"the clock of {who} jumped by {off_s:.1f} s while it reigned; due times follow the one from before"
-        yield warn("clocks", found, "if its clock is right now, SwapRoles begins a reign with it")
+        found = (
+            f"the clock of {who} is wrong by {off_s:.1f} s; messages come due by the other copy's and the metaserver's"
+        )
+        yield warn("clocks", found, "set it right, and run a time service (chrony, systemd-timesyncd) on all machines")
+    if (compared := int(metrics.get("qmq_delayserver_clocks", 3))) < 3:
+        found = f"{who} compares {compared} of 3 clocks (its own, the other copy's, the metaserver's)"
+        yield warn(
+            "clocks", found, "until all are heard, a wrong one cannot be told; look whether slave and metaserver run"
+        )
+    if (age_s := metrics.get("qmq_delayserver_due_age_seconds", 0.0)) > DUE_AGE_S_MAX:
+        found = (
+            f"{who} has {int(metrics.get('qmq_delayserver_due_messages', 0)):,} messages due, one for {age_s:,.0f} s"
+        )
+        yield warn("delays", found, "DelayStats names the subjects and why they wait")
+    if metrics.get(f"{prefix}_clocks_disagree"):
+        found = f"the clock of {who} differs from that of the other copy or of the metaserver: nothing is deleted"
+        do = f"{prefix}_clock_ahead_seconds says by how much; run a time service (chrony, systemd-timesyncd) on all"
+        yield fail("clocks", found, do)
+    held = metrics.get("qmq_broker_held_bytes", 0)
+    if held:
+        found = f"{who} keeps {size(held)} past retention: a consumer group has not consumed it"
+        yield warn("retention", found, "qmq_broker_held_bytes names it: let it consume, or move it with ResetOffset")
     free, limit = metrics.get(f"{prefix}_disk_free_bytes"), metrics.get(f"{prefix}_disk_free_limit_bytes", 0)
     if free is None:
         return

@@ -8,8 +8,9 @@ import time
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
-from tools.address import Address
-from tools.doctor.finding import ClockReading, read_clock
+from qmq.errors import cause_of
+from qmq.tools.address import Address
+from qmq.tools.doctor.finding import ClockReading, read_clock
 
 TIMEOUT_S = 3.0
 PAGE_BYTES_MAX = 64 << 20
@@ -43,7 +44,7 @@ def connect(host: str, port: int) -> float:
     try:
         socket.create_connection((host, port), timeout=TIMEOUT_S).close()
     except (OSError, UnicodeError) as error:
-        raise Unreachable(f"{host}:{port} does not answer: {error}") from None
+        raise Unreachable(f"{host}:{port} does not answer: {cause_of(error)}") from None
     return time.monotonic() - began
 
 
@@ -61,7 +62,7 @@ def read_page(address: Address, path: str, token: str = "") -> Page:
         clock = _clock(response.getheader("Date"), sent_ms, received_ms)
         return Page(response.status, text, clock)
     except (OSError, UnicodeError, http.client.HTTPException) as error:
-        raise Unreachable(f"{address.url}{path} does not answer: {error or type(error).__name__}") from None
+        raise Unreachable(f"{address.url}{path} does not answer: {cause_of(error)}") from None
     finally:
         connection.close()
 

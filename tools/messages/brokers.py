@@ -15,11 +15,11 @@ import grpc.aio
 from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub, MetaserverStub
-from tools.answer import Exit
-from tools.call import CallFailed, post
-from tools.command import LIST_TIMEOUT_S
-from tools.session import Session
-from tools.terminal import complain
+from qmq.tools.answer import Exit
+from qmq.tools.call import CallFailed, post
+from qmq.tools.command import LIST_TIMEOUT_S
+from qmq.tools.session import Session
+from qmq.tools.terminal import complain
 
 APP = "tools.sh"
 ANSWER_S = 10.0
@@ -34,7 +34,7 @@ _LATER = {
 
 
 class Unanswered(Exception):
-    """Nobody gave what was asked for; the text says why. Nothing was changed."""
+    """No broker gave what was asked for; the text says why. Nothing was changed."""
 
     def __init__(self, exit_status: Exit, text: str) -> None:
         super().__init__(text)
@@ -51,7 +51,7 @@ class Master(NamedTuple):
 
 
 def ended(session: Session, work: Callable[[Session], Awaitable[Exit]]) -> Exit:
-    """Run a command's work on a loop of its own; say why if nobody answers."""
+    """Run a command's work on a loop of its own; say why if no broker answers."""
 
     async def main() -> Exit:
         return await work(session)
@@ -63,7 +63,7 @@ def ended(session: Session, work: Callable[[Session], Awaitable[Exit]]) -> Exit:
     except Unanswered as why:
         complain(str(why))
         return why.exit
-    except BrokenPipeError:  # whoever read what is printed has gone
+    except BrokenPipeError:  # the reader of the output has gone
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.raise_signal(signal.SIGPIPE)
         raise
@@ -157,7 +157,7 @@ class Looker:
         try:
             masters = await find_masters(self._session, self._subject)
         except Unanswered:
-            return  # then it is where it was, or nobody can tell
+            return  # then it is where it was, or there is no way to tell
         self.master = next((one for one in masters if one.broker_group == self.broker_group), self.master)
 
     async def messages(self, request: pb.BrowseRequest) -> AsyncGenerator[pb.BrowsedMessage]:

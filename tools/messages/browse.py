@@ -11,14 +11,14 @@ from typing import Any
 
 from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import dead_letter_subject
-from tools.answer import Exit
-from tools.command import warning
-from tools.messages.brokers import Looker, Unanswered, ended, looking
-from tools.messages.lines import words_of
-from tools.messages.shown import message_json, to_json
-from tools.session import Session
-from tools.table import Block, Column, Table, moment
-from tools.terminal import show
+from qmq.tools.answer import Exit
+from qmq.tools.command import warning
+from qmq.tools.messages.brokers import Looker, Unanswered, ended, looking
+from qmq.tools.messages.lines import words_of
+from qmq.tools.messages.shown import message_json, to_json
+from qmq.tools.session import Session
+from qmq.tools.table import Block, Column, Table, moment
+from qmq.tools.terminal import show
 
 
 def run(session: Session) -> Exit:

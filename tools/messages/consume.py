@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 import qmq
-from tools.answer import Exit
-from tools.messages.brokers import APP, Unanswered, ended, find_masters
-from tools.messages.lines import words_of
-from tools.messages.shown import line_of, message_json
-from tools.session import Session
+from qmq.tools.answer import Exit
+from qmq.tools.messages.brokers import APP, Unanswered, ended, find_masters
+from qmq.tools.messages.lines import words_of
+from qmq.tools.messages.shown import line_of, message_json
+from qmq.tools.session import Session
 
 AT_ONCE = 500
 FOR_EVER_S = 3_600.0

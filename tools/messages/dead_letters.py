@@ -1,7 +1,7 @@
 """Shell. A connection to the master of a broker group, over which dead letters come and go back to their group.
 
 It speaks to the broker itself, not through a consumer and a producer: a pull that waits for nothing is answered with
-"no message", so it is certain when all were handed out; and what goes back goes to the same broker, as the same bytes.
+"no message", so it is certain when all were delivered; and what goes back goes to the same broker, as the same bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from qmq.remoting.commands import RANGES_MAX, Ack, Command, Nack, NackEntry, Pie
 from qmq.remoting.connection import Connection, connect
 from qmq.remoting.packet import Packet
 from qmq.subjects import dead_letter_subject, retry_subject
+from qmq.tools.messages.brokers import ANSWER_S, APP, Master
+from qmq.tools.messages.redriving import Chosen, ranges_of
 from qmq.types import Endpoint
-from tools.messages.brokers import ANSWER_S, APP, Master
-from tools.messages.redriving import Chosen, ranges_of
 
 GROUP = "qmq.redrive"
 """The consumer group of all Redrives: what it acked has gone back, what it did not is a dead letter still."""
@@ -34,11 +34,11 @@ OVERHEAD_BYTES = 16 << 10
 """Of a packet, for what stands around a batch: names, end offsets and labels of up to 500 messages."""
 UNSUBSCRIBE_S = 2.0
 PASSED_MS = 600_000
-"""What was passed over is handed out again after that. It must not come back while the rest is looked at."""
+"""What was passed over is delivered again after that. It must not come back while the rest is looked at."""
 
 
 class DeadLetters:
-    """Dead letters of (subject, group) that one master hands out to us. Made by `open`; `close` gives back all that did
+    """Dead letters of (subject, group) that one master delivers to us. Made by `open`; `close` gives back all that did
     not go back to the group."""
 
     def __init__(self, master: Master, subject: str, group: str) -> None:
@@ -75,7 +75,7 @@ class DeadLetters:
         return commands.encode_subscribe(subject=self._dead, group=GROUP, consumer=consumer, start="earliest")
 
     async def take(self) -> list[Piece]:
-        """Return more dead letters, which stay ours until `close`; none: nobody has any to give. Raises QmqError."""
+        """Return more dead letters, which stay ours until `close`; none: there are no more. Raises QmqError."""
         pull = Pull(self._subscription, PULL_MESSAGES, PULL_BYTES, 0)
         return list(commands.decode_pulled(await self._ask(Command.PULL, commands.encode_pull(pull))))
 
@@ -99,7 +99,7 @@ class DeadLetters:
         await self._ask(Command.ACK, commands.encode_ack(Ack(self._subscription, ranges_of(letters))))
 
     async def pass_over(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Give back what was not chosen, so that the broker hands out what lies behind it. Raises QmqError."""
+        """Give back what was not chosen, so that the broker delivers what lies behind it. Raises QmqError."""
         for begin in range(0, len(ranges), RANGES_MAX):
             entries = [NackEntry(*one, PASSED_MS, Verdict.RETRY) for one in ranges[begin : begin + RANGES_MAX]]
             await self._ask(Command.NACK, commands.encode_nack(Nack(self._subscription, entries, "passed over")))
@@ -128,7 +128,7 @@ class DeadLetters:
             await asyncio.sleep(every_s)
             self._connection.request(Command.HEARTBEAT)
 
-    # Called by the connection: what breaks it is heard by whoever asks next.
+    # Called by the connection: what breaks it is raised at the next call.
 
     def packet_received(self, connection: Connection, packet: Packet) -> None: ...
 

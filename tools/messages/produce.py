@@ -11,14 +11,14 @@ from typing import Any
 import qmq
 from qmq.client.batching import Receipt
 from qmq.codec import encode_message
-from tools.answer import Exit
-from tools.inputs import STANDARD_STREAM
-from tools.messages.brokers import APP, ended, find_masters
-from tools.messages.lines import typed_messages
-from tools.messages.shown import to_json
-from tools.session import Session
-from tools.table import printable
-from tools.terminal import complain
+from qmq.tools.answer import Exit
+from qmq.tools.inputs import STANDARD_STREAM
+from qmq.tools.messages.brokers import APP, ended, find_masters
+from qmq.tools.messages.lines import typed_messages
+from qmq.tools.messages.shown import to_json
+from qmq.tools.session import Session
+from qmq.tools.table import printable
+from qmq.tools.terminal import complain
 
 AT_ONCE = 1_000
 """Messages read before the first of them are sent."""
@@ -30,7 +30,7 @@ def run(session: Session) -> Exit:
     except KeyboardInterrupt:
         if session.values["dry-run"] == "true":
             raise
-        complain("interrupted: of messages without a line above nobody knows whether they are stored")
+        complain("interrupted: of messages without a line above it is unknown whether they are stored")
         return Exit.UNKNOWN
 
 
@@ -52,7 +52,7 @@ async def _produce(session: Session) -> Exit:
                 try:
                     for one in chunk:
                         outcomes.add(_told(session, one if isinstance(one, str) else next(receipts)))
-                except BrokenPipeError:  # whoever read what is printed has gone
+                except BrokenPipeError:  # the reader of the output has gone
                     raise
                 except OSError as error:
                     complain(f"what became of {len(chunk):,} messages that were sent could not be written: {error}")
@@ -62,7 +62,7 @@ async def _produce(session: Session) -> Exit:
 
 @contextmanager
 def _lines(path: str) -> Iterator[Iterable[str]]:
-    """The lines of a file; of one that is not valid UTF-8, what is wrong stays in it, so that it is refused alone."""
+    """The lines of a file; of one that is not valid UTF-8, what is wrong stays in it, so that it alone is refused."""
     if not path:
         yield ()
         return
@@ -121,6 +121,6 @@ def _exit(outcomes: set[qmq.Outcome]) -> Exit:
         complain("there was no message to send")
         return Exit.USAGE
     if qmq.Outcome.UNKNOWN in outcomes:
-        complain("of some messages nobody knows whether they are stored; sending them again may store them twice")
+        complain("of some messages it is unknown whether they are stored; sending them again may store them twice")
         return Exit.UNKNOWN
     return Exit.REFUSED if qmq.Outcome.REFUSED in outcomes else Exit.DONE

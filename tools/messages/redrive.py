@@ -17,20 +17,20 @@ from qmq.errors import AccessError, CallError, OutcomeUnknown, Overloaded, QmqEr
 from qmq.proto import qmq_pb2 as pb
 from qmq.remoting.commands import Produced
 from qmq.subjects import dead_letter_subject
-from tools.answer import Exit
-from tools.command import bad, good, warning
-from tools.files import PrivateFile
-from tools.messages.brokers import Looker, Master, Unanswered, ended, looking
-from tools.messages.dead_letters import DeadLetters
-from tools.messages.lines import words_of
-from tools.messages.redriving import Choice, Chosen, Receipt, batches_of, others_of
-from tools.messages.shown import to_json
-from tools.session import Session
-from tools.table import Block, Column, Table
-from tools.terminal import ask, complain, is_yes, show
+from qmq.tools.answer import Exit
+from qmq.tools.command import bad, good, warning
+from qmq.tools.files import PrivateFile
+from qmq.tools.messages.brokers import Looker, Master, Unanswered, ended, looking
+from qmq.tools.messages.dead_letters import DeadLetters
+from qmq.tools.messages.lines import words_of
+from qmq.tools.messages.redriving import Choice, Chosen, Receipt, batches_of, others_of
+from qmq.tools.messages.shown import to_json
+from qmq.tools.session import Session
+from qmq.tools.table import Block, Column, Table
+from qmq.tools.terminal import ask, complain, is_yes, show
 
 HELD_MAX = 50_000
-"""Dead letters that were not chosen and are held to the end. A broker hands 200,000 to one consumer before it acks: of
+"""Dead letters that were not chosen and are kept to the end. A broker hands 200,000 to one consumer before it acks: of
 more, the first are passed over."""
 CHOSEN_MAX = 100_000
 CHOSEN_BYTES_MAX = 256 << 20
@@ -83,7 +83,7 @@ class _Redrive:
                     self._why_left = "interrupted"
                 try:
                     self._finish(kept)
-                except BrokenPipeError:  # whoever read what is printed has gone
+                except BrokenPipeError:  # the reader of the output has gone
                     raise
                 except OSError as error:
                     if not self._receipt.moved and not self._receipt.unknown:

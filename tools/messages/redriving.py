@@ -48,7 +48,7 @@ class Choice:
     reason: str = ""
 
     def of(self, broker_group: str, pieces: Iterable[Piece], bounds: tuple[int, int]) -> Iterator[Chosen]:
-        """Choose of what a broker handed out, within `bounds`: sequences `[begin, end)`."""
+        """Choose from what a broker delivered, within `bounds`: sequences `[begin, end)`."""
         for piece in pieces:
             for at, data in enumerate(split_batch(piece.body, piece.count)):
                 sequence = piece.sequence + at
@@ -62,7 +62,7 @@ class Choice:
             envelope = decode_envelope(data)
             properties = decode_properties(data, envelope.body_begin)
         except InvalidMessage:
-            return None  # nobody could handle it the next time, either
+            return None  # no consumer could handle it the next time, either
         if (
             self.id not in ("", envelope.id)
             or not self.tags <= set(envelope.tags)
@@ -86,7 +86,7 @@ def without_fate(data: bytes, begin: int, properties: Mapping[str, str]) -> byte
 
 
 def batches_of(chosen: Sequence[Chosen], *, messages_max: int, bytes_max: int) -> Iterator[Sequence[Chosen]]:
-    """Cut into batches of at most so many messages and bytes; a larger message comes alone."""
+    """Cut into batches of at most so many messages and bytes; a larger message is a batch of its own."""
     begin = size = 0
     for at, one in enumerate(chosen):
         if at > begin and (at - begin >= messages_max or size + len(one.data) > bytes_max):
@@ -109,7 +109,7 @@ def ranges_of(letters: Iterable[Chosen]) -> list[tuple[int, int]]:
 
 
 def others_of(pieces: Iterable[Piece], chosen: Iterable[Chosen]) -> list[tuple[int, int]]:
-    """Return the pull sequences of what was handed out and not chosen, as ranges; both ascend."""
+    """Return the pull sequences of what was delivered and not chosen, as ranges; both ascend."""
     borders = iter([one.pull_sequence for one in chosen])
     others: list[tuple[int, int]] = []
     border = next(borders, None)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qmq.message import ORDER_KEY
-from tools.table import printable, utc
+from qmq.tools.table import printable, utc
 
 
 def message_json(

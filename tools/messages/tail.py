@@ -12,12 +12,12 @@ from heapq import merge
 from typing import Any
 
 from qmq.proto import qmq_pb2 as pb
-from tools.answer import Exit
-from tools.messages.brokers import Looker, Unanswered, ended, find_masters, looking
-from tools.messages.browse import browsed_json, subject_of, wanted
-from tools.messages.shown import line_of
-from tools.session import Session
-from tools.terminal import complain
+from qmq.tools.answer import Exit
+from qmq.tools.messages.brokers import Looker, Unanswered, ended, find_masters, looking
+from qmq.tools.messages.browse import browsed_json, subject_of, wanted
+from qmq.tools.messages.shown import line_of
+from qmq.tools.session import Session
+from qmq.tools.terminal import complain
 
 PAUSE_S = 0.3
 SEEK_S = 10.0
@@ -75,7 +75,7 @@ class _Tail:
             self._is_full.set()
 
     async def _show_last(self, lookers: list[Looker]) -> list[int | None]:
-        """Show the newest messages of all groups; return where each ends, None where nobody answers."""
+        """Show the newest messages of all groups; return where each ends, None where no broker answers."""
         count = min(int(self._values["last"]), LAST_MAX)
         request = wanted(self._values)
         request.newest_first, request.messages_max = True, max(count, 1)
@@ -105,7 +105,7 @@ class _Tail:
                 await asyncio.sleep(PAUSE_S)
 
     async def _ask(self, looker: Looker, request: pb.BrowseRequest) -> pb.BrowseAnswer | None:
-        """None: nobody answers now, which was said."""
+        """None: no broker answers now, which was reported."""
         try:
             return await looker.ask(request)
         except Unanswered as why:

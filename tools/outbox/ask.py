@@ -10,10 +10,10 @@ from typing import Any
 from urllib.parse import urlencode
 
 from qmq.control_plane import DIRECT
-from tools.answer import Exit
-from tools.call import CallFailed, post
-from tools.command import LIST_TIMEOUT_S
-from tools.session import Session
+from qmq.tools.answer import Exit
+from qmq.tools.call import CallFailed, post
+from qmq.tools.command import LIST_TIMEOUT_S
+from qmq.tools.session import Session
 
 ANSWER_S = 45.0
 """A look at the logs takes a quarter of a minute, and the databases' answers come before it."""

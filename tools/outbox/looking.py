@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tools.answer import Exit
-from tools.outbox.ask import Unanswered, ask_watchdog
-from tools.outbox.shown import problems_of
-from tools.session import Session
-from tools.terminal import complain, show
+from qmq.tools.answer import Exit
+from qmq.tools.outbox.ask import Unanswered, ask_watchdog
+from qmq.tools.outbox.shown import problems_of
+from qmq.tools.session import Session
+from qmq.tools.terminal import complain, show
 
 
 def look(session: Session, path: str, blocks: Callable[[Any], Iterable[Any]]) -> Exit:

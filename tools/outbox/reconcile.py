@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tools.answer import Exit
-from tools.outbox.looking import look
-from tools.outbox.shown import reconciled_blocks
-from tools.session import Session
+from qmq.tools.answer import Exit
+from qmq.tools.outbox.looking import look
+from qmq.tools.outbox.shown import reconciled_blocks
+from qmq.tools.session import Session
 
 
 def run(session: Session) -> Exit:

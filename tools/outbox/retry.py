@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 
-from tools.answer import Exit
-from tools.outbox.ask import Unanswered, ask_watchdog
-from tools.outbox.shown import problems_of, retried_blocks, stuck_blocks
-from tools.session import Session
-from tools.terminal import complain, confirm, show
+from qmq.tools.answer import Exit
+from qmq.tools.outbox.ask import Unanswered, ask_watchdog
+from qmq.tools.outbox.shown import problems_of, retried_blocks, stuck_blocks
+from qmq.tools.session import Session
+from qmq.tools.terminal import complain, confirm, show
 
 
 def run(session: Session) -> Exit:
@@ -54,7 +54,7 @@ def _retry(session: Session) -> Exit:
         print(json.dumps(answer, ensure_ascii=False))
     else:
         show(retried_blocks(answer))
-    if problems := problems_of(answer):  # others are done; and of a database that was too slow, nobody knows
+    if problems := problems_of(answer):  # others are done; and of a database that was too slow, it is unknown
         return _unknown(session, "; ".join(problems))
     return Exit.DONE
 

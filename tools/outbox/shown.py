@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tools.command import bad, good, warning
-from tools.table import Block, Cell, Column, Table
+from qmq.tools.command import bad, good, warning
+from qmq.tools.table import Block, Cell, Column, Table
 
 _ROW = (
     Column("ID", "id"),
@@ -27,7 +27,7 @@ def _stuck(one: Mapping[str, Any]) -> Iterator[Block]:
     line = f"{one['pending']} to be sent ({one['claimed']} of them under way), oldest {round(one['oldest'])} s"
     yield f"{one['database']}: {line}"
     if one["parked"]:
-        yield bad(f"{one['parked']} parked: nobody sends them until OutboxRetry")
+        yield bad(f"{one['parked']} parked: not sent until OutboxRetry")
     if one["rows"]:
         yield Table((*_ROW, _REASON), one["rows"])
 

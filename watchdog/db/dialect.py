@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from watchdog.sources import MARIADB, POSTGRESQL, SQLITE
+from qmq.watchdog.sources import MARIADB, POSTGRESQL, SQLITE
 
 
 class Dialect(NamedTuple):

@@ -8,7 +8,7 @@ from urllib.parse import quote
 from sqlalchemy import URL, Engine, create_engine, event
 
 from qmq.sql_waits import Waits
-from watchdog.sources import MARIADB, POSTGRESQL, SQLITE, Source, UnusableSource
+from qmq.watchdog.sources import MARIADB, POSTGRESQL, SQLITE, Source, UnusableSource
 
 CONNECT_S = 5
 LOCK_S = 3

@@ -14,11 +14,11 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 
 from qmq.outbox.table import table_name
-from watchdog.claims import Candidate, candidate_of
-from watchdog.db.dialect import DIALECTS
-from watchdog.db.engine import READING
-from watchdog.sources import Source
-from watchdog.work import Claiming, Due, Known, Page, ReadClaims, ReadPage, Settling, TakeOver
+from qmq.watchdog.claims import Candidate, candidate_of
+from qmq.watchdog.db.dialect import DIALECTS
+from qmq.watchdog.db.engine import READING
+from qmq.watchdog.sources import Source
+from qmq.watchdog.work import Claiming, Due, Known, Page, ReadClaims, ReadPage, Settling, TakeOver
 
 PARKED = -2
 """QMQ's number of a row that is not sent any more."""

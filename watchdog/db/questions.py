@@ -10,9 +10,9 @@ from sqlalchemy import Engine, Row, text
 from qmq.errors import CallError
 from qmq.outbox.row import decode_row
 from qmq.outbox.table import table_name
-from watchdog.db.dialect import DIALECTS
-from watchdog.db.engine import READING
-from watchdog.sources import Source
+from qmq.watchdog.db.dialect import DIALECTS
+from qmq.watchdog.db.engine import READING
+from qmq.watchdog.sources import Source
 
 COUNT_MAX = 100_000
 """Beyond it nothing is counted: a table of millions of rows would be read for a number that says "too many" anyway."""

@@ -30,8 +30,8 @@ from fastapi.responses import FileResponse
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 
-from deploy.cluster import Cluster
-from deploy.processes import ROOT
+from qmq.deploy.cluster import Cluster
+from qmq.deploy.processes import ROOT
 
 HERE = Path(__file__).parent
 RESTART_S = 1.0
@@ -102,7 +102,7 @@ class Panel:
                 "SHOP_DATABASE": f"sqlite+aiosqlite:///{self._database}",
                 "QMQ_METASERVER": self.cluster.metaserver, "QMQ_TOKEN": self.cluster.token,
             })  # fmt: skip
-            self._keep("watchdog", ["-m", "watchdog"], {
+            self._keep("watchdog", ["-m", "qmq.watchdog"], {
                 "QMQ_WATCHDOG_METASERVER": self.cluster.metaserver, "QMQ_WATCHDOG_TOKEN": self.cluster.token,
                 "QMQ_WATCHDOG_HTTP_PORT": str(_free_port()),
             })  # fmt: skip

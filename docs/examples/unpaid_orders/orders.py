@@ -16,7 +16,7 @@ import sqlite3
 from datetime import timedelta
 
 import qmq
-from deploy.hello import local_cluster
+from qmq.deploy.hello import local_cluster
 
 UNPAID = "order.unpaid"
 HALF_AN_HOUR = timedelta(minutes=30)

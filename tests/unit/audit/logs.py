@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from zlib import crc32
 
-from qmq.codec import encode_message, join_batch
-from qmq.log.frame import NO_CHAIN, Frame, FrameKind, encode_header, subject_field
-from qmq.log.progress import Entry, encode_office, encode_progress
+from qmq.codec import encode_labels, encode_message, join_batch
+from qmq.log.frame import NO_CHAIN, Frame, FrameKind, encode_header, encode_json_body, label_flags, subject_field
+from qmq.log.progress import Entry, encode_progress
 from qmq.message import Message
 from qmq.types import Epoch
 
@@ -51,10 +51,15 @@ class LogWriter:
         self.end, self.chain = frame.end, frame.chain
         return frame
 
-    def messages(self, subject: str, messages: Sequence[bytes], *, first: int | None = None) -> Frame:
+    def messages(
+        self, subject: str, messages: Sequence[bytes], *, first: int | None = None, labels: Sequence[int] = ()
+    ) -> Frame:
         begin = self.sequences.get(subject, 0) if first is None else first
         self.sequences[subject] = begin + len(messages)
-        return self.frame(FrameKind.MESSAGES, subject, join_batch(messages), count=len(messages), first=begin)
+        body, flags = join_batch(messages), 0
+        if labels:
+            body, flags = body + encode_labels(labels), label_flags(labels)
+        return self.frame(FrameKind.MESSAGES, subject, body, count=len(messages), first=begin, flags=flags)
 
     def batch(self, subject: str, count: int, *, first: int | None = None, size: int = 40) -> Frame:
         """Append `count` messages with the ids `<subject>-<sequence>` and the properties carrier and text."""
@@ -76,9 +81,9 @@ class LogWriter:
     def progress(self, kind: FrameKind, subject: str, group: str, consumer: str, *entries: Entry) -> Frame:
         return self.frame(kind, subject, encode_progress(group, consumer, entries))
 
-    def reign(self, epoch: Epoch) -> Frame:
+    def mastership(self, epoch: Epoch) -> Frame:
         self.epoch = epoch
-        return self.frame(FrameKind.EPOCH, "", encode_office(who="b1", why="test"))
+        return self.frame(FrameKind.EPOCH, "", encode_json_body(who="b1", why="test"))
 
     def _close(self) -> None:
         self._file.write(bytes(-self._file.tell() % self.preallocate or self.preallocate))

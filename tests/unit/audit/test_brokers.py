@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from audit import brokers
-from audit.copies import CannotRead
+from qmq.audit import brokers
+from qmq.audit.copies import CannotRead
 
 
 def row(group, role, port):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from audit.group import Result
-from audit.jobs import consistency
+from qmq.audit.group import Result
+from qmq.audit.jobs import consistency
 
 LAST_NIGHT = '{"status": 0}'
 

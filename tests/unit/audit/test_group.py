@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from audit.copies import is_same_place, place_options
-from audit.group import Group, Result, audit_group
-from audit.report import as_markdown
-from audit.schema import FINDINGS
+from qmq.audit.copies import is_same_place, place_options
+from qmq.audit.group import Group, Result, audit_group
+from qmq.audit.report import as_markdown
+from qmq.audit.schema import FINDINGS
 
 NO_SPARK: Any = None
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from audit.progress import Judge
+from qmq.audit.kinds import Kind
+from qmq.audit.progress import CONSERVED, Judge
 from qmq.log.frame import FrameKind, decode_frames, encode_header, subject_field
 from qmq.log.progress import DEFERRED, PASSED, encode_progress
 from tests.unit.log.logs import Copy, a_frame
@@ -37,16 +38,18 @@ def rows(copy: Copy, start: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def findings(copy: Copy, start: int = 0) -> list[str]:
+    """What is found but for messages that are passed over: the history made here does so for no reason."""
     copy.flush()
     judge = Judge()
-    return [found["text"] for row in rows(copy, start) for found in judge.judge(row)]
+    found = [found for row in rows(copy, start) for found in judge.judge(row)]
+    return [one["text"] for one in found if one["what"] not in (Kind.PASSED, CONSERVED)]
 
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=150, deadline=None)
 def test_a_legal_history_has_no_findings_from_whichever_frame_on_it_is_read(seed):
     rng, copy = Random(seed), Copy(segment_bytes=1 << 20)
-    copy.office()
+    copy.begin_epoch()
     starts = [0] + [a_frame(copy, rng).end for _ in range(120)]
     assert findings(copy) == []
     for start in rng.sample(starts, 12):
@@ -68,7 +71,7 @@ def forged(copy: Copy, kind: FrameKind, consumer: str, entries: list[tuple[int, 
 def a_history() -> tuple[Copy, int]:
     """c1 holds messages 0 to 3, as pull sequences from the returned one on."""
     copy = Copy(segment_bytes=1 << 20)
-    copy.office()
+    copy.begin_epoch()
     copy.progress(FrameKind.POSITION, "", (0, 0, 0), subject="s")
     copy.messages(*"abcdef", subject="s", size=0)
     first = copy.log.state.next_pull(copy.log.state.groups["s", "g"], "c1")
@@ -107,3 +110,17 @@ def test_in_a_log_that_begins_later_what_is_handed_out_in_it_is_judged_all_the_s
     assert not [found for row in rows(copy, start) for found in judge.judge(row)]
     row = forged(copy, FrameKind.PULL, "c3", [(1 << 60, 6, 1)]) | {"start": start}
     assert list(judge.judge(row)), "message 6 is with c2"
+
+
+@pytest.mark.parametrize("new, found", [((), []), ((4,), [Kind.PASSED])], ids=["a dead letter", "a new message"])
+def test_what_came_back_does_not_tell_what_a_consumer_asks_for(new, found):
+    """Who pulls next is given what was delivered too often, to make a dead letter of it, whatever it asks for."""
+    copy, first = a_history()
+    copy.progress(FrameKind.NACK, "c1", (first, first + 4, 0), subject="s")
+    copy.flush()
+    judge = Judge()
+    assert not [found for row in rows(copy) for found in judge.judge(row)]
+    number = copy.log.state.next_pull(copy.log.state.groups["s", "g"], "c2")
+    handed_out = [(number, 0, 4), *((number + sequence, sequence, 1) for sequence in new)]
+    entries = [*handed_out, (PASSED, 4 + len(new), 6 - 4 - len(new))]
+    assert [one["what"] for one in judge.judge(forged(copy, FrameKind.PULL, "c2", entries))] == found

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from audit.copies import PathCopy
-from audit.rows import message_batches, record_batches
-from audit.walk import Walk
+from qmq.audit.copies import PathCopy
+from qmq.audit.rows import message_batches, record_batches
+from qmq.audit.walk import Walk
 from qmq.codec import encode_labels, encode_message, join_batch, label_of
 from qmq.log.frame import FrameKind, label_flags
 from qmq.message import Message
@@ -19,13 +19,16 @@ from tests.unit.audit.logs import LogWriter
 
 TAGS: list[tuple[str, ...]] = [("pay",), (), ("pay", "cancel"), ("x",), ()]
 LABELS = [label_of(tags, "k" if at == 4 else None) for at, tags in enumerate(TAGS)]
-MESSAGES = [encode_message(Message("s", {"n": at}, tags=tags, id=f"m{at}"), 1) for at, tags in enumerate(TAGS)]
+MESSAGES = [
+    encode_message(Message("s", {"n": at}, tags=tags, id=f"m{at}", order_key="k" if at == 4 else None), 1)
+    for at, tags in enumerate(TAGS)
+]
 
 
 def written(data: Path, *sections: bytes) -> tuple[Path, int]:
     """A log with one batch per section of labels; returns also where it ends."""
     log = LogWriter(data)
-    log.reign(Epoch(1, 1))
+    log.mastership(Epoch(1, 1))
     for number, section in enumerate(sections):
         log.frame(
             FrameKind.MESSAGES, "s", join_batch(MESSAGES) + section, count=5, first=5 * number,

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from audit.copies import CannotRead, PathCopy
-from audit.source import split_range
-from audit.walk import Problem, Walk
+from qmq.audit.copies import CannotRead, PathCopy
+from qmq.audit.source import split_range
+from qmq.audit.walk import Problem, Walk
 from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
 
 
 def write(data: Path, *, frames: int = 30, segment_bytes: int = 8_000) -> LogWriter:
     log = LogWriter(data, segment_bytes=segment_bytes, preallocate=4096)
-    log.reign(Epoch(1, 1))
+    log.mastership(Epoch(1, 1))
     for _ in range(frames):
         log.batch("order.changed", 4)
     log.close()

@@ -16,9 +16,7 @@ def test_percentile_is_a_value_that_was_measured(part, expected):
     assert percentile(range(1, 101), part) == expected
 
 
-@pytest.mark.parametrize(
-    "more_is_better, best, worst", [(True, 9.0, 1.0), (False, 1.0, 9.0)], ids=["a rate", "a time"]
-)
+@pytest.mark.parametrize("more_is_better, best, worst", [(True, 9.0, 1.0), (False, 1.0, 9.0)], ids=["a rate", "a time"])
 def test_best_repetition_is_the_fast_one(more_is_better, best, worst):
     figure = Figure("f", [5.0, 1.0, 9.0], more_is_better=more_is_better)
     assert (figure.value, figure.best, figure.worst) == (5.0, best, worst)

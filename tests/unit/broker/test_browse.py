@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from broker import browse
-from broker.browse import Browse, Filter, borders, visible_end
+from qmq.broker import browse
+from qmq.broker.browse import Browse, Filter, borders, visible_end
 from qmq.codec import encode_message, join_batch
 from qmq.errors import InvalidName, InvalidRequest
 from qmq.log.frame import FrameKind
@@ -19,7 +19,7 @@ END = 1 << 63
 
 def a_log(**options) -> Copy:
     copy = Copy(**options)
-    copy.office()
+    copy.begin_epoch()
     return copy
 
 

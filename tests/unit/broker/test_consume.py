@@ -1,10 +1,10 @@
-"""Core. What a master hands out, to whom, and what becomes of it (design, section 3)."""
+"""Core. What a master hands out, to whom, and what becomes of it."""
 
 from __future__ import annotations
 
 import pytest
 
-from broker import hand_out
+from qmq.broker import hand_out
 from qmq.errors import ErrorCode
 from qmq.log.frame import FrameKind, decode_frames
 from qmq.remoting import commands

@@ -50,7 +50,7 @@ def test_dead_letter_is_the_message_and_says_what_became_of_it():
     assert dead.id == "m1" and dead.subject == "s"
     assert dict(dead.properties) == {"qmq_times": "1", "qmq_deadReason": "no such order", "qmq_deadSequence": "1"}
     assert dead_letters(group.b)[0].id == "m1", "on both copies"
-    assert [entry[1:3] for entry in unacked(group)] == [[0, 1], [2, 1]]
+    assert [(one.first, one.count) for one in unacked(group)] == [(0, 1), (2, 1)]
     assert group.a.counters.dead_letters == 1
 
 
@@ -63,7 +63,7 @@ def test_dead_letters_of_a_range_from_disk_come_in_order():
     client.nack(first + 3, first + 12, dead=True)
     group.settle()
     assert [dead.id for dead in dead_letters(group.a)] == [*[f"m{i}" for i in range(3, 10)], "n0", "n1"]
-    assert [entry[1:3] for entry in unacked(group)] == [[0, 3]]
+    assert [(one.first, one.count) for one in unacked(group)] == [(0, 3)]
 
 
 def test_dead_letter_is_consumed_as_any_message_and_does_not_die_again():
@@ -221,7 +221,7 @@ def test_copies_whose_ack_is_missing_are_recognized_also_when_later_messages_die
     group.a.master._delivery._dead_letters._settle = lambda burial, messages: burial.ranges.clear()
     client.nack(first, first + 10, dead=True)
     group.settle()
-    assert len(dead_letters(group.a)) == 100 and sum(entry[2] for entry in unacked(group)) == 10
+    assert len(dead_letters(group.a)) == 100 and sum(one.count for one in unacked(group)) == 10
     group.swap(2)
     again = Client(group.a)
     opaque = again.subscribe(held_end=first + 100)
@@ -252,7 +252,7 @@ def test_next_master_buries_what_the_former_one_was_about_to():
     assert read
 
 
-def test_burial_under_way_ends_with_the_reign():
+def test_burial_under_way_ends_with_the_mastership():
     """Who is no master any more writes nothing."""
     group, client, first = a_group("m0", tail_bytes=0)
     client.produce("n0")

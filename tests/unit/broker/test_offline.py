@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.offline import Offline
+from qmq.broker.offline import Offline
 from qmq.errors import ErrorCode
 from qmq.replication.assignment import Assignment
 from qmq.subjects import dead_letter_subject, retry_subject

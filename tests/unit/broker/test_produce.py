@@ -1,4 +1,4 @@
-"""Core. What a master stores, refuses and acknowledges (design, sections 1 and 4)."""
+"""Core. What a master stores, refuses and acknowledges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from qmq.errors import ErrorCode
 from qmq.remoting.commands import Command
 from qmq.replication.readonly import Reason
-from qmq.types import Durability, Role
+from qmq.types import Role
 from tests.unit.broker.world import Client, Group, message
 
 
@@ -23,37 +23,6 @@ def test_largest_batch_of_nothing_but_refused_messages_is_answered():
     assert receipt.stored == 0 and len(receipt.refused) == 65_535
     assert client.code(more) == ErrorCode.INVALID_REQUEST
     assert group.a.log.end == group.b.log.end
-
-
-def test_no_answer_before_our_fsync_and_the_slaves_confirmation():
-    """P1, W11: whichever comes last releases it, and one of them alone never does."""
-    for ours_last in (True, False):
-        group, client = a_group()
-        stored = client.produce("m")
-        host, slave_host = group.a.host, group.b.host
-        host.turn()
-        assert host.commits and not client.answered(stored)
-        if not ours_last:
-            host.fsync()
-            assert not client.answered(stored), "one disk is not two"
-        group.to_slave()
-        slave_host.turn()
-        assert not client.answered(stored), "the slave has it in memory only"
-        slave_host.fsync()
-        assert not client.answered(stored), "the confirmation is under way"
-        group.to_master()
-        if ours_last:
-            assert not client.answered(stored), "the slave alone is not two either"
-            host.fsync()
-        assert client.receipt(stored) == (0, 1, Durability.FSYNC, [])
-
-
-def test_messages_leave_for_the_slave_before_our_own_fsync_begins():
-    group, client = a_group()
-    client.produce("m")
-    assert not group.at_master.told
-    group.a.host.turn()
-    assert group.at_master.told and group.a.host.commits, "and the fsync is only asked for"
 
 
 def test_one_fsync_covers_everything_that_arrived_during_the_last_one():
@@ -148,7 +117,7 @@ def test_batch_with_a_wrong_crc_is_refused_and_changes_nothing():
     end = group.a.log.end
     refused = client.produce_raw([message("s", "m")], crc=12345)
     assert client.code(refused) == ErrorCode.INVALID_REQUEST and "CRC" in client.text(refused)
-    assert group.a.log.end == end and not group.a.host.turn_is_due
+    assert group.a.log.end == end and not group.a.host.pass_is_due
     stored = client.produce("next")
     group.settle()
     assert client.receipt(stored).first_sequence == 0

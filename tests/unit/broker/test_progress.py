@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker import progress
+from qmq.broker import progress
 from qmq.errors import ErrorCode, NotMaster, NotServed, OperatorError, OutcomeUnknown
 from qmq.log.frame import FrameKind
 from qmq.remoting import commands
@@ -37,9 +37,7 @@ def pulled(group: Group, client: Client, **pull) -> list[str]:
 def move(group: Group, to: str, value: int = 0, *, consumers: str = "g", dry_run: bool = False, settles: bool = True):
     """Return what changed and the list of answers."""
     answers: list[object] = []
-    reset = group.a.node.acting_master().move_group(
-        "s", consumers, to, value, dry_run=dry_run, answer=answers.append
-    )
+    reset = group.a.node.acting_master().move_group("s", consumers, to, value, dry_run=dry_run, answer=answers.append)
     if settles:
         group.settle()
     return reset, answers
@@ -114,7 +112,7 @@ def test_it_is_answered_once_both_copies_know_it():
     assert group.a.log.state.groups == group.b.log.state.groups
 
 
-def test_reign_that_ends_before_both_copies_know_it_says_that_nobody_can_tell():
+def test_mastership_that_ends_before_both_copies_know_it_says_that_nobody_can_tell():
     group, _ = a_group()
     joined(group)
     _, answers = move(group, "latest", settles=False)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from broker.dead_letters import COPIES_PER_TURN
+from qmq.broker.dead_letters import COPIES_PER_TURN
 from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.fold import BATCHES_PER_PRODUCER
-from qmq.log.fold import Group as Progress
 from qmq.log.frame import FrameKind, decode_frames
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.log.segments import log_name
 from qmq.remoting.commands import Command
 from qmq.subjects import dead_letter_subject
@@ -27,14 +27,14 @@ def test_slave_of_an_older_row_does_not_count():
     group.cut()
     group.connect()
     group.settle()
-    assert group.a.master.gate.alone and not group.a.master.in_office
+    assert group.a.master.gate.no_slave_in_sync and not group.a.master.has_begun
     late = client.produce("m1")
     group.settle()
     assert not client.answered(late) or client.code(late) == ErrorCode.READ_ONLY
     group.b.assign(Role.SLAVE, 2)
     group.connect()
     group.settle()
-    assert not group.a.master.gate.alone and group.a.master.in_office
+    assert not group.a.master.gate.no_slave_in_sync and group.a.master.has_begun
 
 
 def test_pull_that_asks_for_nothing_is_refused_and_waits_nowhere():
@@ -67,7 +67,7 @@ def test_repeats_do_not_pile_up_while_the_slave_is_missing():
     assert group.a.master.gate.waiting == held == waiting + 1
 
 
-def test_produce_before_the_reign_began_tells_the_producer_to_ask_another_group():
+def test_produce_before_the_mastership_began_tells_the_producer_to_ask_another_group():
     """Nothing is stored then. After NOT_SERVED it would repeat the batch to this group, which may wait for hours."""
     group, client = a_group()
     group.cut()
@@ -114,7 +114,7 @@ def test_what_only_a_later_frame_says_is_acknowledged_is_not_cut_for_a_copy_that
     assert group.a.log.damage is None and group.a.log.end == end
 
 
-def test_a_reign_that_begins_with_a_damaged_log_takes_nothing_new_before_it_is_mended():
+def test_a_mastership_that_begins_with_a_damaged_log_takes_nothing_new_before_it_is_mended():
     group, client = a_group()
     client.produce("m0")
     group.settle()
@@ -221,15 +221,17 @@ def test_tag_that_no_message_can_have_is_refused():
 
 
 def test_what_all_has_to_wait_is_not_looked_through_for_each_pull():
-    group = Progress(position=30)
-    for sequence in range(0, 30, 3):
-        group.give_back(sequence, 1, 1, 5_000 + sequence)
-    assert list(group.due(4_999)) == [] and group.soonest_ms == 5_000
-    assert [entry[0] for entry in group.due(5_003)] == [0, 3]
-    group.give_back(1, 1, 1, 4_000)
-    assert [entry[0] for entry in group.due(4_000)] == [1]
-    group.take_returned(1, 1)
-    assert list(group.due(4_999)) == [] and [entry[0] for entry in group.due(5_000)] == [0]
+    requeued = Requeued([RequeuedRange(sequence, 1, 1, 5_000 + sequence) for sequence in range(0, 30, 3)])
+
+    def due(now_ms: int) -> list[int]:
+        return [one.first for one in requeued.due(now_ms, 10)]
+
+    assert due(4_999) == [] and requeued.next_due_ms(4_999) == 5_000
+    assert due(5_003) == [0, 3]
+    requeued.add(RequeuedRange(1, 1, 1, 4_000))
+    assert due(4_000) == [1]
+    requeued.take(1, 1)
+    assert due(4_999) == [] and due(5_000) == [0]
 
 
 def test_groups_that_are_forgotten_are_not_remembered_beside_the_log():
@@ -242,7 +244,7 @@ def test_groups_that_are_forgotten_are_not_remembered_beside_the_log():
         group.a.wait(1_000)
         group.settle()
     assert not group.a.log.state.groups
-    assert not group.a.master._delivery._selection._asked
+    assert not group.a.master._delivery._filtering._asked
 
 
 def dead_of_s(group: Group) -> int:

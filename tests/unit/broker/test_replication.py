@@ -1,4 +1,4 @@
-"""Core. Two brokers become and stay one group (design, section 4)."""
+"""Core. Two brokers become and stay one group."""
 
 from __future__ import annotations
 
@@ -43,6 +43,42 @@ def settle_slowly(group: Group) -> None:
     for _ in range(100):
         group.a.wait(100)
         group.settle()
+
+
+def test_a_disk_of_the_other_broker_is_named_and_takes_no_part():
+    group = filled()
+    a, b = group.a, group.b
+    group.cut()
+    a.disk, b.disk = b.disk, a.disk
+    for broker, role, owner in ((a, Role.MASTER, "b:"), (b, Role.SLAVE, "a:")):
+        broker.crash()
+        with pytest.raises(
+            OperatorError, match=f"this data directory belongs to {owner}.* of g1; this is {broker.name}:"
+        ):
+            broker.assign(role)
+        assert not broker.node.start_without_metaserver() and broker.node.role is None
+    a.disk, b.disk = b.disk, a.disk
+    for broker in (a, b):
+        broker.crash()
+        assert broker.node.start_without_metaserver()
+
+
+def test_a_disk_that_was_moved_to_another_machine_takes_the_part_of_a_newer_row():
+    group = filled()
+    group.cut()
+    moved = Broker("new-machine", group.b.settings)
+    moved.disk = group.b.disk
+    moved.crash()
+    with pytest.raises(OperatorError, match="ReplaceBroker"):
+        moved.assign(Role.SLAVE, 1)
+    group.b = moved
+    group.a.assign(Role.MASTER, 2)
+    moved.assign(Role.SLAVE, 2)
+    group.connect()
+    group.settle()
+    assert group.a.node.writable and equal(group)
+    moved.crash()
+    assert moved.node.start_without_metaserver(), "it is this one's own by now"
 
 
 def equal(group: Group) -> bool:
@@ -163,7 +199,7 @@ def test_master_takes_back_what_is_left_when_retention_took_more_than_it_has():
 
 
 @pytest.mark.parametrize("role", [Role.MASTER, Role.SLAVE])
-def test_copy_that_was_set_aside_takes_no_office_before_it_has_all_again(role):
+def test_copy_that_was_set_aside_does_not_become_master_before_it_has_all_again(role):
     group = filled(tail_bytes=0, catch_up_bytes_per_s=20_000)
     group.cut()
     copy = group.a if role == Role.MASTER else group.b
@@ -181,7 +217,7 @@ def test_copy_that_was_set_aside_takes_no_office_before_it_has_all_again(role):
         group.a, group.b = group.b, group.a
     copy.assign(Role.MASTER, 3)
     copy.wait(2 * copy.settings.slave_wait_ms)
-    assert not copy.master.in_office
+    assert not copy.master.has_begun
     group.b.assign(Role.SLAVE, 3)
     group.connect()
     for _ in range(30):
@@ -231,7 +267,7 @@ def test_slave_that_says_hello_again_counts_for_nothing_before_it_matched():
     group.at_slave.told.clear()
     group.b.slave.connected(group.at_slave)
     group.deliver_hello()
-    assert group.a.master.gate.alone and not client.answered(stored)
+    assert group.a.master.gate.no_slave_in_sync and not client.answered(stored)
     group.settle()
     assert client.receipt(stored).stored == 1 and equal(group)
 
@@ -254,7 +290,7 @@ def test_equal_epochs_with_other_bytes_are_reported_as_divergence_and_nothing_is
     assert not group.a.node.writable
 
 
-def test_master_from_an_old_backup_is_called_divergent_by_a_slave_whose_log_begins_later():
+def test_master_from_an_old_backup_is_refilled_from_a_slave_whose_log_begins_later():
     group = filled(tail_bytes=0)
     group.cut()
     group.a.log.cut(group.a.log.bases[2], "what came after the backup")
@@ -264,10 +300,11 @@ def test_master_from_an_old_backup_is_called_divergent_by_a_slave_whose_log_begi
     while group.b.log.start <= group.a.log.end:
         group.b.log.drop_oldest_segment()
     group.b.assign(Role.SLAVE, 2)
-    end = group.b.log.end
     group.connect()
     group.settle()
-    assert "diverged" in group.b.node.readonly_reasons and group.b.log.end == end
+    group.connect()
+    settle_slowly(group)
+    assert group.a.node.writable and equal(group) and group.b.disk.names("quarantine") == []
 
 
 def test_copy_that_is_kept_of_two_that_differed_becomes_a_whole_group_again():
@@ -325,8 +362,8 @@ def test_slave_that_catches_up_counts_for_nothing_before_it_has_what_is_acknowle
             group.to_master()
             if high // 4 < group.b.log.end < high // 2:
                 break
-            assert group.a.master.gate.alone or group.b.log.flushed_end >= high
-        assert group.a.master.gate.alone and not group.a.node.writable
+            assert group.a.master.gate.no_slave_in_sync or group.b.log.flushed_end >= high
+        assert group.a.master.gate.no_slave_in_sync and not group.a.node.writable
         assert client.code(client.produce("n")) == ErrorCode.READ_ONLY
         if not restarts:
             group.cut()
@@ -340,7 +377,7 @@ def test_slave_that_catches_up_counts_for_nothing_before_it_has_what_is_acknowle
 
 
 def test_slave_never_cuts_below_what_it_knows_to_be_acknowledged():
-    """W3: the master's disk was replaced by an older one; a human has to look."""
+    """W3: the master's disk was put back; it is the master that gives way, and gets all again."""
     group, client = a_group()
     client.produce("first")
     group.settle()
@@ -355,8 +392,11 @@ def test_slave_never_cuts_below_what_it_knows_to_be_acknowledged():
     group.a.alone()
     group.connect()
     group.settle()
-    assert group.b.log.end == end and group.b.disk.names("quarantine") == []
-    assert "diverged" in group.b.node.readonly_reasons or "fenced" in group.a.node.readonly_reasons
+    group.connect()
+    group.settle()
+    assert group.b.log.end > end and group.b.disk.names("quarantine") == []
+    assert group.a.node.writable and equal(group)
+    assert group.a.disk.names("quarantine"), "what the rolled-back master wrote alone"
 
 
 def test_unacknowledged_tail_of_an_old_master_is_cut_and_kept_aside():
@@ -408,13 +448,13 @@ def test_restarted_master_goes_on_without_its_slave_only_with_a_whole_log_and_af
     group.a.crash()
     group.a.assign(Role.MASTER, 1)
     group.a.wait(4_999)
-    assert not group.a.master.in_office
+    assert not group.a.master.has_begun
     group.a.wait(1)
-    assert group.a.master.in_office and not group.a.node.writable
+    assert group.a.master.has_begun and not group.a.node.writable
     fresh = Broker("fresh")
     fresh.assign(Role.MASTER, 1)
     fresh.wait(1_000_000)
-    assert not fresh.master.in_office, "a copy that never was complete waits for ever (I16)"
+    assert not fresh.master.has_begun, "a copy that never was complete waits for ever (I16)"
 
 
 def test_newer_epoch_fences_the_master_at_once():
@@ -539,7 +579,7 @@ def test_boot_is_above_every_boot_in_the_log_even_if_the_identity_was_lost():
 
 
 def test_slave_takes_no_answer_of_an_older_master():
-    """W16: a late answer of a reign that is over; nothing is cut, nothing confirmed."""
+    """W16: a late answer of a mastership that is over; nothing is cut, nothing confirmed."""
     group = filled()
     group.b.node.identity.learn(Epoch(2, 1))
     group.connect()
@@ -548,3 +588,74 @@ def test_slave_takes_no_answer_of_an_older_master():
     group.b.node.agreed(group.at_slave, memoryview(late.encode()))
     assert not group.at_slave.is_open and not group.at_slave.told
     assert group.b.log.end == end and group.b.node.identity.value.epoch == Epoch(2, 1)
+
+
+def test_slave_in_sync_takes_no_second_snapshot():
+    """It would move its whole copy to quarantine, and stay complete."""
+    group = filled(tail_bytes=0)
+    group.a.log.drop_oldest_segment()
+    replace_slave(group)
+    settle_slowly(group)
+    assert group.a.node.writable and group.b.log.start > 0
+    base, _, snapshot = group.a.log.seed_start()
+    end, kept = group.b.log.end, group.b.disk.names("quarantine")
+    again = commands.offset_header(base) + snapshot
+    group.b.node.packet_received(group.at_slave, Packet(Command.SNAPSHOT, 0, 2, Command.SNAPSHOT, memoryview(again)))
+    assert (group.b.log.end, group.b.disk.names("quarantine")) == (end, kept)
+
+
+def test_epoch_that_a_disk_put_back_uses_again_is_told_apart():
+    """The broker's memory of its boots was put back with the log: the same epoch begins at the same offset twice."""
+    group, client = a_group()
+    client.produce("first")
+    group.settle()
+    group.cut()
+    older = group.a.disk.copy()
+    group.a.crash()
+    group.b.crash()
+    group.start()
+    client = Client(group.a)
+    for i in range(5):
+        client.produce(f"acknowledged {i}")
+        group.settle()
+    group.cut()
+    end, epoch = group.b.log.end, group.a.master.epoch
+    group.a.disk._files = older._files
+    group.a.start()
+    group.a.alone()
+    assert group.a.master.epoch == epoch and group.a.master.has_begun
+    for _ in range(3):
+        group.connect()
+        group.settle()
+    assert group.a.node.writable and equal(group) and group.a.master.epoch > epoch
+    assert group.b.log.end > end and group.b.disk.names("quarantine") == []
+    assert group.a.log.state.next_sequence == {"s": 6}
+
+
+def test_two_copies_that_both_confirmed_what_they_have_both_keep_it():
+    group, client = a_group()
+    client.produce("first")
+    group.settle()
+    older = group.a.disk.copy(), group.b.disk.copy()
+    histories = []
+    for name in ("here", "there"):
+        group.a.disk._files, group.b.disk._files = older[0].copy()._files, older[1].copy()._files
+        group.a.start()
+        group.b.start()
+        group.start()
+        Client(group.a).produce(f"acknowledged {name}")
+        group.settle()
+        group.a.wait(1000)
+        group.cut()
+        histories.append(group.a if name == "here" else group.b)
+        group.a, group.b = Broker("a"), Broker("b")
+    group.a, group.b = histories
+    ends = group.a.log.end, group.b.log.end
+    group.a.assign(Role.MASTER, 2)
+    group.a.wait(SETTINGS.slave_wait_ms)
+    group.b.assign(Role.SLAVE, 2)
+    group.connect()
+    group.settle()
+    assert "diverged" in group.a.node.readonly_reasons and not group.a.node.writable
+    assert group.b.log.end == ends[1] and group.a.log.end >= ends[0]
+    assert group.a.disk.names("quarantine") == group.b.disk.names("quarantine") == []

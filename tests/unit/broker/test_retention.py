@@ -1,33 +1,254 @@
-"""Core. Which old segments may go (design, section 2)."""
+"""Core. What of a log goes, and when: both copies and three clocks agree to delete."""
 
 from __future__ import annotations
 
-from broker import retention
+from dataclasses import replace
+
+import pytest
+
+from qmq.broker import retention
 from qmq.log.frame import FrameKind
+from qmq.log.retention import RetentionDecision, decode_retention, encode_retention
+from qmq.replication.retention import HOUR_MS, old_segments
 from tests.unit.broker.world import SETTINGS, Client, Group
 from tests.unit.log.logs import Copy
 
-EVERYTHING = retention.Limits(age_ms=0, unconsumed_age_ms=0, bytes=0)
+DAY_MS = 24 * HOUR_MS
+YEAR_MS = 400 * DAY_MS
+
+
+def a_group(**changes) -> Group:
+    """Some 20 closed segments, of which a master has said when they were written; nobody consumes them."""
+    group = Group.made(**changes).start()
+    produce(group)
+    group.look_after_logs()
+    assert len(group.a.log.bases) > 10
+    return group
+
+
+def produce(group: Group) -> None:
+    client = Client(group.a)
+    for i in range(80):
+        client.produce(*(f"m{i}-{j}" for j in range(10)), size=50)
+        group.settle()
+
+
+def days_pass(group: Group, days: float) -> None:
+    for broker in (group.a, group.b):
+        broker.host.clock_ms += int(days * DAY_MS)
+
+
+def consume_nothing(group: Group) -> Client:
+    """A consumer group has some in flight, and some requeued, all that was delivered; the rest was never delivered."""
+    client = Client(group.a)
+    subscribed = client.subscribe(start="earliest")
+    group.settle()
+    client.subscription(subscribed)
+    pulled = client.pull(most=50)
+    group.settle()
+    first = client.pulled(pulled)[0][0]
+    client.nack(first, first + 20, delay_ms=10 * YEAR_MS)
+    group.settle()
+    return client
+
+
+def kept(group: Group) -> set[int]:
+    return {group.a.log.start, group.b.log.start}
+
+
+def test_old_segments_go_on_both_copies_because_of_one_frame():
+    group = a_group()
+    days_pass(group, 2.9)
+    assert group.look_after_logs() == 0
+    days_pass(group, 0.2)
+    assert group.look_after_logs() > 10
+    assert len(kept(group)) == 1 and kept(group) != {0}
+    frames = group.a.log.read(group.a.log.start, group.a.log.end, 1 << 20)
+    [decision] = [
+        decode_retention(frames.data[f.offset + f.body_at - frames.begin : f.end - frames.begin])
+        for f in frames.frames
+        if f.kind == FrameKind.RETENTION and f.timestamp_ms > 1_700_000_000_000 + 3 * DAY_MS
+    ][:1]
+    assert decision == RetentionDecision(group.a.log.start, "age", {"metaserver": 0, "slave": 0}, {})
+
+
+@pytest.mark.parametrize("whose", ["master", "slave", "metaserver"])
+@pytest.mark.parametrize("skew_ms", [YEAR_MS, -YEAR_MS, 11_000, -11_000])
+def test_one_wrong_clock_deletes_nothing_whoever_has_it(whose, skew_ms, caplog):
+    group = a_group(retention_hours=0.001)
+    days_pass(group, 1)
+    group.a.host.wall_skew_ms += skew_ms if whose == "master" else 0
+    group.b.host.wall_skew_ms += skew_ms if whose == "slave" else 0
+    assert group.look_after_logs(metaserver_skew_ms=skew_ms if whose == "metaserver" else 0) == 0
+    assert kept(group) == {0} and "clocks disagree group=g1" in caplog.text
+    group.a.host.wall_skew_ms = group.b.host.wall_skew_ms = 0
+    assert group.look_after_logs() > 10 and "clocks agree again" in caplog.text
+
+
+def test_a_wrong_clock_on_the_slave_deletes_nothing_when_it_is_the_master_either():
+    group = a_group()
+    consume_nothing(group)
+    group.b.host.wall_skew_ms = YEAR_MS
+    group.swap(2)
+    Client(group.a).produce("next")
+    group.settle()
+    assert group.look_after_logs() == 0 and kept(group) == {0}
+
+
+@pytest.mark.parametrize("skew_ms", [YEAR_MS, -YEAR_MS])
+def test_times_in_frames_from_a_wrong_clock_neither_delete_nor_keep_later(skew_ms):
+    """A whole log written by it: for 400 days nothing would go, or all of it at once."""
+    group = Group.made().start()
+    group.a.host.wall_skew_ms = skew_ms
+    client = Client(group.a)
+    for i in range(40):
+        client.produce(f"wrong{i}", size=500)
+        group.settle()
+    group.look_after_logs()
+    group.a.host.wall_skew_ms = 0
+    assert group.look_after_logs() == 0
+    days_pass(group, 2.9)
+    assert group.look_after_logs() == 0 and kept(group) == {0}
+    days_pass(group, 0.2)
+    assert group.look_after_logs() > 10
+
+
+def test_a_clock_that_jumps_after_it_agreed_is_noticed_before_the_next_heartbeat():
+    group = a_group()
+    group.hear_clocks()
+    group.a.host.wall_skew_ms = YEAR_MS
+    group.a.node.decide_retention(group.a.keeper)
+    group.settle()
+    assert group.a.log.state.kept.start == 0
+
+
+@pytest.mark.parametrize("missing", ["metaserver", "slave"])
+def test_nothing_is_decided_without_the_time_of_each(missing):
+    group = a_group()
+    days_pass(group, 9)
+    group.hear_clocks()
+    del group.a.node.clocks._readings[missing]
+    group.a.node.decide_retention(group.a.keeper)
+    assert group.a.log.state.kept.start == 0
+    group.hear_clocks()
+    group.a.host.clock_ms += 5_001  # what was heard is too old by now
+    group.a.node.decide_retention(group.a.keeper)
+    assert group.a.log.state.kept.start == 0
+    group.hear_clocks()
+    group.a.node.decide_retention(group.a.keeper)
+    assert group.a.log.state.kept.start > 0
+
+
+def test_a_master_alone_decides_nothing():
+    group = a_group()
+    group.hear_clocks()
+    group.cut()
+    days_pass(group, 9)
+    for broker in (group.a, group.b):
+        broker.node.heard_metaserver(broker.host.now_ms())
+        broker.node.clocks.heard("slave", broker.host.now_ms(), monotonic_ms=broker.host.monotonic_ms())
+        broker.node.decide_retention(broker.keeper)
+    assert group.a.log.state.kept.start == 0
+
+
+def test_no_copy_deletes_before_the_decision_is_acknowledged():
+    group = a_group()
+    days_pass(group, 9)
+    group.hear_clocks()
+    group.a.node.decide_retention(group.a.keeper)
+    group.a.host.settle()  # on the master's disk alone
+    assert group.a.log.state.kept.start > 0 and not group.a.node.oldest_may_go(group.a.keeper, ())
+    assert not group.a.log.frames("s", 0, 1)[0].offset < group.a.log.state.kept.start, "to readers it is gone"
+    group.settle()
+    assert group.b.log.state.kept.start > 0 and not group.b.node.oldest_may_go(group.b.keeper, ())
+    assert group.look_after_logs() > 10, "the next frame says that it is acknowledged"
+
+
+def test_what_a_group_has_not_consumed_stays():
+    group = a_group()
+    client = consume_nothing(group)
+    days_pass(group, 365)
+    group.hear_clocks()
+    assert group.look_after_logs() == 0 and kept(group) == {0}
+    assert group.a.keeper.holder == ("s", "g") and group.a.keeper.held_bytes > 0
+    client.pull(most=1000)
+    group.settle()
+    assert group.look_after_logs() == 0, "requeued and in flight"
+
+
+@pytest.mark.parametrize("limit", [{"retention_bytes": 100_000, "retention_hours": 1e9}, {"unconsumed_hours": 100}])
+def test_what_a_group_has_not_consumed_is_dropped_only_as_set_and_then_counted(limit, caplog):
+    group = a_group(unconsumed="drop", **limit)
+    consume_nothing(group)
+    days_pass(group, 4)
+    assert group.look_after_logs() == 0
+    if "unconsumed_hours" in limit:
+        days_pass(group, 1)
+    else:
+        produce(group)
+    assert group.look_after_logs() > 10
+    lost = group.a.log.frames("s", 0, 1)[0].begin
+    assert lost > 400 and f"messages dropped unconsumed subject=s consumer_group=g messages={lost}" in caplog.text
+    for broker in (group.a, group.b):
+        assert broker.log.state.kept.unconsumed == {("s", "g"): lost}
+        broker.crash()
+        assert broker.log.state.kept.unconsumed == {("s", "g"): lost}
+
+
+def test_an_acked_message_is_not_counted_as_lost():
+    group = a_group(unconsumed="drop", retention_bytes=100_000)
+    client = consume_nothing(group)
+    pulled = client.pull(most=30)
+    group.settle()
+    begin = client.pulled(pulled)[0][0]
+    client.ack(begin, begin + 30)
+    produce(group)
+    group.look_after_logs()
+    lost = group.a.log.frames("s", 0, 1)[0].begin - 30
+    assert group.a.log.state.kept.unconsumed == {("s", "g"): lost}
+
+
+def test_a_group_that_begins_after_the_decision_begins_behind_what_goes():
+    group = a_group()
+    days_pass(group, 9)
+    group.hear_clocks()
+    group.a.node.decide_retention(group.a.keeper)
+    group.settle()
+    consume_nothing(group)
+    position = group.a.log.state.kept.start
+    assert group.look_after_logs() > 0
+    client = Client(group.a, "other")
+    client.subscribe("c2")
+    group.settle()
+    assert group.a.log.state.kept.unconsumed == {} and group.a.master.skipped == {}
+    assert group.a.log.start == position
+
+
+def test_a_log_from_before_retention_frames_begins_to_age_with_the_first():
+    copy = Copy()
+    copy.begin_epoch()
+    copy.fill(40)
+    days = 365 * DAY_MS
+    assert list(old_segments(copy.log, SETTINGS, days)) == []
+    body = encode_retention(RetentionDecision(0, "", {}, {}))
+    copy.append(FrameKind.RETENTION, "", body, timestamp_ms=days)
+    assert list(old_segments(copy.log, SETTINGS, days + 72 * HOUR_MS)) == []
+    assert len(list(old_segments(copy.log, SETTINGS, days + 73 * HOUR_MS))) == len(copy.log.bases) - 1
 
 
 def test_oldest_segment_stays_until_the_next_one_is_on_disk():
     group = Group.made().start()
     client, log = Client(group.a), group.a.log
-
-    def droppable() -> bool:
-        return not group.a.node.is_pinned(()) and retention.may_go(
-            log, oldest_ms=0, now_ms=1 << 40, needed=log.end, limits=EVERYTHING
-        )
-
     while len(log.bases) == 1:
         client.produce("m", size=500)
         if len(log.bases) == 1:
             group.settle()
-    assert log.bases[1] == log.flushed_end and not droppable()
+    log.state.kept.start, log.state.kept.decided_end = log.bases[1], 0
+    assert log.bases[1] == log.flushed_end and not group.a.node.oldest_may_go(group.a.keeper, ())
     group.settle()
     client.produce("its high watermark covers the segment")
     group.settle()
-    assert droppable()
+    assert group.a.node.oldest_may_go(group.a.keeper, ())
     log.drop_oldest_segment()
     client.produce("m")
     group.settle()
@@ -38,18 +259,19 @@ def test_oldest_segment_stays_until_the_next_one_is_on_disk():
 def test_what_groups_need_is_looked_for_only_if_they_lack_something_and_the_oldest_segment_is_due(monkeypatch):
     """100,000 groups times all segments, every ten seconds: nobody else was served for minutes."""
     copy = Copy(tail_bytes=0)
-    copy.office()
+    copy.begin_epoch()
     copy.fill(40)
-    keeper, looked = retention.Retention(SETTINGS), []
+    keeper, looked = retention.Retention(replace(SETTINGS, unconsumed="drop")), []
     frames = copy.log.frames
     monkeypatch.setattr(copy.log, "frames", lambda *args: looked.append(args[0]) or frames(*args), raising=False)
     for subject, position in (("s0", copy.log.state.next_sequence["s0"]), ("s1", 0)):
         copy.progress(FrameKind.POSITION, "", (position, 0, 0), subject=subject)
+    copy.append(FrameKind.RETENTION, "", encode_retention(RetentionDecision(0, "", {}, {})), timestamp_ms=5)
     copy.flush()
-    written_ms = copy.log.timestamp_at(copy.log.bases[1])
-    assert not keeper.may_drop(copy.log, written_ms + 1) and not looked
-    assert not keeper.may_drop(copy.log, written_ms + 73 * retention.HOUR_MS) and set(looked) == {"s1"}
+    assert keeper.due(copy.log, 5 + HOUR_MS) is None and not looked
+    assert keeper.due(copy.log, 5 + 73 * HOUR_MS) is None and set(looked) == {"s1"}
     looked.clear()
-    copy.log.drop_oldest_segment()
-    keeper.dropped(copy.log)
-    assert looked == ["s1"]
+    keeper.due(copy.log, 5 + 73 * HOUR_MS)
+    assert looked == ["s1"], "who held it before is asked first"
+    due = keeper.due(copy.log, 5 + 169 * HOUR_MS)
+    assert due is not None and due.unconsumed.keys() == {("s1", "g")}

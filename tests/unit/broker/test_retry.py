@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from broker import hand_out
+from qmq.broker import progress
 from qmq.errors import ErrorCode
 from qmq.log.frame import FrameKind, decode_frames
+from qmq.log.group import UnackedRange
 from qmq.log.progress import decode_progress
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from tests.unit.broker.world import Client, Group
@@ -164,7 +166,7 @@ def test_what_was_never_handed_out_cannot_be_settled(kind):
     opaque = send[kind]()
     group.settle()
     assert client.code(opaque) == ErrorCode.INVALID_ACK
-    assert group.a.log.state.groups["s", "g"].consumers["c1"].unacked == [[first, 0, 1, 1]]
+    assert group.a.log.state.groups["s", "g"].consumers["c1"].unacked == [UnackedRange(first, 0, 1, 1)]
 
 
 def test_retries_wait_while_new_messages_go_on():
@@ -177,17 +179,47 @@ def test_retries_wait_while_new_messages_go_on():
     assert ids(group, client) == ["m1"]
 
 
-def test_group_that_fails_with_all_it_gets_is_given_retries_and_nothing_new(monkeypatch):
-    monkeypatch.setattr(hand_out, "RETURNED_RANGES_MAX", 2)
+def test_a_group_that_postpones_too_much_goes_on_with_what_is_new_and_keeps_the_rest(monkeypatch, caplog):
+    """Above 100,000 ranges it got nothing new, up to a day, and nobody said so."""
+    monkeypatch.setattr(progress, "REQUEUED_RANGES_MAX", 2)
     group, client = a_group("m0", "m1", "m2", "m3", "m4")
     for delay_ms in (1_000, 2_000):  # of different times, so that they do not become one range
         number = pulled(group, client, most=1)[0][0]
         client.nack(number, number + 1, delay_ms=delay_ms)
         group.settle()
-    assert ids(group, client) == []
+    first = pulled(group, client)
+    assert [id for _, _, id in first] == ["m2", "m3", "m4"], "new ones come"
+    third = first[0][0]
+    for _ in range(2):
+        refused = client.nack(third, third + 1, delay_ms=3_000)
+        group.settle()
+        assert client.code(refused) == ErrorCode.NOT_SERVED, "its consumer keeps it, and asks again"
+    assert [record.message for record in caplog.records if "cause=postponed" in record.message] == [
+        "too much is postponed, what is more stays with its consumers cause=postponed subject=s group=g ranges=2"
+    ], "said once"
+    assert progress.causes(group.a.log.state.groups["s", "g"]) == ["postponed"]
+    at_once = client.nack(third + 1, third + 2)
+    group.settle()
+    assert client.code(at_once) == ErrorCode.SUCCESS, "what comes again at once may"
     group.a.wait(1_000)
-    assert ids(group, client) == ["m0"]
-    assert ids(group, client) == ["m2", "m3", "m4"], "with one range less there is room"
+    assert ids(group, client) == ["m0", "m3"]
+    group.settle()
+    client.nack(third, third + 1, delay_ms=3_000)
+    group.settle()
+    assert len(group.a.log.state.groups["s", "g"].requeued) == 2, "there is room again"
+
+
+def test_a_hundred_thousand_postponed_ranges_hold_up_nothing():
+    group, client = a_group("m0", "m1")
+    number = pulled(group, client, most=1)[0][0]
+    client.nack(number, number + 1, delay_ms=1)
+    group.settle()
+    known = group.a.log.state.groups["s", "g"]
+    for sequence in range(10, 110_010):
+        known.requeued.add(RequeuedRange(sequence, 1, 1, group.a.host.now_ms() + 3_600_000 + sequence))
+    assert ids(group, client, most=1) == ["m1"]
+    group.a.wait(10)
+    assert ids(group, client, most=1) == ["m0"]
 
 
 def test_nacks_and_their_times_are_the_same_on_the_slave_and_after_a_restart():
@@ -197,7 +229,7 @@ def test_nacks_and_their_times_are_the_same_on_the_slave_and_after_a_restart():
     group.settle()
     due = group.a.host.now_ms() + 7_000
     for broker in (group.a, group.b):
-        assert broker.log.state.groups["s", "g"].returned == [[1, 1, 1, due]]
+        assert broker.log.state.groups["s", "g"].requeued == Requeued([RequeuedRange(1, 1, 1, due)])
     group.swap(2)
     new = Client(group.a)
     opaque = new.subscribe("c2")
@@ -210,7 +242,7 @@ def test_nacks_and_their_times_are_the_same_on_the_slave_and_after_a_restart():
 
 @pytest.mark.parametrize("skew_ms", [-86_400_000, 86_400_000], ids=["behind", "ahead"])
 def test_a_clock_that_is_wrong_by_a_day_moves_no_retry(skew_ms):
-    """Neither a clock that is set while its broker reigns, nor one that differs from the former master's."""
+    """Neither a clock that is set while its broker masterships, nor one that differs from the former master's."""
     group, client = a_group("m0", "m1")
     first = pulled(group, client)[0][0]
     client.nack(first, first + 1, delay_ms=5_000)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from broker import selection, walk
+from qmq.broker import filtered_scan, filtering
 from qmq.codec import encode_labels, label_of
 from qmq.errors import ErrorCode
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
@@ -127,7 +127,7 @@ def test_keys_of_another_group_are_its_own():
 
 
 def test_a_group_stops_at_so_many_messages_behind_busy_keys(monkeypatch):
-    monkeypatch.setattr(walk, "DEFERRED_MESSAGES_MAX", 2)
+    monkeypatch.setattr(filtered_scan, "DEFERRED_MESSAGES_MAX", 2)
     group = stored(A, A, A, A, B)
     consumer = Consumer(group, "c1")
     assert consumer.sequences() == [0]
@@ -208,7 +208,7 @@ def test_what_does_not_match_is_over_soon_without_anything_handed_out():
 
 
 def test_a_long_stretch_without_a_match_is_written_down_as_it_is_passed(monkeypatch):
-    monkeypatch.setattr(walk, "PASSED_MESSAGES", 4)
+    monkeypatch.setattr(filtered_scan, "PASSED_MESSAGES", 4)
     group = stored(*[PAY] * 10, CANCEL)
     consumer = Consumer(group, "c1", tags=["refund"])
     consumer.ask(timeout_ms=60_000)
@@ -217,15 +217,15 @@ def test_a_long_stretch_without_a_match_is_written_down_as_it_is_passed(monkeypa
 
 
 def test_a_turn_looks_at_a_bounded_number_of_messages(monkeypatch):
-    monkeypatch.setattr(selection, "LOOKS_PER_TURN", 10)
-    monkeypatch.setattr(walk, "LOOKS_AT_ONCE", 5)
+    monkeypatch.setattr(filtering, "LOOKS_PER_TURN", 10)
+    monkeypatch.setattr(filtered_scan, "LOOKS_AT_ONCE", 5)
     group = Group.made().start()
     for at in range(10):
         more(group, *[PAY] * 10, first=10 * at)
     more(group, CANCEL, first=100)
-    looked, candidates = [], walk.TagRule.candidates
+    looked, candidates = [], filtered_scan.TagRule.candidates
     monkeypatch.setattr(
-        walk.TagRule,
+        filtered_scan.TagRule,
         "candidates",
         lambda self, labels, at, to: looked.append(to - at) or candidates(self, labels, at, to),
     )
@@ -244,7 +244,7 @@ def test_a_turn_looks_at_a_bounded_number_of_messages(monkeypatch):
 
 def test_consumers_of_a_group_that_ask_for_different_tags_are_served_as_they_ask_with_one_warning(caplog):
     group = stored(PAY, CANCEL, PAY, CANCEL)
-    with caplog.at_level(logging.WARNING, "broker.selection"):
+    with caplog.at_level(logging.WARNING, "qmq.broker.filtering"):
         first = Consumer(group, "c1", tags=["pay"])
         assert not caplog.records
         second = Consumer(group, "c2", tags=["cancel"])
@@ -341,7 +341,7 @@ def test_messages_that_retention_took_are_counted_and_passed():
 def test_a_subject_without_keys_and_a_consumer_without_tags_cost_nothing():
     group = stored(PAY, CANCEL)
     assert Consumer(group, "c1").sequences() == [0, 1]
-    assert not group.a.master._delivery._selection._selectors
+    assert not group.a.master._delivery._filtering._filters
 
 
 # What is stored.

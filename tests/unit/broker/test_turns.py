@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-import broker.delivery
-from broker.turns import OWED_BYTES_MAX, TURN_BYTES, Turns
+from qmq.broker import delivery
+from qmq.broker.turns import OWED_BYTES_MAX, TURN_BYTES, Turns
 from qmq.errors import ErrorCode
 from qmq.remoting.commands import Command
 from tests.unit.broker.test_produce import a_group
@@ -28,13 +28,13 @@ def consumers(group, count, *, subject="s", name="g"):
 @pytest.fixture
 def looks(monkeypatch):
     """Counts for which group it was looked for messages."""
-    counts, choose = Counter(), broker.delivery.choose
+    counts, choose = Counter(), delivery.choose
 
     def counting(log, subscription, *rest, **more):
         counts[subscription.group] += 1
         return choose(log, subscription, *rest, **more)
 
-    monkeypatch.setattr(broker.delivery, "choose", counting)
+    monkeypatch.setattr(delivery, "choose", counting)
     return counts
 
 

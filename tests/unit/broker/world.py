@@ -13,10 +13,11 @@ from itertools import count
 from pathlib import Path
 from zlib import crc32
 
-from broker.consume import LOOKS_IN_LEASE
-from broker.counters import Counters
-from broker.master import BrokerMaster
-from broker.settings import BrokerSettings
+from qmq.broker.consume import LOOKS_IN_LEASE
+from qmq.broker.counters import Counters
+from qmq.broker.master import BrokerMaster
+from qmq.broker.retention import Retention
+from qmq.broker.settings import BrokerSettings
 from qmq.codec import decode_envelope, encode_message, join_batch, split_batch
 from qmq.errors import ErrorCode, LogError, from_code
 from qmq.log import Commit, MessageLog
@@ -26,6 +27,7 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Nack, NackEntry, Produced, Pull, Verdict
 from qmq.remoting.packet import ONE_WAY, Packet
 from qmq.replication.assignment import Address, Assignment
+from qmq.replication.clocks import MASTER, SLAVE
 from qmq.replication.identity import IdentityFile
 from qmq.replication.node import Node
 from qmq.replication.slave import Slave
@@ -73,7 +75,7 @@ class FakeHost:
 
     def __init__(self) -> None:
         self.node: Node | None = None
-        self.clock_ms, self.wall_skew_ms, self.turn_is_due = 1_000, 0, False
+        self.clock_ms, self.wall_skew_ms, self.pass_is_due = 1_000, 0, False
         self.commits: deque[Commit] = deque()
         self.reads: deque = deque()
         self.hellos: list[bytes] = []
@@ -85,14 +87,17 @@ class FakeHost:
     def monotonic_ms(self):
         return self.clock_ms
 
-    def turn_soon(self):
-        self.turn_is_due = True
+    def pass_soon(self):
+        self.pass_is_due = True
 
     def commit(self, commit):
         self.commits.append(commit)
 
     def read(self, job, done):
         self.reads.append((job, done))
+
+    def write(self, job, done):
+        done(job())
 
     def hello(self, body):
         self.hellos.append(body)
@@ -103,10 +108,10 @@ class FakeHost:
     # What a test does.
 
     def turn(self) -> bool:
-        if not self.turn_is_due:
+        if not self.pass_is_due:
             return False
-        self.turn_is_due = False
-        self.node.end_of_turn()
+        self.pass_is_due = False
+        self.node.end_of_pass()
         return True
 
     def fsync(self) -> bool:
@@ -138,7 +143,8 @@ class Broker:
     """One broker: disk, identity, node. `crash` loses what was not fsynced and starts it again."""
 
     def __init__(self, name: str, settings: BrokerSettings = SETTINGS) -> None:
-        self.name, self.settings, self.disk, self.starts = name, settings, FaultyDisk(), 0
+        self.name, self.settings = name, replace(settings, hostname=name)
+        self.disk, self.starts = FaultyDisk(), 0
         self.start()
 
     def start(self) -> None:
@@ -150,9 +156,10 @@ class Broker:
         identity = IdentityFile(self.disk, new_incarnation=f"{self.name}-{self.starts}")
         self.node = Node(
             message_log=message_log, host=self.host, identity=identity, settings=settings,
-            appoint=partial(BrokerMaster, settings=settings, counters=self.counters),
+            promote=partial(BrokerMaster, settings=settings, counters=self.counters),
         )  # fmt: skip
         self.host.node = self.node
+        self.keeper = Retention(settings)
 
     def crash(self, rng=None) -> None:
         self.disk.crash(rng)
@@ -189,7 +196,7 @@ class Broker:
         self.node.tick()
 
     def alone(self) -> None:
-        """Take office as a master that restarted with a whole log and whose slave does not come."""
+        """Become master as a master that restarted with a whole log and whose slave does not come."""
         self.node.identity.completed(True)
         self.assign(Role.MASTER, self.node.identity.value.term or 1)
         self.wait(self.settings.slave_wait_ms)
@@ -376,6 +383,28 @@ class Group:
                 self.cut()
                 self.at_master = self.at_slave = None
                 busy = True
+
+    def hear_clocks(self, metaserver_skew_ms: int = 0) -> None:
+        """Heartbeats came: what the clocks of metaserver and peer say. Those of hosts differ by their skew alone."""
+        for broker, other, whose in ((self.a, self.b, SLAVE), (self.b, self.a, MASTER)):
+            true_ms = broker.host.now_ms() - broker.host.wall_skew_ms
+            broker.node.heard_metaserver(true_ms + metaserver_skew_ms)
+            if self.at_master is not None:
+                theirs_ms = true_ms + other.host.wall_skew_ms
+                broker.node.clocks.heard(whose, theirs_ms, monotonic_ms=broker.host.monotonic_ms())
+
+    def look_after_logs(self, **skew: int) -> int:
+        """What the service does for retention, until nothing more goes; return how many segments that was, of both."""
+        before = len(self.a.log.bases) + len(self.b.log.bases)
+        for _ in range(3):  # decided; said to be acknowledged; deleted
+            self.hear_clocks(**skew)
+            for broker in (self.a, self.b):
+                broker.node.decide_retention(broker.keeper)
+                self.settle()
+            for broker in (self.a, self.b):
+                while broker.node.oldest_may_go(broker.keeper, ()):
+                    broker.log.drop_oldest_segment()
+        return before - len(self.a.log.bases) - len(self.b.log.bases)
 
     def swap(self, term: int) -> None:
         """Change roles by force: the metaserver's row has a new term."""

@@ -86,6 +86,12 @@ class FakeBroker:
         self.returned: dict[tuple[str, str], list[int]] = defaultdict(list)
         self.times: dict[tuple[str, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
         self.dead: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)  # sequence, reason
+        self.begins = False
+        """Whether it knows BEGIN and NOT_BEGUN, as older brokers do not."""
+        self.suspected: set[int] = set()
+        """Sequences that a consumer had that vanished."""
+        self.begun: list[int] = []
+        """Sequences that a BEGIN named."""
         self.passed: set[int] = set()
         """Sequences that no consumer gets, as if a tag were asked for."""
         self.acks: list[list[tuple[int, int]]] = []
@@ -104,7 +110,7 @@ class FakeBroker:
         self.lease_ms = 10_000
         self.unacked: list[tuple[int, int]] = []
         """What SUBSCRIBE's answer says is not settled of what the consumer was handed before."""
-        self.reign = 1
+        self.mastership = 1
         self._subscriptions: dict[tuple[Connection, int], tuple[str, str, str]] = {}
         self._subscribed = 0
         self._server: asyncio.Server | None = None
@@ -162,6 +168,8 @@ class FakeBroker:
                     self._ack(connection, packet)
                 case Command.NACK:
                     self._nack(connection, packet)
+                case Command.BEGIN if self.begins:
+                    self._begin(connection, packet)
                 case Command.HEARTBEAT:
                     self.heartbeats += 1
                     connection.answer(packet)
@@ -222,7 +230,7 @@ class FakeBroker:
         key = fields["subject"], fields["group"], fields["consumer"]
         start = len(self.subjects[fields["subject"]]) if fields["start"] == "latest" else 0
         self.positions.setdefault(key[:2], start)
-        subscriber = self.subscribers.setdefault(key, Subscriber(next_pull=self.reign << 32))
+        subscriber = self.subscribers.setdefault(key, Subscriber(next_pull=self.mastership << 32))
         if not fields["held_end"]:
             self.returned[key[:2]].extend(subscriber.pulled.values())
             subscriber.pulled.clear()
@@ -235,7 +243,11 @@ class FakeBroker:
         connection.answer(
             packet,
             commands.encode_json(
-                subscription=number, acked_end=subscriber.acked_end, lease_ms=self.lease_ms, unacked=self.unacked
+                subscription=number,
+                acked_end=subscriber.acked_end,
+                lease_ms=self.lease_ms,
+                unacked=self.unacked,
+                **({"begins": True} if self.begins else {}),
             ),
         )
         self.grown()
@@ -304,7 +316,8 @@ class FakeBroker:
         subscriber.next_pull = subscriber.handed_end = at + len(sequences)
         pieces: list[list[int]] = []
         for sequence in sequences:
-            if pieces and (pieces[-1][-1] + 1, times[pieces[-1][-1]]) == (sequence, times[sequence]):
+            is_alike = pieces and (pieces[-1][-1] in self.suspected) == (sequence in self.suspected)
+            if is_alike and (pieces[-1][-1] + 1, times[pieces[-1][-1]]) == (sequence, times[sequence]):
                 pieces[-1].append(sequence)
             else:
                 pieces.append([sequence])
@@ -321,10 +334,10 @@ class FakeBroker:
             self.returned[group].remove(sequence)
             self.dead[group].append((sequence, "handed out too often"))
 
-    @staticmethod
-    def _piece(at: int, messages: list[bytes], sequence: int, times: int) -> list[bytes]:
+    def _piece(self, at: int, messages: list[bytes], sequence: int, times: int) -> list[bytes]:
         body = join_batch(messages)
         flags = FLAG_ORDERED if ORDER_KEY.encode() in body else 0
+        flags |= commands.FLAG_SUSPECTED if sequence in self.suspected else 0
         return [commands.piece_header(at, sequence, len(messages), len(body), crc32(body), flags, times), body]
 
     def release_acks(self) -> None:
@@ -359,9 +372,19 @@ class FakeBroker:
             for sequence in self._settle(subscriber, entry.begin, entry.end):
                 if entry.verdict == Verdict.DEAD_LETTER:
                     self.dead[key[:2]].append((sequence, nack.reason))
+                elif entry.verdict == Verdict.NOT_BEGUN:
+                    assert self.begins, "no older broker knows it"
+                    self.times[key[:2]][sequence] -= 1
+                    self._due(key[:2], sequence)
                 else:
                     loop.call_later(entry.delay_ms / 1000, self._due, key[:2], sequence)
         self._answer_settled(connection, packet, subscriber)
+
+    def _begin(self, connection: Connection, packet: Packet) -> None:
+        begun = commands.decode_ack(packet.body)
+        _, subscriber = self._subscriber(connection, begun.subscription)
+        self.begun += [subscriber.pulled[number] for one in begun.ranges for number in range(*one)]
+        connection.answer(packet)
 
     def _due(self, group: tuple[str, str], sequence: int) -> None:
         self.returned[group].append(sequence)
@@ -399,8 +422,8 @@ class FakeBroker:
         other.subjects, other.window, other.positions = self.subjects, self.window, self.positions
         other.subscribers, other.returned, other.times = self.subscribers, self.returned, self.times
         for subscriber in self.subscribers.values():
-            subscriber.next_pull = (self.reign + 1) << 32
-        other.reign = self.reign + 1
+            subscriber.next_pull = (self.mastership + 1) << 32
+        other.mastership = self.mastership + 1
         self.refuse_with = NotMaster("this broker is not the master")
 
 
@@ -576,6 +599,8 @@ class FakeMetaserver(MetaserverServicer):
             async for request in requests:
                 self.requests.append(request)
                 kind = GroupKind(request.kind or GroupKind.NORMAL)
+                for subject in request.forgotten:
+                    sent.pop(subject, None)
                 for subject in request.subjects:
                     sent[subject] = request.held.get(subject, sent.get(subject, 0))
                 asked += bool(request.subjects)

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from qmq.client.batching import (
     Batch,
     MessageIds,
-    Next,
     Outcome,
     Receipts,
-    after_error,
     stored,
     unknown,
     with_labels,
@@ -22,17 +20,7 @@ from qmq.client.batching import (
 from qmq.client.encoding import encode_run
 from qmq.codec import batch_encoder, decode_labels, join_batch, label_of_message, labels_bytes, split_batch
 from qmq.errors import (
-    AccessError,
-    BrokerReadOnly,
-    Fenced,
     InvalidMessage,
-    InvalidRequest,
-    MessageTooLarge,
-    NotMaster,
-    NotServed,
-    OutcomeUnknown,
-    Overloaded,
-    QmqError,
 )
 from qmq.message import Message
 from qmq.remoting.commands import Produced
@@ -41,30 +29,6 @@ from qmq.remoting.commands import Produced
 def batch_of(count: int = 1, size: int = 10, deadline_ms: int = 1000, subject: str = "a") -> Batch:
     ids = [f"id{number}" for number in range(count)]
     return Batch(subject, ids, [join_batch([b"x" * size] * count)], deadline_ms, lambda _: None)
-
-
-@pytest.mark.parametrize(
-    "error, doubtful, expected",
-    [
-        pytest.param(OutcomeUnknown("lost"), False, Next.REPEAT, id="lost"),
-        pytest.param(BrokerReadOnly("slave_down"), False, Next.MOVE, id="readonly at once"),
-        pytest.param(NotMaster("old"), False, Next.MOVE, id="not master at once"),
-        pytest.param(Overloaded("full"), False, Next.MOVE, id="overloaded at once"),
-        pytest.param(BrokerReadOnly("slave_down"), True, Next.REPEAT, id="readonly after a lost answer"),
-        pytest.param(NotMaster("old"), True, Next.REPEAT, id="not master after a lost answer"),
-        pytest.param(InvalidRequest("garbage"), False, Next.REFUSED, id="invalid"),
-        pytest.param(AccessError("token"), False, Next.REFUSED, id="token"),
-        pytest.param(InvalidRequest("number too old"), True, Next.UNKNOWN, id="invalid after a lost answer"),
-        pytest.param(NotServed("later"), False, Next.REPEAT, id="says not that nothing was stored"),
-        pytest.param(Fenced("newer epoch"), False, Next.REPEAT, id="fenced: maybe written"),
-        pytest.param(QmqError("broken"), False, Next.REPEAT, id="unknown error: maybe written"),
-    ],
-)
-def test_only_a_batch_without_doubt_goes_elsewhere_or_ends(error, doubtful, expected):
-    batch = batch_of()
-    batch.doubtful = doubtful
-    assert after_error(batch, error) is expected
-    assert batch.doubtful == (expected is Next.REPEAT or doubtful)
 
 
 def test_receipts_count_sequences_around_refused_messages():
@@ -168,7 +132,3 @@ def test_runs_end_before_they_grow_too_large_and_lose_nothing():
         begin = run.end
     assert len({message.id for message in messages}) == 100
     assert max(sizes) <= (1 << 20) + 1000
-
-
-def test_too_large_is_a_refusal_of_one_message():
-    assert after_error(batch_of(), MessageTooLarge("2 MiB")) is Next.REFUSED

@@ -11,8 +11,9 @@ from qmq import Message
 from qmq.client import deferring
 from qmq.codec import decode_message, due_of, encode_message
 from qmq.errors import InvalidRequest
+from tests.support.waiting import until_async
 from tests.unit.client.fakes import TOKEN, delay_cluster
-from tests.unit.client.test_producer import run, until
+from tests.unit.client.test_producer import run
 
 DAY_S, DAY_MS = 86_400, 86_400_000
 MAILBOX = "%RETRY%a%g"
@@ -74,7 +75,7 @@ def test_without_a_delay_group_the_broker_keeps_it_for_a_day_and_the_log_says_wh
                     raise qmq.RetryLater(7 * DAY_S)
 
             task = asyncio.create_task(consumer.run())
-            await until(lambda: broker.nacks)
+            await until_async(lambda: broker.nacks)
             assert handled == ["one", "two"], "no worker waits"
             (entry,) = broker.nacks[0].entries
             assert DAY_MS - 1_000 < entry.delay_ms <= DAY_MS and not broker.dead

@@ -13,8 +13,9 @@ from qmq import DelayOutcome, Message, Outcome
 from qmq.codec import decode_message, due_of
 from qmq.errors import BrokerReadOnly, CallError, InvalidRequest, NoRoute, NotServed
 from qmq.remoting.commands import Command
+from tests.support.waiting import until_async
 from tests.unit.client.fakes import FakeDelayServer, delay_cluster
-from tests.unit.client.test_producer import producer_of, run, until
+from tests.unit.client.test_producer import producer_of, run
 
 LATER = datetime(2040, 1, 1, tzinfo=UTC)
 LATER_MS = 2_208_988_800_000
@@ -155,7 +156,7 @@ def test_a_group_that_cannot_write_now_is_asked_until_it_can():
             receipt = await producer.send(Message("a"), at=LATER)
             server.refuse_recall_with = BrokerReadOnly("slave_down")
             asking = asyncio.create_task(producer.cancel(receipt))
-            await until(lambda: len(server.asked) >= 2)
+            await until_async(lambda: len(server.asked) >= 2)
             server.refuse_recall_with = None
             assert await asking is DelayOutcome.CANCELLED
 

@@ -12,9 +12,10 @@ import pytest
 
 import qmq
 from qmq.client.handling import Handling
+from tests.support.waiting import until_async
 from tests.unit.client.consuming import consumer_of, fill, listening
 from tests.unit.client.fakes import cluster
-from tests.unit.client.test_producer import run, until
+from tests.unit.client.test_producer import run
 
 Handle = Callable[[qmq.ReceivedMessage], Awaitable[object]]
 BlockingHandle = Callable[[qmq.ReceivedMessage], object]
@@ -31,8 +32,8 @@ def listen_and_wait(handler: Any, count: int, done: Callable[[], object], **opti
             consumer = consumer_of(metaserver, consumer_id="c1")
             consumer.listen("a", group="g", start="earliest", **({"retry_delay": 1_000} | options))(handler)
             async with listening(consumer):
-                await until(done)
-                await until(lambda: not broker.subscribers["a", "g", "c1"].pulled)
+                await until_async(done)
+                await until_async(lambda: not broker.subscribers["a", "g", "c1"].pulled)
 
     run(test())
     return brokers[0]
@@ -187,10 +188,10 @@ def test_a_blocking_handler_that_never_ends_keeps_nobody_from_ending():
             consumer = consumer_of(metaserver, drain_s=0.1)
             consumer.listen("a", group="g", start="earliest")(handler)
             async with listening(consumer):
-                await until(began.is_set)
+                await until_async(began.is_set)
             assert broker.times["a", "g"] == {0: 1, 1: 0, 2: 0}
             assert [nack.reason for nack in broker.nacks] == ["the consumer left"]
-            await until(lambda: sorted(broker.returned["a", "g"]) == [0, 1, 2])
+            await until_async(lambda: sorted(broker.returned["a", "g"]) == [0, 1, 2])
 
     run(test())
     release.set()

@@ -5,21 +5,38 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qmq.client.batch_life import NotStored, Stored, Unknown
 from qmq.client.in_flight import NUMBERS_SPAN_MAX, GroupBatches, Limits
+from qmq.errors import BrokerReadOnly
 from tests.unit.client.test_batching import batch_of
 
+STORED = Stored(0, 1, [])
 
-def test_a_lost_connection_puts_all_in_flight_in_doubt_and_repeats_them_in_order():
+
+def lose(group):
+    """Its connection is lost: nobody answers what is in flight."""
+    for batch in group.unresolved():
+        if batch.life.is_in_flight:
+            group.answered(batch, Unknown("lost"))
+
+
+def store(group, batch):
+    group.answered(batch, STORED)
+    group.release(batch)
+
+
+def test_after_a_lost_connection_all_that_was_in_flight_is_repeated_in_order():
     group = GroupBatches(in_flight_max=8)
     batches = [batch_of() for _ in range(4)]
     for batch in batches:
         group.admit(batch)
-    group.release(batches[1])
-    group.connection_lost()
+    store(group, batches[1])
+    lose(group)
+    assert all(batch.life.may_be_stored for batch in group.unresolved())
     assert group.room_bytes() == 0, "new batches wait until the repeats are sent"
     assert [group.next_repeat(), group.next_repeat(), group.next_repeat()] == [batches[0], batches[2], batches[3]]
     assert [batch.number for batch in batches] == [1, 2, 3, 4]
-    assert all(batch.doubtful for batch in (batches[0], batches[2], batches[3]))
+    assert [str(one) for one in list(group.history)[-2:]] == ["0 OUTCOME_UNKNOWN -- SENT -> REPEATED"] * 2
     assert group.next_repeat() is None
     assert group.room_bytes() > 0
 
@@ -28,11 +45,12 @@ def test_a_batch_that_another_group_had_takes_no_number_away_from_this_one():
     one, other = GroupBatches(in_flight_max=8), GroupBatches(in_flight_max=8)
     moved, sent = batch_of(), batch_of(size=500)
     one.admit(moved)
+    one.answered(moved, NotStored(BrokerReadOnly("no slave in sync")))
     one.release(moved)
     other.admit(sent)
     other.release(moved)
     assert (other.unresolved(), other.load) == ([sent], 1)
-    other.connection_lost()
+    lose(other)
     assert other.next_repeat() is sent
 
 
@@ -56,13 +74,13 @@ def test_numbers_never_span_more_than_a_group_remembers(steps):
             assert batch.number == newest + 1
             newest = batch.number
         elif step == "answer" and victim is not None:
-            group.release(open_batches.pop(victim))
+            store(group, open_batches.pop(victim))
             flying.discard(victim)
         elif step == "fail" and victim is not None:
-            group.returned(open_batches[victim])
+            group.answered(open_batches[victim], Unknown("no answer"))
             flying.discard(victim)
         elif step == "lose":
-            group.connection_lost()
+            lose(group)
             flying.clear()
         elif step == "repeat" and (repeated := group.next_repeat()):
             assert repeated.number == min(set(open_batches) - flying), "the oldest first"
@@ -81,9 +99,9 @@ def test_an_unresolved_batch_stops_new_numbers_before_the_group_forgets_it():
         assert group.room_bytes() > 0
         batch = batch_of()
         group.admit(batch)
-        group.release(batch)
+        store(group, batch)
     assert group.room_bytes() == 0, "number 65 would make the group forget number 1"
-    group.release(stuck)
+    store(group, stuck)
     assert group.room_bytes() > 0
 
 
@@ -98,7 +116,7 @@ def test_a_subject_has_its_share_in_flight_whatever_others_have():
         assert group.room_bytes(batch.subject) > 0
         group.admit(batch)
     assert not group.room_bytes(), "the group remembers no more"
-    group.release(busy[0])
+    store(group, busy[0])
     group.release(busy[0])
     assert group.room_bytes("busy") > 0
     group.admit(batch_of(subject="busy"))

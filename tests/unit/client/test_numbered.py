@@ -9,7 +9,9 @@ from zlib import crc32
 
 import pytest
 
-from qmq.client.numbered import Answer, NotStored, NumberedBatch, NumberedSender, Stored, Unknown
+from qmq.client import route_watch
+from qmq.client.batch_life import Answer, NotStored, NumberedBatch, Stored, Unknown
+from qmq.client.numbered import NumberedSender
 from qmq.client.routing import group_of_key
 from qmq.codec import batch_encoder, decode_message, encode_labels, join_batch, label_of
 from qmq.errors import (
@@ -23,8 +25,9 @@ from qmq.errors import (
 )
 from qmq.log.frame import label_flags
 from qmq.message import Message
+from tests.support.waiting import until_async
 from tests.unit.client.fakes import TOKEN, FakeMetaserver, cluster
-from tests.unit.client.test_producer import Hold, run, until
+from tests.unit.client.test_producer import Hold, run
 
 
 def batch(number: int, *texts: str, producer: int = 7, subject: str = "a", key: str | None = None) -> NumberedBatch:
@@ -41,14 +44,14 @@ def batch(number: int, *texts: str, producer: int = 7, subject: str = "a", key: 
 async def sender_of(metaserver: FakeMetaserver, *groups: str, **options: float) -> AsyncIterator[NumberedSender]:
     async with NumberedSender(metaserver=metaserver.url, token=TOKEN, app="test", **options) as sender:
         sender.watch("a")
-        await until(lambda: sorted(sender.groups("a")) == sorted(groups))
+        await until_async(lambda: sorted(sender.groups("a")) == sorted(groups))
         yield sender
 
 
 async def sent(sender: NumberedSender, group: str, one: NumberedBatch) -> Answer:
     answers: list[Answer] = []
     sender.send(group, one, answers.append)
-    await until(lambda: answers)
+    await until_async(lambda: answers)
     await asyncio.sleep(0)
     assert len(answers) == 1
     return answers[0]
@@ -81,13 +84,13 @@ def test_a_lost_connection_leaves_the_outcome_unknown_and_a_repeat_stores_it_onc
             hold = Hold(broker)
             answers: list[Answer] = []
             sender.send("g1", batch(1, "x"), answers.append)
-            await until(lambda: hold.held)
+            await until_async(lambda: hold.held)
             broker.store(hold.held[0][2])
             broker.on_produce = lambda *_: False
             broker.cut()
-            await until(lambda: answers)
+            await until_async(lambda: answers)
             assert isinstance(answers[0], Unknown)
-            await until(lambda: sender.groups("a"))
+            await until_async(lambda: sender.groups("a"))
             assert await sent(sender, "g1", batch(1, "x")) == Stored(0, 1, [])
             assert len(broker.subjects["a"]) == 1
 
@@ -130,7 +133,7 @@ def test_a_group_without_a_connection_stores_nothing():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
             await broker.stop()
-            await until(lambda: not sender.groups("a"))
+            await until_async(lambda: not sender.groups("a"))
             for group in ("g1", "never heard of"):
                 answer = await sent(sender, group, batch(1, "x"))
                 assert isinstance(answer, NotStored) and isinstance(answer.error, NotServed)
@@ -162,9 +165,9 @@ def test_the_window_of_the_broker_is_kept():
                 assert 0 < sender.room("g1") < 400 and sender.in_flight("g1") == 1
                 answer = await sent(sender, "g1", batch(2, "y" * 600))
                 assert isinstance(answer, NotStored) and isinstance(answer.error, Overloaded)
-                await until(lambda: hold.held)
+                await until_async(lambda: hold.held)
                 hold.release()
-                await until(lambda: answers)
+                await until_async(lambda: answers)
                 assert sender.room("g1") == 1000 and sender.in_flight("g1") == 0
 
     run(test())
@@ -188,7 +191,7 @@ def test_whoever_waits_when_the_sender_is_closed_hears_that_the_outcome_is_unkno
             async with sender_of(metaserver, "g1") as sender:
                 hold = Hold(broker)
                 sender.send("g1", batch(1, "x"), answers.append)
-                await until(lambda: hold.held)
+                await until_async(lambda: hold.held)
             assert [type(one) for one in answers] == [Unknown]
             closed = await sent(sender, "g1", batch(2, "x"))
             assert isinstance(closed, NotStored) and isinstance(closed.error, ClientClosed)
@@ -203,9 +206,9 @@ def test_a_readonly_group_is_none_to_send_to_until_it_is_writable_again():
             changes: list[list[str]] = []
             sender.on_change(lambda: changes.append(sender.groups("a")))
             metaserver.set_group(brokers[0], writable=False)
-            await until(lambda: sender.groups("a") == ["g2"])
+            await until_async(lambda: sender.groups("a") == ["g2"])
             metaserver.set_group(brokers[0], writable=True)
-            await until(lambda: len(sender.groups("a")) == 2)
+            await until_async(lambda: len(sender.groups("a")) == 2)
             assert ["g2"] in changes and sorted(changes[-1]) == ["g1", "g2"]
 
     run(test())
@@ -231,7 +234,7 @@ def test_an_order_key_has_the_home_that_producers_give_it():
             home = group_of_key(label >> 32, ["g1", "g2"])
             assert sender.home("a", label) == home
             metaserver.set_group(brokers[int(home[1]) - 1], writable=False)
-            await until(lambda: len(sender.groups("a")) == 1)
+            await until_async(lambda: len(sender.groups("a")) == 1)
             assert sender.home("a", label) == home
             assert sender.home("unwatched", label) is None
 
@@ -244,7 +247,32 @@ def test_a_subject_without_a_route_says_why():
             metaserver.refuse["b"] = "no group is allowed for it"
             assert not sender.is_known("b")
             sender.watch("b")
-            await until(lambda: sender.is_known("b"))
+            await until_async(lambda: sender.is_known("b"))
             assert sender.groups("b") == [] and "no group is allowed" in sender.why_not("b")
+
+    run(test())
+
+
+def test_a_route_that_was_forgotten_comes_back_with_its_next_use(monkeypatch):
+    monkeypatch.setattr(route_watch, "KEPT", 0)
+    monkeypatch.setattr(route_watch, "IDLE_S", 0.05)
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, _), sender_of(metaserver, "g1") as sender:
+            await until_async(lambda: not sender.is_known("a"))
+            await until_async(lambda: sender.groups("a") == ["g1"])
+            assert isinstance(await sent(sender, "g1", batch(1, "x")), Stored)
+
+    run(test())
+
+
+def test_what_the_metaserver_refuses_is_named(monkeypatch):
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, _), sender_of(metaserver, "g1") as sender:
+            assert sender.refusals == {}
+            metaserver.refuse["b"] = "one subject too many"
+            sender.watch("b")
+            await until_async(lambda: sender.refusals == {"b": "one subject too many"})
+            assert sender.groups("a") == ["g1"]
 
     run(test())

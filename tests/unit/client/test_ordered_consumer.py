@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import qmq
-from qmq.client import feed
+from qmq.client import group_session
 from qmq.codec import batch_encoder
+from tests.support.waiting import until_async
 from tests.unit.client.consuming import consumer_of, listening
 from tests.unit.client.fakes import cluster
-from tests.unit.client.test_producer import run, until
+from tests.unit.client.test_producer import run
 
 
 def test_a_slow_message_holds_up_no_ack_of_other_keys(monkeypatch):
-    monkeypatch.setattr(feed, "SWEEP_S", 1_000.0)
+    monkeypatch.setattr(group_session, "SWEEP_S", 1_000.0)
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
@@ -28,9 +29,9 @@ def test_a_slow_message_holds_up_no_ack_of_other_keys(monkeypatch):
                     await gate.wait()
 
             async with listening(consumer):
-                await until(lambda: ("a", "g", "c1") in broker.subscribers)
+                await until_async(lambda: ("a", "g", "c1") in broker.subscribers)
                 subscriber = broker.subscribers["a", "g", "c1"]
-                await until(lambda: broker.acks and list(subscriber.pulled.values()) == [0])
+                await until_async(lambda: broker.acks and list(subscriber.pulled.values()) == [0])
                 gate.set()
 
     run(test())

@@ -14,8 +14,9 @@ from qmq.errors import BrokerReadOnly, Overloaded
 from qmq.message import Message
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
+from tests.support.waiting import until_async
 from tests.unit.client.fakes import Attempt, FakeBroker, cluster
-from tests.unit.client.test_producer import Hold, producer_of, properties, run, until
+from tests.unit.client.test_producer import Hold, producer_of, properties, run
 
 
 def group_of(key: str, *groups: str) -> str:
@@ -99,10 +100,10 @@ def test_one_batch_of_a_subject_in_order_is_under_way_per_broker_group_and_plain
             await producer.send(Message("a", {"n": "connected"}))
             hold = Hold(broker)
             sends = [asyncio.create_task(producer.send(message)) for message in in_order(3, keys=3)]
-            await until(lambda: hold.held)
+            await until_async(lambda: hold.held)
             sends += [asyncio.create_task(producer.send(message)) for message in in_order(50, keys=3)]
             sends.append(asyncio.create_task(producer.send(Message("a", {"n": "plain"}))))
-            await until(lambda: len(hold.held) == 2)
+            await until_async(lambda: len(hold.held) == 2)
             assert [attempt.count for _, _, attempt in hold.held] == [3, 1]
             hold.release()
             await asyncio.gather(*sends)
@@ -121,7 +122,7 @@ def test_a_message_in_order_waits_for_its_group_and_goes_to_no_other(error):
             for number in range(20):
                 sends.append(asyncio.create_task(producer.send(Message("a", {"n": number}, order_key=key))))
                 await asyncio.sleep(0)
-            await until(lambda: len(first.attempts) >= 2)
+            await until_async(lambda: len(first.attempts) >= 2)
             assert (await producer.send(Message("a", {"n": "plain"}))).broker_group == "g2"
             first.refuse_with = None
             receipts = await asyncio.gather(*sends)
@@ -183,11 +184,11 @@ def test_a_broker_group_that_comes_takes_its_share_of_the_keys_when_nothing_is_u
             await producer.send(Message("a", {"n": 0}, order_key=moving))
             hold = Hold(first)
             sends = [asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=moving)))]
-            await until(lambda: hold.held)
+            await until_async(lambda: hold.held)
             second = FakeBroker("g2")
             await second.start()
             metaserver.set_group(second)
-            await until(lambda: second.connections)
+            await until_async(lambda: second.connections)
             for key in (moving, staying):
                 sends.append(asyncio.create_task(producer.send(Message("a", {"n": 2}, order_key=key))))
             await asyncio.sleep(0.1)

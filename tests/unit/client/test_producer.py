@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from qmq.message import Message
 from qmq.remoting import commands
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
+from tests.support.waiting import until_async
 from tests.unit.client.fakes import TOKEN, Attempt, FakeBroker, FakeMetaserver, cluster
 
 WAIT_S = 120.0
@@ -28,11 +29,6 @@ def run(test: Coroutine[Any, Any, None]) -> None:
             await test
 
     asyncio.run(bounded())
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 def producer_of(metaserver: FakeMetaserver, **options: Any) -> qmq.Producer:
@@ -71,7 +67,7 @@ def test_what_waits_behind_a_request_travels_as_one_batch():
             await producer.send(Message("a", {"n": "first"}))
             hold = Hold(broker)
             sends = [asyncio.create_task(producer.send(Message("a", {"n": 0})))]
-            await until(lambda: hold.held)
+            await until_async(lambda: hold.held)
             sends += [asyncio.create_task(producer.send(message)) for message in numbered(100)]
             await asyncio.sleep(0)
             hold.release()
@@ -98,7 +94,7 @@ def test_a_lost_answer_repeats_the_same_batch_to_the_same_group(is_stored):
     async def test() -> None:
         async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
             await asyncio.gather(*(producer.send(Message("a", {"n": -1})) for _ in range(2)))
-            await until(lambda: all(broker.connections for broker in brokers))
+            await until_async(lambda: all(broker.connections for broker in brokers))
             earlier = {broker.name: len(broker.attempts) for broker in brokers}
             lost: list[Attempt] = []
 
@@ -167,7 +163,7 @@ def test_a_group_whose_broker_does_not_answer_is_left_for_another():
     run(test())
 
 
-def test_a_doubtful_batch_is_never_moved_even_if_its_group_turns_readonly():
+def test_a_batch_that_may_be_stored_is_never_moved_even_if_its_group_turns_readonly():
     async def test() -> None:
         async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
             second.refuse_with = BrokerReadOnly("operator")
@@ -183,10 +179,10 @@ def test_a_doubtful_batch_is_never_moved_even_if_its_group_turns_readonly():
             first.on_produce = lose
             count = len(first.attempts)
             sending = asyncio.create_task(producer.send(Message("a", {"n": 1})))
-            await until(lambda: len(first.attempts) >= count + 2)  # lost, then refused as readonly
+            await until_async(lambda: len(first.attempts) >= count + 2)  # lost, then refused as readonly
             second.refuse_with = None
             other = await producer.send(Message("a", {"n": 2}))
-            await until(lambda: len(first.attempts) >= count + 3)
+            await until_async(lambda: len(first.attempts) >= count + 3)
             first.refuse_with = None
             receipt = await sending
             assert (other.broker_group, receipt.broker_group, receipt.outcome) == ("g2", "g1", qmq.Outcome.STORED)
@@ -287,7 +283,7 @@ def test_ids_are_made_once_kept_through_retries_and_never_replaced():
             broker.refuse_with = BrokerReadOnly("for a moment")
             made, given = Message("a", {"n": 1}), Message("a", {"n": 2}, id="mine")
             sending = [asyncio.create_task(producer.send(message)) for message in (made, given)]
-            await until(lambda: len(broker.attempts) >= 2)
+            await until_async(lambda: len(broker.attempts) >= 2)
             broker.refuse_with = None
             receipts = await asyncio.gather(*sending)
             ids = [decode_message(data).id for data in broker.subjects["a"]]
@@ -328,7 +324,7 @@ def test_no_more_bytes_and_numbers_are_unacknowledged_than_the_broker_allows():
                     sends.append(asyncio.create_task(producer.send(Message("a", {"n": "x" * 2_000}))))
                     await asyncio.sleep(0)
                     await asyncio.sleep(0)
-                await until(lambda: hold.held)
+                await until_async(lambda: hold.held)
                 for _ in range(50):
                     await asyncio.sleep(0.001)
                 assert sum(len(attempt.body) for _, _, attempt in hold.held) <= 40_000
@@ -375,7 +371,7 @@ def test_a_new_master_gets_what_the_old_one_left_unanswered_and_stores_it_once()
 
             old.on_produce = store_and_die
             sending = asyncio.create_task(producer.send(Message("a", {"n": "during"})))
-            await until(lambda: stored)
+            await until_async(lambda: stored)
             metaserver.set_group(new, term=2)
             receipt = await sending
             assert (receipt.outcome, receipt.sequence) == (qmq.Outcome.STORED, 1)
@@ -414,7 +410,7 @@ def test_send_nowait_says_when_the_queue_is_full_and_tells_each_outcome():
                 hold = Hold(broker)
                 receipts: list[qmq.Receipt] = []
                 producer.send_nowait(Message("a", {"n": "in flight"}), receipts.append)
-                await until(lambda: hold.held)
+                await until_async(lambda: hold.held)
                 for message in numbered(10):
                     producer.send_nowait(message, receipts.append)
                 with pytest.raises(qmq.QueueFull):
@@ -438,7 +434,7 @@ def test_a_callback_that_raises_harms_nobody_else(caplog):
 
             producer.send_nowait(Message("a", {"n": 0}), fail)
             producer.send_nowait(Message("a", {"n": 1}), receipts.append)
-            await until(lambda: receipts)
+            await until_async(lambda: receipts)
 
     with caplog.at_level(logging.ERROR):
         run(test())

@@ -23,8 +23,9 @@ from qmq.errors import (
     QueueFull,
 )
 from qmq.message import Message
+from tests.support.waiting import until_async
 from tests.unit.client.fakes import TOKEN, FakeBroker, cluster
-from tests.unit.client.test_producer import Hold, numbered, producer_of, properties, run, until
+from tests.unit.client.test_producer import Hold, numbered, producer_of, properties, run
 
 
 def test_a_subject_without_route_is_refused_in_time_by_name():
@@ -106,7 +107,7 @@ def test_a_group_that_refused_is_used_again_without_a_new_route():
                 broker.refuse_with = BrokerReadOnly("slave_down")
                 broker.attempts.clear()
                 sending = asyncio.create_task(producer.send(Message("a", {"n": 1})))
-                await until(lambda: broker.attempts)
+                await until_async(lambda: broker.attempts)
                 broker.refuse_with = None
                 assert (await sending).is_stored
 
@@ -158,7 +159,7 @@ def test_a_full_queue_makes_send_wait_no_longer_than_its_time_and_takes_nothing(
                 hold = Hold(broker)
                 done: list[qmq.Receipt] = []
                 producer.send_nowait(Message("a", {"n": "under way"}), done.append)
-                await until(lambda: hold.held)
+                await until_async(lambda: hold.held)
                 for message in numbered(5):
                     producer.send_nowait(message, done.append)
                 with pytest.raises(QueueFull):
@@ -199,7 +200,7 @@ def test_flush_waits_for_what_was_given_before_and_not_for_what_comes_later():
             for message in (*numbered(10), Message("a", {"n": 10}, order_key="k")):
                 producer.send_nowait(message, receipts.append)
             many = asyncio.create_task(producer.send_many(numbered(10, "b")))
-            await until(lambda: len(hold.held) >= 3)
+            await until_async(lambda: len(hold.held) >= 3)
             flushing = asyncio.create_task(producer.flush())
             for _ in range(5):
                 await asyncio.sleep(0)
@@ -209,7 +210,7 @@ def test_flush_waits_for_what_was_given_before_and_not_for_what_comes_later():
             producer.send_nowait(Message("a", {"n": "later"}), receipts.append)
             await flushing
             assert len(receipts) == 11 and (await many).all_stored
-            await until(lambda: later.held)
+            await until_async(lambda: later.held)
             later.release()
             await producer.flush()
             assert len(receipts) == 12
@@ -240,7 +241,7 @@ def test_closing_that_is_cancelled_leaves_nobody_without_an_outcome():
             await producer.send(Message("a", {"n": 0}))
             hold, receipts = Hold(broker), []
             sends = [asyncio.create_task(producer.send(Message("a", {"n": "under way"})))]
-            await until(lambda: hold.held)
+            await until_async(lambda: hold.held)
             sends += [asyncio.create_task(producer.send(Message("a", {"n": "waits"}))) for _ in range(2)]
             sends.append(asyncio.create_task(producer.send(Message("a", {"n": "in order"}, order_key="k"))))
             many = asyncio.create_task(producer.send_many(numbered(10)))
@@ -286,7 +287,7 @@ def test_answers_of_a_group_that_is_overloaded_do_not_open_its_breaker():
         async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
             broker.refuse_with = Overloaded("full")
             sending = asyncio.create_task(producer.send(Message("a")))
-            await until(lambda: len(broker.attempts) >= 3)
+            await until_async(lambda: len(broker.attempts) >= 3)
             assert producer._senders.of(is_delayed=False)._groups["g1"].breaker._failures == 0
             broker.refuse_with = None
             assert (await sending).is_stored
@@ -308,7 +309,7 @@ def test_a_group_that_answers_nothing_is_given_up_and_the_others_take_what_comes
                     sends.append(asyncio.create_task(producer.send(message)))
                     await asyncio.sleep(0)
                     await asyncio.sleep(0)
-                await until(lambda: breaker.state is BreakerState.OPEN)
+                await until_async(lambda: breaker.state is BreakerState.OPEN)
                 count = len(silent.attempts)
                 assert count > FAILURES_MAX
                 other = FakeBroker("g2")
@@ -338,7 +339,7 @@ def test_a_new_master_gets_a_new_breaker():
             await producer.send(Message("a"))
             assert group.breaker is breaker
             metaserver.set_group(broker, term=2)
-            await until(lambda: group.breaker is not breaker)
+            await until_async(lambda: group.breaker is not breaker)
 
     run(test())
 
@@ -374,7 +375,7 @@ def test_a_callback_may_send_the_next_message():
                     producer.send_nowait(Message("a", {"n": number}), again)
 
             again(None)  # type: ignore[arg-type]
-            await until(lambda: len(broker.subjects["a"]) == 50)
+            await until_async(lambda: len(broker.subjects["a"]) == 50)
             assert properties(broker) == [str(number) for number in range(50)]
 
     run(test())

@@ -8,11 +8,12 @@ from contextlib import suppress
 import pytest
 
 import qmq
-from qmq.client import feed
+from qmq.client import group_session
 from qmq.errors import InvalidAck, NotMaster, NotServed, SubscriptionReplaced
+from tests.support.waiting import until_async
 from tests.unit.client.consuming import consumer_of, fill, ns, pull_all, subscribes
 from tests.unit.client.fakes import TOKEN, FakeBroker, cluster
-from tests.unit.client.test_producer import run, until
+from tests.unit.client.test_producer import run
 
 
 def test_a_puller_gets_every_message_of_every_group_once_also_of_readonly_ones():
@@ -37,7 +38,7 @@ def test_a_new_group_begins_at_the_latest_message_unless_told_otherwise():
         async with cluster("g1") as (metaserver, [broker]):
             fill(broker, range(5))
             async with consumer_of(metaserver).pull("a", group="g") as puller:
-                await until(lambda: broker.pulls)
+                await until_async(lambda: broker.pulls)
                 fill(broker, [5])
                 assert ns(await puller.pull(10, timeout=10)) == [5]
 
@@ -55,11 +56,11 @@ def test_a_slow_message_holds_back_the_acks_of_its_own_piece_and_no_other():
                 await puller.ack(messages[4:7])
                 await messages[0].ack()
                 await puller.ack(messages[8:])
-                await until(lambda: len(progress.pulled) == 7)
+                await until_async(lambda: len(progress.pulled) == 7)
                 assert sorted(progress.pulled.values()) == [1, 2, 3, 4, 5, 6, 7]
                 base = messages[0].pull_sequence
                 assert broker.acks == [[(base, base + 1), (base + 8, base + 12)]]
-                await until(lambda: len(progress.pulled) == 4)
+                await until_async(lambda: len(progress.pulled) == 4)
                 assert sorted(progress.pulled.values()) == [1, 2, 3, 7], "after a moment, not even those of its piece"
 
     run(test())
@@ -82,10 +83,10 @@ def test_pieces_that_follow_each_other_are_acked_as_one_and_each_message_keeps_i
                 assert [message.pull_sequence - base for message in messages] == list(range(30))
                 assert [message.sequence for message in messages if message.times > 1] == [53]
                 await puller.ack([one for one in messages if one.sequence not in (47, 53)])
-                await until(lambda: broker.acks)
+                await until_async(lambda: broker.acks)
                 assert broker.acks == [[(base, base + 14), (base + 16, base + 30)]]
                 broker.cut()
-                await until(lambda: len(subscribes(broker)) == 2)
+                await until_async(lambda: len(subscribes(broker)) == 2)
                 await puller.ack(messages)
                 await puller.flush()
                 assert not broker.subscribers["a", "g", "c1"].pulled
@@ -94,7 +95,7 @@ def test_pieces_that_follow_each_other_are_acked_as_one_and_each_message_keeps_i
 
 
 def test_a_slow_message_does_not_keep_a_full_consumer_from_its_next_pull(monkeypatch):
-    monkeypatch.setattr(feed, "SWEEP_S", 3600)
+    monkeypatch.setattr(group_session, "SWEEP_S", 3600)
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
@@ -109,7 +110,7 @@ def test_a_slow_message_does_not_keep_a_full_consumer_from_its_next_pull(monkeyp
 
 
 def test_what_is_done_amid_a_piece_is_acked_in_a_while_though_requests_were_all_under_way(monkeypatch):
-    monkeypatch.setattr(feed, "SWEEP_S", 0.01)
+    monkeypatch.setattr(group_session, "SWEEP_S", 0.01)
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
@@ -118,14 +119,14 @@ def test_what_is_done_amid_a_piece_is_acked_in_a_while_though_requests_were_all_
             async with consumer.pull("a", group="g", start="earliest") as puller:
                 messages = await pull_all(puller, 40)
                 broker.holds_acks = True
-                for number in range(feed.REQUESTS_IN_FLIGHT):
+                for number in range(group_session.REQUESTS_IN_FLIGHT):
                     await messages[number].ack()
-                    await until(lambda done=number: len(broker._held_acks) == done + 1)
-                await puller.ack(messages[feed.REQUESTS_IN_FLIGHT + 1 :])
+                    await until_async(lambda done=number: len(broker._held_acks) == done + 1)
+                await puller.ack(messages[group_session.REQUESTS_IN_FLIGHT + 1 :])
                 await asyncio.sleep(0.1)  # the moment for it comes, and no request may be sent
                 broker.release_acks()
                 progress = broker.subscribers["a", "g", "c1"]
-                await until(lambda: list(progress.pulled.values()) == [feed.REQUESTS_IN_FLIGHT])
+                await until_async(lambda: list(progress.pulled.values()) == [group_session.REQUESTS_IN_FLIGHT])
 
     run(test())
 
@@ -165,7 +166,7 @@ def test_after_a_lost_connection_nothing_held_comes_twice_and_acks_are_not_lost(
                 messages = await pull_all(puller, 100)
                 await puller.ack(messages[:30])
                 broker.cut()
-                await until(lambda: len(subscribes(broker)) == 2)
+                await until_async(lambda: len(subscribes(broker)) == 2)
                 assert subscribes(broker)[1]["held_end"] == messages[-1].pull_sequence + 1
                 fill(broker, range(100, 120))
                 assert ns(await pull_all(puller, 20)) == list(range(100, 120))
@@ -177,7 +178,7 @@ def test_after_a_lost_connection_nothing_held_comes_twice_and_acks_are_not_lost(
 
 
 def test_what_was_done_amid_a_piece_while_no_broker_was_there_is_acked_once_one_is(monkeypatch):
-    monkeypatch.setattr(feed, "SWEEP_S", 0.01)
+    monkeypatch.setattr(group_session, "SWEEP_S", 0.01)
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
@@ -190,7 +191,7 @@ def test_what_was_done_amid_a_piece_while_no_broker_was_there_is_acked_once_one_
                 await asyncio.sleep(0.05)  # whatever was to be sent once in a while found nobody
                 await broker.start(broker.port)
                 progress = broker.subscribers["a", "g", "c1"]
-                await until(lambda: list(progress.pulled.values()) == [0])
+                await until_async(lambda: list(progress.pulled.values()) == [0])
 
     run(test())
 
@@ -203,8 +204,8 @@ def test_a_process_that_comes_back_with_its_id_gets_what_it_had_not_acked():
             puller = await first.pull("a", group="g", start="earliest").__aenter__()
             await puller.ack((await pull_all(puller, 10))[:3])
             await puller.flush()
-            assert first._session is not None
-            await first._session.close()  # as a crash: no unsubscribe
+            assert first._connections is not None
+            await first._connections.close()  # as a crash: no unsubscribe
             second = consumer_of(metaserver, consumer_id="c1")
             async with second.pull("a", group="g") as again:
                 assert subscribes(broker)[0]["held_end"] == 0
@@ -229,7 +230,7 @@ def test_a_consumer_follows_its_group_to_the_new_master():
                 fill(new, range(50, 60))
                 more = await pull_all(puller, 10)
                 assert ns(more) == list(range(50, 60))
-                assert more[0].pull_sequence >= 2 << 32, "the new reign began after a gap"
+                assert more[0].pull_sequence >= 2 << 32, "the new mastership began after a gap"
                 await puller.ack([*messages[10:], *more])
                 await puller.flush()
                 assert not new.subscribers["a", "g", "c1"].pulled
@@ -244,7 +245,7 @@ def test_a_broker_that_is_not_master_is_asked_again_later():
             fill(broker, range(5))
             broker.refuse_with = NotMaster("not yet")
             async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                await until(lambda: len(metaserver.requests) >= 2)  # it asked for routes again
+                await until_async(lambda: len(metaserver.requests) >= 2)  # it asked for routes again
                 broker.refuse_with = None
                 assert ns(await pull_all(puller, 5)) == list(range(5))
 
@@ -278,7 +279,7 @@ def test_messages_that_wait_here_when_an_ack_is_refused_come_once():
                 assert len(broker.subscribers["a", "g", "c1"].pulled) == 20, "15 wait here"
                 broker.ack_error = InvalidAck("not yours")
                 await puller.ack(taken[:1])
-                await until(lambda: len(subscribes(broker)) == 2)
+                await until_async(lambda: len(subscribes(broker)) == 2)
                 assert ns(await pull_all(puller, 20)) == list(range(20))
                 assert await puller.pull(1, timeout=0.05) == []
 
@@ -290,7 +291,7 @@ def test_a_second_consumer_with_the_same_id_ends_the_first_with_an_error():
         async with cluster("g1") as (metaserver, [broker]):
             first, second = (consumer_of(metaserver, consumer_id="same", drain_s=0.2) for _ in range(2))
             async with first.pull("a", group="g") as puller:
-                await until(lambda: broker.pulls)
+                await until_async(lambda: broker.pulls)
                 async with second.pull("a", group="g"):
                     with pytest.raises(SubscriptionReplaced):
                         await puller.pull(1, timeout=10)
@@ -304,7 +305,7 @@ def test_prefetch_bounds_what_is_on_its_way_and_unacked_max_what_is_held():
             fill(broker, range(1000))
             consumer = consumer_of(metaserver, consumer_id="c1")
             async with consumer.pull("a", group="g", start="earliest", prefetch_messages=40, unacked_max=100) as puller:
-                await until(lambda: broker.subscribers.get(("a", "g", "c1")) and len(broker.pulls) >= 4)
+                await until_async(lambda: broker.subscribers.get(("a", "g", "c1")) and len(broker.pulls) >= 4)
                 progress = broker.subscribers["a", "g", "c1"]
                 for _ in range(50):
                     await asyncio.sleep(0.001)
@@ -341,7 +342,7 @@ def test_heartbeats_keep_the_lease():
         async with cluster("g1") as (metaserver, [broker]):
             broker.lease_ms = 60
             async with consumer_of(metaserver).pull("a", group="g"):
-                await until(lambda: broker.heartbeats >= 5)
+                await until_async(lambda: broker.heartbeats >= 5)
 
     run(test())
 
@@ -351,12 +352,12 @@ def test_each_broker_group_gets_heartbeats_as_often_as_its_own_lease_needs():
         async with cluster("long") as (metaserver, [long]):
             long.lease_ms = 3_600_000
             async with consumer_of(metaserver).pull("a", group="g"):
-                await until(lambda: long.heartbeats)
+                await until_async(lambda: long.heartbeats)
                 short = FakeBroker("short")
                 short.lease_ms = 60
                 await short.start()
                 metaserver.set_group(short)
-                await until(lambda: short.heartbeats >= 5)
+                await until_async(lambda: short.heartbeats >= 5)
                 assert long.heartbeats == 1
             await short.stop()
 
@@ -406,7 +407,7 @@ def test_messages_that_were_taken_and_not_decided_count_as_handed_over_and_no_ot
                 messages = await puller.pull(4, timeout=10)
                 await messages[1].ack()
             assert broker.times["a", "g"] == {n: int(n < 4) for n in range(10)}
-            await until(lambda: sorted(broker.returned["a", "g"]) == [0, *range(2, 10)])
+            await until_async(lambda: sorted(broker.returned["a", "g"]) == [0, *range(2, 10)])
 
     run(test())
 
@@ -438,7 +439,7 @@ def test_several_tasks_may_pull_from_one_puller():
         async with cluster("g1") as (metaserver, [broker]):
             async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
                 tasks = [asyncio.create_task(puller.pull(1, timeout=10)) for _ in range(5)]
-                await until(lambda: broker.pulls)
+                await until_async(lambda: broker.pulls)
                 tasks[0].cancel()
                 fill(broker, range(4))
                 got = [message["n"] for messages in await asyncio.gather(*tasks[1:]) for message in messages]
@@ -451,7 +452,7 @@ def test_a_task_that_is_cancelled_when_it_was_woken_wakes_another():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
             async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                await until(lambda: broker.pulls)
+                await until_async(lambda: broker.pulls)
                 subscription = puller._subscription
                 assert subscription is not None
                 first, second = (asyncio.create_task(subscription.wait()) for _ in range(2))
@@ -502,7 +503,7 @@ def test_at_most_once_a_pull_ends_with_the_puller_though_no_broker_says_that_it_
                 await puller.pull(1, timeout=10)
                 broker.ack_error = NotServed("the roles are being swapped")
                 pulled = asyncio.create_task(puller.pull(4, timeout=0.1))
-                await until(lambda: broker.ack_error is None)
+                await until_async(lambda: broker.ack_error is None)
                 await broker.stop()
                 puller.stop()
                 async with asyncio.timeout(60):
@@ -522,7 +523,7 @@ def test_a_puller_that_is_offline_holds_nothing_and_goes_on_when_it_is_online():
                 assert await puller.pull(1, timeout=0.05) == []
                 assert broker.unsubscribes == 0, "it waits for what was taken"
                 await puller.ack(messages)
-                await until(lambda: broker.unsubscribes == 2)
+                await until_async(lambda: broker.unsubscribes == 2)
                 assert sorted(broker.returned["a", "g"]) == list(range(3, 10))
                 waiting = asyncio.create_task(puller.pull(100, timeout=10))
                 consumer.online()

@@ -9,9 +9,10 @@ import pytest
 import qmq
 from qmq.codec import encode_message
 from qmq.testing import Broker
+from tests.support.waiting import until_async
 from tests.unit.client.consuming import consumer_of, listening
 from tests.unit.client.fakes import cluster
-from tests.unit.client.test_producer import run, until
+from tests.unit.client.test_producer import run
 
 
 @pytest.mark.parametrize("own, expected", [(None, 3), (5, 5), (1, 1)])
@@ -54,10 +55,10 @@ def test_a_message_whose_consumers_vanished_counts_each_time_it_was_handed_over(
                 handled.append(message.times)
 
             async with listening(consumer):
-                await until(lambda: broker.acks or broker.nacks)
+                await until_async(lambda: broker.acks or broker.nacks)
             assert handled == ([given] if is_handled else [])
             reasons = [nack.reason for nack in broker.nacks]
-            assert reasons == ([] if is_handled else [f"handed out {own or 3} times, and never acked"])
+            assert reasons == ([] if is_handled else [f"delivered {own or 3} times, and never acked"])
             assert [reason for _, reason in broker.dead["a", "g"]] == reasons
 
     run(test())

@@ -67,7 +67,7 @@ def test_a_handler_says_when_its_message_comes_again(error, delay_s, is_failure)
 
 def test_retry_later_is_no_way_around_the_limit():
     decision = refused_by_error(Handed(3), POLICY, RetryLater(1), NOW)
-    assert (decision.verdict, decision.reason) == (DEAD, "handed over 3 times; retry in 1 s")
+    assert (decision.verdict, decision.reason) == (DEAD, "delivered 3 times; retry in 1 s")
 
 
 def test_a_dead_letter_has_the_handlers_reason():

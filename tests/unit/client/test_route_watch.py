@@ -15,8 +15,9 @@ from qmq.client.route_watch import RouteWatch
 from qmq.client.routing import Routing
 from qmq.message import Message
 from qmq.types import GroupKind
+from tests.support.waiting import until_async
 from tests.unit.client.fakes import TOKEN, FakeMetaserver, cluster
-from tests.unit.client.test_producer import producer_of, run, until
+from tests.unit.client.test_producer import Hold, producer_of, run
 
 
 class Client:
@@ -63,12 +64,12 @@ def test_a_new_stream_brings_what_differs_from_what_is_in_use():
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a", "b") as client:
-            await until(lambda: client.brought == ["a", "b"])
+            await until_async(lambda: client.brought == ["a", "b"])
             metaserver.requests.clear()
             metaserver.refuse["b"] = "changed meanwhile"
             await metaserver.stop_grpc()
             await metaserver.start_grpc()
-            await until(lambda: metaserver.requests and len(client.brought) > 2)
+            await until_async(lambda: metaserver.requests and len(client.brought) > 2)
             assert set(client.brought[2:]) == {"b"}
             first = next(request for request in metaserver.requests if request.subjects)  # not what it had to confirm
             assert set(first.subjects) == set(first.held) == {"a", "b"}
@@ -81,9 +82,9 @@ def test_what_is_in_use_is_confirmed():
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
-            await until(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
+            await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
             metaserver.set_group(broker, writable=False)
-            await until(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
+            await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
             assert client.writable("a") == {"g1": False}
             assert [len(request.subjects) for request in metaserver.requests] == [1, 0, 0]
 
@@ -95,9 +96,9 @@ def test_confirming_waits_for_its_moment_and_holds_up_nothing_that_is_asked(monk
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
-            await until(lambda: client.brought == ["a"])
+            await until_async(lambda: client.brought == ["a"])
             client.watch.watch("b")
-            await until(lambda: client.brought == ["a", "b"])
+            await until_async(lambda: client.brought == ["a", "b"])
             a, b = metaserver.route("a").version, metaserver.route("b").version
             assert [(list(said.subjects), dict(said.held)) for said in metaserver.requests] == [
                 (["a"], {}),
@@ -106,7 +107,7 @@ def test_confirming_waits_for_its_moment_and_holds_up_nothing_that_is_asked(monk
             metaserver.requests.clear()
             await metaserver.stop_grpc()
             await metaserver.start_grpc()
-            await until(lambda: metaserver.requests)
+            await until_async(lambda: metaserver.requests)
             assert metaserver.requests[0].held == {"a": a, "b": b}, "a new stream says it at once"
 
     run(test())
@@ -117,17 +118,17 @@ def test_an_error_never_empties_a_route():
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
-            await until(lambda: client.writable("a") == {"g1": True})
+            await until_async(lambda: client.writable("a") == {"g1": True})
             version = metaserver.route("a").version
             metaserver.refuse["a"] = "the database does not answer"
             metaserver.tell()
-            await until(lambda: len(client.brought) == 2)
+            await until_async(lambda: len(client.brought) == 2)
             assert client.writable("a") == {"g1": True}
             assert "does not answer" in client.routing.why_not("a")
             assert metaserver.confirmed() == {"a": version}, "what is in use is still the route before"
             del metaserver.refuse["a"]
             metaserver.set_group(broker, writable=False)
-            await until(lambda: client.writable("a") == {"g1": False})
+            await until_async(lambda: client.writable("a") == {"g1": False})
             await metaserver.stop()
             client.watch.refresh()
             await asyncio.sleep(0.2)
@@ -141,10 +142,10 @@ def test_no_groups_on_purpose_are_no_groups():
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, _), watching(metaserver, "a") as client:
-            await until(lambda: client.writable("a") == {"g1": True})
+            await until_async(lambda: client.writable("a") == {"g1": True})
             metaserver.groups.clear()
             metaserver.tell()
-            await until(lambda: client.writable("a") == {})
+            await until_async(lambda: client.writable("a") == {})
 
     run(test())
 
@@ -154,18 +155,18 @@ def test_while_grpc_is_blocked_routes_come_over_http_and_over_grpc_again_afterwa
         async with cluster("g1") as (metaserver, [broker]):
             await metaserver.block_grpc()
             async with watching(metaserver, "a") as client:
-                await until(lambda: client.writable("a") == {"g1": True})
+                await until_async(lambda: client.writable("a") == {"g1": True})
                 metaserver.set_group(broker, writable=False)
-                await until(lambda: client.writable("a") == {"g1": False})
+                await until_async(lambda: client.writable("a") == {"g1": False})
                 client.watch.watch("b")
-                await until(lambda: client.writable("b"))
-                await until(lambda: len(metaserver.polls[-1].get("held", ())) == 2)
+                await until_async(lambda: client.writable("b"))
+                await until_async(lambda: len(metaserver.polls[-1].get("held", ())) == 2)
                 assert client.brought == ["a", "a", "b"], "each poll brings what differs"
                 assert metaserver.polls[-1]["produces"] == ["true"] and not metaserver.requests
                 await metaserver.unblock_grpc()
-                await until(lambda: metaserver.requests)
+                await until_async(lambda: metaserver.requests)
                 metaserver.set_group(broker, writable=True, term=2)
-                await until(lambda: client.writable("a") == {"g1": True})
+                await until_async(lambda: client.writable("a") == {"g1": True})
                 count = len(metaserver.polls)
                 await asyncio.sleep(0.2)
                 assert len(metaserver.polls) == count, "who has a stream does not poll"
@@ -176,10 +177,10 @@ def test_while_grpc_is_blocked_routes_come_over_http_and_over_grpc_again_afterwa
 def test_a_stream_that_breaks_does_not_make_a_client_wait_for_grpc():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
-            await until(lambda: client.writable("a") == {"g1": True})
+            await until_async(lambda: client.writable("a") == {"g1": True})
             await metaserver.block_grpc()
             metaserver.set_group(broker, writable=False)
-            await until(lambda: client.writable("a") == {"g1": False})
+            await until_async(lambda: client.writable("a") == {"g1": False})
 
     run(test())
 
@@ -189,7 +190,7 @@ def test_a_wrong_token_is_told_apart_from_silence_over_http_too():
         async with cluster("g1") as (metaserver, _):
             await metaserver.block_grpc()
             async with watching(metaserver, "a", token="wrong") as client:
-                await until(lambda: client.watch.refused)
+                await until_async(lambda: client.watch.refused)
                 assert "unknown token" in str(client.watch.refused)
 
     run(test())
@@ -201,7 +202,7 @@ def test_many_subjects_are_polled_in_several_requests():
         async with cluster("g1") as (metaserver, _):
             await metaserver.block_grpc()
             async with watching(metaserver, *names) as client:
-                await until(lambda: set(client.brought) == set(names))
+                await until_async(lambda: set(client.brought) == set(names))
                 assert max(len(words["subject"]) for words in metaserver.polls) <= 40
 
     run(test())
@@ -215,7 +216,7 @@ def test_producers_heed_a_route_whose_groups_are_all_readonly():
             assert (await producer.send(Message("a", {}))).is_stored
             for broker in brokers:
                 metaserver.set_group(broker, writable=False)
-            await until(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
+            await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
             attempts = [len(broker.attempts) for broker in brokers]
             receipt = await producer.send(Message("a", {}))
             assert receipt.outcome is qmq.Outcome.REFUSED
@@ -240,7 +241,7 @@ def test_a_consumer_goes_on_while_its_route_is_refused():
                 assert len(await puller.pull(10, timeout=60)) == 1
                 metaserver.refuse["a"] = "the database does not answer"
                 metaserver.tell()
-                await until(lambda: len(metaserver.updates) >= 4)
+                await until_async(lambda: len(metaserver.updates) >= 4)
                 await producer.send(Message("a", {"n": 2}))
                 assert len(await puller.pull(10, timeout=60)) == 1
 
@@ -253,14 +254,14 @@ def test_what_is_asked_after_a_stream_ended_is_asked_of_the_next_one(monkeypatch
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, _), watching(metaserver, "a") as client:
-            await until(lambda: client.writable("a"))
+            await until_async(lambda: client.writable("a"))
             for number in range(3):
                 metaserver.requests.clear()
                 await metaserver.stop_grpc()
                 await metaserver.start_grpc()
-                await until(lambda: metaserver.requests)
+                await until_async(lambda: metaserver.requests)
                 client.watch.watch(f"b{number}")
-                await until(lambda number=number: client.writable(f"b{number}"))
+                await until_async(lambda number=number: client.writable(f"b{number}"))
 
     run(test())
 
@@ -282,15 +283,15 @@ def test_a_poll_that_a_stream_overtook_changes_nothing(monkeypatch):
 
             monkeypatch.setattr(route_watch.route_poll, "poll", late)
             async with watching(metaserver, "a") as client:
-                await until(polling.is_set)
+                await until_async(polling.is_set)
                 metaserver.set_group(broker, writable=False)
                 await metaserver.unblock_grpc()
                 version = metaserver.route("a", GroupKind.NORMAL).version
-                await until(lambda: metaserver.confirmed().get("a") == version)
+                await until_async(lambda: metaserver.confirmed().get("a") == version)
                 assert client.writable("a") == {"g1": False}
                 go_on.set()
                 client.watch.watch("b")
-                await until(lambda: client.writable("b"))
+                await until_async(lambda: client.writable("b"))
                 assert client.writable("a") == {"g1": False} and metaserver.confirmed()["a"] == version
 
     run(test())
@@ -301,13 +302,13 @@ def test_a_broker_that_stays_away_does_not_make_its_clients_ask_all_the_time():
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, _), watching(metaserver, "a", "b") as client:
-            await until(lambda: len(metaserver.confirmed()) == 2)
+            await until_async(lambda: len(metaserver.confirmed()) == 2)
             metaserver.requests.clear()
             for number in range(5):
                 client.watch.refresh()
-                await until(lambda: metaserver.requests and client.watch._asked_at is None)
+                await until_async(lambda: metaserver.requests and client.watch._asked_at is None)
                 client.watch.watch(f"new{number}")
-                await until(lambda number=number: client.writable(f"new{number}"))
+                await until_async(lambda number=number: client.writable(f"new{number}"))
             assert sum("a" in request.subjects for request in metaserver.requests) == 1
 
     run(test())
@@ -322,5 +323,92 @@ def test_a_subject_that_is_added_while_a_request_is_written_is_asked_for():
         assert (await anext(requests)).subjects == ["a"]
         watch.watch("b")
         assert (await anext(requests)).subjects == ["b"]
+
+    run(test())
+
+
+def test_requests_are_of_bounded_size_when_asking_confirming_and_forgetting(monkeypatch):
+    monkeypatch.setattr(route_watch, "REQUEST_SUBJECTS_MAX", 3)
+    names = [f"s{number}" for number in range(10)]
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), watching(metaserver, *names) as client:
+            await until_async(lambda: sorted(client.brought) == names)
+            await until_async(lambda: sorted(metaserver.confirmed()) == names)
+            metaserver.set_group(broker, writable=False)
+            versions = {name: metaserver.route(name).version for name in names}
+            await until_async(lambda: metaserver.confirmed() == versions)
+            client.watch.forget(names[:7])
+            client.watch.watch(names[6])
+            await until_async(lambda: client.brought.count(names[6]) == 3)
+            await until_async(lambda: sum(len(one.forgotten) for one in metaserver.requests) == 7)
+            forgotten = [at for at, one in enumerate(metaserver.requests) if names[6] in one.forgotten]
+            asked = [at for at, one in enumerate(metaserver.requests) if names[6] in one.subjects]
+            assert asked[-1] >= forgotten[-1], "what is watched again was forgotten first"
+            sizes = [
+                max(map(len, (one.subjects, one.held, one.forgotten))) for one in metaserver.requests
+            ]  # fmt: skip
+            assert max(sizes) == 3
+            assert [name for one in metaserver.requests for name in one.forgotten] == names[:7]
+
+    run(test())
+
+
+def test_a_refused_subject_is_asked_for_again_and_named_meanwhile(monkeypatch):
+    monkeypatch.setattr(route_watch, "REPEAT_S", 0.05)
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, _):
+            metaserver.refuse["b"] = "one subject too many"
+            async with watching(metaserver, "a", "b") as client:
+                await until_async(lambda: client.watch.refusals == {"b": "one subject too many"})
+                assert client.writable("a") == {"g1": True}
+                del metaserver.refuse["b"]  # and nobody tells
+                await until_async(lambda: client.writable("b"))
+                assert client.watch.refusals == {} and client.watch.trouble == ""
+
+    run(test())
+
+
+def test_that_no_metaserver_answers_is_a_trouble_once_it_lasts(monkeypatch):
+    monkeypatch.setattr(route_watch, "TROUBLE_S", 0.2)
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, _), watching(metaserver, "a") as client:
+            await until_async(lambda: client.writable("a"))
+            await metaserver.stop()
+            await until_async(lambda: client.watch.trouble)
+            await metaserver.start(metaserver.http_port)
+            await until_async(lambda: not client.watch.trouble)
+            await metaserver.block_grpc()
+            client.watch.watch("b")
+            await until_async(lambda: client.writable("b"))
+            assert client.watch.trouble == "", "polls keep routes up to date"
+
+    run(test())
+
+
+def test_a_producer_forgets_routes_beyond_those_it_keeps_once_they_are_idle_and_asks_again(monkeypatch):
+    monkeypatch.setattr(route_watch, "KEPT", 2)
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            names = [f"s{number}" for number in range(6)]
+            for name in names:
+                assert (await producer.send(Message(name, {}, order_key="k"))).is_stored
+            sender = producer._senders.of(is_delayed=False)
+            hold = Hold(broker)
+            waiting = asyncio.create_task(producer.send(Message("s0", {})))
+            await until_async(lambda: hold.held)
+            sender._watch._forget_idle()
+            assert len(sender._queues) == 6, "all were used since the last time"
+            sender._watch._forget_idle()
+            assert list(sender._queues) == ["s0", "s4", "s5"], "the message of s0 has no outcome yet"
+            assert list(sender._lanes) == list(sender._watch._held) == list(sender._queues)
+            hold.release()
+            assert (await waiting).is_stored
+            for name in names:
+                assert (await producer.send(Message(name, {}, order_key="k"))).is_stored
+            assert {name for one in metaserver.requests for name in one.forgotten} == {"s1", "s2", "s3"}
 
     run(test())

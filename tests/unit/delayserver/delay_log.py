@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from delayserver.schedule import Filed, Records, Schedule
 from qmq.codec import encode_labels, encode_message, join_batch, with_properties
+from qmq.delayserver.schedule import Filed, Records, Schedule
 from qmq.log.delays import Outcome, Place, encode_dispatch, encode_places, encode_settled
 from qmq.log.frame import FLAG_LABELLED, NO_CHAIN, Frame, FrameKind, encode_header, subject_field
 from qmq.message import DELAY_KEY, Message

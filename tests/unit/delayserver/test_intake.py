@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from qmq.errors import ErrorCode
-from tests.unit.delayserver.test_races import a_pair
+from tests.unit.delayserver.test_races import a_group
 from tests.unit.delayserver.world import HOUR_MS, delayed
 
 
 def test_receipt_of_a_repeated_batch_claims_nothing_of_a_message_that_was_refused_then_and_would_not_be_now():
-    pair, producer = a_pair(delay_days_max=1)
-    batch = [delayed("s", "ok", pair.now_ms), delayed("s", "too far", pair.now_ms + 24 * HOUR_MS + 500)]
+    copies, producer = a_group(delay_days_max=1)
+    batch = [delayed("s", "ok", copies.now_ms), delayed("s", "too far", copies.now_ms + 24 * HOUR_MS + 500)]
     asked = producer.produce_raw(batch, batch=5)
-    pair.settle()
+    copies.settle()
     assert (producer.receipt(asked).stored, [at for at, _ in producer.receipt(asked).refused]) == (1, [1])
     again = producer.produce_raw(batch, batch=5)
-    pair.settle()
+    copies.settle()
     assert producer.receipt(again) == producer.receipt(asked)
-    pair.run(1_000)
+    copies.run(1_000)
     again = producer.produce_raw(batch, batch=5)
-    pair.settle()
+    copies.settle()
     assert producer.code(again) == ErrorCode.OUTCOME_UNKNOWN

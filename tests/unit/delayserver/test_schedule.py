@@ -6,8 +6,8 @@ from zlib import crc32
 
 import pytest
 
-from delayserver.schedule import DamagedSchedule, Schedule, State, discard, id_hash, key_hash
-from delayserver.wheel import Wheel
+from qmq.delayserver.schedule import DamagedSchedule, Schedule, State, discard, id_hash, key_hash
+from qmq.delayserver.wheel import Wheel
 from qmq.log.delays import Outcome
 from qmq.log.memory_disk import MemoryDisk
 from tests.unit.delayserver.delay_log import HOUR_MS, DelayLog, delayed, flush_all, load, places
@@ -129,6 +129,18 @@ def test_a_planned_dispatch_is_filed_as_one_that_was_looked_up():
         log.feed(schedule)
         schedules.append((schedule.counts(0, 1 << 60), listed(schedule), states(schedule, "m0", "m5", "m70", "m71")))
     assert schedules[0] == schedules[1]
+
+
+def test_a_dispatch_of_nothing_that_pends_is_not_in_flight():
+    """Its frame may leave the log at any time: a schedule made anew behind it would not have it either."""
+    log, disk = DelayLog(), MemoryDisk()
+    where = log.messages(many(2))
+    log.dispatch("g1", where, producer=7, batch=1)
+    log.settled(7, 1, Outcome.STORED)
+    log.dispatch("g1", where, producer=7, batch=2)
+    schedule = opened(disk, log)
+    assert schedule.in_flight == {}
+    assert log.settled(7, 2, Outcome.NOT_STORED) and log.feed(schedule)[-1].settled == []
 
 
 def test_a_dispatch_in_flight_survives_a_restart_with_its_records():

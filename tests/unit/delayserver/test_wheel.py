@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayserver.schedule import RECORD
-from delayserver.wheel import RUN_MAX, Wheel
+from qmq.delayserver.schedule import RECORD
+from qmq.delayserver.wheel import RUN_MAX, Wheel
 
 
 def records(*entries: tuple[int, int]):
@@ -29,8 +29,8 @@ def test_only_what_is_due_is_taken_the_earliest_first():
     wheel.add(records((4, 20)))
     assert wheel.next_due_ms == 10
     assert pairs(wheel.take(9, 10)) == []
-    assert pairs(wheel.take(30, 2)) == [(2, 10), (4, 20)]
-    assert pairs(wheel.take(30, 2)) == [(3, 30)]
+    assert pairs(wheel.take(30, 1)) == [(2, 10)]
+    assert pairs(wheel.take(30, 2)) == [(4, 20), (3, 30)]
     assert len(wheel) == 1
     assert pairs(wheel.take(10**6, 9)) == [(1, 50)]
     assert (len(wheel), wheel.next_due_ms, wheel.bytes) == (0, None, 0)

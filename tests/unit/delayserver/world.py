@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from delayserver.counters import Counters
-from delayserver.filing import Filing
-from delayserver.keeping import Keeping
-from delayserver.master import DelayMaster
-from delayserver.schedule import Schedule, discard
-from delayserver.settings import DelaySettings
-from qmq.client.numbered import NotStored, Stored, Unknown
+from qmq.client.batch_life import NotStored, Stored, Unknown
 from qmq.codec import decode_envelope, encode_message, split_batch, with_properties
+from qmq.delayserver.counters import Counters
+from qmq.delayserver.filing import Filing
+from qmq.delayserver.keeping import Keeping
+from qmq.delayserver.master import DelayMaster
+from qmq.delayserver.schedule import Schedule, discard
+from qmq.delayserver.settings import DelaySettings
 from qmq.errors import NotServed
 from qmq.log import MessageLog
 from qmq.log.memory_disk import FaultyDisk
@@ -104,22 +104,22 @@ class DelayServer(Broker):
         self.counters = Counters()
         identity = IdentityFile(self.disk, new_incarnation=f"{self.name}-{self.starts}")
         self.node = Node(
-            message_log=message_log, host=self.host, identity=identity, settings=settings, appoint=self._appoint
+            message_log=message_log, host=self.host, identity=identity, settings=settings, promote=self._promote
         )
         self.host.node = self.node
         self.filing = Filing(
             message_log, self.host, make=self._make, discard=lambda: discard(self.shelf),
             found_damage=self.node.found_damage,
         )  # fmt: skip
-        self.keeping = Keeping(lambda: self.filing, settings)
+        self.keeper = Keeping(lambda: self.filing, settings)
 
     def _make(self, log_start):
         return Schedule(
             self.shelf, segment_ms=self.settings.segment_minutes * 60_000, log_start=log_start, keep_ms=72 * HOUR_MS
         )
 
-    def _appoint(self, appointment):
-        return DelayMaster(appointment, self.settings, self.counters, self.filing, self.senders)
+    def _promote(self, promotion):
+        return DelayMaster(promotion, self.settings, self.counters, self.filing, self.senders)
 
     def crash(self, rng=None):
         self.shelf.crash(rng)
@@ -134,16 +134,8 @@ class DelayServer(Broker):
             self.filing.go_on(max(known, self.filing.schedule.filed_end))
         self.filing.keep(self.host.now_ms())
 
-    def drop(self):
-        """What the service does for retention; return how many segments went."""
-        dropped = 0
-        while not self.node.is_pinned(()) and self.keeping.may_drop(self.log, self.host.now_ms()):
-            self.log.drop_oldest_segment()
-            dropped += 1
-        return dropped
 
-
-class Pair(Group):
+class Copies(Group):
     """A delay group; `run` lets time pass."""
 
     @classmethod
@@ -159,10 +151,16 @@ class Pair(Group):
     def now_ms(self):
         return self.a.host.now_ms()
 
+    hears = True
+    """Whether heartbeats say what others' clocks say."""
+
     def run(self, ms, step_ms=100):
         for _ in range(max(1, ms // step_ms)):
             for server in (self.a, self.b):
                 server.host.clock_ms += step_ms
+            if self.hears:
+                self.hear_clocks()
+            for server in (self.a, self.b):
                 server.node.tick()
                 server.beat()
             self.settle()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from metaserver.actions import ACTIONS
-from metaserver.http.running import GRACE_MS
+from qmq.metaserver.actions import ACTIONS
+from qmq.metaserver.http.running import GRACE_MS
 
 CONFIGURATION = Path("deploy/nginx.conf").read_text()
 

@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from deploy.plan import HOST, Groups, load_plan, write_settings
+from qmq.deploy.plan import HOST, Groups, load_plan, write_settings
 from qmq.errors import NotServed
 from tests.support.ports import run_of_ports
 
@@ -45,6 +45,14 @@ def test_a_second_start_has_the_same_ports_and_token(tmp_path, first):
     path = tmp_path / "plan.json"
     plan = load_plan(path, Groups(("g1",)), first, first)
     assert load_plan(path, Groups(("g1",)), first + 100, first + 100) == plan
+
+
+def test_a_process_that_came_later_gets_a_port_of_its_own_and_keeps_it(tmp_path, first):
+    path = tmp_path / "plan.json"
+    plan = load_plan(path, Groups(("g1",)), first, first)
+    more = load_plan(path, Groups(("g1",), others=("watchdog",)), first, first)
+    assert set(more.others) == {"watchdog"} and len(set(more.ports)) == len(plan.ports) + 1
+    assert load_plan(path, Groups(("g1",), others=("watchdog",)), first, first) == more
 
 
 def test_two_clusters_have_different_tokens(tmp_path, first):

@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from deploy.cluster import AlreadyRunning, lock_directory
-from deploy.processes import Service, end_leftovers, is_ours, stop_all
+from qmq.deploy.cluster import AlreadyRunning, lock_directory
+from qmq.deploy.processes import Service, end_leftovers, is_ours, module_command, stop_all
+from tests.support.waiting import until
 
 LIVES = "tests.unit.deploy.lives"
 """A module that runs until SIGTERM; with "deaf" in its settings it does not listen to that."""
@@ -21,28 +22,21 @@ LIVES = "tests.unit.deploy.lives"
 def service(tmp_path):
     """A service whose process is not started yet, and which is gone at the end."""
     (tmp_path / "a.toml").write_text("")
-    service = Service("a", LIVES, tmp_path / "a.toml", tmp_path / "logs" / "a.log")
+    service = Service("a", module_command(LIVES, tmp_path / "a.toml"), tmp_path / "logs" / "a.log")
     yield service
     service.signal(signal.SIGKILL)
     service.stop(time.monotonic())
 
 
-def wait_for(condition, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
-
-
 def wait_until_up(service):
-    wait_for(lambda: service.log.exists() and b"up" in service.log.read_bytes())
+    until(lambda: service.log.exists() and b"up" in service.log.read_bytes())
 
 
 def test_a_dead_process_is_started_again_after_its_rest(service):
     service.start()
     first = service.pid
     service.signal(signal.SIGKILL)
-    wait_for(lambda: service.pid is None)
+    until(lambda: service.pid is None)
     assert "status -9" in service.keep_alive(100.0, restart_s=1.0)
     assert service.keep_alive(100.9, restart_s=1.0) == ""
     assert service.pid is None
@@ -60,8 +54,8 @@ def test_a_process_that_was_asked_to_end_ends(service):
     assert "up" in service.log_tail()
 
 
-def test_a_process_that_does_not_listen_is_killed(service):
-    service.config.write_text("deaf")
+def test_a_process_that_does_not_listen_is_killed(service, tmp_path):
+    (tmp_path / "a.toml").write_text("deaf")
     service.start()
     wait_until_up(service)
     service.signal(signal.SIGTERM)
@@ -77,7 +71,7 @@ def test_what_a_killed_runner_left_is_ended_and_nothing_else(service, tmp_path):
         assert is_ours(service.pid, tmp_path)
         pid = service.pid
         assert end_leftovers([pid, stranger.pid, os.getpid()], tmp_path) == [pid]
-        wait_for(lambda: service.pid is None)
+        until(lambda: service.pid is None)
         assert stranger.poll() is None
     finally:
         stranger.communicate(b"\n")

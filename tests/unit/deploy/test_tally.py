@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.tally import OTHER, Tally, message_id, number_of
+from qmq.deploy.tally import OTHER, Tally, message_id, number_of
 
 
 def tally(stored, delivered):
@@ -38,7 +38,7 @@ def test_a_message_that_was_not_acknowledged_is_not_lost_but_named():
 def test_a_message_that_nobody_sent_is_noticed(identity):
     book = tally([0, 1, 2], [0, 1, 2])
     book.delivered(identity, at=2.0)
-    assert book.complaints() == ["1 messages were delivered that nobody sent"]
+    assert book.complaints() == ["1 messages were delivered that were never sent"]
 
 
 def test_a_repeated_delivery_is_explained_by_what_was_last_done_to_its_group():

@@ -8,9 +8,10 @@ from zlib import crc32
 from qmq.codec import encode_message, join_batch
 from qmq.log import MessageLog
 from qmq.log.fold import State, apply
-from qmq.log.frame import Frame, FrameKind, decode_frames
+from qmq.log.frame import Frame, FrameKind, decode_frames, encode_json_body
 from qmq.log.memory_disk import FaultyDisk, MemoryDisk
-from qmq.log.progress import DEFERRED, PASSED, encode_office, encode_progress
+from qmq.log.progress import DEFERRED, PASSED, encode_progress
+from qmq.log.retention import RetentionDecision, encode_retention
 from qmq.log.segments import read_raw, segment_bases
 from qmq.message import Message
 from qmq.types import Epoch
@@ -36,9 +37,9 @@ class Copy:
         plain = {"epoch": self.epoch, "high_watermark": 0, "timestamp_ms": 5}
         return self.log.append(kind, subject, body, body_crc=crc32(body), **(plain | fields))
 
-    def office(self, epoch: Epoch | None = None) -> Frame:
+    def begin_epoch(self, epoch: Epoch | None = None) -> Frame:
         self.epoch = epoch or self.epoch
-        return self.append(FrameKind.EPOCH, "", encode_office(broker="b", why="test"))
+        return self.append(FrameKind.EPOCH, "", encode_json_body(broker="b", why="test"))
 
     def messages(self, *ids: str, subject: str = "s", size: int = 20, **fields) -> Frame:
         body = join_batch([message(subject, id, size) for id in ids])
@@ -83,7 +84,7 @@ def fold_of(data: bytes, state: State | None = None) -> State:
 
 def a_history(copy: Copy, rng: Random, frames: int) -> list[Frame]:
     """Append a random but legal history of every kind of frame, seen through the log's own state."""
-    made = [] if copy.log.state.epochs else [copy.office()]
+    made = [] if copy.log.state.epochs else [copy.begin_epoch()]
     while len(made) < frames:
         made.append(a_frame(copy, rng))
     return made
@@ -94,13 +95,17 @@ def a_frame(copy: Copy, rng: Random) -> Frame:
     subject, consumer = rng.choice(["a", "b"]), rng.choice(["c1", "c2"])
     group = state.groups.get((subject, "g"))
     known = group.consumers.get(consumer) if group else None
-    kind = rng.choice(["messages", "messages", "messages", "pull", "pull", "ack", "nack", "leave", "forget", "epoch"])
+    kinds = ["messages", "messages", "messages", "pull", "pull", "ack", "nack", "leave", "forget", "epoch", "time"]
+    kind = rng.choice(kinds)
     if kind == "epoch" and rng.random() < 0.3:
-        return copy.office(Epoch(copy.epoch.term + rng.randrange(2), copy.epoch.boot + 1))
+        return copy.begin_epoch(Epoch(copy.epoch.term + rng.randrange(2), copy.epoch.boot + 1))
+    if kind == "time":
+        said = RetentionDecision(state.kept.start, "", {"slave": rng.randrange(9)}, {})
+        return copy.append(FrameKind.RETENTION, "", encode_retention(said))
     if group is None and kind != "messages":
         return copy.progress(FrameKind.POSITION, "", (0, 0, 0), subject=subject)
     if kind == "pull" and group is not None:
-        ranges = [*group.returned, [group.position, state.next_sequence.get(subject, 0) - group.position]]
+        ranges = [*group.requeued, [group.position, state.next_sequence.get(subject, 0) - group.position]]
         sequence, there = rng.choice(ranges)[:2]
         if there:
             taken = rng.randint(1, there)
@@ -108,7 +113,7 @@ def a_frame(copy: Copy, rng: Random) -> Frame:
             number = rng.choice([state.next_pull(group, consumer)] * 4 + [PASSED, DEFERRED])
             return copy.progress(FrameKind.PULL, consumer, (number, sequence + skipped, taken), subject=subject)
     if kind in ("ack", "nack") and known is not None and known.unacked:
-        first, _, messages, _ = rng.choice(known.unacked)
+        first, _, messages, *_ = rng.choice(known.unacked)
         begin = first + rng.randrange(messages)
         end, due_ms = rng.randint(begin + 1, first + messages), rng.randrange(1000)
         if kind == "ack":

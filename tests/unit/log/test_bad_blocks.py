@@ -76,7 +76,7 @@ def a_copy(disk: RealDisk) -> tuple[Copy, Copy]:
     """Two equal copies; the first on a real disk."""
     copies = Copy(disk, segment_bytes=20_000, tail_bytes=0), Copy(segment_bytes=20_000)
     for copy in copies:
-        copy.office()
+        copy.begin_epoch()
         for i in range(60):
             copy.messages(f"m{i}", size=900)
             copy.flush()

@@ -48,7 +48,7 @@ def append(copy: Copy, truth: Truth, *ids: str) -> None:
     if ids:
         copy.messages(*ids, size=90)
     else:
-        copy.office()
+        copy.begin_epoch()
     buffers, _, _ = copy.log.tail_frames(begin, 1 << 20)
     truth.bytes += b"".join(buffers)
     assert len(truth.bytes) == copy.log.end
@@ -97,7 +97,7 @@ def run(copy: Copy, truth: Truth) -> None:
 def seed(copy: Copy, truth: Truth) -> None:
     """The other copy is ahead by far: this one is set aside and begins anew."""
     other = Copy(segment_bytes=SEGMENT_BYTES)
-    other.office(Epoch(2, 1))
+    other.begin_epoch(Epoch(2, 1))
     other.fill(30)
     base, _, snapshot = other.log.seed_start()
     while base < 2 * SEGMENT_BYTES:

@@ -1,4 +1,4 @@
-"""Core. The consume log of closed segments: derived, small, made again when it is missing (design, section 2)."""
+"""Core. The consume log of closed segments: derived, small, made again when it is missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def places(copy: Copy) -> dict[str, list]:
 def test_index_that_is_damaged_or_missing_is_made_again(tmp_path: Path, damage: str, reopened: bool):
     disk = RealDisk(tmp_path)
     copy = Copy(disk, tail_bytes=0)
-    copy.office()
+    copy.begin_epoch()
     copy.fill(60)
     wanted, base, next_base = places(copy), copy.log.bases[1], copy.log.bases[2]
     copy.reopen()
@@ -42,7 +42,7 @@ def test_index_that_is_damaged_or_missing_is_made_again(tmp_path: Path, damage: 
 
 def test_hundred_thousand_subjects_need_no_more_files_than_one():
     copy = Copy(segment_bytes=4 << 20, tail_bytes=0)
-    copy.office()
+    copy.begin_epoch()
     for i in range(100_000):
         copy.messages("m", subject=f"subject {i}", size=0)
         if i % 10_000 == 0:

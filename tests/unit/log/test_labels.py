@@ -14,7 +14,7 @@ LABELS = [label_of(["pay"], None), label_of([], "k1"), 0]
 
 def a_log(section: bytes, flags: int = FLAG_LABELLED) -> Copy:
     copy = Copy(segment_bytes=1 << 16, tail_bytes=0)
-    copy.office()
+    copy.begin_epoch()
     for first in (0, 3):
         body = join_batch([message("s", f"m{first + at}") for at in range(3)]) + section
         copy.append(FrameKind.MESSAGES, "s", body, count=3, first_sequence=first, flags=flags)

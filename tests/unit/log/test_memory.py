@@ -1,4 +1,4 @@
-"""Core. A backlog that nobody reads costs disk, not memory (design, section 2)."""
+"""Core. A backlog that nobody reads costs disk, not memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.log.logs import Copy
 def test_memory_stays_flat_while_a_backlog_grows(tmp_path: Path):
     disk = RealDisk(tmp_path)
     copy = Copy(disk, segment_bytes=256 << 10, tail_bytes=128 << 10)
-    copy.office()
+    copy.begin_epoch()
     held = []
     tracemalloc.start()
     try:

@@ -18,7 +18,7 @@ def report_of(copy: Copy, name: str) -> dict:
 @pytest.mark.parametrize("which", range(1, 5))
 def test_log_is_cut_at_the_border_of_a_segment(which):
     copy = Copy()
-    copy.office()
+    copy.begin_epoch()
     copy.fill(60)
     base, bases = copy.log.bases[which], copy.log.bases[:which]
     chain = copy.log.state.chain
@@ -32,7 +32,7 @@ def test_log_is_cut_at_the_border_of_a_segment(which):
 
 def test_what_is_cut_goes_to_quarantine_with_the_ids_of_its_messages():
     copy = Copy()
-    copy.office()
+    copy.begin_epoch()
     kept = copy.messages("kept")
     copy.messages("x", "y")
     copy.messages("without properties: its bytes end with zeros", size=0)
@@ -45,7 +45,7 @@ def test_what_is_cut_goes_to_quarantine_with_the_ids_of_its_messages():
 
 def test_segment_that_lost_its_end_is_corrupt_not_endless():
     copy = Copy(tail_bytes=0)
-    copy.office()
+    copy.begin_epoch()
     copy.fill(60)
     base = copy.log.bases[1]
     copy.disk.truncate(f"log/{base:020d}.log", 10)
@@ -56,7 +56,7 @@ def test_segment_that_lost_its_end_is_corrupt_not_endless():
 @pytest.mark.parametrize("tail_bytes", [0, 1 << 20])
 def test_offset_within_a_frame_is_no_border_and_no_damage(tail_bytes):
     copy = Copy(tail_bytes=tail_bytes)
-    copy.office()
+    copy.begin_epoch()
     copy.fill(60)
     copy.messages("not flushed")
     for offset in range(8, copy.log.end, 8):
@@ -66,7 +66,7 @@ def test_offset_within_a_frame_is_no_border_and_no_damage(tail_bytes):
 
 def test_damage_is_found_before_another_copy_is_accused_of_being_different():
     copy = Copy(tail_bytes=0)
-    copy.office()
+    copy.begin_epoch()
     copy.fill(60)
     ref = copy.log.frames("s1", 7, 1)[0]
     base = max(base for base in copy.log.bases if base <= ref.offset)
@@ -79,7 +79,7 @@ def test_damage_is_found_before_another_copy_is_accused_of_being_different():
 def test_chain_before_a_damaged_frame_is_still_known():
     """Or a tail that another history replaced, and that rotted before it was cut, could never be cut (seed 1724)."""
     copy = Copy(tail_bytes=0)
-    copy.office()
+    copy.begin_epoch()
     copy.fill(60)
     for ref in copy.log.frames("s1", 7, 3):
         base = max(base for base in copy.log.bases if base <= ref.offset)
@@ -94,7 +94,7 @@ def test_chain_before_a_damaged_frame_is_still_known():
 def test_segment_with_zeros_behind_its_end_reads_as_one_without():
     """A crash may leave some of what was reserved for it."""
     copy = Copy(tail_bytes=0)
-    copy.office()
+    copy.begin_epoch()
     copy.fill(60)
     first, second = copy.log.bases[1], copy.log.bases[2]
     whole = copy.whole()
@@ -118,7 +118,7 @@ READERS = {
 def test_reader_whose_segment_was_dropped_meanwhile_finds_no_frame_and_no_failing_disk(what):
     """The process would end at that. Reads happen on threads, after somebody looked up where."""
     copy = Copy(tail_bytes=0)
-    copy.office()
+    copy.begin_epoch()
     copy.fill(40)
     (ref,) = copy.log.frames("s0", 0, 1)
     copy.log.drop_oldest_segment()

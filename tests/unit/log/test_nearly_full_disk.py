@@ -31,7 +31,7 @@ def disk(tmp_path: Path):
 
 def test_segment_takes_no_more_than_it_needs_of_a_nearly_full_disk(disk: NearlyFull):
     copy = Copy(disk, segment_bytes=SEGMENT_BYTES)
-    copy.office()
+    copy.begin_epoch()
     copy.flush()
     assert disk.size(log_name(copy.log.bases[0])) == SEGMENT_BYTES
     disk.left = 2 * SEGMENT_BYTES - 1
@@ -43,7 +43,7 @@ def test_segment_takes_no_more_than_it_needs_of_a_nearly_full_disk(disk: NearlyF
 @pytest.mark.parametrize("torn", [0, 1, 50])
 def test_segment_that_grew_is_recovered_to_its_last_whole_frame(disk: NearlyFull, torn: int):
     copy = Copy(disk, segment_bytes=SEGMENT_BYTES)
-    copy.office()
+    copy.begin_epoch()
     disk.left = 0
     while len(copy.log.bases) < 3:
         copy.fill(3, size=4000)

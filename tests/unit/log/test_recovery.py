@@ -1,4 +1,4 @@
-"""Core. From what a crash left to a log that can be trusted (design, section 2)."""
+"""Core. From what a crash left to a log that can be trusted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = 16 * 1024
 
 def a_log(frames: int = 60) -> Copy:
     copy = Copy(tail_bytes=0)
-    copy.office()
+    copy.begin_epoch()
     copy.fill(frames)
     assert len(copy.log.bases) > 4
     return copy
@@ -47,7 +47,7 @@ def test_damaged_or_missing_snapshots_are_made_again_from_an_earlier_one(bad, mi
 def segment() -> Copy:
     """One segment of 16 KiB, full but for a clean tail of some zeros."""
     copy = Copy(segment_bytes=SIZE, tail_bytes=0)
-    copy.office()
+    copy.begin_epoch()
     while copy.log.end < SIZE - 1200:
         copy.messages("a", "b", size=500)
     copy.flush()
@@ -158,7 +158,7 @@ def test_one_bad_record_costs_none_of_those_behind_it():
 def test_stale_bytes_behind_a_cut_never_come_back():
     """W5: the same batches again, so that sizes line up with the old bytes behind them."""
     copy = Copy(segment_bytes=1 << 16)
-    copy.office()
+    copy.begin_epoch()
     for i in range(20):
         copy.messages(f"old {i}")
     copy.flush()

@@ -13,7 +13,7 @@ from tests.unit.log.logs import Copy
 
 def a_copy(frames: int = 60, *, size: int = 100) -> Copy:
     copy = Copy(MemoryDisk(), tail_bytes=0)
-    copy.office()
+    copy.begin_epoch()
     copy.fill(frames, size=size)
     return copy
 
@@ -114,7 +114,7 @@ def test_damaged_bytes_are_kept_with_a_report():
 def test_subject_that_no_index_could_take_is_still_no_danger_to_the_log(subject):
     """W7: names are checked before this point; a log that holds such a frame anyway indexes, rolls and recovers."""
     copy = Copy(tail_bytes=0)
-    copy.office()
+    copy.begin_epoch()
     copy.messages("m", subject=subject)
     copy.fill(60)
     (ref,) = copy.reopen().frames(subject, 0, 10)

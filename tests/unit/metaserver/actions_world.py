@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
-from metaserver.actions.clients import Clients
-from metaserver.actions.desk import Desk
-from metaserver.actions.runner import Actions
-from metaserver.actions.vault import Vault
-from metaserver.awake import AwakeClock
-from metaserver.database import Database
-from metaserver.liveness import Liveness
-from metaserver.metrics import Metrics
-from metaserver.model import Broker, BrokerKey, ReplicaState
-from metaserver.registry import Registry
-from metaserver.settings import MetaserverSettings
-from metaserver.swap import Swaps
-from metaserver.watchers import ClientInfo, Counts
 from qmq.errors import NotServed, OperatorError
+from qmq.metaserver.actions.clients import Clients
+from qmq.metaserver.actions.desk import Desk
+from qmq.metaserver.actions.runner import Actions
+from qmq.metaserver.actions.vault import Vault
+from qmq.metaserver.awake import AwakeClock
+from qmq.metaserver.database import Database
+from qmq.metaserver.liveness import Liveness
+from qmq.metaserver.metrics import Metrics
+from qmq.metaserver.model import Broker, BrokerKey, ReplicaState
+from qmq.metaserver.registry import Registry
+from qmq.metaserver.settings import MetaserverSettings
+from qmq.metaserver.swap import Swaps
+from qmq.metaserver.watchers import ClientInfo, Counts
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, Scope, TokenRole
 from qmq.types import Role
@@ -46,10 +46,11 @@ class World:
         clients = Clients(self.hub, list, token="a secret of all", timeout_ms=100)
         swaps = Swaps(self.registry, self.brokers, settings)
         self.desk = Desk(
-            self.registry, self.database, self.brokers, swaps, clients, Vault(keys), version="1", own_id="m1"
-        )
+            self.registry, self.database, self.brokers, swaps, clients, Vault(keys),
+            refusals=lambda: self.refusals, version="1", own_id="m1",
+        )  # fmt: skip
         self.actions = Actions(self.desk, self.metrics)
-        self.sessions = {}
+        self.sessions, self.refusals = {}, {}
 
     async def open(self):
         await self.database.open()
@@ -71,7 +72,7 @@ class World:
     async def audit(self):
         return await self.database.read(lambda repository: repository.audit_trail())
 
-    async def pair(self, group="g1"):
+    async def copies(self, group="g1"):
         """A group of two brokers that are not started."""
         await self.done("AddBroker", **place(group, 0, f"{group}-a"))
         await self.done("AddBroker", **place(group, 1, f"{group}-b"))
@@ -110,8 +111,8 @@ class World:
         self.liveness.answered(question, None, now_ms=self.registry.now_ms())
         del self.brokers.states[key]
 
-    async def running_pair(self, group="g1"):
-        await self.pair(group)
+    async def running_copies(self, group="g1"):
+        await self.copies(group)
         await self.start(f"{group}-a")
         await self.start(f"{group}-b", complete=True)
 

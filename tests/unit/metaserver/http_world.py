@@ -6,15 +6,15 @@ import random
 
 import httpx
 
-from metaserver.access import Access, new_token
-from metaserver.actions import ACTIONS, Answer, Status
-from metaserver.actions.words import read_words
-from metaserver.http.app import build_app
-from metaserver.http.guard import Limits
-from metaserver.metrics import Metrics
-from metaserver.refusals import Refusals
-from metaserver.rpc.tokens import wall_ms
 from qmq.errors import QmqError
+from qmq.metaserver.access import Access, new_token
+from qmq.metaserver.actions import ACTIONS, Answer, Status
+from qmq.metaserver.actions.words import read_words
+from qmq.metaserver.http.app import build_app
+from qmq.metaserver.http.guard import Limits
+from qmq.metaserver.metrics import Metrics
+from qmq.metaserver.refusals import Refusals
+from qmq.metaserver.rpc.tokens import wall_ms
 from qmq.rights import TokenRole
 
 CLUSTER = "the key of the installation"
@@ -55,7 +55,7 @@ class HttpWorld:
         self.access.replace(rows)
         self.app = build_app(
             self.actions, self.access, self.metrics, Refusals(self.metrics), address="10.0.0.1:8081",
-            database_is_up=lambda: True, limits=limits, **options,
+            database_trouble=lambda: "", limits=limits, **options,
         )  # fmt: skip
         transport = httpx.ASGITransport(self.app, client=("10.0.0.9", 5))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://metaserver")

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from metaserver import access
-from metaserver.access import RPC_ROLES, Access, first_admin, new_token
 from qmq.errors import AccessError, InvalidName, MissingRight, OperatorError
+from qmq.metaserver import access
+from qmq.metaserver.access import RPC_ROLES, Access, first_admin, new_token
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import TokenRole
 

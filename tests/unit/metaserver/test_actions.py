@@ -8,15 +8,15 @@ import json
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from metaserver.actions import ACTIONS, Status
-from metaserver.actions.desk import wall_ms
-from metaserver.actions.runner import HANDLERS
-from metaserver.actions.words import read_words
-from metaserver.database import DatabaseAway
-from metaserver.db.errors import CommitUnknown
-from metaserver.db.repository import Repository
-from metaserver.watchers import Counts
 from qmq.errors import OutcomeUnknown, QmqError
+from qmq.metaserver.actions import ACTIONS, Status
+from qmq.metaserver.actions.desk import wall_ms
+from qmq.metaserver.actions.runner import HANDLERS
+from qmq.metaserver.actions.words import read_words
+from qmq.metaserver.database import DatabaseAway
+from qmq.metaserver.db.errors import CommitUnknown
+from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.watchers import Counts
 from tests.unit.metaserver.actions_world import caller, in_world, place
 
 QMQ = {
@@ -116,7 +116,7 @@ async def test_the_trail_is_read_in_pages_and_by_filter(world):
 @in_world
 async def test_dry_run_says_what_would_change_and_changes_nothing(world):
     """Weakness 33: nothing of QMQ's tools can be tried."""
-    await world.pair("g1")
+    await world.copies("g1")
     await world.routed("s1", "s2")
     world.hub.counts = [Counts(producers=4, consumers=0, watchers=40)]
     rows = len(await world.audit())
@@ -129,7 +129,7 @@ async def test_dry_run_says_what_would_change_and_changes_nothing(world):
 
 @in_world
 async def test_dry_run_of_what_would_be_refused_is_refused_with_the_reasons(world):
-    await world.pair("g1")
+    await world.copies("g1")
     answer = await world.run("AddBroker", **place("g1", 0, "h9"), dryRun="true")
     assert answer.status == Status.REFUSED and "has a MASTER already" in answer.message
     assert answer.data["reasons"] and not answer.data["wouldChange"]
@@ -145,8 +145,8 @@ async def test_a_role_too_low_is_refused(world):
 
 @in_world
 async def test_a_token_changes_only_what_is_in_its_scope(world):
-    await world.pair("g1")
-    await world.pair("g2")
+    await world.copies("g1")
+    await world.copies("g2")
     await world.routed("shop.a", "other", groups=("g1", "g2"))
     of_g1, of_shop = caller("operator", groups=["g1"]), caller("operator", subjects=["shop.*"])
     assert "g2" in await world.refused("MarkReadonlyBrokerGroup", of_g1, brokerGroup="g2")
@@ -166,7 +166,7 @@ async def test_a_token_changes_only_what_is_in_its_scope(world):
 @in_world
 async def test_who_is_limited_to_subjects_does_not_change_what_others_use(world):
     """Whoever exchanges a group's brokers reaches every subject of it, and those to come."""
-    await world.pair("g1")
+    await world.copies("g1")
     await world.routed("shop.a", "other")
     of_shop, of_g2 = caller("admin", subjects=["shop.*"]), caller("admin", groups=["g2"])
     replaced, removed = place("g1", 1, "g1-c"), {"hostname": "g1-b", "servePort": 20881}
@@ -180,8 +180,8 @@ async def test_who_is_limited_to_subjects_does_not_change_what_others_use(world)
 
 @in_world
 async def test_a_preview_of_changed_roles_counts_what_the_group_serves(world):
-    await world.pair("g1")
-    await world.pair("g2")
+    await world.copies("g1")
+    await world.copies("g2")
     await world.routed("s1", "s2", groups=("g1", "g2"))
     await world.routed("s3", groups=("g2",))
     world.hub.counts = [Counts(3, 0, 9)]
@@ -194,9 +194,9 @@ async def test_a_preview_of_changed_roles_counts_what_the_group_serves(world):
 @in_world
 async def test_a_lost_race_is_decided_anew(world):
     """Weakness 6: QMQ reads, computes and compares once, and leaves the loss to the operator."""
-    await world.pair("g1")
-    await world.pair("g2")
-    await world.pair("g3")
+    await world.copies("g1")
+    await world.copies("g2")
+    await world.copies("g3")
     await world.routed("s1")
     change, lost = world.registry.change, 0
 
@@ -217,8 +217,8 @@ async def test_a_lost_race_is_decided_anew(world):
 
 @in_world
 async def test_who_always_loses_the_race_is_told_and_changes_nothing(world):
-    await world.pair("g1")
-    await world.pair("g2")
+    await world.copies("g1")
+    await world.copies("g2")
     await world.routed("s1")
     change, rounds = world.registry.change, 0
 
@@ -278,7 +278,7 @@ def test_when_the_database_is_away_after_a_broken_commit_it_is_looked_for_until_
 ):
     @in_world
     async def body(world):
-        monkeypatch.setattr("metaserver.actions.runner.SETTLE_PAUSE_S", 0)
+        monkeypatch.setattr("qmq.metaserver.actions.runner.SETTLE_PAUSE_S", 0)
         change, attempts = world.registry.change, 0
 
         async def broken(changes, audit):
@@ -319,7 +319,7 @@ class Proxy:
 def test_what_nobody_can_find_out_says_how_to_find_out_later(tmp_path, monkeypatch):
     @in_world
     async def body(world):
-        monkeypatch.setattr("metaserver.actions.runner.SETTLE_PAUSE_S", 0)
+        monkeypatch.setattr("qmq.metaserver.actions.runner.SETTLE_PAUSE_S", 0)
 
         def away(repository):
             raise OperationalError("SELECT", {}, OSError("killed"))
@@ -337,7 +337,7 @@ def test_what_nobody_can_find_out_says_how_to_find_out_later(tmp_path, monkeypat
 
 @in_world
 async def test_while_the_database_is_away_changes_wait_and_lists_go_on(world):
-    await world.pair("g1")
+    await world.copies("g1")
     await world.routed("s1")
 
     async def away():

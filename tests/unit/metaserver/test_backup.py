@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from metaserver import roles
-from metaserver.db.changes import (
+from qmq.metaserver import roles
+from qmq.metaserver.db.changes import (
     AddSubject,
     AddToken,
     RestoreAll,
@@ -19,10 +19,10 @@ from metaserver.db.changes import (
     SetRoute,
     UnsetMark,
 )
-from metaserver.db.engine import open_database
-from metaserver.db.errors import ValueRefused
-from metaserver.db.repository import Repository
-from metaserver.model import AuditRow, Offline, ReadonlyMark, TokenRow
+from qmq.metaserver.db.engine import open_database
+from qmq.metaserver.db.errors import ValueRefused
+from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.model import AuditRow, Offline, ReadonlyMark, TokenRow
 from tests.support.directories import add_group, brokers_of
 
 MARK = ReadonlyMark("*", "g1")
@@ -165,4 +165,19 @@ def test_broken_dump_changes_nothing(tmp_path, break_it):
     with pytest.raises(ValueRefused):
         repository.change([RestoreAll(dump)], AuditRow("Ann", "here", "Restore"))
     assert {**repository.dump(), "time": 0} == {**before, "time": 0}
+    engine.dispose()
+
+
+def test_a_restore_keeps_the_rows_of_both_audit_trails(filled, tmp_path):
+    """43 rows became 3 when a backup was restored into a metaserver that had written some itself."""
+    for number in range(5):
+        filled.change([], AuditRow("Ann", "", f"Old{number}"))
+    engine = open_database(f"sqlite:///{tmp_path / 'other.db'}")
+    other, dump = Repository(engine), through_json(filled.dump())
+    other.change([], AuditRow("metaserver", "", "AddToken"))
+    for _ in range(2):  # again: none is there twice
+        other.change([RestoreAll(dump)])
+        trail = [row.action for row in other.audit_trail()]
+        assert sorted(trail) == sorted(["AddToken", "Everything", *(f"Old{number}" for number in range(5))])
+        assert trail[0] == "AddToken", "newest first"
     engine.dispose()

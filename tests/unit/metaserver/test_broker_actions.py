@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from metaserver.actions import Status
-from metaserver.model import BrokerKey
+from qmq.metaserver.actions import Status
+from qmq.metaserver.model import BrokerKey
 from tests.unit.metaserver.actions_world import in_world, left, place
 
 
@@ -17,7 +17,7 @@ def parts(world, group="g1"):
 
 @in_world
 async def test_replace_answers_with_the_broker_before(world):
-    await world.pair("g1")
+    await world.copies("g1")
     before = await world.done("ReplaceBroker", **place("g1", 1, "g1-c"))
     assert (before["hostname"], before["role"]) == ("g1-b", "SLAVE") and parts(world) == ("g1-a", "g1-c")
 
@@ -25,7 +25,7 @@ async def test_replace_answers_with_the_broker_before(world):
 @in_world
 async def test_qmqs_documented_swap_of_two_calls_works(world):
     """Weakness 22: QMQ's own metaserver refuses the first of the two calls that its document describes."""
-    await world.running_pair("g1")
+    await world.running_copies("g1")
     world.stop("g1-b")
     world.stop("g1-a")
     first = await world.done("ReplaceBroker", **place("g1", 0, "g1-b"))
@@ -37,7 +37,7 @@ async def test_qmqs_documented_swap_of_two_calls_works(world):
 @in_world
 async def test_a_swap_of_two_stopped_brokers_is_one_call(world):
     """Weakness 22: between QMQ's calls the group has one broker, and nothing else to go on with."""
-    await world.running_pair("g1")
+    await world.running_copies("g1")
     world.stop("g1-b")
     world.stop("g1-a")
     before = await world.done("ReplaceBroker", **place("g1", 0, "g1-b"), swap="true")
@@ -53,7 +53,7 @@ async def test_a_swap_of_two_stopped_brokers_is_one_call(world):
 
 @in_world
 async def test_a_swap_of_brokers_that_run_is_refused(world):
-    await world.running_pair("g1")
+    await world.running_copies("g1")
     words = place("g1", 0, "g1-b")
     assert "is running" in await world.refused("ReplaceBroker", **words, swap="true")
     world.stop("g1-b")
@@ -63,13 +63,13 @@ async def test_a_swap_of_brokers_that_run_is_refused(world):
 
 @in_world
 async def test_a_swap_with_a_third_broker_is_none(world):
-    await world.pair("g1")
+    await world.copies("g1")
     assert "is none of them" in await world.refused("ReplaceBroker", **place("g1", 0, "g1-c"), swap="true")
 
 
 @in_world
 async def test_an_incomplete_slave_becomes_the_master_only_when_the_loss_is_accepted(world):
-    await world.pair("g1")
+    await world.copies("g1")
     await world.start("g1-a")
     await world.start("g1-b")
     world.stop("g1-a")
@@ -84,7 +84,7 @@ async def test_an_incomplete_slave_becomes_the_master_only_when_the_loss_is_acce
 @in_world
 async def test_a_slave_is_removed_once_it_is_stopped(world):
     """Weakness 8: QMQ cannot remove a broker."""
-    await world.running_pair("g1")
+    await world.running_copies("g1")
     words = {"hostname": "g1-b", "servePort": 20881}
     assert "is running" in await world.refused("RemoveBroker", **words)
     world.stop("g1-b")
@@ -95,15 +95,15 @@ async def test_a_slave_is_removed_once_it_is_stopped(world):
 
 @in_world
 async def test_a_master_is_not_removed_before_its_slave(world):
-    await world.pair("g1")
+    await world.copies("g1")
     assert "Swap them first" in await world.refused("RemoveBroker", hostname="g1-a", servePort=20881)
 
 
 @in_world
 async def test_the_last_broker_takes_its_group_with_it(world):
     """Weakness 8: QMQ cannot remove a group, and its routes name it for ever."""
-    await world.pair("g1")
-    await world.pair("g2")
+    await world.copies("g1")
+    await world.copies("g2")
     await world.routed("s1", groups=("g1", "g2"))
     await world.routed("s2", groups=("g2",))
     await world.done("RemoveBroker", hostname="g2-b", servePort=20881)
@@ -118,7 +118,7 @@ async def test_the_last_broker_takes_its_group_with_it(world):
 
 @in_world
 async def test_roles_are_swapped_with_a_row_of_the_trail(world):
-    await world.running_pair("g1")
+    await world.running_copies("g1")
 
     change = world.registry.change
 
@@ -138,7 +138,7 @@ async def test_roles_are_swapped_with_a_row_of_the_trail(world):
 @in_world
 async def test_a_slave_that_lost_its_disk_during_the_swap_does_not_become_the_master(world):
     """Its registration raises no term: the swap would make an empty log that of the group."""
-    await world.running_pair("g1")
+    await world.running_copies("g1")
     change = world.registry.change
 
     async def emptied(changes, audit):
@@ -158,7 +158,7 @@ async def test_a_slave_that_lost_its_disk_during_the_swap_does_not_become_the_ma
 @in_world
 async def test_a_swap_is_off_once_the_master_takes_messages_again(world):
     """It holds still from the order on: what its slave takes to catch up counts, too."""
-    await world.running_pair("g1")
+    await world.running_copies("g1")
     object.__setattr__(world.settings, "swap_hold_ms", 100)
     prepare = world.brokers.prepare_swap
 
@@ -173,7 +173,7 @@ async def test_a_swap_is_off_once_the_master_takes_messages_again(world):
 
 @in_world
 async def test_a_swap_that_is_not_possible_now_says_why_in_its_dry_run(world):
-    await world.running_pair("g1")
+    await world.running_copies("g1")
     shown = await world.done("SwapRoles", brokerGroup="g1", dryRun="true")
     assert shown["wouldChange"] and shown["after"]["master"]["hostname"] == "g1-b"
     world.stop("g1-b")
@@ -185,8 +185,8 @@ async def test_a_swap_that_is_not_possible_now_says_why_in_its_dry_run(world):
 @in_world
 async def test_brokers_and_groups_are_listed_with_their_state(world):
     """Weakness 14: QMQ's metaserver does not know whether a slave lives."""
-    await world.running_pair("g1")
-    await world.pair("g2")
+    await world.running_copies("g1")
+    await world.copies("g2")
     world.stop("g1-b")
     up = {broker["hostname"]: broker["up"] for broker in await world.done("ListBrokers")}
     assert up == {"g1-a": True, "g1-b": False, "g2-a": False, "g2-b": False}
@@ -197,7 +197,7 @@ async def test_brokers_and_groups_are_listed_with_their_state(world):
 
 @in_world
 async def test_copies_are_compared(world):
-    await world.running_pair("g1")
+    await world.running_copies("g1")
     [status] = await world.done("ReplicaStatus", brokerGroup="g1")
     assert status["equal"] and status["lagBytes"] == 0
     world.beat("g1-b", log_end=1000)
@@ -210,7 +210,7 @@ async def test_copies_are_compared(world):
 
 @in_world
 async def test_leftovers_do_not_hinder_a_replacement_of_addresses(world):
-    await world.running_pair("g1")
+    await world.running_copies("g1")
     world.brokers.progress["g1"] = [left("s1", "shop", 2)]
     world.stop("g1-b")
     words = place("g1", 1, "g1-b") | {"ip": "10.0.0.2"}

@@ -7,9 +7,9 @@ import asyncio
 import grpc
 import pytest
 
-from metaserver.model import Broker
-from metaserver.rpc.broker_client import Brokers
 from qmq.errors import NotServed, OperatorError
+from qmq.metaserver.model import Broker
+from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
 from qmq.types import Role

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from metaserver.actions import Status
-from metaserver.actions.desk import wall_ms
 from qmq.errors import QmqError
+from qmq.metaserver.actions import Status
+from qmq.metaserver.actions.desk import wall_ms
 from qmq.proto import qmq_pb2 as pb
 from tests.unit.metaserver.actions_world import client, in_world, left
 
 
 async def two_groups(world):
     for group in ("g1", "g2"):
-        await world.running_pair(group)
+        await world.running_copies(group)
         world.brokers.progress[group] = [left("s1", "shop", 5)]
     await world.routed("s1", groups=("g1", "g2"))
 

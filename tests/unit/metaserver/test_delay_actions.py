@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from metaserver.actions import Status
-from metaserver.model import BrokerKey
 from qmq.errors import NotServed
+from qmq.metaserver.actions import Status
+from qmq.metaserver.model import BrokerKey
 from qmq.proto import qmq_pb2 as pb
 from tests.unit.metaserver.actions_world import in_world, place
 
@@ -100,7 +100,7 @@ async def test_a_silent_group_is_named_where_counts_are_asked(world):
 
 @in_world
 async def test_without_delay_servers_it_says_how_there_would_be_some(world):
-    await world.pair("g1")
+    await world.copies("g1")
     assert "AddBroker with roles 5 and 6" in await world.refused("DelayStats")
     assert "AddBroker with roles 5 and 6" in await world.refused("CancelDelayed", subject="s", ids="a")
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from metaserver.db.changes import SetGroupState
-from metaserver.model import BrokerKey, Offline
-from metaserver.rpc.convert import assignment_for
-from metaserver.watchers import Counts
+from qmq.metaserver.db.changes import SetGroupState
+from qmq.metaserver.model import BrokerKey, Offline
+from qmq.metaserver.rpc.convert import assignment_for
+from qmq.metaserver.watchers import Counts
 from tests.unit.metaserver.actions_world import in_world, left, place
 
 
 @in_world
 async def test_a_mark_says_how_many_clients_still_hold_the_old_route(world):
     """Weakness 20: in QMQ nobody knows which producers follow a readonly mark."""
-    await world.pair("g1")
-    await world.pair("g2")
+    await world.copies("g1")
+    await world.copies("g2")
     await world.routed("s1", groups=("g1", "g2"))
     await world.routed("s2", groups=("g1",))
     world.hub.counts = [Counts(producers=3, consumers=1, watchers=9)]
@@ -25,7 +25,7 @@ async def test_a_mark_says_how_many_clients_still_hold_the_old_route(world):
 @in_world
 async def test_a_mark_waits_until_no_client_holds_the_old_route(world):
     """Weakness 20: QMQ's operators wait for a minute and hope."""
-    await world.pair("g1")
+    await world.copies("g1")
     world.hub.counts = [Counts(3, 0, 9), Counts(1, 0, 9), Counts(0, 0, 9)]
     answer = await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", waitMs=10_000)
     assert answer["allKnow"] and answer["producers"] == 0 and world.hub.asked == 3
@@ -33,7 +33,7 @@ async def test_a_mark_waits_until_no_client_holds_the_old_route(world):
 
 @in_world
 async def test_a_wait_that_ends_too_early_says_so(world):
-    await world.pair("g1")
+    await world.copies("g1")
     world.hub.counts = [Counts(3, 0, 9)]
     answer = await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", waitMs=1)
     assert not answer["allKnow"] and answer["producers"] == 3
@@ -42,7 +42,7 @@ async def test_a_wait_that_ends_too_early_says_so(world):
 
 @in_world
 async def test_marks_are_of_groups_and_subjects_that_exist(world):
-    await world.pair("g1")
+    await world.copies("g1")
     await world.routed("s1")
     assert "no broker group g9" in await world.refused("MarkReadonlyBrokerGroup", brokerGroup="g9")
     assert "no subject s9" in await world.refused("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="s9")
@@ -53,8 +53,8 @@ async def test_marks_are_of_groups_and_subjects_that_exist(world):
 
 @in_world
 async def test_the_mark_of_a_subject_that_was_removed_can_be_taken_back(world):
-    await world.pair("g1")
-    await world.pair("g2")
+    await world.copies("g1")
+    await world.copies("g2")
     await world.routed("s1", groups=("g1", "g2"))
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="s1")
     await world.done("RemoveSubject", subject="s1")
@@ -64,8 +64,8 @@ async def test_the_mark_of_a_subject_that_was_removed_can_be_taken_back(world):
 
 @in_world
 async def test_two_operators_do_not_drain_the_last_two_groups(world):
-    await world.pair("g1")
-    await world.pair("g2")
+    await world.copies("g1")
+    await world.copies("g2")
     change = world.registry.change
 
     async def after_another(changes, audit):
@@ -81,8 +81,8 @@ async def test_two_operators_do_not_drain_the_last_two_groups(world):
 @in_world
 async def test_brokers_of_a_drained_group_refuse_messages(world):
     """A producer whose old route reached nobody to correct it would fill a group that its consumers leave."""
-    await world.pair("g1")
-    await world.pair("g2")
+    await world.copies("g1")
+    await world.copies("g2")
 
     def refused(hostname):
         assignment = assignment_for(world.registry.directory, BrokerKey(hostname, 20881))
@@ -106,7 +106,7 @@ async def test_a_mark_may_have_as_many_characters_as_a_group(world):
 
 @in_world
 async def test_setting_what_is_set_changes_nothing(world):
-    await world.pair("g1")
+    await world.copies("g1")
     for name in ("MarkReadonlyBrokerGroup", "UnMarkReadonlyBrokerGroup"):
         rows = len(await world.audit())
         await world.done(name, brokerGroup="g1")
@@ -117,8 +117,8 @@ async def test_setting_what_is_set_changes_nothing(world):
 @in_world
 async def test_marks_and_drains_are_listed(world):
     """Weakness 37: QMQ cannot tell which marks there are."""
-    await world.pair("g1")
-    await world.pair("g2")
+    await world.copies("g1")
+    await world.copies("g2")
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
     await world.done("DrainGroup", brokerGroup="g2")
     listed = await world.done("ListReadonly")
@@ -130,8 +130,8 @@ async def test_marks_and_drains_are_listed(world):
 @in_world
 async def test_a_drain_says_what_is_left(world):
     """Weakness 7: QMQ has no step between full use and removal."""
-    await world.running_pair("g1")
-    await world.running_pair("g2")
+    await world.running_copies("g1")
+    await world.running_copies("g2")
     await world.routed("s1", "s2", groups=("g1", "g2"))
     world.brokers.progress["g1"] = [left("s1", "shop", 5, 1000), left("s1", "bill", 7), left("s2", "shop", 0)]
     world.hub.counts = [Counts(1, 0, 4)]
@@ -151,14 +151,14 @@ async def test_a_drain_says_what_is_left(world):
 
 @in_world
 async def test_the_last_group_is_not_drained(world):
-    await world.pair("g1")
+    await world.copies("g1")
     assert "only one" in await world.refused("DrainGroup", brokerGroup="g1")
 
 
 @in_world
 async def test_a_drained_group_is_added_to_no_route(world):
-    await world.pair("g1")
-    await world.pair("g2")
+    await world.copies("g1")
+    await world.copies("g2")
     await world.routed("s1")
     await world.done("DrainGroup", brokerGroup="g2")
     assert "being drained" in await world.refused("AddSubjectBrokerGroup", subject="s1", brokerGroup="g2")
@@ -167,7 +167,7 @@ async def test_a_drained_group_is_added_to_no_route(world):
 @in_world
 async def test_a_group_gets_a_tag(world):
     """Weakness 40: in QMQ tags can be set by SQL only."""
-    await world.pair("g1")
+    await world.copies("g1")
     await world.done("SetGroupTag", brokerGroup="g1", tag="fast")
     assert [group["tag"] for group in await world.done("ListBrokerGroups")] == ["fast"]
     await world.done("SetGroupTag", brokerGroup="g1", tag="")

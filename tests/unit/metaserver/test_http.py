@@ -11,8 +11,8 @@ from sqlalchemy.exc import OperationalError
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from metaserver.actions import ACTIONS, Answer, Status
-from metaserver.http import errors, management, running
+from qmq.metaserver.actions import ACTIONS, Answer, Status
+from qmq.metaserver.http import errors, management, running
 from qmq.rights import TokenRole
 from tests.unit.metaserver.http_world import CLUSTER, OPEN, HttpWorld
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from metaserver.liveness import Liveness, PlaceTaken
-from metaserver.model import Broker, BrokerKey, Group, MetaserverRow, ReplicaState, SightingRow
+from qmq.metaserver.liveness import Liveness, PlaceTaken
+from qmq.metaserver.model import Broker, BrokerKey, Group, MetaserverRow, ReplicaState, SightingRow
 from qmq.types import Role
 
 KEY = BrokerKey("a", 1)
-REIGNING = ReplicaState(role=0, term=7, writable=True)
-READONLY = replace(REIGNING, writable=False, readonly_reasons=("slave_down",))
+ACTING_MASTER = ReplicaState(role=0, term=7, writable=True)
+READONLY = replace(ACTING_MASTER, writable=False, readonly_reasons=("slave_down",))
 START = 10_000
 TIMEOUT = 1000
 
@@ -33,14 +33,14 @@ def started(*brokers, own="m1", at=START):
     return signs
 
 
-def beating(state=REIGNING, at=START):
+def beating(state=ACTING_MASTER, at=START):
     signs = liveness()
     session = signs.join(KEY, "x", now_ms=at)
     signs.beat(KEY, session, state, now_ms=at)
     return signs, session
 
 
-def row(session="m2.1", metaserver="m2", up=True, state=REIGNING, incarnation="x"):
+def row(session="m2.1", metaserver="m2", up=True, state=ACTING_MASTER, incarnation="x"):
     return SightingRow(KEY, session, metaserver, incarnation, up, state)
 
 
@@ -80,7 +80,7 @@ def test_silence_without_an_answer_is_stored_once_and_a_beat_ends_it():
     assert [(each.up, each.begins) for each in flush(signs)] == [(False, False)]
     signs.tick(now_ms=START + 1200)
     assert not signs.has_news and signs.to_ask(now_ms=START + 1200) == []
-    assert signs.beat(KEY, session, REIGNING, now_ms=START + 3000)
+    assert signs.beat(KEY, session, ACTING_MASTER, now_ms=START + 3000)
     assert signs.is_up(KEY, now_ms=START + 3000) and [each.up for each in flush(signs)] == [True]
 
 
@@ -116,7 +116,7 @@ def test_end_of_a_stream_is_a_question_not_a_verdict():
     assert signs.is_up(KEY, now_ms=START) and signs.is_writable(group(), now_ms=START)
     (question,) = signs.to_ask(now_ms=START)
     assert signs.to_ask(now_ms=START) == []
-    signs.answered(question, REIGNING, now_ms=START)
+    signs.answered(question, ACTING_MASTER, now_ms=START)
     assert signs.is_up(KEY, now_ms=START + 5000) and signs.to_ask(now_ms=START + 5000) != []
     signs.answered(question, None, now_ms=START + 5000)
     assert not signs.is_up(KEY, now_ms=START + 5000) and not signs.is_writable(group(), now_ms=START + 5000)
@@ -127,7 +127,7 @@ def test_answer_that_comes_after_the_broker_is_back_changes_nothing():
     signs.leave(KEY, session, now_ms=START)
     (question,) = signs.to_ask(now_ms=START)
     again = signs.join(KEY, "x", now_ms=START + 1)
-    signs.beat(KEY, again, REIGNING, now_ms=START + 1)
+    signs.beat(KEY, again, ACTING_MASTER, now_ms=START + 1)
     signs.answered(question, None, now_ms=START + 2)
     assert signs.is_up(KEY, now_ms=START + 2)
 
@@ -135,8 +135,8 @@ def test_answer_that_comes_after_the_broker_is_back_changes_nothing():
 def test_end_of_a_replaced_stream_changes_nothing():
     signs, old = beating()
     new = signs.join(KEY, "x", now_ms=START)
-    assert not signs.beat(KEY, old, REIGNING, now_ms=START)
-    assert signs.beat(KEY, new, REIGNING, now_ms=START)
+    assert not signs.beat(KEY, old, ACTING_MASTER, now_ms=START)
+    assert signs.beat(KEY, new, ACTING_MASTER, now_ms=START)
     signs.leave(KEY, old, now_ms=START)
     assert signs.is_writable(group(), now_ms=START) and signs.to_ask(now_ms=START) == []
 
@@ -150,7 +150,7 @@ def test_end_of_a_replaced_stream_changes_nothing():
         pytest.param(ReplicaState(role=0, term=7, writable=False), id="readonly"),
     ],
 )
-def test_only_the_reigning_master_makes_a_group_writable(state):
+def test_only_the_acting_master_makes_a_group_writable(state):
     signs, _ = beating(state)
     assert not signs.is_writable(group(), now_ms=START)
 
@@ -163,7 +163,7 @@ def test_beats_that_say_nothing_new_store_nothing():
     assert [(each.session, each.begins, each.up) for each in flush(signs)] == [(session, True, True)]
     version = signs.version
     for number in range(100):
-        signs.beat(KEY, session, replace(REIGNING, log_end=number), now_ms=START + number)
+        signs.beat(KEY, session, replace(ACTING_MASTER, log_end=number), now_ms=START + number)
     assert not signs.has_news and signs.version == version
     signs.beat(KEY, session, READONLY, now_ms=START + 200)
     assert [(each.begins, each.state.writable) for each in flush(signs)] == [(False, False)]
@@ -194,10 +194,10 @@ def test_weakness_11_a_broker_that_moves_is_up_everywhere_all_the_time():
     """Weakness 11: heartbeat timers of each metaserver call a broker down that only talks to another one."""
     first, second = liveness("m1"), liveness("m2")
     old = first.join(KEY, "x", now_ms=START)
-    first.beat(KEY, old, REIGNING, now_ms=START)
+    first.beat(KEY, old, ACTING_MASTER, now_ms=START)
     second.take_rows([replace(each, begins=False) for each in flush(first)], now_ms=START)
     new = second.join(KEY, "x", now_ms=START + 10)
-    second.beat(KEY, new, REIGNING, now_ms=START + 10)
+    second.beat(KEY, new, ACTING_MASTER, now_ms=START + 10)
     first.leave(KEY, old, now_ms=START + 20)
     (question,) = first.to_ask(now_ms=START + 20)
     first.take_rows(flush(second), now_ms=START + 30)
@@ -213,7 +213,7 @@ def test_stream_that_has_not_noticed_that_its_broker_moved_is_ended():
     signs, session = beating()
     flush(signs)
     signs.take_rows([row("m2.1")], now_ms=START)
-    assert not signs.beat(KEY, session, REIGNING, now_ms=START)
+    assert not signs.beat(KEY, session, ACTING_MASTER, now_ms=START)
     signs.leave(KEY, session, now_ms=START)
     assert signs.where(KEY) == "m2" and signs.to_ask(now_ms=START) == []
 
@@ -222,7 +222,7 @@ def test_row_of_the_session_before_ours_is_no_newer_one():
     signs = liveness()
     session = signs.join(KEY, "x", now_ms=START)
     signs.take_rows([row("m2.1")], now_ms=START)
-    assert signs.beat(KEY, session, REIGNING, now_ms=START)
+    assert signs.beat(KEY, session, ACTING_MASTER, now_ms=START)
     assert [each.session for each in flush(signs)] == [session]
 
 
@@ -233,7 +233,7 @@ def test_broker_that_we_hear_and_others_took_for_dead_begins_a_session_anew():
     assert signs.is_up(KEY, now_ms=START)
     (again,) = flush(signs)
     assert again.begins and again.up and again.session != session
-    assert signs.beat(KEY, session, REIGNING, now_ms=START)
+    assert signs.beat(KEY, session, ACTING_MASTER, now_ms=START)
 
 
 def test_weakness_11_a_restart_never_forgets_that_a_group_is_down():
@@ -284,7 +284,7 @@ def test_broker_that_comes_back_while_the_database_is_away_is_found_by_asking():
     signs.answered(question, None, now_ms=START + TIMEOUT + 2)
     assert not signs.is_up(KEY, now_ms=START + 2000) and not signs.has_news
     (question,) = signs.to_ask(now_ms=START + 4000)
-    signs.answered(question, REIGNING, now_ms=START + 4000)
+    signs.answered(question, ACTING_MASTER, now_ms=START + 4000)
     assert signs.is_writable(group(), now_ms=START + 4000) and not signs.has_news
 
 
@@ -318,7 +318,7 @@ def test_who_registers_for_the_first_time_after_our_start_is_writable_only_once_
     signs.claim(KEY, "x", now_ms=START)
     assert not signs.is_writable(group("x"), now_ms=START)
     session = signs.join(KEY, "x", now_ms=START)
-    signs.beat(KEY, session, REIGNING, now_ms=START)
+    signs.beat(KEY, session, ACTING_MASTER, now_ms=START)
     assert signs.is_writable(group("x"), now_ms=START)
 
 
@@ -399,7 +399,7 @@ class Installation:
         signs = self.metaservers[own][0]
         signs.tick(now_ms=self.now)
         for question in signs.to_ask(now_ms=self.now):
-            signs.answered(question, REIGNING if self.alive[question.key] else None, now_ms=self.now)
+            signs.answered(question, ACTING_MASTER if self.alive[question.key] else None, now_ms=self.now)
 
     def live(self):
         """Every broker that lives and has no stream opens one; all beat."""
@@ -410,7 +410,7 @@ class Installation:
                 self.streams[key] = (own, session)
             if alive:
                 own, session = self.streams[key]
-                if not self.metaservers[own][0].beat(key, session, REIGNING, now_ms=self.now):
+                if not self.metaservers[own][0].beat(key, session, ACTING_MASTER, now_ms=self.now):
                     del self.streams[key]
 
     def step(self, settle=False):

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from metaserver.awake import PAUSE_MS, AwakeClock
-from metaserver.damping import FLAPPING, HOLD_MS, LOSSES_FREE, Damping
-from metaserver.model import BrokerKey, MetaserverRow, ReplicaState
-from metaserver.peers import Peers
+from qmq.metaserver.awake import PAUSE_MS, AwakeClock
+from qmq.metaserver.damping import FLAPPING, HOLD_MS, LOSSES_FREE, Damping
+from qmq.metaserver.model import BrokerKey, MetaserverRow, ReplicaState
+from qmq.metaserver.peers import Peers
 
 KEY = BrokerKey("a", 1)
 READY = ReplicaState(role=0, term=7, writable=True)

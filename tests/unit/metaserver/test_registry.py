@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from metaserver.database import DatabaseAway
-from metaserver.db.changes import RemoveRoute, SetMark, SetRoute
-from metaserver.model import AuditRow, ReadonlyMark
+from qmq.metaserver.database import DatabaseAway
+from qmq.metaserver.db.changes import RemoveRoute, SetMark, SetRoute
+from qmq.metaserver.model import AuditRow, ReadonlyMark
 from tests.unit.metaserver.actions_world import World
 
 ANOTHER = AuditRow("another metaserver", "", "change")
@@ -18,7 +18,7 @@ ANOTHER = AuditRow("another metaserver", "", "change")
 async def opened(path: Path) -> World:
     world = World(path / "database")
     await world.open()
-    await world.pair()
+    await world.copies()
     return world
 
 
@@ -74,7 +74,7 @@ def test_a_route_that_was_removed_while_the_answer_was_on_its_way_stays_removed(
 def test_a_change_wakes_the_brokers_that_it_concerns_and_no_others(tmp_path):
     async def test() -> None:
         world = await opened(tmp_path)
-        await world.pair("g2")
+        await world.copies("g2")
         registry, changes = world.registry, world.registry.directory_changes
         one, other = (registry.directory.groups[name].master.key for name in ("g1", "g2"))
         with changes.watch(one) as woken, changes.watch(other) as left:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import text
 
-from metaserver import roles
-from metaserver.db.changes import (
+from qmq.metaserver import roles
+from qmq.metaserver.db.changes import (
     AddSubject,
     AddToken,
     RevokeToken,
@@ -21,10 +21,10 @@ from metaserver.db.changes import (
     UnsetMark,
     UnsetOffline,
 )
-from metaserver.db.engine import open_database
-from metaserver.db.errors import AlreadyThere, NotThere, StaleTerm
-from metaserver.db.repository import Repository
-from metaserver.model import (
+from qmq.metaserver.db.engine import open_database
+from qmq.metaserver.db.errors import AlreadyThere, NotThere, StaleTerm
+from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.model import (
     DELAY,
     NORMAL,
     AuditRow,
@@ -53,61 +53,61 @@ def repository(migrated_url):
 
 
 @pytest.fixture
-def pair(repository):
+def copies(repository):
     for broker in (MASTER, SLAVE):
         repository.change([SetRoles(roles.add_broker(repository.load(), broker))])
     return repository
 
 
-def test_each_change_of_roles_raises_the_term_by_one(pair):
-    group = pair.load().groups["g1"]
+def test_each_change_of_roles_raises_the_term_by_one(copies):
+    group = copies.load().groups["g1"]
     assert (group.term, group.master, group.slave) == (2, MASTER, SLAVE)
-    pair.change([SetRoles(roles.swap_roles(group, term=2))])
-    swapped = pair.load().groups["g1"]
+    copies.change([SetRoles(roles.swap_roles(group, term=2))])
+    swapped = copies.load().groups["g1"]
     assert (swapped.term, swapped.master.hostname, swapped.slave.hostname) == (3, "b", "a")
 
 
-def test_a_group_is_stored_with_the_kind_of_its_first_member(pair):
+def test_a_group_is_stored_with_the_kind_of_its_first_member(copies):
     added = Broker("d1", Role.MASTER, "c", "10.0.0.3", 1, 2, kind=DELAY)
-    pair.change([SetRoles(roles.add_broker(pair.load(), added))])
-    pair.store_registration(replace(added, incarnation="disk c"), added)
-    groups = pair.load().groups
+    copies.change([SetRoles(roles.add_broker(copies.load(), added))])
+    copies.store_registration(replace(added, incarnation="disk c"), added)
+    groups = copies.load().groups
     assert (groups["d1"].kind, groups["d1"].master.part) == (DELAY, Role.DELAY_MASTER)
     assert (groups["g1"].kind, groups["g1"].slave.part) == (NORMAL, Role.SLAVE)
 
 
-def test_decision_on_an_older_term_changes_nothing(pair):
-    old = pair.load().groups["g1"]
-    pair.change([SetRoles(roles.swap_roles(old, term=2))])
-    after = pair.load()
+def test_decision_on_an_older_term_changes_nothing(copies):
+    old = copies.load().groups["g1"]
+    copies.change([SetRoles(roles.swap_roles(old, term=2))])
+    after = copies.load()
     with pytest.raises(StaleTerm):
-        pair.change([SetRoles(roles.swap_roles(old, term=2))])
-    assert pair.load() == after
+        copies.change([SetRoles(roles.swap_roles(old, term=2))])
+    assert copies.load() == after
 
 
-def test_decision_is_stale_also_when_the_roles_went_there_and_back(pair):
-    pair.change([SetRoles(roles.swap_roles(pair.load().groups["g1"], term=2))])
-    pair.change([SetRoles(roles.swap_roles(pair.load().groups["g1"], term=3))])
-    old = pair.load().groups["g1"]
+def test_decision_is_stale_also_when_the_roles_went_there_and_back(copies):
+    copies.change([SetRoles(roles.swap_roles(copies.load().groups["g1"], term=2))])
+    copies.change([SetRoles(roles.swap_roles(copies.load().groups["g1"], term=3))])
+    old = copies.load().groups["g1"]
     for term in (4, 5):
-        pair.change([SetRoles(roles.swap_roles(pair.load().groups["g1"], term=term))])
-    assert pair.load().groups["g1"].brokers == old.brokers
+        copies.change([SetRoles(roles.swap_roles(copies.load().groups["g1"], term=term))])
+    assert copies.load().groups["g1"].brokers == old.brokers
     with pytest.raises(StaleTerm):
-        pair.change([SetRoles(roles.swap_roles(old, term=4))])
-    assert pair.load().groups["g1"].term == 6
+        copies.change([SetRoles(roles.swap_roles(old, term=4))])
+    assert copies.load().groups["g1"].term == 6
 
 
-def test_decision_on_brokers_that_registered_since_changes_nothing(pair):
-    old = pair.load().groups["g1"]
-    pair.store_registration(replace(SLAVE, incarnation="new disk"))
+def test_decision_on_brokers_that_registered_since_changes_nothing(copies):
+    old = copies.load().groups["g1"]
+    copies.store_registration(replace(SLAVE, incarnation="new disk"))
     with pytest.raises(StaleTerm):
-        pair.change([SetRoles(roles.swap_roles(old, term=2))])
-    group = pair.load().groups["g1"]
+        copies.change([SetRoles(roles.swap_roles(old, term=2))])
+    group = copies.load().groups["g1"]
     assert group.term == 2 and group.slave.incarnation == "new disk"
 
 
-def test_of_many_threads_with_connections_of_their_own_exactly_one_wins_each_term(pair, migrated_url):
-    group, results = pair.load().groups["g1"], []
+def test_of_many_threads_with_connections_of_their_own_exactly_one_wins_each_term(copies, migrated_url):
+    group, results = copies.load().groups["g1"], []
     barrier = threading.Barrier(8, timeout=20)
 
     def swap():
@@ -127,7 +127,7 @@ def test_of_many_threads_with_connections_of_their_own_exactly_one_wins_each_ter
     for thread in threads:
         thread.join()
     assert sorted(results) == ["lost"] * 7 + ["won"]
-    assert pair.load().groups["g1"].term == 3
+    assert copies.load().groups["g1"].term == 3
 
 
 def test_same_broker_added_to_two_groups_at_once_is_in_one(repository):
@@ -138,132 +138,132 @@ def test_same_broker_added_to_two_groups_at_once_is_in_one(repository):
     assert list(repository.load().groups) == ["g1"]
 
 
-def test_completeness_is_stored_for_the_disk_and_term_it_was_seen_in(pair):
+def test_completeness_is_stored_for_the_disk_and_term_it_was_seen_in(copies):
     seen = replace(SLAVE, incarnation="disk b")
-    pair.store_registration(seen)
-    pair.store_complete(replace(seen, incarnation="another"), term=2, complete=True)
-    pair.store_complete(seen, term=1, complete=True)
-    assert not pair.load().groups["g1"].slave.complete
-    pair.store_complete(seen, term=2, complete=True)
-    assert pair.load().groups["g1"].slave.complete
+    copies.store_registration(seen)
+    copies.store_complete(replace(seen, incarnation="another"), term=2, complete=True)
+    copies.store_complete(seen, term=1, complete=True)
+    assert not copies.load().groups["g1"].slave.complete
+    copies.store_complete(seen, term=2, complete=True)
+    assert copies.load().groups["g1"].slave.complete
 
 
-def test_routes_are_created_once_and_changed_by_version(pair):
+def test_routes_are_created_once_and_changed_by_version(copies):
     for name in ("g2", "g3"):
-        pair.change([SetRoles(roles.add_broker(pair.load(), replace(MASTER, group=name, hostname=name)))])
-    [created] = pair.store_routes([("s", ("g1",), 0)])
+        copies.change([SetRoles(roles.add_broker(copies.load(), replace(MASTER, group=name, hostname=name)))])
+    [created] = copies.store_routes([("s", ("g1",), 0)])
     assert (created.groups, created.version) == (("g1",), 1)
-    assert pair.store_routes([("s", ("g2",), 0)]) == [created], "who came first counts"
-    [changed] = pair.store_routes([("s", ("g1", "g2"), 1)])
+    assert copies.store_routes([("s", ("g2",), 0)]) == [created], "who came first counts"
+    [changed] = copies.store_routes([("s", ("g1", "g2"), 1)])
     assert (changed.groups, changed.version) == (("g1", "g2"), 2)
-    assert pair.store_routes([("s", ("g3",), 1)]) == [changed], "the older version lost"
-    assert pair.load_routes()[1] == [changed]
+    assert copies.store_routes([("s", ("g3",), 1)]) == [changed], "the older version lost"
+    assert copies.load_routes()[1] == [changed]
 
 
-def test_marks_are_set_and_removed_any_number_of_times(pair):
+def test_marks_are_set_and_removed_any_number_of_times(copies):
     mark = ReadonlyMark("*", "g1")
     for _ in range(2):
-        pair.change([SetMark(mark)])
-    assert pair.load().marks == {mark}
+        copies.change([SetMark(mark)])
+    assert copies.load().marks == {mark}
     for _ in range(2):
-        pair.change([UnsetMark(mark)])
-    assert pair.load().marks == frozenset()
+        copies.change([UnsetMark(mark)])
+    assert copies.load().marks == frozenset()
 
 
-def test_registration_is_compared_with_what_the_decision_was_made_on(pair):
-    pair.store_registration(replace(SLAVE, incarnation="disk"), SLAVE)
+def test_registration_is_compared_with_what_the_decision_was_made_on(copies):
+    copies.store_registration(replace(SLAVE, incarnation="disk"), SLAVE)
     with pytest.raises(StaleTerm):
-        pair.store_registration(replace(SLAVE, incarnation="another disk"), SLAVE)
-    assert pair.load().groups["g1"].slave.incarnation == "disk"
+        copies.store_registration(replace(SLAVE, incarnation="another disk"), SLAVE)
+    assert copies.load().groups["g1"].slave.incarnation == "disk"
     with pytest.raises(NotThere):
-        pair.store_registration(replace(SLAVE, hostname="nobody"))
+        copies.store_registration(replace(SLAVE, hostname="nobody"))
 
 
-def test_each_change_raises_the_version_of_what_it_touches_and_no_other(pair):
+def test_each_change_raises_the_version_of_what_it_touches_and_no_other(copies):
     def raised(act):
-        before = pair.versions()
+        before = copies.versions()
         act()
-        return {name for name, version in pair.versions().items() if version != before[name]}
+        return {name for name, version in copies.versions().items() if version != before[name]}
 
-    assert set(pair.versions()) == {"directory", "beside_groups", "routes", "sightings"}
-    assert raised(lambda: pair.change([SetMark(ReadonlyMark("*", "g1"))])) == {"directory", "beside_groups"}
-    assert raised(lambda: pair.change([AddToken(TOKEN)])) == {"directory", "beside_groups"}
-    assert raised(lambda: pair.change([SetGroupState("g1", draining=True)])) == {"directory"}
-    assert raised(lambda: pair.change([SetRoute("s", ("g1",), 0)])) == {"routes"}
-    assert raised(lambda: pair.store_routes([("t", ("g1",), 0)])) == {"routes"}
-    assert raised(lambda: pair.store_sightings([SIGHTING])) == {"sightings"}
-    assert raised(lambda: pair.change([], AuditRow("me", "here", "Reset"))) >= {"directory"}, "settle waits for it"
-    assert raised(lambda: pair.beat(MetaserverRow("m1", "h", "g", 1, "1"))) == set()
-    assert pair.load().version == pair.versions()["directory"]
+    assert set(copies.versions()) == {"directory", "beside_groups", "routes", "sightings"}
+    assert raised(lambda: copies.change([SetMark(ReadonlyMark("*", "g1"))])) == {"directory", "beside_groups"}
+    assert raised(lambda: copies.change([AddToken(TOKEN)])) == {"directory", "beside_groups"}
+    assert raised(lambda: copies.change([SetGroupState("g1", draining=True)])) == {"directory"}
+    assert raised(lambda: copies.change([SetRoute("s", ("g1",), 0)])) == {"routes"}
+    assert raised(lambda: copies.store_routes([("t", ("g1",), 0)])) == {"routes"}
+    assert raised(lambda: copies.store_sightings([SIGHTING])) == {"sightings"}
+    assert raised(lambda: copies.change([], AuditRow("me", "here", "Reset"))) >= {"directory"}, "settle waits for it"
+    assert raised(lambda: copies.beat(MetaserverRow("m1", "h", "g", 1, "1"))) == set()
+    assert copies.load().version == copies.versions()["directory"]
 
 
-def test_groups_are_read_again_only_after_a_change_of_groups(pair):
-    known = pair.load()
-    pair.change([SetMark(ReadonlyMark("*", "g1"))])
-    marked = pair.load(known)
+def test_groups_are_read_again_only_after_a_change_of_groups(copies):
+    known = copies.load()
+    copies.change([SetMark(ReadonlyMark("*", "g1"))])
+    marked = copies.load(known)
     assert marked.groups is known.groups and marked.marks == {ReadonlyMark("*", "g1")}
     assert marked.find(SLAVE.key) == known.find(SLAVE.key) is not None
-    pair.change([UnsetMark(ReadonlyMark("*", "g1")), SetGroupState("g1", tag="t")])
-    tagged = pair.load(marked)
+    copies.change([UnsetMark(ReadonlyMark("*", "g1")), SetGroupState("g1", tag="t")])
+    tagged = copies.load(marked)
     assert tagged.groups["g1"].tag == "t" and tagged.marks == frozenset()
-    pair.settle()
-    assert pair.load(tagged).groups is tagged.groups
+    copies.settle()
+    assert copies.load(tagged).groups is tagged.groups
 
 
-def test_groups_that_did_not_change_stay_the_same_objects(pair):
-    known = pair.load()
-    pair.change([SetRoles(roles.add_broker(known, Broker("g2", Role.MASTER, "c", "10.0.0.3", 1, 2)))])
-    assert pair.load(known).groups["g1"] is known.groups["g1"]
+def test_groups_that_did_not_change_stay_the_same_objects(copies):
+    known = copies.load()
+    copies.change([SetRoles(roles.add_broker(known, Broker("g2", Role.MASTER, "c", "10.0.0.3", 1, 2)))])
+    assert copies.load(known).groups["g1"] is known.groups["g1"]
 
 
-def test_rows_that_somebody_edited_are_read_once_all_versions_are_raised(pair):
-    known = pair.load()
-    with pair._transactions._engine.begin() as connection:
+def test_rows_that_somebody_edited_are_read_once_all_versions_are_raised(copies):
+    known = copies.load()
+    with copies._transactions._engine.begin() as connection:
         connection.execute(text("UPDATE broker_group SET tag = 'edited'"))
         connection.execute(text("UPDATE meta_version SET version = version + 1"))
-    assert pair.load(known).groups["g1"].tag == "edited"
+    assert copies.load(known).groups["g1"].tag == "edited"
 
 
-def test_routes_are_read_whole_or_from_a_version_on(pair):
-    first, _ = pair.load_routes()
-    [a, b] = pair.store_routes([("a", ("g1",), 0), ("b", ("g1",), 0)])
-    second, both = pair.load_routes(first)
+def test_routes_are_read_whole_or_from_a_version_on(copies):
+    first, _ = copies.load_routes()
+    [a, b] = copies.store_routes([("a", ("g1",), 0), ("b", ("g1",), 0)])
+    second, both = copies.load_routes(first)
     assert both == [a, b] and {route.changed for route in both} == {second}
-    [c] = pair.store_routes([("c", ("g1",), 0)])
-    assert pair.load_routes(second) == (c.changed, [c])
-    assert pair.load_routes(c.changed) == (c.changed, [])
-    assert pair.load_routes()[1] == [a, b, c]
+    [c] = copies.store_routes([("c", ("g1",), 0)])
+    assert copies.load_routes(second) == (c.changed, [c])
+    assert copies.load_routes(c.changed) == (c.changed, [])
+    assert copies.load_routes()[1] == [a, b, c]
 
 
-def test_many_subjects_are_one_transaction(pair):
+def test_many_subjects_are_one_transaction(copies):
     orders = [(f"s{number}", ("g1",), 0) for number in range(2500)]
-    stored = pair.store_routes(orders)
+    stored = copies.store_routes(orders)
     assert [route.subject for route in stored] == [subject for subject, _, _ in orders]
     assert len({route.changed for route in stored}) == 1
-    assert sorted(pair.load_routes()[1], key=str) == sorted(stored, key=str)
-    assert pair.store_routes([]) == []
+    assert sorted(copies.load_routes()[1], key=str) == sorted(stored, key=str)
+    assert copies.store_routes([]) == []
 
 
-def test_sighting_goes_on_only_in_its_own_session(pair):
+def test_sighting_goes_on_only_in_its_own_session(copies):
     seen = replace(SIGHTING, begins=True)
-    pair.store_sightings([seen])
-    version, [stored] = pair.load_sightings()
+    copies.store_sightings([seen])
+    version, [stored] = copies.load_sightings()
     assert stored == replace(seen, begins=False, changed=version)
     down = replace(seen, begins=False, up=False, state=None)
-    pair.store_sightings([replace(down, session="older")])
-    assert pair.load_sightings()[1] == [stored]
-    pair.store_sightings([down])
-    newest, changed = pair.load_sightings(version)
+    copies.store_sightings([replace(down, session="older")])
+    assert copies.load_sightings()[1] == [stored]
+    copies.store_sightings([down])
+    newest, changed = copies.load_sightings(version)
     assert changed == [replace(down, changed=newest)]
-    pair.store_sightings([replace(seen, session="newer"), replace(seen, session="newest", up=False)])
-    assert [row.session for row in pair.load_sightings()[1]] == ["newest"]
+    copies.store_sightings([replace(seen, session="newer"), replace(seen, session="newest", up=False)])
+    assert [row.session for row in copies.load_sightings()[1]] == ["newest"]
 
 
-def test_sighting_of_a_broker_that_left_its_group_is_forgotten(pair):
-    pair.store_sightings([SIGHTING, replace(SIGHTING, key=SLAVE.key)])
-    group = pair.load().groups["g1"]
-    pair.change([SetRoles(roles.RoleChange("g1", 2, group, group.master, None))])
-    assert [row.key for row in pair.load_sightings()[1]] == [MASTER.key]
+def test_sighting_of_a_broker_that_left_its_group_is_forgotten(copies):
+    copies.store_sightings([SIGHTING, replace(SIGHTING, key=SLAVE.key)])
+    group = copies.load().groups["g1"]
+    copies.change([SetRoles(roles.RoleChange("g1", 2, group, group.master, None))])
+    assert [row.key for row in copies.load_sightings()[1]] == [MASTER.key]
 
 
 def test_metaservers_show_their_beat_until_they_are_removed(repository):

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from metaserver import roles
-from metaserver.model import DELAY, NORMAL, Broker, Directory, Group, ReplicaState
 from qmq.errors import InvalidName, OperatorError
+from qmq.metaserver import roles
+from qmq.metaserver.model import DELAY, NORMAL, Broker, Directory, Group, ReplicaState
 from qmq.types import Role
 
 WORDS = {"group": "g1", "role": "0", "hostname": "h1", "ip": "10.0.0.1", "serve_port": "20881", "sync_port": "20882"}
@@ -260,7 +260,32 @@ def test_swap_of_what_changed_meanwhile_is_refused(known, term):
     ],
 )
 def test_what_a_masters_words_say_about_its_slave(state, complete):
-    assert roles.slave_complete(directory().groups["g1"], state) is complete
+    group = directory().groups["g1"]
+    assert roles.slave_complete(group, group.master.key, state) is complete
+
+
+@pytest.mark.parametrize("reasons, complete", [(("rolled_back",), False), (("corrupt",), None), ((), None)])
+def test_slave_that_was_rolled_back_says_so_itself(reasons, complete):
+    group = directory().groups["g1"]
+    state = ReplicaState(1, 7, readonly_reasons=reasons)
+    assert roles.slave_complete(group, group.slave.key, state) is complete
+
+
+def test_slave_that_was_rolled_back_is_promoted_by_force_only():
+    known = directory(slave=replace(directory().groups["g1"].slave, complete=False))
+    wanted = replace(known.groups["g1"].slave, role=Role.MASTER)
+    with pytest.raises(OperatorError, match="was rolled back.*acceptLoss"):
+        roles.replace_broker(known, wanted, lambda _: False, lacking="b:1 was rolled back")
+    change, _ = roles.replace_broker(known, wanted, lambda _: False, lacking="b:1 was rolled back", accept_loss=True)
+    assert change.master.key == wanted.key
+
+
+def test_master_that_lacks_what_is_lost_for_good_goes_on_in_a_new_term():
+    known = directory()
+    master = known.groups["g1"].master
+    assert roles.replace_broker(known, master, lambda _: False)[0] is None
+    change, _ = roles.replace_broker(known, master, lambda _: False, accept_loss=True)
+    assert (change.new_term, change.master, change.slave) == (8, master, known.groups["g1"].slave)
 
 
 def test_master_comes_back_with_its_own_disk_only():

@@ -7,15 +7,15 @@ from itertools import count
 
 import pytest
 
-from metaserver.actions import Status
-from metaserver.model import DELAY
-from metaserver.watchers import Counts
+from qmq.metaserver.actions import Status
+from qmq.metaserver.model import DELAY
+from qmq.metaserver.watchers import Counts
 from tests.unit.metaserver.actions_world import in_world, left
 
 
 async def two_groups(world, *subjects, groups=("g1", "g2")):
     for group in ("g1", "g2"):
-        await world.running_pair(group)
+        await world.running_copies(group)
     await world.routed(*subjects, groups=groups)
 
 
@@ -141,7 +141,7 @@ def test_new_subjects_of_other_groups_do_not_hold_up_a_change_of_all(tmp_path, a
     @in_world
     async def body(world):
         for group in ("g1", "g2", "g3"):
-            await world.pair(group)
+            await world.copies(group)
         await world.routed("a", "b", groups=("g1", "g3"))
         with_a_new_route_before_each_try(world, others)
         assert (await world.done(action, **ALL[action], details="true"))["changed"] == 2
@@ -154,7 +154,7 @@ def test_a_change_of_all_takes_in_a_route_that_is_made_meanwhile(tmp_path, actio
     @in_world
     async def body(world):
         for group in ("g1", "g2", "g3"):
-            await world.pair(group)
+            await world.copies(group)
         await world.routed("a", groups=("g1", "g3"))
         change = world.registry.change
         with_a_new_route_before_each_try(world, ("g1", "g3"))

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from metaserver.model import Broker, Group
-from metaserver.route_bytes import group_bytes, route_bytes, update_bytes
+from qmq.metaserver.model import Broker, Group
+from qmq.metaserver.route_bytes import group_bytes, route_bytes, update_bytes
 from qmq.proto import qmq_pb2 as pb
 from qmq.types import Role
 

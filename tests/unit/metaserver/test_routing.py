@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from metaserver.model import DELAY, NORMAL, Broker, Directory, Group, ReadonlyMark, SubjectInfo
-from metaserver.routing import Loads, Placement, is_short
-from metaserver.sights import Sights
+from qmq.metaserver.model import DELAY, NORMAL, Broker, Directory, Group, ReadonlyMark, SubjectInfo
+from qmq.metaserver.routing import Loads, Placement, is_short
+from qmq.metaserver.sights import Sights
 from qmq.types import Role
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from metaserver.settings import MetaserverSettings
+from qmq.metaserver.settings import MetaserverSettings
 from qmq.settings import InvalidSettings, load
 
 TOKEN = {"QMQ_METASERVER_CLUSTER_TOKEN": "long enough"}

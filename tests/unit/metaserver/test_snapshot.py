@@ -10,7 +10,7 @@ from itertools import islice
 
 import pytest
 
-from metaserver.model import (
+from qmq.metaserver.model import (
     Broker,
     BrokerKey,
     Directory,
@@ -23,7 +23,7 @@ from metaserver.model import (
     SubjectInfo,
     TokenRow,
 )
-from metaserver.snapshot import BadSnapshot, Snapshot, read_snapshot, write_snapshot
+from qmq.metaserver.snapshot import BadSnapshot, Snapshot, read_snapshot, write_snapshot
 from qmq.types import Role
 
 MASTER = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, 3, 4, "disk a")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from metaserver import upkeep as module
-from metaserver.liveness import Question
-from metaserver.model import BrokerKey, MetaserverRow
-from metaserver.snapshot import Snapshots
-from metaserver.upkeep import Upkeep
+from qmq.metaserver import upkeep as module
+from qmq.metaserver.liveness import Question
+from qmq.metaserver.model import BrokerKey, MetaserverRow
+from qmq.metaserver.snapshot import Snapshots
+from qmq.metaserver.upkeep import Upkeep
 from tests.unit.metaserver.actions_world import World
 
 KEY = BrokerKey("g1-a", 20881)
@@ -18,7 +18,7 @@ KEY = BrokerKey("g1-a", 20881)
 async def made(path):
     world = World(path / "database")
     await world.open()
-    await world.pair()
+    await world.copies()
     own = MetaserverRow("m1", "h", "g", 0, "1")
     return world, Upkeep(world.registry, world.brokers, Snapshots(None, "sqlite://"), own, poll_ms=1000)
 

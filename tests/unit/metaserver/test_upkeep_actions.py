@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from metaserver.actions.vault import Vault
-from metaserver.model import LeaseRow, MetaserverRow
+from qmq.metaserver.actions.vault import Vault
+from qmq.metaserver.model import LeaseRow, MetaserverRow
 from tests.unit.metaserver.actions_world import World, caller, in_world
 
 DB = {"host": "db1", "port": 3306, "username": "app", "password": "hunter2"}
@@ -122,7 +122,7 @@ async def test_a_backup_gives_nobody_the_rights_of_the_installations_key(world):
 @in_world
 async def test_the_trail_of_a_group_and_a_subject_has_all_that_changed_them_and_nothing_else(world):
     for group in ("g1", "g11", "g2"):
-        await world.pair(group)
+        await world.copies(group)
     await world.routed("s1", "s11", groups=("g1", "g11"))
     await world.done("RemoveSubjectBrokerGroup", subject="*", brokerGroup="g11", force="true")
     await world.done("RemoveBroker", hostname="g1-b", servePort=20881)
@@ -147,7 +147,7 @@ async def test_two_tokens_of_one_name_may_be_valid_for_rotation(world):
 def test_a_backup_is_restored_into_an_empty_metaserver(tmp_path):
     @in_world
     async def body(world):
-        await world.pair("g1")
+        await world.copies("g1")
         await world.routed("s1")
         await world.done("AddDb", **DB)
         await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
@@ -169,9 +169,9 @@ def test_a_backup_is_restored_into_an_empty_metaserver(tmp_path):
 
 @in_world
 async def test_a_metaserver_in_use_is_restored_only_by_force(world):
-    await world.pair("g1")
+    await world.copies("g1")
     backup = json.dumps(await world.done("Backup"))
-    await world.pair("g2")
+    await world.copies("g2")
     text = await world.refused("Restore", backup=backup)
     assert "is in use" in text and "4 rows of broker" in text
     await world.done("Restore", backup=backup, force="true")
@@ -182,7 +182,7 @@ async def test_a_metaserver_in_use_is_restored_only_by_force(world):
 
 @in_world
 async def test_a_dry_run_of_a_restore_refuses_what_the_restore_would(world):
-    await world.running_pair("g1")
+    await world.running_copies("g1")
     backup = await world.done("Backup")
     for spoil, text in (
         ({"schema": "0001"}, "tables of version 0001"),
@@ -197,7 +197,7 @@ async def test_a_dry_run_of_a_restore_refuses_what_the_restore_would(world):
 
 @in_world
 async def test_what_is_no_backup_is_refused_whole(world):
-    await world.pair("g1")
+    await world.copies("g1")
     backup = await world.done("Backup")
     assert "no backup" in await world.refused("Restore", backup="[1]")
     backup["tables"]["broker"][0]["hostname"] = "x" * 1000
@@ -220,20 +220,22 @@ async def test_metaservers_are_listed_with_who_answers(world):
 
 @in_world
 async def test_the_doctor_names_what_is_wrong_and_what_to_do(world):
-    await world.running_pair("g1")
+    await world.running_copies("g1")
     healthy = await world.done("Doctor")
     assert healthy["healthy"], [check for check in healthy["checks"] if not check["ok"]]
     world.beat("g1-a", writable=False, readonly_reasons=("operator",))
     assert (await world.done("Doctor"))["checks"][1]["ok"], "a mark is no trouble"
-    await world.pair("g2")
+    await world.copies("g2")
     await world.done("AddToken", name="ending", role="client", days=3)
     world.stop("g1-b")
+    world.refusals["shop"] = "token 'shop' has 3 watches, the most that one token may have"
     sick = await world.done("Doctor")
     wrong = {check["name"]: check for check in sick["checks"] if not check["ok"]}
     assert not sick["healthy"] and all(check["remedy"] for check in wrong.values())
     assert wrong["broker g2-a:20881 (MASTER of g2)"]["found"] == "never registered"
     assert "did not answer" in wrong["broker g1-b:20881 (SLAVE of g1)"]["found"]
     assert "ending" in wrong["tokens"]["found"]
+    assert "token 'shop' has 3 watches" in wrong["routes"]["found"]
 
 
 @in_world

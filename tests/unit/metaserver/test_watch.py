@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from functools import wraps
 from unittest.mock import patch
 
 import pytest
 
-from metaserver import watch as watch_module
-from metaserver.changes import Changes
-from metaserver.metrics import Metrics
-from metaserver.model import Broker, Directory, Group, ReadonlyMark, Route
-from metaserver.routing import Loads, Placement, is_short
-from metaserver.watch import WatchHub, WatchTooLarge
-from metaserver.watchers import Counts
 from qmq.errors import NotServed
+from qmq.metaserver import watch as watch_module
+from qmq.metaserver.changes import Changes
+from qmq.metaserver.metrics import Metrics
+from qmq.metaserver.model import Broker, Directory, Group, ReadonlyMark, Route
+from qmq.metaserver.quotas import Bounds, Quotas
+from qmq.metaserver.routing import Loads, Placement, is_short
+from qmq.metaserver.watch import TooManyWatches, WatchHub
+from qmq.metaserver.watchers import Counts
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, Scope, TokenRole
 from qmq.types import Role
 
 WAIT_S = 60
 ANYBODY = Caller("app", TokenRole.CLIENT)
+CLUSTER = Caller("cluster", TokenRole.CLUSTER)
 
 
 class Registry:
@@ -115,7 +118,9 @@ class Client:
         self.hub.confirm(self.watch, {subject: self.version(subject) for subject in subjects or self.routes})
 
 
-def with_hub(*groups, subjects_max=100, allow=lambda caller, wanted: wanted):
+def with_hub(
+    *groups, subjects_max=100, token_subjects_max=10_000, token_watches_max=10_000, allow=lambda caller, wanted: wanted
+):  # fmt: skip
     """Run an async test with a hub that looks at a registry of these groups."""
 
     def decorate(test):
@@ -123,7 +128,9 @@ def with_hub(*groups, subjects_max=100, allow=lambda caller, wanted: wanted):
         def run():
             async def body():
                 registry = Registry(groups or ("g1", "g2"))
-                hub = WatchHub(registry, Metrics(), allow, subjects_max=subjects_max)
+                hub = WatchHub(
+                    registry, Metrics(), allow, Quotas(Bounds(subjects_max, token_subjects_max, token_watches_max))
+                )
                 running = asyncio.create_task(hub.run())
                 while not hub._sights.state:
                     await asyncio.sleep(0)
@@ -213,7 +220,7 @@ async def test_an_all_readonly_route_is_sent_and_says_so(registry, hub):
 
 @with_hub()
 async def test_retry_and_dead_letter_subjects_have_the_route_of_the_real_one_under_their_own_name(registry, hub):
-    client = Client(hub)
+    client = Client(hub, produces=False)
     names = ["a", "%RETRY%a%g", "%DEAD_RETRY%a%g"]
     assert set(await client.ask(*names)) == set(names)
     assert list(registry.routes) == ["a"]
@@ -297,22 +304,85 @@ async def test_a_group_that_goes_for_good_leaves_the_route(registry, hub):
 
 
 @with_hub(subjects_max=3)
-async def test_a_watch_is_bounded(registry, hub):
+async def test_one_subject_too_many_is_refused_alone_and_what_is_watched_goes_on(registry, hub):
     client = Client(hub)
     await client.ask("a", "b", "c")
-    with pytest.raises(WatchTooLarge):
-        await hub.ask(client.watch, ["a", "d"], {})
+    assert await client.ask("a", "d") == ["d"]
+    assert "watches 3 subjects" in client.routes["d"].refused
+    registry.set_down("g2")
+    for subject in "abc":
+        await client.until_writable(subject, g1=True, g2=False)
+    assert list(client.watch.seats) == ["a", "b", "c"], "nothing is kept of what was refused"
+    assert list(hub._quotas.refusals(time.monotonic())) == ["app"]
+    hub.forget(client.watch, ["b", "none of its own"])
+    assert await client.ask("d") == ["d"] and client.writable("d")["g1"]
+
+
+@with_hub(token_subjects_max=3)
+async def test_the_clients_of_one_token_have_a_bound_together_and_those_of_others_their_own(registry, hub):
+    first, second = Client(hub), Client(hub)
+    await first.ask("a", "b")
+    await second.ask("b", "c")
+    assert second.writable("b") and "token 'app' watches 3 subjects" in second.routes["c"].refused
+    stranger, cluster = Client(hub, caller=Caller("other", TokenRole.CLIENT)), Client(hub, caller=CLUSTER)
+    for client in (stranger, cluster):
+        await client.ask("c", "d")
+        assert client.writable("c") and client.writable("d")
+    await cluster.ask("e", "f")
+    assert cluster.writable("f")
+    hub.leave(first.watch)
+    await second.ask("c")
+    assert second.writable("c"), "there is room again"
+
+
+@with_hub(token_watches_max=2)
+async def test_watches_of_one_token_are_bounded_and_those_there_are_go_on(registry, hub):
+    first = Client(hub)
+    await first.ask("a")
+    await hub.poll(["a"], {}, ANYBODY, app="shop", client_id="p", produces=True)
+    with pytest.raises(TooManyWatches, match="token 'app' has 2 watches"):
+        Client(hub)
+    with pytest.raises(TooManyWatches):
+        await hub.poll(["a"], {}, ANYBODY, app="shop", client_id="q", produces=True)
+    assert await hub.poll(["b"], {}, ANYBODY, app="shop", client_id="p", produces=True), "this one is known"
+    Client(hub, caller=CLUSTER)
+    registry.set_down("g2")
+    await first.until_writable("a", g1=True, g2=False)
+    hub.leave(first.watch)
+    await Client(hub).ask("a")
+
+
+@with_hub(subjects_max=3)
+async def test_what_a_poll_asks_for_no_more_makes_room(registry, hub):
+    for subject in "abcdef":
+        [route] = await hub.poll([subject], {}, ANYBODY, app="shop", client_id="p", produces=True)
+        assert not route.message.refused
+    assert hub._quotas.subjects == 3
 
 
 @with_hub()
-async def test_what_is_far_too_long_for_a_name_is_not_kept(registry, hub):
-    """Its refusal holds the name as long as the watch lasts: a hundred of 3.5 MB each took 700 MB."""
+async def test_many_routes_that_change_at_once_come_in_updates_of_bounded_size(registry, hub):
+    client, names = Client(hub), [f"s{number}" for number in range(30)]
+    with patch.object(watch_module, "UPDATE_ROUTES_MAX", 7):
+        await hub.ask(client.watch, names, {})
+        await client.until(lambda: set(client.routes) == set(names))
+        registry.set_down("g2")
+        for name in names:
+            await client.until_writable(name, g1=True, g2=False)
+    assert max(map(len, client.updates)) == 7
+
+
+@with_hub()
+async def test_a_route_that_is_forgotten_is_sent_no_more_and_as_new_when_asked_for_again(registry, hub):
     client = Client(hub)
-    await client.ask("s" * 1_000)
-    assert client.routes["s" * 1_000].refused
-    with pytest.raises(WatchTooLarge):
-        await hub.ask(client.watch, ["s" * 1_001], {})
-    assert list(client.watch.seats) == ["s" * 1_000]
+    await client.ask("a", "b")
+    hub.forget(client.watch, ["a"])
+    registry.set_down("g2")
+    await client.until_writable("b", g1=True, g2=False)
+    assert client.writable("a") == {"g1": True, "g2": True}
+    assert hub.old_routes("g2", "a") == Counts(0, 0, 0)
+    await client.ask("a")
+    assert client.writable("a") == {"g1": True, "g2": False}
 
 
 @with_hub()

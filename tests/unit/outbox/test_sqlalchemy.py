@@ -258,7 +258,7 @@ def test_another_table_may_be_named(session_world, broker, table):
 
 @pytest.mark.parametrize("session", [object(), "default", 1])
 def test_what_is_no_session_is_refused(producer, session):
-    with pytest.raises(InvalidRequest, match="is no session"):
+    with pytest.raises(InvalidRequest, match="expected a SQLAlchemy session"):
         producer.send(paid(1), session=session)
 
 

@@ -1,7 +1,8 @@
-"""Core. Where two copies agree, and what a slave has to do (design, section 4.3)."""
+"""Core. Where two copies agree, and what a slave has to do."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations_with_replacement, product
 
 import pytest
@@ -9,13 +10,13 @@ import pytest
 from qmq.errors import Diverged, Fenced, InvalidRequest
 from qmq.log.frame import decode_frames
 from qmq.remoting.commands import encode_json
-from qmq.replication.agreement import Action, Agreement, Hello, agree
+from qmq.replication.agreement import Action, Agreement, Hello, Yield, agree
 from qmq.types import Epoch
 from tests.unit.log.logs import Copy
 
 PLAIN = {
     "group": "g1", "incarnation": "b", "term": 1, "boot": 1, "epochs": [[1, 1, 0, 0]], "start": 0, "end": 40,
-    "assigned_term": 1,
+    "assigned_term": 1, "proofs": [[0, 40, 7]], "kept_end": 40, "point": [1, 1, 40, 5],
 }  # fmt: skip
 
 
@@ -32,6 +33,11 @@ PLAIN = {
         {"epochs": [None]},
         {"epochs": 7},
         {"start": "0"},
+        {"kept_end": -1},
+        {"proofs": [[0, 40]]},
+        {"proofs": [[0, -40, 7]]},
+        {"point": [1, 1, 40]},
+        {"point": [1, 1, 40, "5"]},
     ],
     ids=str,
 )
@@ -73,15 +79,15 @@ HISTORIES = [epochs for n in range(5) for epochs in combinations_with_replacemen
 LOGS = {epochs: history(epochs) for epochs in HISTORIES}
 
 
-@pytest.mark.parametrize("in_office", [False, True])
-def test_copies_agree_on_their_longest_common_prefix_whatever_their_histories(in_office):
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_copies_agree_on_their_longest_common_prefix_whatever_their_histories(has_begun):
     for ours, theirs in product(HISTORIES, HISTORIES):
         a, b = LOGS[ours], LOGS[theirs]
         common = common_prefix(a.whole(), b.whole())
-        agreement = agree(hello_of(b), a.log, Epoch(9, 1), in_office=in_office)
+        agreement = agree(hello_of(b), a.log, Epoch(9, 1), has_begun=has_begun, kept_end=0)
         assert agreement.offset == common, (ours, theirs)
         assert a.log.chain_is(common, agreement.chain) and b.log.chain_is(common, agreement.chain)
-        gives = b.log.end > common == a.log.end and not in_office
+        gives = b.log.end > common == a.log.end and not has_begun
         assert agreement.action == (Action.GIVE if gives else Action.FOLLOW)
         assert (agreement.epoch, agreement.master_end) == (Epoch(9, 1), a.log.end)
 
@@ -93,7 +99,7 @@ def test_slave_behind_the_oldest_segment_is_seeded_and_one_within_it_follows():
     for epochs in HISTORIES:
         slave = LOGS[epochs]
         common = common_prefix(whole.whole(), slave.whole())
-        agreement = agree(hello_of(slave), late.log, Epoch(9, 1), in_office=True)
+        agreement = agree(hello_of(slave), late.log, Epoch(9, 1), has_begun=True, kept_end=0)
         if common < late.log.start:
             assert (agreement.action, agreement.offset, agreement.chain) == (Action.SEED, base, chain)
         else:
@@ -102,22 +108,42 @@ def test_slave_behind_the_oldest_segment_is_seeded_and_one_within_it_follows():
 
 def test_empty_master_takes_all_back_even_if_the_slave_has_no_beginning():
     late = history((1, 1, 2, 3), drop=2)
-    agreement = agree(hello_of(late), history(()).log, Epoch(9, 1), in_office=False)
+    agreement = agree(hello_of(late), history(()).log, Epoch(9, 1), has_begun=False, kept_end=0)
     assert (agreement.action, agreement.offset) == (Action.GIVE, 0)
 
 
 def test_slave_that_knows_a_newer_epoch_fences_the_master():
     for known in (Epoch(9, 2), Epoch(10, 0)):
         with pytest.raises(Fenced):
-            agree(hello_of(LOGS[1, 1], known), LOGS[1, 1].log, Epoch(9, 1), in_office=True)
-    agree(hello_of(LOGS[1, 1], Epoch(9, 1)), LOGS[1, 1].log, Epoch(9, 1), in_office=True)
+            agree(hello_of(LOGS[1, 1], known), LOGS[1, 1].log, Epoch(9, 1), has_begun=True, kept_end=0)
+    agree(hello_of(LOGS[1, 1], Epoch(9, 1)), LOGS[1, 1].log, Epoch(9, 1), has_begun=True, kept_end=0)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("theirs_kept, ours_kept", list(product(("nothing", "common", "all"), repeat=2)))
+def test_where_logs_part_that_copy_gives_way_whose_tail_nobody_else_confirmed(has_begun, theirs_kept, ours_kept):
+    """I5: the slave first; neither, if both confirmed what they have."""
+    for ours, theirs in product(HISTORIES, HISTORIES):
+        a, b = LOGS[ours], LOGS[theirs]
+        common = common_prefix(a.whole(), b.whole())
+        kept = {"nothing": (0, 0), "common": (common, common), "all": (a.log.end, b.log.end)}
+        ours_end, theirs_end = kept[ours_kept][0], kept[theirs_kept][1]
+        hello, at = replace(hello_of(b), kept_end=theirs_end), (ours, theirs, common)
+        parts = a.log.end > common and theirs_end > common
+        if parts and ours_end > common:
+            with pytest.raises(Diverged):
+                agree(hello, a.log, Epoch(9, 1), has_begun=has_begun, kept_end=ours_end)
+            continue
+        answer = agree(hello, a.log, Epoch(9, 1), has_begun=has_begun, kept_end=ours_end)
+        assert isinstance(answer, Yield) == parts, at
+        assert answer.offset == common, at
 
 
 @pytest.mark.parametrize("ours, theirs", [((1, 1), (1, 1)), ((1, 1, 1), (1, 1)), ((1, 1, 2), (1, 1))])
 def test_equal_epochs_with_other_bytes_are_divergence_not_a_conflict(ours, theirs):
     """W3: nobody cuts anything; a human has to look."""
     with pytest.raises(Diverged):
-        agree(hello_of(history(theirs, size=21)), history(ours).log, Epoch(9, 1), in_office=True)
+        agree(hello_of(history(theirs, size=21)), history(ours).log, Epoch(9, 1), has_begun=True, kept_end=0)
 
 
 def test_agreement_arrives_as_it_was_sent():

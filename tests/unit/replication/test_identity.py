@@ -1,4 +1,4 @@
-"""Core. What a broker remembers about itself (design, section 4.2; I2, I16)."""
+"""Core. What a broker remembers about itself (I2, I16)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_identity_is_durable_before_anything_relies_on_it():
     identity = opened(disk)
     identity.learn(Epoch(3, 2))
     identity.completed(True)
-    identity.assigned("g1", {"term": 3})
+    identity.assigned("g1", {"term": 3}, "a:1")
     disk.crash()
     again = opened(disk, "second")
     assert again.value == identity.value and again.value.incarnation == "first"

@@ -39,7 +39,7 @@ def test_unmarking_subjects_leaves_what_checkers_found():
     assert readonly.reasons == [Reason.DISK]
 
 
-def test_operators_mark_survives_a_slave_that_goes_and_comes_and_a_new_reign():
+def test_operators_mark_survives_a_slave_that_goes_and_comes_and_a_new_mastership():
     group = Group.made().start()
     group.a.assign(group.a.node.assignment.role, 1, readonly_subjects=("*",))
     group.cut()

@@ -31,7 +31,7 @@ def received(link: FakeLink) -> bytes:
 
 def a_copy(frames: int = 40, *, tail_bytes: int = 1 << 20) -> Copy:
     copy = Copy(tail_bytes=tail_bytes)
-    copy.office()
+    copy.begin_epoch()
     copy.fill(frames)
     return copy
 
@@ -39,7 +39,7 @@ def a_copy(frames: int = 40, *, tail_bytes: int = 1 << 20) -> Copy:
 def test_what_is_new_leaves_before_our_own_fsync():
     copy = Copy()
     shipper, link, host = shipped_from(copy)
-    copy.office()
+    copy.begin_epoch()
     copy.messages("m")
     shipper.ship()
     assert shipper.position == copy.log.end > copy.log.flushed_end == 0 and not host.reads

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from broker.settings import BrokerSettings
+from qmq.broker.settings import BrokerSettings
 from qmq.errors import AccessError, NotServed
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server

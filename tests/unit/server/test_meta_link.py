@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from broker.settings import BrokerSettings
-from qmq.errors import DiskFailed, NotServed
+from qmq.broker.settings import BrokerSettings
+from qmq.errors import DiskFailed, NotServed, OperatorError
 from qmq.server import meta_link
 from qmq.server.meta_link import RETRIES_S, MetaLink
 from qmq.server.service import Service
@@ -20,6 +20,8 @@ SETTINGS = BrokerSettings(hostname="g1-a", data="unused", token="t")
 
 
 class Node:
+    is_of_another, owner = False, ""
+
     def __init__(self, error=None):
         self.started, self.error = 0, error
 
@@ -42,6 +44,7 @@ def refusal(code):
         pytest.param(refusal(grpc.StatusCode.FAILED_PRECONDITION), 0, id="not added, or another disk"),
         pytest.param(refusal(grpc.StatusCode.ALREADY_EXISTS), 0, id="another process has this part"),
         pytest.param(refusal(grpc.StatusCode.UNAUTHENTICATED), 0, id="wrong token"),
+        pytest.param(OperatorError("this data directory belongs to g1-b"), 0, id="a part that is not ours"),
     ],
 )
 def test_broker_takes_up_its_old_part_only_if_nobody_told_it_not_to(error, starts):

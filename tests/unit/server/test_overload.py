@@ -85,7 +85,7 @@ def test_at_a_limit_producers_are_told_and_consumption_goes_on(what):
 
 
 @pytest.mark.parametrize("what", ["disk", "memory"])
-def test_a_new_reign_knows_the_limit_that_was_reached_before_it(what):
+def test_a_new_mastership_knows_the_limit_that_was_reached_before_it(what):
     group, client = a_group()
     full(group, what)
     group.a.assign(group.a.node.assignment.role, 2)
@@ -102,7 +102,7 @@ def test_window_counts_what_is_under_way_and_nothing_that_was_answered():
     assert client.link.unacked_bytes == 0
 
 
-def test_window_is_given_back_when_a_reign_ends_without_an_answer():
+def test_window_is_given_back_when_a_mastership_ends_without_an_answer():
     group, client = a_group()
     client.produce("m1", size=500)
     group.a.assign(group.a.node.assignment.role, 2)

@@ -28,7 +28,7 @@ def subscribe(subject):
 
 
 def limits(*subjects, per_minute=1000):
-    return Limits(Caller("shop", TokenRole.CLIENT, Scope(subjects)), NewSubjects(per_minute))
+    return Limits(Caller("shop", TokenRole.CLIENT, Scope(subjects)), NewSubjects(per_minute, 1_000_000))
 
 
 def test_every_method_of_the_control_port_names_the_role_it_needs():
@@ -49,6 +49,23 @@ def test_a_scope_decides_what_is_produced_and_what_is_consumed():
         allowed.check(produce("paid.card"), {}, now_ms=0)
     with pytest.raises(MissingRight, match="may not consume from 'order'"):
         allowed.check(subscribe("order"), {}, now_ms=0)
+
+
+@pytest.mark.parametrize("group", ["billing", "shipping"])
+def test_a_consumer_forges_no_message_into_a_groups_mailbox_or_its_dead_letters(group):
+    """What a consume-only token stored in %RETRY%order%billing was handed to the handler of billing."""
+    allowed = limits("consume:order")
+    with pytest.raises(MissingRight, match=f"may not produce to '%RETRY%order%{group}': that needs redrive:order"):
+        allowed.check(produce(f"%RETRY%order%{group}"), {}, now_ms=0)
+    with pytest.raises(MissingRight, match="brokers alone write dead letters"):
+        allowed.check(produce(f"%DEAD_RETRY%order%{group}"), {}, now_ms=0)
+    limits("consume:order", "redrive:order").check(produce(f"%RETRY%order%{group}"), {}, now_ms=0)
+
+
+@pytest.mark.parametrize("command", [Command.CANCEL, Command.RESCHEDULE, Command.RECUR])
+def test_a_consumer_changes_no_delayed_message_of_a_mailbox(command):
+    with pytest.raises(MissingRight):
+        limits("consume:order").check(packet(command, b'{"subject": "%RETRY%order%billing"}'), {}, now_ms=0)
 
 
 @pytest.mark.parametrize("command", [Command.CANCEL, Command.RESCHEDULE, Command.RECUR])

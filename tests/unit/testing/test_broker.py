@@ -218,7 +218,7 @@ def test_who_vanished_loses_what_it_held_when_its_lease_ends_and_who_is_connecte
             await puller.ack(held)
             await puller.flush()  # refused, if the lease had ended
             (again,) = await puller.pull(1, timeout=5)
-            assert (again["n"], again.times) == (gone[0]["n"], 2)
+            assert (again["n"], again.times, again.is_suspected) == (gone[0]["n"], 1, True)  # it may not have begun it
             await puller.ack([again])
 
     vanishing = pulling("vanishes")

@@ -8,13 +8,13 @@ from importlib import import_module
 
 import pytest
 
-from metaserver.actions import ACTIONS, Answer, Status
-from metaserver.actions import Kind as Wanted
-from metaserver.actions.management import render
-from tools.answer import Exit, read_answer
-from tools.command import WAIT_PARAMETER, Kind
-from tools.commands import COMMANDS, SECTIONS
-from tools.usage import example, parse
+from qmq.metaserver.actions import ACTIONS, Answer, Status
+from qmq.metaserver.actions import Kind as Wanted
+from qmq.metaserver.actions.management import render
+from qmq.tools.answer import Exit, read_answer
+from qmq.tools.command import WAIT_PARAMETER, Kind
+from qmq.tools.commands import COMMANDS, SECTIONS
+from qmq.tools.usage import example, parse
 
 QMQS = {
     "AddBroker": "brokerGroup* role* hostname* ip* servePort* syncPort*",

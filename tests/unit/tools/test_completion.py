@@ -7,21 +7,25 @@ import subprocess
 
 import pytest
 
-from tools.completion import completion
+from qmq.cli import PROGRAMS
+from qmq.tools.completion import completion
 
 ASK = """
 COMP_WORDS=("$@")
 COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-_qmq_tools 2>/dev/null
+read -ra asked <<< "$(complete -p "$1")"
+"${asked[2]}" 2>/dev/null
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 
 
-def complete(*words, directory="/"):
+def complete(*words, directory="/", program="tools.sh"):
     """What bash offers for the last word; it takes `=` for a word of its own."""
-    script = completion("bash") + ASK
+    others = {name: one.words for name, one in PROGRAMS.items()}
+    both = completion("bash") + completion("bash", program="qmq", others=others)  # one shell may have both
+    script = both + ASK
     ended = subprocess.run(
-        ["bash", "--norc", "-c", script, "bash", "tools.sh", *words],
+        ["bash", "--norc", "-c", script, "bash", program, *words],
         cwd=directory, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert ended.stderr == ""
@@ -47,6 +51,24 @@ def complete(*words, directory="/"):
 )
 def test_bash_offers(words, offered):
     assert complete(*words) == offered
+
+
+@pytest.mark.parametrize(
+    "words, offered",
+    [
+        pytest.param(["metas"], ["metaserver"], id="a process"),
+        pytest.param(["Mark"], ["MarkReadonly"], id="an operators' command"),
+        pytest.param(["broker", "--"], ["--config="], id="an option of a process"),
+        pytest.param(["dev", "s"], ["stop"], id="an action"),
+        pytest.param(["AddToken", "--role", "=", "v"], ["viewer"], id="a value"),
+    ],
+)
+def test_bash_offers_for_qmq(words, offered):
+    assert complete(*words, program="qmq") == offered
+
+
+def test_processes_are_not_offered_where_they_cannot_be_typed():
+    assert complete("metas") == []
 
 
 def test_files_are_offered_where_files_are_asked_for(tmp_path):

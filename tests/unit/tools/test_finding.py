@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.doctor.finding import (
+from qmq.tools.doctor.finding import (
     ClockReading,
     Level,
     fail,
@@ -63,7 +63,8 @@ def group(**changes):
     [
         ({}, Level.OK, "the slave of g1 is in step"),
         ({"equal": None}, Level.OK, "the slave of g1 is in step"),
-        ({"equal": None, "lagBytes": 2048}, Level.WARN, "lacks 2.0 KiB"),
+        ({"equal": None, "lagBytes": 2 << 20}, Level.OK, "the slave of g1 is in step"),  # messages come all the time
+        ({"equal": None, "lagBytes": 128 << 20}, Level.WARN, "lacks 128.0 MiB"),
         ({"equal": False}, Level.FAIL, "the logs of g1 differ"),
         ({"term": 4}, Level.FAIL, "is in term 3, the metaserver in term 4"),
     ],
@@ -80,10 +81,24 @@ def test_disks_are_judged_by_the_brokers_own_limit(free, level):
     assert (found.level, found.step) == (level, "disks")
 
 
+def test_clocks_that_differ_and_a_log_that_a_group_holds_are_named():
+    metrics = {"qmq_broker_clocks_disagree": 1.0, "qmq_broker_held_bytes": 2048.0}
+    clocks, held = judge_broker("a:1", "MASTER", metrics)
+    assert (clocks.level, clocks.step) == (Level.FAIL, "clocks") and "nothing is deleted" in clocks.found
+    assert (held.level, held.step) == (Level.WARN, "retention") and "2.0 KiB" in held.found
+    assert list(judge_broker("a:1", "MASTER", dict.fromkeys(metrics, 0.0))) == []
+
+
 def test_a_broker_that_thinks_otherwise_of_its_part_is_named():
     (found,) = judge_broker("a:1", "SLAVE", {"qmq_broker_is_master": 1.0})
     assert found.level is Level.FAIL and "thinks it is the master" in found.found
     assert list(judge_broker("a:1", "MASTER", {"qmq_broker_is_master": 1.0})) == []
+
+
+def test_a_delay_server_that_is_refused_routes_is_named():
+    metrics = {"qmq_delayserver_is_master": 1.0, "qmq_delayserver_refused_routes": 3.0}
+    (found,) = judge_broker("a:1", "DELAY_MASTER", metrics)
+    assert (found.level, found.step) == (Level.WARN, "routes") and "3 subjects" in found.found
 
 
 def test_a_delay_server_is_judged_by_its_own_metrics():
@@ -94,7 +109,12 @@ def test_a_delay_server_is_judged_by_its_own_metrics():
     assert found.level is Level.FAIL and "has it as DELAY_SLAVE" in found.found
     jumped = metrics | {"qmq_delayserver_clock_difference_seconds": -86_400.0}
     (found, _) = judge_broker("d:1", "DELAY_MASTER", jumped)
-    assert (found.level, found.step) == (Level.WARN, "clocks") and "SwapRoles" in found.do
+    assert (found.level, found.step) == (Level.WARN, "clocks") and "time service" in found.do
+    (found, _) = judge_broker("d:1", "DELAY_MASTER", metrics | {"qmq_delayserver_clocks": 2.0})
+    assert (found.level, found.step) == (Level.WARN, "clocks") and "2 of 3" in found.found
+    late = metrics | {"qmq_delayserver_due_messages": 7.0, "qmq_delayserver_due_age_seconds": 61.0}
+    (found, _) = judge_broker("d:1", "DELAY_MASTER", late)
+    assert (found.level, found.step) == (Level.WARN, "delays") and "7 messages" in found.found
     assert read_version('qmq_delayserver_info{broker_group="d1",version="1.2"} 1.0') == "1.2"
 
 

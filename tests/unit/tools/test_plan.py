@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tools.commands import COMMANDS
-from tools.plan import refusal, show_plan
-from tools.table import plain
+from qmq.tools.commands import COMMANDS
+from qmq.tools.plan import refusal, show_plan
+from qmq.tools.table import plain
 
 WORDS = {"action": "MarkReadonlyBrokerGroup", "brokerGroup": "g1", "subject": "*"}
 

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from tools import terminal
-from tools.table import Cell, Column, Table, good_or_bad, lay, plain, printable, size, span, to_cell, utc
+from qmq.tools import terminal
+from qmq.tools.table import Cell, Column, Table, good_or_bad, lay, plain, printable, size, span, to_cell, utc
 
 TABLE = Table(
     (Column("NAME", "name"), Column("WHERE", "where", drop=1), Column("END", "end"), Column("NOTE", "note", drop=2)),

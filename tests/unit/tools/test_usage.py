@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tools.address import Address
-from tools.usage import WrongUsage, build_parser, parse
+from qmq.tools.address import Address
+from qmq.tools.usage import WrongUsage, build_parser, parse
 
 NOW_MS = 1_800_000_000_000
 
@@ -138,3 +138,15 @@ def test_help_lists_every_command_within_80_columns():
     assert max(map(len, text.splitlines())) <= 80
     for name in ("AddBroker", "MarkReadonly", "Doctor", "completion", "exit status"):
         assert name in text
+
+
+def test_options_may_stand_before_the_command():
+    options = parse(["--metaserver=127.0.0.1:8080", "--json", "ListBrokers", "--brokerGroup=g1"], {}, now_ms=0)
+    assert options.command.name == "ListBrokers" and options.json and options.values["brokerGroup"] == "g1"
+    with pytest.raises(WrongUsage):
+        parse(["--metaserver=127.0.0.1:8080"], {}, now_ms=0)
+
+
+def test_a_required_option_that_is_empty_is_wrong_usage():
+    with pytest.raises(WrongUsage, match="--subject is empty"):
+        parse(["Produce", "--metaserver=127.0.0.1:8080", "--subject=", "--property=a=1"], {}, now_ms=0)

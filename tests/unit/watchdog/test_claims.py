@@ -10,8 +10,8 @@ import pytest
 import qmq
 from qmq.codec import decode_labels, decode_message, labels_bytes, split_batch
 from qmq.outbox.row import encode_row
-from watchdog.claims import ClaimName, batch_of, candidate_of
-from watchdog.sources import Source, UnusableSource
+from qmq.watchdog.claims import ClaimName, batch_of, candidate_of
+from qmq.watchdog.sources import Source, UnusableSource
 
 
 def candidate(content, id=1):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.client.numbered import NotStored, Stored, Unknown
+from qmq.client.batch_life import NotStored, Stored, Unknown
 from qmq.client.routing import group_of_key
 from qmq.codec import label_of
 from qmq.errors import AccessError, BrokerReadOnly, InvalidMessage, InvalidRequest
-from watchdog.claims import Candidate, ClaimName
-from watchdog.draining import NUMBERS_SPAN_MAX, Draining, Limits
-from watchdog.work import Claiming, Known, Page, ReadClaims, ReadPage, Settling, TakeOver
+from qmq.watchdog.claims import Candidate, ClaimName
+from qmq.watchdog.draining import NUMBERS_SPAN_MAX, Draining, Limits
+from qmq.watchdog.work import Claiming, Known, Page, ReadClaims, ReadPage, Settling, TakeOver
 
 
 class Brokers:
@@ -394,7 +394,7 @@ def test_after_a_failure_of_the_database_claims_are_read_anew_and_numbers_begin_
 def test_a_producer_id_spans_fewer_numbers_than_a_broker_remembers():
     drain = Drain(rest_ms=0, rate=1_000_000)
     numbers = []
-    doubtful = None
+    unknown = None
     for id in range(1, 80):
         work = drain.next()
         while isinstance(work, ReadClaims):
@@ -407,8 +407,8 @@ def test_a_producer_id_spans_fewer_numbers_than_a_broker_remembers():
             break
         drain.claim()
         for attempt in drain.attempts():
-            if doubtful is None:
-                doubtful = attempt
+            if unknown is None:
+                unknown = attempt
                 drain.answer(attempt, Unknown("lost"))
                 attempt.claim.due_ms = 1 << 60
             else:
@@ -416,7 +416,7 @@ def test_a_producer_id_spans_fewer_numbers_than_a_broker_remembers():
                 drain.answer(attempt, stored(attempt))
                 drain.settle()
         drain.now_ms += 1
-    assert max(numbers) - doubtful.batch.number < NUMBERS_SPAN_MAX <= 60
+    assert max(numbers) - unknown.batch.number < NUMBERS_SPAN_MAX <= 60
 
 
 def test_messages_with_order_keys_go_to_the_group_of_their_key_one_batch_at_a_time():

@@ -11,11 +11,12 @@ from sqlalchemy import create_engine, text
 
 from qmq.errors import NotServed
 from qmq.outbox.schema import create_statements
-from watchdog.db.outbox import Outbox
-from watchdog.leading import Leading
-from watchdog.lease import LeaseRow
-from watchdog.settings import WatchdogSettings
-from watchdog.sources import Source
+from qmq.watchdog.db.outbox import Outbox
+from qmq.watchdog.leading import Leading
+from qmq.watchdog.lease import LeaseRow
+from qmq.watchdog.settings import WatchdogSettings
+from qmq.watchdog.sources import Source
+from tests.support.waiting import until_async
 
 SETTINGS = WatchdogSettings(
     metaserver="http://nowhere", token="t", lease_ms=3000, beat_ms=50, refresh_ms=100, scan_ms=10, stop_ms=100
@@ -95,25 +96,20 @@ def leading(link, test):
     asyncio.run(run())
 
 
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
 def test_it_drains_again_after_any_number_of_elections(source):
     """QMQ's watchdog sends nothing any more once it was elected a second time."""
     link = Link(source)
 
     async def test(watchdog):
         for round_number in range(1, 4):
-            await until(lambda: watchdog.is_leader and watchdog.drains)
+            await until_async(lambda: watchdog.is_leader and watchdog.drains)
             drain = watchdog.drains[source.url]
-            await until(lambda drain=drain: drain.core.last_pass_ms is not None)
+            await until_async(lambda drain=drain: drain.core.last_pass_ms is not None)
             assert (watchdog.lease.term, watchdog.elections) == (2 * round_number - 1, round_number)
             link.row = LeaseRow("another", link.row.term + 1, 0)
-            await until(lambda: not watchdog.is_leader and not watchdog.drains)
+            await until_async(lambda: not watchdog.is_leader and not watchdog.drains)
             link.row = LeaseRow("", link.row.term, 0)
-        await until(lambda: watchdog.is_leader)
+        await until_async(lambda: watchdog.is_leader)
 
     leading(link, test)
     assert link.released == 1 and not link.row.node
@@ -123,12 +119,12 @@ def test_without_a_metaserver_it_stops_when_its_lease_is_over(source):
     link = Link(source)
 
     async def test(watchdog):
-        await until(lambda: watchdog.drains)
+        await until_async(lambda: watchdog.drains)
         link.is_away = True
-        await until(lambda: not watchdog.is_leader and not watchdog.drains)
+        await until_async(lambda: not watchdog.is_leader and not watchdog.drains)
         assert watchdog.metaserver_trouble == "away"
         link.is_away = False
-        await until(lambda: watchdog.drains)
+        await until_async(lambda: watchdog.drains)
 
     leading(link, test)
 
@@ -144,13 +140,13 @@ def test_changed_settings_begin_only_when_the_last_write_of_the_drain_before_has
 
     async def test(watchdog):
         monkeypatch.setattr(Outbox, "read_claims", slow)
-        await until(began.is_set)
+        await until_async(began.is_set)
         link.registered = [replace(source, rate=7)]
-        await until(lambda: not watchdog.drains)
+        await until_async(lambda: not watchdog.drains)
         await asyncio.sleep(0.3)  # some refreshes
         assert not watchdog.drains and watchdog.is_hanging
         held.set()
-        await until(lambda: watchdog.drains)
+        await until_async(lambda: watchdog.drains)
         assert watchdog.drains[source.url].core.limits.rate == 7
 
     leading(link, test)
@@ -160,9 +156,9 @@ def test_a_database_that_is_forgotten_is_not_drained_any_more(source):
     link = Link(source)
 
     async def test(watchdog):
-        await until(lambda: watchdog.drains)
+        await until_async(lambda: watchdog.drains)
         link.registered = []
-        await until(lambda: not watchdog.drains)
+        await until_async(lambda: not watchdog.drains)
         assert watchdog.is_leader
 
     leading(link, test)
@@ -174,13 +170,13 @@ def test_a_database_without_the_table_is_told_and_tried_again(tmp_path):
     source = Source(f"sqlite://here:1/{path}", age_ms=0)
 
     async def test(watchdog):
-        await until(lambda: watchdog.drains and "no such table" in watchdog.drains[source.url].trouble)
+        await until_async(lambda: watchdog.drains and "no such table" in watchdog.drains[source.url].trouble)
         engine = create_engine(f"sqlite:///{path}")
         with engine.begin() as connection:
             for statement in create_statements("sqlite"):
                 connection.execute(text(statement))
         engine.dispose()
-        await until(lambda: not watchdog.drains[source.url].trouble)
+        await until_async(lambda: not watchdog.drains[source.url].trouble)
 
     leading(Link(source), test)
 
@@ -193,8 +189,8 @@ def test_whatever_a_driver_raises_is_the_trouble_of_its_database_alone(source, m
     wrong = Source("mysql://db1..internal:3306", "shop", "secret", age_ms=0)
 
     async def test(watchdog):
-        await until(lambda: wrong.url in watchdog.drains and "idna" in watchdog.drains[wrong.url].trouble)
-        await until(lambda: watchdog.drains[source.url].core.last_pass_ms is not None)
+        await until_async(lambda: wrong.url in watchdog.drains and "idna" in watchdog.drains[wrong.url].trouble)
+        await until_async(lambda: watchdog.drains[source.url].core.last_pass_ms is not None)
         await asyncio.sleep(3 * SETTINGS.beat_ms / 1000)
         assert sorted(begun) == sorted([source.url, wrong.url]), "no drain fails and begins anew"
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from watchdog.lease import Lease, LeaseRow
+from qmq.watchdog.lease import Lease, LeaseRow
 
 LEASE_MS = 5_000
 

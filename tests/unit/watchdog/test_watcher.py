@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from qmq.errors import NotServed
-from watchdog.db.questions import Questions
-from watchdog.sources import Source
-from watchdog.watcher import Watcher
+from qmq.watchdog.db.questions import Questions
+from qmq.watchdog.sources import Source
+from qmq.watchdog.watcher import Watcher
 
 
 @pytest.mark.parametrize("error", [UnicodeError("no name of a host"), RuntimeError("a package is missing")])

@@ -1,0 +1,120 @@
+"""Core. In what the two copies differ, frame by frame: DataFrame to DataFrame (columns: `audit.schema`)."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+from pyspark.sql import DataFrame, Window
+from pyspark.sql import functions as F
+
+from qmq.audit.kinds import Kind
+from qmq.audit.rules import finding
+from qmq.audit.schema import COPIES, MASTER, SLAVE
+
+_COMPARED = (
+    "end", "kind", "flags", "term", "boot", "subject", "first_sequence", "count", "high_watermark", "timestamp_ms",
+    "producer", "batch", "body_crc", "body_bytes",
+)  # fmt: skip
+_MESSAGES = ("subject", "first_sequence", "count")
+"""What names the messages of a frame, wherever it stands."""
+_SAME = ("kind", "subject", "first_sequence", "count", "timestamp_ms", "body_crc", "body_bytes")
+"""What a frame keeps when it stands elsewhere; its high watermark, epoch and chain need not be the same."""
+SHIFTED_FRAMES_MIN, SHIFTS_MAX = 3, 5
+"""Fewer frames that stand elsewhere are named one by one; more distances than that are no shift."""
+
+
+def compare(master: DataFrame, slave: DataFrame, damaged: DataFrame, watermark: int) -> DataFrame:
+    """Compare two copies frame by frame.
+
+    in: two times `audit.rows.FRAMES`, damaged ranges; out: findings, frames long: how many each of them stands for.
+
+    Frames that stand in both copies one distance apart are one finding, and so are neighbours that one copy lacks;
+    those in front of `watermark` and those behind it are told apart. What a copy lacks where its bytes are damaged is
+    not named again. A frame whose messages stand elsewhere in the other copy is `reordered`.
+    """
+    sides, shifted = _without_shifted(master, slave)
+    hurt = {copy: damaged.where(F.col("d_copy") == copy) for copy in COPIES}
+    only = [_only(sides[MASTER], sides[SLAVE], hurt[SLAVE], Kind.MISSING, watermark),
+            _only(sides[SLAVE], sides[MASTER], hurt[MASTER], Kind.EXTRA, watermark)]  # fmt: skip
+    m, s = sides[MASTER].alias("m"), sides[SLAVE].alias("s")
+    named = F.concat_ws(
+        ", ", *(F.when(~F.col(f"m.{name}").eqNullSafe(F.col(f"s.{name}")), F.lit(name)) for name in _COMPARED)
+    )
+    pairs = m.join(s, F.col("m.offset") == F.col("s.offset")).withColumn("differs", named)
+    pairs = pairs.where((F.col("differs") != "") | (F.col("m.chain") != F.col("s.chain")))
+    moved = sides[SLAVE].select(*_MESSAGES, F.lit(True).alias("moved")).where("count > 0")
+    flat = pairs.select("m.offset", "m.end", *(f"m.{name}" for name in _MESSAGES), "differs",
+                        (F.struct("m.subject", "m.first_sequence") != F.struct("s.subject", "s.first_sequence"))
+                        .alias("other"))  # fmt: skip
+    flat = flat.join(moved.distinct(), [*_MESSAGES], "left")
+    what = (
+        F.when(F.col("differs") == "", Kind.HISTORY.value)
+        .when(F.col("moved") & F.col("other"), Kind.REORDERED.value)
+        .otherwise(Kind.DIFFERENT.value)
+    )
+    text = F.when(F.col("differs") == "", "only the chain differs").otherwise(
+        F.concat(F.lit("the copies differ in "), "differs")
+    )
+    columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit(SLAVE)}
+    named_rows = finding(what, text, sequence=F.col("first_sequence"), **columns)
+    different = flat.select(*named_rows, F.lit(1).alias("frames"))
+    return reduce(DataFrame.unionByName, [different, *only, shifted])
+
+
+def _without_shifted(master: DataFrame, slave: DataFrame) -> tuple[dict[str, DataFrame], DataFrame]:
+    """Take out the frames that stand in both copies one distance apart, as all do behind one that only one copy has.
+
+    out: what is left of each copy; findings with frames.
+    """
+    stays = master.select("offset", *_SAME).intersect(slave.select("offset", *_SAME))
+    ours, theirs = (
+        side.join(stays, ["offset", *_SAME], "left_anti").select(
+            *_SAME, F.col("offset").alias(f"{name}_offset"), F.col("end").alias(f"{name}_end")
+        )
+        for name, side in ((MASTER, master), (SLAVE, slave))
+    )  # fmt: skip
+    both = ours.join(theirs, [*_SAME]).withColumn("by", F.col("slave_offset") - F.col("master_offset"))
+    often = both.where("by != 0").groupBy("by").count().where(F.col("count") >= SHIFTED_FRAMES_MIN)
+    often = often.orderBy(F.desc("count"), "by").limit(SHIFTS_MAX)
+    pairs = both.join(F.broadcast(often.withColumnRenamed("count", "of")), "by")
+    order = Window.partitionBy("master_offset").orderBy(F.desc("of"), "by")
+    pairs = pairs.withColumn("nth", F.row_number().over(order)).where("nth = 1")
+    spans = pairs.groupBy("by").agg(
+        F.min("master_offset").alias("offset"), F.max("master_end").alias("end"), F.count("*").alias("frames"),
+        F.sum("count").alias("messages"), F.min_by("subject", "master_offset").alias("subject"),
+        F.min_by("first_sequence", "master_offset").alias("first"),
+    )  # fmt: skip
+    text = F.format_string(
+        "%d frames with %d messages stand %d bytes further %s in the slave", "frames", "messages", F.abs("by"),
+        F.when(F.col("by") > 0, "on").otherwise("back"),
+    )  # fmt: skip
+    columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit(SLAVE)}
+    found = spans.select(*finding(Kind.SHIFTED, text, sequence=F.col("first"), **columns), "frames")
+    left = {
+        name: side.join(pairs.select(F.col(f"{name}_offset").alias("offset")), "offset", "left_anti")
+        for name, side in ((MASTER, master), (SLAVE, slave))
+    }
+    return left, found
+
+
+def _only(has: DataFrame, lacks: DataFrame, damaged: DataFrame, what: Kind, watermark: int) -> DataFrame:
+    """Return the frames of `has` that stand at no offset of `lacks` nor in a damaged range of it, neighbours as one."""
+    alone = has.join(lacks.select("offset"), "offset", "left_anti")
+    inside = (F.col("d_offset") <= F.col("offset")) & (F.col("offset") < F.col("d_end"))
+    alone = alone.join(F.broadcast(damaged), inside, "left_anti")
+    elsewhere = lacks.where("count > 0").select(*_MESSAGES, F.lit(True).alias("elsewhere")).distinct()
+    alone = alone.join(elsewhere, [*_MESSAGES], "left")
+    alone = alone.withColumn("what", F.when(F.col("elsewhere"), Kind.REORDERED.value).otherwise(what.value))
+    alone = alone.withColumn("due", F.col("offset") < watermark)
+    order = Window.partitionBy("what", "due").orderBy("offset")
+    alone = alone.withColumn("begins", F.coalesce(F.lag("end").over(order) != F.col("offset"), F.lit(True)))
+    alone = alone.withColumn("run", F.sum(F.col("begins").cast("long")).over(order))
+    runs = alone.groupBy("what", "due", "run").agg(
+        *(F.min_by(name, "offset").alias(name) for name in ("subject", "first_sequence")),
+        F.min("offset").alias("offset"), F.max("end").alias("end"), F.sum("count").alias("messages"),
+        F.count("*").alias("frames"),
+    )  # fmt: skip
+    lacking = SLAVE if what == Kind.MISSING else MASTER
+    text = F.format_string(f"%d frames with %d messages; the {lacking} lacks them", "frames", "messages")
+    columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit(SLAVE)}
+    return runs.select(*finding(F.col("what"), text, sequence=F.col("first_sequence"), **columns), "frames")

@@ -1,0 +1,129 @@
+"""Core. That no message of a consumer group is unaccounted for: each is in one state, and only in one.
+
+    stored = acked + in flight + requeued + passed + never delivered
+
+What was acked and passed over is added up from the frames that say so; what is in flight, requeued or not delivered yet
+is what the fold has at the end. A message in none of them, or in two, breaks the equation.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from qmq.log.frame import Frame, FrameKind
+from qmq.log.group import Consumer, Group
+from qmq.log.progress import PASSED, Progress
+
+STATES = ("acked", "in_flight", "requeued", "passed", "never")
+ENTRIES_MAX = 10_000
+"""Ranges of one group that are kept apart; of more, those that touch are joined."""
+
+
+class Range(NamedTuple):
+    begin: int
+    end: int
+    state: str
+
+
+class Account:
+    """What became of the messages of one consumer group. Made by the judge of progress."""
+
+    def __init__(self, begin: int) -> None:
+        self.begin = begin
+        """The first message that counts: where the group began, or was moved to."""
+        self.nacked = 0
+        self._settled: list[Range] = []
+        self._joined = ENTRIES_MAX
+
+    def take(self, frame: Frame, said: Progress, group: Group | None) -> None:
+        """Take a progress frame, before the fold does."""
+        if frame.kind == FrameKind.POSITION and said.entries and not said.consumer:
+            self.begin, self._settled, self.nacked = said.entries[0][0], [], 0
+        elif frame.kind == FrameKind.PULL:
+            for number, sequence, messages in said.entries:
+                if number == PASSED:
+                    self._settle(sequence, sequence + messages, "passed")
+        elif group is not None and (consumer := group.consumers.get(said.consumer)) is not None:
+            for begin, end, _ in said.entries:
+                for low, high in _held(consumer, begin, end):
+                    if frame.kind == FrameKind.ACK:
+                        self._settle(low, high, "acked")
+                    elif frame.kind == FrameKind.NACK:
+                        self.nacked += high - low
+
+    def _settle(self, begin: int, end: int, state: str) -> None:
+        last = self._settled[-1] if self._settled else None
+        if last is not None and last.end == begin and last.state == state:
+            self._settled[-1] = Range(last.begin, end, state)
+            return
+        self._settled.append(Range(begin, end, state))
+        if len(self._settled) > self._joined:
+            self._settled = list(_joined(sorted(self._settled)))
+            self._joined = max(ENTRIES_MAX, 2 * len(self._settled))
+
+    def ranges(self, group: Group, first: int, end: int) -> list[Range]:
+        """Return what became of the messages from `first` on, in order, each range in one state: they may overlap, or
+        leave gaps, if the equation does not hold."""
+        begin = max(self.begin, first)
+        found = [*self._settled, Range(group.position, end, "never")]
+        found += [Range(one.first, one.end, "requeued") for one in group.requeued]
+        for consumer in group.consumers.values():
+            found += [Range(one.first, one.end, "in_flight") for one in consumer.unacked]
+        cut = (Range(max(low, begin), min(high, end), state) for low, high, state in found)
+        return list(_joined(sorted(one for one in cut if one.begin < one.end)))
+
+
+def _held(consumer: Consumer, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the messages that a consumer has in flight of these pull sequences."""
+    for one in consumer.unacked:
+        low, high = max(begin, one.pull), min(end, one.pull_end)
+        if low < high:
+            yield one.first + low - one.pull, one.first + high - one.pull
+
+
+def _joined(ranges: list[Range]) -> Iterator[Range]:
+    last: Range | None = None
+    for one in ranges:
+        if last is not None and last.end == one.begin and last.state == one.state:
+            last = Range(last.begin, one.end, last.state)
+            continue
+        if last is not None:
+            yield last
+        last = one
+    if last is not None:
+        yield last
+
+
+def broken_at(ranges: list[Range], begin: int, end: int) -> tuple[int, str] | None:
+    """Return the first message that is in no state, or in two, and which; None if each is in one."""
+    at = begin
+    for one in ranges:
+        if one.begin > at:
+            return at, "in no state"
+        if one.begin < at:
+            return one.begin, f"{one.state} and something else"
+        at = one.end
+    return None if at >= end else (at, "in no state")
+
+
+def per_hour(ranges: list[Range], begin: int, end: int, hours: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    """Yield {hour, stored, and each state} of the messages `[begin, end)`.
+
+    Args:
+        hours: (first sequence, hour) in order: when which messages were stored.
+    """
+    if begin >= end:
+        return
+    firsts = [first for first, _ in hours]
+    cuts = sorted({begin, end, *(first for first in firsts if begin < first < end)})
+    totals: dict[int, dict[str, Any]] = {}
+    for low, high in zip(cuts, cuts[1:]):
+        at = bisect_right(firsts, low) - 1
+        hour = hours[max(at, 0)][1] if hours else 0
+        row = totals.setdefault(hour, {"hour": hour, "stored": 0} | dict.fromkeys(STATES, 0))
+        row["stored"] += high - low
+        for one in ranges:
+            row[one.state] += max(0, min(high, one.end) - max(low, one.begin))
+    yield from (totals[hour] for hour in sorted(totals))

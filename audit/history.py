@@ -1,0 +1,129 @@
+"""Shell. What earlier runs verified of a log: whether it is still there, and what of it is read again (`qmq.ledger`).
+
+The chain of a frame depends on every byte before it. So one frame that both copies still have, with the chain that was
+verified then, says that nothing before it was exchanged or taken away; what has decayed since is found by reading, a
+part of it each time.
+"""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from qmq.audit.copies import CannotRead, Copy, Description, open_copy
+from qmq.audit.kinds import Kind
+from qmq.audit.schema import BOTH, COPIES
+from qmq.audit.walk import WINDOW_BYTES
+from qmq.errors import CorruptFrame
+from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry, Known, Piece, pieces_due
+from qmq.log.frame import decode_header
+
+SHARE = 7
+"""Of what was verified before, one part in so many is read again by each run."""
+CONSERVED_KEPT = 200
+"""Equations of consumer groups that it lists."""
+FINDINGS_KEPT = 100
+"""Findings that a line of the ledger lists."""
+
+Digests = Mapping[int, tuple[int, int]]
+"""Where a piece begins -> (its bytes, its digest)."""
+
+
+@dataclass(slots=True)
+class History:
+    """What is known of one broker group before it is read. Made by `look_back`.
+
+    From `begin` on everything is read; `again` is what of the old is.
+    """
+
+    known: Known
+    begin: int
+    again: list[Piece] = field(default_factory=list)
+    broken: tuple[Kind, str, str] | None = None
+    """(kind, copy, why): the log is not the one that was verified."""
+
+    @property
+    def anchor(self) -> Entry | None:
+        return None if self.broken else self.known.anchor
+
+    def cuts(self) -> list[int]:
+        """Return where pieces that were read before begin and end, ascending."""
+        return sorted({at for piece, _ in self.known.pieces.values() for at in (piece.begin, piece.end)})
+
+    def exchanged(self, digests: Digests) -> list[Piece]:
+        """Return what was read again and is not what was read before."""
+        found = []
+        for piece, _ in sorted(self.known.pieces.values()):
+            parts = [part for begin, part in digests.items() if piece.begin <= begin < piece.end]
+            if parts and (sum(size for size, _ in parts), _together(parts)) != (piece.bytes, piece.digest):
+                found.append(piece)
+        return found
+
+
+def _together(parts: list[tuple[int, int]]) -> str:
+    digest = 0
+    for _, one in parts:
+        digest ^= one
+    return f"{digest & (1 << 64) - 1:016x}"
+
+
+def look_back(
+    known: Known, places: Mapping[str, dict[str, str]], logs: Mapping[str, Description], *, share: int = SHARE
+) -> History:
+    """Look for the point up to which the log was verified, in both copies. Raises CannotRead."""
+    start = max(log.start for log in logs.values())
+    anchor = known.anchor
+    if anchor is None:
+        return History(known, start)
+    if all(log.end < anchor.verified for log in logs.values()):
+        ends = " and ".join(str(logs[name].end) for name in COPIES)
+        text = f"the logs end at {ends}; the run of {anchor.run} verified them up to {anchor.verified}"
+        return History(known, start, broken=(Kind.REWOUND, BOTH, text))
+    wrong = [
+        name for name, log in logs.items()
+        if log.start <= anchor.frame and log.end >= anchor.verified and not _has(places[name], anchor)
+    ]  # fmt: skip
+    if wrong:
+        text = f"the frame at {anchor.frame} is not the one that the run of {anchor.run} verified"
+        return History(known, start, broken=(Kind.REWRITTEN, BOTH if len(wrong) == 2 else wrong[0], text))
+    if start >= anchor.verified:
+        return History(known, start)  # retention took all that was verified
+    return History(known, anchor.verified, pieces_due(known, start, share))
+
+
+def _has(place: dict[str, str], anchor: Entry) -> bool:
+    """Return whether a copy has the last frame that was verified, with the same chain."""
+    with closing(open_copy(place)) as copy:
+        try:
+            frame = decode_header(_read(copy, anchor.frame), 0, anchor.frame, None)
+        except (CorruptFrame, OSError):
+            return False
+    return (frame.end, f"{frame.chain:016x}") == (anchor.verified, anchor.chain)
+
+
+def _read(copy: Copy, offset: int) -> bytes:
+    data = copy.window(offset, WINDOW_BYTES)
+    if not data:
+        raise CannotRead(f"nothing is stored at {offset}")
+    return data
+
+
+def moment(at_ms: int) -> str:
+    """Write a time as a run's name."""
+    return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def who() -> str:
+    """Return who runs this, and where."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user needs no name
+        user = "?"
+    return f"{user}@{socket.gethostname()}"
+
+
+VERDICTS = {0: PROVEN, 1: FINDINGS, 2: NOT_READ}

@@ -1,0 +1,342 @@
+"""Core. What each message of a window of the log says, and whether it may stand there; whole windows at a time.
+
+A window has thousands of messages. To decode them one by one took as long as everything else that an audit does; here
+numpy looks at the same field of all of them at once, and only what does not fit is decoded alone, to say why.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from qmq.audit.kinds import Kind
+from qmq.audit.walk import Problem, Window
+from qmq.codec import (
+    FLAG_TAGS,
+    ID_BYTES_MAX,
+    MESSAGE_BYTES_MIN,
+    decode_envelope,
+    decode_labels,
+    decode_properties,
+    label_of,
+)
+from qmq.errors import QmqError
+from qmq.log.frame import FLAG_LABELLED, HEADER_BYTES, Frame
+from qmq.message import ORDER_KEY
+from qmq.subjects import is_dead_letter_subject, parse_derived, real_subject, retry_subject
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.uint8]
+
+SUBJECT_AT = 17
+"""Where a message's subject begins, with its length (qmq.codec)."""
+KEY = np.frombuffer(ORDER_KEY.encode(), np.uint8)
+STORED = np.dtype([("key", "<i8"), ("frame", "<u4"), ("place", "<u4")])
+"""What may be stored once: a hash of its name, where its frame begins behind the window, which message of it."""
+TAGGED = np.dtype([("sequence", "<i8"), ("tags", "<u4")])
+"""A message with tags, and a hash of these; one without has 0 and is not listed."""
+
+
+def _weights() -> Words:
+    """Fixed odd numbers: two names have one hash by chance alone, once in 2^64."""
+    raw = b"".join(blake2b(bytes([at]), digest_size=8).digest() for at in range(ID_BYTES_MAX + 2))
+    return np.frombuffer(raw, "<u8").copy() | np.uint64(1)
+
+
+WEIGHTS = _weights()
+
+
+class Fields(NamedTuple):
+    """Where the fields of each message stand in a window; what is not `whole` has none that mean anything."""
+
+    whole: npt.NDArray[np.bool_]
+    subject_at: Ints
+    subject_bytes: Ints
+    id_at: Ints
+    id_bytes: Ints
+    tags_at: Ints
+    tags_end: Ints
+    key_at: Ints
+    key_bytes: Ints
+    """-1: it has no order key."""
+
+
+class Messages:
+    """The messages of some frames of a window. `begins` and `ends` are where they stand in it, frame after frame."""
+
+    def __init__(self, window: Window, frames: Sequence[Frame], begins: Ints, ends: Ints) -> None:
+        self._window, self._frames, self._begins, self._ends = window, frames, begins, ends
+        self._data: Bytes = np.frombuffer(window.data, np.uint8)
+        counts = np.fromiter((frame.count for frame in frames), np.int64, len(frames))
+        self._of = np.repeat(np.arange(len(frames)), counts)
+        self._first = np.cumsum(counts) - counts
+        self._frame_at = np.fromiter((frame.offset - window.offset for frame in frames), np.int64, len(frames))
+        self._lengths: list[Ints] = []
+        """Where two bytes stand that are the length of a text, of whole messages and others."""
+        self.fields = self._parse()
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what no consumer can decode, what belongs to another subject, and labels that are not the message's."""
+        bad = set(np.flatnonzero(~self.fields.whole).tolist()) | set(self._not_text())
+        for at in sorted(bad):
+            yield self._undecodable(at)
+        for at in np.flatnonzero(self.fields.whole & ~self._same_subject()).tolist():
+            frame = self._frames[self._of[at]]
+            subject = self._text(self.fields.subject_at, self.fields.subject_bytes, at)
+            if subject not in _subjects_of(frame.subject):
+                yield self._problem(at, Kind.FOREIGN, f"a message of {subject} in a frame of {frame.subject}")
+        yield from self._wrong_labels()
+
+    def stored(self) -> tuple[str, str]:
+        """Return what may be stored once, each as STORED in base64: batches, and message ids of their producer."""
+        frames = [at for at, frame in enumerate(self._frames) if _is_numbered(frame)]
+        producers = np.array([self._frames[at].producer for at in frames], np.uint64)
+        batches = np.array([self._frames[at].batch for at in frames], np.uint64)
+        numbered = np.zeros(len(frames), STORED)
+        numbered["key"] = _mix(producers * WEIGHTS[0] + batches * WEIGHTS[1]).view(np.int64)
+        numbered["frame"] = self._frame_at[frames]
+        salts = np.array([_salt(frame) if _is_numbered(frame) else 0 for frame in self._frames], np.uint64)
+        rows = np.flatnonzero(self.fields.whole & (salts[self._of] != 0))
+        named = np.zeros(len(rows), STORED)
+        named["key"] = _mix(self._hash(self.fields.id_at, self.fields.id_bytes, rows) + salts[self._of[rows]]).view(
+            np.int64
+        )
+        named["frame"] = self._frame_at[self._of[rows]]
+        named["place"] = rows - self._first[self._of[rows]]
+        return pack(numbered), pack(named)
+
+    def tagged(self) -> Iterator[tuple[str, int, str]]:
+        """Yield (subject, offset of its first frame, TAGGED in base64) of the subjects that have messages with tags."""
+        fields = self.fields
+        rows = np.flatnonzero(fields.whole & (fields.tags_end > fields.tags_at + 1))
+        if not len(rows):
+            return
+        found = np.zeros(len(rows), TAGGED)
+        firsts = np.array([frame.first_sequence for frame in self._frames], np.int64)
+        found["sequence"] = firsts[self._of[rows]] + rows - self._first[self._of[rows]]
+        found["tags"] = [
+            crc32(self._data[at:end].data) | 1 for at, end in zip(fields.tags_at[rows], fields.tags_end[rows])
+        ]
+        names = [self._frames[at].subject for at in self._of[rows]]
+        order: dict[str, list[int]] = {}
+        for at, name in enumerate(names):
+            order.setdefault(name, []).append(at)
+        for name, places in order.items():
+            yield name, self._frames[self._of[rows[places[0]]]].offset, pack(found[places])
+
+    # Reading fields.
+
+    def _u16(self, at: Ints) -> Ints:
+        data, last = self._data, len(self._data) - 2
+        at = np.minimum(at, last)
+        return data[at].astype(np.int64) << 8 | data[at + 1]
+
+    def _parse(self) -> Fields:
+        data, begins, ends = self._data, self._begins, self._ends
+        last = len(data) - 1
+        whole = ends - begins >= MESSAGE_BYTES_MIN
+        subject_at = begins + SUBJECT_AT + 2
+        subject_bytes = self._u16(begins + SUBJECT_AT)
+        at = subject_at + subject_bytes
+        id_at, id_bytes = at + 2, self._u16(at)
+        at = id_at + id_bytes
+        tags_at = at
+        is_tagged = data[np.minimum(begins, last)] & FLAG_TAGS != 0
+        left = np.where(is_tagged, data[np.minimum(at, last)], 0).astype(np.int64)
+        at = at + is_tagged
+        while left.any():
+            self._lengths.append(at[left > 0])
+            at = np.where(left > 0, at + 2 + self._u16(at), at)
+            left = np.maximum(left - 1, 0)
+        tags_end = at
+        length = self._u16(at) << 16 | self._u16(at + 2)
+        at = at + 4
+        whole &= (at <= ends) & (length < 1 << 31) & (at + length == ends)
+        key_at, key_bytes = self._walk_properties(whole, at)
+        return Fields(whole, subject_at, subject_bytes, id_at, id_bytes, tags_at, tags_end, key_at, key_bytes)
+
+    def _walk_properties(self, whole: npt.NDArray[np.bool_], at: Ints) -> tuple[Ints, Ints]:
+        """Go from property to property, of all messages at once; return where each has its order key."""
+        key_at, key_bytes = np.zeros_like(at), np.full_like(at, -1)
+        rows = np.flatnonzero(whole & (at < self._ends))
+        at = at[rows]
+        while len(rows):
+            name_bytes = self._u16(at)
+            value_at = at + 2 + name_bytes
+            value_bytes = self._u16(value_at)
+            end = value_at + 2 + value_bytes
+            fits = end <= self._ends[rows]
+            whole[rows[~fits]] = False
+            self._lengths += [at[fits], value_at[fits]]
+            maybe = np.flatnonzero(fits & (name_bytes == len(KEY)))
+            is_key = (self._data[at[maybe][:, None] + 2 + np.arange(len(KEY))] == KEY).all(1)
+            keyed = maybe[is_key]
+            key_at[rows[keyed]], key_bytes[rows[keyed]] = value_at[keyed] + 2, value_bytes[keyed]
+            more = np.flatnonzero(fits & (end < self._ends[rows]))
+            rows, at = rows[more], end[more]
+        return key_at, key_bytes
+
+    def _not_text(self) -> Iterator[int]:
+        """Yield the messages whose texts are no UTF-8: all texts of the window are decoded at once."""
+        text = self._data.copy()
+        begins, fields = self._begins, self.fields
+        for at in np.flatnonzero(~fields.whole).tolist():
+            text[begins[at] : self._ends[at]] = 0
+        behind = 0
+        for first, frame in zip(self._first.tolist(), self._frames):
+            text[behind : begins[first]] = 0
+            behind = int(self._ends[first + frame.count - 1])
+        text[behind:] = 0
+        rows = np.flatnonzero(fields.whole)
+        text[begins[rows][:, None] + np.arange(SUBJECT_AT + 2)] = 0
+        text[fields.tags_end[rows][:, None] + np.arange(4)] = 0
+        tagged = rows[fields.tags_end[rows] > fields.tags_at[rows]]
+        text[fields.tags_at[tagged]] = 0
+        for places in (fields.id_at[rows] - 2, *self._lengths):
+            inside = places[places < len(text) - 1]
+            text[inside] = text[inside + 1] = 0
+        if text.max() < 128:
+            return
+        try:
+            text.tobytes().decode()
+        except UnicodeDecodeError:
+            yield from (at for at in rows.tolist() if _why_not(self._message(at)) is not None)
+
+    # Judging.
+
+    def _same_subject(self) -> npt.NDArray[np.bool_]:
+        """Return which messages have their frame's subject, byte for byte."""
+        fields, data = self.fields, self._data
+        field_at = self._frame_at + HEADER_BYTES
+        sizes = data[self._frame_at + 6].astype(np.int64) | data[self._frame_at + 7].astype(np.int64) << 8
+        same = fields.whole & (fields.subject_bytes == sizes[self._of])
+        for size in np.unique(fields.subject_bytes[same]).tolist():
+            rows = np.flatnonzero(same & (fields.subject_bytes == size))
+            columns = np.arange(size)
+            ours, theirs = fields.subject_at[rows][:, None] + columns, field_at[self._of[rows]][:, None] + columns
+            same[rows[~(data[ours] == data[theirs]).all(1)]] = False
+        return np.asarray(same)
+
+    def _wrong_labels(self) -> Iterator[Problem]:
+        fields = self.fields
+        for number, frame in enumerate(self._frames):
+            if not frame.flags & FLAG_LABELLED:
+                continue
+            labels = decode_labels(self._window.body(frame), frame.count)
+            first = int(self._first[number])
+            for at, label in enumerate(labels, first):
+                if not fields.whole[at]:
+                    continue
+                tags = bytes(self._data[fields.tags_at[at] : fields.tags_end[at]])
+                key = None if fields.key_bytes[at] < 0 else self._text(fields.key_at, fields.key_bytes, at)
+                if label != (due := _label(tags, key)):
+                    text = f"its label is {label:#x}, that of its tags and order key {due:#x}"
+                    yield self._problem(at, Kind.LABELS, text)
+
+    def _hash(self, begins: Ints, sizes: Ints, rows: Ints) -> Words:
+        """Return a hash of each text, all of them in a few operations."""
+        if not len(rows):
+            return np.zeros(0, np.uint64)
+        widest = min(int(sizes[rows].max()), ID_BYTES_MAX)
+        columns = np.arange(widest)
+        places = np.minimum(begins[rows][:, None] + columns, len(self._data) - 1)
+        known = columns < sizes[rows][:, None]
+        words = (self._data[places].astype(np.uint64) + np.uint64(1)) * known * WEIGHTS[:widest]
+        return np.asarray(words.sum(1, np.uint64))
+
+    def _undecodable(self, at: int) -> Problem:
+        frame = self._frames[self._of[at]]
+        reason = _why_not(self._message(at)) or "it is no message"
+        sequence = frame.first_sequence + at - int(self._first[self._of[at]])
+        identity = _id_if_any(self._message(at))
+        return Problem(frame.offset, frame.end, reason, frame.subject, sequence, Kind.UNDECODABLE, identity)
+
+    def _problem(self, at: int, what: Kind, reason: str) -> Problem:
+        frame = self._frames[self._of[at]]
+        sequence = frame.first_sequence + at - int(self._first[self._of[at]])
+        identity = self._text(self.fields.id_at, self.fields.id_bytes, at)
+        return Problem(frame.offset, frame.end, reason, frame.subject, sequence, what, identity)
+
+    def _message(self, at: int) -> bytes:
+        return bytes(self._window.data[self._begins[at] : self._ends[at]])
+
+    def _text(self, begins: Ints, sizes: Ints, at: int) -> str:
+        begin = int(begins[at])
+        return str(self._window.data[begin : begin + int(sizes[at])], "utf-8", "replace")
+
+
+def pack(array: npt.NDArray[Any]) -> str:
+    """Write an array down as a fact has it."""
+    return b64encode(array.tobytes()).decode()
+
+
+def unpack(text: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.frombuffer(b64decode(text), dtype)
+
+
+def _mix(words: Words) -> Words:
+    """Spread what differs in a few bits over all of them (the end of MurmurHash3)."""
+    words = (words ^ words >> np.uint64(33)) * np.uint64(0xFF51AFD7ED558CCD)
+    words = (words ^ words >> np.uint64(33)) * np.uint64(0xC4CEB9FE1A85EC53)
+    return words ^ words >> np.uint64(33)
+
+
+def _is_numbered(frame: Frame) -> bool:
+    """Return whether the frame has a producer's numbers; a dead letter's are its original's."""
+    return frame.producer != 0 and not _is_dead(frame.subject)
+
+
+def _salt(frame: Frame) -> int:
+    """Return what tells a producer's ids in a subject from those of others."""
+    return (frame.producer * 0x9E3779B97F4A7C15 + _crc(frame.subject) * 0xD6E8FEB86659FD93) & (1 << 64) - 1 or 1
+
+
+_is_dead = lru_cache(4096)(is_dead_letter_subject)
+
+
+@lru_cache(4096)
+def _crc(subject: str) -> int:
+    return crc32(subject.encode())
+
+
+@lru_cache(4096)
+def _subjects_of(subject: str) -> frozenset[str]:
+    """Return the subjects that messages of a frame may name: a copy for a group keeps that of its original."""
+    derived = parse_derived(subject)
+    mailbox = {retry_subject(derived.real, derived.group)} if derived else set()
+    return frozenset({subject, real_subject(subject)} | mailbox)
+
+
+@lru_cache(4096)
+def _label(tags: bytes, key: str | None) -> int:
+    """Return the label of a message with this tag section, as encoded, and order key."""
+    words, at = [], 1
+    while at < len(tags):
+        end = at + 2 + int.from_bytes(tags[at : at + 2], "big")
+        words.append(tags[at + 2 : end].decode("utf-8", "replace"))
+        at = end
+    return label_of(words, key)
+
+
+def _why_not(message: bytes) -> str | None:
+    """Return why a consumer cannot decode a message; None if it can."""
+    try:
+        decode_properties(message, decode_envelope(message).body_begin)
+    except QmqError as error:
+        return str(error)
+    return None
+
+
+def _id_if_any(message: bytes) -> str | None:
+    try:
+        return decode_envelope(message).id
+    except QmqError:
+        return None

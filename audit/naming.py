@@ -1,0 +1,164 @@
+"""Shell. Reads the place of a finding in both copies again, to name what it is about: byte, message, epoch, segment,
+host; and whether a broker has repaired it since."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
+from typing import Any
+
+from qmq.audit.copies import CannotRead, Copy, Description, open_copy
+from qmq.audit.kinds import Kind
+from qmq.audit.schema import BOTH, COPIES, MASTER, SLAVE
+from qmq.audit.walk import Walk, Window
+from qmq.codec import batch_ends, decode_envelope, labels_bytes
+from qmq.errors import QmqError
+from qmq.log.frame import FLAG_LABELLED, Frame, FrameKind
+
+_OF_FRAMES = frozenset({Kind.DIFFERENT, Kind.MISSING, Kind.EXTRA, Kind.SHIFTED, Kind.HISTORY})
+"""Their `sequence` is that of the frame's header, which says nothing where it is no frame of messages."""
+NAMED_MAX = 200
+"""Findings for which both copies are read again."""
+_COMPARED = frozenset({Kind.DIFFERENT, Kind.DAMAGED, Kind.CHAIN, Kind.REORDERED})
+_BY_PLACE = frozenset({Kind.BATCH_TWICE, Kind.ID_TWICE})
+"""Their `sequence` is the place of the message in its frame, until it is read here."""
+
+Row = dict[str, Any]
+
+
+def name_findings(
+    group: str, places: Mapping[str, dict[str, str]], logs: Mapping[str, Description], findings: list[Row]
+) -> None:
+    """Sort the findings, and add what only the logs can tell: host, segment, epoch, byte, subject, sequence, id."""
+    findings.sort(key=lambda row: (row["offset"] is None, row["offset"] or 0, row["what"], row["copy"]))
+    for row in findings:
+        names = COPIES if row["copy"] == BOTH else (row["copy"],)
+        row["group"] = group
+        row["host"] = ", ".join(place.get("broker") or place["path"] for name in names if (place := places.get(name)))
+        row["segment"] = _segment(logs.get(names[0]), row["offset"])
+        row["epoch"] = row["byte"] = None
+    with ExitStack() as stack:
+        copies = {name: stack.enter_context(closing(open_copy(places[name]))) for name in COPIES}
+        for row in [row for row in findings if row["offset"] is not None][:NAMED_MAX]:
+            _Naming(copies, row).name()
+
+
+def _segment(log: Description | None, offset: int | None) -> int | None:
+    if log is None or offset is None or (at := bisect_right(log.segments, offset)) == 0:
+        return None
+    return log.segments[at - 1]
+
+
+class _Naming:
+    """Names one finding."""
+
+    def __init__(self, copies: Mapping[str, Copy], row: Row) -> None:
+        self._copies, self._row = copies, row
+        self._windows = {name: _window(copy, row["offset"]) for name, copy in copies.items()}
+
+    def name(self) -> None:
+        row = self._row
+        if row["what"] in _COMPARED and row["copy"] != BOTH:
+            row["byte"] = self._first_difference()
+            if row["byte"] is not None:
+                row["text"] += f"; the copies first differ at byte {row['byte']}"
+            elif row["what"] == Kind.DAMAGED and self._is_repaired():
+                row["what"] = Kind.REPAIRED
+                row["text"] += "; the broker has taken it from the other copy since"
+        window = self._whole_window()
+        if window is None:
+            return
+        frame = window.frames[0]
+        row["epoch"] = str(frame.epoch)
+        row["subject"] = row["subject"] or frame.subject or None
+        if frame.kind == FrameKind.MESSAGES:
+            self._name_message(window, frame)
+        elif row["what"] in _OF_FRAMES:
+            row["sequence"] = None
+
+    def _is_repaired(self) -> bool:
+        """Return whether both copies give the same whole frame at the place that was damaged when it was read."""
+        ours, theirs = (self._windows[name] for name in COPIES)
+        return (
+            ours is not None and theirs is not None and not ours.damaged and not theirs.damaged
+            and bool(ours.frames) and ours.frames[:1] == theirs.frames[:1]
+        )  # fmt: skip
+
+    def _whole_window(self) -> Window | None:
+        own = {Kind.MISSING: MASTER, Kind.EXTRA: SLAVE}.get(self._row["what"], self._row["copy"])
+        for name in (SLAVE, MASTER) if own == SLAVE else (MASTER, SLAVE):
+            window = self._windows[name]
+            if window is not None and window.frames and not window.damaged:
+                return window
+        return None
+
+    def _first_difference(self) -> int | None:
+        """Return the offset of the first byte that the copies do not share: in a body, if they differ there, because
+        a header that was written for another body differs as well."""
+        begin, end = self._row["offset"], self._row["end"] or self._row["offset"] + 1
+        try:
+            ours, theirs = (self._copies[name].window(begin, end - begin)[: end - begin] for name in COPIES)
+        except (OSError, CannotRead):
+            return None
+        if ours == theirs or not ours or not theirs:
+            return None
+        heads = [window.frames[0].body_at for window in self._windows.values() if window and window.frames]
+        head = heads[0] if len(heads) == 2 and heads[0] == heads[1] else 0
+        if head and (at := _differs(ours[head:], theirs[head:])) is not None:
+            return int(begin + head + at)
+        at = _differs(ours, theirs)
+        return None if at is None else int(begin + at)
+
+    def _name_message(self, window: Window, frame: Frame) -> None:
+        row, sequences = self._row, range(frame.first_sequence, frame.first_sequence + frame.count)
+        if row["what"] in _BY_PLACE:
+            place, row["end"] = row["sequence"], frame.end
+        elif row["byte"] is None and row["sequence"] in sequences:
+            place = row["sequence"] - frame.first_sequence
+        else:
+            place = _place_of(window, frame, row["byte"])
+        row["sequence"] = frame.first_sequence + place
+        with suppress(QmqError, ValueError):  # what is wrong may be that there is no batch, or no message there
+            row["id"] = decode_envelope(_message(window, frame, place)).id
+
+
+def _window(copy: Copy, offset: int) -> Window | None:
+    try:
+        return next(Walk(copy, offset, offset + 1, is_start=True).windows(), None)
+    except (OSError, CannotRead):
+        return None
+
+
+def _differs(ours: bytes, theirs: bytes) -> int | None:
+    """Return where two texts differ first; None if they do not."""
+    if ours == theirs:
+        return None
+    common = min(len(ours), len(theirs))
+    return next((at for at in range(common) if ours[at] != theirs[at]), common)
+
+
+def _place_of(window: Window, frame: Frame, byte: int | None) -> int:
+    """Return which message of a frame a byte of the log is about: its own, its end offset's, or its label's.
+
+    A header is about all of them; the first stands for it.
+    """
+    at = -1 if byte is None else byte - frame.offset - frame.body_at
+    if at < 0:
+        return 0
+    with suppress(QmqError, ValueError):
+        ends = batch_ends(window.body(frame), frame.count)
+        begin_labels = frame.body_bytes - labels_bytes(frame.count)
+        if frame.flags & FLAG_LABELLED and at >= begin_labels:
+            return min((at - begin_labels) // 8, frame.count - 1)
+        if at < 4 * len(ends):
+            return max(0, at // 4 - 1)
+        return min(bisect_right(ends, at - 4 * len(ends)) - 1, frame.count - 1)
+    return 0
+
+
+def _message(window: Window, frame: Frame, place: int) -> bytes:
+    body = window.body(frame)
+    ends = batch_ends(body, frame.count)
+    data = 4 * len(ends)
+    return bytes(body[data + ends[place] : data + ends[place + 1]])

@@ -1,0 +1,219 @@
+"""Core. The morning page: one HTML file that needs nothing else, of what the audit's ledger says.
+
+Up to where each log is verified; 30 runs; the equation of each consumer group; findings and what to do about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from html import escape
+from typing import Any
+
+from qmq.audit.conservation import STATES
+from qmq.audit.kinds import Kind
+from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry, known_from
+
+NIGHTS = 30
+OLD_MS = 36 * 3_600_000
+COLOURS = {PROVEN: "#2e9e5b", FINDINGS: "#d43f3a", NOT_READ: "#e0a100", "": "#e4e7eb"}
+STATE_COLOURS = dict(zip(STATES, ("#2e9e5b", "#3b82c4", "#e0a100", "#9aa5b1", "#dfe3e8"), strict=True))
+STATE_NAMES = dict(zip(STATES, ("acked", "in flight", "requeued", "passed over", "not delivered yet"), strict=True))
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;margin:0 auto;max-width:1040px;padding:24px;color:#1f2933;background:#fff}
+h1{font-size:26px;margin:0}h2{font-size:18px;margin:36px 0 8px;border-bottom:1px solid #e4e7eb;padding-bottom:4px}
+p.when{color:#616e7c;margin:4px 0 20px}.badge{display:inline-block;border-radius:4px;color:#fff;padding:1px 9px}
+table{border-collapse:collapse;width:100%}th{text-align:left;font-weight:600;color:#616e7c;font-size:13px}
+td,th{padding:5px 12px 5px 0;vertical-align:top;border-bottom:1px solid #f0f2f5}
+td.n{text-align:right;white-space:nowrap}
+th.n{text-align:right}code{font:13px ui-monospace,monospace;background:#f5f7fa;padding:1px 4px;overflow-wrap:anywhere}
+.why{color:#616e7c}.key span{display:inline-block;width:11px;height:11px;margin:0 5px 0 14px}svg{display:block}
+"""
+
+
+def page(groups: dict[str, list[Entry]], now_ms: int) -> str:
+    """Write the page. `groups`: the ledger's entries of each broker group, oldest first; none is left out."""
+    last = [entries[-1] for entries in groups.values() if entries]
+    worst = next((text for text in (NOT_READ, FINDINGS, PROVEN) if any(one.verdict == text for one in last)), NOT_READ)
+    parts = [
+        "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\"><title>qmq audit</title>",
+        f"<style>{_STYLE}</style><h1>Audit: {_badge(worst)}</h1>",
+        f"<p class=\"when\">{len(last)} broker groups; written {_moment(now_ms)}</p>",
+        *_verified(groups, now_ms), *_nights(groups), *_conserved(last), *_findings(last),
+    ]  # fmt: skip
+    return "\n".join(parts) + "\n"
+
+
+def _badge(verdict: str) -> str:
+    return f'<span class="badge" style="background:{COLOURS[verdict]}">{escape(verdict)}</span>'
+
+
+def _moment(at_ms: int) -> str:
+    return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _size(number: int) -> str:
+    """Write a number of bytes as people read it."""
+    size, unit = float(number), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _verified(groups: dict[str, list[Entry]], now_ms: int) -> Iterable[str]:
+    yield "<h2>Verified up to</h2><table><tr><th>broker group<th>last run<th>log, and what of it is verified"
+    yield '<th class="n">offset<th class="n">verified'
+    for name, entries in sorted(groups.items()):
+        if not entries:
+            continue
+        anchor, last = known_from(entries).anchor, entries[-1]
+        verified = anchor.verified if anchor else 0
+        age = _age(now_ms - anchor.at_ms) if anchor else "never"
+        is_old = anchor is None or now_ms - anchor.at_ms > OLD_MS
+        colour = COLOURS[NOT_READ] if is_old else "#1f2933"
+        yield (
+            f'<tr><td><b>{escape(name)}</b><td>{_badge(last.verdict)} <span class="why">{escape(last.run)}</span>'
+            f'<td>{_bar(last.start, verified, _end_of(entries))}<td class="n">{verified:,}'
+            f'<td class="n" style="color:{colour}">{age}'
+        )
+    yield "</table>"
+
+
+def _end_of(entries: Sequence[Entry]) -> int:
+    """Return the furthest offset that any run has seen verified or read."""
+    return max(max(entry.verified, entry.begin, entry.start + max(entry.read.values(), default=0)) for entry in entries)
+
+
+def _age(age_ms: int) -> str:
+    hours, minutes = divmod(max(age_ms, 0) // 60_000, 60)
+    return f"{hours} h {minutes} min ago" if hours < 72 else f"{hours // 24} days ago"
+
+
+def _bar(start: int, verified: int, end: int, width: int = 320) -> str:
+    """Draw a log from offset 0 to `end`: gone, verified, not verified."""
+    whole = max(end, 1)
+    begin, until = (round(width * min(at, whole) / whole) for at in (start, max(verified, start)))
+    parts = [(0, begin, COLOURS[""]), (begin, until, COLOURS[PROVEN]), (until, width, COLOURS[NOT_READ])]
+    return _boxes(parts, width, f"[{start:,}, {verified:,}) verified of {end:,}")
+
+
+def _boxes(parts: Iterable[tuple[float, float, str]], width: int, title: str) -> str:
+    boxes = "".join(
+        f"<rect x=\"{low:.1f}\" y=\"4\" width=\"{high - low:.1f}\" height=\"12\" fill=\"{colour}\"/>"
+        for low, high, colour in parts if high > low
+    )  # fmt: skip
+    return f'<svg width="{width}" height="20"><title>{escape(title)}</title>{boxes}</svg>'
+
+
+def _nights(groups: dict[str, list[Entry]]) -> Iterable[str]:
+    yield f"<h2>The last {NIGHTS} runs</h2><table><tr><th>broker group<th>oldest to newest; height: bytes read"
+    yield '<th class="n">last read'
+    for name, entries in sorted(groups.items()):
+        nights = entries[-NIGHTS:]
+        most = max((sum(one.read.values()) for one in nights), default=0) or 1
+        boxes = []
+        for place, one in enumerate(nights, NIGHTS - len(nights)):
+            high = 6 + 30 * sum(one.read.values()) / most
+            said = f"{one.run}: {one.verdict}, {_size(sum(one.read.values()))} read. {_found(one)}"
+            boxes.append(
+                f'<rect x="{place * 20}" y="{38 - high:.1f}" width="16" height="{high:.1f}" rx="2" '
+                f'fill="{COLOURS[one.verdict]}"><title>{escape(said)}</title></rect>'
+            )
+        empty = "".join(
+            f'<rect x="{place * 20}" y="36" width="16" height="2" fill="{COLOURS[""]}"/>'
+            for place in range(NIGHTS - len(nights))
+        )
+        read = _size(sum(nights[-1].read.values())) if nights else ""
+        picture = f'<svg width="{NIGHTS * 20}" height="40">{empty}{"".join(boxes)}</svg>'
+        yield f'<tr><td><b>{escape(name)}</b><td>{picture}<td class="n">{read}'
+    yield "</table>"
+
+
+def _found(entry: Entry) -> str:
+    return ", ".join(f"{number} {kind}" for kind, number in sorted(entry.found.items())) or entry.why
+
+
+def _conserved(last: Sequence[Entry]) -> Iterable[str]:
+    yield "<h2>What became of each message</h2>"
+    key = "".join(f'<span style="background:{STATE_COLOURS[one]}"></span>{STATE_NAMES[one]}' for one in STATES)
+    yield f'<p class="key">stored ={key}</p>'
+    rows = [(entry.group, row) for entry in last for row in entry.conserved]
+    if not rows:
+        yield '<p class="why">No consumer group was seen.</p>'
+        return
+    yield '<table><tr><th>broker group<th>subject<th>consumer group<th class="n">stored<th>became'
+    for group, row in rows:
+        stored, parts, at = max(row["stored"], 1), [], 0.0
+        for state in STATES:
+            wide = 320 * row[state] / stored
+            parts.append((at, at + wide, STATE_COLOURS[state]))
+            at += wide
+        equation = " + ".join(f"{row[state]:,} {STATE_NAMES[state]}" for state in STATES)
+        holds = row["stored"] == sum(row[state] for state in STATES)
+        text = f"{row['stored']:,} = {equation}" if holds else f"{row['stored']:,} is not {equation}"
+        style = "" if holds else f' style="color:{COLOURS[FINDINGS]};font-weight:600"'
+        yield (
+            f"<tr><td>{escape(group)}<td><code>{escape(row['subject'])}</code><td>{escape(row['consumer_group'])}"
+            f'<td class="n">{row["stored"]:,}<td>{_boxes(parts, 320, text)}<span class="why"{style}>{text}</span>'
+        )
+    yield "</table>"
+
+
+def _findings(last: Sequence[Entry]) -> Iterable[str]:
+    yield "<h2>Findings</h2>"
+    if not any(entry.findings or entry.why for entry in last):
+        yield '<p class="why">None.</p>'
+        return
+    yield "<table><tr><th>what<th>where<th>message<th>why, and what to do"
+    for entry in last:
+        if entry.why:
+            yield (
+                f"<tr><td>{_badge(entry.verdict)}<td><b>{escape(entry.group)}</b><td><td>{escape(entry.why)}"
+                '<br><span class="why">Mend the place that is named, then run the audit again.</span>'
+            )
+        for row in entry.findings:
+            yield _finding(entry, row)
+        if (more := sum(entry.found.values()) - len(entry.findings)) > 0:
+            yield f"<tr><td><td><b>{escape(entry.group)}</b><td><td>and {more} more"
+    yield "</table>"
+
+
+def _finding(entry: Entry, row: dict[str, Any]) -> str:
+    where = [entry.group, str(row.get("copy") or "")]
+    where += [f"{name} {row[name]}" for name in ("host", "segment", "offset", "epoch") if row.get(name) is not None]
+    message = [f"{name} {row[name]}" for name in ("subject", "sequence", "id") if row.get(name) is not None]
+    lines = ("<br>".join(escape(line) for line in lines) for lines in (where, message))
+    return (
+        f"<tr><td><b>{escape(row['what'])}</b><td>{'<td>'.join(lines)}<td>{escape(row.get('text') or '')}"
+        f'<br><span class="why">{escape(what_to_do(row))}</span> {_command(row)}'
+    )
+
+
+_REPAIRED_BY_READING = frozenset({Kind.DAMAGED, Kind.CHAIN})
+_MOVE_ASIDE = frozenset({Kind.REWOUND, Kind.REWRITTEN})
+_SEED = frozenset({Kind.MISSING, Kind.EXTRA, Kind.DIFFERENT, Kind.REORDERED, Kind.SHIFTED, Kind.HISTORY})
+
+
+def what_to_do(row: dict[str, Any]) -> str:
+    """Say what an operator does about a finding."""
+    what = row["what"]
+    if what == Kind.REPAIRED:
+        return "Done: the broker took the range from the other copy. Look at that disk."
+    if what in _MOVE_ASIDE:
+        return "If it was restored on purpose, move the group's file of the ledger aside. If not, look for who did it."
+    if row.get("copy") == "both":
+        return "Both copies have it: nothing can be taken from the other one. Look for the version that wrote it."
+    if what in _REPAIRED_BY_READING:
+        return "A running broker takes the range from the other copy when it reads it: run the audit on its address."
+    if what in _SEED:
+        return "Make sure which copy is right, set the other one's directory aside, and let it be seeded:"
+    return "Compare both copies there."
+
+
+def _command(row: dict[str, Any]) -> str:
+    if row["what"] in _SEED and row.get("copy") != "both" and row.get("group"):
+        return f"<code>qmq ListBrokers --brokerGroup={escape(row['group'])}</code>"
+    return ""

@@ -1,0 +1,118 @@
+"""Core. Whether messages that a consumer group passed over may have been: the log does not say what its consumers asked
+for, but what they got.
+
+A consumer gets what has its tags, any of them or all. So whoever got a message without tags asked for none, and is
+given every message; and of two messages with the same tags, both are for it or none. A pull that passes messages over
+and hands out such ones beside them contradicts itself. So does one between two others of the same consumer and epoch
+that both handed out such: what it asks for may change once in between, not twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from qmq.audit.kinds import Kind
+from qmq.audit.messages import TAGGED, Ints, unpack
+from qmq.log.frame import Frame
+from qmq.log.progress import DEFERRED, PASSED, Progress
+from qmq.types import Epoch
+
+UNTAGGED = 0
+
+
+class Complaint(NamedTuple):
+    """What is wrong with a progress frame: the one at hand, unless `offset` says which."""
+
+    what: Kind
+    text: str
+    sequence: int | None = None
+    offset: int | None = None
+    end: int | None = None
+
+
+class _Passed(NamedTuple):
+    """Messages that one pull passed over, between what was handed out before and what is to come."""
+
+    frame: Frame
+    begin: int
+    messages: int
+    tags: frozenset[int]
+    before: frozenset[int]
+
+
+class Passing:
+    """What groups of one subject passed over and handed out. Made by the judge of progress, per copy and subject."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Ints] = []
+        self._tags: list[Ints] = []
+        self._got: dict[tuple[str, str, Epoch], frozenset[int]] = {}
+        """(consumer group, consumer, epoch) -> tags of what its last pull handed out"""
+        self._open: dict[tuple[str, str, Epoch], list[_Passed]] = {}
+        self.is_known = True
+        """Whether all messages are there that pulls may name."""
+
+    def tags(self, packed: str) -> None:
+        """Take note of messages with tags (audit.messages: TAGGED)."""
+        found = unpack(packed, TAGGED)
+        self._sequences.append(found["sequence"].astype(np.int64))
+        self._tags.append(found["tags"].astype(np.int64))
+
+    def pull(self, frame: Frame, said: Progress, first: int, position: int) -> Iterator[Complaint]:
+        """Take a pull; yield what it, or one before, passed over for no reason.
+
+        `first`: of the subject, in the log. `position`: the group's, before this pull. What came back from before it
+        does not tell what the consumer asks for: who asks next is given what is to be a dead letter, whatever it is.
+        """
+        if not self.is_known:
+            return
+        key = said.group, said.consumer, frame.epoch
+        got: set[int] = set()
+        passed = []
+        for number, sequence, messages in said.entries:
+            begin = max(sequence, first)
+            if begin >= sequence + messages or number == DEFERRED:
+                continue
+            tags = self._tags_of(begin, sequence + messages)
+            if number == PASSED:
+                passed.append(_Passed(frame, begin, sequence + messages - begin, tags, frozenset()))
+            elif sequence >= position:
+                got |= tags
+        handed_out = frozenset(got)
+        before = self._got.get(key, frozenset())
+        for one in passed:
+            if _wants(handed_out, one.tags):
+                yield _complain(one)
+            elif _wants(before, one.tags):
+                self._open.setdefault(key, []).append(one._replace(before=before))
+        if handed_out:
+            self._got[key] = handed_out
+            for one in self._open.pop(key, ()):
+                if one.frame is not frame and _wants(handed_out, one.tags):
+                    yield _complain(one)
+
+    def _tags_of(self, begin: int, end: int) -> frozenset[int]:
+        """Return which tags, as hashes, the messages of a range have."""
+        tagged, found = 0, set()
+        for sequences, tags in zip(reversed(self._sequences), reversed(self._tags)):
+            if sequences[0] >= end:
+                continue
+            if sequences[-1] < begin:
+                break
+            some = tags[np.searchsorted(sequences, begin) : np.searchsorted(sequences, end)]
+            tagged += len(some)
+            found.update(np.unique(some).tolist())
+        return frozenset(found | ({UNTAGGED} if tagged < end - begin else set()))
+
+
+def _wants(got: frozenset[int], tags: frozenset[int]) -> bool:
+    """Return whether who got messages with these tags would get one of those others."""
+    return bool(tags) and (UNTAGGED in got or not got.isdisjoint(tags))
+
+
+def _complain(one: _Passed) -> Complaint:
+    text = f"{one.messages} messages from sequence {one.begin} on were passed over; it gets such messages"
+    return Complaint(Kind.PASSED, text, one.begin, one.frame.offset, one.frame.end)

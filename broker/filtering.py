@@ -1,0 +1,162 @@
+"""Core. Which messages a pull gets where single ones have to be chosen: by the consumer's tags, by the order keys.
+
+For a subscription without tags, of a subject without order keys, `broker.hand_out` decides on ranges alone. Here each
+message is looked at, in order: first those that came back and are due, then what is new. One of these is decided:
+
+    handed out   it matches, and no earlier message of its key is unsettled
+    passed       it does not match, or is gone: over for the group
+    deferred     it matches, and its key is busy: it waits with what was returned, behind the others of its key
+    stopped at   the pull has enough; or bytes have to be read first, and the pull waits for them
+
+Everything decided is written down in one pull frame. What is kept in memory (`broker.group_filter`) follows from the
+fold and the labels, and is made again when it is missing: a new master reads the labels of all that a group has not
+settled before it hands out anything more of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+from qmq.broker.consume import Subscription
+from qmq.broker.filtered_scan import FilteredScan
+from qmq.broker.group_filter import GroupFilter, sequences_unacked
+from qmq.broker.hand_out import Budget, HandOut
+from qmq.broker.labels import Sight, Sights, read_sight
+from qmq.broker.tags import TagRule
+from qmq.errors import LogError
+from qmq.log import MessageLog
+from qmq.log.frame import FrameKind
+from qmq.log.group import Consumer
+from qmq.log.progress import Entry
+
+log = logging.getLogger(__name__)
+
+LOOKS_PER_TURN = 20_000
+"""Messages looked at in one turn of the loop, over all groups: about 2 ms."""
+
+
+class Reading(NamedTuple):
+    """Bytes that a group's pulls wait for; `job` may run on a thread."""
+
+    subject: str
+    group: str
+    job: Callable[[], Sight]
+
+
+class Filtering:
+    """Made by `broker.delivery`; ends with the mastership. `connected` says who has a connection now."""
+
+    def __init__(self, message_log: MessageLog, connected: Callable[[], Iterable[Subscription]]) -> None:
+        self._log, self._connected = message_log, connected
+        self._sights = Sights(message_log)
+        self._filters: dict[tuple[str, str], GroupFilter] = {}
+        self._asked: dict[tuple[str, str], TagRule | None] = {}
+        """What the last consumer that subscribed asked for, per group."""
+        self._warned: set[tuple[str, str]] = set()
+        self._readings: list[Reading] = []
+        self._tired: dict[str, None] = {}
+        self._looks = LOOKS_PER_TURN
+        """How many messages may still be looked at in this turn."""
+
+    @property
+    def is_tired(self) -> bool:
+        """Whether another turn is needed, for there is more to look at."""
+        return bool(self._tired)
+
+    def concerns(self, subscription: Subscription) -> bool:
+        """Return whether single messages have to be chosen for it."""
+        return subscription.rule is not None or subscription.subject in self._log.state.ordered
+
+    def is_looking(self, subscription: Subscription) -> bool:
+        """Return whether nobody knows yet if there is something for it."""
+        group_filter = self._filters.get(subscription.key[:2])
+        return group_filter is not None and (group_filter.is_reading or subscription.subject in self._tired)
+
+    def joined(self, subscription: Subscription) -> None:
+        """A consumer subscribed; one group whose consumers ask for different tags is most likely a mistake."""
+        key = subscription.key[:2]
+        before, self._asked[key] = self._asked.get(key, subscription.rule), subscription.rule
+        if before == subscription.rule or key in self._warned:
+            return
+        if any(one.rule != subscription.rule for one in self._connected() if one.key[:2] == key):
+            self._warned.add(key)
+            log.warning("consumers of one group ask for different tags subject=%s group=%s consumer=%s: what one of "
+                        "them passes over is over for all", *subscription.key)  # fmt: skip
+
+    def choose(self, subscription: Subscription, now_ms: int, cut: Budget, made: HandOut) -> None:
+        """Add to `made` what this subscription gets; its caller writes that down at once."""
+        key = subscription.key[:2]
+        group_filter = self._filters.setdefault(key, GroupFilter(*key))
+        if group_filter.is_reading or group_filter.rests(now_ms):
+            return
+        if self._looks <= 0:
+            self._tired[subscription.subject] = None
+            return
+        if group_filter.is_idle(subscription.rule, self._log.end, cut.data_limit, now_ms):
+            return
+        group_filter.idle_at = None
+        scan = FilteredScan(
+            self._log, self._sights, group_filter, subscription, cut, made, now_ms=now_ms, looks=self._looks
+        )
+        try:
+            scan.go()
+        except BaseException:
+            del self._filters[key]  # half a decision is none; what it did to the keys must not stay
+            raise
+        self._looks = scan.looks
+        if scan.wanted is not None:
+            group_filter.is_reading = True
+            self._readings.append(Reading(*key, partial(read_sight, self._log, *scan.wanted)))
+        elif scan.looks <= 0:
+            self._tired[subscription.subject] = None
+        elif made.is_empty:
+            group_filter.idle_at = subscription.rule, self._log.end, cut.data_limit
+
+    def changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
+        """Progress of `key` is about to be written: take note which messages that will concern."""
+        if not key[2] and not entries:  # the group is forgotten
+            self._asked.pop(key[:2], None)
+            self._warned.discard(key[:2])
+        group_filter = self._filters.get(key[:2])
+        if group_filter is None or kind == FrameKind.PULL:
+            return
+        group = self._log.state.groups.get(key[:2])
+        if group is None or not key[2]:
+            del self._filters[key[:2]]  # the group is moved, or forgotten
+            return
+        group_filter.catch_up(group)
+        consumer = group.consumers.get(key[2], Consumer())
+        ranges = [(0, consumer.next_pull)] if kind == FrameKind.POSITION else [entry[:2] for entry in entries]
+        group_filter.changing += [held for begin, end in ranges for held in sequences_unacked(consumer, begin, end)]
+
+    # Reading, and other turns.
+
+    def take_readings(self) -> list[Reading]:
+        """Take away and return what has to be read; each comes back to `was_read`."""
+        readings, self._readings = self._readings, []
+        return readings
+
+    def was_read(self, reading: Reading, found: Sight | LogError) -> None:
+        """Take what was read; those who wait for it are to be served now."""
+        group_filter = self._filters.get((reading.subject, reading.group))
+        if group_filter is not None:
+            group_filter.is_reading = False
+            group_filter.has_failed = isinstance(found, LogError)
+        if not isinstance(found, LogError):
+            self._sights.took(found)
+            if group_filter is not None and group_filter.keys is None:
+                group_filter.labels_before.update(found.labels)
+
+    def new_turn(self) -> list[str]:
+        """Begin a turn; return the subjects whose pulls have to be served for there is more to look at."""
+        self._looks = LOOKS_PER_TURN
+        tired, self._tired = self._tired, {}
+        return list(tired)
+
+    def overdue(self, now_ms: int) -> list[str]:
+        """Return the subjects of groups that passed over messages a while ago and did not write it down, or could not
+        read a while ago."""
+        return [group_filter.subject for group_filter in self._filters.values() if group_filter.is_overdue(now_ms)]

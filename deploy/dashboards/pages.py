@@ -1,0 +1,320 @@
+"""Core. The six pages: what somebody on call asks, as PromQL. `qmq dashboards` writes them."""
+
+from __future__ import annotations
+
+from qmq.deploy.dashboards.page import Kind, Page, Unit, Variable, panel
+
+GROUP = Variable("broker_group", "qmq_metaserver_group_writable", "group")
+IN_GROUP = 'broker_group=~"$broker_group"'
+BROKER_OR_DELAY = "qmq_(broker|delayserver)"
+
+
+def both(name: str, more: str = "") -> str:
+    """Select a metric of brokers and delay servers."""
+    return f'{{__name__=~"{BROKER_OR_DELAY}_{name}", {IN_GROUP}{more}}}'
+
+
+def latency(metric: str, by: str, window: str = "5m") -> list[tuple[str, str]]:
+    """Median and 99th percentile of a histogram."""
+    return [
+        (f"histogram_quantile({part}, sum by ({by}, le) (rate({metric}[{window}])))", f"{{{{{by}}}}} {name}")
+        for part, name in ((0.5, "median"), (0.99, "99 %"))
+    ]
+
+
+def per_second(metric: str, name: str = "") -> tuple[str, str]:
+    """The rate of each group; `name` tells it from others in the panel."""
+    return f"sum by (broker_group) (rate({metric}[1m]))", f"{{{{broker_group}}}} {name}".rstrip()
+
+
+def recent(metric: str, name: str = "") -> tuple[str, str]:
+    """What each group counted in the last five minutes."""
+    return f"sum by (broker_group) (increase({metric}[5m]))", f"{{{{broker_group}}}} {name}".rstrip()
+
+
+def per_consumer_group(metric: str) -> str:
+    """The twenty largest; master and slave of a group say the same, groups add up."""
+    best = f"max by (broker_group, subject, consumer_group) ({metric})"
+    return f"topk(20, sum by (subject, consumer_group) ({best}))"
+
+
+CLUSTER = Page(
+    "qmq-cluster",
+    "qmq: cluster",
+    (
+        panel(
+            "Alerts",
+            'ALERTS{alertname=~"Qmq.*", alertstate="firing"} or vector(0)',
+            kind=Kind.LIST,
+            says="Each has a section in docs/runbook.md.",
+        ),
+        panel(
+            "Groups that take messages",
+            ("min by (broker_group) (qmq_metaserver_group_writable)", "{{broker_group}}"),
+            unit=Unit.UP,
+            kind=Kind.NOW,
+        ),
+        panel(
+            "Brokers that send heartbeats",
+            ("min by (broker_group, role) (qmq_metaserver_broker_up)", "{{broker_group}} {{role}}"),
+            unit=Unit.UP,
+            kind=Kind.NOW,
+        ),
+        panel("Processes that Prometheus reaches", ('sum by (kind) (up{kind=~".+"})', "{{kind}}"), kind=Kind.NOW),
+        panel("Messages stored", per_second("qmq_broker_produced_messages_total"), unit=Unit.PER_SECOND),
+        panel("Messages acked by consumers", per_second("qmq_broker_acked_messages_total"), unit=Unit.PER_SECOND),
+        panel("Memory", ('process_resident_memory_bytes{kind=~".+"}', "{{kind}} {{instance}}"), unit=Unit.BYTES),
+        panel(
+            "Processor",
+            ('rate(process_cpu_seconds_total{kind=~".+"}[1m])', "{{kind}} {{instance}}"),
+            says="1: one core is busy.",
+        ),
+        panel(
+            "Versions",
+            ('count by (version) ({__name__=~"qmq_(broker|delayserver)_info"})', "{{version}}"),
+            kind=Kind.NOW,
+        ),
+        panel("Database of the metaservers", "max(qmq_metaserver_database_up)", unit=Unit.UP, kind=Kind.NOW),
+        panel(
+            "Database of the metaservers: an answer",
+            ("qmq_metaserver_database_answer_seconds", "{{instance}}"),
+            unit=Unit.SECONDS,
+        ),
+        panel("Clients", ("sum by (kind) (qmq_metaserver_clients)", "{{kind}}")),
+        panel(
+            "Operators' actions",
+            (
+                "sum by (action, result) (increase(qmq_metaserver_management_actions_total[5m]))",
+                "{{action}} {{result}}",
+            ),
+        ),
+    ),
+)
+
+BROKER_GROUP = Page(
+    "qmq-broker-group",
+    "qmq: broker group",
+    (
+        panel(
+            "Why it takes no messages",
+            (f"max by (broker_group, reason) ({both('readonly')})", "{{broker_group}} {{reason}}"),
+            unit=Unit.UP,
+        ),
+        panel("Who is master", (both("is_master"), "{{broker_group}} {{hostname}}"), unit=Unit.UP),
+        panel("Bytes that the slave has not confirmed", (both("sync_lag_bytes"), "{{broker_group}}"), unit=Unit.BYTES),
+        panel(
+            "Produce: time to acknowledgement",
+            *latency(both("produce_seconds_bucket"), "broker_group"),
+            unit=Unit.SECONDS,
+        ),
+        panel("Bytes taken from producers", per_second(f"{both('produced_bytes_total')}"), unit=Unit.BYTES_PER_SECOND),
+        panel(
+            "A write with fsync, mean",
+            (
+                f"sum by (broker_group, hostname) (rate({both('sync_seconds_total')}[5m]))"
+                f" / sum by (broker_group, hostname) (rate({both('commits_total')}[5m]))",
+                "{{broker_group}} {{hostname}}",
+            ),
+            unit=Unit.SECONDS,
+        ),
+        panel(
+            "End of the log",
+            (both("log_end_bytes"), "{{broker_group}} {{hostname}}"),
+            unit=Unit.BYTES,
+            says="Master and slave of a group lie on one line.",
+        ),
+        panel(
+            "Free disk above its limit",
+            (
+                f"qmq_broker_disk_free_bytes{{{IN_GROUP}}} - qmq_broker_disk_free_limit_bytes{{{IN_GROUP}}} or "
+                f"qmq_delayserver_disk_free_bytes{{{IN_GROUP}}} - qmq_delayserver_disk_free_limit_bytes{{{IN_GROUP}}}",
+                "{{broker_group}} {{hostname}}",
+            ),
+            unit=Unit.BYTES,
+        ),
+        panel(
+            "Clients' connections",
+            (f"sum by (broker_group, state) ({both('client_connections')})", "{{broker_group}} {{state}}"),
+        ),
+        panel(
+            "Messages refused",
+            (f"sum by (broker_group) (rate({both('refused_messages_total')}[5m]))", "{{broker_group}}"),
+            unit=Unit.PER_SECOND,
+        ),
+    ),
+    (GROUP,),
+)
+
+_LAG = f'subject!~"%.*", subject=~"$subject", {IN_GROUP}'
+CONSUMERS = Page(
+    "qmq-consumers",
+    "qmq: consumers and lag",
+    (
+        panel(
+            "Messages that wait",
+            (per_consumer_group(f"qmq_broker_lag_messages{{{_LAG}}}"), "{{subject}} {{consumer_group}}"),
+            says="Not delivered yet; the twenty largest.",
+        ),
+        panel(
+            "Messages delivered and not acked",
+            (per_consumer_group(f"qmq_broker_unacked_messages{{{_LAG}}}"), "{{subject}} {{consumer_group}}"),
+        ),
+        panel(
+            "Messages stored, by subject",
+            (
+                "topk(20, sum by (subject) (max by (broker_group, subject) "
+                f"(rate(qmq_broker_subject_messages_total{{{_LAG}}}[1m]))))",
+                "{{subject}}",
+            ),
+            unit=Unit.PER_SECOND,
+        ),
+        panel(
+            "Delivered and acked",
+            per_second(f"qmq_broker_pulled_messages_total{{{IN_GROUP}}}", "delivered"),
+            per_second(f"qmq_broker_acked_messages_total{{{IN_GROUP}}}", "acked"),
+            unit=Unit.PER_SECOND,
+        ),
+        panel(
+            "Retries that wait",
+            (
+                "sum by (subject, consumer_group) (max by (broker_group, subject, consumer_group) "
+                f'(qmq_broker_lag_messages{{subject=~"%RETRY%.*", {IN_GROUP}}}))',
+                "{{subject}}",
+            ),
+        ),
+        panel(
+            "Dead letters",
+            (
+                "sum by (subject) (max by (broker_group, subject) "
+                f'(qmq_broker_subject_messages_total{{subject=~"%DEAD_RETRY%.*", {IN_GROUP}}}))',
+                "{{subject}}",
+            ),
+            says="All there ever were; `qmq Redrive` does not take them off.",
+        ),
+        panel("Consumers that left or whose lease ended", recent(f"qmq_broker_departed_consumers_total{{{IN_GROUP}}}")),
+        panel(
+            "Connected consumers",
+            (f"sum by (broker_group) (qmq_broker_subscriptions{{{IN_GROUP}}})", "{{broker_group}}"),
+        ),
+    ),
+    (GROUP, Variable("subject", "qmq_broker_subject_messages_total", "subject")),
+)
+
+_DELAY = "qmq_delayserver"
+DELAY = Page(
+    "qmq-delay",
+    "qmq: delayed messages",
+    (
+        panel("Messages that pend", (f"max by (broker_group) ({_DELAY}_pending_messages)", "{{broker_group}}")),
+        panel(
+            "Due and not sent",
+            (f"max by (broker_group) ({_DELAY}_due_messages)", "{{broker_group}}"),
+            says="Above 0 for longer than a moment: no broker group takes them.",
+        ),
+        panel(
+            "For how long the oldest is due",
+            (f"max by (broker_group) ({_DELAY}_due_age_seconds)", "{{broker_group}}"),
+            unit=Unit.SECONDS,
+        ),
+        panel("Lateness", *latency(f"{_DELAY}_lateness_seconds_bucket", "broker_group"), unit=Unit.SECONDS),
+        panel(
+            "Taken and sent",
+            per_second(f"{_DELAY}_produced_messages_total", "taken"),
+            per_second(f"{_DELAY}_sent_messages_total", "sent"),
+            unit=Unit.PER_SECOND,
+        ),
+        panel(
+            "Cancelled and moved",
+            recent(f"{_DELAY}_cancelled_messages_total", "cancelled"),
+            recent(f"{_DELAY}_rescheduled_messages_total", "moved"),
+        ),
+        panel(
+            "Answers that did not come, batches not stored, messages rejected",
+            recent(f"{_DELAY}_unknown_answers_total", "unknown"),
+            recent(f"{_DELAY}_not_stored_batches_total", "not stored"),
+            recent(f"{_DELAY}_rejected_messages_total", "rejected"),
+        ),
+        panel(
+            "Clock, against the one that due times are compared with",
+            (f"{_DELAY}_clock_difference_seconds", "{{hostname}}"),
+            unit=Unit.SECONDS,
+        ),
+        panel("In memory, to be due soon", (f"{_DELAY}_loaded_bytes", "{{hostname}}"), unit=Unit.BYTES),
+    ),
+)
+
+OUTBOX = Page(
+    "qmq-outbox",
+    "qmq: outboxes and watchdog",
+    (
+        panel("Active watchdogs", "sum(qmq_watchdog_leader)", kind=Kind.NOW, says="One for each room."),
+        panel(
+            "Databases that answer",
+            ("min by (database) (qmq_watchdog_database_up)", "{{database}}"),
+            unit=Unit.UP,
+            kind=Kind.NOW,
+        ),
+        panel(
+            "Rows, by state",
+            ("max by (database, state) (qmq_watchdog_rows)", "{{database}} {{state}}"),
+            says="Counted up to 100,000. Parked: not tried any more.",
+        ),
+        panel(
+            "Age of the oldest row",
+            ("max by (database) (qmq_watchdog_oldest_seconds)", "{{database}}"),
+            unit=Unit.SECONDS,
+        ),
+        panel(
+            "Rows sent", ("sum by (database) (rate(qmq_watchdog_sent_total[5m]))", "{{database}}"), unit=Unit.PER_SECOND
+        ),
+        panel(
+            "Rows that failed, were given back, were parked",
+            ("sum by (database) (increase(qmq_watchdog_failed_total[5m]))", "{{database}} failed"),
+            ("sum by (database) (increase(qmq_watchdog_released_total[5m]))", "{{database}} given back"),
+            ("sum by (database) (increase(qmq_watchdog_parked_total[5m]))", "{{database}} parked"),
+        ),
+        panel(
+            "Since each table was last looked through",
+            ("max by (database) (qmq_watchdog_last_pass_seconds)", "{{database}}"),
+            unit=Unit.SECONDS,
+        ),
+        panel("Elections", "sum(increase(qmq_watchdog_elections_total[1h]))"),
+    ),
+)
+
+AUDIT = Page(
+    "qmq-audit",
+    "qmq: audit and nightly jobs",
+    (
+        panel(
+            "Last success",
+            ("max by (name) (qmq_nightly_last_success_timestamp_seconds) * 1000", "{{name}}"),
+            unit=Unit.TIME,
+            kind=Kind.NOW,
+        ),
+        panel(
+            "Exit status of the last run",
+            ("max by (name) (qmq_nightly_exit_status)", "{{name}}"),
+            kind=Kind.NOW,
+            says="Of the audit: 0 proven equal, 1 findings, 2 could not read.",
+        ),
+        panel("How long it took", ("max by (name) (qmq_nightly_seconds)", "{{name}}"), unit=Unit.SECONDS),
+        panel(
+            "Hours since the last success",
+            ("(time() - max by (name) (qmq_nightly_last_success_timestamp_seconds)) / 3600", "{{name}}"),
+        ),
+        panel(
+            "What both disks have",
+            ("max by (broker_group) (qmq_broker_high_watermark_bytes)", "{{broker_group}}"),
+            unit=Unit.BYTES,
+            says="The audit reads up to here.",
+        ),
+        panel(
+            "Log on disk",
+            ("qmq_broker_log_end_bytes - qmq_broker_log_start_bytes", "{{broker_group}} {{hostname}}"),
+            unit=Unit.BYTES,
+        ),
+    ),
+)
+
+PAGES = (CLUSTER, BROKER_GROUP, CONSUMERS, DELAY, OUTBOX, AUDIT)

@@ -1,0 +1,105 @@
+"""Shell. What Prometheus needs for one installation: who is to be scraped, and the alert rules.
+
+    qmq prometheus --metaserver 10.0.0.9:8080 --token-file viewer.token --out /etc/prometheus/qmq
+
+Brokers, delay servers, metaservers and active watchdogs are those that the metaserver knows. It is run again when one
+is added.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from qmq.access import add_token_options, find_token
+from qmq.deploy.control import manage
+from qmq.deploy.plan import write_atomically
+from qmq.errors import QmqError
+from qmq.types import Endpoint
+
+TEMPLATE = Path(__file__).with_name("prometheus.yml")
+RULES = Path(__file__).with_name("qmq.rules.yml")
+INTERVAL_S = 15
+
+Target = dict[str, Any]
+
+
+def find_targets(ask: Callable[..., Any], watchdogs: Iterable[str] = ()) -> list[Target]:
+    """Return targets as Prometheus' file discovery has them.
+
+    Args:
+        ask: runs an action at the metaserver.
+        watchdogs: addresses of standbys: the metaserver knows only the active ones.
+    """
+    brokers = [
+        _target("delayserver" if row["role"].startswith("DELAY") else "broker", f"{row['ip']}:{row['metricsPort']}",
+                hostname=row["hostname"])
+        for row in ask("ListBrokers", details="true")
+        if row["metricsPort"]
+    ]  # fmt: skip
+    metaservers = [_target("metaserver", row["http"]) for row in ask("ListMetaservers")]
+    active = [row["address"] for row in ask("ListWatchdogs") if row["address"]]
+    return [*metaservers, *brokers, *(_target("watchdog", address) for address in sorted({*active, *watchdogs}))]
+
+
+def _target(kind: str, address: str, **labels: str) -> Target:
+    return {"targets": [str(Endpoint.parse(address))], "labels": {"kind": kind, **labels}}
+
+
+def write_config(
+    directory: Path, targets: list[Target], *, token_file: Path, interval_s: int = INTERVAL_S,
+    node_exporters: Iterable[str] = (),
+) -> Path:  # fmt: skip
+    """Write prometheus.yml, the targets and the rules; return the path of the first."""
+    directory.mkdir(parents=True, exist_ok=True)
+    values: Mapping[str, str] = {
+        "interval": f"{interval_s}s",
+        "token_file": json.dumps(str(token_file.resolve())),
+        "node_exporters": json.dumps([str(Endpoint.parse(address)) for address in node_exporters]),
+    }
+    text = TEMPLATE.read_text()
+    for name, value in values.items():
+        text = text.replace(f"{{{{{name}}}}}", value)
+    files = {
+        "qmq.targets.json": json.dumps(targets, indent=1) + "\n", RULES.name: RULES.read_text(), TEMPLATE.name: text,
+    }  # fmt: skip
+    for name, content in files.items():
+        write_atomically(directory / name, content, mode=0o644)
+    return directory / TEMPLATE.name
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="qmq prometheus", description="Prometheus' targets and alert rules.")
+    default = os.environ.get("QMQ_METASERVER") or None
+    parser.add_argument("--metaserver", default=default, required=default is None, help="default: QMQ_METASERVER")
+    add_token_options(parser)
+    parser.add_argument("--scrape-token-file", type=Path, help="file that Prometheus reads; default: --token-file")
+    parser.add_argument("--watchdog", action="append", default=[], help="address:port of a standby; repeat it")
+    parser.add_argument("--node-exporter", action="append", default=[], help="where nightly jobs run; repeat it")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    options = parser.parse_args(arguments)
+    try:
+        scrape_token = options.scrape_token_file or options.token_file or os.environ.get("QMQ_TOKEN_FILE")
+        if not scrape_token:
+            raise QmqError("Prometheus reads its token from a file: name it with --scrape-token-file")
+        token = find_token(options.token, token_file=options.token_file)
+        metaserver = options.metaserver if "://" in options.metaserver else f"http://{options.metaserver}"
+        targets = find_targets(partial(manage, metaserver, token), options.watchdog)
+        path = write_config(
+            options.out, targets, token_file=Path(scrape_token), node_exporters=options.node_exporter
+        )  # fmt: skip
+    except (QmqError, OSError, ValueError) as error:
+        print(f"qmq prometheus: {error}", file=sys.stderr)
+        return 1
+    print(f"{path}: {len(targets)} targets")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

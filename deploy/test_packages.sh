@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# What the tests need outside Python: Java for Spark, and servers that they start themselves, each on a free port.
+# As root or with sudo it installs what is missing from Debian's packages; else it prints the line to type.
+set -euo pipefail
+
+packages=()
+java_version=$(java -version 2>&1 | sed -nE '1s/.*version "([0-9]+).*/\1/p' || true)
+[ "${java_version:-0}" -ge 17 ] || packages+=(openjdk-17-jre-headless)
+command -v mariadbd >/dev/null || [ -x /usr/sbin/mariadbd ] || packages+=(mariadb-server)
+compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || command -v initdb >/dev/null || packages+=(postgresql)
+command -v nginx >/dev/null || [ -x /usr/sbin/nginx ] || packages+=(nginx)
+command -v redis-server >/dev/null || packages+=(redis-server)
+command -v promtool >/dev/null || packages+=(prometheus)
+command -v curl >/dev/null || packages+=(curl) # docs/install.md uses it, and a test does what that says
+[ ${#packages[@]} -gt 0 ] || exit 0
+
+install="apt-get install -y --no-install-recommends ${packages[*]}"
+as_root=()
+if [ "$(id -u)" != 0 ]; then
+    if ! sudo -n true 2>/dev/null; then
+        echo "the tests need more programs; type this once:  sudo apt-get update && sudo $install" >&2
+        exit 1
+    fi
+    as_root=(sudo -n)
+fi
+echo "$install"
+"${as_root[@]}" apt-get update -qq
+"${as_root[@]}" env DEBIAN_FRONTEND=noninteractive $install -qq >/dev/null

@@ -1,0 +1,104 @@
+"""Core. One finding for each cause: what only follows from another of Doctor's checks is left out.
+
+all brokers at one address, two or more, do not answer      one finding, about the machine
+one broker does not answer                                  one finding, about the broker
+its master is readonly for want of a slave                  follows from that
+a group takes no messages, and a broker of it has a finding follows from that
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from qmq.types import Role
+
+FROM_A_SLAVE = frozenset({"slave_down", "slave_lag"})
+"""Reasons to be readonly that a master has because its slave does not answer."""
+
+Check = dict[str, Any]
+
+
+def one_per_cause(checks: Sequence[Check]) -> list[Check]:
+    """Merge checks as `Doctor` makes them; those of brokers say among their facts whether the broker `answers`."""
+    brokers = [check for check in checks if "answers" in check["facts"]]
+    away = [check for check in brokers if not check["facts"]["answers"]]
+    lacking = {check["facts"]["group"] for check in away}
+    wrong = {check["facts"]["group"] for check in brokers if not check["ok"]}
+    causes = _causes(away, brokers)
+    kept = []
+    for check in checks:
+        if check in away:
+            kept += [cause for cause in causes if cause["of"][0] is check]
+        elif check["ok"] or not _follows(check, lacking, wrong):
+            kept.append(check)
+    for cause in causes:
+        del cause["of"]
+    return kept
+
+
+def _follows(check: Check, lacking: Collection[str], wrong: Collection[str]) -> bool:
+    facts = check["facts"]
+    if reasons := frozenset(facts.get("reasons", ())):
+        return reasons <= FROM_A_SLAVE and facts["group"] in lacking
+    return bool(facts.get("takesNothing")) and facts["group"] in wrong
+
+
+def _causes(away: Sequence[Check], brokers: Sequence[Check]) -> list[Check]:
+    causes, machines = [], dict[str, list[Check]]()
+    for check in away:
+        machines.setdefault(check["facts"]["ip"], []).append(check)
+    for address, gone in machines.items():
+        at_it = [check for check in brokers if check["facts"]["ip"] == address]
+        if len(gone) > 1 and len(gone) == len(at_it):
+            causes.append(_machine(address, gone, brokers))
+        else:
+            causes += [{**check, "remedy": _remedy(check["facts"], brokers), "of": [check]} for check in gone]
+    return causes
+
+
+def _machine(address: str, gone: Sequence[Check], brokers: Sequence[Check]) -> Check:
+    named = ", ".join(_name(check["facts"]) for check in gone)
+    commands = "; ".join(_command(check["facts"], brokers) for check in gone)
+    return {
+        "name": f"machine {address}",
+        "ok": False,
+        "found": f"none of its brokers answers: {named}",
+        "remedy": f"start the machine or its brokers, or open its ports; if it is gone for good: {commands}",
+        "facts": {"ip": address, "brokers": [check["facts"] for check in gone]},
+        "of": gone,
+    }
+
+
+def _remedy(facts: Mapping[str, Any], brokers: Sequence[Check]) -> str:
+    if not facts["incarnation"]:
+        return f"start it on {facts['ip']}; its log says what keeps it"
+    return (
+        f"start it on {facts['ip']}, or open its control port to the metaservers; if it is gone for good: "
+        f"{_command(facts, brokers)}"
+    )
+
+
+def _command(facts: Mapping[str, Any], brokers: Sequence[Check]) -> str:
+    """What puts another broker in its place: the slave in the master's, a new one in the slave's."""
+    role = Role[facts["role"]]
+    if role not in (Role.MASTER, Role.DELAY_MASTER):
+        return _replace(facts["group"], role, "NEW", "IP", facts["servePort"], facts["syncPort"])
+    slave = next(
+        (one["facts"] for one in brokers if one["facts"]["group"] == facts["group"] and one["facts"] is not facts), None
+    )
+    if slave is None:
+        return "restore its data directory: it was the only copy"
+    call = _replace(facts["group"], role, slave["hostname"], slave["ip"], slave["servePort"], slave["syncPort"])
+    return f"stop the slave, {call} --swap, start the slave"
+
+
+def _replace(group: str, role: Role, hostname: str, ip: str, serve_port: int, sync_port: int) -> str:
+    return (
+        f"tools.sh ReplaceBroker --brokerGroup={group} --role={int(role)} --hostname={hostname} --ip={ip} "
+        f"--servePort={serve_port} --syncPort={sync_port}"
+    )
+
+
+def _name(facts: Mapping[str, Any]) -> str:
+    return f"{facts['hostname']}:{facts['servePort']} ({facts['role']} of {facts['group']})"

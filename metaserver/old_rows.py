@@ -1,0 +1,112 @@
+"""Core. A group's row that is older than its brokers: the database was restored from an old copy.
+
+Brokers write each term down before they act in it, and ignore rows of older terms. So a row that went back is proven by
+one broker that reports a newer term; what it has to say again is what all brokers of the group agree on:
+
+    all of them report the same newest term, one as the master, the others as slaves   the row is raised to that
+    anything else                                                                      an operator decides: AdoptRoles
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from qmq.errors import OperatorError
+from qmq.metaserver.model import Broker, BrokerKey, Group, ReplicaState
+from qmq.metaserver.roles import RoleChange
+from qmq.types import Role
+
+StateOf = Callable[[Broker], ReplicaState | None]
+"""What a broker that is up last reported; None: it is down, or its last report is of another data directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class OldRow:
+    """A row that is older than what brokers report."""
+
+    group: Group
+    reported: int
+    """The newest term that any broker reported."""
+    change: RoleChange | None
+    """Raises the row to what the brokers agree on; None: they do not."""
+    found: str
+    remedy: str
+
+
+def judge(group: Group, reported: int, state_of: StateOf) -> OldRow | None:
+    """Hold a row against the newest term that any broker reported; None: the row is no older."""
+    if reported <= group.term:
+        return None
+    said = {broker: state_of(broker) for broker in group.brokers}
+    found = (
+        f"its row in the database is of term {group.term}, brokers report term {reported}: an old copy of the database"
+    )
+    master = _newest_master(said, reported)
+    if master is not None and all(state is not None and state.term == reported for state in said.values()):
+        change = _with_master(group, master, above=reported - 1)
+        return OldRow(group, reported, change, found, "the metaserver raises the row by itself")
+    told = ", ".join(_report(broker, state) for broker, state in said.items())
+    return OldRow(group, reported, None, f"{found} ({told})", _remedy(group, master, said))
+
+
+def adopt(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, forced: bool) -> RoleChange:
+    """Make the broker that an operator names the master, in a term above all that any broker reported.
+
+    Raises:
+        OperatorError: the row is no older than the brokers; the broker is no part of the group, or down; without
+            `forced`: it is not the master of the newest term, so another copy may hold what it lacks.
+    """
+    if judge(group, reported, state_of) is None:
+        raise OperatorError(
+            f"the row of {group.name} is as new as its brokers (term {group.term}); SwapRoles changes roles"
+        )
+    named = next((broker for broker in group.brokers if broker.key == key), None)
+    if named is None:
+        raise OperatorError(f"{key} is no broker of {group.name}; ListBrokers names them")
+    state = state_of(named)
+    if state is None:
+        raise OperatorError(f"{key} is down; start it first, so that it says what it has")
+    if (state.role, state.term) != (Role.MASTER, reported) and not forced:
+        raise OperatorError(
+            f"{_report(named, state)}, and the newest term is {reported}: another copy may hold messages that this one "
+            "lacks. Name the master of the newest term, or repeat with --force=true if no other copy can be started"
+        )
+    return _with_master(group, named, above=reported)
+
+
+def _newest_master(said: dict[Broker, ReplicaState | None], reported: int) -> Broker | None:
+    """The one broker that reports to be the master of the newest term."""
+    masters = [broker for broker, state in said.items() if state is not None and state.is_master_in(reported)]
+    return masters[0] if len(masters) == 1 else None
+
+
+def _with_master(group: Group, named: Broker, *, above: int) -> RoleChange:
+    other = next((broker for broker in group.brokers if broker.key != named.key), None)
+    return RoleChange(
+        group.name,
+        group.term,
+        group,
+        replace(named, role=Role.MASTER, complete=False),
+        replace(other, role=Role.SLAVE, complete=False) if other else None,
+        half_swapped=group.half_swapped and other is None,
+        above=above,
+    )
+
+
+def _report(broker: Broker, state: ReplicaState | None) -> str:
+    if state is None:
+        return f"{broker.key} is down"
+    if not state.term:
+        return f"{broker.key} has no role yet"
+    return f"{broker.key} reports {Role(state.role).name.lower()} of term {state.term}"
+
+
+def _remedy(group: Group, master: Broker | None, said: dict[Broker, ReplicaState | None]) -> str:
+    named = master or next((broker for broker, state in said.items() if state is not None), None)
+    host, port = named.key if named else ("HOSTNAME", "PORT")
+    command = f"tools/tools.sh AdoptRoles --brokerGroup={group.name} --hostname={host} --servePort={port}"
+    down = [str(broker.key) for broker, state in said.items() if state is None]
+    if down:
+        return f"start {', '.join(down)}: once all agree, the row is raised by itself; if that is impossible: {command}"
+    return f"choose the master: {command}"

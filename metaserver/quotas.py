@@ -1,0 +1,94 @@
+"""Core. How many routes the clients of one token may watch, and what was refused for that.
+
+A bound refuses what is new and leaves alone what is watched already. Clients ask again for what was refused, every ten
+seconds: so a token that is not named by `refusals` has what it wants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from qmq.rights import Caller, TokenRole
+
+REFUSED_S = 60.0
+"""A refusal counts so long: some of its client's repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of watches. Holders of the installation's key have none but `subjects_max`.
+
+    `subjects_max`: of one watch. `token_subjects_max`, `token_watches_max`: of all clients of one token together.
+    """
+
+    subjects_max: int
+    token_subjects_max: int
+    token_watches_max: int
+
+
+class Refusal(NamedTuple):
+    """What the clients of a token were refused last, and why."""
+
+    at_s: float
+    reason: str
+
+
+@dataclass(slots=True)
+class _Usage:
+    watches: int = 0
+    subjects: int = 0
+
+
+@dataclass(slots=True)
+class Quotas:
+    """Made by main for all hubs, which say what is watched and what is no more."""
+
+    bounds: Bounds
+    refused: int = 0
+    """How often something was refused; only grows."""
+    _used: dict[str, _Usage] = field(default_factory=dict)
+    _refusals: dict[str, Refusal] = field(default_factory=dict)
+
+    @property
+    def subjects(self) -> int:
+        """How many routes are watched, each counted for every watch that has it."""
+        return sum(usage.subjects for usage in self._used.values())
+
+    def open(self, caller: Caller, now_s: float) -> str:
+        """Count one watch more; return why it may not be, "" if it may."""
+        used = self._used.setdefault(caller.name, _Usage())
+        if caller.role != TokenRole.CLUSTER and used.watches >= self.bounds.token_watches_max:
+            return self._refuse(caller, f"has {used.watches} watches, the most that one token may have", now_s)
+        used.watches += 1
+        return ""
+
+    def close(self, caller: Caller) -> None:
+        used = self._used[caller.name]
+        used.watches -= 1
+        if not used.watches:
+            del self._used[caller.name]
+
+    def add(self, caller: Caller, watched: int, now_s: float) -> str:
+        """Count one subject more in a watch that has `watched`; return why it may not be, "" if it may."""
+        used, bounds = self._used[caller.name], self.bounds
+        if watched >= bounds.subjects_max:
+            return self._refuse(caller, f"has a client that watches {watched} subjects, the most that one may", now_s)
+        if caller.role != TokenRole.CLUSTER and used.subjects >= bounds.token_subjects_max:
+            return self._refuse(caller, f"watches {used.subjects} subjects, the most that one token may", now_s)
+        used.subjects += 1
+        return ""
+
+    def remove(self, caller: Caller, subjects: int) -> None:
+        self._used[caller.name].subjects -= subjects
+
+    def refusals(self, now_s: float) -> dict[str, str]:
+        """Return the tokens whose clients are refused something at present, with the last reason."""
+        self._refusals = {name: one for name, one in self._refusals.items() if now_s - one.at_s < REFUSED_S}
+        return {name: one.reason for name, one in self._refusals.items()}
+
+    def _refuse(self, caller: Caller, why: str, now_s: float) -> str:
+        self.refused += 1
+        reason = f"token {caller.name!r} {why}"
+        self._refusals[caller.name] = Refusal(now_s, reason)
+        return reason

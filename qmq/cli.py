@@ -1,0 +1,110 @@
+"""Shell. The command `qmq`: starts each process, and runs each operators' command, by its name.
+
+    qmq broker --config b1.toml       what `python -m qmq.broker --config b1.toml` does
+    qmq ListBrokers                   what `tools.sh ListBrokers` does
+
+A program's module is imported when its name is typed, never before: an application that installed the client alone
+has this command too, and is told what to install for the rest.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+from qmq.version import VERSION
+
+CANNOT_START = 2
+"""Exit status of a program that is not installed. The same as for wrong settings: a restart does not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a name after `qmq` starts."""
+
+    module: str
+    """Run as `python -m` runs it."""
+    extra: str
+    """Of the distribution: what `pip install 'qmq[…]'` needs to name; empty: the client has all of it."""
+    help: str
+    words: tuple[str, ...] = ()
+    """What a shell completes behind the name: options, with `=` where a value follows, and actions."""
+    starts: tuple[str, ...] = ()
+    """Packages that processes need which it starts: it would be late to find out there that one is missing."""
+
+
+_CONFIG = ("--config=",)
+_TOKEN = ("--token-file=", "--token=")
+
+SECTIONS: Mapping[str, Mapping[str, Program]] = {
+    "try it": {
+        "dev": Program("qmq.deploy.local", "server", "run a cluster on this machine, until Ctrl-C",
+                       ("run", "stop", "--dir=", "--port=", "--with-prometheus"), starts=("uvicorn",)),
+        "hello": Program("qmq.deploy.hello", "", "send a message and take it out again", ("--metaserver=", *_TOKEN)),
+        "demo": Program("qmq.deploy.demo", "server,audit,demo", "send real rows, lose a master, swap roles, prove it",
+                        ("--input=", "--dir="), starts=("uvicorn", "pyspark")),
+    },
+    "processes": {
+        "metaserver": Program("qmq.metaserver", "server", "run a metaserver", _CONFIG),
+        "broker": Program("qmq.broker", "server", "run a broker", _CONFIG),
+        "delayserver": Program("qmq.delayserver", "server", "run a delay server", _CONFIG),
+        "watchdog": Program("qmq.watchdog", "server", "run a watchdog", _CONFIG),
+    },
+    "proof": {
+        "audit": Program("qmq.audit.jobs.consistency", "audit", "prove that both copies of each group are equal",
+                         ("--all-groups", "--metaserver=", "--group=", "--master=", "--slave=", *_TOKEN)),
+        "query": Program("qmq.audit.jobs.query", "audit", "ask the logs in SQL", ("--source=", "--sql=", *_TOKEN)),
+    },
+    "on the machines": {
+        "nightly": Program("qmq.deploy.nightly", "", "run a nightly job and tell Prometheus how it ended",
+                           ("--name=", "--textfile=")),
+        "prometheus": Program("qmq.deploy.prometheus.config", "", "write Prometheus' targets and the alert rules",
+                              ("--metaserver=", *_TOKEN, "--scrape-token-file=", "--watchdog=", "--node-exporter=",
+                               "--out=")),
+        "dashboards": Program("qmq.deploy.dashboards", "", "write Grafana's pages", ("--out=",)),
+        "nginx": Program("qmq.deploy.nginx", "", "print nginx's configuration for several metaservers",
+                         ("--listen=", "--metaserver=")),
+    },
+}  # fmt: skip
+"""In the order in which people look for them."""
+
+PROGRAMS: Mapping[str, Program] = {name: program for section in SECTIONS.values() for name, program in section.items()}
+OPERATORS = Program("qmq.tools", "tools", "operators' commands, as in tools.sh")
+
+
+def main(arguments: Sequence[str] | None = None) -> int | str | None:
+    """Run what is named first with what follows; return the exit status."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-V", "--version"):
+        print(f"qmq {VERSION}")
+        return 0
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    program = PROGRAMS.get(name, OPERATORS)
+    sys.argv = ["qmq", *rest] if name in PROGRAMS else ["qmq", name, *rest]
+    try:
+        for package in filter(lambda package: find_spec(package) is None, program.starts):
+            raise ModuleNotFoundError(name=package)
+        runpy.run_module(program.module, run_name="__main__")
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package == "qmq" or not program.extra:
+            raise
+        print(f"qmq {name}: {package} is not installed; type: pip install 'qmq[{program.extra}]'", file=sys.stderr)
+        return CANNOT_START
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
+def _help() -> str:
+    lines = ["usage: qmq NAME [OPTION…]", "", f"qmq {VERSION}. `qmq NAME --help` says more about one.", ""]
+    for section, programs in SECTIONS.items():
+        lines += [f"{section}:", *(f"  {name:26}{program.help}" for name, program in programs.items()), ""]
+    operators: str = import_module("qmq.tools.usage").list_of_commands()
+    return "\n".join([*lines, operators])

@@ -1,0 +1,538 @@
+"""Shell. Brings messages of one subject from one broker group and carries decisions there, over reconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import pairwise, repeat
+from typing import Protocol
+
+from qmq.client.batching import Done, Receipt
+from qmq.client.holding import HeldPiece, Holding, Refusal, SentAck, SentNack
+from qmq.client.link import Link
+from qmq.client.received import ReceivedMessage
+from qmq.client.retrying import BROKER_DELAY_S_MAX, worn_out
+from qmq.client.session_life import (
+    Closed,
+    Facts,
+    Resting,
+    SessionEvent,
+    SessionLife,
+    SessionState,
+    Subscribed,
+    Subscribing,
+    Unsubscribed,
+    Urgency,
+)
+from qmq.client.terms import Terms
+from qmq.codec import batch_ends
+from qmq.errors import AccessError, CallError, ClientClosed, InvalidAck, NotServed, QmqError, UnknownSubscription
+from qmq.log.frame import FLAG_ORDERED
+from qmq.message import RETRIES_MAX
+from qmq.remoting import commands
+from qmq.remoting.commands import Ack, Command, Nack, Piece, Pull, Verdict
+from qmq.states import Transition
+
+log = logging.getLogger(__name__)
+
+PULLS_IN_FLIGHT = 4
+"""Pulls that a session's share of the prefetch is asked for in: one is worked on, one waits, two are on their way."""
+ACK_WAIT_S = 0.004
+"""An ack is an fsync on both copies, which messages wait behind: one per message would double them."""
+SWEEP_S = 1.0
+"""How long a message that is done may wait for others of its piece: one ack for the whole piece is less work for all,
+but after a crash, what was not acked comes again."""
+REQUESTS_IN_FLIGHT = 4
+"""Acks, and nacks, that wait for their answer."""
+PULL_TIMEOUT_MS = 10_000, 30_000
+"""How long a broker holds a pull while there is nothing, each pull a time of its own. Only a bound: it answers as soon
+as there is. Pulls of a thousand subjects that ended in the same moment held up all messages for a tenth of a second."""
+RETRY_S_MIN, RETRY_S_MAX = 0.1, 2.0
+MANY_TIMES = 5
+"""Somebody should look at what was handed over more often than this."""
+
+FOR_GROUP = "qmq_consumerGroupName"
+"""QMQ's way to send a message to one group of a subject. The others take it as done."""
+_FOR_GROUP, _RETRIES_MAX = FOR_GROUP.encode(), RETRIES_MAX.encode()
+
+
+class Parcel:
+    """Messages that are held as one piece and wait to be taken; `at` is the next one."""
+
+    __slots__ = ("messages", "at", "session", "size")
+
+    def __init__(self, messages: list[ReceivedMessage], session: GroupSession, size: int) -> None:
+        self.messages, self.session, self.size = messages, session, size
+        self.at = 0
+
+
+class SessionOwner(Protocol):
+    """The subscription that a session belongs to."""
+
+    terms: Terms
+    prefetch_messages: int
+    """What may wait here or be on its way, now."""
+
+    @property
+    def sessions_count(self) -> int: ...
+
+    def leased(self, lease_ms: int) -> None: ...
+
+    def arrived(self, parcel: Parcel) -> None: ...
+
+    def drop(self) -> None: ...
+
+    def settled(self) -> None: ...
+
+    def defer(self, message: ReceivedMessage, delay_s: float, done: Done) -> None: ...
+
+    def failed(self, error: QmqError) -> None: ...
+
+    def route_is_old(self) -> None: ...
+
+
+class GroupSession:
+    """One subscription at one broker group. Made by the subscription; used on its event loop; never blocks.
+
+    Answers that belong to an earlier state (before a reconnect, or a reset) are ignored.
+    """
+
+    def __init__(self, owner: SessionOwner, link: Link, source: str) -> None:
+        self._owner, self._link, self.source = owner, link, source
+        self.policy, self.group = owner.terms.policy, owner.terms.group
+        self.holding = Holding()
+        self.buffered = self.buffered_bytes = 0
+        self.is_mailbox = source != owner.terms.subject
+        self._pulls_max = 1 if self.is_mailbox else PULLS_IN_FLIGHT
+        self._ack_wait_s = 0.0 if owner.terms.most_once else ACK_WAIT_S  # there, somebody waits for each
+        self._life = SessionLife()
+        self._is_new = True
+        """No broker has answered a SUBSCRIBE yet: whatever our name has un-acked is of an earlier process."""
+        self._stopped = False
+        """It pulls no more; decisions still go out."""
+        self._urgent: set[Urgency] = set()
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+
+    # Subscribing.
+
+    @property
+    def is_subscribed(self) -> bool:
+        return isinstance(self._life.now, Subscribed)
+
+    @property
+    def lease_ms(self) -> int:
+        return self._life.now.lease_ms if isinstance(self._life.now, Subscribed) else 0
+
+    @property
+    def _takes_begins(self) -> bool:
+        """Whether the broker knows BEGIN and NOT_BEGUN."""
+        return isinstance(self._life.now, Subscribed) and self._life.now.takes_begins
+
+    @property
+    def _subscription(self) -> int | None:
+        return self._life.now.subscription if isinstance(self._life.now, Subscribed) else None
+
+    @property
+    def history(self) -> list[Transition]:
+        """The last transitions, the oldest first."""
+        return list(self._life.history)
+
+    def opened(self) -> None:
+        """The link has a connection."""
+        self._subscribe(failures=0)
+
+    def lost(self) -> None:
+        """The link lost its connection; answers to what was in flight will never come."""
+        if self._life.state is not SessionState.CLOSED:
+            self._enter(SessionEvent.LOST, Unsubscribed())
+
+    def stop_pulling(self) -> None:
+        self._stopped = True
+
+    def unsubscribe(self) -> asyncio.Future[memoryview] | None:
+        """Give back what is not decided; return the answer to wait for, None if the broker cannot be told."""
+        connection, subscription = self._link.connection, self._subscription
+        if self._life.state is not SessionState.CLOSED:
+            self._enter(SessionEvent.CLOSED, Closed())
+        self.holding.drop()
+        if connection is None or subscription is None:
+            return None
+        return connection.request(Command.UNSUBSCRIBE, commands.encode_json(subscription=subscription))
+
+    def _enter(self, event: SessionEvent, now: Facts) -> None:
+        self._life.enter(event, now, at_ms=int(self._loop.time() * 1000))
+
+    def _subscribe(self, *, failures: int) -> None:
+        """Subscribe, unless nothing is left to do."""
+        is_over = self._life.state is SessionState.CLOSED or (self._stopped and not self.holding.held)
+        if self._link.connection is None or is_over:
+            return
+        self._enter(SessionEvent.ASKED, Subscribing(failures))
+        terms = self._owner.terms
+        is_plain = not self.is_mailbox  # what is in the mailbox is for this group, whatever it is
+        body = commands.encode_subscribe(
+            subject=self.source, group=terms.group, consumer=terms.consumer, held_end=self.holding.held_end,
+            is_new=self._is_new,
+            start=terms.start if is_plain else "earliest", since_ms=terms.since_ms, broadcast=terms.broadcast,
+            deliveries_max=terms.policy.backstop, tags=terms.tags if is_plain else (),
+            tag_mode=terms.tag_mode, begins=True,
+        )  # fmt: skip
+        self._request(Command.SUBSCRIBE, body, self._subscribed)
+
+    def _request(self, command: Command, body: bytes, then: Callable[[memoryview], None]) -> None:
+        self._ask(command, body, partial(self._answered, self._life.now, command, then))
+
+    def _ask(self, command: Command, body: bytes, answered: Callable[[memoryview | QmqError], None]) -> None:
+        connection = self._link.connection
+        assert connection is not None
+        connection.ask(answered, command, body)
+
+    def _answered(
+        self, asked: Facts, command: Command, then: Callable[[memoryview], None], answer: memoryview | QmqError
+    ) -> None:
+        if asked is not self._life.now:
+            return
+        try:
+            if isinstance(answer, QmqError):
+                raise answer
+            then(answer)
+        except UnknownSubscription:
+            self._retry()
+        except InvalidAck as refusal:
+            self._reset(refusal)
+        except (CallError, AccessError) as fatal:
+            if fatal is not answer:
+                self._link.drop(f"unreadable answer to {command.name}: {fatal}")
+            else:
+                self._owner.failed(fatal)
+        except QmqError as retryable:
+            name = self._link.broker_group
+            log.info("broker answers later group=%s command=%s error=%s", name, command.name, retryable)
+            self._owner.route_is_old()
+            self._retry()
+
+    def _retry(self) -> None:
+        """Subscribe again after a while; what is held stays held."""
+        failures = self._life.now.failures if isinstance(self._life.now, Subscribing) else 0
+        wait_s = min(RETRY_S_MIN * 2 ** min(failures, 10), RETRY_S_MAX)
+        resting = Resting(failures + 1)
+        self._enter(SessionEvent.PUT_OFF, resting)
+        self._loop.call_later(wait_s, self._rested, resting)
+
+    def _rested(self, resting: Resting) -> None:
+        if self._life.now is resting:
+            self._enter(SessionEvent.RESTED, Unsubscribed())
+            self._subscribe(failures=resting.failures)
+
+    def _reset(self, refusal: InvalidAck) -> None:
+        """The broker does not know that we hold what we acked: forget all of it, and take what it hands out now."""
+        log.warning(
+            "ack refused, messages come again subject=%s group=%s broker_group=%s error=%s",
+            self.source, self._owner.terms.group, self._link.broker_group, refusal,
+        )  # fmt: skip
+        self._enter(SessionEvent.FORGOTTEN, Unsubscribed())
+        self.holding.drop()
+        self.holding, self._is_new = Holding(), True
+        self._owner.drop()
+        self._subscribe(failures=0)
+        self._owner.settled()
+
+    def _subscribed(self, body: memoryview) -> None:
+        fields = commands.decode_json(body, subscription=int, acked_end=int, lease_ms=int, unacked=list)
+        takes_begins = fields.get("begins") is True
+        here = Subscribed(fields["subscription"], fields["lease_ms"], takes_begins=takes_begins)
+        self._enter(SessionEvent.ACCEPTED, here)
+        self._owner.leased(self.lease_ms)
+        self._is_new = False
+        self.holding.subscribed(fields["acked_end"], [(begin, end) for begin, end in fields["unacked"]])
+        self._urgent.add(Urgency.SWEEP)
+        self._send()
+        self.fill()
+        self._owner.settled()
+
+    # Pulling.
+
+    def fill(self) -> None:
+        """Ask for as much as there is room for."""
+        here = self._life.now
+        if not isinstance(here, Subscribed) or self._stopped:
+            return
+        terms, sessions = self._owner.terms, self._owner.sessions_count
+        share = max(1, self._owner.prefetch_messages // sessions)
+        pulls = min(self._pulls_max, share)
+        messages = max(1, share // PULLS_IN_FLIGHT)
+        size = max(1, terms.prefetch_bytes // (sessions * PULLS_IN_FLIGHT))
+        while self._life.now is here and here.pulls < pulls and self._has_room(here.pulls, pulls, messages, size):
+            wanted = min(messages, terms.unacked_max - self.holding.held - here.asked)
+            self._note_full(self.holding.held >= terms.unacked_max)
+            if wanted <= 0:
+                return
+            here.pulls += 1
+            here.asked += wanted
+            pull = Pull(here.subscription, wanted, size, random.randint(*PULL_TIMEOUT_MS))
+            self._request(Command.PULL, commands.encode_pull(pull), partial(self._pulled, here, wanted))
+
+    def _has_room(self, under_way: int, pulls: int, messages: int, size: int) -> bool:
+        """Whether one more pull of this size fits into this session's share, which is `pulls` of them; the first may go
+        over it by itself."""
+        messages_max, bytes_max = pulls * messages, pulls * size
+        if under_way:
+            coming = under_way + 1
+            return (
+                self.buffered + coming * messages <= messages_max and self.buffered_bytes + coming * size <= bytes_max
+            )
+        return self.buffered < messages_max and self.buffered_bytes < bytes_max
+
+    def _note_full(self, is_full: bool) -> None:
+        if not is_full:
+            self._urgent.discard(Urgency.FULL)
+        elif Urgency.FULL not in self._urgent:
+            self._urgent.add(Urgency.FULL)
+            log.warning(
+                "too many messages are not acked, pulling stops subject=%s group=%s unacked=%d",
+                self.source, self._owner.terms.group, self.holding.held,
+            )  # fmt: skip
+
+    def _pulled(self, here: Subscribed, asked: int, body: memoryview) -> None:
+        here.pulls -= 1
+        here.asked -= asked
+        for run in _runs(commands.decode_pulled(body)):
+            self._received(run)
+        self.fill()
+
+    def _received(self, run: list[Piece]) -> None:
+        """Make messages of pieces that are held as one.
+
+        About 0.5 µs each: nothing is decoded, and no call per message but the object. And about 3 µs for each piece:
+        nothing here is done per piece that can be done for all. Tags, and producers that send one by one, make pieces
+        of one message, of which each would cost 20 µs by itself.
+        """
+        sequences, encoded, batches = _cut(run)  # first: nothing is held of what cannot be read
+        times = run[0].times
+        held = self.holding.received(run[0].pull_sequence, len(encoded), times, self, self._link.broker_group)
+        if held is None:
+            return
+        part, skipped = held
+        part.suspected = bool(run[0].flags & commands.FLAG_SUSPECTED)
+        del sequences[:skipped], encoded[:skipped]
+        if any(piece.flags & FLAG_ORDERED for piece in run):
+            self._urgent.add(Urgency.ORDERED)
+        subject = repeat(self._owner.terms.subject)
+        messages = list(map(ReceivedMessage, subject, sequences, encoded, repeat(part), range(len(encoded))))
+        if times > MANY_TIMES:
+            log.warning(
+                "messages come again and again subject=%s group=%s broker_group=%s sequence=%d messages=%d times=%d",
+                self.source, self._owner.terms.group, part.broker_group, sequences[0], len(messages), times,
+            )  # fmt: skip
+        if any(_FOR_GROUP in data for data in batches):  # a fifteenth of all that a message costs: no such search more
+            messages = self._without_those_of_others(part, messages)
+        if times > 1 and not self._owner.terms.most_once:
+            if times > self.policy.deliveries_max or any(_RETRIES_MAX in data for data in batches):
+                messages = self._without_worn_out(part, messages)
+        if messages:
+            size = sum(map(len, batches))
+            self.buffered += len(messages)
+            self.buffered_bytes += size
+            self._owner.arrived(Parcel(messages, self, size))
+
+    def _without_those_of_others(self, piece: HeldPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
+        """Take as done what names another group as its receiver."""
+        mine = []
+        for message in messages:
+            try:
+                is_mine = message.get(FOR_GROUP, self._owner.terms.group) == self._owner.terms.group
+            except QmqError:  # its handler will find out
+                is_mine = True
+            if is_mine:
+                mine.append(message)
+            else:
+                piece.mark(message._at)
+                self.done(piece)
+        return mine
+
+    def _without_worn_out(self, piece: HeldPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
+        """Make dead letters of what was handed over too often, by the message's own limit or by the group's."""
+        rest = []
+        for message in messages:
+            if (decision := worn_out(message, self.policy)) is None:
+                rest.append(message)
+                continue
+            log.warning(
+                "message is a dead letter subject=%s group=%s sequence=%d broker_group=%s times=%d reason=%s",
+                self.source, self.group, message.sequence, message.broker_group, message.times, decision.reason,
+            )  # fmt: skip
+            self.nack(piece, message._at, delay_s=0.0, verdict=decision.verdict, reason=decision.reason)
+        return rest
+
+    def taken(self, parcel: Parcel) -> None:
+        """All messages of a parcel were taken."""
+        self.buffered -= len(parcel.messages)
+        self.buffered_bytes -= parcel.size
+        self.fill()
+
+    def give_back(self, parcel: Parcel) -> bool:
+        """Give back at once what nobody took of a parcel; returns False if the broker cannot take it like that."""
+        if not self._takes_begins:
+            return False
+        for message in parcel.messages[parcel.at :]:
+            self.not_begun(message)
+        self.taken(parcel)
+        return True
+
+    # Deciding.
+
+    def not_begun(self, message: ReceivedMessage) -> None:
+        """Nobody begins with this message here: it goes to others of the group, and this delivery does not count."""
+        verdict = Verdict.NOT_BEGUN if self._takes_begins else Verdict.RETRY
+        self.nack(message._piece, message._at, delay_s=0.0, verdict=verdict, reason="")
+
+    def begin(self, piece: HeldPiece, at: int) -> asyncio.Future[memoryview] | None:
+        """Say that a handler begins with this message now; return the answer to wait for, None if nobody can be
+        told."""
+        connection, here = self._link.connection, self._life.now
+        if connection is None or not isinstance(here, Subscribed) or not here.takes_begins or piece.is_dropped:
+            return None
+        pull_sequence = piece.begin + at
+        begun = Ack(here.subscription, [(pull_sequence, pull_sequence + 1)])
+        return connection.request(Command.BEGIN, commands.encode_ack(begun))
+
+    def on_loop(self, call: Callable[[], None]) -> None:
+        """Call now, or on the event loop if this is another thread."""
+        if threading.get_ident() == self._thread:
+            call()
+            return
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            raise ClientClosed("the consumer's event loop has ended; the message comes again") from None
+
+    def done(self, piece: HeldPiece) -> None:
+        """Something was marked; what is marked within the next moments goes in one ack."""
+        if self._send_timer is None:
+            self._send_timer = self._loop.call_later(self._ack_wait_s, self._send)
+            if self._sweep_timer is None:
+                self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def nack(self, piece: HeldPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None:
+        """Hand this message over again in `delay_s`, or never."""
+        due_ms = int((self._loop.time() + delay_s) * 1000)
+        self.holding.nack(Refusal(piece, at, due_ms, verdict, reason))
+        self.done(piece)
+
+    def defer(self, message: ReceivedMessage, *, delay_s: float, reason: str) -> None:
+        """Have this message come again in more than a day, which a broker does not keep."""
+        piece, at = message._piece, message._at
+        if not piece.is_dropped and piece.refuse(at):
+            self._owner.defer(message, delay_s, partial(self._deferred, piece, at, delay_s, reason))
+
+    def _deferred(self, piece: HeldPiece, at: int, delay_s: float, reason: str, receipt: Receipt) -> None:
+        """A delay group has a copy, and the message is done; or the broker keeps it for as long as it can."""
+        if piece.is_dropped:
+            return
+        if receipt.is_stored:
+            piece.done_after_all(at)
+        else:
+            log.error(
+                "retry in %.1f days cannot be kept, message comes again in a day subject=%s group=%s id=%s error=%s",
+                delay_s / 86_400, self.source, self.group, receipt.message_id, receipt.reason,
+            )  # fmt: skip
+            due_ms = int((self._loop.time() + BROKER_DELAY_S_MAX) * 1000)
+            self.holding.tell(Refusal(piece, at, due_ms, Verdict.RETRY, reason))
+        self.done(piece)
+
+    def flush(self) -> None:
+        """From now on send every decision, also those amid messages that are not decided."""
+        self._urgent.add(Urgency.FLUSH)
+        self._send()
+
+    def stop_flushing(self) -> None:
+        self._urgent.discard(Urgency.FLUSH)
+
+    def _sweep(self) -> None:
+        self._sweep_timer = None
+        self._urgent.add(Urgency.SWEEP)
+        self._send()
+
+    def _send(self) -> None:
+        """Send acks and nacks. First acks: they never wait for long, and what failed comes later anyway."""
+        self._send_timer = None
+        here, holding = self._life.now, self.holding
+        if not isinstance(here, Subscribed):
+            return
+        while self._life.now is here and here.acks < REQUESTS_IN_FLIGHT:
+            if (ack := holding.next_ack(everything=bool(self._urgent))) is None:
+                self._urgent.discard(Urgency.SWEEP)
+                break
+            here.acks += 1
+            body = commands.encode_ack(Ack(here.subscription, ack.ranges))
+            self._request(Command.ACK, body, partial(self._acked, ack))
+        while self._life.now is here and here.nacks < REQUESTS_IN_FLIGHT:
+            if (nack := holding.next_nack(int(self._loop.time() * 1000))) is None:
+                break
+            here.nacks += 1
+            body = commands.encode_nack(Nack(here.subscription, nack.entries, nack.reason))
+            self._ask(Command.NACK, body, partial(self._nack_answered, here, nack))
+
+    def _acked(self, ack: SentAck, _: memoryview) -> None:
+        if isinstance(self._life.now, Subscribed):
+            self._life.now.acks -= 1
+        self.holding.acked(ack)
+        self._went_on()
+
+    def _nack_answered(self, here: Subscribed, nack: SentNack, answer: memoryview | QmqError) -> None:
+        """While no slave is in sync a master stores no dead letters: these wait, and everything else goes on."""
+        if here is self._life.now and isinstance(answer, NotServed):
+            here.nacks -= 1
+            self._loop.call_later(RETRY_S_MAX, self._nack_again, here, nack)
+            self._send()
+        else:
+            self._answered(here, Command.NACK, partial(self._nacked, here, nack), answer)
+
+    def _nack_again(self, here: Subscribed, nack: SentNack) -> None:
+        if here is self._life.now:
+            self.holding.put_off(nack)
+            self._send()
+
+    def _nacked(self, here: Subscribed, nack: SentNack, _: memoryview) -> None:
+        here.nacks -= 1
+        self.holding.nacked(nack)
+        self._went_on()
+
+    def _went_on(self) -> None:
+        self._send()
+        self.fill()
+        self._owner.settled()
+
+
+def _runs(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield pieces that can be held as one: numbered one after the other, delivered equally often, and alike."""
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and (
+            (piece.pull_sequence, piece.times) != (run[-1].pull_sequence + run[-1].count, run[-1].times)
+            or (piece.flags ^ run[-1].flags) & commands.FLAG_SUSPECTED
+        ):
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run
+
+
+def _cut(run: list[Piece]) -> tuple[list[int], list[bytes], list[bytes]]:
+    """Return sequence and bytes of each message, and the bytes of each batch; raises InvalidRequest."""
+    sequences: list[int] = []
+    encoded: list[bytes] = []
+    batches: list[bytes] = []
+    for piece in run:
+        ends = batch_ends(piece.body, piece.count)
+        batches.append(data := bytes(piece.body[4 * len(ends) :]))
+        encoded += [data[begin:end] for begin, end in pairwise(ends)]
+        sequences += range(piece.sequence, piece.sequence + piece.count)
+    return sequences, encoded, batches

@@ -1,0 +1,132 @@
+"""Shell. The HTTP port of every process: health, metrics, and whatever more that process answers.
+
+A connection costs nobody a token, so it has to be cheap and short:
+
+    no whole head within HEAD_S, from the first byte or the connection on    closed
+    more connections than `connections_max`                                  the one that waits longest for a head is
+                                                                             closed; if all are at work, the new one
+None of that is logged: whoever can open connections could fill the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import ClassVar
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_S = 10.0
+"""A client sends the head of a request within milliseconds."""
+CONNECTIONS_MAX = 200
+"""Of a port that Prometheus, probes and operators ask."""
+STOP_S = 2
+"""What is being answered when the process stops has so long."""
+HEADERS = "header X-Api-Token, or Authorization: Bearer"
+
+
+class Connection(H11Protocol):
+    """uvicorn's, with the bounds above. Made by uvicorn, one for each connection."""
+
+    connections_max: ClassVar[int] = CONNECTIONS_MAX
+
+    _late: asyncio.TimerHandle | None = None
+    _waits_since: float = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self.connections_max and not self._make_room():
+            transport.abort()
+            return
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport is None:
+            return  # aborted before it began
+        super().data_received(data)
+        self._expect_head()
+
+    def eof_received(self) -> None:
+        if self.transport is not None:
+            super().eof_received()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._stop_waiting()
+        if self.transport is not None:
+            super().connection_lost(error)
+
+    def _make_room(self) -> bool:
+        """Close the connection that waits longest for a head; False: all are at work."""
+        waiting = [one for one in self.connections if isinstance(one, Connection) and one._late is not None]
+        if not waiting:
+            return False
+        oldest = min(waiting, key=lambda one: one._waits_since)
+        oldest.connections.discard(oldest)
+        oldest.transport.abort()
+        return True
+
+    def _expect_head(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self._late is None:
+            self._waits_since = self.loop.time()
+            self._late = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Take a port; 0: a free one. Raises OSError: another program has it."""
+    return socket.create_server((host, port), backlog=1024)
+
+
+class HttpPort:
+    """What answers on one port, opened with `listen`. Made by a process's main; `run` ends when it is cancelled."""
+
+    def __init__(
+        self, app: ASGIApp, listener: socket.socket, *, connections_max: int = CONNECTIONS_MAX,
+        trusted_proxies: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        self._listener = listener
+        protocol = type("Connection", (Connection,), {"connections_max": connections_max})
+        proxies = list(trusted_proxies)
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a line for each request that is none
+        self._server = _Server(
+            uvicorn.Config(
+                app, http=protocol, proxy_headers=bool(proxies), forwarded_allow_ips=proxies, log_config=None,
+                access_log=False, lifespan="off", server_header=False, timeout_graceful_shutdown=STOP_S, ws="none",
+            )
+        )  # fmt: skip
+
+    async def run(self) -> None:
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        try:
+            await asyncio.shield(serving)
+        finally:
+            self._server.should_exit = True
+            await serving
+            self._listener.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own handling of signals: each process has more to stop."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def shown_token(headers: Mapping[str, str]) -> str:
+    """The token that a request shows; empty: none. Prometheus can send the second form only."""
+    token = headers.get("x-api-token", "")
+    kind, _, bearer = headers.get("authorization", "").partition(" ")
+    return token or (bearer.strip() if kind.lower() == "bearer" else "")

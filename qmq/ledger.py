@@ -1,0 +1,177 @@
+"""Shell. The audit's ledger: what was proven of each broker group's log, run after run, and up to where.
+
+A directory with one file per broker group, `<group>.jsonl`: a JSON object a line, appended and fsynced, never changed.
+JSON lines, because a run appends one line without reading what is there, a line that a crash tore is seen by its CRC
+and left out, and an operator reads it with any tool; a Parquet file is written whole, and by Spark alone (decision 36).
+
+    crc        CRC-32 of the rest, as JSON with sorted keys
+    run        when the run began, UTC: 2026-11-22T01:00:00Z
+    at_ms      the same, ms since 1970
+    group      broker group
+    verdict    "proven equal", "findings" or "could not read"
+    why        why it could not be read; empty otherwise
+    found      {kind of finding: how many}
+    findings   the first of them, for whoever looks back: [{what, copy, offset, subject, sequence, id, text, …}]
+    start      where the log began then
+    begin      from where on everything was read, up to `verified`
+    verified   up to here both copies were read and found equal, by this run or the ones before it
+    chain      the chain right before `verified`, 16 hexadecimal digits
+    frame      offset of the last frame before `verified`: where to look for that chain
+    ends       {subject: the sequence after its last message} at `verified`
+    pieces     [[begin, end, bytes, digest], …]: what was read and found equal, with a hash of all that stands there
+    read       {copy: bytes read}
+    places     {copy: where it was read}
+    by         who ran it: user@host
+    conserved  [{subject, group, stored, …}]: the equation of each consumer group (docs/audit.md)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qmq.checked_json import decode_checked, encode_checked
+from qmq.errors import QmqError
+
+PROVEN, FINDINGS, NOT_READ = "proven equal", "findings", "could not read"
+SUFFIX = ".jsonl"
+
+
+class LedgerDamaged(QmqError):
+    """A line of the ledger, not the last, is not what was written. Restore the file, or move it aside: the next run
+    then reads the whole log and begins anew."""
+
+
+class Piece(NamedTuple):
+    """A range of a log that was read, and what stood there."""
+
+    begin: int
+    end: int
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run's line about one broker group. The module's text says what the fields mean."""
+
+    run: str
+    at_ms: int
+    group: str
+    verdict: str
+    why: str = ""
+    found: dict[str, int] = field(default_factory=dict)
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    start: int = 0
+    begin: int = 0
+    verified: int = 0
+    chain: str = ""
+    frame: int = 0
+    ends: dict[str, int] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    read: dict[str, int] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    by: str = ""
+    conserved: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What all runs together say of a broker group: `anchor` is the last one that verified anything; each piece comes
+    with the number of the run that read it last."""
+
+    runs: int
+    anchor: Entry | None
+    pieces: dict[tuple[int, int], tuple[Piece, int]]
+
+
+def encode_entry(entry: Entry) -> bytes:
+    plain = asdict(entry) | {"pieces": [list(piece) for piece in entry.pieces]}
+    return encode_checked(plain) + b"\n"
+
+
+def _decode(line: bytes) -> Entry | None:
+    """Return the entry of a line; None if it is torn or damaged. Fields of a later version are left out."""
+    try:
+        plain = decode_checked(line)
+        known = {one.name for one in fields(Entry)}
+        plain["pieces"] = [Piece(*piece) for piece in plain["pieces"]]
+        return Entry(**{name: value for name, value in plain.items() if name in known})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+class Ledger:
+    """The files in one directory, which is made when it is written to first. One run writes at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def groups(self) -> list[str]:
+        """Return the broker groups that have entries, sorted."""
+        return sorted(path.name.removesuffix(SUFFIX) for path in self._folder.glob(f"*{SUFFIX}"))
+
+    def entries(self, group: str) -> list[Entry]:
+        """Return the entries of a group, oldest first; a torn last line is none.
+
+        Raises:
+            LedgerDamaged: another line is damaged.
+        """
+        path = self._path(group)
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        found: list[Entry] = []
+        for number, line in enumerate(lines, 1):
+            entry = _decode(line)
+            if entry is not None:
+                found.append(entry)
+            elif number < len(lines) or line.endswith(b"\n"):
+                raise LedgerDamaged(f"{path}, line {number}: it does not match its CRC")
+        return found
+
+    def append(self, entry: Entry) -> None:
+        """Add a run's line, durably; a torn last line is cut off first."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._path(entry.group).open("ab") as file:
+            if (size := file.tell()) and (whole := self._path(entry.group).read_bytes().rfind(b"\n") + 1) < size:
+                file.truncate(whole)
+            file.write(encode_entry(entry))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def known(self, group: str) -> Known:
+        """Return what the entries of a group say together; raises LedgerDamaged."""
+        return known_from(self.entries(group))
+
+    def _path(self, group: str) -> Path:
+        return self._folder / f"{group}{SUFFIX}"
+
+
+def known_from(entries: Iterable[Entry]) -> Known:
+    """Fold the entries of one group, oldest first."""
+    runs, anchor = 0, None
+    pieces: dict[tuple[int, int], tuple[Piece, int]] = {}
+    for runs, entry in enumerate(entries, 1):
+        if entry.verified:
+            anchor = entry
+        for piece in entry.pieces:
+            pieces[piece.begin, piece.end] = piece, runs
+    return Known(runs, anchor, pieces)
+
+
+def pieces_due(known: Known, start: int, share: int) -> list[Piece]:
+    """Return what of the old is to be read again now: those that nobody has read for longest, up to one part in `share`
+    of what there is; at least one. `start`: where the logs begin by now."""
+    old = sorted(
+        (run, piece) for piece, run in known.pieces.values() if piece.begin >= start
+    )  # fmt: skip
+    left = sum(piece.bytes for _, piece in old) // share
+    chosen: list[Piece] = []
+    for _, piece in old:
+        if chosen and piece.bytes > left:
+            break
+        chosen.append(piece)
+        left -= piece.bytes
+    return sorted(chosen)

@@ -1,0 +1,47 @@
+"""Core. Whether the clocks of those who share a decision agree: this machine's, the other copy's, the metaserver's.
+
+Each says in its heartbeats what time it has. Such a reading goes on by our monotonic clock, so a wall clock that jumps
+is noticed at once, whoever's it is. It counts for `READING_MS_MAX`; whoever says nothing agrees with nobody.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+METASERVER, MASTER, SLAVE = "metaserver", "master", "slave"
+
+READING_MS_MAX = 5_000
+"""Heartbeats come every second."""
+
+
+class _Reading(NamedTuple):
+    wall_ms: int
+    monotonic_ms: int
+
+
+class Clocks:
+    """What others' clocks said last. Made by the node; lives as long as the process."""
+
+    def __init__(self, difference_ms_max: int) -> None:
+        self._difference_ms_max = difference_ms_max
+        self._readings: dict[str, _Reading] = {}
+
+    def heard(self, whose: str, wall_ms: int, *, monotonic_ms: int) -> None:
+        """Take note that a clock said `wall_ms` just now."""
+        self._readings[whose] = _Reading(wall_ms, monotonic_ms)
+
+    def ahead_ms(self, *, now_ms: int, monotonic_ms: int) -> dict[str, int]:
+        """Return how far our clock, at `now_ms`, is ahead of each that was heard lately."""
+        return {
+            whose: now_ms - reading.wall_ms - (monotonic_ms - reading.monotonic_ms)
+            for whose, reading in self._readings.items()
+            if monotonic_ms - reading.monotonic_ms <= READING_MS_MAX
+        }
+
+    def disagreement(self, ahead_ms: dict[str, int]) -> str:
+        """Say which clocks differ by more than they may; empty: none."""
+        far = {whose: ms for whose, ms in ahead_ms.items() if abs(ms) > self._difference_ms_max}
+        return "; ".join(
+            f"this machine's is {abs(ms) / 1000:,.1f} s {'ahead of' if ms > 0 else 'behind'} the {whose}'s"
+            for whose, ms in sorted(far.items())
+        )

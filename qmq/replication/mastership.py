@@ -1,0 +1,123 @@
+"""Core. What the parts of a master share during one mastership: log, epoch, waiting requests, what forbids writing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from qmq.codec import Buffer
+from qmq.errors import BrokerReadOnly, CorruptFrame, NotMaster, NotServed, QmqError
+from qmq.log import MessageLog
+from qmq.log.frame import FLAG_NO_SLAVE_IN_SYNC, Frame, FrameKind
+from qmq.log.progress import Entry, encode_progress
+from qmq.remoting.packet import Packet
+from qmq.replication.ack_gate import AckGate, Answer
+from qmq.replication.ports import Host, Link
+from qmq.replication.readonly import Readonly, Reason
+from qmq.replication.settings import CopySettings
+from qmq.types import Epoch
+
+log = logging.getLogger(__name__)
+
+_BY_THE_MASTERS_CLOCK = frozenset({FrameKind.NACK, FrameKind.DISPATCH})
+"""Frames that say what was due when."""
+
+
+@dataclass(slots=True)
+class Mastership:
+    """Made by the master that it belongs to."""
+
+    group: str
+    epoch: Epoch
+    log: MessageLog
+    host: Host
+    settings: CopySettings
+    gate: AckGate
+    readonly: Readonly = field(default_factory=Readonly)
+    has_begun: bool = False
+    """Whether the epoch frame is written: before that, this master stores nothing."""
+    before_progress: Callable[[FrameKind, tuple[str, str, str], list[Entry]], None] | None = None
+    """Called right before progress is written down, while the state is still the one before it."""
+
+    retry_begin_ms: int | None = None
+    """What `retry_ms` counts from; set when it is first asked for, acting as master."""
+
+    def check_has_begun(self) -> None:
+        if Reason.FENCED in self.readonly:
+            raise NotMaster(f"{self.group} has a newer master: fetch the route again")
+        if not self.has_begun:
+            raise NotServed(f"the master of {self.group} waits for its slave before it goes on")
+
+    def check_may_store(self) -> None:
+        """Raise NotMaster or BrokerReadOnly before the mastership begins and after it ends: nothing is stored here."""
+        try:
+            self.check_has_begun()
+        except NotServed as error:
+            raise BrokerReadOnly(str(error)) from None
+
+    def check_may_progress(self) -> None:
+        self.check_has_begun()
+        if Reason.DRAINING in self.readonly:
+            raise NotServed(f"the roles of {self.group} are being swapped; ask again in a moment")
+
+    @property
+    def may_progress(self) -> bool:
+        return self.has_begun and Reason.DRAINING not in self.readonly and Reason.FENCED not in self.readonly
+
+    def retry_ms(self) -> int:
+        """Return the time by which retries become due: the wall clock's when this mastership began, and on from there.
+
+        A clock that is set during a mastership moves nothing. One behind the former master's begins where that one
+        nacked last: no retry waits longer than its delay from here on.
+        """
+        if self.retry_begin_ms is None:
+            began_ms = max(self.host.now_ms(), self.log.state.retry_ms)
+            self.retry_begin_ms = began_ms - self.host.monotonic_ms()
+        return self.retry_begin_ms + self.host.monotonic_ms()
+
+    def append(
+        self, kind: FrameKind, subject: str, body: Buffer, *, flags: int = 0, count: int = 0, producer: int = 0,
+        batch: int = 0,
+    ) -> Frame:  # fmt: skip
+        """Write a frame that is not a producer's; without a slave it is marked so."""
+        self.host.pass_soon()
+        return self.log.append(
+            kind, subject, body, body_crc=crc32(body), epoch=self.epoch, high_watermark=self.gate.high_watermark,
+            timestamp_ms=self.retry_ms() if kind in _BY_THE_MASTERS_CLOCK else self.host.now_ms(),
+            flags=flags | FLAG_NO_SLAVE_IN_SYNC if self.gate.no_slave_in_sync else flags,
+            count=count, producer=producer, batch=batch,
+        )  # fmt: skip
+
+    def append_progress(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
+        """Write down progress of (subject, consumer group, consumer)."""
+        if self.before_progress is not None:
+            self.before_progress(kind, key, entries)
+        subject, group, consumer = key
+        self.append(kind, subject, encode_progress(group, consumer, entries))
+
+    def answer_when_safe(self, link: Link, packet: Packet, body: bytes) -> None:
+        """Answer a request about progress once everything written by now is safe."""
+        self.gate.progress(self.log.end, 0, answering(link, packet, body))
+        self.gate.release_now()
+
+    def found_damage(self, problem: CorruptFrame) -> None:
+        """A frame that was whole once cannot be read any more: readonly until it is repaired (P6)."""
+        if not self.log.is_damaged(problem.offset):
+            return
+        self.readonly.change(Reason.CORRUPT, True)
+        self.log.damaged_at(problem.offset, problem.reason)
+        log.error("log damaged group=%s offset=%d reason=%s", self.group, problem.offset, problem.reason)
+
+
+def answering(link: Link, packet: Packet, body: bytes) -> Answer:
+    """Return what answers `packet` with `body`, or with the error that came instead."""
+
+    def answer(error: QmqError | None) -> None:
+        if error is None:
+            link.answer(packet, body)
+        else:
+            link.refuse(packet, error)
+
+    return answer

@@ -1,0 +1,185 @@
+"""Shell. An accepted connection: nobody is answered before it has said who it is, nor what its token does not allow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from qmq.codec import Buffer
+from qmq.errors import (
+    AccessError,
+    ErrorCode,
+    InvalidMessage,
+    InvalidName,
+    InvalidRequest,
+    MissingRight,
+    NotServed,
+    QmqError,
+)
+from qmq.remoting.commands import Command, decode_json, encode_json
+from qmq.remoting.connection import Connection
+from qmq.remoting.packet import Packet
+from qmq.replication.settings import CopySettings
+from qmq.rights import Caller, TokenRole
+from qmq.server.access import Access
+from qmq.server.overload import ConnectionState, Flow
+from qmq.server.pulse import Pulse
+from qmq.server.tokens import Limits, check_broker, check_client
+
+if TYPE_CHECKING:
+    from qmq.server.service import Service
+
+log = logging.getLogger(__name__)
+
+LOGIN_S = 5.0
+LOGIN_PACKET_BYTES_MAX = 64 * 1024
+"""A stranger makes the broker reserve no more than this."""
+SYNC_PACKET_BYTES_MAX = 64 << 20
+
+
+class _Guest(Connection):
+    """An accepted connection: what it asks wrongly is told to the operator."""
+
+    def __init__(self, acceptor: Acceptor, packet_bytes_max: int) -> None:
+        super().__init__(acceptor, packet_bytes_max)
+        self._acceptor = acceptor
+
+    def answer(self, request: Packet, *parts: Buffer, code: int = ErrorCode.SUCCESS) -> None:
+        super().answer(request, *parts, code=code)
+        if request.code == Command.PRODUCE and self._acceptor.flow.state is ConnectionState.FLOW:
+            self._acceptor.follow_flow()
+
+    def refuse(self, request: Packet, error: QmqError) -> None:
+        if isinstance(error, InvalidName | InvalidMessage | InvalidRequest | MissingRight):
+            self._acceptor.tell_once(self, error)
+        super().refuse(request, error)
+
+
+class Acceptor:
+    """One accepted connection. Made by the service; ends with the connection."""
+
+    def __init__(
+        self, service: Service[Any], allowed: frozenset[Command], settings: CopySettings, access: Access
+    ) -> None:
+        self._service, self._allowed, self._settings, self._access = service, allowed, settings, access
+        self._is_client = Command.PRODUCE in allowed
+        self._is_in = False
+        self.app = ""
+        self.flow = Flow(settings.window_bytes)
+        self._token = ""
+        self._limits: Limits | None = None
+        self._pulse: Pulse | None = None
+        self._login: asyncio.Task[None] | None = None
+        self.connection = _Guest(self, LOGIN_PACKET_BYTES_MAX)
+        service.connections += 1
+        loop = asyncio.get_running_loop()
+        if service.connections > settings.connections_max:
+            loop.call_soon(self.connection.close, f"more than {settings.connections_max} connections")
+        self._login_timer = loop.call_later(LOGIN_S, self.connection.close, "it did not say who it is in time")
+
+    def tell_once(self, connection: Connection, error: QmqError) -> None:
+        self._service.tell_once(connection.peer, error)
+
+    def packet_received(self, connection: Connection, packet: Packet) -> None:
+        if self._pulse is not None and self._pulse.received(packet):
+            return
+        if packet.code in self._allowed and self._is_in:
+            if self._limits is None or self._is_within_limits(self._limits, connection, packet):
+                self._service.packet_received(connection, packet)
+                if packet.code == Command.PRODUCE:
+                    self.flow.produces = True
+                    self.follow_flow()
+                elif packet.code == Command.SUBSCRIBE:
+                    self.flow.consumes = True
+        elif packet.code == Command.AUTHENTICATE and self._login is None:
+            self._authenticate(connection, packet)
+        elif not self._is_in:
+            self._turn_away(connection, packet, AccessError("say who you are first: AUTHENTICATE with an API token"))
+        else:
+            connection.refuse(packet, InvalidRequest(f"command {packet.code} is not served on this port"))
+
+    def follow_flow(self) -> None:
+        """Stop reading, or go on, as the window and the process's memory say now."""
+        service, flow = self._service, self.flow
+        if flow.follow(self.connection.unacked_bytes, memory_is_short=service.memory_alarm.is_on):
+            service.stops[flow.state] += 1
+        self.connection.read(flow.state is ConnectionState.RUNNING)
+
+    def _is_within_limits(self, limits: Limits, connection: Connection, packet: Packet) -> bool:
+        service = self._service
+        try:
+            limits.check(packet, service.node.log.state.next_sequence, now_ms=service.monotonic_ms())
+        except QmqError as error:
+            connection.refuse(packet, error)
+            return False
+        return True
+
+    def _authenticate(self, connection: Connection, packet: Packet) -> None:
+        try:
+            fields = decode_json(packet.body, token=str, app=str)
+        except QmqError as error:
+            connection.refuse(packet, error)
+            connection.close(str(error))
+            return
+        token, self.app = fields["token"], fields["app"][:100]
+        if (caller := self._access.own(token)) is not None:
+            self._let_in(connection, packet, token, caller)
+        else:
+            self._login = asyncio.ensure_future(self._look_up(connection, packet, token))
+
+    async def _look_up(self, connection: Connection, packet: Packet, token: str) -> None:
+        try:
+            caller = await self._access.check(token)
+            if connection.is_open:
+                self._let_in(connection, packet, token, caller)
+        except MissingRight as error:
+            self._turn_away(connection, packet, error)
+        except AccessError as error:
+            self._turn_away(connection, packet, AccessError(f"the token of {self.app!r} is not valid here: {error}"))
+        except NotServed as error:
+            self._turn_away(connection, packet, error)
+        finally:
+            self._login = None
+
+    def _let_in(self, connection: Connection, packet: Packet, token: str, caller: Caller) -> None:
+        """Open the connection for what this caller may do; raises MissingRight."""
+        group, settings = self._service.node.group, self._settings
+        (check_client if self._is_client else check_broker)(caller, group)
+        if self._is_client and caller.role != TokenRole.CLUSTER:
+            self._limits = Limits(caller, self._access.new_subjects)
+        self._is_in, self._token = True, token
+        self._login_timer.cancel()
+        if self._is_client:
+            self._service.acceptors[self] = None
+        self._access.entered(token, self)
+        connection.allow_packets(settings.packet_bytes_max if self._is_client else SYNC_PACKET_BYTES_MAX)
+        connection.answer(
+            packet,
+            encode_json(
+                broker_group=group, packet_bytes_max=settings.packet_bytes_max,
+                message_bytes_max=settings.message_bytes_max, window_bytes=settings.window_bytes,
+            ),
+        )  # fmt: skip
+        if not self._is_client:
+            self._pulse = Pulse(self._service, connection)
+
+    def _turn_away(self, connection: Connection, packet: Packet, error: QmqError) -> None:
+        log.warning("connection refused peer=%s: %s", connection.peer, error)
+        connection.refuse(packet, error)
+        connection.close(str(error))
+
+    def turn_out(self, reason: str) -> None:
+        """The token that opened this connection is not valid any more."""
+        log.warning("connection ended peer=%s: %s", self.connection.peer, reason)
+        self.connection.close(reason)
+
+    def connection_lost(self, connection: Connection, reason: str) -> None:
+        self._login_timer.cancel()
+        self._service.connections -= 1
+        self._service.acceptors.pop(self, None)
+        self._access.left(self._token, self)
+        self._service.guarded(lambda: self._service.node.link_lost(connection))
+
+    def writable_again(self, connection: Connection) -> None:
+        self._service.guarded(lambda: self._service.node.writable_again(connection))

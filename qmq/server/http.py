@@ -1,0 +1,79 @@
+"""Shell. What a broker and a delay server answer on their HTTP port: health, metrics, their clients' connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from qmq.errors import AccessError, MissingRight, NotServed
+from qmq.http_port import HEADERS, shown_token
+from qmq.rights import TokenRole
+from qmq.server.access import Access
+
+CHECK_S = 5.0
+"""More than the question to a metaserver takes."""
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+Answering = Callable[[Request], Awaitable[Response]]
+
+
+class CopyHttp:
+    """Made by a process's main. Health is for everybody, the rest for holders of a token with the role viewer.
+
+    Args:
+        connections, readiness: called on the loop.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, access: Access, connections: Callable[[], list[dict[str, object]]],
+        readiness: Callable[[], dict[str, object]],
+    ) -> None:  # fmt: skip
+        self._registry, self._access = registry, access
+        self._connections, self._readiness = connections, readiness
+        self._rendering = asyncio.Lock()
+
+    def app(self) -> Starlette:
+        routes = {
+            "/health/live": self._live,
+            "/health/ready": self._ready,
+            "/metrics": self._guarded(self._metrics),
+            "/connections": self._guarded(self._list),
+        }
+        return Starlette(routes=[Route(path, answer, methods=["GET"]) for path, answer in routes.items()])
+
+    async def _live(self, _: Request) -> Response:
+        return PlainTextResponse("ok")
+
+    async def _ready(self, _: Request) -> Response:
+        facts = self._readiness()
+        return JSONResponse(facts, 200 if facts["ready"] else 503)
+
+    async def _metrics(self, _: Request) -> Response:
+        async with self._rendering:  # 10,000 subjects take a tenth of a second of a thread
+            text = await asyncio.to_thread(generate_latest, self._registry)
+        return Response(text, media_type=PROMETHEUS)
+
+    async def _list(self, _: Request) -> Response:
+        return JSONResponse(self._connections())
+
+    def _guarded(self, answer: Answering) -> Answering:
+        async def guarded(request: Request) -> Response:
+            try:
+                async with asyncio.timeout(CHECK_S):
+                    caller = await self._access.check(shown_token(request.headers))
+                caller.require_role(TokenRole.VIEWER, TokenRole.BROKER)
+            except MissingRight as error:
+                return PlainTextResponse(f"{error}\n", 403)
+            except AccessError as error:
+                return PlainTextResponse(f"{error} ({HEADERS})\n", 401)
+            except (NotServed, TimeoutError) as error:
+                return PlainTextResponse(f"{str(error) or 'the token cannot be checked now'}\n", 503)
+            return await answer(request)
+
+        return guarded

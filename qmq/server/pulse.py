@@ -1,0 +1,71 @@
+"""Shell. Heartbeats on the link between two copies: a box in between that forgets the connection costs seconds.
+
+Each end says every second what time it has (BEAT). An end that sees no byte for `SILENT_S` closes the connection, and
+the slave makes a new one. Whoever was never heard to beat is of a version that does not, and is not expected to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from qmq.errors import InvalidRequest
+from qmq.remoting import commands
+from qmq.remoting.commands import Beat, Command
+from qmq.remoting.connection import Connection
+from qmq.remoting.packet import Packet
+
+if TYPE_CHECKING:
+    from qmq.server.service import Service
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+SILENT_S = 5.0
+"""Longer than a loop stands still while it moves a copy aside or compares a segment; shorter than `slave_lag_ms_max`
+takes to end a link."""
+
+
+class Pulse:
+    """Of one end of a connection. Made when that is let in, by the loop; ends with it."""
+
+    def __init__(self, service: Service[Any], connection: Connection) -> None:
+        self._service, self._connection = service, connection
+        self._loop = asyncio.get_running_loop()
+        self._beats_too = False
+        self._heard_bytes, self._silent_s, self._looked_s = 0, 0.0, self._loop.time()
+        self._beat()
+
+    def received(self, packet: Packet) -> bool:
+        """Take note of a packet that came; return whether it is a heartbeat, and nobody else's business."""
+        if packet.code != Command.BEAT:
+            return False
+        try:
+            beat = commands.decode_beat(packet.body)
+        except InvalidRequest as error:
+            self._connection.close(str(error))
+        else:
+            self._beats_too = True
+            self._service.node.heard_copy(self._connection, beat.wall_ms, is_disk_full=beat.is_disk_full)
+        return True
+
+    def _beat(self) -> None:
+        if not self._connection.is_open:
+            return
+        if self._is_silent():
+            log.warning("sync link silent peer=%s seconds=%.1f: it is made anew", self._connection.peer, self._silent_s)
+            self._connection.abort(f"nothing came for {SILENT_S:.0f} s")
+            return
+        beat = Beat(self._service.now_ms(), self._service.node.is_disk_full)
+        self._connection.tell(Command.BEAT, commands.encode_beat(beat))
+        self._loop.call_later(BEAT_S, self._beat)
+
+    def _is_silent(self) -> bool:
+        now_s, heard_bytes = self._loop.time(), self._connection.received_bytes
+        # If our own loop stood still, what came meanwhile is not read yet: that is no silence of the other end.
+        self._silent_s += min(now_s - self._looked_s, 2 * BEAT_S)
+        if heard_bytes != self._heard_bytes or not self._beats_too:
+            self._silent_s = 0.0
+        self._heard_bytes, self._looked_s = heard_bytes, now_s
+        return self._silent_s >= SILENT_S

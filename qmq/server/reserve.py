@@ -1,0 +1,42 @@
+"""Shell. A full disk, whoever filled it: the process starts all the same, and consumers go on.
+
+    data/reserve   `RESERVE_BYTES` that hold room, nothing else
+
+To start, a process writes its new epoch, and consumers write their progress. When there is no room for that the reserve
+is given up. It is made again when there is room for it above the limit. With neither room nor reserve the process
+waits: ended and started again and again, it would do no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from qmq.log.disk import Disk
+
+log = logging.getLogger(__name__)
+
+NAME = "reserve"
+RESERVE_BYTES = 8 << 20
+DISK_FLOOR_BYTES = 32 << 20
+"""Below it the group is readonly, also where `disk_free_limit` is less: what a disk writes in a tenth of a second."""
+NEEDED_BYTES = 2 << 20
+"""Of epoch, snapshot of a small installation, and a torn tail. More is rare, and ends the process as any full disk."""
+LOOK_S = 1.0
+
+
+async def wait_for_room(disk: Disk) -> None:
+    """Return when a process can start on this disk."""
+    if disk.free_bytes() < NEEDED_BYTES and disk.has(NAME):
+        disk.remove(NAME)
+        log.error("disk full: the reserve of %d bytes is given up; the group is readonly, make room", RESERVE_BYTES)
+    if disk.free_bytes() < NEEDED_BYTES:
+        log.critical("disk full: %d bytes are needed to start; waiting for room", NEEDED_BYTES)
+    while disk.free_bytes() < NEEDED_BYTES:
+        await asyncio.sleep(LOOK_S)
+
+
+def keep_reserve(disk: Disk, limit_bytes: int) -> None:
+    """Make the reserve, if there is room for it beside `limit_bytes`."""
+    if disk.size(NAME) < RESERVE_BYTES and disk.free_bytes() >= limit_bytes + 2 * RESERVE_BYTES:
+        disk.create(NAME, RESERVE_BYTES)

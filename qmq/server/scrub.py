@@ -1,0 +1,91 @@
+"""Shell. Reads closed segments again in the background: damage is found while the other copy can still mend it.
+
+A copy reads each one at least every `scrub_hours`, the one first that was read longest ago, with `scrub_bytes_per_s` at
+most. It opens the file by its name: of one that was unlinked or exchanged under a running process, an open descriptor
+would still show the old content. What it finds goes the way of any damage (qmq.server.repair): readonly on a master,
+fetched from the other copy, the old bytes kept. What was read when is forgotten with the process; a new one begins with
+the oldest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import Any
+
+from qmq.errors import CorruptFrame, DiskFailed
+from qmq.replication.settings import CopySettings
+from qmq.server.service import Service
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 1 << 20
+LOOK_S = 1.0
+"""How often it looks whether a segment is due."""
+
+
+class Scrub:
+    """Made by main; `run` returns when it is cancelled."""
+
+    def __init__(self, service: Service[Any], settings: CopySettings) -> None:
+        self._service, self._log = service, service.node.log
+        self._every_s, self._bytes_per_s = settings.scrub_hours * 3600, settings.scrub_bytes_per_s
+        self._loop = asyncio.get_running_loop()
+        self._began_s = self._loop.time()
+        self._verified_s: dict[int, float] = {}
+        self._older = set(self._log.bases[:-1])
+        """Segments that this process did not write: nobody has read them since it began."""
+        self.bytes = self.findings = 0
+        service.scrub = self
+
+    async def run(self) -> None:
+        while True:
+            base = None if self._log.damage is not None else self._due()
+            if base is None:
+                await asyncio.sleep(LOOK_S)
+            else:
+                await self._verify(base)
+
+    @property
+    def oldest_s(self) -> float:
+        """Time since the closed segment that was read longest ago was; 0 if there is none."""
+        self._note_segments()
+        return self._loop.time() - min(self._verified_s.values(), default=self._loop.time())
+
+    def _note_segments(self) -> None:
+        """What this process wrote counts as read when it was closed; what it found here, as read before it began."""
+        closed, now_s = self._log.bases[:-1], self._loop.time()
+        known = self._verified_s
+        self._verified_s = {base: known.get(base, self._began_s if base in self._older else now_s) for base in closed}
+
+    def _due(self) -> int | None:
+        self._note_segments()
+        base = min(self._verified_s, key=lambda one: (one not in self._older, self._verified_s[one]), default=None)
+        if base is None or (base not in self._older and self._loop.time() - self._verified_s[base] < self._every_s):
+            return None
+        return base
+
+    async def _verify(self, base: int) -> None:
+        begin = at = base
+        chain: int | None = None
+        while base in self._log.bases[:-1]:
+            try:
+                begin = at
+                at, chain, is_whole = await asyncio.to_thread(self._log.verify, base, at, chain, PIECE_BYTES)
+            except CorruptFrame as problem:
+                if self._log.is_damaged(problem.offset):
+                    self.findings += 1
+                    log.error("scrub found damage offset=%d reason=%s", problem.offset, problem.reason)
+                    self._service.guarded(partial(self._service.node.found_damage, problem))
+                    return
+                is_whole = True  # retention, a cut or a repair came in between
+            except DiskFailed as error:
+                self._service.fail(error)
+                return
+            self.bytes += at - begin
+            if is_whole:
+                break
+            await asyncio.sleep((at - begin) / self._bytes_per_s)
+        self._older.discard(base)
+        self._verified_s[base] = self._loop.time()

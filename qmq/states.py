@@ -1,0 +1,154 @@
+"""Core. A life as a table: which state follows upon which event. What the table lacks raises.
+
+Whatever has a life (a slave as its master sees it, a client's session, a batch on its way) writes it down once:
+
+    class DoorState(Enum):
+        OPEN = auto()
+        SHUT = auto()
+
+    class Pushed: ...                                           # an event: a class, or a member of an Enum
+
+    DOOR = TransitionTable(DoorState.OPEN, {
+        (DoorState.OPEN, Pushed): DoorState.SHUT,
+    })
+
+    door = Machine(DOOR)
+    door.on(Pushed())                                           # door.state is SHUT; once more raises IllegalTransition
+
+`draw` makes the drawings in the docs from the table, so that both say the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
+
+from qmq.errors import IllegalTransition, require
+
+S = TypeVar("S", bound=Enum)
+
+_EVENT_TYPES = Enum, type
+
+TRANSITIONS_KEPT = 100
+"""Enough to see what led to a state, for a person."""
+
+
+class Transition(NamedTuple):
+    """One move of a machine; `at_ms` is the time of its owner's clock, 0 where the owner has none."""
+
+    before: Enum
+    event: str
+    after: Enum
+    at_ms: int
+
+    def __str__(self) -> str:
+        return f"{self.at_ms} {self.before.name} -- {self.event} -> {self.after.name}"
+
+
+class TransitionTable(Generic[S]):
+    """What may happen in which state. A module's constant, shared by all machines of the kind.
+
+    Args:
+        initial: the state that a life begins with.
+        moves: (state, event type) -> next state. An event type is a class or a member of an Enum.
+    """
+
+    def __init__(self, initial: S, moves: Mapping[tuple[S, object], S]) -> None:
+        self.initial, self.moves = initial, dict(moves)
+        self.following: dict[S, dict[object, tuple[S, str]]] = {state: {} for state in type(initial)}
+        """State -> event type -> next state and the event's name: a batch of messages makes two moves."""
+        for (state, event), after in self.moves.items():
+            self.following[state][event] = after, event_name(event)
+        self.illegal = 0
+        """How often an event came that its state does not know, over all machines of the kind."""
+        unreachable = set(type(initial)) - self._reachable()
+        require(not unreachable, f"every state of {self.name} can be reached, but {unreachable}")
+
+    @property
+    def name(self) -> str:
+        return type(self.initial).__name__
+
+    def after(self, state: S, event: object) -> S:
+        """Return the state that follows upon `event`.
+
+        Raises:
+            IllegalTransition: the table knows no such move.
+        """
+        after = self.moves.get((state, event_type(event)))
+        if after is None:
+            self.illegal += 1
+            raise IllegalTransition(f"{self.name}: {event_name(event)} cannot happen in {state.name}")
+        return after
+
+    def knows(self, state: S, event: object) -> bool:
+        """Return whether `event` may happen in `state`."""
+        return (state, event_type(event)) in self.moves
+
+    def _reachable(self) -> set[S]:
+        found, frontier = {self.initial}, [self.initial]
+        while frontier:
+            state = frontier.pop()
+            following = {after for (before, _), after in self.moves.items() if before is state} - found
+            found |= following
+            frontier += following
+        return found
+
+
+class Machine(Generic[S]):
+    """One life. Its owner makes it, calls it on its own loop, and drops it at the end.
+
+    Args:
+        history: where its moves are kept; machines with short lives share one.
+    """
+
+    __slots__ = ("history", "state", "table")
+
+    def __init__(self, table: TransitionTable[S], history: deque[Transition] | None = None) -> None:
+        self.table = table
+        self.state: S = table.initial
+        self.history: deque[Transition] = deque(maxlen=TRANSITIONS_KEPT) if history is None else history
+
+    def on(self, event: object, *, at_ms: int = 0) -> S:
+        """Make the move that `event` asks for, and return the new state.
+
+        Raises:
+            IllegalTransition: the table knows no such move. Nothing was changed.
+        """
+        before = self.state
+        move = self.table.following[before].get(event if isinstance(event, _EVENT_TYPES) else type(event))
+        if move is None:
+            return self.table.after(before, event)  # raises
+        self.state, name = move
+        self.history.append(Transition(before, name, self.state, at_ms))
+        return self.state
+
+    def may(self, event: object) -> bool:
+        """Return whether `event` may happen now."""
+        return self.table.knows(self.state, event)
+
+
+def event_type(event: object) -> object:
+    """Return what a table knows an event by: its class, or the member of an Enum that it is."""
+    return event if isinstance(event, _EVENT_TYPES) else type(event)
+
+
+def event_name(event: object) -> str:
+    """Return an event's name as drawings and histories have it."""
+    kind = event_type(event)
+    return kind.name if isinstance(kind, Enum) else getattr(kind, "__name__", str(kind))
+
+
+def draw(table: TransitionTable[S]) -> str:
+    """Draw a table as text, in the order of its states: `STATE`, then an arrow for each event that it knows."""
+    width = max((len(event_name(event)) for _, event in table.moves), default=0)
+    lines = []
+    for state in type(table.initial):
+        lines.append(f"{state.name}{'  (begins here)' if state is table.initial else ''}")
+        lines += [
+            f"    {event_name(event):<{width}} -> {after.name}"
+            for (before, event), after in table.moves.items()
+            if before is state
+        ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,105 @@
+"""Shell. Where clients connect to a group in memory: any token opens it, and a test may have it refuse and hang up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from functools import partial
+from typing import Any
+
+from qmq.errors import AccessError, InvalidRequest, QmqError
+from qmq.remoting.commands import Command, decode_json, encode_json
+from qmq.remoting.connection import Connection
+from qmq.remoting.packet import ONE_WAY, Packet
+from qmq.replication.settings import CopySettings
+from qmq.testing.copies import Copy
+
+
+class Acceptor:
+    """One process's port for clients, and their connections. Made with the copy; ends with it.
+
+    Args:
+        commands: those that clients may send.
+        refusals: errors for the next produces, in turn; a test puts them there.
+    """
+
+    def __init__(
+        self, copy: Copy[Any], *, group: str, settings: CopySettings, commands: frozenset[Command],
+        refusals: deque[QmqError],
+    ) -> None:  # fmt: skip
+        self._copy, self._group, self._settings, self._refusals = copy, group, settings, refusals
+        self._commands = commands
+        self._guests: set[Connection] = set()
+        self._let_in: set[Connection] = set()
+        self._server: asyncio.Server | None = None
+        self.port = 0
+
+    async def open(self) -> None:
+        self._server = await asyncio.get_running_loop().create_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        await self.drop_all("the broker is closed")
+
+    async def drop_all(self, reason: str) -> None:
+        """Hang up on everybody who is connected now, and wait until the core knows it."""
+        guests = list(self._guests)
+        for guest in guests:
+            guest.close(reason)
+        while not self._guests.isdisjoint(guests):
+            await asyncio.sleep(0)
+
+    def renew_leases(self) -> None:
+        """Let every consumer that is connected have said just now that it lives."""
+        for guest in self._let_in:
+            beat = Packet(Command.HEARTBEAT, 0, ONE_WAY, Command.HEARTBEAT, memoryview(b""))
+            self._copy.guarded(partial(self._copy.node.packet_received, guest, beat))
+
+    def _accept(self) -> Connection:
+        guest = Connection(self, self._settings.packet_bytes_max)
+        self._guests.add(guest)
+        return guest
+
+    # The owner of all connections.
+
+    def packet_received(self, connection: Connection, packet: Packet) -> None:
+        if packet.code == Command.AUTHENTICATE:
+            self._authenticate(connection, packet)
+        elif connection not in self._let_in:
+            connection.refuse(packet, AccessError("say who you are first: AUTHENTICATE with an API token"))
+        elif packet.code not in self._commands:
+            connection.refuse(packet, InvalidRequest(f"command {packet.code} is not served on this port"))
+        elif packet.code == Command.PRODUCE and self._refusals:
+            connection.refuse(packet, self._refusals.popleft())
+        else:
+            self._copy.guarded(partial(self._copy.node.packet_received, connection, self.read(packet)))
+
+    def read(self, packet: Packet) -> Packet:
+        """Return what the core gets of a packet."""
+        return packet
+
+    def _authenticate(self, connection: Connection, packet: Packet) -> None:
+        settings = self._settings
+        try:
+            decode_json(packet.body, token=str, app=str)
+        except QmqError as error:
+            connection.refuse(packet, error)
+            return
+        self._let_in.add(connection)
+        connection.answer(
+            packet,
+            encode_json(
+                broker_group=self._group, packet_bytes_max=settings.packet_bytes_max,
+                message_bytes_max=settings.message_bytes_max, window_bytes=settings.window_bytes,
+            ),
+        )  # fmt: skip
+
+    def connection_lost(self, connection: Connection, reason: str) -> None:
+        self._guests.discard(connection)
+        self._let_in.discard(connection)
+        self._copy.guarded(partial(self._copy.node.link_lost, connection))
+
+    def writable_again(self, connection: Connection) -> None:
+        self._copy.guarded(partial(self._copy.node.writable_again, connection))

@@ -1,0 +1,255 @@
+"""Shell. A group in memory: the real cores of its master and its slave, joined by a wire that loses nothing.
+
+Everything happens on one event loop, in the order in which it was caused. There is no disk to wait for, so a message
+is acknowledged as soon as both cores have it; what the cores decide is what they decide in production.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from qmq.codec import Buffer
+from qmq.errors import LogError, NotServed, QmqError, from_code
+from qmq.log import Commit, MessageLog
+from qmq.log.memory_disk import MemoryDisk
+from qmq.remoting.commands import Command
+from qmq.remoting.packet import ONE_WAY, Packet
+from qmq.replication.assignment import Address, Assignment
+from qmq.replication.identity import IdentityFile
+from qmq.replication.master import Master, Promotion
+from qmq.replication.node import Node
+from qmq.replication.settings import CopySettings
+from qmq.types import Role
+
+M = TypeVar("M", bound=Master)
+
+WIRE_REQUEST = 1
+"""Opaque number of a slave's hello: the only request between the two."""
+
+
+class Clock:
+    """The computer's clock, put forward by what a test has skipped."""
+
+    def __init__(self) -> None:
+        self.skipped_ms = 0
+
+    def now_ms(self) -> int:
+        return time.time_ns() // 1_000_000 + self.skipped_ms
+
+    def monotonic_ms(self) -> int:
+        return time.monotonic_ns() // 1_000_000 + self.skipped_ms
+
+
+class Shelf(MemoryDisk):
+    """A memory disk that nobody unplugs: it need not know what would be lost."""
+
+    def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
+        super().write(name, offset, buffers)
+        self._files[name].unsynced.clear()
+
+    def sync(self, name: str) -> None:
+        """All of it is kept already."""
+
+
+class Copy(Generic[M]):
+    """One process of the copies, and the world around its core (`qmq.replication.ports.Host`).
+
+    `happened` is called after each step of the core, `failed` with what must never be raised there; `promote` makes the
+    master whose mastership begins.
+    """
+
+    def __init__(
+        self, name: str, *, settings: CopySettings, clock: Clock, happened: Callable[[], None],
+        failed: Callable[[Exception], None], promote: Callable[[Promotion], M],
+    ) -> None:  # fmt: skip
+        disk = Shelf()
+        self._loop = asyncio.get_running_loop()
+        self._clock, self._happened, self._failed = clock, happened, failed
+        self._pass_is_due = False
+        self.wire: Wire | None = None
+        """This end of the connection to the other one."""
+        self.node = Node(
+            message_log=MessageLog(disk, segment_bytes=settings.segment_bytes, tail_bytes=settings.tail_bytes),
+            host=self, identity=IdentityFile(disk, new_incarnation=name), settings=settings, promote=promote,
+        )  # fmt: skip
+
+    def guarded(self, call: Callable[[], object]) -> None:
+        """Run a call into the core. Its refusals are answers; what else it raises is a bug, which the test must see."""
+        try:
+            call()
+        except Exception as error:
+            self._failed(error)
+        self._happened()
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self.node.tick()
+
+    def soon(self, call: Callable[[], object]) -> None:
+        self._loop.call_soon(self.guarded, call)
+
+    # The core's Host.
+
+    def now_ms(self) -> int:
+        return self._clock.now_ms()
+
+    def monotonic_ms(self) -> int:
+        return self._clock.monotonic_ms()
+
+    def pass_soon(self) -> None:
+        if not self._pass_is_due:
+            self._pass_is_due = True
+            self.soon(self._turn)
+
+    def _turn(self) -> None:
+        self._pass_is_due = False
+        self.node.end_of_pass()
+
+    def commit(self, commit: Commit) -> None:
+        self.soon(partial(self._perform, commit))
+
+    def _perform(self, commit: Commit) -> None:
+        self.node.log.perform(commit)
+        self.node.committed(commit)
+
+    def read(self, job: Callable[[], Any], done: Callable[[Any | LogError], None]) -> None:
+        self.soon(lambda: done(job()))
+
+    def write(self, job: Callable[[], Any], done: Callable[[Any | LogError], None]) -> None:
+        self.read(job, done)
+
+    def hello(self, body: bytes) -> None:
+        if self.wire is not None:
+            self.wire.ask(Command.HELLO, body)
+
+    def role_changed(self) -> None:
+        """The pair connects the two by itself."""
+
+
+class Wire:
+    """One end of the connection between the two, a `Link` of theirs; what it is told arrives at the other."""
+
+    def __init__(self, copy: Copy[Any], peer: str) -> None:
+        self._copy = copy
+        self.peer, self.writable, self.is_open = peer, True, True
+        self.unacked_bytes = self.owed_bytes = 0
+        self.other: Wire
+
+    def tell(self, command: Command, *parts: Buffer) -> None:
+        self._send(Packet(command, 0, ONE_WAY, command, memoryview(b"".join(parts))))
+
+    def ask(self, command: Command, body: bytes) -> None:
+        self._send(Packet(command, WIRE_REQUEST, 0, command, memoryview(body)))
+
+    def _send(self, packet: Packet) -> None:
+        if self.is_open:
+            self.other._copy.soon(partial(self.other._arrived, packet))
+
+    def _arrived(self, packet: Packet) -> None:
+        if self.is_open:
+            self._copy.node.packet_received(self, packet)
+
+    def answer(self, request: Packet, *parts: Buffer, code: int = 0) -> None:
+        if self.is_open and not request.flag & ONE_WAY:
+            body = memoryview(b"".join(parts))
+            self.other._copy.soon(partial(self.other._answered, from_code(code, str(body, "utf-8")) if code else body))
+
+    def _answered(self, answer: memoryview | QmqError) -> None:
+        if self.is_open:
+            self._copy.node.agreed(self, answer)
+
+    def refuse(self, request: Packet, error: QmqError) -> None:
+        self.answer(request, str(error).encode(), code=error.code)
+
+    def close(self, reason: str = "") -> None:
+        for end in (self, self.other):
+            if end.is_open:
+                end.is_open = False
+                end._copy.soon(partial(end._copy.node.link_lost, end))
+
+
+class Copies(Generic[M]):
+    """Both processes of a group. Made on the loop that runs it; ends with that.
+
+    Args:
+        make: makes a copy of this name.
+    """
+
+    def __init__(self, group: str, make: Callable[[str], Copy[M]]) -> None:
+        self.group, self.term = group, 0
+        self.copies = [make("first"), make("second")]
+        """The master, then the slave."""
+        self._readonly_subjects: frozenset[str] = frozenset()
+
+    @property
+    def master(self) -> M:
+        """The master's mastership.
+
+        Raises:
+            NotServed: it has not begun, or has no slave yet.
+        """
+        master = self.copies[0].node.master
+        if master is None or not master.has_begun or master.gate.no_slave_in_sync:
+            raise NotServed("the two copies have not agreed yet")
+        return master
+
+    async def ready(self) -> None:
+        """Wait until they have."""
+        while not self.is_ready:
+            await asyncio.sleep(0)
+
+    @property
+    def is_ready(self) -> bool:
+        try:
+            return self.master.has_begun
+        except NotServed:
+            return False
+
+    @property
+    def log(self) -> MessageLog:
+        return self.copies[0].node.log
+
+    def begin_mastership(self) -> None:
+        """Give both their parts, in a new term, and connect them."""
+        self.term += 1
+        for copy in self.copies:
+            if copy.wire is not None:
+                copy.wire.close("the roles changed")
+        master, slave = self.copies
+        for copy in self.copies:
+            self._assign(copy)
+        at_master, at_slave = Wire(master, "slave"), Wire(slave, "master")
+        at_master.other, at_slave.other = at_slave, at_master
+        master.wire, slave.wire = at_master, at_slave
+        assert slave.node.slave is not None
+        slave.node.slave.connected(at_slave)
+
+    def swap(self) -> None:
+        """Let the slave take over as if its master had died: what was under way has to be asked for again."""
+        self.copies.reverse()
+        self.begin_mastership()
+
+    def takes(self, subject: str) -> bool:
+        """Return whether no test has marked the subject readonly."""
+        return self._readonly_subjects.isdisjoint({subject, "*"})
+
+    def mark_readonly(self, subjects: frozenset[str]) -> None:
+        """Refuse new messages of these subjects, as an operator's mark does; `*` stands for all."""
+        self._readonly_subjects = subjects
+        for copy in self.copies:
+            self._assign(copy)
+
+    def _assign(self, copy: Copy[M]) -> None:
+        role = Role.MASTER if copy is self.copies[0] else Role.SLAVE
+        nowhere = Address("127.0.0.1", 0, 0, 0)
+        copy.node.assign(
+            Assignment(self.group, self.term, role, nowhere, nowhere, tuple(sorted(self._readonly_subjects)))
+        )
+
+    def tick(self) -> None:
+        for copy in self.copies:
+            copy.guarded(copy.tick)

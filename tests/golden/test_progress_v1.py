@@ -1,0 +1,39 @@
+"""Core. Bodies of progress frames: bytes with their meaning, written by hand from the drawing in qmq.log.progress."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.log.progress import NOT_BEGUN, Departure, Progress, decode_progress, encode_progress
+
+NAMES = "67" + "6331"
+PULL = "0500000001000000"
+"""Pull sequence 2**32 + 5."""
+ROWS = [
+    pytest.param(
+        Progress("g", "c1", ((0, 0, 0),)),
+        "0100020001000000" + "00" * 24 + NAMES + "00" * 5,
+        id="position: a consumer vanished that never says what it begins with",
+    ),
+    pytest.param(
+        Progress("g", "c1", ((1, 0, 0),)),
+        "0100020001000000" + "01" + "00" * 23 + NAMES + "00" * 5,
+        id="position: a consumer left and said so",
+    ),
+    pytest.param(
+        Progress("g", "c1", ((Departure.SUSPECTED, 0, 0), ((1 << 32) + 5, (1 << 32) + 6, 0))),
+        "0100020002000000" + "02" + "00" * 23 + PULL + "0600000001000000" + "00" * 8 + NAMES + "00" * 5,
+        id="position: a consumer vanished, and had begun with one message",
+    ),
+    pytest.param(
+        Progress("g", "c1", (((1 << 32) + 5, (1 << 32) + 6, NOT_BEGUN),)),
+        "0100020001000000" + PULL + "0600000001000000" + "ff" * 8 + NAMES + "00" * 5,
+        id="nack: not begun",
+    ),
+]
+
+
+@pytest.mark.parametrize("meaning, text", ROWS)
+def test_these_bytes_have_this_meaning(meaning, text):
+    assert encode_progress(meaning.group, meaning.consumer, meaning.entries).hex() == text
+    assert decode_progress(bytes.fromhex(text)) == meaning

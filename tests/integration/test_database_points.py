@@ -1,0 +1,59 @@
+"""Shell. What copies acknowledged is kept on each kind of database, and only rises."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.metaserver import roles
+from qmq.metaserver.db.changes import AcceptLoss, RemoveGroup, SetRoles
+from qmq.metaserver.db.engine import open_database
+from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.model import Broker, Points
+from qmq.replication.points import Point
+from qmq.types import Epoch, Role
+
+HIGHEST = (1 << 64) - 1
+NEWEST = Point(Epoch(3, 2), 1 << 40, HIGHEST)
+OLDER = [Point(Epoch(3, 2), 100, 7), Point(Epoch(3, 1), 1 << 50, 7), Point(Epoch(2, 9), 1 << 50, 7)]
+
+
+@pytest.fixture
+def repository(database_url):
+    engine = open_database(database_url)
+    yield Repository(engine)
+    engine.dispose()
+
+
+def stored(repository, group="g1"):
+    return repository.load_points(group)
+
+
+def test_points_only_rise_and_belong_to_one_group_and_one_disk(repository):
+    assert stored(repository) == Points()
+    repository.store_points({("g1", "a"): OLDER[0], ("g1", "b"): OLDER[2], ("g2", "a"): OLDER[1]})
+    repository.store_points({("g1", "a"): NEWEST})
+    for older in OLDER:
+        repository.store_points({("g1", "a"): older})
+    repository.store_points({("g1", "a"): NEWEST})
+    assert stored(repository) == Points({"a": NEWEST, "b": OLDER[2]})
+    assert stored(repository, "g2") == Points({"a": OLDER[1]})
+
+
+def test_what_an_operator_gave_up_is_not_remembered_and_what_comes_after_is(repository):
+    repository.store_points({("g1", "a"): NEWEST, ("g2", "a"): NEWEST})
+    repository.change([AcceptLoss("g1", 4)])
+    assert stored(repository) == Points({}, 4)
+    later = Point(Epoch(4, 1), 200, 9)
+    repository.store_points({("g1", "a"): later})
+    assert stored(repository) == Points({"a": later}, 4)
+    assert stored(repository, "g2") == Points({"a": NEWEST})
+
+
+def test_a_group_that_is_made_anew_begins_without_points(repository):
+    master = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2)
+    repository.change([SetRoles(roles.add_broker(repository.load(), master))])
+    repository.store_points({("g1", "a"): NEWEST})
+    change = roles.remove_broker(repository.load(), master, lambda _: False)
+    repository.change([SetRoles(change), RemoveGroup("g1", change.new_term)])
+    repository.change([SetRoles(roles.add_broker(repository.load(), master))])
+    assert stored(repository) == Points()

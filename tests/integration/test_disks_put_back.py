@@ -1,0 +1,212 @@
+"""Shell. A disk comes back older than it was, or without its last fsynced write: nothing acknowledged is lost by that,
+and it is the bad copy that is named. P6."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from qmq.errors import OperatorError
+from qmq.log import RealDisk
+from qmq.log.segments import log_name, segment_bases
+from tests.integration.cluster_world import (
+    are_equal,
+    begin,
+    consume_all,
+    data_of,
+    end,
+    log_of,
+    read_copy,
+    reasons,
+    running,
+    send_all,
+    state,
+    until,
+)
+
+BEFORE = 20
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    with running(tmp_path / "cluster") as cluster:
+        send_all(cluster, "s", BEFORE, name="before")
+        until(lambda: are_equal(cluster), "equal copies")
+        yield cluster
+
+
+def copies(cluster):
+    return cluster.broker("g1", "master"), cluster.broker("g1", "slave")
+
+
+def back_up(cluster, plan, to):
+    """Copy a stopped broker's data directory."""
+    shutil.copytree(data_of(cluster, plan), to)
+
+
+def put_back(cluster, plan, backup):
+    shutil.rmtree(data_of(cluster, plan))
+    shutil.copytree(backup, data_of(cluster, plan))
+
+
+def zero_newest_message(cluster, plan):
+    """What a flush that lied leaves: zeros from the newest messages frame on."""
+    data = data_of(cluster, plan)
+    newest = [frame for frame in read_copy(data).frames if frame.subject == "s"][-1]
+    base = max(base for base in segment_bases(RealDisk(data)) if base <= newest.offset)
+    with (data / log_name(base)).open("r+b") as file:
+        file.seek(newest.offset - base)
+        rest = len(file.read())
+        file.seek(newest.offset - base)
+        file.write(bytes(rest))
+
+
+def restart_both(cluster):
+    master, slave = copies(cluster)
+    begin(cluster, master.hostname, slave.hostname)
+    cluster.wait_writable()
+
+
+def remembered(cluster):
+    """Wait until every memory knows the newest acknowledged point: both copies' files, and the row if there is one."""
+
+    def has(plan):
+        own = json.loads((data_of(cluster, plan) / "points.json").read_text())["own"]
+        return own is not None and own[2] == state(cluster, plan).log_end
+
+    for plan in copies(cluster):
+        until(lambda plan=plan: has(plan), f"{plan.hostname} remembers the acknowledged point")
+    end = state(cluster, cluster.broker("g1", "master")).log_end
+    until(lambda: row(cluster, "SELECT max(log_end) FROM acknowledged_point") == (end,), "the row remembers it")
+
+
+def refused(cluster, action, words):
+    """Return why an action is refused to stopped brokers; None while the metaserver takes them for running."""
+    try:
+        cluster.manage(action, **words)
+    except OperatorError as error:
+        return None if "running" in str(error) else str(error)
+    return "it is done"
+
+
+def row(cluster, query, *values):
+    """What the metaserver's database says."""
+    with closing(sqlite3.connect(cluster.run_dir / "metaserver" / "metaserver.db")) as database:
+        return database.execute(query, values).fetchone()
+
+
+def is_incomplete(cluster, plan):
+    return row(cluster, "SELECT complete FROM broker WHERE hostname = ?", plan.hostname) == (0,)
+
+
+def all_ids(count, more):
+    return sorted([f"before-{i}" for i in range(count)] + [f"after-{i}" for i in range(more)])
+
+
+def returned(cluster, plan):
+    """Wait until the log says what became of a master that came back alone."""
+    name = plan.hostname
+    until(
+        lambda: "rolled_back" in (reasons(cluster, plan) or []) or "without its slave" in log_of(cluster, name),
+        f"{name} goes on alone, or says that it was rolled back",
+    )
+
+
+def check_nothing_is_lost(cluster, more):
+    cluster.wait_writable()
+    until(lambda: are_equal(cluster), "equal copies")
+    assert all(not reasons(cluster, plan) for plan in copies(cluster))
+    got = consume_all(cluster, "s", "g", BEFORE + more)
+    assert sorted(id for _, id in got) == all_ids(BEFORE, more)
+    assert sorted(sequence for sequence, _ in got) == list(range(BEFORE + more))
+    send_all(cluster, "s", 5, name="later")
+
+
+@pytest.mark.parametrize(
+    "lost, metaserver, memory, more",
+    [
+        pytest.param("copy from before", "up", "remembered", 1000, id="row and slave remember"),
+        pytest.param("zeroed end", "up", "remembered", 1, id="the copy itself remembers"),
+        pytest.param("copy from before", "away", "remembered", 1, id="the slave alone remembers"),
+        pytest.param("copy from before", "away", "killed at once", 1000, id="nobody remembers, copy from before"),
+        pytest.param("zeroed end", "up", "killed at once", 1, id="nobody remembers, zeroed end"),
+    ],
+)
+def test_master_without_its_last_fsynced_write_does_not_cost_the_slave_its_good_copy(
+    cluster, tmp_path, more, metaserver, memory, lost
+):
+    """The log ends on a frame's end, so the disk itself tells nothing; the slave returns after `slave_wait_ms`."""
+    master, slave = copies(cluster)
+    end(cluster, master.hostname, slave.hostname)
+    back_up(cluster, master, tmp_path / "backup")
+    restart_both(cluster)
+    send_all(cluster, "s", more, name="after")
+    if memory == "remembered":
+        remembered(cluster)
+    end(cluster, *([] if metaserver == "up" else ["metaserver"]), master.hostname, slave.hostname)
+    if lost == "zeroed end":
+        zero_newest_message(cluster, master)
+    else:
+        put_back(cluster, master, tmp_path / "backup")
+    begin(cluster, master.hostname)
+    returned(cluster, master)
+    begin(cluster, slave.hostname)
+    until(lambda: (said := state(cluster, slave)) and said.term, "the slave has its part")
+    begin(cluster, *([] if metaserver == "up" else ["metaserver"]))
+    check_nothing_is_lost(cluster, more)
+    if memory == "remembered":
+        assert "rolled back" in log_of(cluster, master.hostname)
+    assert "rolled back" not in log_of(cluster, slave.hostname)
+
+
+def test_old_backup_on_the_master_accuses_nobody_else(cluster, tmp_path):
+    """Several masterships and many segments later."""
+    master, slave = copies(cluster)
+    end(cluster, master.hostname, slave.hostname)
+    back_up(cluster, master, tmp_path / "backup")
+    restart_both(cluster)
+    for part in range(3):
+        send_all(cluster, "s", 300, size=300, name=f"part{part}")
+        remembered(cluster)
+        end(cluster, master.hostname, slave.hostname)
+        restart_both(cluster)
+    end(cluster, master.hostname, slave.hostname)
+    put_back(cluster, master, tmp_path / "backup")
+    begin(cluster, master.hostname)
+    returned(cluster, master)
+    begin(cluster, slave.hostname)
+    cluster.wait_writable()
+    until(lambda: are_equal(cluster), "equal copies")
+    for plan in (master, slave):
+        assert not reasons(cluster, plan)
+    assert "rolled back" in log_of(cluster, master.hostname)
+    assert "damaged" not in log_of(cluster, slave.hostname) and "rolled back" not in log_of(cluster, slave.hostname)
+    assert len(consume_all(cluster, "s", "g", BEFORE + 900)) == BEFORE + 900
+
+
+def test_rolled_back_slave_is_not_promoted_without_a_word(cluster, tmp_path):
+    """The master's machine dies while the slave, with an older disk, is not refilled."""
+    master, slave = copies(cluster)
+    end(cluster, master.hostname, slave.hostname)
+    back_up(cluster, slave, tmp_path / "backup")
+    restart_both(cluster)
+    send_all(cluster, "s", 500, name="after")
+    remembered(cluster)
+    end(cluster, master.hostname, slave.hostname)
+    put_back(cluster, slave, tmp_path / "backup")
+    begin(cluster, slave.hostname)
+    until(lambda: is_incomplete(cluster, slave), "the metaserver's row says that the slave is not complete")
+    assert "rolled_back" in reasons(cluster, slave)
+    end(cluster, slave.hostname)
+    words = {
+        "brokerGroup": "g1", "role": 0, "hostname": slave.hostname, "ip": "127.0.0.1", "servePort": slave.serve_port,
+        "syncPort": slave.sync_port,
+    }  # fmt: skip
+    refusal = until(lambda: refused(cluster, "ReplaceBroker", words), "the metaserver notices that both are down")
+    assert "rolled back" in refusal and "acknowledged up to offset" in refusal and "acceptLoss" in refusal
+    begin(cluster, master.hostname, slave.hostname)
+    check_nothing_is_lost(cluster, 500)

@@ -1,0 +1,114 @@
+"""Shell. Divergences of every kind, planted on one copy and on both, eight at once: the audit names each of them, its
+frame and its message, and nothing else. Each alone: tests/unit/audit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from qmq.audit.copies import place_options
+from qmq.audit.group import Group, Result, audit_group
+from tests.support.spark import local_spark
+from tests.unit.audit.divergences import RIGHT_BUT_OTHER, TWO_SIDED, Expected, Plant
+from tests.unit.audit.forged import forged, write_world
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
+
+PIECE_BYTES = 65_536
+Found = set[tuple[str, str, int | None, int | None, str | None]]
+"""(kind, copy, offset, sequence, message id)"""
+
+
+@pytest.fixture(scope="module")
+def spark() -> Iterator[SparkSession]:
+    with local_spark("divergences") as session:
+        yield session
+
+
+def audit(spark: SparkSession, folder: Path) -> Result:
+    places = {copy: place_options(str(folder / copy), "") for copy in ("master", "slave")}
+    result = audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES)
+    assert result.unreadable is None
+    return result
+
+
+def found(result: Result) -> Found:
+    assert sum(result.found.values()) == len(result.findings)
+    return {(row["what"], row["copy"], row["offset"], row["sequence"], row["id"]) for row in result.findings}
+
+
+def due(expected: Expected, copy: str) -> Found:
+    rows: Found = set()
+    for what, frame, sequence in expected:
+        # `history` and frames without messages aside, what is found is about one message.
+        sequence = frame.first_sequence if sequence is None and frame.count else sequence
+        identity = None if sequence is None or not frame.count else f"{frame.subject}-{sequence}"
+        rows.add((what, copy, frame.at, sequence, identity))
+    return rows
+
+
+def without_id(rows: Found, whats: set[str]) -> Found:
+    """What cannot be decoded has an id as far as it goes; a message forged under another's sequence has that one's."""
+    return {(what, *rest[:3], None if what in whats else rest[3]) for what, *rest in rows}  # type: ignore[misc]
+
+
+def plant_on_both(folder: Path, plants: Iterable[Plant]) -> Found:
+    expected: Found = set()
+    for copy in ("master", "slave"):
+        write_world(folder / copy)
+        with forged(folder / copy) as frames:
+            planted = [one for plant in plants for one in plant(frames)]
+        expected |= due(planted, "both")
+    return expected
+
+
+OTHER_IDS = {"undecodable", "batch_twice", "id_twice", "sequence"}
+
+
+EIGHT = ("a message that is no UTF-8", "of another subject", "labels that are zero", "a batch twice", "an id twice",
+         "a watermark of 2^40", "a time in ten years", "passed though it gets such")  # fmt: skip
+EIGHT_MORE = ("a message that is cut", "a watermark that goes back", "a time two hours ahead", "a time two hours back",
+              "a position of 10^9", "passed beside its like", "an epoch nobody began", "a gap")  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [EIGHT, EIGHT_MORE], ids=["some", "others"])
+def test_eight_at_once_hide_nothing_of_each_other(spark: SparkSession, tmp_path: Path, names: tuple[str, ...]) -> None:
+    expected = plant_on_both(tmp_path, [TWO_SIDED[name] for name in names])
+    assert without_id(found(audit(spark, tmp_path)), OTHER_IDS) == without_id(expected, OTHER_IDS)
+
+
+def plant_on_slave(folder: Path, plants: Iterable[Plant]) -> Found:
+    write_world(folder / "master")
+    write_world(folder / "slave")
+    with forged(folder / "slave") as frames:
+        planted = [one for plant in plants for one in plant(frames)]
+    return due(planted, "slave")
+
+
+def test_four_that_are_other_on_one_copy_are_found(spark: SparkSession, tmp_path: Path) -> None:
+    expected = plant_on_slave(tmp_path, list(RIGHT_BUT_OTHER.values())[:4])
+    assert found(audit(spark, tmp_path)) == expected
+
+
+def test_one_frame_more_on_one_copy_is_two_findings(spark: SparkSession, tmp_path: Path) -> None:
+    expected = plant_on_slave(tmp_path, [RIGHT_BUT_OTHER["one frame more"]])
+    result = audit(spark, tmp_path)
+    assert {(row["what"], row["offset"]) for row in result.findings} == {
+        (what, min(at for _, _, at, _, _ in expected)) for what in ("extra", "shifted")
+    }
+    assert "bytes further on" in next(row["text"] for row in result.findings if row["what"] == "shifted")
+
+
+def test_one_frame_less_on_one_copy_is_two_findings(spark: SparkSession, tmp_path: Path) -> None:
+    write_world(tmp_path / "master")
+    write_world(tmp_path / "slave")
+    with forged(tmp_path / "slave") as frames:
+        (_, lacking, _), (_, behind, _) = RIGHT_BUT_OTHER["one frame less"](frames)
+    result = audit(spark, tmp_path)
+    missing, shifted = result.findings
+    assert (missing["what"], missing["offset"], shifted["what"]) == ("missing", behind.at, "shifted")
+    assert "bytes further back" in shifted["text"]
+    assert missing["end"] == shifted["offset"]

@@ -1,0 +1,56 @@
+"""Shell. A disk that is full to the last byte, whoever filled it: readonly, consumers go on, no crash loop."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.integration.cluster_world import (
+    are_equal,
+    begin,
+    consume_all,
+    data_of,
+    end,
+    log_of,
+    reasons,
+    running,
+    send_all,
+    until,
+)
+from tests.support.small_disk import fill, small_disk
+
+COUNT = 300
+
+
+@pytest.mark.parametrize("role", ["master", "slave"])
+def test_a_full_disk_makes_the_group_readonly_and_consumers_go_on(tmp_path, role):
+    with running(tmp_path, segment_bytes=1 << 20, disk_free_limit=0) as cluster:
+        broker = cluster.broker("g1", role)
+        master = cluster.broker("g1", "master")
+        data = data_of(cluster, broker)
+        cluster.wait_writable()
+        end(cluster, broker.hostname)
+        kept = shutil.move(data, tmp_path / "kept")
+        with small_disk(data, mib=64):
+            shutil.copytree(kept, data, dirs_exist_ok=True)
+            begin(cluster, broker.hostname)
+            cluster.wait_writable()
+            ids = [receipt.message_id for receipt in send_all(cluster, "s", COUNT, size=200)]
+            until(lambda: are_equal(cluster) and (data / "reserve").is_file(), "equal copies, and a reserve")
+            filler = fill(data)
+            until(lambda: "disk" in (reasons(cluster, master) or ()), "readonly, as its disk is full")
+            assert consume_all(cluster, "s", "before", COUNT)
+            end(cluster, broker.hostname)
+            begin(cluster, broker.hostname)
+            until(lambda: "disk" in (reasons(cluster, master) or ()), "it starts on the full disk, and is readonly")
+            pid = cluster.service(broker.hostname).pid
+            got = consume_all(cluster, "s", "after", COUNT)
+            assert [id for _, id in sorted(set(got))] == ids
+            assert cluster.service(broker.hostname).pid == pid, log_of(cluster, broker.hostname)[-3000:]
+            filler.unlink()
+            cluster.wait_writable()
+            assert cluster.service(broker.hostname).pid == pid
+            send_all(cluster, "s", 10, name="again")
+            until(lambda: are_equal(cluster), "equal copies")
+            end(cluster, broker.hostname)

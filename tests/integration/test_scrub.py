@@ -1,0 +1,63 @@
+"""Shell. Closed segments are read again in the background: damage is found and mended although nobody reads it."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.log import RealDisk
+from qmq.log.segments import log_name, segment_bases
+from tests.integration.cluster_world import (
+    are_equal,
+    consume_all,
+    data_of,
+    flip_bit,
+    log_of,
+    metrics,
+    read_copy,
+    running,
+    send_all,
+    until,
+)
+
+COUNT = 200
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cluster")
+    with running(folder, segment_bytes=64 * 1024, tail_bytes=0, scrub_hours=0.0002) as cluster:
+        cluster.wait_writable()
+        yield cluster
+
+
+@pytest.mark.parametrize("role", ["master", "slave"])
+@pytest.mark.parametrize("what", ["unlinked", "flipped", "exchanged"])
+def test_damage_that_nobody_reads_is_found_and_mended_by_name(cluster, role, what):
+    subject = f"{role}.{what}"
+    sent = [receipt.message_id for receipt in send_all(cluster, subject, COUNT, size=900)]
+    until(lambda: are_equal(cluster), "equal copies")
+    broker = cluster.broker("g1", role)
+    data, pid = data_of(cluster, broker), cluster.service(broker.hostname).pid
+    bases = segment_bases(RealDisk(data))
+    file = data / log_name(bases[1])
+    whole, quarantined = file.read_bytes(), len(list(data.glob("quarantine/*.bytes")))
+    if what == "unlinked":
+        file.unlink()
+    elif what == "flipped":
+        flip_bit(file, 41)
+    else:
+        (data / "other").write_bytes(bytes(len(whole)))
+        (data / "other").replace(file)  # an open descriptor still shows the right bytes
+    until(lambda: file.is_file() and file.read_bytes() == whole, "it is mended")
+    cluster.wait_writable()
+    assert f"scrub found damage offset={bases[1]} " in log_of(cluster, broker.hostname)
+    assert cluster.service(broker.hostname).pid == pid, "it did not end"
+    if what == "flipped":
+        assert len(list(data.glob("quarantine/*.bytes"))) > quarantined, "the old bytes are kept"
+    said = metrics(cluster, broker)
+    assert said['qmq_broker_scrub_findings_total{broker_group="g1"}'] >= 1
+    assert said['qmq_broker_scrubbed_bytes_total{broker_group="g1"}'] > 0
+    assert 0 < said['qmq_broker_scrub_oldest_seconds{broker_group="g1"}'] < 600
+    assert [id for _, id in consume_all(cluster, subject, "g", COUNT)] == sent
+    mine, other = (read_copy(data_of(cluster, cluster.broker("g1", one))) for one in ("master", "slave"))
+    assert mine.frames == other.frames

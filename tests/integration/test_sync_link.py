@@ -1,0 +1,186 @@
+"""Shell. The link between two copies: heartbeats, and a box in between that forgets the connection and tells nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+
+from qmq.broker.counters import Counters
+from qmq.broker.main import CLIENT_COMMANDS
+from qmq.broker.master import BrokerMaster
+from qmq.broker.retention import Retention
+from qmq.broker.settings import BrokerSettings
+from qmq.codec import encode_message, join_batch
+from qmq.log import MessageLog, RealDisk
+from qmq.message import Message
+from qmq.remoting import commands
+from qmq.remoting.commands import Command
+from qmq.remoting.connection import connect
+from qmq.replication.assignment import Address, Assignment
+from qmq.replication.identity import IdentityFile
+from qmq.server import pulse
+from qmq.server.service import Service
+from qmq.types import Endpoint, Role
+from tests.support.cable import Cable, cable_to
+from tests.support.ports import run_of_ports
+from tests.support.waiting import until_async
+
+WAIT_S = 30.0
+
+
+def in_loop(test):
+    @functools.wraps(test)
+    def run(*args, **fixtures):
+        asyncio.run(test(*args, **fixtures))
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def short_beats(monkeypatch):
+    monkeypatch.setattr(pulse, "BEAT_S", 0.1)
+    monkeypatch.setattr(pulse, "SILENT_S", 0.5)
+
+
+def a_broker(folder: Path, name: str, port: int) -> Service[BrokerMaster]:
+    settings = BrokerSettings(
+        hostname=name, data=folder / name, token="t", serve_port=port, sync_port=port + 1, slave_wait_ms=100,
+        segment_bytes=1 << 16, disk_free_limit=0, slave_lag_ms_max=600_000,
+    )  # fmt: skip
+    disk = RealDisk(settings.data)
+    return Service(
+        message_log=MessageLog(disk, segment_bytes=settings.segment_bytes, tail_bytes=1 << 20), disk=disk,
+        identity=IdentityFile(disk, new_incarnation=name), settings=settings, commands=CLIENT_COMMANDS,
+        promote=lambda promotion: BrokerMaster(promotion, settings, Counters()), keeper=Retention(settings),
+    )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def a_group(folder: Path) -> AsyncIterator[tuple[Service[BrokerMaster], Service[BrokerMaster], Cable]]:
+    """Two brokers in this process; the slave reaches its master through a cable."""
+    port = run_of_ports()
+    a, b = a_broker(folder, "a", port), a_broker(folder, "b", port + 4)
+    with cable_to(port + 1) as cable:
+        tasks = [asyncio.ensure_future(service.run()) for service in (a, b)]
+        try:
+            await asyncio.sleep(0)  # they begin
+            master, slave = (Address("127.0.0.1", at, sync, 1) for at, sync in ((port, cable.port), (port + 4, 1)))
+            a.node.assign(Assignment("g1", 1, Role.MASTER, master, slave))
+            b.node.assign(Assignment("g1", 1, Role.SLAVE, master, slave))
+            await until_async(lambda: a.node.writable)
+            yield a, b, cable
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for service in (a, b):
+                service.node.role.step_down()
+            await until_async(lambda: not a.connections)
+
+
+class _Client:
+    def __init__(self):
+        self.lost = asyncio.Event()
+
+    def packet_received(self, connection, packet): ...
+
+    def connection_lost(self, connection, reason):
+        self.lost.set()
+
+    def writable_again(self, connection): ...
+
+
+async def produce(service: Service[BrokerMaster], batch: int, size: int = 1) -> None:
+    """Return when the batch is acknowledged."""
+    endpoint = Endpoint("127.0.0.1", service._settings.serve_port)
+    client = _Client()
+    connection, _ = await connect(
+        endpoint, handler=client, token="t", app="test", packet_bytes_max=1 << 20, timeout_s=5.0
+    )
+    body = join_batch([encode_message(Message("s", {"x": "y" * size}, id=f"m{batch}-{size}"), 0)])
+    head = commands.produce_header(7, batch, 1, crc32(body), "s")
+    async with asyncio.timeout(WAIT_S):
+        await connection.request(Command.PRODUCE, head + body)
+    connection.close()
+    await client.lost.wait()
+
+
+@in_loop
+async def test_a_connection_that_a_box_forgets_is_made_anew(tmp_path):
+    async with a_group(tmp_path) as (a, b, cable):
+        await produce(a, 1)
+        cable.forget()
+        await produce(a, 2)  # nothing says that the link is gone; it must not wait for ever
+        await until_async(lambda: a.node.writable)
+        await produce(a, 3)
+        await until_async(lambda: (a.node.log.end, a.node.log.chain) == (b.node.log.end, b.node.log.chain))
+
+
+@in_loop
+async def test_a_disk_without_room_is_held_by_nobody(tmp_path):
+    """An audit that hangs would fill it, and a full disk makes the group readonly: the slave's, too."""
+    async with a_group(tmp_path) as (a, b, _):
+        b.log_holders.add("an audit that hangs")
+        for batch in range(1, 7):
+            await produce(a, batch, size=30_000)
+        b.node.log.state.kept.start = b.node.log.bases[1]  # as if that were agreed on
+        b._look_after_log()
+        assert b.node.log.start == 0
+        b._disk_watch.limit_bytes = 1 << 60
+        b._disk_watch.measured(0, 0, 0)
+        b._look_after_log()
+        assert b.node.log.start > 0
+        await until_async(lambda: a.node.readonly_reasons == ["disk"])
+
+
+@in_loop
+async def test_each_copy_hears_what_time_the_other_has(tmp_path):
+    async with a_group(tmp_path) as (a, b, _):
+        await until_async(lambda: "slave" in a.node.clocks_ahead_ms() and "master" in b.node.clocks_ahead_ms())
+        b.now_ms = lambda: Service.now_ms(b) + 400 * 86_400_000
+        await until_async(lambda: a.node.clocks_ahead_ms().get("slave", 0) < -300 * 86_400_000)
+        await until_async(lambda: b.node.clocks_ahead_ms().get("master", 0) > 300 * 86_400_000)
+        assert "34,560,0" in a.node.clocks_disagreement()
+
+
+@in_loop
+async def test_a_link_that_is_quiet_and_alive_stays(tmp_path):
+    async with a_group(tmp_path) as (a, _, cable):
+        link = a.node.master._slave_watch._slave.link
+        heard = link.received_bytes
+        # Ten heartbeats are longer than the silence allowed.
+        await until_async(lambda: link.received_bytes > heard + 32 * 10)
+        assert link.is_open and a.node.writable
+
+
+@in_loop
+async def test_a_slave_that_does_not_beat_is_of_an_older_version_and_kept(tmp_path, monkeypatch):
+    beat, masters_beats = pulse.Pulse._beat, []
+
+    def of_the_master_alone(self):
+        if self._service.node.master is not None:
+            masters_beats.append(self)
+            beat(self)
+
+    monkeypatch.setattr(pulse.Pulse, "_beat", of_the_master_alone)
+    async with a_group(tmp_path) as (a, _, __):
+        link = a.node.master._slave_watch._slave.link
+        await until_async(lambda: len(masters_beats) > 15)
+        assert link.is_open and a.node.writable and "slave" not in a.node.clocks_ahead_ms()
+
+
+@in_loop
+async def test_a_loop_that_stood_still_does_not_take_that_for_silence(tmp_path, monkeypatch):
+    async with a_group(tmp_path) as (a, _, __):
+        link = a.node.master._slave_watch._slave.link
+        acceptor = link._acceptor
+        await until_async(lambda: acceptor._pulse._beats_too)
+        now_s = acceptor._pulse._loop.time()
+        monkeypatch.setattr(acceptor._pulse, "_looked_s", now_s - 60)
+        assert not acceptor._pulse._is_silent() and acceptor._pulse._silent_s <= 2 * pulse.BEAT_S + 0.01

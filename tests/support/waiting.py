@@ -1,0 +1,32 @@
+"""Shell. Waiting for what processes and tasks do: for an event, within a bound that only a hang reaches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+WAIT_S = 60.0
+"""A busy machine stands still for seconds; what takes a minute does not happen."""
+POLL_S = 0.01
+
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], T], what: str = "it happens", timeout_s: float = WAIT_S) -> T:
+    """Poll until `condition()` is true; return what it returned."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(POLL_S)
+    return found
+
+
+async def until_async(condition: Callable[[], T], what: str = "it happens", timeout_s: float = WAIT_S) -> T:
+    """The same on an event loop, which goes on meanwhile."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        await asyncio.sleep(POLL_S)
+    return found

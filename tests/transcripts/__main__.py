@@ -1,0 +1,12 @@
+"""Shell. `python -m tests.transcripts`: write what happens below each command of every story."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.transcripts.player import play
+
+for story in sorted(Path(__file__).parent.glob("*.txt")):
+    before = story.read_text()
+    story.write_text(after := play(before))
+    print(f"{'changed' if after != before else 'as before'}: {story.name}")

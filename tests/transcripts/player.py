@@ -1,0 +1,280 @@
+"""Core. Plays a story told in commands on two brokers' cores, and writes down what each command causes.
+
+A transcript is a text file. A block is one or more commands, a line `----`, and what happened; blank lines separate
+blocks, lines with `#` are for the reader. Nothing happens between commands: no packet arrives, no fsync ends, no time
+passes.
+
+    group                          brokers a and b, with empty disks; `group segment_bytes=4096` changes settings
+    assign a master term=1         what the metaserver says; `slave` likewise
+    connect | cut | hello          the slave connects; the connection breaks; the slave's hello and its answer arrive
+    pass a                         the loop of a ends its pass: frames leave, an fsync is asked for
+    fsync a | ship | confirm       a's oldest fsync ends; the next packet reaches the slave; the next one the master
+    settle                         all of these, until nothing is left to do
+    wait 5000                      time passes for both
+    crash a                        a dies, loses what was not fsynced, and starts again
+    swap term=2                    by force: roles are exchanged in the row, and the slave connects
+    produce s m1 m2 batch=3        a producer sends a batch of messages m1, m2
+    subscribe c1 s g | pull c1 | ack c1 0 2 | nack c1 0 1 delay_ms=0 | gone c1
+                                   a consumer of subject s and group g; ranges are of pull sequences, half-open, counted
+                                   within the epoch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from qmq.errors import ErrorCode
+from qmq.log import MessageLog
+from qmq.log.frame import Frame, FrameKind, decode_frames
+from qmq.remoting import commands
+from qmq.remoting.commands import Command
+from qmq.types import Role
+from tests.unit.broker.world import SETTINGS, Broker, Client, Group
+
+EPOCH_BITS = 32
+"""Pull sequences are shown without their upper half, which names the epoch."""
+
+
+class WrongTranscript(Exception):
+    """The file is not a transcript: an unknown command, or a word too many."""
+
+
+def blocks(text: str) -> Iterator[tuple[list[str], str]]:
+    """Yield comments and commands of each block, and what stands below its `----`."""
+    for block in text.strip().split("\n\n"):
+        head, line, below = block.partition("\n----\n")
+        if not line and any(not one.startswith("#") for one in block.splitlines()):
+            head, line, below = block.removesuffix("\n----"), "----", ""
+        yield head.splitlines(), below.rstrip("\n")
+
+
+def play(text: str) -> str:
+    """Return the transcript with what happens now below each command."""
+    player, played = Player(), []
+    for head, _ in blocks(text):
+        typed = [line for line in head if not line.startswith("#")]
+        happened = [line for command in typed for line in player.run(command)]
+        played.append("\n".join([*head, "----", *happened] if typed else head))
+    return "\n\n".join(played).rstrip("\n") + "\n"
+
+
+@dataclass
+class Seen:
+    """What of one broker has been written down already."""
+
+    frames: list[Frame] = field(default_factory=list)
+    flushed: int = 0
+    high: int = 0
+    commits: int = 0
+    role: str = "no role"
+    reasons: list[str] = field(default_factory=list)
+
+
+class Player:
+    """One story. Made for each transcript."""
+
+    def __init__(self) -> None:
+        self._group = Group()
+        self._brokers: dict[str, Broker] = {}
+        self._seen: dict[str, Seen] = {}
+        self._clients: dict[str, Client] = {}
+        self._asked: dict[tuple[str, int], str] = {}
+        self._bases: dict[str, int] = {}
+        self._told: dict[str, int] = {}
+
+    def run(self, command: str) -> list[str]:
+        """Carry out one command; return what happened, a line each."""
+        name, *words = command.split()
+        run = getattr(self, f"_do_{name}", None)
+        if run is None:
+            raise WrongTranscript(f"no command {name!r} in {command!r}")
+        plain = [word for word in words if "=" not in word]
+        named = dict(word.split("=", 1) for word in words if "=" in word)
+        packets = self._packets()
+        run(*plain, **{key: int(value) if value.lstrip("-").isdigit() else value for key, value in named.items()})
+        return [*self._of_brokers(), *self._of_wire(packets), *self._of_clients()]
+
+    # Commands.
+
+    def _do_group(self, **settings: Any) -> None:
+        changed = replace(SETTINGS, **settings)
+        self._group = Group(Broker("a", changed), Broker("b", changed))
+        self._brokers = {"a": self._group.a, "b": self._group.b}
+        self._seen = {name: Seen() for name in self._brokers}
+
+    def _do_assign(self, name: str, role: str, *, term: int) -> None:
+        self._brokers[name].assign(Role[role.upper()], term)
+
+    def _do_connect(self) -> None:
+        self._group.connect()
+
+    def _do_cut(self) -> None:
+        self._group.cut()
+
+    def _do_hello(self) -> None:
+        self._group.deliver_hello()
+
+    def _do_pass(self, name: str) -> None:
+        self._brokers[name].host.turn()
+
+    def _do_fsync(self, name: str) -> None:
+        self._brokers[name].host.fsync()
+
+    def _do_ship(self) -> None:
+        self._group.to_slave()
+
+    def _do_confirm(self) -> None:
+        self._group.to_master()
+
+    def _do_settle(self) -> None:
+        self._group.settle()
+
+    def _do_wait(self, ms: str) -> None:
+        for broker in self._brokers.values():
+            broker.wait(int(ms))
+
+    def _do_crash(self, name: str) -> None:
+        if self._group.at_master is not None and self._group.at_master.is_open:
+            self._group.cut()
+        self._brokers[name].crash()
+        self._seen[name] = replace(self._seen[name], flushed=0, commits=0, high=0)
+        self._clients = {key: one for key, one in self._clients.items() if one.broker is not self._brokers[name]}
+
+    def _do_swap(self, *, term: int) -> None:
+        self._group.swap(term)
+
+    def _do_produce(self, subject: str, *ids: str, batch: int, producer: int = 7) -> None:
+        client = self._client("producer")
+        self._ask(client, client.produce(*ids, subject=subject, batch=batch, producer=producer), f"batch {batch}")
+
+    def _do_subscribe(self, consumer: str, subject: str, group: str) -> None:
+        client = self._client(consumer)
+        self._ask(client, client.subscribe(consumer, subject=subject, group=group), "subscribe")
+
+    def _do_pull(self, consumer: str, *, most: int = 100, timeout_ms: int = 0) -> None:
+        client = self._client(consumer)
+        self._ask(client, client.pull(most=most, timeout_ms=timeout_ms), "pull")
+
+    def _do_ack(self, consumer: str, begin: str, end: str) -> None:
+        base, client = self._bases.get(consumer, 0), self._client(consumer)
+        self._ask(client, client.ack(base + int(begin), base + int(end)), f"ack [{begin},{end})")
+
+    def _do_nack(self, consumer: str, begin: str, end: str, *, delay_ms: int = 0) -> None:
+        base, client = self._bases.get(consumer, 0), self._client(consumer)
+        opaque = client.nack(base + int(begin), base + int(end), delay_ms=delay_ms)
+        self._ask(client, opaque, f"nack [{begin},{end})")
+
+    def _do_gone(self, consumer: str) -> None:
+        self._clients.pop(consumer).lost()
+
+    def _client(self, name: str) -> Client:
+        client = self._clients.get(name)
+        if client is None or client.broker is not self._group.a:
+            client = self._clients[name] = Client(self._group.a, name)
+        return client
+
+    def _ask(self, client: Client, opaque: int, what: str) -> None:
+        self._asked[client.link.peer, opaque] = what
+
+    # What happened.
+
+    def _of_brokers(self) -> Iterator[str]:
+        for name, broker in self._brokers.items():
+            yield from (f"{name}: {line}" for line in self._of_broker(broker, self._seen[name]))
+
+    def _of_broker(self, broker: Broker, seen: Seen) -> Iterator[str]:
+        log, gate = broker.log, broker.node.master.gate if broker.node.master else None
+        frames = list(frames_from(log, log.start))
+        kept = next((i for i, (old, new) in enumerate(zip(seen.frames, frames)) if old != new), len(frames))
+        if kept < len(seen.frames):
+            yield f"cut to {seen.frames[kept].offset}"
+        yield from (f"append {describe(frame)}" for frame in frames[min(kept, len(seen.frames)) :])
+        seen.frames = frames
+        if len(broker.host.commits) > seen.commits:
+            yield "fsync asked for"
+        seen.commits = len(broker.host.commits)
+        if log.flushed_end > seen.flushed:
+            yield f"flushed {log.flushed_end}"
+        seen.flushed = log.flushed_end
+        if gate is not None and gate.high_watermark > seen.high:
+            yield f"high watermark {gate.high_watermark}"
+            seen.high = gate.high_watermark
+        yield from self._of_role(broker, seen)
+
+    def _of_role(self, broker: Broker, seen: Seen) -> Iterator[str]:
+        master = broker.node.master
+        role = "slave" if broker.node.slave else "no role"
+        if master is not None:
+            role = f"master {master.epoch.term}.{master.epoch.boot}" + (
+                "" if master.has_begun else ", waits for its slave"
+            )
+        if role != seen.role:
+            yield role
+        reasons = sorted(str(reason) for reason in broker.node.readonly_reasons) if master is not None else []
+        if reasons != seen.reasons:
+            yield f"readonly: {', '.join(reasons)}" if reasons else "writable"
+        seen.role, seen.reasons = role, reasons
+
+    def _packets(self) -> dict[str, int]:
+        links = {"->": self._group.at_master, "<-": self._group.at_slave}
+        return {arrow: len(link.told) for arrow, link in links.items() if link is not None}
+
+    def _of_wire(self, before: dict[str, int]) -> Iterator[str]:
+        for arrow, link in {"->": self._group.at_master, "<-": self._group.at_slave}.items():
+            if link is None:
+                continue
+            for command, body in list(link.told)[before.get(arrow, 0) :]:
+                yield f"{self._group.a.name} {arrow} {self._group.b.name}: {describe_packet(command, body)}"
+
+    def _of_clients(self) -> Iterator[str]:
+        for name, client in self._clients.items():
+            for opaque in client.link.order:
+                if (what := self._asked.pop((name, opaque), None)) is not None:
+                    yield f"{name}: {what}: {self._answer(name, client, what, opaque)}"
+
+    def _answer(self, name: str, client: Client, what: str, opaque: int) -> str:
+        if code := client.code(opaque):
+            return f"{ErrorCode(code).name} {client.text(opaque)}".rstrip()
+        if what.startswith("batch"):
+            receipt = client.receipt(opaque)
+            return f"stored {receipt.first_sequence}..{receipt.first_sequence + receipt.stored}"
+        if what == "subscribe":
+            client.subscription(opaque)
+            return "subscribed"
+        if what != "pull":
+            return "done"
+        pulled, attempts = client.pulled(opaque), client.times(opaque)
+        if pulled:
+            self._bases[name] = pulled[0][0] >> EPOCH_BITS << EPOCH_BITS
+        low = (1 << EPOCH_BITS) - 1
+        return " ".join(f"{id}@{pull & low}x{times}" for (pull, _, id), times in zip(pulled, attempts)) or "no messages"
+
+
+def frames_from(log: MessageLog, offset: int) -> Iterator[Frame]:
+    """Yield the frames of a log from `offset`: those of its tail, and those that are on its disk alone."""
+    while offset < log.end:
+        entry = log.tail_body(offset)
+        on_disk = () if entry else decode_frames(log.read_bytes(offset, log.end), offset, None)
+        for frame in [entry[0]] if entry else [frame for frame, _ in on_disk]:
+            yield frame
+            offset = frame.end
+
+
+def describe(frame: Frame) -> str:
+    """Say in a line which frame this is."""
+    span = f"[{frame.offset},{frame.end})"
+    if frame.kind == FrameKind.MESSAGES:
+        return f"messages {span} {frame.subject} {frame.first_sequence}..{frame.first_sequence + frame.count}"
+    if frame.kind == FrameKind.EPOCH:
+        return f"epoch {span} {frame.epoch.term}.{frame.epoch.boot}"
+    return f"{FrameKind(frame.kind).name.lower()} {span} {frame.subject}"
+
+
+def describe_packet(command: Command, body: bytes) -> str:
+    """Say in a line what a packet between the copies says."""
+    if command == Command.CONFIRM:
+        confirmation = commands.decode_confirmation(memoryview(body))
+        return f"confirm {confirmation.matched_end} in epoch {confirmation.epoch.term}.{confirmation.epoch.boot}"
+    return command.name.lower()

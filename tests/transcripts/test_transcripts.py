@@ -1,0 +1,30 @@
+"""Shell. The stories in this folder happen as they are written down.
+
+`make transcripts` writes them anew after a change on purpose; the diff is what to review.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.transcripts.player import WrongTranscript, play
+
+STORIES = sorted(Path(__file__).parent.glob("*.txt"))
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.stem)
+def test_it_happens_as_written(story):
+    text = story.read_text()
+    assert play(text) == text, f"make transcripts rewrites {story.name}; read the diff"
+
+
+def test_an_unknown_command_is_refused():
+    with pytest.raises(WrongTranscript, match="no command 'prodcue'"):
+        play("group\n----\n\nprodcue s m1\n----\n")
+
+
+def test_a_story_in_which_something_else_happens_is_noticed():
+    text = STORIES[0].read_text()
+    assert play(text.replace("stored 0..2", "stored 0..1")) == text

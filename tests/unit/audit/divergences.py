@@ -1,0 +1,229 @@
+"""Shell. Divergences, one function each: what is changed in a forged log, and what the audit has to say about it.
+
+Each takes frames of `write_world` and returns what is to be found: (kind, frame, sequence or None). All are about other
+frames, so that any of them can be planted together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from qmq.codec import encode_message, label_of, with_properties
+from qmq.log.frame import FrameKind
+from qmq.log.progress import PASSED, encode_progress
+from qmq.message import Message
+from qmq.types import Epoch
+from tests.unit.audit.forged import PULL, A, B, Draft, a_message
+
+Expected = list[tuple[str, Draft, int | None]]
+Plant = Callable[[list[Draft]], Expected]
+
+TEN_YEARS_MS = 10 * 365 * 86_400_000
+
+
+def frame_of(frames: list[Draft], subject: str, sequence: int, kind: FrameKind = FrameKind.MESSAGES) -> Draft:
+    return next(
+        one for one in frames
+        if one.kind == kind and one.subject == subject and 0 <= sequence - one.first_sequence < max(one.count, 1)
+    )  # fmt: skip
+
+
+def nth(frames: list[Draft], kind: FrameKind, subject: str, number: int) -> Draft:
+    return [one for one in frames if one.kind == kind and one.subject == subject][number]
+
+
+def change_message(frames: list[Draft], subject: str, sequence: int, message: bytes) -> Draft:
+    frame = frame_of(frames, subject, sequence)
+    messages = frame.messages
+    messages[frame.of(sequence)] = message
+    frame.messages = messages
+    return frame
+
+
+def in_place_of(there: Draft, frame: Draft, **fields: Any) -> Draft:
+    """Return a frame like `frame` as it would have been written where `there` stands."""
+    return replace(
+        frame, base=there.base, epoch=there.epoch, high_watermark=there.high_watermark,
+        timestamp_ms=there.timestamp_ms, **fields,
+    )  # fmt: skip
+
+
+# Wrong on both copies.
+
+
+def undecodable(frames: list[Draft]) -> Expected:
+    whole = a_message(A, 33)
+    return [("undecodable", change_message(frames, A, 33, whole[:-5] + bytes([255]) + whole[-4:]), 33)]
+
+
+def torn_fields(frames: list[Draft]) -> Expected:
+    return [("undecodable", change_message(frames, A, 47, a_message(A, 47)[:-3]), 47)]
+
+
+def foreign(frames: list[Draft]) -> Expected:
+    message = encode_message(Message("order.deleted", {"text": "x"}, id=f"{A}-55", tags=("odd",)), 1)
+    return [("foreign", change_message(frames, A, 55, message), 55)]
+
+
+def no_labels(frames: list[Draft]) -> Expected:
+    frame = frame_of(frames, B, 62)
+    labels = frame.labels
+    labels[frame.of(62)] = 0
+    frame.labels = labels
+    return [("labels", frame, 62)]
+
+
+def batch_twice(frames: list[Draft]) -> Expected:
+    again = in_place_of(frames[-1], frame_of(frames, A, 70))
+    again.first_sequence = 600
+    frames.append(again)
+    frames.append(in_place_of(again, nth(frames, FrameKind.POSITION, A, 0), subject="behind.it"))
+    return [("batch_twice", again, 600)]
+
+
+def id_twice(frames: list[Draft]) -> Expected:
+    message = encode_message(Message(A, {"text": "y"}, id=f"{A}-81", tags=("odd",)), 1)
+    return [("id_twice", change_message(frames, A, 83, message), 83)]
+
+
+def watermark_ahead(frames: list[Draft]) -> Expected:
+    frame = frame_of(frames, A, 90)
+    frame.high_watermark = 1 << 40
+    return [("watermark", frame, 90)]
+
+
+def watermark_back(frames: list[Draft]) -> Expected:
+    frame = frame_of(frames, A, 100)
+    frame.high_watermark = 800
+    return [("watermark", frame, 100)]
+
+
+def time_ahead(frames: list[Draft]) -> Expected:
+    frame = frame_of(frames, B, 110)
+    frame.timestamp_ms += TEN_YEARS_MS
+    return [("time", frame, 110)]
+
+
+def time_apart(frames: list[Draft]) -> Expected:
+    frame = frame_of(frames, B, 120)
+    frame.timestamp_ms += 7_200_000
+    return [("time", frame, 120)]
+
+
+def time_back(frames: list[Draft]) -> Expected:
+    frame = frame_of(frames, B, 130)
+    frame.timestamp_ms -= 7_200_000
+    return [("time", frame, 130)]
+
+
+def position_behind_all(frames: list[Draft]) -> Expected:
+    at = frames.index(frame_of(frames, A, 140))
+    body = encode_progress("far", "", [(10**9, 0, 0)])
+    frame = in_place_of(frames[at], nth(frames, FrameKind.POSITION, A, 0), body=body)
+    frames.insert(at, frame)
+    return [("position", frame, None)]
+
+
+def passed_unseen(frames: list[Draft]) -> Expected:
+    """The pull hands out nothing of its ten; the consumer got such messages before and gets them again."""
+    frame = nth(frames, FrameKind.PULL, B, 15)
+    frame.body = encode_progress("f", "d", [(PASSED, 150, 10)])
+    return [("passed", frame, 150)]
+
+
+def passed_beside_its_like(frames: list[Draft]) -> Expected:
+    frame = nth(frames, FrameKind.PULL, B, 16)
+    entries = [(PASSED if at % 2 == 0 or at == 3 else PULL + 5 * 16 + at // 2, 160 + at, 1) for at in range(10)]
+    frame.body = encode_progress("f", "d", entries)
+    return [("passed", frame, 163)]
+
+
+def no_epoch_frame(frames: list[Draft]) -> Expected:
+    frame = nth(frames, FrameKind.EPOCH, "", 1)
+    at = frames.index(frame)
+    del frames[at]
+    return [("epoch_frame", frames[at], 400)]
+
+
+def older_epoch(frames: list[Draft]) -> Expected:
+    frame = frame_of(frames, A, 450)
+    frame.epoch = Epoch(1, 1)
+    return [("epoch", frame, 450)]
+
+
+def ack_of_nothing(frames: list[Draft]) -> Expected:
+    frame = nth(frames, FrameKind.ACK, A, 17)
+    frame.body = encode_progress("g", "c", [(PULL + 10**6, PULL + 10**6 + 10, 0)])
+    return [("progress", frame, None)]
+
+
+def gap(frames: list[Draft]) -> Expected:
+    for frame in frames:
+        if frame.kind == FrameKind.MESSAGES and frame.subject == B and frame.first_sequence >= 500:
+            frame.first_sequence += 4
+    return [("sequence", frame_of(frames, B, 504), 504)]
+
+
+TWO_SIDED: dict[str, Plant] = {
+    "a message that is no UTF-8": undecodable, "a message that is cut": torn_fields, "of another subject": foreign,
+    "labels that are zero": no_labels, "a batch twice": batch_twice, "an id twice": id_twice,
+    "a watermark of 2^40": watermark_ahead, "a watermark that goes back": watermark_back,
+    "a time in ten years": time_ahead, "a time two hours ahead": time_apart, "a time two hours back": time_back,
+    "a position of 10^9": position_behind_all, "passed though it gets such": passed_unseen,
+    "passed beside its like": passed_beside_its_like, "an epoch nobody began": no_epoch_frame,
+    "an older epoch": older_epoch, "an ack of nothing": ack_of_nothing, "a gap": gap,
+}  # fmt: skip
+
+
+# Wrong on the slave alone, with every CRC and chain right.
+
+
+def other_payload(frames: list[Draft]) -> Expected:
+    message = with_properties(a_message(A, 206), {"text": "z" * 60})
+    return [("different", change_message(frames, A, 206, message), 206)]
+
+
+def other_label(frames: list[Draft]) -> Expected:
+    """Labels end with their own CRC-32, and so the body's stays as it was, whatever they say, and the chain with it:
+    the headers of both copies are equal, and only what the messages themselves say tells."""
+    frame = frame_of(frames, A, 214)
+    labels = frame.labels
+    labels[frame.of(214)] = label_of(("pay",), None)
+    frame.labels = labels
+    return [("labels", frame, 214)]
+
+
+def other_ack(frames: list[Draft]) -> Expected:
+    frame = nth(frames, FrameKind.ACK, A, 22)
+    frame.body = encode_progress("g", "c", [(PULL + 220, PULL + 229, 0)])
+    return [("different", frame, None)]
+
+
+def other_time(frames: list[Draft]) -> Expected:
+    frame = frame_of(frames, B, 230)
+    frame.timestamp_ms += 1
+    return [("different", frame, 230)]
+
+
+def one_frame_more(frames: list[Draft]) -> Expected:
+    """All behind it stand further on."""
+    at = frames.index(frame_of(frames, A, 480))
+    body = encode_progress("more", "", [(0, 0, 0)])
+    frame = in_place_of(frames[at], nth(frames, FrameKind.POSITION, A, 0), body=body)
+    frames.insert(at, frame)
+    return [("extra", frame, None), ("shifted", frames[at + 1], None)]
+
+
+def one_frame_less(frames: list[Draft]) -> Expected:
+    frame = nth(frames, FrameKind.ACK, A, 57)
+    at = frames.index(frame)
+    del frames[at]
+    return [("missing", frame, None), ("shifted", frames[at], None)]
+
+
+RIGHT_BUT_OTHER: dict[str, Plant] = {
+    "another payload": other_payload, "another label": other_label, "another ack": other_ack,
+    "another time": other_time, "one frame more": one_frame_more, "one frame less": one_frame_less,
+}  # fmt: skip

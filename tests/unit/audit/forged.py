@@ -1,0 +1,179 @@
+"""Shell. Logs that are wrong on purpose, with every CRC, offset and chain right, as a broker that errs would write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+from qmq.codec import decode_labels, encode_labels, encode_message, join_batch, label_of, labels_bytes, split_batch
+from qmq.log.fold import State, apply, encode_snapshot
+from qmq.log.frame import (
+    FLAG_LABELLED,
+    NO_CHAIN,
+    Frame,
+    FrameKind,
+    decode_frames,
+    encode_header,
+    label_flags,
+    subject_field,
+)
+from qmq.log.index import SegmentIndex
+from qmq.log.progress import PASSED
+from qmq.message import Message
+from qmq.types import Epoch
+from tests.unit.audit.logs import LogWriter
+
+
+@dataclass
+class Draft:
+    """A frame that may be changed. What follows from it (sizes, CRCs, offset, chain) is computed when it is written.
+
+    `at` is where it stands once it is written.
+    """
+
+    kind: FrameKind
+    flags: int
+    subject: str
+    count: int
+    epoch: Epoch
+    high_watermark: int
+    timestamp_ms: int
+    first_sequence: int
+    producer: int
+    batch: int
+    body: bytes
+    base: int
+    at: int = -1
+
+    @property
+    def messages(self) -> list[bytes]:
+        return [bytes(message) for message in split_batch(self._batch(), self.count)]
+
+    @messages.setter
+    def messages(self, messages: list[bytes]) -> None:
+        labels = self.labels
+        self.count, self.body = len(messages), join_batch(messages)
+        if labels:
+            self.body += encode_labels(labels)
+
+    @property
+    def labels(self) -> list[int]:
+        return list(decode_labels(self.body, self.count)) if self.flags & FLAG_LABELLED else []
+
+    @labels.setter
+    def labels(self, labels: list[int]) -> None:
+        self.body, self.flags = self._batch() + encode_labels(labels), label_flags(labels)
+
+    def _batch(self) -> bytes:
+        return self.body[: len(self.body) - labels_bytes(self.count)] if self.flags & FLAG_LABELLED else self.body
+
+    def of(self, sequence: int) -> int:
+        """Return which message of the frame this sequence is."""
+        return sequence - self.first_sequence
+
+
+def read_frames(data: Path) -> list[tuple[int, Frame, bytes]]:
+    """Return (base of the segment, frame, body) of a log, up to its zeros."""
+    found = []
+    for path in sorted((data / "log").glob("*.log")):
+        content, base = path.read_bytes(), int(path.stem)
+        try:
+            for frame, body in decode_frames(content, base, None):
+                found.append((base, frame, bytes(body)))
+        except Exception:
+            assert not content[frame.end - base :].strip(b"\0")
+    return found
+
+
+@contextmanager
+def forged(data: Path) -> Iterator[list[Draft]]:
+    """Give out the frames of a log to be changed, and write the log anew from them, index and snapshots included."""
+    drafts = [
+        Draft(
+            FrameKind(frame.kind), frame.flags, frame.subject, frame.count, frame.epoch, frame.high_watermark,
+            frame.timestamp_ms, frame.first_sequence, frame.producer, frame.batch, body, base,
+        )
+        for base, frame, body in read_frames(data)
+    ]  # fmt: skip
+    yield drafts
+    for path in (data / "log").glob("*.*"):
+        path.unlink()
+    _write(data / "log", drafts)
+    derive(data)
+
+
+def _write(folder: Path, drafts: list[Draft]) -> None:
+    end, chain, base, file = 0, NO_CHAIN, -1, None
+    for draft in drafts:
+        if draft.base != base:
+            base, name = draft.base, folder / f"{end:020d}.log"
+            if file is not None:
+                file.close()
+            file = name.open("wb")
+        moved = draft.high_watermark if draft.high_watermark > 1 << 32 else min(draft.high_watermark, end)
+        head, frame = encode_header(
+            kind=draft.kind, flags=draft.flags, subject=draft.subject, field=subject_field(draft.subject),
+            count=draft.count, body_bytes=len(draft.body), body_crc=crc32(draft.body), epoch=draft.epoch, offset=end,
+            high_watermark=moved, timestamp_ms=draft.timestamp_ms, first_sequence=draft.first_sequence,
+            producer=draft.producer, batch=draft.batch, previous_chain=chain,
+        )  # fmt: skip
+        assert file is not None
+        file.write(head + draft.body)
+        draft.at, end, chain = end, frame.end, frame.chain
+    assert file is not None
+    file.write(bytes(1 << 16))
+    file.close()
+
+
+def derive(data: Path) -> None:
+    """Write indexes and snapshots as a broker does, as far as its fold takes the log."""
+    folder, frames = data / "log", read_frames(data)
+    bases = sorted({base for base, _, _ in frames})
+    state, index = State(), SegmentIndex(bases[0])
+    for base, frame, body in frames:
+        if base != index.base:
+            (folder / f"{index.base:020d}.idx").write_bytes(index.encode(base))
+            (folder / f"{base:020d}.snap").write_bytes(encode_snapshot(state))
+            index = SegmentIndex(base)
+        try:
+            apply(state, frame, body)
+        except Exception:  # a frame that no broker's fold takes: there is nothing to derive from here on
+            return
+        if frame.kind == FrameKind.MESSAGES:
+            index.add(frame)
+
+
+A, B, DEAD = "order.changed", "user.created", "%DEAD_RETRY%order.changed%g"
+PULL = 1 << 32
+
+
+def a_message(subject: str, sequence: int, text: str = "x") -> bytes:
+    tags = ("odd",) if sequence % 2 else ("even", "more")
+    return encode_message(Message(subject, {"text": text * 60}, id=f"{subject}-{sequence}", tags=tags), 1)
+
+
+def write_world(data: Path, rounds: int = 60) -> LogWriter:
+    """A log as brokers write it: labels, a consumer that takes all of A, one that takes what is odd of B; two epochs"""
+    log = LogWriter(data, segment_bytes=40_000)
+    log.mastership(Epoch(1, 1))
+    log.progress(FrameKind.POSITION, A, "g", "", (0, 0, 0))
+    log.progress(FrameKind.POSITION, B, "f", "", (0, 0, 0))
+    for turn in range(rounds):
+        log.timestamp_ms += 300_000
+        if turn == 40:
+            log.mastership(Epoch(2, 1))
+        for subject in (A, B):
+            sequences = range(10 * turn, 10 * turn + 10)
+            log.messages(subject, [a_message(subject, at) for at in sequences], labels=[
+                label_of(("odd",) if at % 2 else ("even", "more"), None) for at in sequences])  # fmt: skip
+        first = PULL + 10 * turn
+        log.progress(FrameKind.PULL, A, "g", "c", (first, 10 * turn, 10))
+        entries = [(PASSED if at % 2 == 0 else PULL + 5 * turn + at // 2, 10 * turn + at, 1) for at in range(10)]
+        log.progress(FrameKind.PULL, B, "f", "d", *entries)
+        log.progress(FrameKind.ACK, A, "g", "c", (first, first + 10, 0))
+    log.close()
+    derive(data)
+    return log

@@ -1,0 +1,71 @@
+"""Core. Each message of a consumer group is in one state, whatever brokers write; one that is not is named."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qmq.audit.conservation import STATES, Range, broken_at, per_hour
+from qmq.audit.kinds import Kind
+from qmq.audit.progress import CONSERVED, Judge
+from qmq.log.frame import FrameKind
+from tests.unit.audit.test_progress import a_history, rows
+from tests.unit.log.logs import Copy, a_frame
+
+
+def judged(copy: Copy, start: int = 0):
+    copy.flush()
+    judge = Judge()
+    found = [one for row in rows(copy, start) for one in judge.judge(row)] + list(judge.finish())
+    accounts = [json.loads(one["text"]) | {"subject": one["subject"]} for one in found if one["what"] == CONSERVED]
+    return accounts, [one for one in found if one["what"] == Kind.CONSERVATION]
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=100, deadline=None)
+def test_equation_holds_on_whatever_history_from_whichever_frame_on(seed):
+    rng, copy = Random(seed), Copy(segment_bytes=1 << 20)
+    copy.begin_epoch()
+    starts = [0] + [a_frame(copy, rng).end for _ in range(120)]
+    for start in [0, *rng.sample(starts, 6)]:
+        accounts, broken = judged(copy, start)
+        assert broken == [], f"from {start} on"
+        for one in accounts:
+            assert one["stored"] == sum(one[state] for state in STATES)
+
+
+def test_each_state_is_counted():
+    copy, first = a_history()
+    copy.progress(FrameKind.ACK, "c1", (first, first + 1, 0), subject="s")
+    copy.progress(FrameKind.NACK, "c1", (first + 1, first + 2, 77), subject="s")
+    accounts, broken = judged(copy)
+    (account,) = accounts
+    assert {name: account[name] for name in ("stored", *STATES, "nacked")} == {
+        "stored": 6, "acked": 1, "in_flight": 2, "requeued": 1, "passed": 0, "never": 2, "nacked": 1
+    }  # fmt: skip
+    assert broken == []
+
+
+@pytest.mark.parametrize(
+    "ranges, why",
+    [
+        ([Range(0, 4, "acked"), Range(5, 9, "never")], (4, "in no state")),
+        ([Range(0, 5, "acked"), Range(4, 9, "never")], (4, "never and something else")),
+        ([Range(0, 5, "acked")], (5, "in no state")),
+        ([Range(0, 5, "acked"), Range(5, 9, "never")], None),
+    ],
+)
+def test_first_message_that_breaks_the_equation_is_named(ranges, why):
+    assert broken_at(ranges, 0, 9) == why
+
+
+def test_hours_are_those_in_which_messages_were_stored():
+    ranges = [Range(0, 5, "acked"), Range(5, 9, "never")]
+    found = list(per_hour(ranges, 0, 9, [(0, 100), (4, 101), (6, 100)]))
+    assert [(row["hour"], row["stored"], row["acked"], row["never"]) for row in found] == [
+        (100, 7, 4, 3), (101, 2, 1, 1),
+    ]  # fmt: skip

@@ -1,0 +1,142 @@
+"""Shell. What the reader says of messages and headers that are wrong with every CRC right: exactly those, named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qmq.audit.borders import Borders
+from qmq.audit.copies import PathCopy
+from qmq.audit.messages import STORED, TAGGED, unpack
+from qmq.audit.progress import CONSERVED, Judge
+from qmq.audit.rows import record_batches
+from qmq.audit.walk import Walk
+from qmq.codec import delayed_encoder, encode_labels, encode_message, join_batch, label_of
+from qmq.log.frame import FrameKind, label_flags
+from qmq.message import Message
+from qmq.types import Epoch
+from tests.unit.audit.divergences import TWO_SIDED, Plant
+from tests.unit.audit.forged import forged, write_world
+from tests.unit.audit.logs import LogWriter
+
+WITH_ALL_GROUPS = {"batch_twice", "id_twice"}
+"""What Spark finds, over all pieces."""
+NOW_MS = 1_800_000_000_000
+
+
+def facts_of(data: Path, **options: Any) -> list[dict[str, Any]]:
+    copy = PathCopy(data)
+    try:
+        walk = Walk(copy, 0, copy.describe().end, is_start=True)
+        batches = list(record_batches(walk, 0, until_ms=NOW_MS, **options))
+    finally:
+        copy.close()
+    rows = [row for batch in batches for row in batch.to_pylist()]
+    return [json.loads(row["fact"]) for row in rows if row["fact"] is not None]
+
+
+def problems(data: Path) -> list[tuple[str, int, int | None, str | None]]:
+    found = [fact for fact in facts_of(data) if fact["kind"] == "problem"]
+    return [(fact["what"], fact["offset"], fact["first"], fact["id"]) for fact in found]
+
+
+def test_log_as_brokers_write_it_has_no_problem(tmp_path: Path) -> None:
+    write_world(tmp_path)
+    assert problems(tmp_path) == []
+
+
+def judged(data: Path) -> set[tuple[str, int, int | None]]:
+    """What the reader finds, and the judges that Spark feeds with facts: in order, one subject after another."""
+    facts = facts_of(data)
+    found = {(fact["what"], fact["offset"], fact["first"]) for fact in facts if fact["kind"] == "problem"}
+    judge, borders = Judge(), Borders(NOW_MS, [0])
+    rows = [dict.fromkeys(("last", "header", "body")) | fact | {"copy": "a", "start": 0, "piece": 0} for fact in facts]
+    progress = [dict.fromkeys(["offset"]) | row for row in rows if row["kind"] in ("run", "progress", "tags", "hour")]
+    judged = []
+    for row in sorted(progress, key=lambda row: (row["subject"], row["offset"] or -1)):
+        judged += judge.judge(row)
+    judged += judge.finish()
+    found |= {(one["what"], one["offset"], one["sequence"]) for one in judged if one["what"] != CONSERVED}
+    for row in rows:
+        if row["kind"] == "piece":
+            found |= {(one["what"], one["offset"], one["sequence"]) for one in borders.judge(row)}
+    return found
+
+
+@pytest.mark.parametrize("plant", TWO_SIDED.values(), ids=TWO_SIDED.keys())
+def test_what_is_wrong_is_named_with_its_message_and_nothing_else(tmp_path: Path, plant: Plant) -> None:
+    write_world(tmp_path)
+    assert judged(tmp_path) == set()
+    with forged(tmp_path) as frames:
+        expected = plant(frames)
+    due = {(what, one.at, sequence) for what, one, sequence in expected if what not in WITH_ALL_GROUPS}
+    assert judged(tmp_path) == due
+
+
+def test_all_that_is_wrong_with_messages_is_named_with_its_id(tmp_path: Path) -> None:
+    plants = [TWO_SIDED[name] for name in ("of another subject", "labels that are zero", "a message that is no UTF-8")]
+    write_world(tmp_path)
+    with forged(tmp_path) as frames:
+        expected = [found for plant in plants for found in plant(frames)]
+    ids = {identity for what, _, _, identity in problems(tmp_path)}
+    assert ids == {f"{one.subject}-{sequence}" for _, one, sequence in expected}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        encode_message(Message("s", {"text": "жизнь", "long": "ü" * 300}, id="é", tags=("çà",)), 1 << 40),
+        encode_message(Message("s", {}, id="m", order_key="customer 7"), 1),
+        encode_message(Message("s", {f"n{at}": "" for at in range(300)}, id="m" * 100), 1),
+        delayed_encoder("s", 1, 1 << 40)(Message("s", {"t": "x"}, id="m", tags=("a", "b"))),
+    ],
+    ids=["not English", "order key", "many properties", "delayed"],
+)
+def test_whatever_a_producer_may_send_is_no_problem(tmp_path: Path, message: bytes) -> None:
+    log = LogWriter(tmp_path)
+    log.mastership(Epoch(1, 1))
+    log.messages("s", [message])
+    log.messages("%DEAD_RETRY%s%g", [message])
+    log.messages("s", [message] * 3, labels=[label_of(("a", "b"), None)] * 3) if message[0] == 6 else None
+    log.close()
+    assert [one for one in problems(tmp_path) if one[0] != "id_twice"] == []
+
+
+def test_order_key_counts_in_its_label(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path)
+    log.mastership(Epoch(1, 1))
+    messages = [encode_message(Message("s", {"a": "b"}, id=f"m{at}", order_key="k", tags=("t",)), 1) for at in range(2)]
+    labels = [label_of(("t",), "k"), label_of(("t",), "other")]
+    log.frame(FrameKind.MESSAGES, "s", join_batch(messages) + encode_labels(labels), count=2, flags=label_flags(labels))
+    log.close()
+    assert [(what, sequence, identity) for what, _, sequence, identity in problems(tmp_path)] == [("labels", 1, "m1")]
+
+
+def test_what_may_be_stored_once_is_told_by_producer_and_subject(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path)
+    log.mastership(Epoch(1, 1))
+    for subject in ("a", "b", "a"):
+        log.batch(subject, 3, first=0)
+    log.close()
+    stored = [fact for fact in facts_of(tmp_path, wants_stored=True) if fact["kind"] == "stored"]
+    assert len(stored) == 1
+    batches, ids = (unpack(stored[0][name], STORED) for name in ("header", "body"))
+    assert len(set(batches["key"])) == 3, "LogWriter numbers each batch anew"
+    assert list(ids["key"][:3]) == list(ids["key"][6:]) and not set(ids["key"][:3]) & set(ids["key"][3:6])
+    assert list(ids["place"]) == [0, 1, 2] * 3
+    assert [fact for fact in facts_of(tmp_path) if fact["kind"] == "stored"] == []
+
+
+def test_tagged_messages_are_facts(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path)
+    log.mastership(Epoch(1, 1))
+    encode = delayed_encoder("s", 1, 1_700_000_000_123)
+    log.messages("s", [encode(Message("s", {}, id="m", tags=tags)) for tags in (("t",), ("t",), (), ("u",))])
+    log.close()
+    facts = {fact["kind"]: fact for fact in facts_of(tmp_path)}
+    tagged = unpack(facts["tags"]["body"], TAGGED)
+    assert list(tagged["sequence"]) == [0, 1, 3]
+    assert tagged["tags"][0] == tagged["tags"][1] != tagged["tags"][2]

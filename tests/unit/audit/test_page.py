@@ -1,0 +1,79 @@
+"""Core. The morning page: it says of every broker group how it stands, needs no other file, and trusts no name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from qmq.audit.kinds import Kind
+from qmq.audit.page import page, what_to_do
+from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry
+
+DAY_MS = 86_400_000
+NOW_MS = 1_795_000_000_000
+STATES = {"acked": 7, "in_flight": 1, "requeued": 0, "passed": 2, "never": 0}
+GOOD = Entry(
+    "2026-11-21T01:00:00Z", NOW_MS - DAY_MS, "g1", PROVEN, verified=5_000, chain="0f", read={"master": 900},
+    conserved=[{"subject": "order.changed", "consumer_group": "billing", "stored": 10, "nacked": 3, **STATES}],
+)  # fmt: skip
+ROW = {"what": "damaged", "copy": "slave", "group": "g1", "host": "10.0.0.2:20883", "offset": 77, "segment": 0,
+       "epoch": "1.2", "subject": "<b>", "sequence": 5, "id": "m-5", "text": "wrong body CRC"}  # fmt: skip
+BAD = replace(GOOD, at_ms=NOW_MS, verdict=FINDINGS, verified=0, found={"damaged": 1}, findings=[ROW])
+
+
+class _Reader(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attributes if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_page_is_one_file_and_says_what_was_verified() -> None:
+    read = _Reader(page({"g1": [GOOD, BAD]}, NOW_MS))
+    assert read.addresses == [] and "script" not in read.tags
+    assert "Audit: findings" in read.text and "5,000" in read.text and "24 h 0 min ago" in read.text
+    for part in (
+        "host 10.0.0.2:20883",
+        "segment 0",
+        "offset 77",
+        "epoch 1.2",
+        "sequence 5",
+        "id m-5",
+        "wrong body CRC",
+    ):
+        assert part in read.text
+    assert "subject <b>" in read.text and "b" in read.tags, "names are text, never markup"
+
+
+def test_each_run_has_its_box_and_the_newest_thirty_stay() -> None:
+    entries = [replace(GOOD, run=f"run {number}") for number in range(35)]
+    text = page({"g1": entries}, NOW_MS)
+    assert "run 34:" in text and "run 5:" in text and "run 4:" not in text
+
+
+def test_equation_that_does_not_hold_is_said_to_be_none() -> None:
+    assert "10 = 7 acked + 1 in flight" in page({"g1": [GOOD]}, NOW_MS)
+    broken = replace(GOOD, conserved=[GOOD.conserved[0] | {"acked": 6}])
+    assert "10 is not 6 acked" in page({"g1": [broken]}, NOW_MS)
+
+
+def test_group_that_was_never_verified_is_not_called_so() -> None:
+    text = page({"g1": [replace(GOOD, verdict=NOT_READ, why="broker gone", verified=0)]}, NOW_MS)
+    assert "never" in text and "broker gone" in text and "Audit: <span" in text
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("copy", ["slave", "both"])
+def test_every_finding_says_what_to_do(kind: Kind, copy: str) -> None:
+    assert what_to_do({"what": kind, "copy": copy}).endswith((".", ":"))

@@ -1,0 +1,106 @@
+"""Shell. Two places are audited only if they are two brokers of the group: whatever name one of them has."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from qmq.audit.copies import CannotRead, place_options
+from qmq.audit.places import check_places
+from qmq.proto import qmq_pb2, qmq_pb2_grpc
+from qmq.types import Epoch, Role
+from tests.unit.audit.logs import LogWriter
+
+
+class Broker(qmq_pb2_grpc.BrokerServicer):  # type: ignore[misc]
+    def __init__(self, **said: Any) -> None:
+        self._said = qmq_pb2.BrokerState(**said)
+
+    def ReplicaStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._said
+
+
+@pytest.fixture
+def brokers() -> Iterator[Any]:
+    with ExitStack() as stack:
+
+        def start(*host_names: str, **said: Any) -> list[str]:
+            server = grpc.server(ThreadPoolExecutor(2))
+            qmq_pb2_grpc.add_BrokerServicer_to_server(Broker(**said), server)
+            ports = [server.add_insecure_port(f"{name}:0") for name in host_names]
+            server.start()
+            stack.callback(lambda: server.stop(None).wait())
+            return [f"{name}:{port}" for name, port in zip(host_names, ports)]
+
+        yield start
+
+
+def refusal(one: str, other: str) -> str:
+    with pytest.raises(CannotRead) as refused:
+        check_places("g1", {"master": place_options(one, ""), "slave": place_options(other, "")})
+    return str(refused.value)
+
+
+def test_alias_of_one_broker_is_refused(brokers: Any) -> None:
+    one, other = brokers("127.0.0.1", "127.0.0.2", broker_group="g1", incarnation="abc", role=Role.MASTER)
+    assert "one broker, abc, under two names" in refusal(one, other)
+
+
+def test_broker_of_another_group_is_refused(brokers: Any) -> None:
+    (one,) = brokers("127.0.0.1", broker_group="g1", incarnation="abc", role=Role.MASTER)
+    (other,) = brokers("127.0.0.1", broker_group="g2", incarnation="def", role=Role.SLAVE)
+    assert "is a broker of g2, not of g1" in refusal(one, other)
+
+
+def test_two_masters_are_refused_and_master_and_slave_are_not(brokers: Any) -> None:
+    (one,) = brokers("127.0.0.1", broker_group="g1", incarnation="abc", role=Role.MASTER)
+    (other,) = brokers("127.0.0.1", broker_group="g1", incarnation="def", role=Role.MASTER)
+    assert "both places of g1 say that they are its master" in refusal(one, other)
+    (slave,) = brokers("127.0.0.1", broker_group="g1", incarnation="ghi", role=Role.SLAVE)
+    check_places("g1", {"master": place_options(one, ""), "slave": place_options(slave, "")})
+
+
+def write(data: Path, incarnation: str = "") -> str:
+    log = LogWriter(data)
+    log.mastership(Epoch(1, 1))
+    log.batch("s", 3)
+    log.close()
+    if incarnation:
+        (data / "broker.json").write_text(json.dumps({"group": "g1", "incarnation": incarnation}))
+    return str(data)
+
+
+def test_copy_of_one_broker_is_no_other_broker(tmp_path: Path) -> None:
+    one = write(tmp_path / "b1", "abc")
+    shutil.copytree(one, tmp_path / "copy")
+    assert "one broker, abc" in refusal(one, str(tmp_path / "copy"))
+    check_places("g1", {name: place_options(place, "") for name, place in (
+        ("master", one), ("slave", write(tmp_path / "b2", "def")))})  # fmt: skip
+
+
+def test_same_files_under_another_path_are_no_other_copy(tmp_path: Path) -> None:
+    one = write(tmp_path / "b1")
+    (tmp_path / "linked" / "log").mkdir(parents=True)
+    for path in (tmp_path / "b1" / "log").iterdir():
+        os.link(path, tmp_path / "linked" / "log" / path.name)
+    assert "share the file of the segment at 0" in refusal(one, str(tmp_path / "linked"))
+
+
+def test_directory_and_the_broker_that_runs_on_it_are_one(tmp_path: Path, brokers: Any) -> None:
+    (one,) = brokers("127.0.0.1", broker_group="g1", incarnation="abc", role=Role.MASTER)
+    assert "one broker, abc" in refusal(one, write(tmp_path / "b1", "abc"))
+
+
+def test_identity_that_cannot_be_read_is_no_proof(tmp_path: Path) -> None:
+    one, other = write(tmp_path / "b1", "abc"), write(tmp_path / "b2")
+    (tmp_path / "b2" / "broker.json").write_text("{")
+    assert "broker.json" in refusal(one, other)

@@ -1,0 +1,153 @@
+"""Core. Only what a handler began with counts: a message that kills its process takes no neighbour with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.errors import ErrorCode
+from qmq.log.group import UnackedRange
+from qmq.log.message_life import MessageState
+from qmq.remoting import commands
+from qmq.remoting.commands import FLAG_SUSPECTED, Ack, Command, Nack, NackEntry, Verdict
+from qmq.subjects import dead_letter_subject
+from tests.unit.broker.world import Client, Group
+
+DEAD = dead_letter_subject("s", "g")
+
+
+def a_group(count: int, **settings) -> Group:
+    group = Group.made(**settings).start()
+    Client(group.a, "producer").produce(*[f"m{number}" for number in range(count)])
+    group.settle()
+    return group
+
+
+def joins(group: Group, begins: bool = True, **terms) -> Client:
+    """A new process of the consumer c1."""
+    client = Client(group.a)
+    opaque = client.subscribe(begins=begins, **terms)
+    group.settle()
+    client.subscription(opaque)
+    return client
+
+
+def pieces(group: Group, client: Client, most: int = 10_000) -> list[commands.Piece]:
+    opaque = client.pull(most=most, bytes_max=8 << 20)
+    group.settle()
+    if client.link.answers[opaque][0] != ErrorCode.SUCCESS:
+        return []
+    return list(commands.decode_pulled(memoryview(client.body(opaque))))
+
+
+def begin(group: Group, client: Client, number: int) -> None:
+    opaque = client.send(Command.BEGIN, commands.encode_ack(Ack(client.last_subscription, [(number, number + 1)])))
+    group.settle()
+    assert client.code(opaque) == ErrorCode.SUCCESS
+
+
+def process(group: Group, poison: int, limit: int, *, begins: bool = True) -> bool:
+    """Live once, as our client does; returns whether it came to the end of the subject alive."""
+    client = joins(group, begins)
+    got = [(piece, at) for piece in pieces(group, client) for at in range(piece.count)]
+    for piece, at in got:
+        number = piece.pull_sequence + at
+        if piece.times > limit:
+            client.nack(number, number + 1, dead=True)
+            continue
+        if piece.flags & FLAG_SUSPECTED:
+            begin(group, client, number)
+        if piece.sequence + at == poison:
+            client.lost()
+            return False
+        client.ack(number, number + 1)
+    group.settle()
+    return True
+
+
+@pytest.mark.parametrize("poison", [0, 1, 500, 999])
+@pytest.mark.parametrize("limit", [1, 3])
+def test_one_poison_message_among_a_thousand_is_one_dead_letter(poison, limit):
+    group = a_group(1_000)
+    crashes = 0
+    while not process(group, poison, limit):
+        crashes += 1
+        assert crashes <= limit + 1, "the first crash accuses nobody, each other one the poison"
+    state = group.a.log.state
+    assert crashes == limit + 1
+    assert state.next_sequence[DEAD] == 1 and group.a.counters.dead_letters == 1
+    assert all(state.groups["s", "g"].state_of(sequence) is MessageState.ACKED for sequence in range(1_000))
+
+
+def test_of_a_client_that_says_nothing_all_that_it_had_counts_as_before():
+    group = a_group(20)
+    crashes = 0
+    while not process(group, 0, 3, begins=False):
+        crashes += 1
+    assert (crashes, group.a.log.state.next_sequence[DEAD]) == (3, 20)
+
+
+def test_suspected_messages_are_told_so_and_not_counted_to_those_who_say_what_they_begin_with():
+    group = a_group(3)
+    client = joins(group)
+    assert [(one.times, one.flags & FLAG_SUSPECTED) for one in pieces(group, client)] == [(1, 0)]
+    client.lost()
+    client = joins(group)
+    first = pieces(group, client)
+    assert [(one.times, one.flags & FLAG_SUSPECTED, one.count) for one in first] == [(1, FLAG_SUSPECTED, 3)]
+    begin(group, client, first[0].pull_sequence + 1)
+    client.lost()
+    client = joins(group)
+    found = {one.sequence: one.times for one in pieces(group, client)}
+    assert found == {0: 1, 1: 2, 2: 1}, "what it began with counts"
+    client.lost()
+    old = joins(group, begins=False)
+    assert {(one.sequence, one.times, one.flags) for one in pieces(group, old)} == {(0, 4, 0), (1, 4, 0), (2, 4, 0)}
+
+
+def test_a_lease_that_ends_counts_no_more_than_a_crash():
+    group = a_group(2, lease_ms=1_000)
+    client = joins(group)
+    first = pieces(group, client)[0].pull_sequence
+    begin(group, client, first)
+    client.lost()
+    group.a.wait(5_000)
+    group.settle()
+    requeued = list(group.a.log.state.groups["s", "g"].requeued)
+    assert [(one.first, one.attempts, one.suspected) for one in requeued] == [(0, 1, 0), (1, 0, 1)]
+    assert list(group.b.log.state.groups["s", "g"].requeued) == requeued, "the slave counts the same"
+
+
+def test_what_was_not_begun_comes_again_at_once_and_does_not_count():
+    group = a_group(5)
+    client = joins(group)
+    first = pieces(group, client)[0].pull_sequence
+    entry = NackEntry(first + 1, first + 5, 0, Verdict.NOT_BEGUN)
+    client.send(Command.NACK, commands.encode_nack(Nack(client.last_subscription, [entry], "")))
+    group.settle()
+    other = Client(group.a, "other")
+    opaque = other.subscribe("c2")
+    group.settle()
+    other.subscription(opaque)
+    assert [(one.sequence, one.count, one.times) for one in pieces(group, other)] == [(1, 4, 1)]
+    state = group.a.log.state.groups["s", "g"]
+    assert state.consumers["c1"].unacked == [UnackedRange(first, 0, 1, 1)]
+
+
+def test_begin_of_what_was_never_delivered_is_refused():
+    group = a_group(1)
+    client = joins(group)
+    first = pieces(group, client)[0].pull_sequence
+    body = commands.encode_ack(Ack(client.last_subscription, [(first, first + 2)]))
+    assert client.code(client.send(Command.BEGIN, body)) == ErrorCode.INVALID_ACK
+
+
+def test_a_message_that_ends_each_process_before_it_is_looked_at_becomes_a_dead_letter_by_the_brokers_limit():
+    group = a_group(2)
+    for _ in range(5):
+        client = joins(group, deliveries_max=5)
+        assert pieces(group, client)
+        client.lost()
+    client = joins(group, deliveries_max=5)
+    assert pieces(group, client) == []
+    group.settle()
+    assert group.a.log.state.next_sequence[DEAD] == 2

@@ -1,0 +1,80 @@
+"""Core, Shell. A listener asks for a moment's work ahead, and leaves the rest of a backlog to others of its group."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import qmq
+from qmq.client.prefetch import AHEAD_S, BEFORE_KNOWN_MIN, Prefetch
+from tests.support.waiting import until_async
+from tests.unit.client.consuming import consumer_of, fill, listening
+from tests.unit.client.fakes import cluster
+from tests.unit.client.test_producer import run
+
+
+@pytest.mark.parametrize(
+    "handler_s, concurrency, messages_max, wanted",
+    [
+        pytest.param(None, 1, 1000, BEFORE_KNOWN_MIN, id="nothing known"),
+        pytest.param(None, 64, 1000, 128, id="nothing known, many handlers"),
+        pytest.param(None, 1, 2, 2, id="nothing known, a small bound"),
+        pytest.param(0.0, 1, 1000, 1000, id="too short to measure"),
+        pytest.param(5e-6, 1, 1000, 1000, id="fast"),
+        pytest.param(0.001, 1, 1000, 500, id="a millisecond"),
+        pytest.param(0.2, 1, 1000, 3, id="slow"),
+        pytest.param(0.2, 8, 1000, 20, id="slow, eight at once"),
+        pytest.param(60.0, 1, 1000, 1, id="very slow"),
+        pytest.param(60.0, 8, 1000, 8, id="very slow: one waits for each handler"),
+        pytest.param(60.0, 8, 5, 5, id="never more than the application allows"),
+    ],
+)
+def test_what_is_asked_for_is_a_moments_work(handler_s, concurrency, messages_max, wanted):
+    prefetch = Prefetch(messages_max, concurrency)
+    if handler_s is not None:
+        prefetch.measured(handler_s)
+    assert prefetch.messages == wanted
+
+
+def test_a_handler_that_becomes_slow_is_noticed_within_a_few_messages():
+    prefetch = Prefetch(1000, 1)
+    prefetch.measured(1e-5)
+    assert prefetch.messages == 1000
+    for _ in range(4):
+        prefetch.measured(0.2)
+    assert prefetch.messages <= 2 * AHEAD_S / 0.2
+
+
+def test_more_handlers_at_once_ask_for_more():
+    prefetch = Prefetch(1000, 1)
+    prefetch.measured(0.25)
+    prefetch.concur(10)
+    assert prefetch.messages == 20
+
+
+def test_a_second_consumer_finds_nearly_all_of_a_backlog_of_slow_work():
+    """At a thousand ahead, the first consumer had all 100 messages of 0.2 s, and the second one none for 20 s."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(100))
+            first, second, began, done = consumer_of(metaserver), consumer_of(metaserver), asyncio.Event(), []
+
+            @first.listen("a", group="g", start="earliest")
+            async def slow(message: qmq.ReceivedMessage) -> None:
+                began.set()
+                await asyncio.Event().wait()
+
+            @second.listen("a", group="g", start="earliest")
+            async def fast(message: qmq.ReceivedMessage) -> None:
+                done.append(int(message["n"]))
+
+            first_task = asyncio.create_task(first.run())
+            await began.wait()
+            async with listening(second):
+                await until_async(lambda: len(done) >= 90)
+            first_task.cancel()
+            await asyncio.gather(first_task, return_exceptions=True)
+
+    run(test())

@@ -1,0 +1,83 @@
+"""Core. A session's states: the drawing, what each knows, what cannot happen; and what a real one went through."""
+
+from __future__ import annotations
+
+from textwrap import indent
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qmq.client import session_life
+from qmq.client.session_life import (
+    SESSION,
+    Closed,
+    Resting,
+    SessionEvent,
+    SessionLife,
+    SessionState,
+    Subscribed,
+    Subscribing,
+    Unsubscribed,
+)
+from qmq.errors import BrokenInvariant, IllegalTransition, NotMaster
+from qmq.states import draw
+from tests.support.waiting import until_async
+from tests.unit.client.consuming import consumer_of, fill, ns
+from tests.unit.client.fakes import cluster
+from tests.unit.client.test_producer import run
+
+FACTS = {
+    SessionState.UNSUBSCRIBED: Unsubscribed,
+    SessionState.SUBSCRIBING: Subscribing,
+    SessionState.SUBSCRIBED: lambda: Subscribed(7, 10_000),
+    SessionState.RESTING: lambda: Resting(1),
+    SessionState.CLOSED: Closed,
+}
+
+
+def test_the_drawing_is_the_table():
+    assert indent(draw(SESSION), "    ") in str(session_life.__doc__)
+
+
+@given(st.lists(st.sampled_from(SessionEvent), max_size=30))
+def test_what_is_known_belongs_to_the_state_and_what_cannot_happen_changes_nothing(events):
+    life = SessionLife()
+    for event in events:
+        state, now = life.state, life.now
+        if life.may(event):
+            life.enter(event, FACTS[SESSION.after(state, event)](), at_ms=1)
+        else:
+            with pytest.raises(IllegalTransition):
+                life.enter(event, Unsubscribed(), at_ms=1)
+            assert (life.state, life.now) == (state, now)
+        assert isinstance(life.now, type(FACTS[life.state]()))
+        assert life.state is not SessionState.CLOSED or not life.may(SessionEvent.ASKED), "it ends once"
+
+
+def test_a_state_takes_no_facts_of_another():
+    life = SessionLife()
+    with pytest.raises(BrokenInvariant):
+        life.enter(SessionEvent.ASKED, Resting(1), at_ms=0)
+    assert life.state is SessionState.UNSUBSCRIBED and not life.history
+
+
+def test_a_session_keeps_what_happened_to_it():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(3))
+            consumer = consumer_of(metaserver)
+            async with consumer.pull("a", group="g", start="earliest") as puller:
+                assert ns(await puller.pull(3, timeout=60)) == [0, 1, 2]
+                [subscription] = consumer._connections._subscriptions
+                session = next(one for (_, source), one in subscription._sessions.items() if source == "a")
+                broker.refuse_with = NotMaster("another one is")
+                broker.cut()
+                await until_async(lambda: session._life.state is SessionState.RESTING)
+                broker.refuse_with = None
+                await until_async(lambda: session._life.state is SessionState.SUBSCRIBED)
+            events = [one.event for one in session.history]
+            assert events[:6] == ["ASKED", "ACCEPTED", "PUT_OFF", "LOST", "ASKED", "PUT_OFF"]
+            assert events[-4:] == ["RESTED", "ASKED", "ACCEPTED", "CLOSED"]
+
+    run(test())

@@ -1,0 +1,113 @@
+"""Shell. Suspected messages are handled alone, and said to be begun; what nobody has begun with goes back at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import qmq
+from tests.support.waiting import until_async
+from tests.unit.client.consuming import cancelled, consumer_of, fill, listening, ns
+from tests.unit.client.fakes import cluster
+from tests.unit.client.test_producer import run
+
+
+@pytest.mark.parametrize("suspected", [{0}, {3, 4, 5}, set(range(10)), {9}])
+def test_a_suspected_message_is_handled_alone_after_its_broker_knows(suspected):
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins, broker.suspected = True, suspected
+            fill(broker, range(10))
+            consumer, running, done, most = consumer_of(metaserver), set(), [], 0
+
+            @consumer.listen("a", group="g", start="earliest", concurrency=4)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                nonlocal most
+                running.add(number := int(message["n"]))
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                    assert len(running) == 1 or not running & suspected
+                    most = max(most, len(running))
+                assert number not in suspected or broker.begun[-1] == number
+                running.remove(number)
+                done.append(number)
+
+            async with listening(consumer):
+                await until_async(lambda: len(done) == 10)
+            assert sorted(done) == list(range(10)) and not broker.nacks
+            assert sorted(broker.begun) == sorted(suspected), "of others nothing is said"
+            assert most > 1 or len(suspected) == 10
+
+    run(test())
+
+
+def test_a_puller_gets_suspected_messages_one_at_a_time():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins, broker.suspected = True, {2, 3}
+            fill(broker, range(6))
+            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+                got = []
+                while sum(map(len, got)) < 6:
+                    got.append(ns(await puller.pull(10, timeout=5)))
+                    assert broker.begun == [number for one in got for number in one if number in (2, 3)]
+            assert [2] in got and [3] in got and [number for one in got for number in one] == list(range(6))
+
+    run(test())
+
+
+def test_a_message_that_waits_to_be_alone_is_not_begun_when_the_drain_runs_out_of_patience():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins, broker.suspected = True, {1}
+            fill(broker, range(2))
+            consumer, began = consumer_of(metaserver, drain_s=0.05), []
+
+            @consumer.listen("a", group="g", start="earliest", concurrency=2)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                began.append(int(message["n"]))
+                await asyncio.Event().wait()
+
+            task = asyncio.create_task(consumer.run())
+            await until_async(lambda: began and not consumer._connections._subscriptions[0]._parcels)
+            await cancelled(task)
+            assert began == [0] and broker.begun == []
+            assert broker.times["a", "g"] == {0: 1, 1: 0}, "the one that never began does not count"
+
+    run(test())
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["broker", "older broker"])
+def test_a_draining_consumer_gives_back_at_once_what_it_has_not_begun(begins):
+    """It held on to that until its last handler had ended, for up to 20 s."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins = begins
+            fill(broker, range(20))
+            first, second, began, gate, done = consumer_of(metaserver), consumer_of(metaserver), [], asyncio.Event(), []
+
+            @first.listen("a", group="g", start="earliest")
+            async def slow(message: qmq.ReceivedMessage) -> None:
+                began.append(int(message["n"]))
+                await gate.wait()
+
+            @second.listen("a", group="g", start="earliest")
+            async def fast(message: qmq.ReceivedMessage) -> None:
+                done.append((int(message["n"]), message.times))
+
+            first_task = asyncio.create_task(first.run())
+            await until_async(lambda: began)
+            first.stop()
+            async with listening(second):
+                if begins:
+                    await until_async(lambda: len(done) == 19)
+                    assert not first_task.done(), "its handler still runs"
+                gate.set()
+                await first_task
+                await until_async(lambda: len(done) == 19)
+            assert sorted(done) == [(number, 1) for number in range(1, 20)] and began == [0]
+            assert all(not nack.entries for nack in broker.nacks) or begins
+
+    run(test())

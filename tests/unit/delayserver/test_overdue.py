@@ -1,0 +1,90 @@
+"""Core. What is due and not sent is seen, wherever it waits, and says since when."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from qmq.delayserver.overdue import SUBJECTS_MAX, Overdue, Part
+from qmq.delayserver.pending import PendingQueue
+from qmq.delayserver.schedule import RECORD
+from tests.unit.delayserver.test_races import a_group
+
+
+@dataclass
+class Batch:
+    subject: str
+    group: str
+    count: int
+    oldest_ms: int
+
+
+def queue(subject, *dues):
+    made = PendingQueue(subject)
+    records = np.zeros(len(dues), RECORD)
+    records["due"], records["number"] = dues, range(len(dues))
+    made.put(records, (), lambda label: None)
+    return made
+
+
+def test_a_message_counts_on_the_wheel_in_its_queue_and_on_its_way():
+    batches = [Batch("a", "g1", 5, 10), Batch("a", "g2", 1, 30), Batch("b", "g1", 2, 40), Batch("b", "g1", 0, 0)]
+    found = Overdue.of([queue("a", 20, 25), queue("c", 35)], batches, 100, 50)
+    assert found == Overdue(
+        111, 10, {"a": Part(8, 10), "c": Part(1, 35), "b": Part(2, 40)}, {"g1": Part(7, 10), "g2": Part(1, 30)}
+    )
+
+
+def test_what_is_still_on_the_wheel_may_be_the_oldest():
+    assert Overdue.of([queue("a", 20)], [], 3, 5).oldest_ms == 5
+    assert Overdue.of([queue("a", 20)], [], 0, 5).oldest_ms == 20, "that is not due yet"
+    assert Overdue.of([], [], 0, None) == Overdue(0, None, {}, {})
+
+
+def test_subjects_that_wait_longest_are_named_and_no_more_than_a_few():
+    found = Overdue.of([queue(f"s{at}", 1000 - at) for at in range(100)], [], 0, None)
+    assert list(found.subjects) == [f"s{at}" for at in range(99, 99 - SUBJECTS_MAX, -1)]
+    assert found.messages == 100
+
+
+def test_what_was_taken_back_does_not_count():
+    one = queue("a", 1, 2, 3)
+    one.remove(np.array([1], np.uint64))
+    assert Overdue.of([one], [], 0, None).messages == 2
+
+
+def test_stats_say_since_when_a_subject_without_a_group_waits():
+    copies, producer = a_group()
+    copies.senders.routeless.add("nowhere")
+    producer.delayed(copies.now_ms + 500, "m1", "m2", subject="nowhere")
+    producer.delayed(copies.now_ms + 500, "m3", subject="s")
+    copies.run(3_500)
+    stats = copies.a.master.stats()
+    assert stats["overdue_messages"] == stats["waiting_messages"] == 2
+    ((messages, age_ms, why),) = [stats["overdue_subjects"].pop("nowhere")]
+    assert (messages, why, age_ms) == (2, "none is there", 3_000) and stats["overdue_ms"] == age_ms
+    assert not stats["overdue_subjects"] and not stats["overdue_groups"]
+
+
+def test_stats_say_which_group_owes_an_answer_and_since_when():
+    copies, producer = a_group(slow=True)
+    producer.delayed(copies.now_ms + 500, "m1", "m2")
+    copies.run(2_500)
+    assert copies.a.master.stats()["overdue_groups"] == {"g1": (2, 2_000)}
+    copies.senders.answer()
+    copies.run(100)
+    stats = copies.a.master.stats()
+    assert (stats["overdue_messages"], stats["overdue_ms"], stats["overdue_groups"]) == (0, 0, {})
+
+
+def test_more_due_messages_than_may_be_loaded_are_said_once(caplog):
+    copies, producer = a_group(loaded_messages_max=1000)
+    copies.senders.routeless.add("s")
+    for page in range(6):
+        producer.delayed(copies.now_ms, *(f"m{page}-{i}" for i in range(200)))
+        copies.settle()
+    with caplog.at_level(logging.WARNING):
+        copies.run(2_000)
+    assert sum("due messages pile up" in record.message for record in caplog.records) == 1

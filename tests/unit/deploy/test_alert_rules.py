@@ -1,0 +1,305 @@
+"""Shell. Every alert rule, by `promtool test rules`: one thing is wrong, that alert fires, and no other.
+
+Each case starts from the same series, of an installation in which nothing is to be alerted, and changes what its story
+changes. It says after how many minutes the alert fires; a little before that, nothing does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qmq.cli import PROGRAMS
+from qmq.tools.commands import COMMANDS
+
+ROOT = Path(__file__).parents[3]
+# ruff: noqa: E501  a series is one word
+RULES = ROOT / "deploy" / "prometheus" / "qmq.rules.yml"
+RUNBOOK = ROOT / "docs" / "runbook.md"
+REASONS = (
+    "operator",
+    "slave_down",
+    "slave_lag",
+    "disk",
+    "disk_late",
+    "memory",
+    "corrupt",
+    "diverged",
+    "fenced",
+    "draining",
+)
+LAG = 'qmq_broker_lag_messages{broker_group="g1",subject="a",consumer_group="c",instance="b1"}'
+DAY_M = 24 * 60
+
+WELL = {
+    'up{kind="metaserver",instance="m1"}': "1",
+    'up{kind="metaserver",instance="m2"}': "1",
+    'up{kind="broker",instance="b1"}': "1",
+    'up{kind="broker",instance="b2"}': "1",
+    'up{kind="watchdog",instance="w1"}': "1",
+    'up{instance="somebody else"}': "0",
+    'process_start_time_seconds{kind="broker",instance="b1"}': "1000",
+    'qmq_broker_info{version="1",instance="b1"}': "1",
+    'qmq_delayserver_info{version="1",instance="d1"}': "1",
+    'qmq_broker_is_master{broker_group="g1",instance="b1"}': "1",
+    'qmq_broker_is_master{broker_group="g1",instance="b2"}': "0",
+    'qmq_delayserver_is_master{broker_group="d",instance="d1"}': "1",
+    'qmq_metaserver_broker_up{broker_group="g1",role="master",instance="m1"}': "1",
+    'qmq_metaserver_broker_up{broker_group="g1",role="slave",instance="m1"}': "1",
+    'qmq_metaserver_broker_up{broker_group="d",role="master",instance="m1"}': "1",
+    'qmq_metaserver_group_row_old{broker_group="g1"}': "0",
+    **{f'qmq_broker_readonly{{broker_group="g1",reason="{reason}",instance="b1"}}': "0" for reason in REASONS},
+    **{f'qmq_delayserver_readonly{{broker_group="d",reason="{reason}",instance="d1"}}': "0" for reason in REASONS},
+    **{
+        f'qmq_{kind}_produce_seconds_bucket{{broker_group="{group}",le="{bound}"}}': "0+600x3000"
+        for kind, group in (("broker", "g1"), ("delayserver", "d"))
+        for bound in ("0.1", "2", "+Inf")
+    },
+    'qmq_broker_refused_messages_total{broker_group="g1"}': "7",
+    'qmq_broker_disk_free_bytes{broker_group="g1",instance="b1"}': "900",
+    'qmq_broker_disk_free_limit_bytes{broker_group="g1",instance="b1"}': "100",
+    'qmq_delayserver_disk_free_bytes{broker_group="d",instance="d1"}': "900",
+    'qmq_delayserver_disk_free_limit_bytes{broker_group="d",instance="d1"}': "100",
+    LAG: "500-1x400 100+0x1 0x3000",
+    'qmq_broker_subject_messages_total{broker_group="g1",subject="a"}': "0+600x3000",
+    'qmq_broker_subject_messages_total{broker_group="g1",subject="%DEAD_RETRY%a%c"}': "3",
+    'qmq_broker_skipped_messages_total{broker_group="g1",subject="a",consumer_group="c"}': "5",
+    'qmq_delayserver_due_age_seconds{broker_group="d"}': "0 9 0 59 0",
+    'qmq_delayserver_lateness_seconds_bucket{broker_group="d",le="0.1"}': "0+600x3000",
+    'qmq_delayserver_lateness_seconds_bucket{broker_group="d",le="10"}': "0+600x3000",
+    'qmq_delayserver_lateness_seconds_bucket{broker_group="d",le="+Inf"}': "0+600x3000",
+    'qmq_delayserver_rejected_messages_total{broker_group="d"}': "2",
+    'qmq_delayserver_clock_difference_seconds{broker_group="d",instance="d1"}': "0.2",
+    'qmq_watchdog_leader{instance="w1"}': "1",
+    'qmq_watchdog_leader{instance="w2"}': "0",
+    'qmq_watchdog_database_up{database="shop"}': "1",
+    'qmq_watchdog_oldest_seconds{database="shop"}': "30",
+    'qmq_watchdog_rows{database="shop",state="parked"}': "0",
+    'qmq_watchdog_rows{database="shop",state="pending"}': "40",
+    "qmq_metaserver_refused_tokens_total": "4",
+    'qmq_metaserver_database_up{instance="m1"}': "1",
+    'qmq_metaserver_database_set_aside{instance="m1"}': "0",
+    'qmq_metaserver_token_expiry_timestamp_seconds{name="shop",id="old"}': "900",
+    'qmq_metaserver_token_expiry_timestamp_seconds{name="shop",id="new"}': "31536000",
+    'qmq_metaserver_management_actions_total{action="SwapRoles",result="done"}': "0+1x3000",
+    'qmq_metaserver_management_actions_total{action="SwapRoles",result="unknown"}': "1",
+    'qmq_nightly_exit_status{name="audit"}': "0",
+    'qmq_nightly_exit_status{name="backup"}': "0",
+    'qmq_nightly_last_success_timestamp_seconds{name="audit"}': "0+60x3000",
+    'qmq_nightly_last_success_timestamp_seconds{name="backup"}': "0+60x3000",
+}
+"""Series -> values, a minute apart; a single value stays."""
+
+
+def readonly(reason, kind="broker"):
+    group, instance = ("g1", "b1") if kind == "broker" else ("d", "d1")
+    return f'qmq_{kind}_readonly{{broker_group="{group}",reason="{reason}",instance="{instance}"}}'
+
+
+@dataclass(frozen=True)
+class Story:
+    alert: str
+    after_m: int
+    """Minutes from the start until it fires."""
+    changed: dict[str, str | None] = field(default_factory=dict)
+    """Series -> other values; None: it is gone."""
+    id: str = ""
+
+
+STORIES = [
+    Story("QmqNoMetaserver", 1, {f'up{{kind="metaserver",instance="m{n}"}}': "0" for n in (1, 2)}),
+    Story("QmqMetaserverDown", 2, {'up{kind="metaserver",instance="m1"}': "0"}),
+    Story(
+        "QmqBrokerDown",
+        1,
+        {
+            'qmq_metaserver_broker_up{broker_group="g1",role="slave",instance="m1"}': "0",
+            'up{kind="broker",instance="b2"}': "0",
+            readonly("slave_down"): "1",
+        },
+        "slave",
+    ),
+    Story(
+        "QmqBrokerDown",
+        1,
+        {
+            'qmq_metaserver_broker_up{broker_group="g1",role="master",instance="m1"}': "0",
+            'up{kind="broker",instance="b1"}': "0",
+            'qmq_broker_is_master{broker_group="g1",instance="b1"}': None,
+            **{readonly(reason): None for reason in REASONS},
+        },
+        "master",
+    ),
+    Story("QmqScrapeFailed", 10, {'up{kind="broker",instance="b1"}': "0"}),
+    Story("QmqScrapeFailed", 10, {'up{kind="watchdog",instance="w2"}': "0"}, "a standby"),
+    Story("QmqProcessRestarts", 3, {'process_start_time_seconds{kind="broker",instance="b1"}': "1 2 3 4x500"}),
+    Story("QmqVersionsDiffer", 6 * 60, {'qmq_broker_info{version="2",instance="b2"}': "1"}),
+    Story("QmqGroupWithoutMaster", 2, {'qmq_broker_is_master{broker_group="g1",instance="b1"}': "0"}),
+    Story("QmqTwoMasters", 1, {'qmq_broker_is_master{broker_group="g1",instance="b2"}': "1"}),
+    Story("QmqGroupRowOld", 5, {'qmq_metaserver_group_row_old{broker_group="g1"}': "1"}),
+    Story("QmqSlaveMissing", 2, {readonly("slave_down"): "1"}),
+    Story("QmqSlaveMissing", 2, {readonly("slave_down", "delayserver"): "1"}, "of delay servers"),
+    Story("QmqSlaveLagging", 2, {readonly("slave_lag"): "1"}),
+    Story("QmqCopiesDiffer", 0, {readonly("diverged"): "1"}),
+    Story("QmqLogDamaged", 5, {readonly("corrupt"): "1"}),
+    Story("QmqGroupMarked", 120, {readonly("operator"): "1"}),
+    Story(
+        "QmqProduceSlow",
+        11,
+        {
+            f'qmq_broker_produce_seconds_bucket{{broker_group="g1",le="{bound}"}}': f"0+{step}x3000"
+            for bound, step in (("0.1", 500), ("2", 600), ("+Inf", 600))
+        },
+    ),
+    Story("QmqMessagesRefused", 16, {'qmq_broker_refused_messages_total{broker_group="g1"}': "0+1x500"}),
+    Story("QmqDiskFull", 1, {readonly("disk"): "1", 'qmq_broker_disk_free_bytes{broker_group="g1",instance="b1"}': "90"}),
+    Story("QmqDiskFillsUp", 10, {'qmq_broker_disk_free_bytes{broker_group="g1",instance="b1"}': "190"}),
+    Story("QmqDiskFillsUp", 10, {'qmq_delayserver_disk_free_bytes{broker_group="d",instance="d1"}': "190"}, "delay server"),
+    Story("QmqDiskLate", 1, {readonly("disk_late"): "1"}),
+    Story("QmqMemoryFull", 5, {readonly("memory"): "1"}),
+    Story("QmqConsumerStalled", 6, {LAG: "50+0x500"}, "nobody consumes"),
+    Story("QmqConsumerStalled", 6, {LAG: "50+10x500"}, "falls behind"),
+    Story("QmqDeadLetters", 1, {'qmq_broker_subject_messages_total{broker_group="g1",subject="%DEAD_RETRY%a%c"}': "3 4x500"}),
+    Story(
+        "QmqMessagesSkipped",
+        1,
+        {'qmq_broker_skipped_messages_total{broker_group="g1",subject="a",consumer_group="c"}': "5 6x500"},
+    ),
+    Story("QmqDelayedMessagesWait", 1, {'qmq_delayserver_due_age_seconds{broker_group="d"}': "61+60x500"}),
+    Story(
+        "QmqDelayedMessagesLate", 6, {'qmq_delayserver_lateness_seconds_bucket{broker_group="d",le="0.1"}': "0+500x3000"}
+    ),
+    Story("QmqDelayedMessagesRejected", 1, {'qmq_delayserver_rejected_messages_total{broker_group="d"}': "2 3x500"}),
+    Story("QmqClocksDisagree", 5, {'qmq_broker_clocks_disagree{broker_group="g1",instance="b1"}': "1"}),
+    Story(
+        "QmqLogHeld", DAY_M, {'qmq_broker_held_bytes{broker_group="g1",subject="s",consumer_group="c",instance="b1"}': "9"}
+    ),
+    Story("QmqDamageFound", 1, {'qmq_broker_scrub_findings_total{broker_group="g1",instance="b1"}': "0 1x3000"}),
+    Story("QmqDelayClockOff", 5, {'qmq_delayserver_clock_difference_seconds{broker_group="d",instance="d1"}': "-3"}),
+    Story("QmqNoActiveWatchdog", 1, {'qmq_watchdog_leader{instance="w1"}': "0"}, "all wait"),
+    Story(
+        "QmqNoActiveWatchdog",
+        15,
+        {
+            'up{kind="watchdog",instance="w1"}': "1x14 0x500",
+            'qmq_watchdog_leader{instance="w1"}': "1x13 stale",
+            'qmq_watchdog_leader{instance="w2"}': "0x13 stale",
+        },
+        "all are down",
+    ),
+    Story("QmqOutboxDatabaseDown", 2, {'qmq_watchdog_database_up{database="shop"}': "0"}),
+    Story("QmqOutboxOld", 2, {'qmq_watchdog_oldest_seconds{database="shop"}': "601"}),
+    Story("QmqOutboxParked", 5, {'qmq_watchdog_rows{database="shop",state="parked"}': "1"}),
+    Story("QmqMetadataDatabaseDown", 1, {'qmq_metaserver_database_up{instance="m1"}': "0"}),
+    Story(
+        "QmqMetadataSetAside",
+        1,
+        {
+            'qmq_metaserver_database_up{instance="m1"}': "0",
+            'qmq_metaserver_database_set_aside{instance="m1"}': "1",
+        },
+    ),
+    Story("QmqTokenExpires", 60, {'qmq_metaserver_token_expiry_timestamp_seconds{name="shop",id="new"}': "600000"}),
+    Story("QmqTokensRefused", 11, {"qmq_metaserver_refused_tokens_total": "0+60x500"}),
+    Story(
+        "QmqActionUnknown",
+        1,
+        {'qmq_metaserver_management_actions_total{action="SwapRoles",result="unknown"}': "1 2x500"},
+    ),
+    Story("QmqAuditFoundDifferences", 0, {'qmq_nightly_exit_status{name="audit"}': "1"}),
+    Story("QmqNightlyJobFailed", 0, {'qmq_nightly_exit_status{name="backup"}': "1"}, "backup"),
+    Story("QmqNightlyJobFailed", 0, {'qmq_nightly_exit_status{name="audit"}': "2"}, "audit read nothing"),
+    Story("QmqNightlyJobFailed", 0, {'kube_job_status_failed{job_name="qmq-backup-29"}': "1"}, "on Kubernetes"),
+    Story(
+        "QmqNightlyJobMissed", 26 * 60 + 1, {'qmq_nightly_last_success_timestamp_seconds{name="backup"}': "0"}, "backup"
+    ),
+    Story(
+        "QmqNightlyJobMissed",
+        26 * 60 + 1,
+        {'kube_cronjob_status_last_successful_time{cronjob="qmq-audit"}': "0",
+         'qmq_nightly_last_success_timestamp_seconds{name="audit"}': None},
+        "on Kubernetes",
+    ),
+    Story(
+        "QmqNeverAudited",
+        26 * 60,
+        {'qmq_nightly_last_success_timestamp_seconds{name="audit"}': None, 'qmq_nightly_exit_status{name="audit"}': None},
+    ),
+]  # fmt: skip
+
+
+def promtool(folder, tests):
+    """Run `promtool test rules` over test groups; return what it says, empty if all is as expected."""
+    (folder / "tests.yml").write_text(
+        json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests})
+    )
+    ended = subprocess.run(["promtool", "test", "rules", folder / "tests.yml"], capture_output=True, text=True)
+    return "" if ended.returncode == 0 else ended.stdout + ended.stderr
+
+
+def test_group(series, expected):
+    """One group of a test file: `expected` is minutes -> names of the alerts that fire then, each once."""
+    return {
+        "interval": "1m",
+        "input_series": [
+            {"series": name, "values": values if "x" in values or " " in values else f"{values}x3000"}
+            for name, values in series.items()
+        ],
+        "promql_expr_test": [
+            {
+                "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                "eval_time": f"{minute}m",
+                "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in names],
+            }
+            for minute, names in expected.items()
+        ],
+    }
+
+
+test_group.__test__ = False
+
+
+def test_an_installation_that_is_well_alerts_nobody(tmp_path):
+    assert promtool(tmp_path, [test_group(WELL, {minute: [] for minute in (0, 5, 30, 400, 2 * DAY_M)})]) == ""
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: " ".join(filter(None, (story.alert, story.id))))
+def test_what_is_wrong_fires_its_alert_in_its_time_and_no_other(tmp_path, story):
+    series = {name: values for name, values in (WELL | story.changed).items() if values is not None}
+    before = {story.after_m - 1: []} if story.after_m else {}
+    assert promtool(tmp_path, [test_group(series, before | {story.after_m: [story.alert]})]) == ""
+
+
+def rules():
+    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+
+
+def test_every_alert_has_a_story_a_severity_a_summary_and_a_section_of_the_runbook():
+    assert {rule["alert"] for rule in rules()} == {story.alert for story in STORIES}
+    headings = re.findall(r"^### (\w+)$", RUNBOOK.read_text(), re.MULTILINE)
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("page", "ticket") and rule["annotations"]["summary"].endswith(".")
+        assert rule["annotations"]["runbook"] == f"docs/runbook.md#{rule['alert'].lower()}"
+    assert headings == [rule["alert"] for rule in rules()], "the runbook has the same alerts in the same order"
+
+
+def test_commands_of_the_runbook_can_be_typed():
+    typed = re.findall(r"(?:^    |`)qmq ([^`\n]+)", RUNBOOK.read_text(), re.MULTILINE)
+    own = [line for line in typed if line.split()[0] in PROGRAMS]
+    commands = [line.split() for line in typed if line not in own]
+    assert len(commands) > 30 and {line.split()[0] for line in own} == {"audit", "prometheus"}
+    for name, *words in commands:
+        assert name in COMMANDS, f"qmq {name}"
+        known = {f"--{option.name}" for option in COMMANDS[name].options}
+        assert {word.partition("=")[0] for word in words} <= known, f"qmq {name} {words}"
+
+
+def test_promtool_takes_the_file():
+    ended = subprocess.run(["promtool", "check", "rules", RULES], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

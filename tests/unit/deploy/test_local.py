@@ -1,0 +1,29 @@
+"""Shell. `qmq dev --port`: the metaserver has the port that was asked for, or nothing is started."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from qmq.deploy.local import check_port
+from qmq.deploy.plan import HOST, Groups, load_plan
+from qmq.errors import NotServed
+from tests.support.ports import free_ports
+
+
+def test_a_free_port_is_fine(tmp_path):
+    check_port(tmp_path, free_ports(1)[0])
+
+
+def test_a_port_in_use_is_refused(tmp_path):
+    with socket.create_server((HOST, 0)) as taken, pytest.raises(NotServed, match="in use"):
+        check_port(tmp_path, taken.getsockname()[1])
+
+
+def test_a_cluster_keeps_the_port_that_it_has(tmp_path):
+    one, other = free_ports(2)
+    kept = load_plan(tmp_path / "plan.json", Groups(("g1",)), one, other).http_port
+    check_port(tmp_path, kept)
+    with pytest.raises(NotServed, match=f"has port {kept} already"):
+        check_port(tmp_path, other)

@@ -1,0 +1,136 @@
+"""Core. A copy knows which segments it should have: a file that is gone is damage, whichever it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.log import manifest
+from qmq.log.frame import FrameKind
+from qmq.log.memory_disk import FaultyDisk
+from qmq.log.retention import RetentionDecision, encode_retention
+from qmq.log.segments import index_name, log_name, segment_bases, snapshot_name
+from tests.unit.log.logs import Copy
+
+
+def a_copy() -> Copy:
+    copy = Copy(tail_bytes=0)
+    copy.begin_epoch()
+    copy.fill(60)
+    assert len(copy.log.bases) > 6
+    return copy
+
+
+def repair(copy: Copy, whole: bytes) -> None:
+    """Mend what is damaged, one range after the other, from the bytes of the other copy."""
+    for _ in range(20):
+        if copy.log.damage is None:
+            return
+        copy.log.repair(whole[copy.log.damage.begin : copy.log.damage.end])
+    raise AssertionError(copy.log.damage)
+
+
+@pytest.mark.parametrize("position", range(6))
+@pytest.mark.parametrize("with_what", [(), (index_name,), (index_name, snapshot_name)])
+def test_a_segment_whose_file_is_gone_is_damage_and_is_fetched(position, with_what):
+    copy = a_copy()
+    whole, image, bases = copy.whole(), copy.image(), list(copy.log.bases)
+    for name in (log_name, *with_what):
+        copy.disk.remove(name(bases[position]))
+    log = copy.reopen()
+    assert log.damage is not None and log.damage[:2] == (bases[position], bases[position + 1])
+    assert log.bases == bases and log.start == 0 and log.end == len(whole) and not log.is_tail_cut
+    repair(copy, whole)
+    assert copy.whole() == whole
+    copy.log.frames("s1", 0, 1000)
+    assert copy.reopen().damage is None and copy.log.bases == bases
+    assert copy.image().items() >= {k: v for k, v in image.items() if not k.endswith(".snap")}.items()
+
+
+def test_all_closed_segments_are_gone_and_come_back_one_after_the_other():
+    copy = a_copy()
+    whole, bases = copy.whole(), list(copy.log.bases)
+    for base in bases[:-1]:
+        copy.disk.remove(log_name(base))
+    copy.reopen()
+    repair(copy, whole)
+    assert copy.whole() == whole and copy.reopen().damage is None
+
+
+def test_the_newest_segment_is_gone_so_the_tail_may_be_missing():
+    """All that is left ends where frames end: nothing else would say that there was more."""
+    copy = a_copy()
+    newest = copy.log.bases[-1]
+    assert copy.log.end > newest
+    copy.disk.remove(log_name(newest))
+    log = copy.reopen()
+    assert log.end == newest and log.is_tail_cut and log.damage is None
+    copy.messages("next")
+    copy.flush()
+    assert copy.reopen().is_tail_cut, "until the other copy was asked"
+
+
+def test_a_copy_from_before_manifests_gets_one_of_what_it_has():
+    copy = a_copy()
+    copy.disk.remove(manifest.NAME)
+    copy.reopen()
+    assert manifest.read_manifest(copy.disk) == copy.log.bases == segment_bases(copy.disk)
+
+
+def test_a_damaged_manifest_is_set_aside_and_made_anew():
+    copy = a_copy()
+    for bit in range(0, 8 * copy.disk.size(manifest.NAME), 7):
+        copy.disk.flip(manifest.NAME, bit)
+        copy.reopen()
+        assert manifest.read_manifest(copy.disk) == copy.log.bases and copy.log.damage is None
+    assert copy.disk.names("quarantine/00000000000000000000-00000000000000000000-manifest-damaged-0") == ["manifest"]
+
+
+def test_the_list_follows_every_change_of_the_files():
+    copy = a_copy()
+    log = copy.log
+
+    def follows() -> bool:
+        return manifest.read_manifest(copy.disk) == log.bases == segment_bases(copy.disk)
+
+    assert follows()
+    log.drop_oldest_segment()
+    assert follows()
+    log.set_aside_oldest_segment("test")
+    assert follows()
+    base, _, snapshot = log.seed_start()
+    log.cut(log.bases[-2], "test")
+    assert follows()
+    log.seed(base, snapshot, "test")
+    assert follows() and log.bases == [base]
+    log.set_aside("test")
+    assert log.bases == [] and not copy.disk.has(manifest.NAME)
+    copy.begin_epoch()
+    copy.flush()
+    assert follows()
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+def test_a_deletion_that_a_crash_interrupts_ends_as_deletion_or_nothing(agreed):
+    """What nobody agreed to delete is kept aside all the same."""
+    for call in range(1, 8):
+        copy = Copy(tail_bytes=0)
+        copy.begin_epoch()
+        copy.fill(30)
+        bases = list(copy.log.bases)
+        start = bases[1] if agreed else 0
+        copy.append(FrameKind.RETENTION, "", encode_retention(RetentionDecision(start, "", {}, {})))
+        copy.flush()
+        assert isinstance(copy.disk, FaultyDisk)
+        copy.disk.fail_at = copy.disk.calls + call
+        try:
+            copy.log.drop_oldest_segment()
+        except Exception:
+            copy.disk.heal()
+        copy.disk.heal()
+        copy.disk.crash()
+        log = copy.reopen()
+        assert log.damage is None and log.bases in (bases, bases[1:])
+        assert segment_bases(copy.disk) == log.bases == manifest.read_manifest(copy.disk)
+        kept_aside = [name for name in copy.disk._files if "not-listed" in name and name.endswith(".log")]
+        assert not (agreed and kept_aside)
+        assert agreed or log.bases == bases or kept_aside or call > 4

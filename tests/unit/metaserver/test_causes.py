@@ -1,0 +1,69 @@
+"""Core. Doctor's checks: one finding for each cause."""
+
+from __future__ import annotations
+
+from qmq.metaserver.actions.causes import one_per_cause
+
+
+def broker(name, group, role, ip, *, ok=True, answers=True, found="up", reasons=(), incarnation="disk"):
+    facts = {
+        "group": group, "role": role, "hostname": name, "ip": ip, "servePort": 1, "syncPort": 2, "answers": answers,
+        "reasons": list(reasons), "incarnation": incarnation,
+    }  # fmt: skip
+    return {"name": f"broker {name}", "ok": ok, "found": found, "remedy": "", "facts": facts}
+
+
+def group(name, *, ok=True):
+    facts = {} if ok else {"group": name, "takesNothing": True}
+    return {"name": f"group {name}", "ok": ok, "found": "", "remedy": "", "facts": facts}
+
+
+def away(name, group, role, ip, **more):
+    return broker(name, group, role, ip, ok=False, answers=False, found="did not answer", **more)
+
+
+def wrong(checks):
+    return {check["name"]: check for check in one_per_cause(checks) if not check["ok"]}
+
+
+def test_a_slave_that_is_down_is_one_finding_and_its_group_and_master_none():
+    master = broker("a", "g1", "MASTER", "10.0.0.1", ok=False, reasons=["slave_down"])
+    found = wrong([master, away("b", "g1", "SLAVE", "10.0.0.2"), broker("c", "g2", "SLAVE", "10.0.0.2"),
+                   group("g1", ok=False), group("g2")])  # fmt: skip
+    assert list(found) == ["broker b"]
+    remedy = found["broker b"]["remedy"]
+    assert "start it on 10.0.0.2" in remedy
+    assert (
+        "tools.sh ReplaceBroker --brokerGroup=g1 --role=1 --hostname=NEW --ip=IP --servePort=1 --syncPort=2" in remedy
+    )
+
+
+def test_a_master_that_is_down_is_named_with_the_swap():
+    found = wrong(
+        [away("a", "g1", "MASTER", "10.0.0.1"), broker("b", "g1", "SLAVE", "10.0.0.2"), group("g1", ok=False)]
+    )
+    assert list(found) == ["broker a"]
+    assert "--role=0 --hostname=b --ip=10.0.0.2" in found["broker a"]["remedy"]
+
+
+def test_a_machine_that_is_gone_is_one_finding_with_all_its_brokers():
+    checks = [away("a", "g1", "MASTER", "10.0.0.1"), broker("b", "g1", "SLAVE", "10.0.0.2"),
+              away("d", "d1", "DELAY_SLAVE", "10.0.0.1"), broker("e", "d1", "DELAY_MASTER", "10.0.0.3"),
+              group("g1", ok=False), group("d1", ok=False)]  # fmt: skip
+    found = wrong(checks)
+    assert list(found) == ["machine 10.0.0.1"]
+    machine = found["machine 10.0.0.1"]
+    assert "a:1 (MASTER of g1), d:1 (DELAY_SLAVE of d1)" in machine["found"] and "--role=6" in machine["remedy"]
+    assert "of" not in machine
+
+
+def test_what_does_not_follow_stays():
+    disk = broker("a", "g1", "MASTER", "10.0.0.1", ok=False, reasons=["disk"])
+    found = wrong([disk, away("b", "g1", "SLAVE", "10.0.0.2"), broker("c", "g2", "MASTER", "10.0.0.2"),
+                   group("g1", ok=False), group("g2", ok=False)])  # fmt: skip
+    assert set(found) == {"broker a", "broker b", "group g2"}
+
+
+def test_a_broker_that_never_registered_is_started_not_replaced():
+    found = wrong([away("a", "g1", "MASTER", "10.0.0.1", incarnation=""), group("g1", ok=False)])
+    assert list(found) == ["broker a"] and "its log" in found["broker a"]["remedy"]

@@ -1,0 +1,194 @@
+"""Shell. A database that was emptied or replaced under running metaservers and brokers, on each kind of database."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from sqlalchemy import delete, update
+
+from qmq.errors import NotServed, OperatorError
+from qmq.metaserver import lost_groups
+from qmq.metaserver.database import DatabaseSetAside
+from qmq.metaserver.db.changes import AddToken
+from qmq.metaserver.db.engine import open_database
+from qmq.metaserver.db.tables import meta_version, metadata
+from qmq.metaserver.model import AuditRow, Broker, TokenRow
+from qmq.metaserver.snapshot import Snapshots
+from qmq.types import Role
+from tests.unit.metaserver.actions_world import World, place
+
+TOKEN = TokenRow("t1", "shop", "client", "salt", "hash", ("order.*",))
+AUDIT = AuditRow("anna", "", "AddToken")
+
+
+def empty(url):
+    """Make the database what a new one is."""
+    engine = open_database(url)
+    with engine.begin() as connection:
+        for table in reversed(metadata.sorted_tables):
+            if table.name != "meta_version":
+                connection.execute(delete(table))
+        connection.execute(update(meta_version).values(version=0))
+    engine.dispose()
+
+
+def on(url, test):
+    async def body():
+        world = World(url)
+        await world.open()
+        try:
+            await world.running_copies()
+            await world.registry.change([AddToken(TOKEN)], AUDIT)
+            await world.routed("order.changed")
+            await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="order.changed")
+            await test(world)
+        finally:
+            world.database.close()
+
+    asyncio.run(body())
+
+
+async def set_aside(world):
+    with pytest.raises(DatabaseSetAside, match="no row of g1"):
+        await world.registry.catch_up()
+
+
+def test_an_emptied_database_takes_nothing_from_brokers_and_clients_that_run(migrated_url):
+    """Live brokers refused running clients for minutes although the metaserver had everything in memory."""
+
+    async def test(world):
+        empty(migrated_url)
+        await set_aside(world)
+        registry = world.registry
+        assert registry.routes["order.changed"].groups == ("g1",) and [t.id for t in registry.tokens] == ["t1"]
+        assert registry.is_writable(registry.directory.groups["g1"])
+        await registry.routes_for(["order.changed"])
+        with pytest.raises(NotServed, match="no row of g1.*AdoptDatabase"):
+            await registry.routes_for(["new.subject"])
+        answer = await world.run("AddBroker", **place("g2", 0, "g2-a"))
+        assert not answer.done and "no row of g1" in answer.message and "Restore" in answer.message
+        await world.start("g1-b")  # registers again with what is known: nothing is to be stored
+        checks = {check["name"]: check for check in (await world.done("Doctor"))["checks"]}
+        assert "AdoptDatabase --keep=memory" in checks["database"]["remedy"]
+        await set_aside(world)
+
+    on(migrated_url, test)
+
+
+def test_the_database_is_filled_from_memory(migrated_url):
+    async def test(world):
+        before = world.registry.directory
+        empty(migrated_url)
+        await set_aside(world)
+        assert (await world.run("AdoptDatabase", keep="memory", dryRun="true")).done
+        await set_aside(world)
+        await world.done("AdoptDatabase", keep="memory")
+        registry, after = world.registry, world.registry.directory
+        assert registry.database.is_up and registry.routes["order.changed"].groups == ("g1",)
+        assert [t.id for t in registry.tokens] == ["t1"] and after.marks == before.marks
+        old, new = before.groups["g1"], after.groups["g1"]
+        assert new.term > old.term and [b.key for b in new.brokers] == [b.key for b in old.brokers]
+        assert [b.incarnation for b in new.brokers] == [b.incarnation for b in old.brokers]
+        [row] = await world.audit()
+        assert row.action == "AdoptDatabase"
+        other = World(migrated_url)
+        await other.open()
+        assert other.registry.directory.groups["g1"].master == new.master, "another metaserver serves from it too"
+        other.database.close()
+        assert "nothing to decide" in await world.refused("AdoptDatabase", keep="memory")
+
+    on(migrated_url, test)
+
+
+def test_an_operator_may_decide_for_the_database(migrated_url):
+    async def test(world):
+        world.beat("g1-a", term=6)
+        empty(migrated_url)
+        await set_aside(world)
+        await world.done("AdoptDatabase", keep="database")
+        assert world.registry.directory.groups == {} and world.registry.routes == {}
+        await world.done("AddBroker", **place("g1", 0, "g1-a"))
+        assert world.registry.directory.groups["g1"].term == 7, "above all that was reported"
+
+    on(migrated_url, test)
+
+
+def test_a_backup_is_restored_into_the_emptied_database(migrated_url):
+    async def test(world):
+        backup = await world.done("Backup")
+        empty(migrated_url)
+        await set_aside(world)
+        await world.done("Restore", backup=json.dumps(backup))
+        assert world.registry.database.is_up
+        assert world.registry.directory.groups["g1"].term > 2
+
+    on(migrated_url, test)
+
+
+def test_a_metaserver_that_starts_holds_the_database_against_its_snapshot(tmp_path, migrated_url):
+    async def test(world):
+        snapshots = Snapshots(tmp_path / "snapshot", migrated_url)
+        await snapshots.save(world.registry)
+        empty(migrated_url)
+        other = World(migrated_url)
+        await other.database.open()
+        other.registry.expect(snapshots.read())
+        await set_aside(other)
+        snapshots.serve(snapshots.read(), other.registry)
+        assert other.registry.routes["order.changed"].groups == ("g1",)
+        assert [token.id for token in other.registry.tokens] == ["t1"]
+        await set_aside(other)
+        await other.done("AdoptDatabase", keep="memory")
+        await world.registry.catch_up()
+        assert world.registry.database.is_up, "the decision holds for all metaservers"
+        other.database.close()
+
+    on(migrated_url, test)
+
+
+def test_brokers_that_register_count_against_a_database_without_any_group(migrated_url):
+    async def test():
+        world = World(migrated_url)
+        await world.open()
+        said = Broker("g9", Role.SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
+        with pytest.raises(OperatorError, match="is no broker here"):
+            await world.registry.register(
+                Broker("", Role.SLAVE, "new", "10.0.0.1", 1, 2, incarnation="x"), None, term=0
+            )
+        assert world.registry.database.is_up, "a broker that never had a role says nothing"
+        with pytest.raises(DatabaseSetAside, match="no row of g9"):
+            await world.registry.register(said, None, term=4)
+        assert not (await world.run("AddBroker", **place("g9", 0, "g9-a"))).done
+        assert "in no memory either" in await world.refused("AdoptDatabase", keep="memory")
+        await world.done("AdoptDatabase", keep="database")
+        await world.done("AddBroker", **place("g9", 0, "g9-a"))
+        assert world.registry.directory.groups["g9"].term == 5
+        world.database.close()
+
+    asyncio.run(test())
+
+
+def test_a_group_that_an_operator_removed_is_not_lost(migrated_url):
+    async def test(world):
+        for hostname in ("g1-b", "g1-a"):
+            world.stop(hostname)
+            await world.done("RemoveBroker", hostname=hostname, servePort=20881, force="true")
+        assert world.registry.directory.groups == {} and world.registry.database.is_up
+
+    on(migrated_url, test)
+
+
+@pytest.mark.parametrize(
+    ("known", "reported", "rows", "lost"),
+    [
+        pytest.param({"g1"}, {}, {"g1", "g2"}, [], id="all there"),
+        pytest.param({"g1", "g2"}, {}, {"g2"}, ["g1"], id="a copy from before a group"),
+        pytest.param(set(), {"g3": 4}, {"g2"}, [], id="one stray broker"),
+        pytest.param(set(), {"g3": 4}, set(), ["g3"], id="empty, and a broker reports"),
+        pytest.param(set(), {}, set(), [], id="new"),
+    ],
+)
+def test_what_counts_as_lost(known, reported, rows, lost):
+    assert lost_groups.find_lost(known, reported, rows) == lost

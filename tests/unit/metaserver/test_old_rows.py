@@ -1,0 +1,164 @@
+"""Shell. A database from before some swaps: rows are raised to what brokers report, on each kind of database."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from qmq.metaserver import old_rows, roles
+from qmq.metaserver.db.changes import RemoveGroup, SetRoles
+from qmq.metaserver.model import Broker, BrokerKey, Group, MetaserverRow, ReplicaState
+from qmq.metaserver.snapshot import Snapshots
+from qmq.metaserver.upkeep import Upkeep
+from qmq.types import Role
+from tests.unit.metaserver.actions_world import World, place
+
+A = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, incarnation="disk a")
+B = Broker("g1", Role.SLAVE, "b", "10.0.0.2", 1, 2, incarnation="disk b", complete=True)
+ROW = Group("g1", 2, A, B, 0)
+MASTER, SLAVE = Role.MASTER, Role.SLAVE
+
+
+def said(**states):
+    """`a=(role, term)`; who is left out is down."""
+    known = {name: ReplicaState(role, term) for name, (role, term) in states.items()}
+    return lambda broker: known.get(broker.hostname)
+
+
+@pytest.mark.parametrize(
+    ("states", "reported", "agreed"),
+    [
+        pytest.param({"a": (MASTER, 4), "b": (SLAVE, 4)}, 4, ("a", "b"), id="both, roles as in the row"),
+        pytest.param({"a": (SLAVE, 5), "b": (MASTER, 5)}, 5, ("b", "a"), id="both, roles exchanged"),
+        pytest.param({"a": (MASTER, 4)}, 4, None, id="the slave is down"),
+        pytest.param({"a": (MASTER, 4), "b": (SLAVE, 0)}, 4, None, id="the slave has no role yet"),
+        pytest.param({"a": (MASTER, 4), "b": (MASTER, 3)}, 4, None, id="masters of two terms"),
+        pytest.param({"a": (MASTER, 4), "b": (MASTER, 4)}, 4, None, id="two masters of one term"),
+        pytest.param({"a": (SLAVE, 4), "b": (SLAVE, 4)}, 4, None, id="no master"),
+        pytest.param({"a": (MASTER, 4), "b": (SLAVE, 4)}, 6, None, id="a third broker reports a newer term"),
+    ],
+)
+def test_a_row_is_raised_to_exactly_what_all_brokers_of_the_group_agree_on(states, reported, agreed):
+    old = old_rows.judge(ROW, reported, said(**states))
+    if agreed is None:
+        assert old.change is None and "AdoptRoles --brokerGroup=g1 --hostname=" in old.remedy
+        return
+    change = old.change
+    assert (change.term, change.new_term) == (2, reported)
+    assert (change.master.hostname, change.slave.hostname) == agreed
+    assert (change.master.role, change.slave.role, change.slave.complete) == (MASTER, SLAVE, False)
+
+
+def test_a_row_as_new_as_its_brokers_is_left_alone():
+    assert old_rows.judge(ROW, 2, said(a=(MASTER, 2), b=(SLAVE, 2))) is None
+
+
+def upkeep_of(world):
+    return Upkeep(
+        world.registry, world.brokers, Snapshots(None, "sqlite://"), MetaserverRow("m", "h", "g", 0, "1"), poll_ms=1000
+    )
+
+
+def on(database_url, test):
+    async def body():
+        world = World(database_url)
+        await world.open()
+        try:
+            await world.running_copies()
+            await test(world)
+        finally:
+            world.database.close()
+
+    asyncio.run(body())
+
+
+def test_the_row_of_a_group_that_was_swapped_since_is_repaired_from_its_brokers(migrated_url):
+    async def test(world):
+        world.beat("g1-a", term=5, role=SLAVE, writable=False)
+        world.beat("g1-b", term=5, role=MASTER, writable=True)
+        assert "old copy" in await world.refused("SwapRoles", brokerGroup="g1")
+        [before] = [check for check in (await world.done("Doctor"))["checks"] if check["name"] == "group g1"]
+        assert not before["ok"] and "term 2, brokers report term 5" in before["found"]
+        await upkeep_of(world).raise_row("g1")
+        group = world.registry.directory.groups["g1"]
+        assert (group.term, group.master.hostname, group.slave.hostname) == (5, "g1-b", "g1-a")
+        assert world.registry.is_writable(group) and world.registry.old_rows() == []
+        [row] = await world.database.read(lambda repository: repository.audit_trail(action="AdoptRoles"))
+        assert (row.who, row.before["term"], row.after["term"]) == ("metaserver", 2, 5)
+        await upkeep_of(world).raise_row("g1")
+        assert world.registry.directory.groups["g1"].term == 5, "once is enough"
+
+    on(migrated_url, test)
+
+
+def test_where_brokers_disagree_nothing_is_changed_and_the_named_command_decides(migrated_url, caplog):
+    async def test(world):
+        world.beat("g1-a", term=4)
+        world.stop("g1-b")
+        upkeep = upkeep_of(world)
+        await upkeep.raise_row("g1")
+        await upkeep.raise_row("g1")
+        assert world.registry.directory.groups["g1"].term == 2
+        lines = [r.getMessage() for r in caplog.records if "row of a group is old" in r.getMessage()]
+        assert len(lines) == 1 and "start g1-b:20881" in lines[0], "said once, with the command"
+        command = {"brokerGroup": "g1", "hostname": "g1-a", "servePort": 20881}
+        assert "down" in await world.refused("AdoptRoles", **command | {"hostname": "g1-b"})
+        await world.done("AdoptRoles", **command)
+        group = world.registry.directory.groups["g1"]
+        assert (group.term, group.master.hostname) == (5, "g1-a"), "above all that was reported"
+        world.beat("g1-a")
+        assert "as new as its brokers" in await world.refused("AdoptRoles", **command)
+
+    on(migrated_url, test)
+
+
+def test_the_master_of_an_older_term_is_adopted_with_force_only(migrated_url):
+    async def test(world):
+        world.beat("g1-a", term=4)
+        world.beat("g1-b", term=3, role=MASTER)
+        command = {"brokerGroup": "g1", "hostname": "g1-b", "servePort": 20881}
+        assert "lacks" in await world.refused("AdoptRoles", **command)
+        await world.done("AdoptRoles", **command, force=True)
+        group = world.registry.directory.groups["g1"]
+        assert (group.term, group.master.hostname) == (5, "g1-b")
+
+    on(migrated_url, test)
+
+
+def test_each_new_term_is_above_all_that_was_reported(migrated_url):
+    """ReplaceBroker raised a row that was two swaps old to a term that the brokers ignored."""
+
+    async def test(world):
+        world.beat("g1-a", term=7)
+        world.stop("g1-b")
+        await world.done("ReplaceBroker", **place("g1", 1, "g1-c"))
+        assert world.registry.directory.groups["g1"].term == 8
+
+    on(migrated_url, test)
+
+
+def test_a_group_that_the_database_lost_is_created_above_what_its_brokers_wrote_down(migrated_url):
+    async def test(world):
+        said = Broker("g9", SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
+        with pytest.raises(Exception, match="is no broker here"):
+            await world.registry.register(said, None, term=6)
+        await world.done("AddBroker", **place("g9", 0, "g9-a"))
+        assert world.registry.directory.groups["g9"].term == 7
+        group = world.registry.directory.groups["g9"]
+        gone = roles.RoleChange("g9", 7, group, None, None, above=20)
+        await world.database.write(lambda r: r.change([SetRoles(gone), RemoveGroup("g9", 21)]))
+        await world.done("AddBroker", **place("g9", 0, "g9-a"))
+        assert world.registry.directory.groups["g9"].term == 22, "a removed group keeps its term"
+
+    on(migrated_url, test)
+
+
+def test_reports_of_brokers_with_another_data_directory_do_not_agree():
+    states = {BrokerKey("a", 1): ReplicaState(MASTER, 4, incarnation="another disk")}
+
+    def own(broker):
+        state = states.get(broker.key)
+        return state if state and state.incarnation in ("", broker.incarnation) else None
+
+    assert old_rows.judge(ROW, 4, own).change is None

@@ -1,0 +1,28 @@
+"""Core. JSON with its own CRC comes back as it was, or not at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.checked_json import decode_checked, encode_checked
+
+FIELDS = {"incarnation": "é", "epochs": [[1, 2]], "lacks": None}
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_it_comes_back_and_no_flipped_bit_does(indent):
+    data = encode_checked(FIELDS, indent=indent)
+    assert decode_checked(data) == FIELDS
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            assert decode_checked(bytes(flipped)) == FIELDS, "white space may differ, the fields may not"
+        except ValueError:
+            pass
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"null", b'{"crc": 1}', b'{"crc": "1"}', b"\xff"])
+def test_what_is_no_such_object_is_refused(data):
+    with pytest.raises(ValueError):
+        decode_checked(data)

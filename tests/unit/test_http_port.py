@@ -1,0 +1,142 @@
+"""Shell. One mechanism bounds what unfinished requests cost, on every HTTP port. Real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager, suppress
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from qmq import http_port
+from qmq.errors import AccessError, NotServed
+from qmq.http_port import HttpPort, listen, shown_token
+from qmq.rights import Caller, TokenRole
+from qmq.server.http import CopyHttp
+
+HALF_OPEN = 300
+WAIT_S = 30
+
+
+@asynccontextmanager
+async def port_of(app, **options):
+    listener = listen("127.0.0.1", 0)
+    running = asyncio.create_task(HttpPort(app, listener, **options).run())
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+async def get(port, path="/", **headers):
+    async with httpx.AsyncClient(trust_env=False, timeout=WAIT_S) as client:
+        return await client.get(f"http://127.0.0.1:{port}{path}", headers=headers)
+
+
+async def opened(port, begun=b"GET / HT"):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(begun)
+    return reader, writer
+
+
+async def ok(request):
+    return PlainTextResponse("ok")
+
+
+def test_half_open_connections_keep_nobody_out_and_write_no_line(caplog):
+    """300 sockets without a whole request turned the watchdog's metrics into 503, and stayed."""
+
+    async def test():
+        async with port_of(Starlette(routes=[Route("/", ok)]), connections_max=50) as port:
+            half = [await opened(port) for _ in range(HALF_OPEN)]
+            for _ in range(3):
+                assert (await get(port)).status_code == 200
+            ended = [await asyncio.wait_for(reader.read(), WAIT_S) for reader, _ in half[: HALF_OPEN - 60]]
+            assert ended == [b""] * len(ended), "the oldest made room"
+            for _, writer in half:
+                writer.close()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(test())
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_connection_without_a_whole_head_is_closed_in_time(monkeypatch):
+    monkeypatch.setattr(http_port, "HEAD_S", 0.3)
+
+    async def test():
+        async with port_of(Starlette(routes=[Route("/", ok)])) as port:
+            for begun in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nX: "):
+                reader, writer = await opened(port, begun)
+                assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+                writer.close()
+
+    asyncio.run(test())
+
+
+def test_a_request_that_is_being_answered_is_not_ended_for_others():
+    async def test():
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(request):
+            begun.set()
+            await go_on.wait()
+            return PlainTextResponse("done")
+
+        async with port_of(Starlette(routes=[Route("/", slow)]), connections_max=1) as port:
+            asking = asyncio.create_task(get(port))
+            await begun.wait()
+            reader, writer = await opened(port)
+            with suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+            writer.close()
+            go_on.set()
+            assert (await asking).text == "done"
+
+    asyncio.run(test())
+
+
+class Access:
+    async def check(self, token):
+        if token == "away":
+            raise NotServed("no metaserver answers")
+        if token not in ("viewer", "client"):
+            raise AccessError("the API token is not valid")
+        return Caller("x", TokenRole(token))
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/metrics", {"X-Api-Token": "viewer"}, 200),
+        ("/metrics", {"Authorization": "Bearer viewer"}, 200),
+        ("/metrics", {"Authorization": "Basic viewer"}, 401),
+        ("/metrics", {}, 401),
+        ("/metrics", {"Authorization": "Bearer client"}, 403),
+        ("/metrics", {"Authorization": "Bearer away"}, 503),
+        ("/connections", {"Authorization": "Bearer viewer"}, 200),
+        ("/health/live", {}, 200),
+        ("/health/ready", {}, 503),
+        ("/else", {}, 404),
+    ],
+)
+def test_who_may_see_what_on_the_port_of_a_copy(path, headers, status):
+    async def test():
+        http = CopyHttp(CollectorRegistry(), Access(), list, lambda: {"ready": False})
+        async with port_of(http.app()) as port:
+            assert (await get(port, path, **headers)).status_code == status
+
+    asyncio.run(test())
+
+
+def test_a_token_is_shown_in_either_header():
+    assert shown_token({"x-api-token": "a", "authorization": "Bearer b"}) == "a"
+    assert shown_token({"authorization": "bearer  b "}) == "b"
+    assert shown_token({"authorization": "Basic b"}) == shown_token({}) == ""

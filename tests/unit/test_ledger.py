@@ -1,0 +1,97 @@
+"""Shell. The audit's ledger: what a line says survives a crash, and what all lines say together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qmq.ledger import PROVEN, Entry, Ledger, LedgerDamaged, Piece, encode_entry, known_from, pieces_due
+from qmq.ledger_status import all_status, gauges, write_gauges
+
+FIRST = Entry(
+    "2026-11-21T01:00:00Z", 1_000_000, "g1", PROVEN, start=0, begin=0, verified=700, chain="00ff", frame=650,
+    ends={"a": 7, "b": 3}, pieces=[Piece(0, 400, 400, "1"), Piece(400, 700, 300, "2")], read={"master": 700},
+)  # fmt: skip
+SECOND = replace(  # fmt: skip
+    FIRST, run="2026-11-22T01:00:00Z", at_ms=2_000_000, verdict="findings", found={"damaged": 2}, verified=0,
+                 pieces=[], ends={})  # fmt: skip
+
+
+def test_lines_are_read_back_and_those_of_other_groups_are_not(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger")
+    assert (ledger.groups(), ledger.entries("g1")) == ([], [])
+    for entry in (FIRST, SECOND, replace(FIRST, group="g2")):
+        ledger.append(entry)
+    assert ledger.groups() == ["g1", "g2"]
+    assert ledger.entries("g1") == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize("kept", range(1, len(encode_entry(SECOND)), 40))
+def test_line_that_a_crash_tore_is_none_and_the_next_one_takes_its_place(tmp_path: Path, kept: int) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.append(FIRST)
+    with (tmp_path / "g1.jsonl").open("ab") as file:
+        file.write(encode_entry(SECOND)[:kept])
+    assert ledger.entries("g1") == [FIRST]
+    ledger.append(SECOND)
+    assert ledger.entries("g1") == [FIRST, SECOND]
+
+
+def test_line_that_was_changed_is_refused(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    for entry in (FIRST, SECOND):
+        ledger.append(entry)
+    path = tmp_path / "g1.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"verified": 700', b'"verified": 900'))
+    with pytest.raises(LedgerDamaged, match="line 1"):
+        ledger.entries("g1")
+
+
+def test_run_with_findings_moves_nothing(tmp_path: Path) -> None:
+    known = known_from([FIRST, SECOND])
+    assert known.anchor == FIRST
+    assert known.runs == 2 and len(known.pieces) == 2
+
+
+def test_all_old_pieces_come_round_the_longest_unread_first() -> None:
+    entries = [replace(FIRST, pieces=[Piece(at, at + 10, 10, "x") for at in range(0, 700, 10)])]
+    seen: list[int] = []
+    for _ in range(7):
+        chosen = pieces_due(known_from(entries), 0, 7)
+        assert sum(piece.bytes for piece in chosen) == 100
+        seen += [piece.begin for piece in chosen]
+        entries.append(replace(FIRST, pieces=chosen))
+    assert sorted(seen) == list(range(0, 700, 10)), "each once in seven runs"
+    assert all(piece.begin >= 650 for piece in pieces_due(known_from(entries), 650, 7))
+
+
+def test_one_piece_at_least_is_read_again() -> None:
+    assert pieces_due(known_from([FIRST]), 0, 7) == [Piece(0, 400, 400, "1")]
+
+
+def test_status_tells_what_was_verified_last_and_what_was_found_since(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    for entry in (FIRST, SECOND):
+        ledger.append(entry)
+    (status,) = all_status(ledger, now_ms=3_000_000)
+    assert (status["verified"], status["ageS"], status["verdict"]) == (700, 2000, "findings")
+    write_gauges(tmp_path / "audit.prom", ledger, now_ms=3_000_000)
+    lines = (tmp_path / "audit.prom").read_text().splitlines()
+    assert 'qmq_audit_verified_offset{broker_group="g1"} 700' in lines
+    assert 'qmq_audit_age_seconds{broker_group="g1"} 2000' in lines
+    assert 'qmq_audit_findings{broker_group="g1",kind="damaged"} 2' in lines
+    assert 'qmq_audit_verdict{broker_group="g1",verdict="findings"} 1' in lines
+    assert [path.name for path in tmp_path.glob("*audit.prom*")] == ["audit.prom"]
+
+
+def test_group_that_was_never_verified_has_no_age() -> None:
+    text = gauges([dict(all_status_of(SECOND))])
+    assert "qmq_audit_age_seconds{" not in text and 'qmq_audit_verified_offset{broker_group="g1"} 0' in text
+
+
+def all_status_of(entry: Entry) -> dict[str, object]:
+    from qmq.ledger_status import status_of
+
+    return status_of([entry], 3_000_000)

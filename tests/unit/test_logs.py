@@ -1,0 +1,63 @@
+"""Shell. Lines of our processes: one for each event, text or JSON, bounded for each cause."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from qmq.errors import NotServed, cause_of
+from qmq.logs import LINES_MAX, REPEAT_S, Bounded, Json, Text
+
+
+def record(text, *values, lineno=1, at=1000.0, exc_info=None):
+    made = logging.LogRecord("qmq.server", logging.WARNING, "a.py", lineno, text, values, exc_info)
+    made.created = at
+    return made
+
+
+def failure():
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError as error:
+        return type(error), error, error.__traceback__
+
+
+@pytest.mark.parametrize("formatter", [Text(), Json()])
+def test_an_event_is_one_line_whatever_is_in_it(formatter):
+    line = formatter.format(record("refused name=%s", "a\nb\r", exc_info=failure()))
+    assert len(line.splitlines()) == 1 and "second" in line
+
+
+def test_an_event_as_json_has_its_fields():
+    event = json.loads(Json().format(record("slave fenced term=%d offset=%d", 7, 81920, at=0.5)))
+    assert event == {
+        "time": "1970-01-01T00:00:00.500Z", "level": "WARNING", "logger": "qmq.server",
+        "message": "slave fenced term=7 offset=81920", "fields": {"term": "7", "offset": "81920"},
+    }  # fmt: skip
+
+
+def test_the_same_line_is_written_once_a_minute():
+    bounded = Bounded()
+    assert bounded.filter(record("away")) and not bounded.filter(record("away"))
+    assert bounded.filter(record("away", at=1000 + REPEAT_S))
+
+
+def test_a_cause_writes_a_bounded_number_of_lines_and_says_how_many_more_there_were():
+    """284 sockets wrote 7,700 lines, each with a port of its own."""
+    bounded = Bounded()
+    written = [bounded.filter(record("bad request peer=%d", number)) for number in range(7_700)]
+    assert sum(written) == LINES_MAX
+    assert bounded.filter(record("another cause", lineno=2)), "others are written all the same"
+    later = record("bad request peer=%d", 1, at=1000 + REPEAT_S)
+    assert bounded.filter(later)
+    assert later.getMessage() == f"bad request peer=1 left_out={7_700 - LINES_MAX}"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(TimeoutError(), "no answer in time"), (ConnectionResetError(), "ConnectionResetError"), (NotServed("x"), "x")],
+)
+def test_an_error_without_a_text_has_a_cause_all_the_same(error, text):
+    assert cause_of(error) == text

@@ -1,0 +1,42 @@
+"""Core. The algebra of ranges agrees with sets of numbers."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qmq import ranges
+from qmq.ranges import Range
+
+some = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)).map(lambda one: (one[0], one[0] + one[1])), max_size=8)
+
+
+def numbers(found: list[Range]) -> set[int]:
+    return {number for begin, end in found for number in range(begin, end)}
+
+
+def is_normal(found: list[Range]) -> bool:
+    return all(before[1] < after[0] for before, after in zip(found, found[1:])) and all(b < e for b, e in found)
+
+
+@given(some)
+def test_union_is_what_is_in_any_in_few_ranges(one):
+    joined = ranges.union(one)
+    assert numbers(joined) == numbers(one) and is_normal(joined)
+    assert ranges.size(joined) == len(numbers(one))
+
+
+@given(some, some)
+def test_difference_is_what_is_in_none_of_the_others(one, others):
+    one = ranges.union(one)
+    left = ranges.difference(one, others)
+    assert numbers(left) == numbers(one) - numbers(others) and is_normal(left)
+
+
+@given(some)
+def test_ranges_that_are_added_in_order_are_normal(one):
+    found: list[Range] = []
+    for begin, end in ranges.union(one):
+        for at in range(begin, end):
+            ranges.add(found, at, at + 1)
+    assert found == ranges.union(one)

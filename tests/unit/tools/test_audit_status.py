@@ -1,0 +1,60 @@
+"""Shell. AuditStatus: reads a ledger on this machine, without metaserver or token; its status says how it stands."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger
+from qmq.tools.main import main
+
+NOW_MS = int(time.time() * 1000)
+GOOD = Entry("2026-11-22T01:00:00Z", NOW_MS - 7_260_000, "g1", PROVEN, verified=700, chain="00ff", ends={"a": 7})
+BAD = replace(GOOD, group="g2", verdict=FINDINGS, found={"damaged": 2}, verified=0)
+
+
+@pytest.fixture(autouse=True)
+def _no_metaserver(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("QMQ_METASERVER", "QMQ_TOKEN", "QMQ_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def status(folder: Path, *words: str) -> int:
+    return int(main(["AuditStatus", f"--ledger={folder}", *words]))
+
+
+def test_group_that_was_proven_is_shown_with_its_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Ledger(tmp_path).append(GOOD)
+    assert status(tmp_path) == 0
+    text = capsys.readouterr().out
+    assert "700" in text and "2 h " in text and "all proven equal" in text
+
+
+def test_findings_end_with_one_and_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for entry in (GOOD, BAD):
+        Ledger(tmp_path).append(entry)
+    assert status(tmp_path) == 1
+    text = capsys.readouterr().out
+    assert "2 damaged" in text and "never" in text and "1 of 2 broker groups" in text
+    assert status(tmp_path, "--brokerGroup=g1", "--json") == 0
+    assert [row["group"] for row in json.loads(capsys.readouterr().out)] == ["g1"]
+
+
+def test_gauges_are_written_of_all_groups(tmp_path: Path) -> None:
+    for entry in (GOOD, BAD):
+        Ledger(tmp_path / "ledger").append(entry)
+    status(tmp_path / "ledger", "--brokerGroup=g1", f"--metrics={tmp_path / 'audit.prom'}")
+    assert 'qmq_audit_findings{broker_group="g2",kind="damaged"} 2' in (tmp_path / "audit.prom").read_text()
+
+
+@pytest.mark.parametrize("damage", ["nowhere", "line"])
+def test_ledger_that_cannot_be_read_proves_nothing(tmp_path: Path, damage: str) -> None:
+    Ledger(tmp_path / "ledger").append(GOOD)
+    if damage == "line":
+        path = tmp_path / "ledger" / "g1.jsonl"
+        path.write_bytes(path.read_bytes().replace(b"700", b"800"))
+    assert status(tmp_path / ("ledger" if damage == "line" else "nowhere")) == 1

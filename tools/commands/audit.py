@@ -1,0 +1,72 @@
+"""Core. What the nightly audit verified, as its ledger says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from qmq.ledger import FINDINGS, PROVEN
+from qmq.tools.command import Command, Kind, Option, bad, good, warning
+from qmq.tools.table import Block, Cell, Column, Table
+
+OLD_S = 36 * 3600
+"""A nightly run, and half a day: then nobody has looked for too long."""
+
+
+def _verdict(row: Mapping[str, Any]) -> Cell:
+    text = row["verdict"]
+    return good(text) if text == PROVEN else bad(text) if text == FINDINGS else warning(text)
+
+
+def _age(row: Mapping[str, Any]) -> Cell:
+    if row["ageS"] is None:
+        return bad("never")
+    hours, seconds = divmod(row["ageS"], 3600)
+    text = f"{hours} h {seconds // 60} min ago"
+    return warning(text) if row["ageS"] > OLD_S else good(text)
+
+
+def _found(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{number} {kind}" for kind, number in sorted(row["found"].items())) or row["why"]
+
+
+def show_status(rows: list[dict[str, Any]]) -> Iterable[Block]:
+    """Show how each broker group stands."""
+    columns = (
+        Column("BROKER GROUP", "group"), Column("VERIFIED UP TO", "verified"), Column("WHEN", _age),
+        Column("LAST RUN", _verdict), Column("AT", "run", drop=1), Column("FOUND", _found, fold=20),
+        Column("BYTES READ", "readBytes", drop=2), Column("BY", "by", drop=3),
+    )  # fmt: skip
+    yield Table(columns, rows, empty="no broker group was audited with this ledger")
+    nights = [row for row in rows if row["verdict"] != PROVEN]
+    if nights:
+        yield ""
+        yield bad(f"{len(nights)} of {len(rows)} broker groups are not proven equal")
+    elif rows:
+        newest = datetime.fromtimestamp(max(row["runMs"] for row in rows) / 1000, UTC)
+        yield good(f"all proven equal; last run {newest:%Y-%m-%d %H:%M} UTC")
+
+
+AUDIT = (
+    Command(
+        "AuditStatus",
+        "show up to where each log was verified, when, and what it found last. "
+        "Reads the audit's ledger on this machine; ends with 1 if a group is not proven equal",
+        "--ledger=/var/lib/qmq/audit",
+        (
+            Option("ledger", "directory of the audit's ledger (docs/audit.md)", local=True),
+            Option("brokerGroup", "only this broker group", default="", local=True),
+            Option(
+                "metrics",
+                "write the gauges of all groups into this file, for node_exporter's textfile collector",
+                default="",
+                kind=Kind.PATH,
+                local=True,
+            ),  # fmt: skip
+        ),
+        show_status,
+        runs="qmq.tools.audit_status",
+        is_local=True,
+    ),
+)

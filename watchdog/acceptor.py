@@ -1,0 +1,134 @@
+"""Shell. The HTTP port of a watchdog: health, metrics, and what operators ask about outboxes (tools.sh Outbox…)."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from itertools import islice
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from qmq.errors import AccessError, MissingRight, NotServed, QmqError
+from qmq.http_port import HEADERS, shown_token
+from qmq.rights import Caller, TokenRole
+from qmq.watchdog.leading import Leading
+from qmq.watchdog.meta_link import MetaLink
+from qmq.watchdog.metrics import Metrics
+from qmq.watchdog.settings import WatchdogSettings
+from qmq.watchdog.watcher import Watcher
+
+CLUSTER = Caller("cluster", TokenRole.CLUSTER)
+TOKEN_VALID_S = 10.0
+"""So long an answer of the metaserver is used again: Prometheus asks often, and nobody else does."""
+TOKENS_MAX = 1_000
+IDS_MAX = 10_000
+RECONCILE_S = 15.0
+REFUSALS_SHOWN = 10
+
+Answering = Callable[[Request], Awaitable[Response]]
+
+
+class Acceptor:
+    """Made by main. Health is for everybody, the rest for holders of a token with the role it takes."""
+
+    def __init__(
+        self, settings: WatchdogSettings, leading: Leading, watcher: Watcher, metrics: Metrics, link: MetaLink
+    ) -> None:  # fmt: skip
+        self._leading, self._watcher, self._metrics, self._link = leading, watcher, metrics, link
+        self._own = settings.token.encode()
+        self._known: dict[str, tuple[float, Caller]] = {}
+
+    def app(self) -> Starlette:
+        routes = [
+            ("/health", "GET", self._health),
+            ("/health/ready", "GET", self._health),
+            ("/health/live", "GET", self._live),
+            ("/metrics", "GET", self._guarded(TokenRole.VIEWER, self._show_metrics)),
+            ("/outbox/stuck", "GET", self._guarded(TokenRole.VIEWER, self._stuck)),
+            ("/outbox/reconcile", "GET", self._guarded(TokenRole.VIEWER, self._reconcile)),
+            ("/outbox/retry", "POST", self._guarded(TokenRole.OPERATOR, self._retry)),
+        ]
+        return Starlette(routes=[Route(path, answer, methods=[method]) for path, method, answer in routes])
+
+    async def _health(self, _: Request) -> Response:
+        """200 while it does its part: leads, or waits with a metaserver that answers. Troubles are told either way."""
+        leading = self._leading
+        troubles = {url: drain.trouble for url, drain in leading.drains.items() if drain.trouble} | leading.problems
+        is_well = leading.is_leader or not leading.metaserver_trouble
+        body = {
+            "leader": leading.is_leader, "term": leading.lease.term, "node": leading.lease.node,
+            "holder": leading.lease.holder, "databases": len(leading.drains), "troubles": troubles,
+            "metaserver": leading.metaserver_trouble, "routes": dict(islice(leading.refusals.items(), REFUSALS_SHOWN)),
+        }  # fmt: skip
+        return JSONResponse(body, 200 if is_well else 503)
+
+    async def _live(self, _: Request) -> Response:
+        return PlainTextResponse("ok")
+
+    async def _show_metrics(self, _: Request) -> Response:
+        return PlainTextResponse(self._metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def _stuck(self, request: Request) -> Response:
+        older_s, limit = _number(request, "older", 60), _number(request, "limit", 20)
+        return JSONResponse(await self._watcher.stuck(database=_database(request), older_s=older_s, limit=limit))
+
+    async def _reconcile(self, request: Request) -> Response:
+        older_s, limit = _number(request, "older", 60), _number(request, "limit", 100)
+        report = await self._watcher.reconcile(
+            database=_database(request), older_s=older_s, limit=limit, seconds=RECONCILE_S
+        )
+        return JSONResponse(report)
+
+    async def _retry(self, request: Request) -> Response:
+        text = request.query_params.get("ids", "")
+        words = [word for word in text.split(",") if word]
+        if len(words) > IDS_MAX or not all(word.isascii() and word.isdecimal() for word in words):
+            return JSONResponse({"problem": f"ids: up to {IDS_MAX} whole numbers, with commas between them"}, 400)
+        ids = [int(word) for word in words] if words else None
+        return JSONResponse(await self._watcher.retry(database=_database(request), ids=ids))
+
+    def _guarded(self, role: TokenRole, answer: Answering) -> Answering:
+        async def guarded(request: Request) -> Response:
+            try:
+                (await self._whose(shown_token(request.headers))).require_role(role)
+                return await answer(request)
+            except QmqError as error:
+                return JSONResponse({"problem": str(error)}, _status(error))
+
+        return guarded
+
+    async def _whose(self, token: str) -> Caller:
+        """Say whose token it is, without asking the metaserver each time."""
+        if not token:
+            raise AccessError(f"the API token is missing ({HEADERS})")
+        if hmac.compare_digest(token.encode("utf-8", "surrogatepass"), self._own):
+            return CLUSTER
+        until, caller = self._known.get(token, (0.0, CLUSTER))
+        if time.monotonic() >= until:
+            self._known.pop(token, None)
+            caller = await self._link.whose(token)
+            if len(self._known) >= TOKENS_MAX:
+                self._known.clear()
+            self._known[token] = time.monotonic() + TOKEN_VALID_S, caller
+        return caller
+
+
+def _database(request: Request) -> str:
+    return str(request.query_params.get("database", ""))
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    text = str(request.query_params.get(name, default))
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else default
+
+
+def _status(error: QmqError) -> int:
+    if isinstance(error, MissingRight):
+        return 403
+    if isinstance(error, AccessError):
+        return 401
+    return 503 if isinstance(error, NotServed) else 409
