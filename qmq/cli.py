@@ -60,6 +60,8 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
         "query": Program("qmq.audit.jobs.query", "audit", "ask the logs in SQL", ("--source=", "--sql=", *_TOKEN)),
     },
     "on the machines": {
+        "inspect": Program("qmq.tools.inspect", "", "say what a data directory of a stopped broker holds",
+                           ("--json", "--verify", "--subjects=", "--above=")),
         "nightly": Program("qmq.deploy.nightly", "", "run a nightly job and tell Prometheus how it ended",
                            ("--name=", "--textfile=")),
         "prometheus": Program("qmq.deploy.prometheus.config", "", "write Prometheus' targets and the alert rules",

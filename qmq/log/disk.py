@@ -141,7 +141,7 @@ class RealDisk:
         # A restart read 1 GiB of zeros behind 28 MB of log: 3.0 of its 3.1 s. The file system knows where data ends.
         if not (size := self.size(name)):
             return 0
-        with _failing(name):
+        with failing(name):
             file, used = self._open(name), 0
             while used < size:
                 try:
@@ -153,12 +153,12 @@ class RealDisk:
         return used
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        with _failing(name):
+        with failing(name):
             try:
                 file = self._open(name)
             except FileNotFoundError:
                 return b""
-            data = _read_over_bad_blocks(file.fd, name, offset, size)
+            data = read_over_bad_blocks(file.fd, name, offset, size)
         if size >= COLD_READ_BYTES and self._cache is not None:
             self._cache.was_read(file, offset, offset + len(data))
         return data
@@ -166,13 +166,13 @@ class RealDisk:
     def map(self, name: str) -> Buffer:
         if not (size := self.size(name)):
             return b""
-        with _failing(name), open(self._root / name, "rb") as file:
+        with failing(name), open(self._root / name, "rb") as file:
             if _has_bad_blocks(file.fileno(), size):
                 return b""  # whoever touches one of a mapped file is killed (SIGBUS)
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
     def create(self, name: str, size: int, *, lasting: bool = True) -> None:
-        with _failing(name):
+        with failing(name):
             self._forget(name)
             path = self._root / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,7 @@ class RealDisk:
                 self._sync_folders(path)
 
     def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
-        with _failing(name):
+        with failing(name):
             file = self._open(name)
             if self._cache is not None:
                 self._written[name] = (self._written.get(name, (offset, 0))[0], offset + sum(map(len, buffers)))
@@ -200,20 +200,20 @@ class RealDisk:
                 offset += total
 
     def sync(self, name: str) -> None:
-        with _failing(name):
+        with failing(name):
             file = self._open(name)
             os.fdatasync(file.fd)
             if self._cache is not None and (written := self._written.pop(name, None)) is not None:
                 self._cache.synced(file, *written)
 
     def truncate(self, name: str, size: int) -> None:
-        with _failing(name):
+        with failing(name):
             file = self._open(name)
             os.ftruncate(file.fd, size)
             os.fsync(file.fd)
 
     def put(self, name: str, data: Buffer) -> None:
-        with _failing(name):
+        with failing(name):
             path = self._root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             beside = path.with_name(path.name + ".new")
@@ -226,7 +226,7 @@ class RealDisk:
             self._sync_folders(path)
 
     def move(self, name: str, to: str) -> None:
-        with _failing(name):
+        with failing(name):
             self._forget(name)
             (self._root / to).parent.mkdir(parents=True, exist_ok=True)
             os.rename(self._root / name, self._root / to)
@@ -234,7 +234,7 @@ class RealDisk:
             self._sync_folders(self._root / name)
 
     def remove(self, name: str) -> None:
-        with _failing(name):
+        with failing(name):
             self._forget(name)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._root / name)
@@ -272,8 +272,12 @@ class RealDisk:
                 break
 
 
-def _read_over_bad_blocks(fd: int, name: str, offset: int, size: int) -> bytes:
-    """Read until `size` bytes are there or the file ends; go over blocks that cannot be read."""
+def read_over_bad_blocks(fd: int, name: str, offset: int, size: int) -> bytes:
+    """Read until `size` bytes are there or the file ends; go over blocks that cannot be read.
+
+    Raises:
+        OSError: the file cannot be read at all.
+    """
     data, end, wanted, bad = b"", offset + size, size, 0
     while (at := offset + len(data)) < end:
         try:
@@ -308,7 +312,8 @@ def _has_bad_blocks(fd: int, size: int) -> bool:
 
 
 @contextlib.contextmanager
-def _failing(name: str) -> Iterator[None]:
+def failing(name: str) -> Iterator[None]:
+    """Turn an error of the system about a file into DiskFailed."""
     try:
         yield
     except OSError as error:

@@ -1,0 +1,102 @@
+"""Shell. A data directory as a disk that is read and never written: what is written stays in memory.
+
+So the log's own recovery runs on a directory that is to stay as it is: of a broker that is gone, on a mount that is
+readonly, in a backup. What it would cut, set aside or make anew is so for the reader alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from qmq.codec import Buffer
+from qmq.errors import DiskFailed
+from qmq.log.disk import failing, read_over_bad_blocks
+
+
+class OverlayDisk:
+    """Files below one directory, and what was changed of them since, in memory. On one thread."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._changed: dict[str, bytes | None] = {}
+        """Name -> what it holds now; None: it was removed, or moved."""
+        self._cut: dict[str, int] = {}
+        """Name -> to how many bytes the file was truncated."""
+
+    def names(self, folder: str) -> list[str]:
+        path = self._root / folder
+        names = {entry.name for entry in path.iterdir() if entry.is_file()} if path.is_dir() else set()
+        for name, data in self._changed.items():
+            parent, _, last = name.rpartition("/")
+            if parent == folder:
+                (names.discard if data is None else names.add)(last)
+        return sorted(names)
+
+    def has(self, name: str) -> bool:
+        return self._changed[name] is not None if name in self._changed else (self._root / name).is_file()
+
+    def size(self, name: str) -> int:
+        if name in self._changed:
+            return len(self._changed[name] or b"")
+        try:
+            size = (self._root / name).stat().st_size
+        except FileNotFoundError:
+            return 0
+        return min(size, self._cut.get(name, size))
+
+    def look_again(self, name: str) -> None:
+        """No file stays open here."""
+
+    def used(self, name: str) -> int:
+        if name in self._changed or not (size := self.size(name)):
+            return self.size(name)
+        with failing(name), open(self._root / name, "rb") as file:
+            used = 0
+            while used < size:
+                try:
+                    used = os.lseek(file.fileno(), os.lseek(file.fileno(), used, os.SEEK_DATA), os.SEEK_HOLE)
+                except OSError as error:
+                    return used if error.errno == errno.ENXIO else size  # a hole up to the end, or no holes at all
+            return min(used, size)
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        if name in self._changed:
+            return (self._changed[name] or b"")[offset : offset + size]
+        size = min(size, self.size(name) - offset)
+        if size <= 0:
+            return b""
+        with failing(name), open(self._root / name, "rb") as file:
+            return read_over_bad_blocks(file.fileno(), name, offset, size)
+
+    def map(self, name: str) -> Buffer:
+        return self.read(name, 0, self.size(name))
+
+    def create(self, name: str, size: int, *, lasting: bool = True) -> None:
+        self.put(name, b"")
+
+    def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
+        raise DiskFailed(f"{name}: this directory is only read")
+
+    def sync(self, name: str) -> None:
+        """Nothing is kept."""
+
+    def truncate(self, name: str, size: int) -> None:
+        if name in self._changed:
+            self.put(name, self.read(name, 0, size))
+        else:
+            self._cut[name] = size
+
+    def put(self, name: str, data: Buffer) -> None:
+        self._changed[name] = bytes(data)
+
+    def move(self, name: str, to: str) -> None:
+        self.remove(name)  # to quarantine, where nobody looks again
+
+    def remove(self, name: str) -> None:
+        self._changed[name] = None
+
+    def free_bytes(self) -> int:
+        return 0

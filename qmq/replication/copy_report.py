@@ -1,0 +1,208 @@
+"""Core. What one copy of a group holds, read from its files alone: who it was, where its log ends, up to where that was
+acknowledged, what is wrong with it.
+
+The log is recovered as a start of the broker would recover it, on a disk that keeps what is changed to itself
+(`qmq.log.overlay_disk`), so the report says what that broker would say of itself, and no file changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+from qmq.checked_json import decode_checked
+from qmq.codec import decode_envelope, split_batch
+from qmq.errors import CorruptFrame, InvalidMessage
+from qmq.log import MessageLog, manifest
+from qmq.log.disk import Disk
+from qmq.log.frame import Frame, FrameKind
+from qmq.log.index import segment_at
+from qmq.log.segments import segment_bases
+from qmq.replication import identity, points
+from qmq.replication.assignment import Assignment
+from qmq.replication.identity import Identity, IdentityFile
+from qmq.replication.points import Point, PointFile, is_lacking
+
+_FILES = (identity.NAME, points.POINTS, points.COPY)
+EPOCHS_MAX = 20
+"""Masterships that a report lists, the newest."""
+IDS_MAX = 10_000
+"""Message ids that a report names."""
+
+
+class NoCopy(Exception):
+    """There is no copy of a log in this directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why this copy may not lead as it is. `name` is a word of `qmq.replication.readonly` where there is one."""
+
+    name: str
+    found: str
+
+
+def report(disk: Disk, *, verify: bool = False, above: int | None = None) -> dict[str, Any]:
+    """Say what the copy on `disk` holds, as JSON has it.
+
+    Args:
+        verify: read every closed segment, too; a start of the broker reads the newest ones only.
+        above: also name the messages from this offset on: what would be lost with this copy if another one ends there.
+
+    Raises:
+        NoCopy: nothing here was written by a broker or delay server.
+        DiskFailed: a file cannot be read.
+    """
+    if not any(map(disk.has, _FILES)) and not segment_bases(disk) and not disk.has(manifest.NAME):
+        raise NoCopy("it has neither broker.json nor log/: this is no data directory of a broker or delay server")
+    troubles = [*_damaged_files(disk)]
+    listed = _manifest(disk, troubles)
+    who = _identity(disk)
+    memory = PointFile(disk)
+    log = MessageLog(disk, segment_bytes=1 << 30, tail_bytes=0)
+    state = log.state
+    troubles += _troubles(log, memory, who)
+    troubles += _unreadable(log) if verify else ()
+    return {
+        **_who(who),
+        "epochs": [
+            {"term": e.epoch.term, "boot": e.epoch.boot, "offset": e.offset, **_begun(log, e.offset)}
+            for e in state.epochs[-EPOCHS_MAX:]
+        ],
+        "epochCount": len(state.epochs),
+        "log": {
+            "begin": log.start, "end": log.end, "chain": f"{log.chain:016x}", "epoch": list(state.epoch),
+            "highWatermark": state.high_watermark, "lastFrameMs": state.timestamp_ms, "segments": len(log.bases),
+            "tornBytes": log.torn_bytes,
+        },
+        "acknowledged": _point(memory.own),
+        "lacks": _point(memory.lacks),
+        "confirmedEnd": memory.keeps(log),
+        "manifest": listed,
+        "subjects": dict(sorted(state.next_sequence.items())),
+        "troubles": [asdict(trouble) for trouble in troubles],
+        **({} if above is None else {"above": _above(log, above)}),
+    }  # fmt: skip
+
+
+def _damaged_files(disk: Disk) -> Iterator[Trouble]:
+    for name in _FILES:
+        data = disk.read(name, 0, disk.size(name))
+        try:
+            if data or disk.has(name):
+                decode_checked(data)
+        except ValueError as error:
+            what = "it does not start" if name == identity.NAME else "what it remembered is lost"
+            yield Trouble("file_damaged", f"{name} is damaged ({error}): {what}")
+
+
+def _manifest(disk: Disk, troubles: list[Trouble]) -> dict[str, Any]:
+    """Compare the list of segments with the files, before recovery makes them agree."""
+    there = segment_bases(disk)
+    data = disk.read(manifest.NAME, 0, disk.size(manifest.NAME))
+    try:
+        listed = manifest.decode_manifest(data) if data else None
+    except ValueError as error:
+        troubles.append(Trouble("file_damaged", f"{manifest.NAME} is damaged ({error}): it is made anew of the files"))
+        listed = None
+    missing = sorted(set(listed or ()) - set(there))
+    if missing:
+        troubles.append(Trouble("file_gone", f"files of listed segments are gone: {', '.join(map(str, missing))}"))
+    not_listed = sorted(set(there) - set(listed)) if listed is not None else []
+    return {"listed": listed is not None, "agrees": listed == there, "missing": missing, "notListed": not_listed}
+
+
+def _identity(disk: Disk) -> Identity:
+    if disk.has(identity.NAME):
+        with suppress(CorruptFrame):  # reported with the other files
+            return IdentityFile(disk, new_incarnation="").value
+    return Identity("")
+
+
+def _who(who: Identity) -> dict[str, Any]:
+    role = ""
+    with suppress(KeyError, TypeError, ValueError):
+        role = Assignment.from_json(who.assignment).role.name if who.assignment else ""
+    hostname, _, port = who.owner.rpartition(":")
+    return {
+        "group": who.group, "hostname": hostname, "servePort": int(port) if port.isdigit() else None, "role": role,
+        "incarnation": who.incarnation, "term": who.term, "boot": who.boot, "complete": who.complete,
+    }  # fmt: skip
+
+
+def _troubles(log: MessageLog, memory: PointFile, who: Identity) -> Iterator[Trouble]:
+    lacks = memory.lacks or (memory.own if memory.own and is_lacking(log, memory.own) else None)
+    if lacks is not None:
+        yield Trouble("rolled_back", f"it lacks what was acknowledged up to {lacks}: its disk was put back, or forgot")
+    if log.damage is not None:
+        damage = log.damage
+        yield Trouble("corrupt", f"no frames at [{damage.begin}, {damage.end}): {damage.reason}")
+    if log.is_tail_cut:
+        yield Trouble("tail_cut", f"bytes behind {log.end} were cut or set aside, which may have been acknowledged")
+    if not who.complete:
+        yield Trouble("incomplete", "it never had all that its master had, as far as it wrote down")
+    if log.is_empty:
+        yield Trouble("empty", "its log holds no frame")
+
+
+def _unreadable(log: MessageLog) -> Iterator[Trouble]:
+    """Read each closed segment up to its first damage, as the scrub does."""
+    for base in log.bases[:-1]:
+        at, chain, is_over = base, None, False
+        try:
+            while not is_over:
+                at, chain, is_over = log.verify(base, at, chain, 4 << 20)
+        except CorruptFrame as problem:
+            yield Trouble("corrupt", str(problem))
+
+
+def _begun(log: MessageLog, offset: int) -> dict[str, str]:
+    """Who became master there and why, if that frame can be read."""
+    try:
+        (frame, body), *_ = _frames(log, offset, most=1)
+        fields = json.loads(bytes(body)) if frame.kind == FrameKind.EPOCH else {}
+        return {"incarnation": str(fields.get("broker", "")), "why": str(fields.get("why", ""))}
+    except (CorruptFrame, ValueError):
+        return {"incarnation": "", "why": ""}
+
+
+def _point(point: Point | None) -> dict[str, Any] | None:
+    if point is None:
+        return None
+    return {"term": point.epoch.term, "boot": point.epoch.boot, "end": point.end, "chain": f"{point.chain:016x}"}
+
+
+def _above(log: MessageLog, offset: int) -> dict[str, Any]:
+    """Name the messages from `offset` on: per subject the first and the last sequence, and the ids."""
+    ranges: dict[str, list[int]] = {}
+    ids: list[list[Any]] = []
+    stopped = ""
+    try:
+        begin = segment_at(log.bases, max(offset, log.start)) if log.bases else offset
+        for frame, body in _frames(log, begin):
+            if frame.kind != FrameKind.MESSAGES or frame.end <= offset:
+                continue
+            known = ranges.setdefault(frame.subject, [frame.first_sequence, 0])
+            known[1] = frame.first_sequence + frame.count - 1
+            for at, message in enumerate(islice(split_batch(body, frame.count), IDS_MAX - len(ids))):
+                ids.append([frame.subject, frame.first_sequence + at, decode_envelope(bytes(message)).id])
+    except (CorruptFrame, InvalidMessage) as error:
+        stopped = str(error)
+    return {"offset": offset, "subjects": dict(sorted(ranges.items())), "ids": ids, "stopped": stopped}
+
+
+def _frames(log: MessageLog, begin: int, most: int | None = None) -> Iterator[tuple[Frame, memoryview]]:
+    """Yield frames from `begin` on with their bodies; raises CorruptFrame where none can be read."""
+    at = begin
+    while at < log.end:
+        chunk = log.read(at, log.end, 1 if most else 4 << 20)
+        view = memoryview(chunk.data)
+        for frame in chunk.frames[:most]:
+            yield frame, view[frame.offset + frame.body_at - chunk.begin : frame.end - chunk.begin]
+        if most:
+            return
+        at = chunk.end
