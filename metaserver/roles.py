@@ -111,8 +111,9 @@ def add_broker(directory: Directory, broker: Broker) -> RoleChange:
 
 
 def replace_broker(
-    directory: Directory, broker: Broker, may_be_up: MayBeUp, *, accept_loss: bool = False, lacking: str = ""
-) -> tuple[RoleChange | None, Broker]:
+    directory: Directory, broker: Broker, may_be_up: MayBeUp, *, accept_loss: bool = False, lacking: str = "",
+    master_lacking: str = "",
+) -> tuple[RoleChange | None, Broker]:  # fmt: skip
     """Put `broker` in the place of who holds its role.
 
     The swap of two stopped brokers is two calls, as QMQ documents it: the slave into the master's place, which
@@ -123,6 +124,7 @@ def replace_broker(
         accept_loss: the operator knows that what the other copy had is gone: an incomplete slave may become the master,
             and a master that lacks what was acknowledged goes on with what it has, in a new term.
         lacking: why the slave cannot become the master, as far as its own words say; empty: nothing is known.
+        master_lacking: the same of the master; then the slave may be the last that has it.
 
     Returns:
         The change (None: only addresses are to be stored) and the holder of the role before.
@@ -148,7 +150,33 @@ def replace_broker(
             f"{_replace_call(group, Role.MASTER)}, then repeat this call"
         )
     _require_free(directory, broker.key)
+    if before == group.slave and not accept_loss:
+        require_not_the_last(group, before, may_be_up, master_lacking)
     return _with_holder(_unchanged(group), broker), before
+
+
+def require_not_the_last(
+    group: Group, slave: Broker, may_be_up: MayBeUp, master_lacking: str = "", *, anyway: str = "acceptLoss"
+) -> None:
+    """Refuse to send a slave away that may be the last copy: its master does not run, or lacks what was acknowledged.
+
+    Args:
+        anyway: the option with which the operator says that he means it.
+
+    Raises:
+        OperatorError: with the two ways on: the master comes back, or the slave becomes the master.
+    """
+    master = group.master
+    if not slave.incarnation or master is None or not master.incarnation:
+        return  # never both at work, so nothing was acknowledged
+    why = master_lacking or ("" if may_be_up(master) else f"{master.key}, the master of {group.name}, does not run")
+    if why:
+        raise OperatorError(
+            f"{why}, so {slave.key} may be the last copy that holds all that {group.name} acknowledged. Start the "
+            f"master, and repeat when ReplicaStatus shows it. If its disk is lost, keep the slave: put it in the "
+            f"master's place with {_replace_call(group, Role.MASTER)}, then another broker in the slave's. If the "
+            f"slave's disk is lost, too: --{anyway}=true"
+        )
 
 
 def swap_stopped(

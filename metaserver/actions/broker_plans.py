@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from qmq.errors import OperatorError
 from qmq.metaserver import old_rows, roles
@@ -30,10 +31,10 @@ def add_broker(directory: Directory, broker: Broker, *, reported: int = 0) -> Pl
 
 def replace_broker(
     directory: Directory, broker: Broker, may_be_up: MayBeUp, *, swap: bool = False, accept_loss: bool = False,
-    lacking: str = "", reported: int = 0,
+    lacking: str = "", master_lacking: str = "", reported: int = 0,
 ) -> Plan:  # fmt: skip
     """ReplaceBroker: one call of QMQ's two, or both as one step. It answers with the row before."""
-    decide = roles.swap_stopped if swap else roles.replace_broker
+    decide = roles.swap_stopped if swap else partial(roles.replace_broker, master_lacking=master_lacking)
     try:
         change, before = decide(directory, broker, may_be_up, accept_loss=accept_loss, lacking=lacking)
     except OperatorError as refusal:
@@ -68,8 +69,17 @@ def remove_broker(
         return refused(str(refusal))
     data = broker_json(broker)
     if change.master or change.slave:
-        return _role_plan(change, data=data)
+        return replace(_role_plan(change, data=data), objections=_last_copy(change, broker, may_be_up), forced=forced)
     return _remove_last(directory, routes, change, data, forced=forced)
+
+
+def _last_copy(change: RoleChange, slave: Broker, may_be_up: MayBeUp) -> tuple[str, ...]:
+    try:
+        if change.before and slave == change.before.slave:
+            roles.require_not_the_last(change.before, slave, may_be_up, anyway="force")
+    except OperatorError as objection:
+        return (str(objection),)
+    return ()
 
 
 def _remove_last(directory: Directory, routes: Routes, change: RoleChange, data: object, *, forced: bool) -> Plan:

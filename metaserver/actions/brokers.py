@@ -34,6 +34,7 @@ async def _replace_broker(desk: Desk, words: Words) -> Plan:
             swap=words.flag("swap"),
             accept_loss=words.flag("acceptLoss"),
             lacking=await desk.registry.lacking(group.slave) if group and group.slave else "",
+            master_lacking=await desk.registry.lacking(group.master) if group and group.master else "",
             reported=desk.registry.term_floor(words["brokerGroup"]),
         )
 

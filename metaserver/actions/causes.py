@@ -2,7 +2,8 @@
 
 all brokers at one address, two or more, do not answer      one finding, about the machine
 one broker does not answer                                  one finding, about the broker
-its master is readonly for want of a slave                  follows from that
+a slave answers, and is no whole copy                       one finding, about that slave
+its master is readonly for want of a slave                  follows from either
 a group takes no messages, and a broker of it has a finding follows from that
 """
 
@@ -23,7 +24,7 @@ def one_per_cause(checks: Sequence[Check]) -> list[Check]:
     """Merge checks as `Doctor` makes them; those of brokers say among their facts whether the broker `answers`."""
     brokers = [check for check in checks if "answers" in check["facts"]]
     away = [check for check in brokers if not check["facts"]["answers"]]
-    lacking = {check["facts"]["group"] for check in away}
+    lacking = {check["facts"]["group"] for check in brokers if check in away or _is_troubled_slave(check["facts"])}
     wrong = {check["facts"]["group"] for check in brokers if not check["ok"]}
     causes = _causes(away, brokers)
     kept = []
@@ -37,10 +38,14 @@ def one_per_cause(checks: Sequence[Check]) -> list[Check]:
     return kept
 
 
+def _is_troubled_slave(facts: Mapping[str, Any]) -> bool:
+    return facts["role"] in ("SLAVE", "DELAY_SLAVE") and bool(facts.get("reasons"))
+
+
 def _follows(check: Check, lacking: Collection[str], wrong: Collection[str]) -> bool:
     facts = check["facts"]
     if reasons := frozenset(facts.get("reasons", ())):
-        return reasons <= FROM_A_SLAVE and facts["group"] in lacking
+        return reasons <= FROM_A_SLAVE and facts["group"] in lacking and not _is_troubled_slave(facts)
     return bool(facts.get("takesNothing")) and facts["group"] in wrong
 
 

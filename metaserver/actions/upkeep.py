@@ -20,6 +20,7 @@ from qmq.metaserver.actions.words import Words
 from qmq.metaserver.database import DatabaseSetAside
 from qmq.metaserver.lost_groups import COMMANDS
 from qmq.metaserver.model import Broker, Group, MetaserverRow, part
+from qmq.replication.readonly import WAY_OUT, Reason
 from qmq.rights import Caller
 from qmq.types import Role
 
@@ -134,10 +135,15 @@ async def _broker(desk: Desk, broker: Broker) -> dict[str, Any]:
     if not facts["up"]:
         return _check(name, False, "answers, but sends no heartbeats", "look whether it reaches the metaserver", facts)
     if troubles := [reason for reason in state.readonly_reasons if reason != BY_OPERATOR]:
-        reasons = ", ".join(troubles)
         facts["reasons"] = troubles
-        return _check(name, False, f"takes no messages: {reasons}", "ReplicaStatus and its log say more", facts)
+        found = f"{'takes no messages' if broker.role == Role.MASTER else 'is no whole copy'}: {', '.join(troubles)}"
+        return _check(name, False, found, "; ".join(map(_way_out, troubles)), facts)
     return _check(name, True, "up", facts=facts)
+
+
+def _way_out(reason: str) -> str:
+    """What ends a broker's reason; a newer version may have others."""
+    return f"{WAY_OUT[Reason(reason)]} (docs/runbook.md, {reason})" if reason in tuple(Reason) else "see its log"
 
 
 def _groups(desk: Desk) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ class Reason(StrEnum):
     DRAINING = "draining"
 
 
-_WAY_OUT = {
+WAY_OUT = {
     Reason.OPERATOR: "an operator marked or drains it: UnMarkReadonly or UndrainGroup ends it",
     Reason.SLAVE_DOWN: "its slave is missing: start it, or ReplaceBroker",
     Reason.SLAVE_LAG: "its slave is behind and catches up",
@@ -34,9 +34,10 @@ _WAY_OUT = {
     Reason.CORRUPT: "its log is damaged and is being repaired from the other copy",
     Reason.DIVERGED: "its two copies differ: read both logs with the audit before anything else",
     Reason.ROLLED_BACK: "its disk was put back or forgot what it had fsynced: start the other copy, which refills it",
-    Reason.FENCED: "a newer master masterships",
+    Reason.FENCED: "a newer master is at work: it becomes its slave, or ends, by itself",
     Reason.DRAINING: "its roles are being swapped",
 }
+"""What ends each reason, for who is refused and for Doctor; docs/runbook.md says more of each."""
 
 
 class Readonly:
@@ -74,6 +75,6 @@ class Readonly:
         if not self._reasons and subject not in self._subjects:
             return
         if not self._reasons:
-            raise BrokerReadOnly(f"{group} is readonly for {subject}: {_WAY_OUT[Reason.OPERATOR]}")
-        why = "; ".join(f"{reason}, {_WAY_OUT[reason]}" for reason in sorted(self._reasons))
+            raise BrokerReadOnly(f"{group} is readonly for {subject}: {WAY_OUT[Reason.OPERATOR]}")
+        why = "; ".join(f"{reason}, {WAY_OUT[reason]}" for reason in sorted(self._reasons))
         raise BrokerReadOnly(f"{group} is readonly: {why}")

@@ -94,6 +94,20 @@ async def test_a_slave_is_removed_once_it_is_stopped(world):
 
 
 @in_world
+async def test_the_last_copy_is_neither_replaced_nor_removed_without_a_word(world):
+    await world.running_copies("g1")
+    world.stop("g1-b")
+    world.stop("g1-a")
+    text = await world.refused("ReplaceBroker", **place("g1", 1, "g1-c"))
+    assert "the master of g1, does not run" in text and "--acceptLoss=true" in text
+    words = {"hostname": "g1-b", "servePort": 20881}
+    assert "may be the last copy" in (text := await world.refused("RemoveBroker", **words)) and "--force=true" in text
+    assert parts(world) == ("g1-a", "g1-b")
+    await world.done("ReplaceBroker", **place("g1", 1, "g1-c"), acceptLoss="true")
+    assert parts(world) == ("g1-a", "g1-c") and (await world.audit())[0].action == "ReplaceBroker"
+
+
+@in_world
 async def test_a_master_is_not_removed_before_its_slave(world):
     await world.copies("g1")
     assert "Swap them first" in await world.refused("RemoveBroker", hostname="g1-a", servePort=20881)

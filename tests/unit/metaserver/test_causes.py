@@ -64,6 +64,12 @@ def test_what_does_not_follow_stays():
     assert set(found) == {"broker a", "broker b", "group g2"}
 
 
+def test_a_slave_that_was_rolled_back_is_the_finding_and_its_master_is_none():
+    master = broker("a", "g1", "MASTER", "10.0.0.1", ok=False, reasons=["slave_down"])
+    slave = broker("b", "g1", "SLAVE", "10.0.0.2", ok=False, found="is no whole copy", reasons=["rolled_back"])
+    assert list(wrong([master, slave, group("g1", ok=False)])) == ["broker b"]
+
+
 def test_a_broker_that_never_registered_is_started_not_replaced():
     found = wrong([away("a", "g1", "MASTER", "10.0.0.1", incarnation=""), group("g1", ok=False)])
     assert list(found) == ["broker a"] and "its log" in found["broker a"]["remedy"]

@@ -182,6 +182,32 @@ def test_dead_slave_is_replaced_while_the_master_runs():
     assert not change.slave.complete, "it holds nothing yet"
 
 
+@pytest.mark.parametrize(
+    "up, master_lacking, complaint",
+    [
+        pytest.param([], "", "a:20881, the master of g1, does not run", id="the master is stopped"),
+        pytest.param(["a"], "a:20881 was rolled back", "a:20881 was rolled back", id="the master lacks something"),
+    ],
+)
+def test_the_last_copy_is_not_replaced_without_a_word(up, master_lacking, complaint):
+    wanted = broker("c", Role.SLAVE)
+    with pytest.raises(OperatorError, match=f"{complaint}.* so b:20881 may be the last .*--role=0.*--acceptLoss=true"):
+        roles.replace_broker(directory(), wanted, is_up(*up), master_lacking=master_lacking)
+    accepted, _ = roles.replace_broker(directory(), wanted, is_up(*up), master_lacking=master_lacking, accept_loss=True)
+    assert accepted.slave == wanted
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        pytest.param(directory(slave=broker("b", Role.SLAVE)), id="a slave that never ran"),
+        pytest.param(directory(master=broker("a")), id="a master that never ran"),
+    ],
+)
+def test_who_never_ran_holds_nothing(known):
+    assert roles.replace_broker(known, broker("c", Role.SLAVE), nobody)[0].slave.hostname == "c"
+
+
 def test_new_addresses_of_the_same_broker_are_no_change_of_roles():
     moved = replace(broker("a"), ip="10.0.0.9")
     assert roles.replace_broker(directory(), moved, nobody) == (None, MASTER)

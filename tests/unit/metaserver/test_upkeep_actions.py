@@ -239,6 +239,16 @@ async def test_the_doctor_names_what_is_wrong_and_what_to_do(world):
 
 
 @in_world
+async def test_the_doctor_names_a_slave_that_was_rolled_back_and_the_way_out(world):
+    await world.running_copies("g1")
+    world.beat("g1-b", role=1, readonly_reasons=("rolled_back",))
+    world.beat("g1-a", writable=False, readonly_reasons=("slave_down",))
+    [wrong] = [check for check in (await world.done("Doctor"))["checks"] if not check["ok"]]
+    assert wrong["name"] == "broker g1-b:20881 (SLAVE of g1)" and wrong["found"] == "is no whole copy: rolled_back"
+    assert "start the other copy, which refills it" in wrong["remedy"] and "docs/runbook.md" in wrong["remedy"]
+
+
+@in_world
 async def test_only_an_admin_makes_tokens_and_backups(world):
     for name in ("AddToken", "RevokeToken", "Backup", "Restore", "AddDb", "RemoveBroker", "SwapRoles"):
         words = {
