@@ -127,7 +127,10 @@ async def test_swap_loses_against_a_change_made_while_it_prepared(world):
 
         async def change_elsewhere():
             third = Broker("g1", Role.SLAVE, "g1-c", "127.0.0.1", 20881, 20882)
-            change, _ = replace_broker(other.server.registry.directory, third, lambda _: False)
+            is_up = other.server.registry.may_be_up
+            change, _ = replace_broker(
+                other.server.registry.directory, third, lambda member: member.role == Role.MASTER and is_up(member)
+            )
             await other.server.registry.change([SetRoles(change)], AuditRow("otto", "", "ReplaceBroker"))
 
         slave.before_status = change_elsewhere
