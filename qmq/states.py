@@ -28,6 +28,7 @@ from typing import Generic, NamedTuple, TypeVar
 from qmq.errors import IllegalTransition, require
 
 S = TypeVar("S", bound=Enum)
+F = TypeVar("F")
 
 _EVENT_TYPES = Enum, type
 
@@ -127,6 +128,35 @@ class Machine(Generic[S]):
     def may(self, event: object) -> bool:
         """Return whether `event` may happen now."""
         return self.table.knows(self.state, event)
+
+
+class Life(Machine[S], Generic[S, F]):
+    """A machine of which each state knows something of its own: `now` is what the present one alone knows.
+
+    Args:
+        facts: which class the facts of each state are of.
+        now: what the state that a life begins with knows.
+    """
+
+    __slots__ = ("_facts", "now")
+
+    def __init__(self, table: TransitionTable[S], facts: Mapping[S, type], now: F) -> None:
+        super().__init__(table)
+        self._facts, self.now = facts, now
+
+    def enter(self, event: object, now: F, *, at_ms: int) -> S:
+        """Move as `event` says, to a state that knows `now`. Raises IllegalTransition: nothing was changed."""
+        after = self.table.after(self.state, event)
+        require(type(now) is self._facts[after], f"{after.name} is not what {type(now).__name__} belongs to")
+        self.on(event, at_ms=at_ms)
+        self.now = now
+        return after
+
+    @property
+    def is_legal(self) -> bool:
+        """Whether the state was reached by its table's last move, and has its own facts. For the simulators."""
+        came_to = self.history[-1].after if self.history else self.table.initial
+        return self.state is came_to and type(self.now) is self._facts[self.state]
 
 
 def event_type(event: object) -> object:

@@ -31,8 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from qmq.errors import require
-from qmq.states import Machine, TransitionTable
+from qmq.states import Life, TransitionTable
 
 
 class SessionState(Enum):
@@ -124,21 +123,13 @@ _FACTS: dict[SessionState, type[Facts]] = {
 }
 
 
-class SessionLife(Machine[SessionState]):
-    """One session's states. Made and moved by the session; `now` is what the present state alone knows."""
+class SessionLife(Life[SessionState, Facts]):
+    """One session's states. Made and moved by the session."""
 
-    __slots__ = ("now",)
+    __slots__ = ()
 
     def __init__(self) -> None:
-        super().__init__(SESSION)
-        self.now: Facts = Unsubscribed()
-
-    def enter(self, event: SessionEvent, now: Facts, *, at_ms: int) -> None:
-        """Move as `event` says, to a state that knows `now`. Raises IllegalTransition."""
-        after = self.table.after(self.state, event)
-        require(type(now) is _FACTS[after], f"{after.name} is not what {type(now).__name__} belongs to")
-        self.on(event, at_ms=at_ms)
-        self.now = now
+        super().__init__(SESSION, _FACTS, Unsubscribed())
 
 
 class Urgency(Enum):

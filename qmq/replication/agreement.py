@@ -5,8 +5,8 @@
     Agreement  master -> slave   the master's epoch, the acknowledged point it remembers, and one of
         follow   from `offset`, where both chains are `chain`; if the slave has more, that is a proven conflict and
                  is cut, after it went to quarantine
-        give     the slave has more of the same history, lost by a master that restarted: it sends everything from
-                 `offset`, then says hello again
+        restore  the slave has more of the same history, lost by a master that restarted: it sends everything from
+                 `offset`, then says hello again ("give" on the wire)
         seed     the slave is behind the master's oldest segment: a snapshot comes, then frames from there
 
 Equal (epoch, offset) means equal bytes, so the epoch tables tell where the logs part; chains prove it. A disk that was
@@ -120,7 +120,7 @@ def _decode_point(numbers: list[int]) -> Point | None:
 
 class Action(Enum):
     FOLLOW = "follow"
-    GIVE = "give"
+    RESTORE = "give"  # its name on the wire
     SEED = "seed"
 
 
@@ -185,7 +185,7 @@ def agree(
         log.check_readable(offset)
         raise Diverged(f"the slave's chain at offset {offset} is {chain:016x}; ours is another")
     if hello.end > offset and log.end == offset and not has_begun:
-        return Agreement(epoch, Action.GIVE, offset, chain, log.end, point)
+        return Agreement(epoch, Action.RESTORE, offset, chain, log.end, point)
     if hello.kept_end > offset and log.end > offset:
         if kept_end > offset:
             raise Diverged(

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qmq.errors import CorruptFrame, ErrorCode, LogError, NotMaster, OutcomeUnknown, QmqError
+from qmq.errors import CorruptFrame, ErrorCode, IllegalTransition, LogError, NotMaster, OutcomeUnknown, QmqError
 from qmq.log import MessageLog
 from qmq.log.frame import FrameKind
 from qmq.log.retention import encode_retention
@@ -24,6 +24,7 @@ from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import AckGate
 from qmq.replication.assignment import Assignment
 from qmq.replication.clocks import METASERVER, SLAVE, Clocks
+from qmq.replication.follower import Follower
 from qmq.replication.identity import IdentityFile
 from qmq.replication.mastership import Mastership
 from qmq.replication.ports import Host, Link
@@ -74,8 +75,8 @@ class Master:
         self._handlers: dict[int, Handler] = {
             Command.HELLO: self._slave_watch.hello,
             Command.CONFIRM: self._slave_watch.confirm,
-            Command.FRAMES: self._slave_watch.take_back,
-            Command.SNAPSHOT: self._slave_watch.take_back_snapshot,
+            Command.FRAMES: self._slave_watch.restore,
+            Command.SNAPSHOT: self._slave_watch.restore_snapshot,
         }
 
     # What subclasses do besides; they call these too.
@@ -136,7 +137,7 @@ class Master:
             return
         try:
             handler(link, packet)
-        except LogError:
+        except (LogError, IllegalTransition):
             raise
         except QmqError as error:
             link.refuse(packet, error)
@@ -211,6 +212,11 @@ class Master:
     def yields_from(self) -> int | None:
         """Offset from which what this master wrote is in the way of what its slave confirmed."""
         return self._slave_watch.yields_from
+
+    @property
+    def follower(self) -> Follower:
+        """What this master makes of its slave."""
+        return self._slave_watch.follower
 
     @property
     def in_step_with(self) -> str:

@@ -17,6 +17,7 @@ from qmq.errors import (
     DiskFailed,
     Diverged,
     Fenced,
+    IllegalTransition,
     NotMaster,
     NotServed,
     OperatorError,
@@ -199,8 +200,17 @@ class Node(Generic[M]):
             self._yield(error)
         except (CorruptFrame, Diverged) as error:
             self._link_failed(link, error)
+        except IllegalTransition as error:
+            link.refuse(packet, error)
+            self._begin_anew(error)
         except QmqError as error:
             link.refuse(packet, error)
+
+    def _begin_anew(self, why: IllegalTransition) -> None:
+        """Our own bug: a state without this move. What it was to end at is not known, so the role ends and begins anew,
+        as master in a new epoch."""
+        log.critical("role begins anew group=%s: %s", self.group, why)
+        self._begin_role()
 
     def agreed(self, link: Link, answer: memoryview | QmqError) -> None:
         """The master answered the slave's hello, or refused it."""
@@ -214,6 +224,8 @@ class Node(Generic[M]):
             self._is_diverged = False
         except (DiskFailed, BrokenInvariant):
             raise
+        except IllegalTransition as error:
+            self._begin_anew(error)
         except QmqError as error:
             self._link_failed(link, error)
             if self.log.damage is not None and self.log.damage.begin == self.log.end:
@@ -254,7 +266,10 @@ class Node(Generic[M]):
 
     def link_lost(self, link: Link) -> None:
         if self.role is not None:
-            self.role.link_lost(link)
+            try:
+                self.role.link_lost(link)
+            except IllegalTransition as error:
+                self._begin_anew(error)
 
     def writable_again(self, link: Link) -> None:
         if self.role is not None:
@@ -284,7 +299,10 @@ class Node(Generic[M]):
         if self._swap_until_ms and now_ms > self._swap_until_ms:
             self.cancel_swap()
         if self.role is not None:
-            self.role.tick(now_ms)
+            try:
+                self.role.tick(now_ms)
+            except IllegalTransition as error:
+                self._begin_anew(error)
         self._save_points(now_ms)
         self._host.pass_soon()
 

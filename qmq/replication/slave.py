@@ -41,7 +41,7 @@ class Slave:
 
     @property
     def is_following(self) -> bool:
-        return self._agreement is not None and self._agreement.action != Action.GIVE
+        return self._agreement is not None and self._agreement.action != Action.RESTORE
 
     @property
     def shipped_end(self) -> int | None:

@@ -22,6 +22,7 @@ from qmq.remoting.commands import Command
 from qmq.replication import agreement
 from qmq.replication.ack_gate import AckGate
 from qmq.replication.agreement import Action, Agreement, Hello
+from qmq.replication.follower import FollowerEvent, InSync
 from qmq.replication.identity import Identity, IdentityFile
 from qmq.replication.node import Node
 from qmq.replication.shipper import Shipper
@@ -93,6 +94,8 @@ def _ack_by_slaves_length() -> list[Patch]:
     def hello(self: SlaveWatch, link: Any, packet: Any) -> None:
         real(self, link, packet)
         if self.is_slave(link) and self._mastership.has_begun:
+            slave = self.follower.connected
+            self._enter(FollowerEvent.MATCHED, InSync(slave.shipper, slave.incarnation))
             self._mastership.gate.slave_matched(min(Hello.decode(packet.body).end, self._mastership.log.end), 0)
 
     return [mock.patch.object(SlaveWatch, "hello", hello)]
@@ -242,7 +245,7 @@ def _one_copy_acknowledges() -> list[Patch]:
     real = AckGate._release
 
     def release(self: AckGate) -> None:
-        if self.alone:
+        if self.no_slave_in_sync:
             self.matched_end = self.flushed_end
         real(self)
 

@@ -88,7 +88,7 @@ def test_copies_agree_on_their_longest_common_prefix_whatever_their_histories(ha
         assert agreement.offset == common, (ours, theirs)
         assert a.log.chain_is(common, agreement.chain) and b.log.chain_is(common, agreement.chain)
         gives = b.log.end > common == a.log.end and not has_begun
-        assert agreement.action == (Action.GIVE if gives else Action.FOLLOW)
+        assert agreement.action == (Action.RESTORE if gives else Action.FOLLOW)
         assert (agreement.epoch, agreement.master_end) == (Epoch(9, 1), a.log.end)
 
 
@@ -109,7 +109,7 @@ def test_slave_behind_the_oldest_segment_is_seeded_and_one_within_it_follows():
 def test_empty_master_takes_all_back_even_if_the_slave_has_no_beginning():
     late = history((1, 1, 2, 3), drop=2)
     agreement = agree(hello_of(late), history(()).log, Epoch(9, 1), has_begun=False, kept_end=0)
-    assert (agreement.action, agreement.offset) == (Action.GIVE, 0)
+    assert (agreement.action, agreement.offset) == (Action.RESTORE, 0)
 
 
 def test_slave_that_knows_a_newer_epoch_fences_the_master():
