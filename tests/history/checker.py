@@ -234,10 +234,9 @@ def _times(history: History) -> Iterator[str]:
                 first, second = sorted((smaller, larger), key=lambda one: one.got.at)
                 if larger.got.times > smaller.got.times and first is smaller:
                     continue
-                if larger.got.times == smaller.got.times and history.cause(first, second.got.at):
-                    continue  # its consumer vanished, and nobody knows what it had begun with
-                is_stale = larger.got.times > smaller.got.times and history.cause(smaller, larger.got.at)
-                if not is_stale and not history.may_have_lost(first.got.broker_group, first.got.at, second.got.at):
+                if history.cause(smaller, larger.got.at):
+                    continue  # it lost the message, and did not know, or had not begun with it
+                if not history.may_have_lost(first.got.broker_group, first.got.at, second.got.at):
                     yield f"{second} after {first}"
 
 

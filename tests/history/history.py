@@ -87,7 +87,7 @@ class Handover:
 class History:
     messages: dict[str, SentMessage] = field(default_factory=dict)
     handovers: dict[Track, dict[int, list[Handover]]] = field(default_factory=lambda: defaultdict(dict))
-    """By sequence; of each, as they were handed over: by `times`, then by the time when the application saw it."""
+    """By sequence; of each, in the order of the broker, see `_rank`."""
     by_consumer: dict[str, dict[int, Handover]] = field(default_factory=lambda: defaultdict(dict))
     joined: list[Joined] = field(default_factory=list)
     positions: list[Position] = field(default_factory=list)
@@ -114,7 +114,7 @@ class History:
                     self.by_consumer[record.consumer][record.number].decided = record
                 case Kept():
                     for number in record.numbers:
-                        self.by_consumer[record.consumer][number].kept_at = record.at
+                        self._kept(self.by_consumer[record.consumer][number], record.at)
                 case Joined():
                     self.joined.append(record)
                 case Position():
@@ -134,9 +134,12 @@ class History:
     def _got(self, got: Got) -> None:
         handover = Handover(got)
         self.by_consumer[got.consumer][got.number] = handover
-        track = self.handovers[Track(got.subject, got.group, got.broker_group)]
-        others = track.setdefault(got.sequence, [])
+        others = self.handovers[_track(got)].setdefault(got.sequence, [])
         others.insert(bisect_right(others, _rank(handover), key=_rank), handover)
+
+    def _kept(self, handover: Handover, at: float) -> None:
+        handover.kept_at = at
+        self.handovers[_track(handover.got)][handover.got.sequence].sort(key=_rank)
 
     @property
     def befell(self) -> list[str]:
@@ -189,5 +192,11 @@ class History:
         )
 
 
-def _rank(handover: Handover) -> tuple[int, float]:
-    return handover.got.times, handover.got.at
+def _track(got: Got) -> Track:
+    return Track(got.subject, got.group, got.broker_group)
+
+
+def _rank(handover: Handover) -> tuple[int, bool, float]:
+    """The broker's order. Who had not begun when it lost the message may do so late, under the same number as whoever
+    has the message by then; only of the last one the broker confirms the end."""
+    return handover.got.times, handover.kept_at is not None, handover.got.at

@@ -253,6 +253,10 @@ def test_messages_of_a_key_wait_for_those_in_front_of_them():
 def test_a_late_hand_of_a_stalled_consumer_is_no_new_order():
     stale = [Stalled(1.0, 7.9, "c1"), *given("a", 0, 8, kept=None), *given("a", 0, 4, times=2, consumer="c2")]
     assert kinds(KEYED, joined(), joined("c2"), THIRD, stale, given("bb", 1, 5)) == set()
+    two = joined(), joined("c2")
+    not_begun = [*given("a", 0, 8, kept=None), *given("a", 0, 4, consumer="c2")]
+    assert kinds(KEYED, *two, THIRD, Stalled(1.0, 7.9, "c1"), not_begun, given("bb", 1, 5)) == set()
+    assert kinds(KEYED, *two, THIRD, not_begun, given("bb", 1, 5)) == {"times do not grow"}, "it did not stall"
 
 
 def test_behind_a_dead_letter_a_key_goes_on():

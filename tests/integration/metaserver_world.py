@@ -112,10 +112,10 @@ class World:
                 await asyncio.sleep(0.01)
 
     @asynccontextmanager
-    async def watch(self, *subjects, metadata=METADATA, kind=0, held=None):
+    async def watch(self, *subjects, metadata=METADATA, kind=0, held=None, produces=True):
         call = self.rpc.WatchRoutes(metadata=metadata)
         await call.write(
-            pb.RouteRequest(subjects=subjects, app="test", client_id="c1", produces=True, kind=kind, held=held)
+            pb.RouteRequest(subjects=subjects, app="test", client_id="c1", produces=produces, kind=kind, held=held)
         )
         yield RouteWatch(call)
         call.cancel()

@@ -42,6 +42,7 @@ from tests.integration.tools_world import (
     typed,
 )
 from tests.support.ports import free_ports
+from tests.support.waiting import until_async
 
 COUNT = 12
 
@@ -88,12 +89,21 @@ def ids(messages):
     return [message["id"] for message in messages]
 
 
+def now_ms():
+    return time.time_ns() // 1_000_000
+
+
 def send(cluster, *messages):
-    """Send messages one after the other; all must be stored."""
+    """Send messages one after the other, each in a millisecond of its own; all must be stored."""
 
     async def main():
+        receipts = []
         async with producer(cluster) as sender:
-            return [await sender.send(message) for message in messages]
+            for message in messages:
+                receipts.append(await sender.send(message))
+                stored_ms = now_ms()
+                await until_async(lambda at=stored_ms: now_ms() > at, "the clock goes on")
+        return receipts
 
     receipts = asyncio.run(main())
     assert all(receipt.is_stored for receipt in receipts), receipts
@@ -251,7 +261,6 @@ def test_messages_are_found_by_place_time_id_property_and_tag(cluster, subject):
         cluster, *[qmq.Message(subject, {"no": n, "kind": n % 3}, id=f"m{n}", tags={f"t{n % 2}"}) for n in range(6)]
     )
     middle_ms = browse(cluster, id="m3", subject=subject)[0]["stored"]
-    until(lambda: time.time_ns() // 1_000_000 > middle_ms, "the clock goes on")
     send(cluster, *[qmq.Message(subject, {"no": n, "kind": n % 3}, id=f"m{n}") for n in range(6, COUNT)])
     newest = [f"m{n}" for n in reversed(range(COUNT))]
     assert ids(browse(cluster, subject=subject)) == newest

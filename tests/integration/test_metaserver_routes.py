@@ -154,16 +154,15 @@ async def test_illegal_subjects_are_refused_one_by_one_and_stored_nowhere(world)
         assert watch.routes["good"].refused == ""
 
 
-@in_world
-async def test_watch_of_too_many_subjects_is_refused(world):
-    await world.add("g1", 0, "a")
-    call = world.rpc.WatchRoutes(metadata=METADATA)
-    for begin in range(0, 12_000, 4000):
-        await call.write(pb.RouteRequest(subjects=[f" {number}" for number in range(begin, begin + 4000)]))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        while True:
-            assert await call.read() is not grpc.aio.EOF
-    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+@in_world(watch_subjects_max=2)
+async def test_a_subject_too_many_is_refused_and_the_others_are_served(world):
+    master, _ = await world.copies()
+    async with world.watch("one", "two", "three") as watch:
+        await watch.until(lambda routes: len(routes) == 3)
+        assert "watches 2 subjects, the most that one may" in watch.routes["three"].refused
+        master.reasons = ["disk"]
+        master.say()
+        await watch.until(lambda _: watch.writable("one") == watch.writable("two") == {"g1": False})
 
 
 @in_world
@@ -274,10 +273,13 @@ async def test_garbage_ends_the_stream_and_nothing_else(world):
 @in_world
 async def test_retry_subjects_have_the_route_of_the_real_one(world):
     await world.copies()
-    async with world.watch("%RETRY%s%g", "%DEAD_RETRY%s%g") as watch:
-        await watch.next()
+    async with world.watch("%RETRY%s%g", "%DEAD_RETRY%s%g", produces=False) as watch:
+        await watch.until(lambda routes: len(routes) == 2)
         assert watch.writable("%RETRY%s%g") == watch.writable("%DEAD_RETRY%s%g") == {"g1": True}
         assert list(world.server.registry.routes) == ["s"]
+    async with world.watch("%DEAD_RETRY%s%g") as watch:
+        await watch.next()
+        assert "brokers alone write dead letters" in watch.routes["%DEAD_RETRY%s%g"].refused
 
 
 class HttpClient:

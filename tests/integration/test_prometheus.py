@@ -74,7 +74,7 @@ class World:
             directory, targets, token_file=directory / "token", interval_s=1, node_exporters=[node_exporter]
         )  # fmt: skip
         rules = yaml.safe_load(RULES.read_text())
-        for rule in (rule for group in rules["groups"] for rule in group["rules"]):
+        for rule in (rule for group in rules["groups"] for rule in group["rules"] if "for" in rule):
             number, unit = re.fullmatch(r"(\d+)([mhd])", rule["for"]).groups()
             rule["for"] = f"{int(number) * {'m': 60, 'h': 3600, 'd': 86400}[unit] // FASTER}s"
         (directory / RULES.name).write_text(yaml.safe_dump(rules))
