@@ -123,6 +123,20 @@ class Access:
         caller, _ = self.look_up(text, now_ms=now_ms, peer=peer)
         return caller
 
+    def find(self, text: str, *, now_ms: int) -> TokenRow:
+        """The row of a valid token. The key of the installation has none. Raises AccessError."""
+        token = self._proven(text.encode("utf-8", "replace"))
+        if token is None:
+            raise UnknownToken("the API token is not valid")
+        return _valid(token, now_ms)
+
+    def caller_of(self, id: str, *, now_ms: int, peer: str = "") -> Caller:
+        """Whose token has this id, which somebody proved to have before; raises AccessError."""
+        token = self._tokens.get(id)
+        if token is None:
+            raise UnknownToken("the API token is not valid any more")
+        return _caller(_valid(token, now_ms), peer)
+
     def look_up(self, text: str | bytes | None, *, now_ms: int, peer: str = "") -> tuple[Caller, int]:
         """As `check`; and when the token expires, 0: never."""
         given = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text or b""
@@ -134,11 +148,7 @@ class Access:
         token = self._proven(given)
         if token is None:
             raise UnknownToken("the API token is not valid")
-        if token.revoked_ms:
-            raise AccessError(f"the API token {token.id} ({token.name}) was revoked")
-        if not is_valid(token, now_ms):
-            raise AccessError(f"the API token {token.id} ({token.name}) has expired; AddToken makes another one")
-        return Caller(token.name, TokenRole(token.role), Scope(token.subjects, token.groups), peer), token.expires_ms
+        return _caller(_valid(token, now_ms), peer), token.expires_ms
 
     def _proven(self, given: bytes) -> TokenRow | None:
         """The row that `given` is the token of. For an unknown id a hash is computed and compared as well."""
@@ -147,3 +157,15 @@ class Access:
         token = self._tokens.get(identity)
         computed = hash_of(secret, token.salt if token else "")
         return token if hmac.compare_digest(computed, token.hash if token else "") else None
+
+
+def _valid(token: TokenRow, now_ms: int) -> TokenRow:
+    if token.revoked_ms:
+        raise AccessError(f"the API token {token.id} ({token.name}) was revoked")
+    if not is_valid(token, now_ms):
+        raise AccessError(f"the API token {token.id} ({token.name}) has expired; AddToken makes another one")
+    return token
+
+
+def _caller(token: TokenRow, peer: str) -> Caller:
+    return Caller(token.name, TokenRole(token.role), Scope(token.subjects, token.groups), peer)

@@ -25,6 +25,8 @@ from qmq.metaserver.actions.desk import Desk
 from qmq.metaserver.actions.runner import Actions
 from qmq.metaserver.actions.vault import Vault
 from qmq.metaserver.awake import AwakeClock
+from qmq.metaserver.console.routes import Console
+from qmq.metaserver.console.sessions import Sessions
 from qmq.metaserver.database import Database, DatabaseAway, DatabaseSetAside
 from qmq.metaserver.db.changes import AddToken
 from qmq.metaserver.db.errors import DatabaseUnusable
@@ -227,11 +229,16 @@ class Metaserver:
     def _app(self) -> ASGIApp:
         settings = self._settings
         limits = Limits(settings.request_bytes_max, RESTORE_BYTES_MAX, BODY_TIMEOUT_MS)
+        keys = (settings.cluster_token, settings.cluster_token_before)
+        console = Console(
+            self._actions, Sessions(self._access, keys, secrets.token_bytes), self._refusals,
+            open_lists=settings.open_lists, database_trouble=lambda: self._database.trouble,
+        )  # fmt: skip
         return build_app(
             self._actions, self._access, self._metrics, self._refusals,
             address=f"{settings.advertised}:{self.grpc_port}",
             database_trouble=lambda: self._database.trouble, is_stopping=lambda: self.registry.is_stopping,
-            limits=limits, open_lists=settings.open_lists, more=make_routes(self.hubs),
+            limits=limits, open_lists=settings.open_lists, more=[*make_routes(self.hubs), *console.routes()],
         )  # fmt: skip
 
 

@@ -121,6 +121,7 @@ def describe_group(desk: Desk, group: Group) -> dict[str, Any]:
         state=registry.state(group.master) if group.master else None,
         writable=registry.is_writable(group),
         readonly_subjects=registry.directory.readonly_subjects(group.name),
+        copies=[(broker, registry.is_up(broker), registry.state(broker)) for broker in group.brokers],
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from qmq.metaserver.actions.action import Action
 from qmq.metaserver.model import (
+    ALL_SUBJECTS,
     DELAY,
     AuditRow,
     Broker,
@@ -18,6 +19,7 @@ from qmq.metaserver.model import (
     Route,
     SubjectInfo,
 )
+from qmq.replication.readonly import explain
 
 SHOWN_MAX = 20
 """A list of the trail shows so many of the subjects that one action changed."""
@@ -39,9 +41,11 @@ def broker_json(broker: Broker, *, up: bool | None = None) -> dict[str, Any]:
 
 
 def group_json(
-    group: Group, *, state: ReplicaState | None, writable: bool, readonly_subjects: list[str]
-) -> dict[str, Any]:
-    """QMQ's broker group. `state` is what its master says, None while it is down."""
+    group: Group, *, state: ReplicaState | None, writable: bool, readonly_subjects: list[str],
+    copies: Sequence[tuple[Broker, bool, ReplicaState | None]] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """QMQ's broker group. `state` is what its master says, None while it is down; `copies`: each broker, whether it is
+    up, and what it said last."""
     return {
         "groupName": group.name,
         "master": _address(group.master),
@@ -58,6 +62,36 @@ def group_json(
         "halfSwapped": group.half_swapped,
         "draining": group.draining,
         "full": group.full,
+        "why": why_not(group, state, readonly_subjects) if not writable else [],
+        "copies": [_copy_json(*copy, state) for copy in copies],
+    }
+
+
+def why_not(group: Group, state: ReplicaState | None, readonly_subjects: Iterable[str]) -> list[str]:
+    """Why a group takes no messages, and what ends that: a sentence each."""
+    told = {
+        "it has no master: AddBroker or ReplaceBroker gives it one": group.master is None,
+        "its master is down or silent: start it; if it is gone for good, ReplaceBroker": group.master and not state,
+        "it has no slave: AddBroker adds one": group.slave is None,
+        "it is half swapped: finish it with ReplaceBroker": group.half_swapped,
+        "an operator drains it: UndrainGroup ends it": group.draining,
+        "an operator marked it: UnMarkReadonlyBrokerGroup ends it": ALL_SUBJECTS in readonly_subjects,
+    }
+    said = set(state.readonly_reasons if state else ())
+    if group.draining or ALL_SUBJECTS in readonly_subjects:
+        said.discard("operator")
+    return [text for text, is_so in told.items() if is_so] + [explain(reason) for reason in sorted(said)]
+
+
+def _copy_json(broker: Broker, up: bool, state: ReplicaState | None, master: ReplicaState | None) -> dict[str, Any]:
+    """A copy as its last heartbeat told; `lagBytes`: how far its end is behind the master's."""
+    both = state is not None and master is not None
+    return {
+        **broker_json(broker, up=up),
+        "logEnd": state and state.log_end,
+        "highWatermark": state and state.high_watermark,
+        "lagBytes": max(master.log_end - state.log_end, 0) if both and state and master else None,
+        "readonlyReasons": list(state.readonly_reasons) if state else [],
     }
 
 

@@ -78,3 +78,8 @@ class Readonly:
             raise BrokerReadOnly(f"{group} is readonly for {subject}: {WAY_OUT[Reason.OPERATOR]}")
         why = "; ".join(f"{reason}, {WAY_OUT[reason]}" for reason in sorted(self._reasons))
         raise BrokerReadOnly(f"{group} is readonly: {why}")
+
+
+def explain(reason: str) -> str:
+    """What a reason means and what ends it; a later version's stays as it is."""
+    return WAY_OUT[Reason(reason)] if reason in list(Reason) else reason

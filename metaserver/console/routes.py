@@ -1,0 +1,240 @@
+"""Shell. `/console`: pages for people, over the same actions as `/management`, `/api/v1` and the tools.
+
+A browser shows its session in a cookie; every address but the login asks for it here, not in the guard, whose answers
+are for programs. The pages have no script at all, so the policy allows none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+from urllib.parse import parse_qsl, quote, urlencode
+
+from fastapi import Request, Response
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.routing import Route
+
+from qmq.errors import AccessError
+from qmq.metaserver.actions import Status
+from qmq.metaserver.console import changes, shown
+from qmq.metaserver.console.asking import LOG_IN, Asking
+from qmq.metaserver.console.pages import PAGES, Page
+from qmq.metaserver.console.sessions import LASTS_MS, Sessions
+from qmq.metaserver.http.guard import PEER_CHARS_MAX, open_to_all
+from qmq.metaserver.http.running import ActionsPort
+from qmq.metaserver.refusals import Refusals
+from qmq.metaserver.rpc.tokens import wall_ms
+from qmq.rights import Caller
+from qmq.version import VERSION
+
+log = logging.getLogger("qmq.metaserver")
+
+ROOT = "/console"
+COOKIE = "qmq_console"
+FIELDS_MAX = 100
+POLICY = (
+    "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class Given(dict[str, str]):
+    """What an address or a form says; what it does not say is empty."""
+
+    def __missing__(self, name: str) -> str:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One request of a browser. `caller` is None while nobody is logged in."""
+
+    request: Request
+    cookie: str
+    caller: Caller | None
+    query: Given
+    form: Given
+
+
+Serve = Callable[[Visit], Awaitable[Response]]
+
+
+class Console:
+    """The console of one metaserver. Made by main; `routes` are for `build_app`."""
+
+    def __init__(
+        self, actions: ActionsPort, sessions: Sessions, refusals: Refusals, *, open_lists: bool = False,
+        database_trouble: Callable[[], str] = lambda: "",
+    ) -> None:  # fmt: skip
+        self._actions, self._sessions, self._refusals = actions, sessions, refusals
+        self._open_lists, self._database_trouble = open_lists, database_trouble
+        loader = PackageLoader("qmq.metaserver.console")
+        self._templates = Environment(
+            loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        )
+        self._templates.filters.update(shown.FILTERS)
+        self._style = files("qmq.metaserver.console").joinpath("static/console.css").read_bytes()
+
+    def routes(self) -> Iterator[Route]:
+        """All addresses of the console."""
+        for page in PAGES:
+            yield self._route("GET", page.path, self._shows(page))
+        yield self._route("GET", "/login", self._ask_to_log_in)
+        yield self._route("POST", "/login", self._log_in)
+        yield self._route("POST", "/logout", self._log_out)
+        yield self._route("GET", "/change", self._show_form)
+        yield self._route("POST", "/change", self._change)
+        yield self._route("GET", "/console.css", self._send_style)
+
+    def _route(self, method: str, path: str, serve: Serve) -> Route:
+        @open_to_all  # to the guard; who is logged in is looked up here
+        async def endpoint(request: Request) -> Response:
+            visit = await self._visit(request)
+            if method == "POST" and request.headers.get("sec-fetch-site", "same-origin") != "same-origin":
+                response = self._page(
+                    visit, "refused.html", 403, title="Refused", why="another site sent this form; nothing was changed"
+                )
+            else:
+                response = await serve(visit)
+            response.headers.update({**HEADERS, **dict(response.headers)})
+            return response
+
+        return Route(f"{ROOT}{path}", endpoint, methods=[method])
+
+    async def _visit(self, request: Request) -> Visit:
+        cookie = request.cookies.get(COOKIE, "")
+        peer = request.client.host[:PEER_CHARS_MAX] if request.client else ""
+        caller = None
+        if cookie:
+            try:
+                caller = self._sessions.caller(cookie, now_ms=wall_ms(), peer=peer)
+            except AccessError as error:
+                self._refusals.note("console", peer, str(error))
+                cookie = ""
+        return Visit(request, cookie, caller, Given(request.query_params), _read_form(await request.body()))
+
+    # Logging in and out.
+
+    async def _ask_to_log_in(self, visit: Visit) -> Response:
+        return self._page(visit, "login.html", title="Log in", why="", next=_inside(visit.query["next"]))
+
+    async def _log_in(self, visit: Visit) -> Response:
+        to = _inside(visit.form["next"])
+        try:
+            cookie = self._sessions.begin(visit.form["token"].strip(), now_ms=wall_ms())
+        except AccessError as error:
+            peer = visit.request.client.host if visit.request.client else ""
+            self._refusals.note("console", peer, str(error))
+            return self._page(visit, "login.html", 401, title="Log in", why=str(error), next=to)
+        response = _go(to)
+        response.set_cookie(
+            COOKIE, cookie, max_age=LASTS_MS // 1000, path=ROOT, httponly=True, samesite="strict",
+            secure=visit.request.url.scheme == "https",
+        )  # fmt: skip
+        return response
+
+    async def _log_out(self, visit: Visit) -> Response:
+        response = _go(f"{ROOT}/login")
+        response.delete_cookie(COOKIE, path=ROOT, httponly=True, samesite="strict")
+        return response
+
+    # Pages.
+
+    def _shows(self, page: Page) -> Serve:
+        async def show(visit: Visit) -> Response:
+            if visit.caller is None and not self._open_lists:
+                return _to_login(visit)
+            asking = Asking(self._actions, visit.caller, open_lists=self._open_lists)
+            return self._page(visit, page.template, title=page.title, **await page.ask(asking, visit.query))
+
+        return show
+
+    async def _send_style(self, visit: Visit) -> Response:
+        return Response(self._style, media_type="text/css; charset=utf-8", headers={"Cache-Control": "max-age=300"})
+
+    # Changes.
+
+    async def _show_form(self, visit: Visit) -> Response:
+        if visit.caller is None:
+            return _to_login(visit)
+        action = changes.offered(visit.query["action"])
+        if action is None:
+            return self._page(
+                visit, "refused.html", 404, title="Refused", why="the console has no such change; the tools may"
+            )
+        words = changes.words_of(action, visit.query)
+        return self._page(visit, "change.html", title=action.name, action=action, words=words, step="form")
+
+    async def _change(self, visit: Visit) -> Response:
+        if visit.caller is None:
+            return _to_login(visit)
+        if not self._sessions.is_csrf(visit.cookie, visit.form["csrf"]):
+            why = "this form is not of your session; nothing was changed. Open the page again"
+            return self._page(visit, "refused.html", 403, title="Refused", why=why)
+        action = changes.offered(visit.form["action"])
+        if action is None:
+            return self._page(
+                visit, "refused.html", 404, title="Refused", why="the console has no such change; the tools may"
+            )
+        asking, words = Asking(self._actions, visit.caller, open_lists=False), changes.words_of(action, visit.form)
+        if not visit.caller.may(action.role):
+            why = f"token {visit.caller.name} has the role {visit.caller.role}; this needs {action.role}"
+            return self._page(visit, "refused.html", 403, title="Refused", why=why)
+        if visit.form["step"] == "confirm":
+            answer = await changes.carry_out(asking, action, words)
+            return self._page(visit, "changed.html", title=action.name, action=action, words=words, answer=answer)
+        planned = await changes.plan(asking, action, words)
+        return self._page(visit, "change.html", title=action.name, action=action, words=words, step="plan", **planned)
+
+    def _page(self, visit: Visit, template: str, status: int = 200, /, *, title: str, **context: Any) -> Response:
+        here = visit.request.url.path
+        text = self._templates.get_template(template).render(
+            title=title, pages=[page for page in PAGES if page.in_menu], root=ROOT, here=here,
+            caller=visit.caller, query=visit.query, csrf=self._sessions.csrf(visit.cookie) if visit.cookie else "",
+            now_ms=wall_ms(), version=VERSION, trouble=self._database_trouble(), Status=Status, LOG_IN=LOG_IN,
+            link=_link, can=lambda name: _may(visit.caller, name), **context,
+        )  # fmt: skip
+        return Response(text.encode("utf-8", "replace"), status, media_type="text/html; charset=utf-8")
+
+
+def _may(caller: Caller | None, name: str) -> bool:
+    """Whether a button is worth showing."""
+    action = changes.offered(name)
+    return caller is not None and action is not None and caller.may(action.role)
+
+
+def _link(path: str, **words: Any) -> str:
+    """An address within the console; empty words are left out."""
+    text = urlencode({name: value for name, value in words.items() if value not in ("", None)})
+    return f"{ROOT}{path}?{text}" if text else f"{ROOT}{path}"
+
+
+def _inside(address: str) -> str:
+    """Where to go after the login: an address of the console, else its first page."""
+    return address if address.startswith((f"{ROOT}/", f"{ROOT}?")) and address.isprintable() else ROOT
+
+
+def _to_login(visit: Visit) -> Response:
+    url = visit.request.url
+    if visit.request.method != "GET" or url.path == ROOT:
+        return _go(f"{ROOT}/login")
+    return _go(f"{ROOT}/login?next={quote(url.path + (f'?{url.query}' if url.query else ''), safe='')}")
+
+
+def _go(address: str) -> Response:
+    return Response(status_code=303, headers={"Location": address})
+
+
+def _read_form(body: bytes) -> Given:
+    try:
+        return Given(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=FIELDS_MAX))
+    except ValueError:
+        return Given()

@@ -1,0 +1,74 @@
+"""Core. Who is logged in to the console: a signed cookie that names a token, and for each change a proof of the page.
+
+    cookie   <id of the token>.<valid until, ms since 1970>.<16 random bytes>.<HMAC of all before>
+    csrf     HMAC of the cookie, in every form that changes something
+
+The key comes from the installation's, so every metaserver behind a balancer reads the cookie, and none stores it. What
+the token may is looked up at each request: once it is revoked or has expired, the session is over too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+from qmq.errors import AccessError
+from qmq.metaserver.access import Access, RandomBytes
+from qmq.rights import Caller, TokenRole
+
+LASTS_MS = 12 * 3_600_000
+"""A shift, and its hand-over."""
+COOKIE_CHARS_MAX = 500
+_NONCE_BYTES = 16
+
+
+class Sessions:
+    """Made by main.
+
+    Args:
+        cluster_tokens: the installation's key; then the one before it, as long as that counts.
+    """
+
+    def __init__(self, access: Access, cluster_tokens: Iterable[str], random_bytes: RandomBytes) -> None:
+        self._access, self._random_bytes = access, random_bytes
+        self._keys = [_mac(token.encode(), "qmq console session").encode() for token in cluster_tokens if token]
+
+    def begin(self, token: str, *, now_ms: int) -> str:
+        """Log in; return the cookie.
+
+        Raises:
+            AccessError: the token is not valid, or is not an operator's: it has no page to see.
+        """
+        row = self._access.find(token, now_ms=now_ms)
+        caller = self._access.caller_of(row.id, now_ms=now_ms)
+        caller.require_role(TokenRole.VIEWER)
+        text = f"{row.id}.{now_ms + LASTS_MS}.{self._random_bytes(_NONCE_BYTES).hex()}"
+        return f"{text}.{_mac(self._keys[0], text)}"
+
+    def caller(self, cookie: str, *, now_ms: int, peer: str) -> Caller:
+        """Say who shows this cookie; raises AccessError."""
+        text, _, signature = cookie[:COOKIE_CHARS_MAX].rpartition(".")
+        if not self._is_signed(text, signature):
+            raise AccessError("log in")
+        identity, until_ms, _ = text.split(".")
+        if now_ms >= int(until_ms):
+            raise AccessError("the session has ended: log in again")
+        caller = self._access.caller_of(identity, now_ms=now_ms, peer=peer)
+        caller.require_role(TokenRole.VIEWER)
+        return caller
+
+    def csrf(self, cookie: str) -> str:
+        """What a form of this session has to show."""
+        return _mac(self._keys[0], f"form of {cookie}")
+
+    def is_csrf(self, cookie: str, shown: str) -> bool:
+        return self._is_signed(f"form of {cookie}", shown)
+
+    def _is_signed(self, text: str, signature: str) -> bool:
+        shown = signature.encode("utf-8", "replace")
+        return any(hmac.compare_digest(_mac(key, text).encode(), shown) for key in self._keys)
+
+
+def _mac(key: bytes, text: str) -> str:
+    return hmac.new(key, text.encode("utf-8", "replace"), hashlib.sha256).hexdigest()

@@ -1,0 +1,77 @@
+"""Core. How values read on the console's pages. Times are UTC, as in every log; all text is escaped by the template."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+NOTHING = "–"
+_STEPS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+def utc(ms: Any) -> str:
+    """Milliseconds since 1970 as a moment; 0 and None: none."""
+    if not ms:
+        return NOTHING
+    try:
+        return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return f"{ms} ms"
+
+
+def duration(seconds: Any) -> str:
+    """Two steps of a length of time: `3 h 12 min`."""
+    if seconds is None:
+        return NOTHING
+    left, parts = max(int(seconds), 0), []
+    for size, unit in _STEPS:
+        if left >= size:
+            parts.append(f"{left // size} {unit}")
+            left %= size
+    return " ".join(parts[:2]) or "0 s"
+
+
+def number(value: Any) -> str:
+    """With commas, so that ten million is seen to be that."""
+    if value is None or value == "":
+        return NOTHING
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def value_of(value: Any) -> str:
+    """Any JSON value on one line."""
+    if value is None or value == "":
+        return NOTHING
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def moment_ms(text: str) -> int | None:
+    """Read a moment as a form gives it, `2026-01-31T14:05`, in UTC; None: it is none."""
+    try:
+        moment = datetime.fromisoformat(text.strip())
+    except ValueError:
+        return None
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return int(moment.timestamp() * 1000)
+
+
+def differences(before: Any, after: Any) -> list[tuple[str, Any, Any]]:
+    """The fields of a plan that differ: (path, before, after)."""
+    old, new = dict(_flat("", before)), dict(_flat("", after))
+    names = dict.fromkeys([*old, *new])
+    return [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
+
+
+def _flat(path: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [pair for name, item in value.items() for pair in _flat(f"{path}.{name}" if path else str(name), item)]
+    return [] if value is None else [(path or "value", value)]
+
+
+FILTERS = {
+    "utc": utc,
+    "duration": duration,
+    "number": number,
+    "value_of": value_of,
+}

@@ -1,0 +1,330 @@
+"""Shell. The console shows what the actions answer, lets nobody in without a token, and changes nothing unconfirmed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+
+import pytest
+
+from qmq.errors import AccessError, NotServed
+from qmq.metaserver.access import Access, new_token
+from qmq.metaserver.actions import ACTIONS, Answer, Status
+from qmq.metaserver.console import changes, shown
+from qmq.metaserver.console.pages import PAGES
+from qmq.metaserver.console.sessions import LASTS_MS, Sessions
+from tests.unit.metaserver.console_world import CLUSTER, ConsoleWorld, in_console, text_of
+
+HOSTILE = '<script>alert("1")</script>\'&'
+
+
+@in_console
+async def test_every_page_is_shown_while_there_is_nothing(world):
+    for page in PAGES:
+        assert f"<h1>{page.title}" in await world.see(page.path)
+
+
+@in_console
+async def test_every_page_goes_on_without_the_database(world):
+    await world.running_copies("g1")
+    world.trouble = "connection refused"
+
+    async def away(work, **options):
+        raise NotServed("the database does not answer")
+
+    world.desk.database.read = away
+    for page in PAGES:
+        text = await world.read(page.path, name="g1")
+        assert f"{page.title} " in text and "connection refused" in text
+    assert "takes messages" in await world.read()
+
+
+@in_console
+async def test_answers_of_pages_have_the_strict_policy(world):
+    for path in ("", "/login", "/change?action=DrainGroup", "/nothing", "/console.css"):
+        answer = await world.browser.get(f"/console{path}")
+        if path == "/nothing":
+            assert answer.status_code == 401
+            continue
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; style-src 'self';") and "unsafe" not in policy
+        assert "script" not in policy and "frame-ancestors 'none'" in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["cache-control"] == ("max-age=300" if path == "/console.css" else "no-store")
+
+
+@in_console
+async def test_no_page_has_anything_that_the_policy_forbids(world):
+    """Inline scripts, styles and handlers would be dead on the page; addresses of others are not reached."""
+    await world.log_in("admin")
+    await world.running_copies("g1")
+    for path in [page.path for page in PAGES] + ["/change?action=MarkReadonlyBrokerGroup", "/group?name=g1"]:
+        page = await world.see(path)
+        assert not re.search(r"<script|\son\w+=|\sstyle=|<style|https?://|javascript:", page), path
+
+
+@in_console
+async def test_the_overview_says_which_group_is_readonly_and_why(world):
+    await world.running_copies("g1")
+    await world.running_copies("g2")
+    world.beat("g2-a", writable=False, readonly_reasons=("slave_down",), log_end=9000)
+    text = await world.read()
+    assert "1 of 2 take messages" in text
+    assert re.search(r"g2 readonly master g2-a:20881 up 9,000 0 its slave is missing: start it.* 4,096 4,904 g1", text)
+    assert "?name=g1" not in await world.see(state="readonly") and "?name=g2" not in await world.see(name="g1")
+
+
+@in_console
+async def test_a_mark_is_told_as_the_reason(world):
+    await world.running_copies("g1")
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
+    assert "an operator marked it: UnMarkReadonlyBrokerGroup ends it" in await world.read()
+    assert "an operator marked it" in await world.read("/group", name="g1")
+
+
+@in_console
+async def test_doctors_findings_stand_on_the_overview_with_machine_and_command(world):
+    await world.running_copies("g1")
+    assert "checks are as they should be" in await world.read()
+    world.stop("g1-a")
+    text = await world.read()
+    assert "broker g1-a:20881 (MASTER of g1)" in text and "start it on 10.0.0.1" in text
+    assert "tools.sh ReplaceBroker --brokerGroup=g1" in text
+
+
+@in_console
+async def test_groups_come_in_pages(world):
+    await world.copies("g")
+    (row,) = (await world.run("ListBrokerGroups")).data
+    rows = [row | {"groupName": f"g{number}"} for number in range(101)]
+
+    async def many(name, words, caller):
+        return Answer(Status.DONE, data=rows if name == "ListBrokerGroups" else {"checks": []})
+
+    world.actions.run = many
+    first, second = await world.see(), await world.see("", page="1")
+    assert (first.count("/group?name="), second.count("/group?name=")) == (100, 1)
+    assert "Next" in first and "Next" not in second and "page=0" in second
+    assert "No such broker group" in await world.read("", page="7")
+
+
+# Who may.
+
+
+@in_console
+async def test_nobody_sees_a_page_without_logging_in(world):
+    stranger = world.new_browser()
+    for page in PAGES:
+        answer = await stranger.get(f"/console{page.path}", params={"name": "g"})
+        assert (answer.status_code, answer.text) == (303, "")
+        assert answer.headers["location"].startswith("/console/login")
+    for words in ({"action": "DrainGroup"}, {"action": "DrainGroup", "step": "confirm"}):
+        assert (await stranger.post("/console/change", data=words)).status_code == 303
+    assert (await stranger.get("/console", headers={"X-Api-Token": world.tokens["admin"]})).status_code == 303
+
+
+@in_console
+async def test_the_cookie_is_for_this_browser_alone(world):
+    answer = await world.log_in()
+    cookie = answer.headers["set-cookie"]
+    assert {"HttpOnly", "Path=/console", "SameSite=strict", f"Max-Age={LASTS_MS // 1000}"} <= set(cookie.split("; "))
+    assert "Secure" not in cookie and world.tokens["viewer"] not in cookie
+    secure = await world.new_browser().post("https://metaserver/console/login", data={"token": world.tokens["viewer"]})
+    assert "Secure" in secure.headers["set-cookie"]
+
+
+@pytest.mark.parametrize(
+    "token, why",
+    [("", "not valid"), ("qmq_x_y", "not valid"), ("ä", "not valid"), (CLUSTER, "not valid"), ("client", "role")],
+)
+def test_a_login_is_refused(tmp_path, token, why):
+    @in_console
+    async def test(world):
+        before = world.metrics.refused_tokens._value.get()
+        answer = await world.new_browser().post("/console/login", data={"token": world.tokens.get(token, token)})
+        assert answer.status_code == 401 and why in answer.text and "set-cookie" not in answer.headers
+        assert world.metrics.refused_tokens._value.get() == before + 1
+
+    test(tmp_path)
+
+
+@in_console
+async def test_a_login_leads_to_the_page_that_was_asked_for_and_nowhere_else(world):
+    asked = await world.new_browser().get("/console/group?name=g%26h")
+    to = asked.headers["location"]
+    form = await world.new_browser().get(to)
+    assert 'value="/console/group?name=g%26h"' in form.text
+    for to, lands in {
+        "/console/group?name=g%26h": "/console/group?name=g%26h",
+        "https://elsewhere/console/": "/console",
+        "//elsewhere": "/console",
+        "/consoleX": "/console",
+        "/console/\r\nX: y": "/console",
+    }.items():
+        answer = await world.browser.post("/console/login", data={"token": world.tokens["viewer"], "next": to})
+        assert answer.headers["location"] == lands
+
+
+@in_console
+async def test_a_revoked_token_ends_its_sessions(world):
+    assert await world.see()
+    world.access.replace([row for row in world.rows if row.name != "viewer"])
+    assert (await world.browser.get("/console")).status_code == 303
+
+
+@in_console
+async def test_logging_out_takes_the_cookie_away(world):
+    answer = await world.send("/logout")
+    assert answer.status_code == 303 and 'qmq_console=""' in answer.headers["set-cookie"]
+    assert (await world.browser.get("/console")).status_code == 303
+
+
+def test_a_session_ends_and_is_not_forged():
+    dice = random.Random(3).randbytes
+    row, token = new_token("anna", "viewer", known=(), random_bytes=dice, now_ms=0)
+    access = Access([])
+    access.replace([row])
+    sessions = Sessions(access, ["new key", "old key"], dice)
+    cookie = sessions.begin(token, now_ms=5)
+    assert sessions.caller(cookie, now_ms=5 + LASTS_MS - 1, peer="p").name == "anna"
+    with pytest.raises(AccessError, match="ended"):
+        sessions.caller(cookie, now_ms=5 + LASTS_MS, peer="")
+    of_the_old_key = Sessions(access, ["old key"], dice).begin(token, now_ms=5)
+    assert sessions.caller(of_the_old_key, now_ms=6, peer="").name == "anna"
+    later = cookie.replace(f".{5 + LASTS_MS}.", f".{6 + LASTS_MS}.")
+    foreign = Sessions(access, ["foreign key"], dice).begin(token, now_ms=5)
+    for forged in (later, foreign, "", "...", "ä.1.x.y", cookie[:-1], cookie + "0", "x" * 10_000):
+        with pytest.raises(AccessError):
+            sessions.caller(forged, now_ms=6, peer="")
+    assert sessions.is_csrf(cookie, sessions.csrf(cookie))
+    for wrong in ("", "ä", sessions.csrf(of_the_old_key), cookie):
+        assert not sessions.is_csrf(cookie, wrong)
+
+
+def test_lists_that_are_open_are_open_here_and_the_rest_is_not(tmp_path):
+    """Without a token the console shows what the tools get without one."""
+
+    async def body():
+        world = ConsoleWorld(tmp_path / "metaserver.db", open_lists=True)
+        await world.open()
+        await world.running_copies("g1")
+        text = await world.read()
+        assert "1 of 1 take messages" in text and "log in to see this" in text
+        assert (await world.browser.get("/console/change?action=DrainGroup")).status_code == 303
+        world.database.close()
+
+    asyncio.run(body())
+
+
+# Changes.
+
+
+@in_console
+async def test_a_change_is_planned_then_confirmed_and_stands_in_the_trail(world):
+    await world.log_in("operator")
+    await world.running_copies("g1")
+    await world.routed("s1", "s2")
+    words = {"csrf": await world.csrf(), "action": "MarkReadonlyBrokerGroup", "brokerGroup": "g1", "subject": "*"}
+    before = len(await world.audit())
+    planned = await world.send("/change", step="plan", **words)
+    text = text_of(planned.text)
+    assert "Reaches 2 subjects, 1 group, 0 clients" in text and "Do it" in text
+    assert len(await world.audit()) == before and not world.registry.directory.is_marked("g1", "*")
+    done = await world.send("/change", step="confirm", **words)
+    assert "Done." in text_of(done.text) and world.registry.directory.is_marked("g1", "*")
+    newest = (await world.audit())[0]
+    assert (newest.who, newest.peer, newest.action) == ("operator", "10.0.0.9", "MarkReadonlyBrokerGroup")
+    again = await world.send("/change", step="plan", **words)
+    assert "Nothing would change" in again.text and "Do it" not in again.text
+
+
+@in_console
+async def test_a_refused_plan_offers_nothing_to_confirm(world):
+    await world.log_in("operator")
+    words = {"csrf": await world.csrf(), "action": "DrainGroup", "brokerGroup": "g9"}
+    planned = await world.send("/change", step="plan", **words)
+    assert "there is no broker group g9" in planned.text and "Do it" not in planned.text
+    assert "Nothing was changed" in (await world.send("/change", step="confirm", **words)).text
+
+
+@in_console
+async def test_a_change_needs_the_proof_of_its_own_session_and_site(world):
+    await world.log_in("admin")
+    others = await world.csrf()
+    await world.log_in("operator")
+    await world.copies("g1")
+    await world.copies("g2")
+    words = {"action": "DrainGroup", "brokerGroup": "g1", "step": "confirm"}
+    for csrf in ("", "x", "ä", others):
+        answer = await world.send("/change", csrf=csrf, **words)
+        assert answer.status_code == 403 and "not of your session" in answer.text
+    words["csrf"] = await world.csrf()
+    answer = await world.browser.post("/console/change", data=words, headers={"Sec-Fetch-Site": "cross-site"})
+    assert answer.status_code == 403 and "another site" in answer.text
+    assert not world.registry.directory.groups["g1"].draining
+    assert (await world.send("/change", **words)).status_code == 200
+    assert world.registry.directory.groups["g1"].draining
+
+
+@in_console
+async def test_a_viewer_is_refused_changes_and_not_offered_them(world):
+    await world.running_copies("g1")
+    assert "/change?" not in await world.see("/group", name="g1")
+    words = {"csrf": await world.csrf(), "action": "DrainGroup", "brokerGroup": "g1"}
+    for step in ("plan", "confirm"):
+        answer = await world.send("/change", step=step, **words)
+        assert answer.status_code == 403 and "this needs operator" in answer.text
+    await world.log_in("operator")
+    assert "/change?action=DrainGroup" in await world.see("/group", name="g1")
+    words = {"csrf": await world.csrf(), "action": "RemoveBroker", "hostname": "g1-a", "servePort": "20881"}
+    assert (await world.send("/change", step="plan", **words)).status_code == 403
+
+
+def test_what_has_a_secret_or_a_document_is_left_to_the_tools():
+    left = {name for name, action in ACTIONS.items() if action.changes and changes.offered(name) is None}
+    assert left == {"AddDb", "AddToken", "Restore", "AdoptDatabase"}
+    assert changes.offered("ListBrokers") is None and changes.offered("x") is None
+
+
+@in_console
+async def test_hostile_words_are_text(world):
+    await world.log_in("admin")
+    await world.running_copies("g1")
+    words = {
+        "csrf": await world.csrf(),
+        "action": "MarkReadonlyBrokerGroup",
+        "brokerGroup": HOSTILE,
+        "subject": HOSTILE,
+    }
+    pages = [
+        await world.see("", name=HOSTILE, state=HOSTILE, page=HOSTILE),
+        await world.see("/group", name=HOSTILE),
+        await world.see("/change", action="DrainGroup", brokerGroup=HOSTILE),
+        (await world.send("/change", step="plan", **words)).text,
+        (await world.send("/change", step="confirm", **words)).text,
+        (await world.new_browser().post("/console/login", data={"token": HOSTILE, "next": HOSTILE})).text,
+    ]
+    for page in pages:
+        assert "<script" not in page and "alert(" not in page.replace("&lt;script&gt;alert(", "")
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (shown.utc(0), "–"),
+        (shown.utc(1_000_000_000_000), "2001-09-09 01:46:40"),
+        (shown.utc(10**30), f"{10**30} ms"),
+        (shown.duration(None), "–"),
+        (shown.duration(0.4), "0 s"),
+        (shown.duration(90_061), "1 d 1 h"),
+        (shown.number(1234567), "1,234,567"),
+        (shown.number(None), "–"),
+        (shown.moment_ms("1970-01-01T00:01"), 60_000),
+        (shown.moment_ms("1970-01-01T01:01+01:00"), 60_000),
+        (shown.moment_ms("now"), None),
+        (shown.differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2}), [("a.b", 1, 3)]),
+    ],
+)
+def test_values_read_well(value, text):
+    assert value == text
