@@ -25,14 +25,29 @@ STOP_S = 45.0
 """A runner that was asked to stop needs at most two bounds of `deploy.processes`, and some more."""
 
 
+LOOK_S = 0.5
+"""How late a signal is noticed at worst, see `_until_stopped`."""
+
+
 class Stopped(BaseException):
     """Ctrl-C or SIGTERM arrived: whatever the runner is doing, stop the cluster."""
+
+    arrived = False
 
 
 def _stopped(number: int, frame: FrameType | None) -> None:
     # Once is enough: a second Ctrl-C must not interrupt the stopping, which ends by itself.
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
+    Stopped.arrived = True
+    raise Stopped
+
+
+def _until_stopped() -> None:
+    """Wait for a signal. `signal.pause` would not notice one right before it, nor one during a finaliser, which ends
+    there."""
+    while not Stopped.arrived:
+        time.sleep(LOOK_S)
     raise Stopped
 
 
@@ -53,8 +68,7 @@ def run(run_dir: Path, port: int | None, *, prometheus: bool) -> int:
     try:
         with cluster:
             say(_welcome(cluster))
-            while True:
-                signal.pause()
+            _until_stopped()
     except Stopped:
         say("stopped")
         return 0

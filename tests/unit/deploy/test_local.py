@@ -1,12 +1,14 @@
-"""Shell. `qmq dev --port`: the metaserver has the port that was asked for, or nothing is started."""
+"""Shell. `qmq dev`: it has the port that was asked for, or nothing is started; it ends when it is asked to."""
 
 from __future__ import annotations
 
+import signal
 import socket
 
 import pytest
 
-from qmq.deploy.local import check_port
+from qmq.deploy import local
+from qmq.deploy.local import Stopped, check_port
 from qmq.deploy.plan import HOST, Groups, load_plan
 from qmq.errors import NotServed
 from tests.support.ports import free_ports
@@ -27,3 +29,17 @@ def test_a_cluster_keeps_the_port_that_it_has(tmp_path):
     check_port(tmp_path, kept)
     with pytest.raises(NotServed, match=f"has port {kept} already"):
         check_port(tmp_path, other)
+
+
+def test_a_signal_that_a_finaliser_met_is_not_forgotten(monkeypatch):
+    """Python prints what a finaliser raises, and goes on: the signal would have had no effect, nor any later one."""
+    monkeypatch.setattr(Stopped, "arrived", False)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with pytest.raises(Stopped):
+            local._stopped(signal.SIGTERM, None)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    with pytest.raises(Stopped):
+        local._until_stopped()
