@@ -7,6 +7,7 @@ shortest list of steps that leads there. Change this file first when the protoco
     pytest tests/model                              all rules hold; each rule left out is missed
     python tests/model/protocol.py                  count the states of the full rule set
     python tests/model/protocol.py 2 1 0 1          the same in other bounds: terms, messages, crashes, disks put back
+    python tests/model/protocol.py 2 1 0 1 failover the same, and the metaserver may choose a new master by itself
     python tests/model/protocol.py boot             the counterexample without that rule (names: `Rules`)
 
 What is modelled. A log is a tuple of frames, an offset is a count of frames, the chain at an offset is the prefix up
@@ -21,6 +22,10 @@ A disk may be put back (`rollbacks`): its broker restarts with any beginning of 
 memory and epoch as they are now or as old as that. The other one's memory of what is acknowledged is as new as its log;
 both disks at once are not covered. The row remembers the same, or nothing since its database was put back, too.
 
+The metaserver may choose a new master by itself (`failover`), at any moment: nothing rests on the old one being gone.
+A swap is the same change of the row without the two rules of the choice. It keeps every promise as well, but an operator
+may choose a copy that lacks something, which then waits for the other one.
+
 Not modelled: damaged or exchanged disks, seeding, consumers, clocks. No promise below needs a clock.
 
 What is checked in every state:
@@ -30,6 +35,7 @@ What is checked in every state:
     matching    equal (epoch, offset) means equal bytes, and equal bytes before it
     one master  nobody shares an epoch in which frames are written and acknowledged
     confirmed   what a master counts as confirmed is fsynced, byte for byte, on the other broker
+    failover    what the metaserver chooses by itself has, fsynced, all that was ever below a high watermark
     good faith  a master that was told of an acknowledged point which its log lacks has not begun
     no alarm    no confirmation ever differs from the master's log: the comparison there is a tripwire for what is not
                 modelled, and needs no gentle treatment
@@ -109,6 +115,10 @@ class Rules(NamedTuple):
     """A master whose log parts from what its slave confirmed gives up what it wrote alone, if nobody confirmed that."""
     proof: bool = True
     """Two masterships of one epoch, which a disk that was put back uses again, are told apart by their first frames."""
+    chosen_in_sync: bool = True
+    """A failover chooses only a slave that, since it started, reached the end of its master's log."""
+    chosen_covers: bool = True
+    """A failover chooses only a slave whose log reaches what the row remembers to be acknowledged."""
     row: bool = True
     """A master that was told an acknowledged point which its log lacks does not begin before it has it."""
 
@@ -131,6 +141,8 @@ class Agreement(NamedTuple):
     end: int
     wants_tail: bool
     pipe: Log | None
+    master_end: int = -1
+    """Where the master's log ended: who reaches that is in sync. -1: nobody asks, as no failover is to come."""
 
 
 class Broker(NamedTuple):
@@ -169,6 +181,10 @@ class Broker(NamedTuple):
     follows: Epoch = (0, 0)
     agreed: int = 0
     """How far the log is known to equal the master's."""
+    must_reach: int = -1
+    """Where the master's log ended when this slave began to follow; -1: it does not, or no failover is to come."""
+    in_sync: bool = False
+    """In this life and term, the slave has reached such an end, fsynced. Kept while a failover is to come."""
     pipe: Log | None = EMPTY
     """What streams in: None while the master is in the epoch that this slave follows, then it is the master's log."""
 
@@ -188,6 +204,10 @@ class State(NamedTuple):
     """The metaserver's row remembers all that is acknowledged; or nothing, since its database was put back, too."""
     gone: Log = EMPTY
     """What was acknowledged before another history took its place."""
+    failovers: int = 0
+    """How often the metaserver may still choose a new master by itself."""
+    unfit: int = -1
+    """The broker that it chose although acknowledged frames were missing there; -1: none."""
 
 
 class Found(NamedTuple):
@@ -206,6 +226,8 @@ class Found(NamedTuple):
 
 
 START = State(1, 0, 0, 0, EMPTY, (Broker((1, 1), MASTER, EMPTY, 0), Broker((1, 0), SLAVE, EMPTY, 0)))
+FAILOVER = START._replace(failovers=1)
+"""The metaserver may choose a new master by itself, once, beside all else that happens."""
 
 
 # ---- frames and histories
@@ -278,6 +300,7 @@ def enter(me: Broker, epoch: Epoch, role: int, rules: Rules) -> Broker:
     """Give a broker a newer epoch: it forgets what belonged to the old one and, by the fence, closes its connection."""
     hellos = tuple(e for e in me.hellos if e > epoch)
     me = me._replace(epoch=epoch, role=role, matched=0, confirmation=EMPTY, tail=EMPTY, hellos=hellos)
+    me = me._replace(must_reach=-1, in_sync=False)
     if rules.fence:
         me = me._replace(connection=CLOSED, agreement=None, follows=(0, 0), agreed=0, pipe=EMPTY)
     return me
@@ -346,6 +369,8 @@ def _steps(state: State, bounds: Bounds, rules: Rules) -> Iterator[tuple[Step, S
         yield ("row",), state._replace(row_is_old=True)
     if state.term < bounds.terms:
         yield ("swap", 1 - state.master), state._replace(term=state.term + 1, master=1 - state.master)
+    if state.failovers and state.term < bounds.terms:
+        yield from failover(state, rules)
     if not rules.compare_and_set and state.term > 1 and state.master == (state.term - 1) % 2:
         yield ("overwrite", 1 - state.master), state._replace(master=1 - state.master)
     for who in (0, 1):
@@ -356,6 +381,21 @@ def _steps(state: State, bounds: Bounds, rules: Rules) -> Iterator[tuple[Step, S
             yield from as_master(state, who, me, other, rules)
         if me.role == SLAVE or not rules.fence:
             yield from as_slave(state, who, me, other, rules)
+
+
+def failover(state: State, rules: Rules) -> Iterator[tuple[Step, State]]:
+    """The metaserver makes the slave of the row the master. That the old one is gone is never proven, so it may be
+    there; what counts is what the slave has. The broker that was chosen hears of it later, as of any row."""
+    who = 1 - state.master
+    me, row = state.brokers[who], 0 if state.row_is_old else len(state.safe)
+    if me.role != SLAVE or me.epoch[0] != state.term:
+        return
+    if (rules.chosen_in_sync and not me.in_sync) or (rules.chosen_covers and me.flushed < row):
+        return
+    has_all = me.flushed >= len(state.safe) and me.log[: len(state.safe)] == state.safe
+    a, b = (broker._replace(must_reach=-1, in_sync=False) for broker in state.brokers)
+    after = state._replace(term=state.term + 1, master=who, failovers=0, unfit=-1 if has_all else who, brokers=(a, b))
+    yield ("failover", who), after
 
 
 def epochs(
@@ -414,7 +454,8 @@ def disk(
 ) -> Iterator[tuple[Step, State]]:
     """A broker fsyncs; a master appends."""
     if me.flushed < len(me.log):
-        after = me._replace(flushed=len(me.log), presumed=0)
+        in_sync = me.in_sync or 0 <= me.must_reach <= len(me.log)
+        after = me._replace(flushed=len(me.log), presumed=0, in_sync=in_sync)
         yield ("fsync", who, after.log), acknowledged(put(state, who, after, told(after, other, rules)), who, rules)
     if me.role != MASTER:
         return
@@ -451,7 +492,7 @@ def as_master(state: State, who: int, me: Broker, other: Broker, rules: Rules) -
             return  # the slave lacks it, too
         if not wants_tail and me.lacks:
             me = me._replace(lacks=False, heard=0)
-        agreement = Agreement(me.epoch, end, wants_tail, None)
+        agreement = Agreement(me.epoch, end, wants_tail, None, n if state.failovers else -1)
         after = me if rules.hello_counts_nothing else me._replace(matched=max(me.matched, min(n, len(other.log))))
         if agreement != other.agreement or after != me:
             answered = put(state, who, after, other._replace(agreement=agreement))
@@ -471,6 +512,7 @@ def as_slave(state: State, who: int, me: Broker, other: Broker, rules: Rules) ->
     if me.role == SLAVE and (me.connection != HELLO_SAID or me.agreement):
         agreement = None if rules.own_connection else me.agreement
         after = me._replace(connection=HELLO_SAID, agreement=agreement, follows=(0, 0), agreed=0, pipe=EMPTY)
+        after = after._replace(must_reach=-1)
         master = other
         if me.epoch > other.epoch and me.epoch not in other.hellos:
             master = other._replace(hellos=tuple(sorted((*other.hellos, me.epoch))))
@@ -488,7 +530,7 @@ def as_slave(state: State, who: int, me: Broker, other: Broker, rules: Rules) ->
 
 def agreed(state: State, who: int, me: Broker, other: Broker, agreement: Agreement, rules: Rules) -> tuple[Step, State]:
     """A slave learns where its log ends: it cuts what conflicts, or sends what the master lost, and follows."""
-    epoch, end, wants_tail, pipe = agreement
+    epoch, end, wants_tail, pipe, master_end = agreement
     after = me._replace(
         epoch=max(epoch, me.epoch),
         hellos=tuple(e for e in me.hellos if e > epoch),
@@ -506,6 +548,8 @@ def agreed(state: State, who: int, me: Broker, other: Broker, agreement: Agreeme
     else:
         after = after._replace(log=me.log[:end], flushed=min(me.flushed, end), presumed=min(me.presumed, end))
         after = after._replace(followed=True, lacks=False, heard=0)
+        if state.failovers:
+            after = after._replace(must_reach=master_end, in_sync=me.in_sync or 0 <= master_end <= after.flushed)
     if pipe is not None and not (len(pipe) > len(after.log) and pipe[: len(after.log)] == after.log):
         after = after._replace(pipe=EMPTY)
     return ("agreed", who, me.log, after.log, agreement), put(state, who, after, told(after, other, rules))
@@ -528,6 +572,9 @@ def broken(state: State, rules: Rules) -> str:
 def lost(state: State) -> str:
     """`safe` must be the beginning of what either broker has fsynced, but for one whose disk forgot it."""
     n = len(state.safe)
+    if state.unfit >= 0:
+        chosen = state.brokers[state.unfit]
+        return f"failover: {show(state.safe)} was acknowledged, and broker {state.unfit} is chosen: {fsynced(chosen)}"
     if state.gone:
         return f"safe: {show(state.gone)} was acknowledged, and another history took its place"
     for who, broker in enumerate(state.brokers):
@@ -624,17 +671,17 @@ def explore(bounds: Bounds, rules: Rules = ALL, start: State = START) -> Found:
     return Found(len(came_from), depth - 1, "", [], time.monotonic() - began)
 
 
-def wedged(bounds: Bounds, rules: Rules = ALL) -> list[State]:
+def wedged(bounds: Bounds, rules: Rules = ALL, start: State = START) -> list[State]:
     """List the states that cannot get healthy again although nothing more happens to them: no crash, no swap."""
-    causes: dict[State, list[State]] = {START: []}
-    frontier = [START]
+    causes: dict[State, list[State]] = {start: []}
+    frontier = [start]
     while frontier:
         state = frontier.pop()
         for step, after in steps(state, bounds, rules):
             if after not in causes:
                 causes[after] = []
                 frontier.append(after)
-            if step[0] not in ("crash", "swap", "put back", "row"):
+            if step[0] not in ("crash", "swap", "failover", "put back", "row"):
                 causes[after].append(state)
     at_bound = {state for state in causes if max(broker.epoch[1] for broker in state.brokers) >= BOOTS_MAX}
     fine = {state for state in causes if healthy(state)} | at_bound
@@ -663,6 +710,8 @@ def describe(step: Step) -> str:
     match step:
         case ("swap", int(master)):
             return f"metaserver: the next term begins, broker {master} is master"
+        case ("failover", int(master)):
+            return f"metaserver: broker {master} becomes the master of the next term by itself"
         case ("overwrite", int(master)):
             return f"metaserver: a second operator makes broker {master} master of the same term"
         case ("learns", int(who), int(role), (int(term), int(boot))):
@@ -711,4 +760,4 @@ def describe(step: Step) -> str:
 if __name__ == "__main__":
     left_out = {name: False for name in sys.argv[1:] if name in Rules._fields}
     numbers = [int(word) for word in sys.argv[1:] if word.isdigit()] or [3, 1, 1]
-    print(explore(Bounds(*numbers), ALL._replace(**left_out)))
+    print(explore(Bounds(*numbers), ALL._replace(**left_out), FAILOVER if "failover" in sys.argv else START))

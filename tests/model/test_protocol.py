@@ -1,7 +1,8 @@
 """The replication protocol keeps its promises in every state of a small world, and needs each of its rules for that.
 
 `tests.model.protocol` says what is modelled. No one world with everything in it can be looked through in a minute of
-one slow core, so there are four, each to its end: more messages, more crashes, more terms, and a disk that is put back.
+one slow core, so there are five, each to its end: more messages, more crashes, more terms, a disk that is put back, and
+a master that the metaserver chooses by itself.
 Larger ones can be looked through with `python tests/model/protocol.py TERMS MESSAGES CRASHES DISKS`. `pytest -rP`
 prints what was found.
 """
@@ -12,7 +13,7 @@ from collections import Counter
 
 import pytest
 
-from tests.model.protocol import ALL, START, Agreement, Bounds, Rules, State, explore, steps, wedged
+from tests.model.protocol import ALL, FAILOVER, START, Agreement, Bounds, Rules, State, explore, steps, wedged
 
 WORLDS = [
     ("two messages", Bounds(terms=2, messages=2, crashes=1), 1_121_384),
@@ -52,6 +53,15 @@ OF_DISKS_PUT_BACK = [
     pytest.param("row", "good faith", 11, PUT_BACK, id="the row's word is not heeded"),
 ]
 
+FAILOVERS = Bounds(terms=2, messages=1, crashes=0)
+
+OF_FAILOVERS = [
+    # the same, where a disk comes back older, and the metaserver chooses a new master by itself
+    pytest.param("chosen_in_sync", 11, id="a slave that restarted and met nobody is chosen"),
+    # who was in sync in this life has it all: the row's word is a net below that rule, left out with it
+    pytest.param("chosen_covers chosen_in_sync", 10, id="what the row remembers is not looked at"),
+]
+
 WITHOUT_A_WAY_OUT = [
     # without this rule nothing is lost, and the two copies never get together again
     pytest.param("gives_way", id="no master gives way"),
@@ -87,18 +97,37 @@ def test_each_rule_is_missed_when_a_disk_is_put_back(rule: str, promise: str, le
     assert len(found.steps) == length, str(found)
 
 
+def test_failover_breaks_no_promise() -> None:
+    found = explore(FAILOVERS, start=FAILOVER)
+    print(f"{FAILOVERS}: {found}")
+    assert not found.violation, str(found)
+    assert found.states == 12_053, "the model changed: check that it still says what the protocol does, then the number"
+
+
+@pytest.mark.parametrize(("rule", "length"), OF_FAILOVERS)
+def test_each_rule_of_the_choice_is_missed_when_it_is_left_out(rule: str, length: int) -> None:
+    found = explore(FAILOVERS._replace(rollbacks=1), ALL._replace(**dict.fromkeys(rule.split(), False)), FAILOVER)
+    print(f"without {rule}: {found}")
+    assert found.violation.startswith("failover"), str(found)
+    assert len(found.steps) == length, str(found)
+
+
 @pytest.mark.parametrize("rule", WITHOUT_A_WAY_OUT)
 def test_each_rule_is_needed_to_get_healthy_after_a_disk_was_put_back(rule: str) -> None:
     assert wedged(PUT_BACK, ALL._replace(**{rule: False}))
 
 
 def test_every_rule_has_a_counterexample() -> None:
-    examples = [*COUNTEREXAMPLES, *OF_DISKS_PUT_BACK, *WITHOUT_A_WAY_OUT]
+    examples = [*COUNTEREXAMPLES, *OF_DISKS_PUT_BACK, *OF_FAILOVERS, *WITHOUT_A_WAY_OUT]
     assert sorted(str(example.values[0]).split()[0] for example in examples) == sorted(Rules._fields)
 
 
 def test_brokers_left_alone_get_healthy_after_a_disk_was_put_back() -> None:
     assert wedged(PUT_BACK) == []
+
+
+def test_brokers_left_alone_get_healthy_after_a_failover() -> None:
+    assert wedged(FAILOVERS, start=FAILOVER) == []
 
 
 def test_brokers_left_alone_get_healthy_from_every_state() -> None:
