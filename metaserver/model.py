@@ -232,6 +232,8 @@ class ReplicaState:
     """A master's words: whose copy is in step with its own; empty: nobody's."""
     point: Point | None = None
     """The newest acknowledged point that its copy knows."""
+    in_sync: bool = False
+    """A slave's words: since its process began, it has reached the end of the log of this term's master."""
 
     def is_master_in(self, term: int) -> bool:
         """Whether this broker is at work as the master of that term."""

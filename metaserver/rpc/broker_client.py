@@ -57,6 +57,13 @@ class Brokers:
             call = stub.CancelSwap(pb.Nothing(), **metadata, timeout=self._timeout_ms / 1000)
             return await self._ask(broker, call)
 
+    async def prepare_failover(self, broker: Broker, *, term: int, hold_ms: int, silent_ms: int) -> ReplicaState:
+        """Let a slave follow nobody for a while, and say what it has; it refuses while it hears its master."""
+        request = pb.PrepareFailoverRequest(term=term, hold_ms=hold_ms, silent_ms=silent_ms)
+        async with self._stub(broker) as (stub, metadata):
+            call = stub.PrepareFailover(request, **metadata, timeout=self._timeout_ms / 1000)
+            return await self._ask(broker, call)
+
     async def consumers(self, broker: Broker, *, subject: str = "", group: str = "") -> pb.ConsumersAnswer:
         """Ask a master how far its consumer groups are; empty: all."""
         request = pb.ConsumersRequest(subject=subject, group=group)

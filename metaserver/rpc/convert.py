@@ -59,6 +59,7 @@ def state_from_message(message: pb.BrokerState) -> ReplicaState:
         incarnation=message.incarnation,
         slave_incarnation=message.slave_incarnation,
         point=_point(message.acknowledged) if message.HasField("acknowledged") else None,
+        in_sync=message.in_sync,
     )
 
 

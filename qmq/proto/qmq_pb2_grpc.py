@@ -394,6 +394,11 @@ class BrokerStub:
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
                 response_deserializer=qmq_dot_proto_dot_qmq__pb2.BrokerState.FromString,
                 _registered_method=True)
+        self.PrepareFailover = channel.unary_unary(
+                '/qmq.Broker/PrepareFailover',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.PrepareFailoverRequest.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.BrokerState.FromString,
+                _registered_method=True)
         self.DescribeLog = channel.unary_unary(
                 '/qmq.Broker/DescribeLog',
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
@@ -460,6 +465,14 @@ class BrokerServicer:
 
     def CancelSwap(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PrepareFailover(self, request, context):
+        """First half of a failover, a slave's: follow nobody for `hold_ms`, and say what you have. A newer term in which it is
+        the master ends that at once, and it begins without waiting for the other copy. FAILED_PRECONDITION: why not.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -545,6 +558,11 @@ def add_BrokerServicer_to_server(servicer, server):
             'CancelSwap': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelSwap,
                     request_deserializer=qmq_dot_proto_dot_qmq__pb2.Nothing.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.BrokerState.SerializeToString,
+            ),
+            'PrepareFailover': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareFailover,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.PrepareFailoverRequest.FromString,
                     response_serializer=qmq_dot_proto_dot_qmq__pb2.BrokerState.SerializeToString,
             ),
             'DescribeLog': grpc.unary_unary_rpc_method_handler(
@@ -673,6 +691,33 @@ class Broker:
             target,
             '/qmq.Broker/CancelSwap',
             qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.BrokerState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrepareFailover(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Broker/PrepareFailover',
+            qmq_dot_proto_dot_qmq__pb2.PrepareFailoverRequest.SerializeToString,
             qmq_dot_proto_dot_qmq__pb2.BrokerState.FromString,
             options,
             channel_credentials,

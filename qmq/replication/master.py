@@ -52,6 +52,8 @@ class Promotion:
     boot_above: int = 0
     clocks: Clocks | None = None
     """What others' clocks said; None: nobody's is heard."""
+    is_failover: bool = False
+    """The other copy is gone, and this one was in sync until then: there is nothing to wait for."""
 
 
 class Master:
@@ -62,15 +64,20 @@ class Master:
         last = message_log.state.epoch  # our file may have forgotten what our log knows
         above = max(promotion.boot_above, last.boot if last.term == term else 0)
         epoch = promotion.identity.next_boot(term, above=above)
+        # Frames may tell of more than our own disk has: they came from a master that was ahead of us.
+        high_watermark = min(message_log.state.high_watermark, message_log.flushed_end)
+        point = promotion.identity.points.own
+        if point is not None and point.end <= message_log.flushed_end and message_log.chain_is(point.end, point.chain):
+            high_watermark = max(high_watermark, point.end)  # a quiet log's last frames state an older one
         gate = AckGate(
             epoch, flushed_end=message_log.flushed_end,
             flushed_chain=message_log.chain if message_log.flushed_end == message_log.end else None,
-            # Frames may tell of more than our own disk has: they came from a master that was ahead of us.
-            high_watermark=min(message_log.state.high_watermark, message_log.flushed_end),
+            high_watermark=high_watermark,
         )  # fmt: skip
         self._mastership = Mastership(promotion.group, epoch, message_log, promotion.host, promotion.settings, gate)
         self.readonly.change(Reason.CORRUPT, message_log.damage is not None)
-        self._slave_watch = SlaveWatch(self._mastership, promotion.identity, self.go_on)
+        wait_ms = 0 if promotion.is_failover else promotion.settings.slave_wait_ms
+        self._slave_watch = SlaveWatch(self._mastership, promotion.identity, self.go_on, wait_ms=wait_ms)
         self._oldest_unflushed: tuple[int, int] | None = None
         self._handlers: dict[int, Handler] = {
             Command.HELLO: self._slave_watch.hello,

@@ -60,6 +60,8 @@ class Node(Generic[M]):
         self.assignment: Assignment | None = None
         self.role: M | Slave | None = None
         self._swap_until_ms = 0
+        self._failover: tuple[int, int] | None = None
+        """The term whose master is gone, and until when this slave follows nobody."""
         self._is_diverged = False
         self._gives_up_from: int | None = None
         """Offset from which our log goes to quarantine before we take a part again: our mastership wrote that alone."""
@@ -113,7 +115,8 @@ class Node(Generic[M]):
             if not assignment.meets_as(known):
                 self._host.role_changed()
             return
-        self._begin_role()
+        held, self._failover = self.is_held, None
+        self._begin_role(is_failover=held)
 
     def start_without_metaserver(self) -> bool:
         """Take up the last part we had; epochs keep that safe. Returns whether there was one."""
@@ -130,7 +133,7 @@ class Node(Generic[M]):
         fields = self.identity.value.assignment
         return Assignment.from_json(fields) if fields is not None else None
 
-    def _begin_role(self, boot_above: int = 0) -> None:
+    def _begin_role(self, boot_above: int = 0, *, is_failover: bool = False) -> None:
         assignment = self.assignment
         if assignment is None or (self.log.damage is not None and self.log.damage.begin == self.log.end):
             return  # a log that could not be replayed is repaired first (Node.repaired)
@@ -142,7 +145,7 @@ class Node(Generic[M]):
         if assignment.role == Role.MASTER:
             promotion = Promotion(
                 assignment.group, assignment.term, self.log, self._host, self.identity, self._settings, boot_above,
-                self.clocks,
+                self.clocks, is_failover,
             )  # fmt: skip
             self.role = master = self._promote(promotion)
             master.heed_operators(assignment)
@@ -298,6 +301,9 @@ class Node(Generic[M]):
         now_ms = self._host.monotonic_ms()
         if self._swap_until_ms and now_ms > self._swap_until_ms:
             self.cancel_swap()
+        if self._failover is not None and now_ms > self._failover[1]:
+            self._failover = None
+            self._host.role_changed()
         if self.role is not None:
             try:
                 self.role.tick(now_ms)
@@ -373,6 +379,32 @@ class Node(Generic[M]):
         self._swap_until_ms = 0
         if self.master is not None:
             self.master.resume()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this slave follows nobody: a failover may make it the master."""
+        return self._failover is not None
+
+    def prepare_failover(self, term: int, *, hold_ms: int, silent_ms: int, heard_ms_ago: int | None) -> None:
+        """Follow nobody for `hold_ms`: the master of `term` is said to be gone. What this copy has is final then.
+
+        Args:
+            silent_ms: a master that was heard within so long is not gone.
+            heard_ms_ago: when it was; None: there is no link.
+
+        Raises:
+            OperatorError: this slave hears its master, or is none that may become one. Nothing was changed.
+        """
+        slave = self.slave
+        if slave is None or self.identity.value.term != term:
+            raise OperatorError(f"this broker is not the slave of {self.group} in term {term}")
+        if heard_ms_ago is not None and heard_ms_ago < silent_ms:
+            raise OperatorError(f"the master of {self.group} was heard {heard_ms_ago} ms ago")
+        if not slave.has_matched or self.readonly_reasons:
+            raise OperatorError(f"this copy of {self.group} was not in sync since it began, or is not whole")
+        self._failover = (term, self._host.monotonic_ms() + hold_ms)
+        slave.leave_master("the metaserver says that the master is gone")
+        self._host.role_changed()
 
     def acting_master(self) -> M:
         """Return the master for an operator's question about consumers.

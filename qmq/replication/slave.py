@@ -37,6 +37,8 @@ class Slave:
         self._hello_waits = False
         self._is_complete = False
         """Since this handshake, our log reached the end that the master's had then."""
+        self.has_matched = False
+        """The same since this part began, in this process: nothing was acknowledged since that our log lacks."""
         self._ticked_ms = host.monotonic_ms()
 
     @property
@@ -90,6 +92,7 @@ class Slave:
             self._identity.points.following()
         elif agreement.action == Action.SEED:
             self._keep_confirmed(agreement.offset)
+            self.has_matched = False
             self._identity.completed(False)
             self._identity.points.seeding()
         else:
@@ -213,7 +216,7 @@ class Slave:
         """Tell the master up to where both logs match on our disk."""
         assert self._agreement is not None and self._link is not None
         if not self._is_complete and end >= self._agreement.master_end:
-            self._is_complete = True
+            self._is_complete = self.has_matched = True
             self._identity.completed(True)
             self._identity.points.refilled()
             self._log.tail_is_whole()
@@ -230,6 +233,11 @@ class Slave:
         if self._giving is not None:
             self._giving.allow(elapsed_ms)
             self._giving.ship()
+
+    def leave_master(self, why: str) -> None:
+        """Confirm nothing more to who is the master; the host connects again when it is to."""
+        if self._link is not None:
+            self._link.close(why)
 
     def step_down(self) -> None:
         if self._link is not None:

@@ -47,8 +47,10 @@ CAUGHT_UP_BYTES = 8 << 20
 class SlaveWatch:
     """Made by the master; ends with the mastership. `matched` is called when a slave begins to count."""
 
-    def __init__(self, mastership: Mastership, identity: IdentityFile, matched: Callable[[], None]) -> None:
-        self._mastership, self._identity, self._matched = mastership, identity, matched
+    def __init__(
+        self, mastership: Mastership, identity: IdentityFile, matched: Callable[[], None], *, wait_ms: int
+    ) -> None:
+        self._mastership, self._identity, self._matched, self._wait_ms = mastership, identity, matched, wait_ms
         self.fenced_by: Epoch | None = None
         self.yields_from: int | None = None
         self._must_match = mastership.log.is_empty or mastership.log.is_tail_cut or not identity.value.complete
@@ -253,7 +255,7 @@ class SlaveWatch:
         self._check_lag(now_ms)
         waited_ms = now_ms - self._began_ms
         may_go_on = not self._must_match and not self.follower.restoring and self._identity.points.lacks is None
-        if not self._mastership.has_begun and may_go_on and waited_ms >= self._mastership.settings.slave_wait_ms:
+        if not self._mastership.has_begun and may_go_on and waited_ms >= self._wait_ms:
             self._begin("went on without its slave")
 
     def remember_point(self) -> None:

@@ -83,6 +83,16 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         self._service.node.cancel_swap()
         return state_message(self._service, self._settings)
 
+    async def PrepareFailover(self, request: pb.PrepareFailoverRequest, context: Any) -> pb.BrokerState:
+        try:
+            self._service.node.prepare_failover(
+                request.term, hold_ms=request.hold_ms, silent_ms=request.silent_ms,
+                heard_ms_ago=self._service.master_heard_ms_ago(),
+            )  # fmt: skip
+        except OperatorError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return state_message(self._service, self._settings)
+
     async def _being_repaired(self, problem: CorruptFrame, context: Any) -> None:
         self._service.guarded(partial(self._service.node.found_damage, problem))
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{problem}; it is being repaired, ask again")

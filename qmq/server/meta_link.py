@@ -66,6 +66,7 @@ def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerSta
         incarnation=node.identity.value.incarnation,
         slave_incarnation=master.in_step_with if master else "",
         acknowledged=_point_message(node.identity.points.own),
+        in_sync=node.slave is not None and node.slave.has_matched,
     )
 
 

@@ -108,6 +108,7 @@ class Service(Generic[M]):
         self._disk_thread = ThreadPoolExecutor(1, "disk")
         self._read_threads = ThreadPoolExecutor(4, "read")
         self._master_link: Connection | None = None
+        self._master_heard_at = 0.0
         self._last_reported: object = None
         self._told: set[str] = set()
 
@@ -245,6 +246,14 @@ class Service(Generic[M]):
         if link is not None:
             link.ask(lambda answer: self.guarded(lambda: self.node.agreed(link, answer)), Command.HELLO, body)
 
+    def heard_master(self) -> None:
+        self._master_heard_at = self._loop.time()
+
+    def master_heard_ms_ago(self) -> int | None:
+        """How long ago the last packet came from the master; None: there is no link to it."""
+        link = self._master_link
+        return int((self._loop.time() - self._master_heard_at) * 1000) if link is not None and link.is_open else None
+
     def role_changed(self) -> None:
         self._role_changed.set()
         self.state_changed.set()
@@ -300,7 +309,7 @@ class Service(Generic[M]):
         while True:
             self._role_changed.clear()
             peer = self.node.assignment.master if self.node.slave and self.node.assignment else None
-            if peer is None:
+            if peer is None or self.node.is_held:
                 await self._role_changed.wait()
                 continue
             acceptor = _MasterLink(self)
@@ -310,7 +319,8 @@ class Service(Generic[M]):
                     app=self._settings.hostname, packet_bytes_max=SYNC_PACKET_BYTES_MAX, timeout_s=3.0,
                 )  # fmt: skip
                 acceptor.pulse = Pulse(self, self._master_link)
-                if self.node.slave is not None:
+                self.heard_master()
+                if self.node.slave is not None and not self.node.is_held:
                     self.guarded(partial(self.node.slave.connected, self._master_link))
                     await self._until_lost_or_changed(acceptor)
                 self._master_link.close("the roles changed")
@@ -358,6 +368,7 @@ class _MasterLink:
         self.pulse: Pulse | None = None
 
     def packet_received(self, connection: Connection, packet: Packet) -> None:
+        self._service.heard_master()
         if self.pulse is None or not self.pulse.received(packet):
             self._service.guarded(lambda: self._service.node.packet_received(connection, packet))
 

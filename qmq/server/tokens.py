@@ -38,6 +38,7 @@ CONTROL_ROLES: Mapping[str, frozenset[TokenRole]] = {
     "Browse": frozenset({TokenRole.OPERATOR, TokenRole.CLIENT}),
     "PrepareSwap": frozenset({TokenRole.CLUSTER}),
     "CancelSwap": frozenset({TokenRole.CLUSTER}),
+    "PrepareFailover": frozenset({TokenRole.CLUSTER}),
     "ResetOffset": frozenset({TokenRole.CLUSTER}),
 }
 """Method of the control port -> roles of which a caller needs one. What changes something comes from a metaserver."""
