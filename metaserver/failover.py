@@ -53,6 +53,8 @@ class Facts:
     group: Group
     reported_term: int
     """The newest term that any broker of the group reported."""
+    term_floor: int
+    """The newest one that was ever reported or given out."""
     master_said: ReplicaState | None
     """The master's last report; None: none is known."""
     slave_said: ReplicaState | None
@@ -79,7 +81,7 @@ class Facts:
 Condition = tuple[Refusal, Callable[[Facts], bool], str]
 
 CONDITIONS: tuple[Condition, ...] = (
-    (Refusal.NO_SLAVE, lambda f: f.group.master is None or f.group.slave is None, "it has no slave; AddBroker adds one"),
+    (Refusal.NO_SLAVE, lambda f: len(f.group.brokers) < 2, "it has no slave; AddBroker adds one"),
     (Refusal.HALF_SWAPPED, lambda f: f.group.half_swapped, "it is half swapped; ReplaceBroker finishes that"),
     (Refusal.OLD_ROW, lambda f: f.reported_term > f.group.term, "its row is older than what its brokers report"),
     (Refusal.SLAVE_DOWN, lambda f: f.slave_said is None, "its slave is down, too"),
@@ -125,12 +127,12 @@ def refusal(facts: Facts) -> tuple[Refusal, str] | None:
 def choose(facts: Facts) -> RoleChange:
     """Make the slave the master. Only without a refusal.
 
-    The old master becomes the slave. What it wrote and nobody confirmed is cut when the two meet, so it is not complete.
+    The old master becomes the slave. What it wrote and nobody confirmed is cut when the two meet: it is not complete.
     """
     assert refusal(facts) is None and facts.group.master is not None
     change = roles.swap_roles(facts.group, term=facts.group.term)
     assert change.slave is not None
-    return replace(change, slave=replace(change.slave, complete=False), above=facts.reported_term)
+    return replace(change, slave=replace(change.slave, complete=False), above=facts.term_floor)
 
 
 def _is_disk_of_row(facts: Facts) -> bool:

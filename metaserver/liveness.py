@@ -330,6 +330,11 @@ class Liveness:
         state = self.state(group.master.key, now_ms=now_ms)
         return state is not None and state.writable and state.is_master_in(group.term)
 
+    def silent_ms(self, key: BrokerKey, *, now_ms: int) -> int:
+        """How long nothing came on a broker's open stream here; 0: it is down, or beats at another metaserver."""
+        sighting = self._sightings.get(key)
+        return now_ms - sighting.seen_ms if sighting is not None and sighting.live and sighting.up else 0
+
     def where(self, key: BrokerKey) -> str:
         """Id of the metaserver that hears, or last heard, a broker; empty: none ever did."""
         sighting = self._sightings.get(key)

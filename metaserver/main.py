@@ -30,6 +30,7 @@ from qmq.metaserver.console.sessions import Sessions
 from qmq.metaserver.database import Database, DatabaseAway, DatabaseSetAside
 from qmq.metaserver.db.changes import AddToken
 from qmq.metaserver.db.errors import DatabaseUnusable
+from qmq.metaserver.failovers import Failovers
 from qmq.metaserver.http.app import build_app
 from qmq.metaserver.http.guard import Limits
 from qmq.metaserver.http.routes import make_routes
@@ -138,7 +139,9 @@ class Metaserver:
         add_route_methods(rpc, rpc_server)
         await rpc_server.start()
         self.registry.liveness.serve(self.registry.directory.brokers(), now_ms=self.registry.now_ms())
-        tasks = [asyncio.create_task(work) for work in (upkeep.run(), self.hubs.run(), rpc.visits.run())]
+        failovers = Failovers(self.registry, self._brokers, self._settings)
+        works = (upkeep.run(), self.hubs.run(), rpc.visits.run(), failovers.run())
+        tasks = [asyncio.create_task(work) for work in works]
         serving = asyncio.create_task(http.run())
         log.info("metaserver serving http=%s:%d grpc_port=%d", self._settings.host, self.http_port, self.grpc_port)
         if started:

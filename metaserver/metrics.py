@@ -60,6 +60,12 @@ class Metrics:
             "Rows of groups that were older than their brokers and were raised to what these agree on.",
             registry=self.registry,
         )
+        self.failovers = Counter(
+            "qmq_metaserver_failovers",
+            "Slaves that this metaserver made masters by itself, because their masters were gone.",
+            ["broker_group"],
+            registry=self.registry,
+        )
         self.refused_tokens = Counter(
             "qmq_metaserver_refused_tokens", "Requests without a valid API token.", registry=self.registry
         )

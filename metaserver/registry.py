@@ -23,6 +23,7 @@ from qmq.metaserver.database import Database, DatabaseAway, DatabaseSetAside, de
 from qmq.metaserver.db.changes import Change
 from qmq.metaserver.db.errors import CommitUnknown, StaleTerm
 from qmq.metaserver.db.from_memory import dump_of
+from qmq.metaserver.failover import Refusal
 from qmq.metaserver.liveness import Liveness, Question
 from qmq.metaserver.metrics import GroupReading, Metrics
 from qmq.metaserver.model import (
@@ -92,6 +93,8 @@ class Registry:
         """What masters say about their slaves and the database does not have yet."""
         self.points: dict[tuple[str, str], Point] = {}
         """Acknowledged points, by group and incarnation, that heartbeats told and the database does not have yet."""
+        self.no_failover: dict[str, tuple[Refusal, str]] = {}
+        """Groups whose master is gone, and why the slave does not become the master by itself."""
         self.news = asyncio.Event()
         """Set when there is something to store."""
         self.is_loaded = False
@@ -408,6 +411,23 @@ class Registry:
 
     def state(self, broker: Broker) -> ReplicaState | None:
         return self.liveness.state(broker.key, now_ms=self.now_ms())
+
+    def is_gone(self, broker: Broker, silence_ms: int) -> str:
+        """Say why a broker counts as gone; empty: it does not."""
+        now_ms = self.now_ms()
+        if broker.incarnation and not self.liveness.may_be_up(broker, now_ms=now_ms):
+            return "it is down"
+        silent_ms = self.liveness.silent_ms(broker.key, now_ms=now_ms)
+        return f"it is silent for {silent_ms} ms" if silent_ms >= silence_ms else ""
+
+    def why_no_failover(self, group: str) -> str:
+        """Say why the slave of a group whose master is gone does not become the master by itself; empty: nothing to
+        say."""
+        return self.no_failover[group][1] if group in self.no_failover else ""
+
+    def last_state(self, broker: Broker) -> ReplicaState | None:
+        """What a broker said last, whether it is up or not."""
+        return self.liveness.last_state(broker.key)
 
     async def lacking(self, broker: Broker) -> str:
         """Say what a broker's copy lacks, by its own last words; empty: nothing that it knows of."""

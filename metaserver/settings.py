@@ -66,6 +66,12 @@ class MetaserverSettings:
     swap_finish_ms: int = setting(
         15_000, unit="ms", least=100, most=300_000, why="SwapRoles waits so long for the new master to report"
     )
+    failover: bool = setting(
+        False, why="a slave that has everything becomes the master by itself when its master is gone; docs/failover.md"
+    )
+    failover_silence_ms: int = setting(
+        2000, unit="ms", least=200, most=60_000, why="a master silent for two beats, to us and to its slave, is gone"
+    )
     watch_subjects_max: int = setting(
         100_000, least=1, most=1_000_000, why="subjects of one client; bounds the memory that it can take"
     )

@@ -32,6 +32,17 @@ class StateMetrics:
         yield _gauge("peers", "Metaservers of this installation that are up, this one among them.", self._peers())
         yield from self._of_clients()
         yield self._of_tokens()
+        yield self._of_failovers()
+
+    def _of_failovers(self) -> Metric:
+        refused = GaugeMetricFamily(
+            f"{PREFIX}_failover_refused",
+            "1 while a group's master is gone and its slave does not become the master by itself, with the reason.",
+            labels=["broker_group", "reason"],
+        )
+        for name, (why, _) in sorted(self._registry.no_failover.items()):
+            refused.add_metric([name, why.value], 1.0)
+        return refused
 
     def _peers(self) -> float:
         return max(len(self._registry.peers()), 1)

@@ -163,6 +163,9 @@ def _group(desk: Desk, group: Group) -> dict[str, Any]:
         return _check(name, False, f"has no {lacks}", f"AddBroker adds a {lacks}")
     if group.draining or marked:
         return _check(name, True, "is drained" if group.draining else f"is marked readonly for {', '.join(marked[:3])}")
+    if why := desk.registry.why_no_failover(group.name):
+        found = f"has no master, and its slave does not become it by itself: {why}"
+        return _check(name, False, found, "docs/failover.md has what to do for each reason")
     if not desk.registry.is_writable(group):
         return _check(
             name, False, "takes no messages", "ReplicaStatus says why", {"group": group.name, "takesNothing": True}

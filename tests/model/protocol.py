@@ -23,8 +23,8 @@ memory and epoch as they are now or as old as that. The other one's memory of wh
 both disks at once are not covered. The row remembers the same, or nothing since its database was put back, too.
 
 The metaserver may choose a new master by itself (`failover`), at any moment: nothing rests on the old one being gone.
-A swap is the same change of the row without the two rules of the choice. It keeps every promise as well, but an operator
-may choose a copy that lacks something, which then waits for the other one.
+A swap is the same change of the row without the two rules of the choice. It keeps every promise as well, but an
+operator may choose a copy that lacks something, which then waits for the other one.
 
 Not modelled: damaged or exchanged disks, seeding, consumers, clocks. No promise below needs a clock.
 

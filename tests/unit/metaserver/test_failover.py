@@ -18,7 +18,7 @@ ROW = Group("g1", 4, A, B, 0)
 MASTER_SAID = ReplicaState(Role.MASTER, 4, boot=2, writable=True, incarnation="disk a", slave_incarnation="disk b")
 SLAVE_SAID = ReplicaState(Role.SLAVE, 4, boot=2, flushed_end=100, incarnation="disk b", in_sync=True)
 POINTS = Points({"disk a": Point(Epoch(4, 2), 100, 7), "disk b": Point(Epoch(4, 2), 90, 8)})
-FINE = Facts(ROW, 4, MASTER_SAID, SLAVE_SAID, POINTS)
+FINE = Facts(ROW, 4, 4, MASTER_SAID, SLAVE_SAID, POINTS)
 
 
 def row(**fields):
@@ -99,5 +99,6 @@ def test_a_slave_that_has_everything_is_chosen_in_the_next_term(facts):
     assert failover.refusal(facts) is None
     change = failover.choose(facts)
     assert (change.term, change.new_term) == (4, 5)
+    assert failover.choose(replace(facts, term_floor=7)).new_term == 8
     assert (change.master.key, change.master.role) == (B.key, Role.MASTER)
     assert (change.slave.key, change.slave.role, change.slave.complete) == (A.key, Role.SLAVE, False)
