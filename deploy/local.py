@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from qmq.deploy.cluster import AlreadyRunning, Cluster, lock_directory, recorded_pids
 from qmq.deploy.plan import HTTP_PORT, is_free
@@ -43,7 +44,7 @@ def _stopped(number: int, frame: FrameType | None) -> None:
     raise Stopped
 
 
-def _until_stopped() -> None:
+def _until_stopped() -> NoReturn:
     """Wait for a signal. `signal.pause` would not notice one right before it, nor one during a finaliser, which ends
     there."""
     while not Stopped.arrived:
