@@ -202,7 +202,7 @@ class Draining:
     """The database's clock at `_told_ms`."""
     _told_ms: int = 0
     _page_ms: int = 0
-    """When the page was read that is being placed, or was last."""
+    """When rows of the page that is being placed, or was last, last found room; or when it was read."""
     _pass_ms: int = 0
     """When the pass began."""
     _rest_until_ms: int = 0
@@ -257,6 +257,11 @@ class Draining:
         """An ordered batch that was just sent is waited for, so that the rows behind it need not be passed over."""
         awaited = self._awaited(now_ms)
         return len(awaited) < self.limits.claims_max and not any(claim.is_ordered for claim in awaited)
+
+    def _must_wait(self, now_ms: int) -> bool:
+        """Say whether no row finds room now, and none waits for so long that others are to pass it."""
+        is_full = len(self._awaited(now_ms)) >= self.limits.claims_max
+        return is_full and now_ms - self._page_ms < self.limits.room_ms
 
     def _awaited(self, now_ms: int) -> list[Claim]:
         """Return the claims that end soon, as far as anybody can tell: more are not begun than are allowed of these."""
@@ -376,12 +381,17 @@ class Draining:
         left: list[Candidate] = []
         postponed: list[Postponed] = []
         for subject, rows in by_subject.items():
+            if self._must_wait(now_ms):
+                left += rows  # without a look at each of 500 subjects, for each batch that ended
+                continue
             rest, stuck = self._place(subject, rows, now_ms)
             left += rest
             postponed += stuck
         if parked or postponed or self._new:
             self._order = Claiming({text: claim.ids for text, claim in self._new.items()}, parked, postponed)
         self._page = Page(left, page.after) if left else None
+        if self._new:
+            self._page_ms = now_ms  # rows of one subject each fill many batches: that is no want of room
         if not left:
             self._page_is_done(page, now_ms)
 

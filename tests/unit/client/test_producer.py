@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import qmq
+from qmq.client.routing import Routing
 from qmq.codec import decode_message
 from qmq.errors import BrokerReadOnly, InvalidRequest, NotMaster, Overloaded
 from qmq.message import Message
@@ -151,6 +152,30 @@ def test_a_group_that_refuses_is_left_for_another_at_once(error):
             assert numbers == sorted(numbers), "numbers of a group ascend"
 
     run(test())
+
+
+def test_many_subjects_do_not_all_look_for_a_group_again_with_each_refusal(monkeypatch):
+    subjects, looks = 1_000, 0
+    choose = Routing.choose
+
+    def counted(*args: Any, **options: Any) -> str | None:
+        nonlocal looks
+        looks += 1
+        return choose(*args, **options)
+
+    async def test() -> None:
+        monkeypatch.setattr(Routing, "choose", counted)
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            await producer.send(Message("a", {}))
+            broker.refuse_with = BrokerReadOnly("g1: its roles are exchanged")
+            messages = [Message(f"s{number}", {}) for number in range(subjects)]
+            sending = asyncio.create_task(producer.send_many(messages))
+            await until_async(lambda: len(broker.attempts) > 60)
+            broker.refuse_with = None
+            assert (await sending).all_stored
+
+    run(test())
+    assert looks < 10 * subjects
 
 
 def test_a_group_whose_broker_does_not_answer_is_left_for_another():

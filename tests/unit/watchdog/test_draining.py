@@ -580,3 +580,20 @@ def test_a_claim_survives_the_way_through_its_text_and_fits_the_column():
     name = ClaimName((1 << 52) - 1, 0xFFFFFF, 0xFFFFFF, "g" * 100)
     assert ClaimName.parse(str(name)) == name and len(str(name)) <= 128
     assert ClaimName.parse("1:2:3:a:b").group == "a:b"
+
+
+def test_rows_of_many_subjects_are_neither_put_off_nor_looked_at_again_for_each_batch():
+    drain, subjects = Drain(claims_max=8), 200
+    looks = drain.brokers.groups
+    looked = []
+    drain.brokers.groups = lambda subject: looked.append(subject) or looks(subject)
+    drain.page(*(row(number, f"s{number}") for number in range(subjects)))
+    sent = 0
+    while sent < subjects:
+        assert not drain.claim().postponed
+        drain.now_ms += 100  # 200 rows by eight take 2.5 s, longer than a row waits for room
+        for attempt in drain.attempts():
+            drain.answer(attempt, stored(attempt))
+            sent += 1
+        drain.settle()
+    assert len(looked) == subjects
