@@ -89,6 +89,8 @@ class Consumption:
         self._next_id = 1
         self._by_link: dict[Link, dict[int, Subscription]] = {}
         self._by_consumer: dict[tuple[str, str, str], Subscription] = {}
+        self._by_group: dict[tuple[str, str], dict[Subscription, None]] = {}
+        """(subject, group) -> those of them that are its."""
         self._waiting: dict[str, dict[str, dict[Subscription, None]]] = {}
         """Subject -> group -> those with pulls that wait, the one served longest ago first."""
         self._deadlines: list[tuple[int, int, Subscription]] = []
@@ -138,7 +140,9 @@ class Consumption:
             self._stop_waiting(older)
             if older.link is link:
                 del self._by_link[link][older.id]
+            self._leave_group(older)
         self._by_consumer[key] = subscription
+        self._by_group.setdefault(key[:2], {})[subscription] = None
         self._by_link.setdefault(link, {})[subscription.id] = subscription
         self._seen[key] = now_ms
         return subscription
@@ -174,7 +178,14 @@ class Consumption:
         self._by_link.get(subscription.link, {}).pop(subscription.id, None)
         if self._by_consumer.get(subscription.key) is subscription:
             del self._by_consumer[subscription.key]
+            self._leave_group(subscription)
         self._stop_waiting(subscription)
+
+    def _leave_group(self, subscription: Subscription) -> None:
+        group = self._by_group[subscription.key[:2]]
+        del group[subscription]
+        if not group:
+            del self._by_group[subscription.key[:2]]
 
     def link_lost(self, link: Link) -> None:
         for subscription in list(self._by_link.get(link, {}).values()):
@@ -254,6 +265,10 @@ class Consumption:
     def consumer(self, subject: str, group: str, consumer: str) -> Consumer | None:
         known = self._log.state.groups.get((subject, group))
         return known.consumers.get(consumer) if known else None
+
+    def connected_to(self, subject: str, group: str) -> list[Subscription]:
+        """Return the group's consumers that have a connection."""
+        return list(self._by_group.get((subject, group), {}))
 
     @property
     def connected(self) -> Collection[Subscription]:

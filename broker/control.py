@@ -11,6 +11,7 @@ import grpc.aio
 
 from qmq.broker import progress
 from qmq.broker.browsing import Browsing
+from qmq.broker.causes import Cause
 from qmq.broker.master import BrokerMaster
 from qmq.broker.settings import BrokerSettings
 from qmq.errors import CallError, CorruptFrame, DiskFailed, MissingRight, QmqError
@@ -36,12 +37,13 @@ class Control(CopyControl[BrokerMaster]):
 
     async def Consumers(self, request: pb.ConsumersRequest, context: Any) -> pb.ConsumersAnswer:
         """FAILED_PRECONDITION: not the master, or its log cannot be read."""
-        node, groups = self._service.node, []
+        node, groups, causes = self._service.node, [], []
         try:
-            subscriptions = node.acting_master().subscriptions
-            found = progress.of_groups(node.log, subscriptions, subject=request.subject, group=request.group)
+            master = node.acting_master()
+            found = progress.of_groups(node.log, master.subscriptions, subject=request.subject, group=request.group)
             for number, one in enumerate(found):
                 groups.append(one)
+                causes.append(master.causes.of((one.subject, one.group)))
                 if number % GROUPS_AT_A_TIME == GROUPS_AT_A_TIME - 1:
                     await asyncio.sleep(0)  # others want to be served meanwhile
             oldest_ms = await asyncio.to_thread(self._timestamps, [one.oldest_offset for one in groups])
@@ -49,7 +51,7 @@ class Control(CopyControl[BrokerMaster]):
             await self._being_repaired(problem, context)
         except QmqError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return pb.ConsumersAnswer(groups=map(_group_message, groups, oldest_ms))
+        return pb.ConsumersAnswer(groups=map(_group_message, groups, oldest_ms, causes))
 
     def _timestamps(self, offsets: list[int | None]) -> list[int]:
         message_log, found = self._service.node.log, []
@@ -117,7 +119,7 @@ class Control(CopyControl[BrokerMaster]):
             await context.abort(grpc.StatusCode.UNAVAILABLE, text)
 
 
-def _group_message(one: progress.GroupProgress, oldest_ms: int) -> pb.GroupProgress:
+def _group_message(one: progress.GroupProgress, oldest_ms: int, causes: list[Cause]) -> pb.GroupProgress:
     consumers = [
         pb.ConsumerProgress(
             consumer=consumer.consumer, connected=bool(consumer.peer), unacked=consumer.unacked, peer=consumer.peer
@@ -127,4 +129,5 @@ def _group_message(one: progress.GroupProgress, oldest_ms: int) -> pb.GroupProgr
     return pb.GroupProgress(
         subject=one.subject, group=one.group, first_sequence=one.first_sequence, next_sequence=one.next_sequence,
         position=one.position, returned=one.returned, lag=one.lag, oldest_ms=oldest_ms, consumers=consumers,
+        causes=causes,
     )  # fmt: skip

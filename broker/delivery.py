@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable
 from functools import partial
 
-from qmq.broker import progress
+from qmq.broker import causes, progress
 from qmq.broker.consume import Consumption, Subscription, WaitingPull
 from qmq.broker.counters import Counters
 from qmq.broker.dead_letters import DeadLetters
@@ -57,8 +57,7 @@ class Delivery:
         self._sending = Sending(mastership, counters, self._turns, self.writable_again)
         self._offline = Offline()
         self._forgot_ms = 0
-        self._full: set[tuple[str, str]] = set()
-        """(subject, group) of those that postpone more than may wait, once logged."""
+        self.causes = causes.Causes(self._facts)
 
     # Requests.
 
@@ -187,18 +186,25 @@ class Delivery:
     def _check_may_postpone(self, subscription: Subscription) -> None:
         """What is postponed beyond the bound stays with its consumer, which asks again; what is new goes on."""
         key = subscription.key[:2]
-        if len(self._mastership.log.state.groups[key].requeued) < progress.REQUEUED_RANGES_MAX:
-            self._full.discard(key)
-            return
-        if key not in self._full:
-            self._full.add(key)
-            log.warning(
-                "too much is postponed, what is more stays with its consumers cause=postponed subject=%s group=%s "
-                "ranges=%d", *key, progress.REQUEUED_RANGES_MAX,
-            )  # fmt: skip
-        raise NotServed(
-            f"{key[1]} has {progress.REQUEUED_RANGES_MAX} ranges of {key[0]} that wait for their time; ask again"
-        )
+        if len(self._mastership.log.state.groups[key].requeued) >= causes.REQUEUED_RANGES_MAX:
+            raise NotServed(
+                f"{key[1]} has {causes.REQUEUED_RANGES_MAX} ranges of {key[0]} that wait for their time; ask again"
+            )
+
+    def _facts(self, key: tuple[str, str]) -> causes.Facts | None:
+        """What stops or slows a group follows from these."""
+        mastership, (subject, name) = self._mastership, key
+        state, gate = mastership.log.state, mastership.gate
+        if (group := state.groups.get(key)) is None:
+            return None
+        connected = self.consumption.connected_to(subject, name)
+        may_progress = mastership.may_progress
+        return causes.Facts(
+            group, connected, lambda one: one.key in self._offline, may_progress, not gate.no_slave_in_sync,
+            any(map(self._filtering.is_looking, connected)), subject in state.ordered,
+            state.next_sequence.get(subject, 0) - group.position,
+            len(group.requeued.due(mastership.retry_ms(), 1)) if may_progress else 0,
+        )  # fmt: skip
 
     def _check_may_bury(self, subscription: Subscription) -> None:
         if is_dead_letter_subject(subscription.subject):
@@ -339,6 +345,8 @@ class Delivery:
             for key in self.consumption.expired(now_ms):
                 self._consumer_leaves(key, told=False)
             self._dead_letters.go_on()
+        self.causes.look(self._mastership.log.state.groups)
+        if self._mastership.may_progress:
             if now_ms - self._forgot_ms >= FORGET_EVERY_MS:
                 self._forgot_ms = now_ms
                 self._forget_broadcasts()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from qmq.broker import progress
+from qmq.broker.causes import Causes
 from qmq.broker.consume import Subscription
 from qmq.broker.counters import Counters
 from qmq.broker.delivery import Delivery
@@ -80,6 +81,11 @@ class BrokerMaster(Master):
     @property
     def subscriptions(self) -> Collection[Subscription]:
         return self._delivery.consumption.connected
+
+    @property
+    def causes(self) -> Causes:
+        """What stops or slows consumer groups."""
+        return self._delivery.causes
 
     @property
     def skipped(self) -> dict[tuple[str, str], int]:

@@ -9,7 +9,6 @@ from prometheus_client.core import Metric
 
 from qmq.broker.counters import Counters
 from qmq.broker.master import BrokerMaster
-from qmq.broker.progress import causes
 from qmq.broker.retention import Retention
 from qmq.broker.settings import BrokerSettings
 from qmq.http_port import HttpPort
@@ -56,24 +55,25 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
             for (subject, consumer_group), messages in master.skipped.items():
                 skipped.add_metric([self.group, subject, consumer_group], messages)
             yield skipped
+            stopped = self.gauges(
+                "group_cause", "What stops or slows a consumer group", "subject", "consumer_group", "cause"
+            )
+            for (subject, consumer_group), found in master.causes.found.items():
+                for cause in found:
+                    stopped.add_metric([self.group, subject, consumer_group, cause], 1)
+            yield stopped
 
     def _lags(self) -> Iterator[Metric]:
         labels = "subject", "consumer_group"
         lag = self.gauges("lag_messages", "Messages not handed out yet", *labels)
-        stopped = self.gauges(
-            "group_cause", "What stops or slows a consumer group: postponed, unacked", *labels, "cause"
-        )
         unacked = self.gauges("unacked_messages", "Messages handed out and not acked", *labels)
         state = self._service.node.log.state
         for (subject, name), progress in state.groups.items():
             waiting = state.next_sequence.get(subject, 0) - progress.position + progress.requeued.messages
             lag.add_metric([self.group, subject, name], waiting)
-            for cause in causes(progress):
-                stopped.add_metric([self.group, subject, name, cause], 1)
             held = sum(consumer.unacked_messages for consumer in progress.consumers.values())
             unacked.add_metric([self.group, subject, name], held)
         yield lag
-        yield stopped
         yield unacked
 
 

@@ -9,30 +9,9 @@ from typing import NamedTuple
 
 from qmq import ranges
 from qmq.broker.consume import Subscription
-from qmq.broker.hand_out import UNACKED_MESSAGES_MAX
 from qmq.errors import OperatorError
 from qmq.log import MessageLog
 from qmq.log.group import Consumer, Group
-
-REQUEUED_RANGES_MAX = 250_000
-"""Per group: 11 MB in memory. 30 messages a second that ask for "again in an hour" are 108,000."""
-
-
-class Cause(StrEnum):
-    """What stops or slows a consumer group, by name: in the log, in the metric `group_cause`."""
-
-    POSTPONED = "postponed"
-    """So much waits for its time that what is postponed beyond it stays with its consumers."""
-    UNACKED = "unacked"
-    """A consumer has as many messages as it may, and gets more when it acks."""
-
-
-def causes(group: Group) -> list[Cause]:
-    """Name what stops or slows a group now."""
-    found = [Cause.POSTPONED] if len(group.requeued) >= REQUEUED_RANGES_MAX else []
-    if any(consumer.has_as_many_as(UNACKED_MESSAGES_MAX) for consumer in group.consumers.values()):
-        found.append(Cause.UNACKED)
-    return found
 
 
 class To(StrEnum):

@@ -150,11 +150,14 @@ async def _lag(desk: Desk, words: Words) -> Any:
     rows, unasked = await _progress(desk, words)
     now, lags = wall_ms(), dict[tuple[str, str], dict[str, Any]]()
     for name, row in rows:
-        fresh = {"subject": row.subject, "group": row.group, "messages": 0, "oldest": 0, "brokerGroups": {}}
+        fresh = {"subject": row.subject, "group": row.group, "messages": 0, "oldest": 0}
+        fresh |= {"brokerGroups": {}, "causes": {}}
         lag = lags.setdefault((row.subject, row.group), fresh)
         lag["messages"] += row.lag
         lag["oldest"] = min(filter(None, (lag["oldest"], row.oldest_ms)), default=0)
         lag["brokerGroups"][name] = row.lag
+        for cause in row.causes:
+            lag["causes"].setdefault(cause, []).append(name)
     for lag in lags.values():
         lag["ageSeconds"] = max(now - lag["oldest"], 0) // 1000 if lag["oldest"] else 0
     return {"lag": sorted(lags.values(), key=lambda lag: -lag["messages"]), "unasked": unasked}
@@ -182,6 +185,7 @@ def _progress_json(name: str, row: pb.GroupProgress, offline: frozenset[Offline]
         "returned": row.returned,
         "messages": row.lag,
         "oldest": row.oldest_ms,
+        "causes": list(row.causes),
         "consumers": [
             {
                 "consumer": consumer.consumer,

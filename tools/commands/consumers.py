@@ -29,6 +29,7 @@ def _lags(data: Any) -> Iterable[Block]:
             Column("GROUP", "group"),
             Column("LAG", _messages),
             Column("OLDEST", lambda row: span(row["ageSeconds"] * 1000) if row["messages"] else ""),
+            Column("BECAUSE OF", lambda row: ", ".join(row.get("causes", ())), fold=24),
             Column("BY BROKER GROUP", "brokerGroups", drop=1, fold=16),
         ),
         data["lag"],
@@ -157,7 +158,7 @@ CONSUMERS = (
     ),
     Command(
         "Lag",
-        "how many messages wait for each consumer group, and how old the oldest is",
+        "how many messages wait for each consumer group, how old the oldest is, and what the group waits for",
         "--subject=order.changed --group=billing",
         (ANY_SUBJECT, _ANY_GROUP),
         _lags,

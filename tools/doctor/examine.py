@@ -18,6 +18,7 @@ from qmq.tools.doctor.finding import (
     Finding,
     fail,
     judge_broker,
+    judge_causes,
     judge_clock,
     judge_facts,
     judge_group,
@@ -171,7 +172,8 @@ def _broker(token: str, row: Mapping[str, Any]) -> tuple[list[Finding], str]:
         do = "use a token that may read its metrics"
         return [*findings, *clock, warn("disks", f"{who} does not tell its metrics: {page.status}", do)], ""
     judged = judge_broker(who, row["role"], parse_metrics(page.text))
-    return [*findings, *clock, *judged], read_version(page.text)
+    causes = judge_causes(who, page.text)
+    return [*findings, *clock, *judged, *causes], read_version(page.text)
 
 
 def _versions(metaservers: Iterable[Mapping[str, Any]], brokers: Iterable[Mapping[str, Any]]) -> dict[str, str]:

@@ -24,6 +24,16 @@ LAG_FINE_BYTES = 64 << 20
 """While messages come, a slave is behind by what is on its way; a group is readonly from four times this on."""
 
 
+GROUP_CAUSES = {
+    "offline": "its consumers are switched off: OnOffline --state=online ends that",
+    "unacked": "a consumer has as many un-acked messages as it may: look at its handlers, or restart it",
+    "postponed": "more messages wait for a later time than may: let fewer be postponed, or for a shorter time",
+}
+"""What stops a consumer group that somebody should look at, and what to do; the names are those of broker.causes."""
+_GROUP_CAUSE = re.compile(r"^qmq_broker_group_cause\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
 class Level(StrEnum):
     OK, WARN, FAIL = "OK", "WARN", "FAIL"
 
@@ -199,6 +209,18 @@ def read_version(text: str) -> str:
     """Find which version a broker's metrics say, or a delay server's; empty: they do not say."""
     found = re.search(r'^qmq_(?:broker|delayserver)_info\{[^}]*version="([^"]*)"', text, re.MULTILINE)
     return found[1] if found else ""
+
+
+def judge_causes(who: str, text: str) -> Iterator[Finding]:
+    """Say which consumer groups something stops, one finding a cause, from a broker's metrics."""
+    stopped: dict[str, list[str]] = {}
+    for labels in map(dict, map(_LABEL.findall, _GROUP_CAUSE.findall(text))):
+        if labels["cause"] in GROUP_CAUSES:
+            stopped.setdefault(labels["cause"], []).append(f"{labels['consumer_group']} of {labels['subject']}")
+    for cause, groups in stopped.items():
+        more = f" and {len(groups) - 3} more" if len(groups) > 3 else ""
+        found = f"{who} delivers less to {', '.join(groups[:3])}{more}: {cause}"
+        yield warn("consumer groups", found, GROUP_CAUSES[cause])
 
 
 def parse_metrics(text: str) -> dict[str, float]:

@@ -115,9 +115,11 @@ async def test_lag_is_summed_up_over_brokers(world):
     now = wall_ms()
     world.brokers.progress["g1"] = [left("s1", "shop", 5, now - 90_000), left("s1", "bill", 1, now - 5000)]
     world.brokers.progress["g2"] = [left("s1", "shop", 7, now - 30_000)]
+    world.brokers.progress["g2"][0].causes.append("order_key")
     answer = await world.done("Lag")
     shop, bill = answer["lag"]
     assert (shop["messages"], shop["brokerGroups"]) == (12, {"g1": 5, "g2": 7}) and 90 <= shop["ageSeconds"] < 100
+    assert shop["causes"] == {"order_key": ["g2"]} and bill["causes"] == {}
     assert bill["group"] == "bill" and answer["unasked"] == {}
     world.brokers.silent.add("g2")
     partial = await world.done("Lag", subject="s1", group="shop")

@@ -9,6 +9,7 @@ from qmq.tools.doctor.finding import (
     Level,
     fail,
     judge_broker,
+    judge_causes,
     judge_clock,
     judge_facts,
     judge_group,
@@ -87,6 +88,15 @@ def test_clocks_that_differ_and_a_log_that_a_group_holds_are_named():
     assert (clocks.level, clocks.step) == (Level.FAIL, "clocks") and "nothing is deleted" in clocks.found
     assert (held.level, held.step) == (Level.WARN, "retention") and "2.0 KiB" in held.found
     assert list(judge_broker("a:1", "MASTER", dict.fromkeys(metrics, 0.0))) == []
+
+
+def test_groups_that_something_stops_are_named_by_cause():
+    labels = 'broker_group="g1",cause="{}",consumer_group="{}",subject="s"'
+    given = [("offline", "a"), ("offline", "b"), ("prefetch", "c"), ("unacked", "d")]
+    text = "".join(f"qmq_broker_group_cause{{{labels.format(*one)}}} 1.0\n" for one in given)
+    offline, unacked = judge_causes("a:1", text)
+    assert offline.found == "a:1 delivers less to a of s, b of s: offline" and "OnOffline" in offline.do
+    assert unacked.found == "a:1 delivers less to d of s: unacked"
 
 
 def test_a_broker_that_thinks_otherwise_of_its_part_is_named():

@@ -1,0 +1,129 @@
+"""Core. Each cause that stops or slows a consumer group has a name, and a group that is well has none."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.broker import causes
+from qmq.broker.causes import CAUSES, Cause, Facts
+from qmq.log.group import Group as Progress
+from qmq.tools.doctor.finding import GROUP_CAUSES
+from qmq.types import Role
+from tests.unit.broker.world import Client, Group
+
+KEY = ("s", "g")
+
+
+def a_group(*ids: str) -> tuple[Group, Client]:
+    group = Group.made().start()
+    client = Client(group.a, "c")
+    opaque = client.subscribe("c")
+    group.settle()
+    client.subscription(opaque)
+    if ids:
+        client.produce(*ids)
+    group.settle()
+    return group, client
+
+
+def of(group: Group) -> list[Cause]:
+    return group.a.master.causes.of(KEY)
+
+
+def test_a_group_that_has_everything_or_gets_it_has_no_cause():
+    group, client = a_group()
+    assert of(group) == []
+    client.pull(timeout_ms=60_000)
+    client.produce("m0")
+    group.settle()
+    assert of(group) == []
+    assert group.a.master.causes.of(("s", "another")) == []
+
+
+def test_consumers_that_ask_for_no_more_are_the_bound_and_one_that_is_gone_is_none():
+    group, client = a_group("m0")
+    assert of(group) == [Cause.PREFETCH]
+    client.lost()
+    assert of(group) == [Cause.NO_CONSUMER]
+
+
+def test_consumers_that_are_switched_off_are_named_logged_once_and_gone_when_they_are_on(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(causes.log, "warning", lambda text, *values: said.append(text % values))
+    group, client = a_group("m0")
+    client.pull(timeout_ms=60_000)
+    group.settle()
+    client.produce("m1")
+    group.a.assign(Role.MASTER, offline=(("s", "g", "*"),))
+    client.pull(timeout_ms=60_000)
+    group.settle()
+    client.produce("m2")
+    group.a.wait(1_000)
+    assert Cause.OFFLINE in of(group)
+    assert group.a.master.causes.found[KEY] == of(group)
+    assert sum("cause=offline subject=s consumer_group=g" in line for line in said) == 1
+    group.a.assign(Role.MASTER)
+    group.a.wait(1_000)
+    assert Cause.OFFLINE not in of(group) and KEY not in group.a.master.causes.found
+
+
+def test_what_asked_to_come_again_later_waits_for_that():
+    group, client = a_group("m0")
+    pull = client.pull()
+    group.settle()
+    number = client.pulled(pull)[0][0]
+    client.nack(number, number + 1, delay_ms=60_000)
+    client.pull(timeout_ms=60_000)
+    group.settle()
+    assert of(group) == [Cause.LATER]
+
+
+def test_un_acked_messages_at_their_bound_are_named(monkeypatch):
+    monkeypatch.setattr(causes, "UNACKED_MESSAGES_MAX", 1)
+    group, client = a_group("m0", "m1")
+    client.pull(most=1)
+    group.settle()
+    assert Cause.UNACKED in of(group)
+
+
+class _Link:
+    writable, owed_bytes = True, 0
+
+
+class _Subscription:
+    def __init__(self, link, *, waits=True):
+        self.link, self.waiting = link, [object()] if waits else []
+
+
+def facts(**changed) -> Facts:
+    plain = Facts(
+        Progress(0), [_Subscription(_Link())], lambda one: False, may_progress=True, has_slave=True, is_looking=False,
+        is_ordered=False, new=1, due=0,
+    )  # fmt: skip
+    return plain._replace(**changed)
+
+
+def _stuck_link() -> _Link:
+    link = _Link()
+    link.writable = False
+    return link
+
+
+@pytest.mark.parametrize(
+    ("cause", "changed"),
+    [
+        (Cause.MASTER, {"may_progress": False}),
+        (Cause.NO_SLAVE, {"has_slave": False}),
+        (Cause.NOT_READ, {"connected": [_Subscription(_stuck_link())]}),
+        (Cause.FILTER, {"is_looking": True}),
+        (Cause.ORDER_KEY, {"is_ordered": True}),
+    ],
+)
+def test_what_holds_alone_is_named_alone(cause, changed):
+    assert causes.causes(facts(**changed)) == [cause]
+    assert causes.causes(facts(**changed, new=0)) == [], "nobody waits for anything"
+
+
+def test_every_cause_is_in_the_table_and_doctor_has_what_to_do_about_each_alarm():
+    assert list(CAUSES) == list(Cause)
+    assert {str(cause) for cause, rule in CAUSES.items() if rule.is_alarm} == set(GROUP_CAUSES)

@@ -1,0 +1,94 @@
+"""Core. Every number that can be set: what it stops has a name, or it stops no consumer group."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+import qmq
+from qmq.broker.causes import CAUSES, Cause
+from qmq.broker.settings import BrokerSettings
+from qmq.delayserver.settings import DelaySettings
+from qmq.metaserver.settings import MetaserverSettings
+from qmq.replication.readonly import Reason
+from qmq.watchdog.settings import WatchdogSettings
+
+PRODUCERS = "producers alone wait, or get an error that names it; what is stored is delivered"
+DISK = "how a copy keeps its log; it stops nobody"
+WATCHES = "a new subject alone is refused; Doctor's finding `routes` names it"
+OPERATORS = "how soon an operator's action, or a restart, goes on"
+ROWS = "rows of an outbox wait in the application's database; OutboxStuck and the watchdog's metrics have them"
+DELAYED = "due messages wait at the delay group; qmq_delayserver_due_messages, and DelayStats says why"
+
+COPY = {
+    "segment_bytes": DISK, "tail_bytes": DISK, "cached_bytes": DISK, "scrub_hours": DISK, "scrub_bytes_per_s": DISK,
+    "inline_sync_us_max": DISK, "retention_hours": DISK, "retention_bytes": DISK,
+    "clock_difference_ms_max": "nothing is deleted; Doctor's finding `clocks`",
+    "packet_bytes_max": "a packet beyond it is refused; what is delivered is cut to 8 MiB",
+    "message_bytes_max": PRODUCERS, "new_subjects_per_minute": PRODUCERS, "new_subjects_max": PRODUCERS,
+    "window_bytes": PRODUCERS, "memory_limit": PRODUCERS,
+    "connections_max": Cause.NO_CONSUMER,
+    "slave_lag_bytes_max": Reason.SLAVE_LAG, "slave_lag_ms_max": Reason.SLAVE_LAG,
+    "slave_wait_ms": Cause.MASTER, "catch_up_bytes_per_s": Cause.NO_SLAVE, "disk_free_limit": Reason.DISK,
+}  # fmt: skip
+BROKER = COPY | {
+    "unconsumed_hours": "old messages are dropped if so set; qmq_broker_dropped_messages_total",
+    "lease_ms": Cause.NO_CONSUMER,
+    "broadcast_forget_hours": "a broadcast consumer that is away is forgotten; it begins anew",
+}
+DELAY = COPY | {
+    "delay_days_max": PRODUCERS, "segment_minutes": DISK, "load_ahead_minutes": DISK, "loaded_messages_max": DELAYED,
+    "sent_hours": "how long a cancel is answered exactly", "unknown_ms": DELAYED,
+    "clock_alarm_ms": "an alarm alone", "recurring_max": PRODUCERS,
+}  # fmt: skip
+METASERVER = dict.fromkeys(
+    ("database_timeout_ms", "poll_ms", "heartbeat_timeout_ms", "broker_timeout_ms", "swap_catch_up_ms", "swap_hold_ms",
+     "swap_finish_ms", "failover_silence_ms", "request_bytes_max", "groups_per_subject_min", "groups_per_subject_new"),
+    OPERATORS,
+) | dict.fromkeys(
+    ("new_subjects_per_minute", "new_subjects_max", "watch_subjects_max", "token_subjects_max", "token_watches_max"),
+    WATCHES,
+)  # fmt: skip
+WATCHDOG = dict.fromkeys(
+    ("lease_ms", "beat_ms", "refresh_ms", "scan_ms", "stats_ms", "stop_ms", "page_rows", "claims_max", "errors_max",
+     "release_ms", "release_ms_max", "unknown_s_max"), ROWS,
+)  # fmt: skip
+CONSUMER = {
+    "drain_s": OPERATORS, "concurrency": Cause.PREFETCH, "prefetch_messages": Cause.PREFETCH,
+    "prefetch_bytes": Cause.PREFETCH, "unacked_max": Cause.PREFETCH, "retry_delay": Cause.LATER,
+    "retries_max": "the message becomes a dead letter",
+}  # fmt: skip
+
+
+def numbers_of(kind: type) -> set[str]:
+    fields = dataclasses.fields(kind)
+    return {field.name for field in fields if _is_number(field.default) and not field.name.endswith("_port")}
+
+
+def _is_number(default: object) -> bool:
+    return isinstance(default, int | float) and not isinstance(default, bool)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [(BrokerSettings, BROKER), (DelaySettings, DELAY), (MetaserverSettings, METASERVER), (WatchdogSettings, WATCHDOG)],
+)
+def test_each_limit_of_a_process_is_named_when_it_stops_a_group(kind, named):
+    assert numbers_of(kind) == set(named)
+
+
+def test_each_limit_of_a_consumer_is_named_when_it_stops_its_group():
+    parameters = [
+        *inspect.signature(qmq.Consumer.__init__).parameters.values(),
+        *inspect.signature(qmq.Consumer.listen).parameters.values(),
+    ]
+    numbers = {one.name for one in parameters if _is_number(one.default) or one.name == "prefetch_messages"}
+    assert numbers == set(CONSUMER)
+
+
+def test_each_name_says_what_it_means():
+    tables = (BROKER, DELAY, METASERVER, WATCHDOG, CONSUMER)
+    causes = {cause for named in tables for cause in named.values() if isinstance(cause, Cause)}
+    assert all(CAUSES[cause].text for cause in causes)
