@@ -1,0 +1,135 @@
+"""Shell. `make bench-failover`: how long a group stands still when its master is killed, or its machine falls silent.
+
+One group of two copies on this machine, producers that send all the time, a consumer with a backlog. Each round ends
+the master, alternately one broker and the other: with SIGKILL, after which its process is started again as a service
+manager does; or with SIGSTOP, which closes no connection. From that moment on is measured until the consumer gets the
+next message from the new master, and until a producer gets the next acknowledgement: that takes the second copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import qmq
+from benchmarks.figures import percentile
+from qmq.deploy.cluster import Cluster
+from qmq.deploy.plan import write_atomically
+
+PORTS = 24_800
+RESTART_S = 0.5
+BACKLOG = 400_000
+PULLED = 10
+PACE_S = 0.01
+SENDERS = 4
+ROUND_S = 60.0
+SETTLED_S = 1.0
+"""Between two rounds, once the group takes messages: what brokers report each second is stored by then."""
+
+
+@dataclass
+class Load:
+    """Clients that go on all the time. `begun`: when the first message of each mastership came, by its epoch."""
+
+    begun: dict[int, float] = field(default_factory=dict)
+    acknowledged_at: float = 0.0
+    is_over: bool = False
+
+    async def send(self, sender: qmq.Producer) -> None:
+        while not self.is_over:
+            receipt = await sender.send(qmq.Message("load", {"x": "x" * 100}))
+            assert receipt.is_stored, receipt
+            self.acknowledged_at = time.monotonic()
+
+    async def consume(self, client: qmq.Consumer) -> None:
+        async with client.pull("backlog", group="bench", start="earliest", prefetch_messages=PULLED) as puller:
+            while not self.is_over:
+                if messages := await puller.pull(PULLED, timeout=0.5):
+                    epoch = messages[-1]._piece.begin >> 32  # what waited here since before is of an older one
+                    self.begun.setdefault(epoch, time.monotonic())
+                    await puller.ack(messages)
+                await asyncio.sleep(PACE_S)
+
+    async def delivered(self, masterships: int) -> float:
+        """When the first message of the next mastership comes, once `masterships` are over."""
+        async with asyncio.timeout(ROUND_S):
+            while len(self.begun) <= masterships:
+                await asyncio.sleep(0.001)
+        return max(self.begun.values())
+
+    async def acknowledged(self, since: float) -> float:
+        """When the first acknowledgement behind `since` comes."""
+        async with asyncio.timeout(ROUND_S):
+            while self.acknowledged_at <= since:
+                await asyncio.sleep(0.001)
+        return self.acknowledged_at
+
+
+async def measure(cluster: Cluster, kills: int, stops: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {"kill to delivery": [], "kill to acknowledgement": [], "silence to delivery": []}
+    metaserver, token = cluster.metaserver, cluster.token
+    async with qmq.Producer(metaserver=metaserver, token=token, app="bench", timeout_s=2 * ROUND_S) as sender:
+        await sender.send_many(qmq.Message("backlog", {"x": "x" * 100}) for _ in range(BACKLOG))
+        load = Load()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(SENDERS):
+                tasks.create_task(load.send(sender))
+            consuming = tasks.create_task(load.consume(qmq.Consumer(metaserver=metaserver, token=token, app="bench")))
+            for number in range(kills + stops):
+                await asyncio.sleep(SETTLED_S)
+                await asyncio.to_thread(cluster.wait_writable)
+                await asyncio.sleep(SETTLED_S)
+                is_kill = number < kills
+                master = await asyncio.to_thread(cluster.broker, "g1", "master")
+                masterships, ended = len(load.begun), time.monotonic()
+                cluster.service(master.hostname).signal(signal.SIGKILL if is_kill else signal.SIGSTOP)
+                delivered = await load.delivered(masterships)
+                if not is_kill:
+                    cluster.service(master.hostname).signal(signal.SIGCONT)
+                acknowledgement_s = await load.acknowledged(delivered) - ended
+                delivery_s = delivered - ended
+                if is_kill:
+                    found["kill to delivery"].append(delivery_s)
+                    found["kill to acknowledgement"].append(acknowledgement_s)
+                else:
+                    found["silence to delivery"].append(delivery_s)
+                print(f"{number + 1:4}  {delivery_s * 1000:8.0f} ms  {acknowledgement_s * 1000:8.0f} ms", flush=True)
+            load.is_over = True
+            await consuming
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.failover", description=__doc__)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--stops", type=int, default=10)
+    options = parser.parse_args()
+    with (
+        TemporaryDirectory(prefix="qmq-bench-") as directory,
+        Cluster(
+            Path(directory), groups=("g1",), metaserver={"failover": True}, restart_s=RESTART_S, http_port=PORTS,
+            broker_port=PORTS + 2,
+        ) as cluster,
+    ):  # fmt: skip
+        found = asyncio.run(measure(cluster, options.kills, options.stops))
+    figures = {
+        name: {f"p{part}_ms": round(percentile(sorted(times), part / 100) * 1000) for part in (50, 99)}
+        for name, times in found.items()
+        if times
+    }
+    for name, figure in figures.items():
+        print(f"{name:26} p50 {figure['p50_ms']:6} ms   p99 {figure['p99_ms']:6} ms   of {len(found[name])}")
+    Path(".run").mkdir(exist_ok=True)
+    write_atomically(Path(".run/bench-failover.json"), json.dumps(figures, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
