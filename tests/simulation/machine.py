@@ -353,7 +353,7 @@ class Process:
             self._master_link.close("the roles changed")
             self._master_link = None
         assignment = self.node.assignment
-        if self.node.slave is None or assignment is None or assignment.master is None:
+        if self.node.slave is None or assignment is None or assignment.master is None or self.node.is_held:
             return
 
         def connected(link: End | None) -> None:

@@ -152,12 +152,12 @@ class Nemesis:
         return True
 
     def failover(self) -> bool:
-        """The master dies, and the slave is put in its place."""
+        """The master dies, and the slave is put in its place, by an operator or by the metaserver."""
         group = self._world.metaserver.group
         if group.master is None:
             return False
         self._world.machine(group.master.hostname).die("failover", power=self._rng.random() < 0.5)
-        return self.replace()
+        return self._world.metaserver.fails_over or self.replace()
 
     def mark(self) -> bool:
         metaserver = self._world.metaserver

@@ -131,6 +131,15 @@ class Oracle:
         if log.bases[1] > kept.start or kept.decided_end > self.committed.end:
             raise Violation(f"P6: {log.owner} deletes up to {log.bases[1]} although no agreed frame says so: {kept}")
 
+    def chosen(self, log: WatchedLog) -> None:
+        """The metaserver makes this copy's broker the master by itself."""
+        committed = self.committed
+        has_it = committed.end <= log.start or (
+            committed.end <= log.flushed_end and log.chain_is(committed.end, committed.chain)
+        )
+        if not has_it:
+            raise Violation(f"I25: {log.owner} is chosen, ends at {log.flushed_end}, and lacks {committed}")
+
     def beginning(self, log: WatchedLog, epoch: Epoch) -> None:
         """Whoever becomes master has everything that was committed, and no newer master had committed before."""
         committed, put_back = self.committed, self._is_put_back(log)

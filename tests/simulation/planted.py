@@ -17,6 +17,8 @@ from qmq.log import frame as frames
 from qmq.log.frame import Frame
 from qmq.log.group import Consumer
 from qmq.log.requeued import Requeued, RequeuedRange
+from qmq.metaserver import failover
+from qmq.metaserver.failover import CONDITIONS, Refusal
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.replication import agreement
@@ -43,6 +45,8 @@ class Bug:
     """Where a search begins: shortly before the seed that found it last, to save time."""
     moves: bool = False
     """Whether it takes an operator who moves consumer groups."""
+    fails_over: bool = False
+    """Whether it takes a metaserver that makes slaves masters by itself."""
 
 
 @contextlib.contextmanager
@@ -57,7 +61,7 @@ def search(bug: Bug, seeds: range) -> Outcome | None:
     """Return the first seed that shows the bug."""
     with planted(bug):
         for seed in seeds:
-            outcome = simulate(seed, moves=bug.moves)
+            outcome = simulate(seed, moves=bug.moves, fails_over=bug.fails_over)
             if outcome.failure:
                 return outcome
     return None
@@ -408,6 +412,32 @@ def _no_master_gives_way() -> list[Patch]:
     return [mock.patch.object(Node, "_yield", lambda self, why: None)]
 
 
+def _any_slave_is_chosen() -> list[Patch]:
+    """The metaserver asks for no more than a slave that is there, and the slave agrees to all."""
+    asked = {Refusal.NO_SLAVE, Refusal.HALF_SWAPPED, Refusal.SLAVE_DOWN}
+
+    def prepare(self: Node[Any], term: int, **_: Any) -> None:
+        return None
+
+    return [
+        mock.patch.object(failover, "CONDITIONS", tuple(one for one in CONDITIONS if one[0] in asked)),
+        mock.patch.object(Node, "prepare_failover", prepare),
+    ]
+
+
+def _slave_that_restarted_is_chosen() -> list[Patch]:
+    """Nobody asks what a slave's own process has seen; and the metaserver forgets the acknowledged points."""
+    left_out = {Refusal.NOT_IN_SYNC_SINCE_START, Refusal.ROLLED_BACK, Refusal.BEHIND}
+
+    def prepare(self: Node[Any], term: int, **_: Any) -> None:
+        return None
+
+    return [
+        mock.patch.object(failover, "CONDITIONS", tuple(one for one in CONDITIONS if one[0] not in left_out)),
+        mock.patch.object(Node, "prepare_failover", prepare),
+    ]
+
+
 BUGS = [
     Bug("ack before fsync", _ack_before_fsync),
     Bug("confirm before fsync", _confirm_before_fsync),
@@ -434,4 +464,6 @@ BUGS = [
     Bug("move told too early", _move_told_too_early, first=200, moves=True),
     Bug("nobody is lacking", _nobody_is_lacking, first=60),
     Bug("no master gives way", _no_master_gives_way, first=20),
+    Bug("any slave is chosen", _any_slave_is_chosen, fails_over=True),
+    Bug("a slave that restarted is chosen", _slave_that_restarted_is_chosen, first=80, fails_over=True),
 ]

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qmq.errors import OperatorError
-from qmq.metaserver import roles
-from qmq.metaserver.model import Broker, BrokerKey, Directory, Group, ReplicaState
+from qmq.metaserver import failover, roles
+from qmq.metaserver.failover import Facts
+from qmq.metaserver.model import Broker, BrokerKey, Directory, Group, Points, ReplicaState
 from qmq.replication.assignment import Address, Assignment
 from qmq.replication.points import Point
 from qmq.types import Role
@@ -34,6 +35,10 @@ class Metaserver:
         self.master_is_refused = False
         """Its disk was replaced just when it became the master: an operator has to give the part to the other."""
         self.marks: frozenset[str] = frozenset()
+        self.fails_over = False
+        """Whether it makes the slave the master by itself."""
+        self._said: dict[str, ReplicaState] = {}
+        """Hostname -> its newest report."""
         self._masters: dict[int, str] = {1: master}
         self.group = Group(GROUP, 1, _broker(master, Role.MASTER), _broker(slave, Role.SLAVE), 0)
         self._group_before = self.group
@@ -45,7 +50,7 @@ class Metaserver:
         network, events = self._world.network, self._events
         if not self.is_up or not network.is_through(process.name, META):
             return
-        state = _state(process)
+        state = _full_state(process) if self.fails_over else _state(process)
         incarnation = process.node.identity.value.incarnation
 
         def heard() -> None:
@@ -127,6 +132,7 @@ class Metaserver:
             self.group = replace(self.group, slave=broker)
 
     def _note(self, name: str, state: ReplicaState) -> None:
+        self._said[name] = state
         complete, slave = roles.slave_complete(self.group, _key(name), state), self.group.slave
         if slave is None or slave.hostname in self._unseen_disks:
             return
@@ -260,6 +266,60 @@ class Metaserver:
 
         events.between(0, 20, prepare)
 
+    def look(self) -> None:
+        """Now and then: is the master gone? At times it is taken for gone although it is not."""
+        self._events.between(20, 200, self.look)
+        group = self.group
+        if not self.is_up or group.master is None or group.slave is None:
+            return
+        if self._reach(group.master.hostname) is None or self._events.chance(0.03):
+            self._fail_over(group)
+
+    def _reach(self, name: str) -> Process | None:
+        process = self._world.machine(name).process
+        return process if process is not None and self._world.network.is_through(META, name) else None
+
+    def _facts(self, group: Group) -> Facts | None:
+        """What is known now; None: the row has changed."""
+        if group != self.group or group.master is None or group.slave is None or not self.is_up:
+            return None
+        slave = self._reach(group.slave.hostname)
+        reported = max((state.term for state in self._said.values()), default=0)
+        return Facts(
+            group, reported, max(reported, group.term), self._said.get(group.master.hostname),
+            _full_state(slave) if slave else None, Points(dict(self.points)),
+        )  # fmt: skip
+
+    def _fail_over(self, group: Group) -> None:
+        """As `metaserver.failovers`, step by step; nobody asks whether the slave has a connection to its master."""
+        events, rng = self._events, self._events.rng
+        facts = self._facts(group)
+        if facts is None:
+            return
+        if refused := failover.refusal(facts):
+            return events.count(f"no failover: {refused[0].value}")
+        slave = self._reach(facts.slave.hostname)
+        assert slave is not None, "it answered"
+        hold_ms = rng.choice((50, 500, 3000))
+        try:
+            slave.guarded(
+                lambda: slave.node.prepare_failover(group.term, hold_ms=hold_ms, silent_ms=1500, heard_ms_ago=None)
+            )
+        except OperatorError:
+            return events.count("no failover: the slave refuses")
+
+        def exchange() -> None:
+            facts = self._facts(group)
+            if facts is None or failover.refusal(facts) is not None:
+                return events.count("no failover: it is too late")
+            chosen = self._reach(facts.slave.hostname)
+            if chosen is not None:
+                self._world.oracle.chosen(chosen.log)
+            if self.change(failover.choose(facts)):
+                events.count("failed over")
+
+        events.between(0, rng.choice((20, 2000)), exchange)
+
 
 def _key(name: str) -> BrokerKey:
     return BrokerKey(name, 1)
@@ -281,4 +341,14 @@ def _state(process: Process) -> ReplicaState:
         role=role, term=term, log_end=process.log.end, flushed_end=process.log.flushed_end, chain=process.log.chain,
         writable=node.writable, durability="fsync", readonly_reasons=tuple(node.readonly_reasons),
         point=node.identity.points.own,
+    )  # fmt: skip
+
+
+def _full_state(process: Process) -> ReplicaState:
+    """With what a failover asks for."""
+    node, known = process.node, process.node.identity.value
+    return replace(
+        _state(process), term=known.term if node.role else 0, boot=known.boot, incarnation=known.incarnation,
+        slave_incarnation=node.master.in_step_with if node.master else "",
+        in_sync=node.slave is not None and node.slave.has_matched,
     )  # fmt: skip

@@ -30,20 +30,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     parser.add_argument("--seed", type=int, help="run this one only, and print its last events")
     parser.add_argument("--moves", action="store_true", help="with an operator who moves consumer groups")
+    parser.add_argument("--failover", action="store_true", help="the metaserver makes slaves masters by itself")
     options = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
     if options.seed is not None:
-        outcome = simulate(options.seed, moves=options.moves)
+        outcome = simulate(options.seed, moves=options.moves, fails_over=options.failover)
         print_outcome(outcome)
         return bool(outcome.failure)
-    return run(range(options.first, options.first + options.seeds), options.jobs, moves=options.moves)
+    seeds = range(options.first, options.first + options.seeds)
+    return run(seeds, options.jobs, moves=options.moves, fails_over=options.failover)
 
 
-def run(seeds: range, jobs: int, *, moves: bool = False) -> int:
+def run(seeds: range, jobs: int, *, moves: bool = False, fails_over: bool = False) -> int:
     began, counts, failed = time.monotonic(), Counter[str](), []
     steps = acknowledged = delivered = 0
     with Pool(jobs, initializer=logging.disable, initargs=(logging.CRITICAL,)) as pool:
-        for outcome in pool.imap_unordered(partial(simulate, moves=moves), seeds, chunksize=4):
+        for outcome in pool.imap_unordered(partial(simulate, moves=moves, fails_over=fails_over), seeds, chunksize=4):
             counts += outcome.counts
             steps += outcome.steps
             acknowledged += outcome.acknowledged

@@ -21,6 +21,7 @@ from tests.simulation.world import Outcome, simulate
 
 SEEDS = range(10_001, 10_161)
 MOVES = range(10_001, 10_041)
+FAILOVERS = range(10_001, 10_013)
 FOUND_WITHIN = 500
 
 
@@ -64,6 +65,16 @@ def test_every_promise_is_kept_while_an_operator_moves_groups() -> None:
         assert not outcome.failure, f"{events}\nseed {outcome.seed}: {outcome.failure}"
         counts += outcome.counts
     assert min(counts[name] for name in ("move told", "move refused")) > 0
+
+
+def test_every_promise_is_kept_while_the_metaserver_makes_slaves_masters() -> None:
+    counts: Counter[str] = Counter()
+    for seed in FAILOVERS:
+        outcome = simulate(seed, fails_over=True)
+        events = "\n".join(outcome.recent)
+        assert not outcome.failure, f"{events}\nseed {outcome.seed}: {outcome.failure}"
+        counts += outcome.counts
+    assert counts["failed over"] > 0
 
 
 @pytest.mark.parametrize("seed", [3, 7, 11])

@@ -111,9 +111,9 @@ class Outcome:
 class World:
     """Everything that belongs to one seed."""
 
-    def __init__(self, seed: int, *, moves: bool = False) -> None:
+    def __init__(self, seed: int, *, moves: bool = False, fails_over: bool = False) -> None:
         self.events = Events(seed)
-        self._moves = moves
+        self._moves, self._fails_over = moves, fails_over
         self.swarm = swarm = Swarm.draw(self.events.rng)
         self.oracle = Oracle(self.events)
         self.oracle.has_operator, self.oracle.deliveries_max = moves, swarm.deliveries_max
@@ -127,6 +127,7 @@ class World:
         for machine in self.machines:
             self.network.listen(machine)
         self.metaserver = Metaserver(self, "a", "b")
+        self.metaserver.fails_over = fails_over
         self.producers = [Producer(self, f"p{i}", i + 1) for i in range(swarm.producers)]
         self.consumers = [
             Consumer(self, f"{group}-{subject}-{i}", group, subject)
@@ -158,6 +159,8 @@ class World:
             machine.start()
         self.events.run_until(int(self.swarm.war_ms * 100))
         nemesis, operator = Nemesis(self), Operator(self) if self._moves else None
+        if self._fails_over:
+            self.metaserver.look()
         self.events.run_until(int(self.swarm.war_ms * 1000))
         nemesis.stop()
         if operator is not None:
@@ -258,9 +261,10 @@ class World:
         return "; ".join(parts)
 
 
-def simulate(seed: int, *, moves: bool = False) -> Outcome:
-    """Run one seed to its end; a failure is in the outcome. `moves`: with an operator who moves consumer groups."""
-    world, failure = World(seed, moves=moves), ""
+def simulate(seed: int, *, moves: bool = False, fails_over: bool = False) -> Outcome:
+    """Run one seed to its end; a failure is in the outcome. `moves`: with an operator who moves consumer groups;
+    `fails_over`: with a metaserver that makes the slave the master by itself."""
+    world, failure = World(seed, moves=moves, fails_over=fails_over), ""
     try:
         world.run()
     except Violation as error:
