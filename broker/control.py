@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 from typing import Any
 
@@ -37,15 +38,18 @@ class Control(CopyControl[BrokerMaster]):
 
     async def Consumers(self, request: pb.ConsumersRequest, context: Any) -> pb.ConsumersAnswer:
         """FAILED_PRECONDITION: not the master, or its log cannot be read."""
-        node, groups, causes = self._service.node, [], []
+        node, groups = self._service.node, list[progress.GroupProgress]()
         try:
             master = node.acting_master()
             found = progress.of_groups(node.log, master.subscriptions, subject=request.subject, group=request.group)
             for number, one in enumerate(found):
-                groups.append(one)
-                causes.append(master.causes.of((one.subject, one.group)))
+                if one.lag or not request.behind_max:
+                    groups.append(one)
                 if number % GROUPS_AT_A_TIME == GROUPS_AT_A_TIME - 1:
                     await asyncio.sleep(0)  # others want to be served meanwhile
+            if request.behind_max:
+                groups = heapq.nlargest(request.behind_max, groups, key=lambda one: one.lag)
+            causes = [master.causes.of((one.subject, one.group)) for one in groups]
             oldest_ms = await asyncio.to_thread(self._timestamps, [one.oldest_offset for one in groups])
         except CorruptFrame as problem:
             await self._being_repaired(problem, context)

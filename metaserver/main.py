@@ -236,6 +236,7 @@ class Metaserver:
         console = Console(
             self._actions, Sessions(self._access, keys, secrets.token_bytes), self._refusals,
             open_lists=settings.open_lists, database_trouble=lambda: self._database.trouble,
+            ledger=Path(settings.audit_ledger) if settings.audit_ledger else None,
         )  # fmt: skip
         return build_app(
             self._actions, self._access, self._metrics, self._refusals,

@@ -35,6 +35,9 @@ class MetaserverSettings:
         (), why="keys that encrypt passwords of databases in the table: the first one, the others only decrypt"
     )
     open_lists: bool = setting(False, why="QMQ's lists are answered without a token, as QMQ does")
+    audit_ledger: str = setting(
+        "", why="directory of the audit's ledger, on this machine or mounted: the console shows its nights"
+    )
     trusted_proxies: tuple[str, ...] = setting(
         ("127.0.0.1",), why="addresses and networks of nginx: whose X-Forwarded-For counts, for the audit trail"
     )

@@ -262,9 +262,19 @@ _CONSUMERS = (
     ),
     Action(
         "Lag",
-        "how many messages wait for each consumer group, and how old the oldest is",
+        "how many messages wait for each consumer group, how old the oldest is, and what the group waits for",
         VIEWER,
-        (_ANY_SUBJECT, _ANY_CONSUMER_GROUP),
+        (
+            _ANY_SUBJECT,
+            _ANY_CONSUMER_GROUP,
+            Parameter(
+                "limit",
+                "only groups that are behind, so many of each broker group, the largest lag first; 0: all",
+                kind=Kind.NUMBER,
+                default="0",
+                most=10_000,
+            ),
+        ),
     ),
     Action(
         "OnOffline",
@@ -426,6 +436,7 @@ _UPKEEP = (
             _ANY_GROUP,
             _ANY_SUBJECT,
             Parameter("since", "only from then on, milliseconds since 1970", kind=Kind.NUMBER),
+            Parameter("until", "only before then, milliseconds since 1970", kind=Kind.NUMBER),
             *_PAGE,
         ),
         installation=True,

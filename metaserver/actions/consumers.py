@@ -147,7 +147,7 @@ async def _consumers(desk: Desk, words: Words) -> Any:
 
 async def _lag(desk: Desk, words: Words) -> Any:
     """Sum up over broker groups: what people ask first."""
-    rows, unasked = await _progress(desk, words)
+    rows, unasked = await _progress(desk, words, behind_max=words.number("limit"))
     now, lags = wall_ms(), dict[tuple[str, str], dict[str, Any]]()
     for name, row in rows:
         fresh = {"subject": row.subject, "group": row.group, "messages": 0, "oldest": 0}
@@ -163,13 +163,15 @@ async def _lag(desk: Desk, words: Words) -> Any:
     return {"lag": sorted(lags.values(), key=lambda lag: -lag["messages"]), "unasked": unasked}
 
 
-async def _progress(desk: Desk, words: Words) -> tuple[list[tuple[str, pb.GroupProgress]], dict[str, str]]:
+async def _progress(
+    desk: Desk, words: Words, *, behind_max: int = 0
+) -> tuple[list[tuple[str, pb.GroupProgress]], dict[str, str]]:
     subject = words["subject"]
     if subject:
         groups = _groups_of_subject(desk, subject, "")
     else:
         groups = [group for _, group in sorted(desk.registry.directory.groups_of(NORMAL).items()) if group.master]
-    answers, unasked = await desk.ask_all(groups, subject, words["group"])
+    answers, unasked = await desk.ask_all(groups, subject, words["group"], behind_max=behind_max)
     rows = [(name, row) for name, answer in answers.items() for row in answer.groups]
     return sorted(rows, key=lambda pair: (pair[1].subject, pair[1].group, pair[0])), unasked
 

@@ -207,9 +207,12 @@ class Desk:
         pending = stats.pending_messages
         return Contents((Leftover(ALL_SUBJECTS, DELAYED, pending),) if pending else ())
 
-    async def ask_consumers(self, group: Group, subject: str = "", consumer_group: str = "") -> pb.ConsumersAnswer:
+    async def ask_consumers(
+        self, group: Group, subject: str = "", consumer_group: str = "", *, behind_max: int = 0
+    ) -> pb.ConsumersAnswer:
         """Ask the master of a group how far its consumer groups are."""
-        return await self.brokers.consumers(self.master_of(group), subject=subject, group=consumer_group)
+        master = self.master_of(group)
+        return await self.brokers.consumers(master, subject=subject, group=consumer_group, behind_max=behind_max)
 
     async def notice_stopped(self, brokers: Iterable[Broker]) -> bool:
         """Ask brokers that count as running whether they are; return whether one of them turned out not to be."""
@@ -238,11 +241,13 @@ class Desk:
         return group.master
 
     async def ask_all(
-        self, groups: Iterable[Group], subject: str = "", consumer_group: str = ""
+        self, groups: Iterable[Group], subject: str = "", consumer_group: str = "", *, behind_max: int = 0
     ) -> tuple[dict[str, pb.ConsumersAnswer], dict[str, str]]:
         """Ask the masters of many groups at once; return the answers, and who did not answer why."""
         asked = sorted(groups, key=lambda group: group.name)
-        results = await together([_caught(self.ask_consumers(group, subject, consumer_group)) for group in asked])
+        results = await together(
+            [_caught(self.ask_consumers(group, subject, consumer_group, behind_max=behind_max)) for group in asked]
+        )
         answers, failed = {}, {}
         for group, result in zip(asked, results, strict=True):
             if isinstance(result, QmqError):

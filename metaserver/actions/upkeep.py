@@ -41,6 +41,7 @@ async def _audit_trail(desk: Desk, words: Words) -> Any:
             who=words["who"],
             action=words["name"],
             since_ms=words.number("since"),
+            until_ms=words.number("until"),
             about=about,
         ),
         timeout_ms=DATABASE_WAIT_MS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from qmq.metaserver.actions import ACTIONS, Answer, Status
@@ -20,10 +21,13 @@ class Asking:
     Args:
         caller: who is logged in; None: nobody.
         open_lists: what QMQ lists without a token is shown without one, as the tools get it.
+        ledger: directory of the audit's ledger; None: it is not set.
     """
 
-    def __init__(self, actions: ActionsPort, caller: Caller | None, *, open_lists: bool) -> None:
-        self._actions, self.caller, self._open_lists = actions, caller, open_lists
+    def __init__(
+        self, actions: ActionsPort, caller: Caller | None, *, open_lists: bool, ledger: Path | None = None
+    ) -> None:
+        self._actions, self.caller, self._open_lists, self.ledger = actions, caller, open_lists, ledger
 
     async def ask(self, name: str, words: Mapping[str, Any] | None = None) -> Answer:
         """Run an action; empty words are left out. Nobody logged in: an answer that says so."""

@@ -7,7 +7,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qmq.ledger import LedgerDamaged
 from qmq.metaserver.console.asking import Asking
+from qmq.metaserver.console.nights import nights_of
+from qmq.metaserver.console.shown import moment_ms
+from qmq.metaserver.rpc.tokens import wall_ms
 
 Query = Mapping[str, str]
 """What the address of the page says; what it does not say is empty."""
@@ -15,6 +19,8 @@ Ask = Callable[[Asking, Query], Awaitable[dict[str, Any]]]
 
 ROWS = 100
 """A page shows so many groups, subjects or messages at most."""
+ASKED_MAX = 100
+"""More broker groups are asked only when somebody says so: a page that asks 2,000 takes seconds, and they answer it."""
 DOCTOR_S = 1.0
 """Doctor asks every broker; one that is silent takes two seconds. Its own page waits, the overview does not."""
 
@@ -31,9 +37,8 @@ class Page:
 
 
 async def _overview(asking: Asking, query: Query) -> dict[str, Any]:
-    groups, doctor = await asyncio.gather(
-        asking.ask("ListBrokerGroups"), asking.ask_for(DOCTOR_S, "Doctor")
-    )  # fmt: skip
+    groups = await asking.ask("ListBrokerGroups")
+    doctor = await asking.ask_for(DOCTOR_S, "Doctor") if len(groups.data or ()) <= ASKED_MAX else None
     wanted, state = query["name"], query["state"]
     rows = [row for row in groups.data or () if wanted in row["groupName"]]
     counts = {"all": len(rows), "taking": sum(row["writable"] for row in rows)}
@@ -55,6 +60,52 @@ async def _doctor(asking: Asking, query: Query) -> dict[str, Any]:
     return {"doctor": await asking.ask("Doctor")}
 
 
+async def _subjects(asking: Asking, query: Query) -> dict[str, Any]:
+    words = {"prefix": query["prefix"], "after": query["after"], "brokerGroup": query["group"], "limit": ROWS + 1}
+    routes = await asking.ask("ListSubjectRoutes", words)
+    return {"routes": routes, "rows": (routes.data or [])[:ROWS], "more": len(routes.data or ()) > ROWS}
+
+
+async def _consumers(asking: Asking, query: Query) -> dict[str, Any]:
+    """Of one subject, all consumer groups; else those that are furthest behind."""
+    subject, group = query["subject"], query["group"]
+    if subject:
+        words = {"subject": subject, "group": group}
+        lag, consumers = await asyncio.gather(asking.ask("Lag", words), asking.ask("Consumers", words))
+        return {"lag": lag, "consumers": consumers, "count": 0}
+    count = len((await asking.ask("ListBrokerGroups")).data or ())
+    if count > ASKED_MAX and query["all"] != "yes":
+        return {"lag": None, "consumers": None, "count": count}
+    return {"lag": await asking.ask("Lag", {"group": group, "limit": ROWS}), "consumers": None, "count": count}
+
+
+async def _trail(asking: Asking, query: Query) -> dict[str, Any]:
+    words = {name: query[name] for name in ("who", "name", "brokerGroup", "subject", "before", "request")}
+    since, until, wrong = _times(query)
+    return {"trail": await asking.ask("AuditTrail", {**words, "since": since, "until": until}), "wrong": wrong}
+
+
+async def _audit(asking: Asking, query: Query) -> dict[str, Any]:
+    """The ledger is a directory that nobody is asked for; who may see the trail of everything sees it."""
+    if asking.caller is None or asking.caller.scope.subjects or asking.caller.scope.groups:
+        return {"set": True, "trouble_of_ledger": "this needs a token for all subjects and groups", "status": []}
+    if asking.ledger is None:
+        return {"set": False, "trouble_of_ledger": "", "status": []}
+    try:
+        nights = await asyncio.to_thread(nights_of, asking.ledger, query["group"], wall_ms())
+    except (LedgerDamaged, OSError) as error:
+        return {"set": True, "trouble_of_ledger": str(error), "status": []}
+    return {"set": True, "trouble_of_ledger": "", **nights}
+
+
+def _times(query: Query) -> tuple[int | None, int | None, str]:
+    """Read `since` and `until`; a text that is no moment is named."""
+    texts = [query["since"], query["until"]]
+    since, until = (moment_ms(text) if text else None for text in texts)
+    wrong = [text for text, ms in zip(texts, (since, until), strict=True) if text and ms is None]
+    return since, until, wrong[0] if wrong else ""
+
+
 def _paged(rows: list[Any], query: Query) -> dict[str, Any]:
     """Cut a list into pages, of which `page` says the number from 0 on."""
     text = query["page"]
@@ -66,5 +117,9 @@ def _paged(rows: list[Any], query: Query) -> dict[str, Any]:
 PAGES = (
     Page("", "Overview", "overview.html", _overview),
     Page("/group", "Broker group", "group.html", _group, in_menu=False),
+    Page("/subjects", "Subjects", "subjects.html", _subjects),
+    Page("/consumers", "Consumers", "consumers.html", _consumers),
+    Page("/trail", "Audit trail", "trail.html", _trail),
+    Page("/audit", "Nightly audit", "audit.html", _audit),
     Page("/doctor", "Doctor", "doctor.html", _doctor),
 )

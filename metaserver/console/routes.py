@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
@@ -72,10 +73,10 @@ class Console:
 
     def __init__(
         self, actions: ActionsPort, sessions: Sessions, refusals: Refusals, *, open_lists: bool = False,
-        database_trouble: Callable[[], str] = lambda: "",
+        database_trouble: Callable[[], str] = lambda: "", ledger: Path | None = None,
     ) -> None:  # fmt: skip
         self._actions, self._sessions, self._refusals = actions, sessions, refusals
-        self._open_lists, self._database_trouble = open_lists, database_trouble
+        self._open_lists, self._database_trouble, self._ledger = open_lists, database_trouble, ledger
         loader = PackageLoader("qmq.metaserver.console")
         self._templates = Environment(
             loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -152,7 +153,7 @@ class Console:
         async def show(visit: Visit) -> Response:
             if visit.caller is None and not self._open_lists:
                 return _to_login(visit)
-            asking = Asking(self._actions, visit.caller, open_lists=self._open_lists)
+            asking = Asking(self._actions, visit.caller, open_lists=self._open_lists, ledger=self._ledger)
             return self._page(visit, page.template, title=page.title, **await page.ask(asking, visit.query))
 
         return show

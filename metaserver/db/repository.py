@@ -219,13 +219,21 @@ class Repository:
         who: str = "",
         action: str = "",
         since_ms: int = 0,
+        until_ms: int = 0,
         about: Iterable[str] = (),
     ) -> list[AuditRow]:
         """Read the newest rows first, those with an id below `before`; `about`: they name all of these."""
         return self._transactions.read(
             lambda connection: tokens.load_audit(
-                connection, before=before, limit=limit, who=who, action=action, since_ms=since_ms, about=about
-            )
+                connection,
+                before=before,
+                limit=limit,
+                who=who,
+                action=action,
+                since_ms=since_ms,
+                until_ms=until_ms,
+                about=about,
+            )  # fmt: skip
         )
 
     def data_sources(self) -> list[DataSource]:

@@ -64,7 +64,7 @@ def add_audit(connection: Connection, audit: AuditRow) -> None:
 
 def load_audit(
     connection: Connection, *, before: int | None, limit: int, who: str, action: str, since_ms: int,
-    about: Iterable[str],
+    until_ms: int, about: Iterable[str],
 ) -> list[AuditRow]:  # fmt: skip
     """Read the newest rows first; `before` is an id, `about`: names that stand in parameters, before or after."""
     columns = audit_trail.c
@@ -77,6 +77,8 @@ def load_audit(
         query = query.where(columns.action == action)
     if since_ms:
         query = query.where(columns.time >= since_ms)
+    if until_ms:
+        query = query.where(columns.time < until_ms)
     written = (columns.parameters_json, columns.before_json, columns.after_json)
     for name in about:
         query = query.where(or_(*(text.contains(to_json(name), autoescape=True) for text in written)))

@@ -64,9 +64,11 @@ class Brokers:
             call = stub.PrepareFailover(request, **metadata, timeout=self._timeout_ms / 1000)
             return await self._ask(broker, call)
 
-    async def consumers(self, broker: Broker, *, subject: str = "", group: str = "") -> pb.ConsumersAnswer:
-        """Ask a master how far its consumer groups are; empty: all."""
-        request = pb.ConsumersRequest(subject=subject, group=group)
+    async def consumers(
+        self, broker: Broker, *, subject: str = "", group: str = "", behind_max: int = 0
+    ) -> pb.ConsumersAnswer:
+        """Ask a master how far its consumer groups are; empty: all. `behind_max`: so many, the largest lag first."""
+        request = pb.ConsumersRequest(subject=subject, group=group, behind_max=behind_max)
         async with self._stub(broker) as (stub, metadata):
             call = stub.Consumers(request, **metadata, timeout=self._timeout_ms / 1000)
             answer: pb.ConsumersAnswer = await self._call(broker, call)

@@ -498,12 +498,14 @@ class BrowseAnswer(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[BrowsedMessage, _Mapping]]] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., first_sequence: _Optional[int] = ..., end_sequence: _Optional[int] = ...) -> None: ...
 
 class ConsumersRequest(_message.Message):
-    __slots__ = ("subject", "group")
+    __slots__ = ("subject", "group", "behind_max")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    BEHIND_MAX_FIELD_NUMBER: _ClassVar[int]
     subject: str
     group: str
-    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
+    behind_max: int
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., behind_max: _Optional[int] = ...) -> None: ...
 
 class ConsumerProgress(_message.Message):
     __slots__ = ("consumer", "connected", "unacked", "peer")

@@ -74,6 +74,12 @@ def test_consumers_are_listed_as_they_are(cluster, subject):
         [one] = told.consumers
         host, _, port = one.peer.rpartition(":")
         assert (one.consumer, one.connected, one.unacked, host) == ("one", True, handed_out, "127.0.0.1") and port
+        subscribe(wire, f"{subject}.quiet", consumer="two")
+        behind = call(cluster, "Consumers", pb.ConsumersRequest(behind_max=1)).groups
+        assert len(behind) == 1 and behind[0].lag >= COUNT
+        [told] = call(cluster, "Consumers", pb.ConsumersRequest(subject=subject, behind_max=1)).groups
+        assert (told.lag, told.oldest_ms >= before_ms) == (COUNT, True)
+        assert not call(cluster, "Consumers", pb.ConsumersRequest(subject=f"{subject}.quiet", behind_max=1)).groups
     until(lambda: not progress(cluster, subject)[0].consumers[0].connected, "it is gone")
 
 

@@ -202,6 +202,7 @@ UPKEEP = (
             ANY_GROUP,
             ANY_SUBJECT,
             Option("since", "only from then on (2026-01-31T12:00:00Z; 24h: ago)", "", Kind.MOMENT),
+            Option("until", "only before then", "", Kind.MOMENT),
             Option("limit", "so many rows at most; default: 100", default="", kind=Kind.NUMBER),
             Option("before", "only rows with a smaller id: the next page", default="", kind=Kind.NUMBER),
         ),

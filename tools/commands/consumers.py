@@ -160,7 +160,11 @@ CONSUMERS = (
         "Lag",
         "how many messages wait for each consumer group, how old the oldest is, and what the group waits for",
         "--subject=order.changed --group=billing",
-        (ANY_SUBJECT, _ANY_GROUP),
+        (
+            ANY_SUBJECT,
+            _ANY_GROUP,
+            Option("limit", "only groups that are behind, so many of each broker group", "", Kind.NUMBER),
+        ),
         _lags,
     ),
     Command(

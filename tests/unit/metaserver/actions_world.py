@@ -146,13 +146,15 @@ class Brokers:
         self.cancelled.append(broker.hostname)
         return self._reach(broker)
 
-    async def consumers(self, broker, *, subject="", group=""):
+    async def consumers(self, broker, *, subject="", group="", behind_max=0):
         self._reach(broker)
         rows = [
             row
             for row in self.progress.get(broker.group, [])
             if subject in ("", row.subject) and group in ("", row.group)
         ]
+        if behind_max:
+            rows = sorted((row for row in rows if row.lag), key=lambda row: -row.lag)[:behind_max]
         return pb.ConsumersAnswer(groups=rows)
 
     async def reset_offset(self, broker, request):

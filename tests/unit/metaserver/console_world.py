@@ -34,7 +34,7 @@ class ConsoleWorld(World):
         self.rows = [row for row, _ in made.values()]
         self.access.replace(self.rows)
         self.trouble = ""
-        console = Console(
+        self.console = console = Console(
             self.actions, Sessions(self.access, [CLUSTER], dice), refusals,
             database_trouble=lambda: self.trouble, **options,
         )  # fmt: skip

@@ -1,0 +1,125 @@
+"""Shell. Each of the console's pages answers its question, with data, and shows what others wrote as text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger
+from qmq.metaserver.rpc.tokens import wall_ms
+from qmq.proto import qmq_pb2 as pb
+from tests.unit.metaserver.actions_world import left
+from tests.unit.metaserver.console_world import in_console
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+@in_console
+async def test_consumers_that_are_behind_are_named_with_since_when_and_why(world):
+    await world.running_copies("g1")
+    await world.routed("order.changed", "quiet")
+    since = wall_ms() - 3_725_000
+    stuck = left("order.changed", "billing", 1234, since)
+    stuck.consumers.append(pb.ConsumerProgress(consumer="c1", connected=False, unacked=0))
+    stuck.causes.append("no consumer")
+    world.brokers.progress["g1"] = [left("quiet", "idle", 0), left("order.changed", "ticket", 2, since), stuck]
+    text = await world.read("/consumers")
+    assert "order.changed billing 1,234 1 h 2 min" in text and "no consumer g1: 1,234" in text
+    assert text.index("billing") < text.index("ticket") and "idle" not in text
+    text = await world.read("/consumers", subject="order.changed")
+    assert "billing 1,234" in text and "c1 billing g1 no 0" in text
+    assert "0 – –" in await world.read("/consumers", subject="quiet")
+    world.brokers.silent = {"g1"}
+    assert "Not asked: g1" in await world.read("/consumers")
+
+
+@in_console
+async def test_a_large_installation_is_asked_only_when_somebody_says_so(world):
+    await world.running_copies("g1")
+    from qmq.metaserver.console import pages
+
+    before, pages.ASKED_MAX = pages.ASKED_MAX, 0
+    try:
+        assert "ask all of them" in await world.read("/consumers") and "Nobody is behind" not in await world.read(
+            "/consumers"
+        )
+        assert "Nobody is behind" in await world.read("/consumers", all="yes")
+        assert "ask it" in await world.read() and "checks are" not in await world.read()
+    finally:
+        pages.ASKED_MAX = before
+
+
+@in_console
+async def test_subjects_come_in_pages(world):
+    await world.copies("g1")
+    await world.routed(*[f"s{number:03d}" for number in range(150)])
+    first, second = await world.see("/subjects"), await world.see("/subjects", after="s099")
+    assert ("s000" in first, "s099" in first, "s100" in first, "after=s099" in first) == (True, True, False, True)
+    assert ("s099<" in second, "s100<" in second, "s149<" in second, "after=" in second) == (False, True, True, False)
+    assert "s140" in await world.see("/subjects", prefix="s14") and "s100" not in await world.see(
+        "/subjects", prefix="s14"
+    )
+    assert "No such subject" in await world.see("/subjects", group="g9")
+
+
+@in_console
+async def test_the_trail_says_what_was_changed_at_a_time(world):
+    await world.copies("g1")
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
+    rows = await world.audit()
+
+    async def at_five_past_two(work, **options):
+        return [replace(rows[0], time_ms=1_795_356_300_000, who=HOSTILE, parameters={"brokerGroup": HOSTILE})]
+
+    text = await world.read("/trail")
+    assert "anna 10.0.0.9 MarkReadonlyBrokerGroup brokerGroup=g1" in text
+    assert "Nothing was changed then" in await world.read("/trail", until="2020-01-01T00:00")
+    assert "Nothing was changed then" in await world.read("/trail", since="2099-01-01T00:00")
+    assert "MarkReadonly" not in await world.read("/trail", name="AddBroker")
+    assert "yesterday is no moment" in await world.read("/trail", since="yesterday")
+    world.desk.database.read = at_five_past_two
+    page = await world.see("/trail")
+    assert "2026-11-22 14:05:00" in page and "<script" not in page
+
+
+@in_console
+async def test_the_trail_ends_where_it_was_asked_to(world):
+    await world.copies("g1")
+    first, second = reversed(await world.audit())
+    data = await world.done("AuditTrail", until=second.time_ms + 1, since=first.time_ms)
+    assert [row["id"] for row in data["rows"]] == [second.id, first.id]
+    later = await world.done("AuditTrail", until=first.time_ms)
+    assert later["rows"] == []
+
+
+def night(ledger, group, at_ms, verdict=PROVEN, **more):
+    ledger.append(Entry(f"2026-11-{at_ms}", at_ms, group, verdict, verified=4096 * at_ms, by="audit@mq1", **more))
+
+
+def test_the_nightly_audit_is_shown_night_by_night(tmp_path):
+    ledger = Ledger(tmp_path / "ledger")
+
+    @in_console
+    async def test(world):
+        assert "does not know where" in await world.read("/audit")
+        world.console._ledger = tmp_path / "ledger"
+        assert "is no directory" in await world.read("/audit")
+        night(ledger, "g1", 1)
+        night(ledger, "g1", 2)
+        night(ledger, "g2", 2)
+        text = await world.read("/audit")
+        assert "All 2 broker groups were proven equal" in text and "g1 1970-01-01 00:00:00 proven equal 8,192" in text
+        assert text.count("audit@mq1") == 3
+        night(ledger, "g2", 3, FINDINGS, found={"lost": 1}, findings=[{"what": "lost", "text": HOSTILE}])
+        page = await world.see("/audit")
+        assert "1 of 2 broker groups" in page and "lost: 1" in page and "<script" not in page
+        (tmp_path / "ledger" / "g1.jsonl").write_bytes(b"x\n" + b"y\n")
+        assert "does not match its CRC" in await world.read("/audit")
+
+    test(tmp_path)
+
+
+@in_console
+async def test_a_token_for_some_subjects_does_not_see_the_audit_of_all(world):
+    world.access.replace([replace(row, subjects=("order.*",)) for row in world.rows])
+    assert "needs a token for all" in await world.read("/audit")
+    assert "limited to some" in await world.read("/trail")
