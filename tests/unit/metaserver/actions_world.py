@@ -130,6 +130,7 @@ class Brokers:
 
     def __init__(self):
         self.states, self.progress, self.silent, self.resets, self.cancelled = {}, {}, set(), [], []
+        self.held, self.hears_its_master = [], False
 
     def _reach(self, broker):
         if broker.key not in self.states or broker.group in self.silent:
@@ -140,6 +141,12 @@ class Brokers:
         return self._reach(broker)
 
     async def prepare_swap(self, broker, *, term, hold_ms, timeout_ms):
+        return self._reach(broker)
+
+    async def prepare_failover(self, broker, *, term, hold_ms, silent_ms):
+        if self.hears_its_master:
+            raise OperatorError(f"{broker.key} refused: the master was heard 300 ms ago")
+        self.held.append(broker.hostname)
         return self._reach(broker)
 
     async def cancel_swap(self, broker):
