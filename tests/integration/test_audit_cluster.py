@@ -17,6 +17,7 @@ import pytest
 
 from qmq.types import Epoch
 from tests.support.ports import free_ports
+from tests.support.spark import QUICK, submit_arguments
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_walk import flip
 
@@ -91,13 +92,12 @@ def test_job_on_a_standalone_cluster_names_what_differs(cluster: str, tmp_path: 
     result = tmp_path / "result.json"
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_HOME")}
     # Both workers are waited for: else one of them does all there is, while a busy machine starts the other one.
-    confs = {
+    confs = QUICK | {
         "spark.executor.memory": "512m", "spark.cores.max": "2",
         "spark.scheduler.minRegisteredResourcesRatio": "1.0",
         "spark.scheduler.maxRegisteredResourcesWaitingTime": f"{START_S:.0f}s",
     }  # fmt: skip
-    words = " ".join(f"--conf {name}={value}" for name, value in confs.items())
-    environment["PYSPARK_SUBMIT_ARGS"] = f"{words} pyspark-shell"
+    environment["PYSPARK_SUBMIT_ARGS"] = submit_arguments(confs)
     job = subprocess.run(
         [*arguments, "--result", str(result)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=JOB_S
     )

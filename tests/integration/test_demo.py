@@ -13,6 +13,7 @@ from qmq.deploy.processes import ROOT
 from qmq.deploy.proof import counting_sql, prove
 from qmq.deploy.rows import file_input
 from tests.integration.cluster_world import running
+from tests.support.spark import submit_arguments
 
 ROWS = 4_000
 
@@ -35,8 +36,9 @@ def test_the_main_job_is_done_and_proven(tmp_path):
     assert len((tmp_path / "run" / "acknowledged.ndjson").read_text().splitlines()) == ROWS
 
 
-def test_the_proof_notices_what_is_not_in_the_logs(tmp_path):
+def test_the_proof_notices_what_is_not_in_the_logs(tmp_path, monkeypatch):
     """Nothing was sent, although the file has rows and the journal says that one of them was acknowledged."""
+    monkeypatch.setenv("PYSPARK_SUBMIT_ARGS", submit_arguments())
     (tmp_path / "rows.csv").write_text("city\nUlm\nUlm\n")
     source = file_input(tmp_path / "rows.csv")
     run_dir = tmp_path / "run"

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from pyspark.sql import SparkSession
 
 from qmq.audit.spark import start_spark
 
+QUICK = {
+    "spark.sql.codegen.wholeStage": "false", "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+    "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+}  # fmt: skip
+"""A few hundred rows do not pay for compiled plans. `make demo` and its first test run with the defaults."""
+
+
+def submit_arguments(confs: Mapping[str, str] = QUICK) -> str:
+    """Return PYSPARK_SUBMIT_ARGS for a job that is a process of its own."""
+    return " ".join(f"--conf {name}={value}" for name, value in confs.items()) + " pyspark-shell"
+
 
 @contextmanager
 def local_spark(name: str) -> Iterator[SparkSession]:
-    """Run Spark on two threads of this machine.
-
-    A few hundred rows pay neither for compiled plans nor for plans that are made again while they run: with them, three
-    audits took 110 s of processor time instead of 30. The demo and the test on a cluster run with Spark's defaults.
-    """
-    session = start_spark(
-        "local[2]", name, spark__sql__shuffle__partitions="2", spark__sql__adaptive__enabled="false",
-        spark__sql__codegen__wholeStage="false", spark__driver__extraJavaOptions="-XX:TieredStopAtLevel=1",
-    )  # fmt: skip
+    """Run Spark on two threads of this machine, without plans that are made again while they run: with them, and with
+    compiled ones, three audits took 110 s of processor time instead of 30."""
+    more = {"spark.sql.shuffle.partitions": "1", "spark.sql.adaptive.enabled": "false"}
+    session = start_spark("local[2]", name, **{key.replace(".", "__"): value for key, value in (QUICK | more).items()})
     try:
         yield session
     finally:

@@ -95,3 +95,5 @@ def test_units_run_the_jobs_that_kubernetes_runs(name):
     typed = " ".join(container["command"])
     asked = "audit" if name == "audit" else "Backup"
     assert asked in {**PROGRAMS, **COMMANDS} and f"qmq {asked} " in typed and f"qmq {asked} " in command
+    kept = [re.search(rf"{option} (\S+)", said) for option in ("--ledger", "--page") for said in (typed, command)]
+    assert all(kept) is (name == "audit") is any(kept), "the audit goes on where the night before ended"
