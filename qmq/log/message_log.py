@@ -31,6 +31,7 @@ from qmq.log.frame import (
     encode_header,
     subject_field,
 )
+from qmq.log.health import HealthEvent, LogLife
 from qmq.log.index import FrameRef, segment_at
 from qmq.log.manifest import encode_manifest, write_manifest
 from qmq.log.recovery import Damage, missing, recover, set_aside
@@ -86,6 +87,7 @@ class MessageLog:
         self._segment_bytes = segment_bytes
         self._tail_bytes_max = tail_bytes
         self.state = State()
+        self.health = LogLife()
         self.damage: Damage | None = None
         self.torn_bytes = 0
         self.flushed_end = 0
@@ -95,6 +97,11 @@ class MessageLog:
         """Start from what the disk holds."""
         recovered = recover(self._disk)
         self.state, self.damage = recovered.state, recovered.damage
+        if self.damage is None:
+            self.health.on(HealthEvent.RECOVERED_SHORT if self.is_tail_cut else HealthEvent.RECOVERED_WHOLE)
+        else:
+            stopped = self.damage.begin == self.state.end
+            self.health.on(HealthEvent.REPLAY_STOPPED if stopped else HealthEvent.RECOVERED_DAMAGED)
         self.torn_bytes += recovered.torn_bytes
         self._bases = recovered.bases
         self._consume_log = ConsumeLog(self._disk, self._bases, recovered.newest)
@@ -137,6 +144,8 @@ class MessageLog:
         """Take note that this log has all that the other copy has, so nothing is missing."""
         if self.is_tail_cut:
             self._disk.remove(segments.TAIL_CUT)
+        if self.health.may(HealthEvent.MATCHED):
+            self.health.on(HealthEvent.MATCHED)
 
     # Appending.
 
@@ -565,6 +574,12 @@ class MessageLog:
         """Take note that the frame at `begin`, folded long ago, cannot be read any more."""
         end = segments.next_frame(self._disk, self._bases, begin + 8)
         self.damage = self.damage or Damage(begin, min(self.state.end, end or self.state.end), reason)
+        self.health.on(HealthEvent.FOUND_DAMAGE)
+
+    def _not_damaged(self) -> None:
+        """The damage is gone."""
+        self.damage = None
+        self.health.on(HealthEvent.REPAIRED_SHORT if self.is_tail_cut else HealthEvent.REPAIRED)
 
     def repair(self, data: bytes) -> None:
         """Replace the damaged range by the other copy's frames, from its first byte on.
@@ -578,7 +593,7 @@ class MessageLog:
         damage = self.damage
         require(damage is not None, "only a damaged log is repaired")
         assert damage is not None
-        in_recovery = self.state.end == damage.begin
+        in_recovery = self.health.is_unreplayed
         end, chain = damage.begin, self.state.chain if in_recovery else None
         for frame, _ in decode_frames(data, damage.begin, chain):
             end, chain = frame.end, frame.chain
@@ -599,11 +614,12 @@ class MessageLog:
             stop = min(end, later[0]) if later else end
             self._overwrite(base, at, data[at - damage.begin : stop - damage.begin], is_last=stop in later)
             at = stop
-        self.damage = None if end >= damage.end else Damage(end, damage.end, damage.reason)
         if in_recovery:
             self._reload()
-        elif self.damage is None:
-            self.damage = missing(self._disk, self._bases)
+            return
+        self.damage = Damage(end, damage.end, damage.reason) if end < damage.end else missing(self._disk, self._bases)
+        if self.damage is None:
+            self._not_damaged()
 
     def _overwrite(self, base: int, at: int, data: bytes, *, is_last: bool) -> None:
         """Write over damage in the segment at `base`; `is_last`: the segment is closed and ends there.
@@ -640,7 +656,7 @@ class MessageLog:
         write_manifest(self._disk, self._bases)
         self._remove_segment(base)
         if self.damage is not None and self.damage.begin < self.start:
-            self.damage = None  # it went with its segment
+            self._not_damaged()  # it went with its segment
 
     def set_aside_oldest_segment(self, why: str) -> None:
         """Move the oldest segment's file into quarantine, never that of the one that is being written."""

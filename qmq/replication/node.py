@@ -135,7 +135,7 @@ class Node(Generic[M]):
 
     def _begin_role(self, boot_above: int = 0, *, is_failover: bool = False) -> None:
         assignment = self.assignment
-        if assignment is None or (self.log.damage is not None and self.log.damage.begin == self.log.end):
+        if assignment is None or self.log.health.is_unreplayed:
             return  # a log that could not be replayed is repaired first (Node.repaired)
         if self._gives_up_from is not None:
             return  # once that is done
@@ -231,8 +231,8 @@ class Node(Generic[M]):
             self._begin_anew(error)
         except QmqError as error:
             self._link_failed(link, error)
-            if self.log.damage is not None and self.log.damage.begin == self.log.end:
-                self._leave_role()  # until the log is mended
+            if self.log.health.is_unreplayed:
+                self._leave_role()  # until the log is repaired
 
     def _link_failed(self, link: Link, error: QmqError) -> None:
         if isinstance(error, Diverged) and not self._is_diverged:

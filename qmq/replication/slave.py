@@ -1,13 +1,12 @@
 """Core. The slave of a broker group: it makes its log equal to its master's, fsyncs it, and says so.
 
-It confirms the point up to which it matched, never its own length. What it has to cut goes to quarantine
-first, and it never cuts what it knows to be acknowledged.
+Its states are a table, `qmq.replication.slave_life`. It confirms the point up to which it matched, never its own
+length. What it has to cut goes to quarantine first, and it never cuts what it knows to be acknowledged.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 from qmq.errors import CorruptFrame, Diverged, Fenced, InvalidRequest, NotMaster
 from qmq.log import Commit, MessageLog
@@ -19,6 +18,17 @@ from qmq.replication.identity import IdentityFile
 from qmq.replication.points import Point, is_lacking
 from qmq.replication.ports import Host, Link
 from qmq.replication.shipper import Shipper
+from qmq.replication.slave_life import (
+    AwaitingFlush,
+    AwaitingSnapshot,
+    Disconnected,
+    Facts,
+    Following,
+    HelloSent,
+    Restoring,
+    SlaveEvent,
+    SlaveLife,
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -31,40 +41,38 @@ class Slave:
     ) -> None:
         self._group, self._log, self._host, self._identity = group, message_log, host, identity
         self._term, self._bytes_per_s = term, bytes_per_s
-        self._link: Link | None = None
-        self._agreement: Agreement | None = None
-        self._giving: Shipper | None = None
-        self._hello_waits = False
-        self._is_complete = False
-        """Since this handshake, our log reached the end that the master's had then."""
+        self.life = SlaveLife()
         self.has_matched = False
-        """The same since this part began, in this process: nothing was acknowledged since that our log lacks."""
+        """Since this part began, in this process, our log reached the end that the master's had at a handshake: nothing was
+        acknowledged since that our log lacks."""
         self._ticked_ms = host.monotonic_ms()
 
     @property
     def is_following(self) -> bool:
-        return self._agreement is not None and self._agreement.action != Action.RESTORE
+        return isinstance(self.life.now, Following)
 
     @property
     def shipped_end(self) -> int | None:
-        """Offset from which a master that lost some still needs our log; None if it takes nothing back."""
-        return self._giving.confirmed_end if self._giving is not None else None
+        """Offset from which a master that lost some still needs our log; None if it lost nothing."""
+        return None if (shipper := self.life.restoring) is None else shipper.confirmed_end
 
     # The link to the master.
 
     def connected(self, link: Link) -> None:
         """Begin the handshake, once nothing is being written."""
-        self._link, self._agreement, self._giving = link, None, None
-        self._hello_waits, self._is_complete = True, False
+        self._enter(SlaveEvent.CONNECTED, AwaitingFlush(link))
         self._say_hello()
 
+    def _enter(self, event: SlaveEvent, now: Facts) -> None:
+        self.life.enter(event, now, at_ms=self._host.monotonic_ms())
+
     def is_master(self, link: Link) -> bool:
-        return link is self._link
+        return link is self.life.link
 
     def _say_hello(self) -> None:
-        if not self._hello_waits or not self._log.is_idle:
+        if not isinstance(self.life.now, AwaitingFlush) or not self._log.is_idle:
             return
-        self._hello_waits = False
+        self._enter(SlaveEvent.FLUSHED, HelloSent(self.life.now.link))
         state, known, points = self._log.state, self._identity.value, self._identity.points
         hello = Hello(
             self._group, known.incarnation, known.epoch, state.epochs, self._log.start, self._log.end, self._log.chain,
@@ -79,8 +87,8 @@ class Slave:
             Fenced: an older master; we do not follow it.
             Diverged: we would have to cut what is acknowledged, or the chains differ. Nothing was changed.
         """
-        if link is not self._link:
-            return
+        if not isinstance(self.life.now, HelloSent) or link is not self.life.now.link:
+            return  # it was meant for an earlier connection
         agreement = Agreement.decode(body)
         known = self._identity.value.epoch
         if agreement.epoch < known:
@@ -90,16 +98,16 @@ class Slave:
         if agreement.action == Action.FOLLOW:
             self._cut_to(agreement)
             self._identity.points.following()
+            self._enter(SlaveEvent.FOLLOW, Following(link, agreement))
+            self._confirm(self._log.end, self._log.chain)
         elif agreement.action == Action.SEED:
             self._keep_confirmed(agreement.offset)
             self.has_matched = False
             self._identity.completed(False)
             self._identity.points.seeding()
+            self._enter(SlaveEvent.SEED, AwaitingSnapshot(link, agreement))
         else:
-            self._give(link, agreement)
-        self._agreement = agreement
-        if agreement.action == Action.FOLLOW:
-            self._confirm(self._log.end, self._log.chain)
+            self._restore(link, agreement)
 
     def _compare(self, point: Point | None) -> None:
         """What the master knows to be acknowledged is in our log, if we ever had all that our masters had."""
@@ -139,29 +147,30 @@ class Slave:
             self.found_damage(problem)
             raise
 
-    def _give(self, link: Link, agreement: Agreement) -> None:
+    def _restore(self, link: Link, agreement: Agreement) -> None:
         begin, chain = agreement.offset, agreement.chain
         needs_snapshot = begin < self._log.start
         if not needs_snapshot and not self._log.chain_is(begin, chain):
             self._check_readable(begin)
-            raise Diverged(f"our chain at offset {begin} is not the master's {chain:016x}: nothing can be given there")
+            raise Diverged(f"our chain at offset {begin} is not the master's {chain:016x}: nothing is restored there")
         if needs_snapshot:
             begin, chain, _ = self._log.seed_start()
-        self._giving = Shipper(
+        shipper = Shipper(
             self._log, link, self._host.read, begin=begin, chain=chain, bytes_per_s=self._bytes_per_s,
             found_damage=self.found_damage,
         )  # fmt: skip
+        self._enter(SlaveEvent.RESTORE, Restoring(link, shipper))
         if needs_snapshot:
-            self._giving.seed()
-        self._giving.ship()
+            shipper.seed()
+        shipper.ship()
 
     def link_lost(self, link: Link) -> None:
-        if link is self._link:
-            self._link, self._agreement, self._giving = None, None, None
+        if link is self.life.link:
+            self._enter(SlaveEvent.LOST, Disconnected())
 
     def writable_again(self, link: Link) -> None:
-        if self._giving is not None:
-            self._giving.ship()
+        if (shipper := self.life.restoring) is not None:
+            shipper.ship()
 
     # What the master sends.
 
@@ -171,31 +180,37 @@ class Slave:
         Raises:
             CorruptFrame: the frames do not continue our log; the link must be made anew.
         """
-        if link is not self._link:
+        now = self.life.now
+        if link is not self.life.link:
             link.refuse(packet, NotMaster(f"this is the slave of {self._group}: fetch the route again"))
-        elif packet.code == Command.FRAMES and self.is_following:
+        elif packet.code == Command.FRAMES and isinstance(now, Following):
             offset, data = commands.split_offset(packet.body)
             self._log.append_frames(offset, data)
             self._host.pass_soon()
-        elif packet.code == Command.SNAPSHOT and self._agreement and self._agreement.action == Action.SEED:
-            base, snapshot = commands.split_offset(packet.body)
-            if base != self._agreement.offset:
-                raise CorruptFrame(base, f"a snapshot at {self._agreement.offset} was agreed on")
-            self._log.seed(base, snapshot, "seeded-anew")
-            self._agreement = replace(self._agreement, action=Action.FOLLOW)  # one snapshot, once
-            log.warning("seeding group=%s from=%d: the old copy is in quarantine", self._group, base)
-            self._confirm(self._log.end, self._log.chain)
-        elif packet.code == Command.ACKNOWLEDGED and self.is_following:
+        elif packet.code == Command.SNAPSHOT and isinstance(now, AwaitingSnapshot):
+            self._seed(now, *commands.split_offset(packet.body))
+        elif packet.code == Command.ACKNOWLEDGED and isinstance(now, Following):
             self._acknowledged(commands.decode_confirmation(packet.body))
-        elif packet.code == Command.CONFIRM and self._giving is not None:
-            confirmation = commands.decode_confirmation(packet.body)
-            self._giving.confirm(confirmation.matched_end, confirmation.chain)
-            if confirmation.matched_end == self._log.end:
-                self.connected(link)
-            else:
-                self._giving.ship()
+        elif packet.code == Command.CONFIRM and isinstance(now, Restoring):
+            self._restored(now, commands.decode_confirmation(packet.body))
         else:
             raise InvalidRequest(f"packet {packet.code} was not expected from the master now")
+
+    def _seed(self, awaiting: AwaitingSnapshot, base: int, snapshot: memoryview) -> None:
+        if base != awaiting.agreement.offset:
+            raise CorruptFrame(base, f"a snapshot at {awaiting.agreement.offset} was agreed on")
+        self._log.seed(base, snapshot, "seeded-anew")
+        log.warning("seeding group=%s from=%d: the old copy is in quarantine", self._group, base)
+        self._enter(SlaveEvent.SNAPSHOT, Following(awaiting.link, awaiting.agreement))
+        self._confirm(self._log.end, self._log.chain)
+
+    def _restored(self, restoring: Restoring, theirs: Confirmation) -> None:
+        restoring.shipper.confirm(theirs.matched_end, theirs.chain)
+        if theirs.matched_end == self._log.end:
+            self._enter(SlaveEvent.RESTORED, AwaitingFlush(restoring.link))
+            self._say_hello()
+        else:
+            restoring.shipper.ship()
 
     def _acknowledged(self, told: Confirmation) -> None:
         """The master acknowledged what we have confirmed."""
@@ -207,21 +222,22 @@ class Slave:
 
     def committed(self, commit: Commit) -> None:
         """Our disk has everything before the commit's end."""
-        if self._hello_waits:
-            self._say_hello()
-        elif self.is_following:
+        if self.is_following:
             self._confirm(commit.end, commit.chain)
+        else:
+            self._say_hello()
 
     def _confirm(self, end: int, chain: int) -> None:
         """Tell the master up to where both logs match on our disk."""
-        assert self._agreement is not None and self._link is not None
-        if not self._is_complete and end >= self._agreement.master_end:
-            self._is_complete = self.has_matched = True
+        now = self.life.now
+        assert isinstance(now, Following)
+        if not now.is_complete and end >= now.agreement.master_end:
+            now.is_complete = self.has_matched = True
             self._identity.completed(True)
             self._identity.points.refilled()
             self._log.tail_is_whole()
-        confirmation = Confirmation(self._agreement.epoch, end, chain)
-        self._link.tell(Command.CONFIRM, commands.encode_confirmation(confirmation))
+        confirmation = Confirmation(now.agreement.epoch, end, chain)
+        now.link.tell(Command.CONFIRM, commands.encode_confirmation(confirmation))
 
     def found_damage(self, problem: CorruptFrame) -> None:
         """A frame that was whole once cannot be read any more."""
@@ -230,15 +246,15 @@ class Slave:
 
     def tick(self, now_ms: int) -> None:
         elapsed_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
-        if self._giving is not None:
-            self._giving.allow(elapsed_ms)
-            self._giving.ship()
+        if (shipper := self.life.restoring) is not None:
+            shipper.allow(elapsed_ms)
+            shipper.ship()
 
     def leave_master(self, why: str) -> None:
         """Confirm nothing more to who is the master; the host connects again when it is to."""
-        if self._link is not None:
-            self._link.close(why)
+        if (link := self.life.link) is not None:
+            self._enter(SlaveEvent.LOST, Disconnected())
+            link.close(why)
 
     def step_down(self) -> None:
-        if self._link is not None:
-            self._link.close("the roles changed")
+        self.leave_master("the roles changed")

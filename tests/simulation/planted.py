@@ -85,7 +85,7 @@ def _confirm_before_fsync() -> list[Patch]:
 
     def packet_received(self: Slave, link: Any, packet: Any) -> None:
         real(self, link, packet)
-        if packet.code == Command.FRAMES and link is self._link and self.is_following:
+        if packet.code == Command.FRAMES and self.is_master(link) and self.is_following:
             self._confirm(self._log.end, self._log.chain)
 
     return [mock.patch.object(Slave, "packet_received", packet_received)]

@@ -1,0 +1,53 @@
+"""Core. A copy's health is what reading and repairing it found."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.errors import IllegalTransition
+from qmq.log.health import HEALTH, HealthEvent, LogLife
+from qmq.log.health import LogHealth as H
+from tests.unit.log.logs import Copy
+from tests.unit.log.test_repair import a_copy, damage, frame_offsets, others
+
+
+def states(copy: Copy) -> list[H]:
+    return [move.after for move in copy.log.health.history]
+
+
+def test_damage_met_by_a_reader_is_repaired():
+    copy, other = a_copy(), a_copy()
+    offset = frame_offsets(copy, 0)[20]
+    damage(copy, offset)
+    copy.log.damaged_at(offset, "test")
+    copy.log.repair(others(other, offset, copy.log.damage.end))
+    assert states(copy) == [H.WHOLE, H.DAMAGED, H.WHOLE]
+
+
+def test_damage_that_stops_replay_is_repaired():
+    copy, other = a_copy(), a_copy()
+    offset = frame_offsets(copy, copy.log.bases[-1])[1]
+    damage(copy, offset)
+    copy.reopen()
+    assert copy.log.health.is_unreplayed
+    copy.log.repair(others(other, offset, copy.log.damage.end))
+    assert states(copy) == [H.UNREPLAYED, H.WHOLE]
+
+
+def test_a_tail_that_was_cut_is_whole_once_the_copies_matched():
+    copy = a_copy()
+    offset = frame_offsets(copy, copy.log.bases[-1])[1]
+    damage(copy, offset)
+    copy.reopen()
+    copy.log.cut(offset, "the other copy has another history there")
+    assert states(copy) == [H.UNREPLAYED, H.TAIL_CUT]
+    copy.log.tail_is_whole()
+    assert states(copy)[-1] is H.WHOLE and copy.log.health.is_of(copy.log.damage)
+
+
+def test_a_whole_copy_cannot_be_repaired():
+    illegal = HEALTH.illegal
+    with pytest.raises(IllegalTransition):
+        LogLife().on(HealthEvent.REPAIRED)
+    assert HEALTH.illegal == illegal + 1
+    HEALTH.illegal = illegal
