@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from qmq.errors import CopyRolledBack, CorruptFrame, Diverged, Fenced, InvalidRequest, NotServed
+from qmq.errors import CopyRolledBack, CorruptFrame, Diverged, Fenced, InvalidRequest, NotServed, require
 from qmq.log.frame import FrameKind, encode_json_body
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
@@ -127,6 +127,7 @@ class SlaveWatch:
             mastership.group, link.peer, hello.end, agreement.action.value, agreement.offset,
         )  # fmt: skip
         if agreement.action == Action.RESTORE:
+            require(not mastership.has_begun, "a master is restored before its mastership begins")
             self._enter(FollowerEvent.RESTORES, Restoring(link, agreement.offset))
             link.answer(packet, agreement.encode())
         else:

@@ -17,6 +17,7 @@ from qmq.subjects import parse_derived
 from qmq.types import NO_EPOCH, Epoch
 from tests.simulation.clients import TAG, is_tagged, order_key
 from tests.simulation.events import Events, Violation
+from tests.simulation.legality import Legality
 from tests.simulation.watched_log import WatchedLog
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Oracle:
 
     def __init__(self, events: Events) -> None:
         self._events = events
+        self._legality = Legality()
         self.machines: list[Machine] = []
         self.committed = Committed()
         self._chains: dict[tuple[Epoch, int], int] = {}
@@ -213,6 +215,7 @@ class Oracle:
 
     def look(self, process: Process) -> None:
         """After every call into a broker's core."""
+        self._legality.check(process.name, process.node)
         master = process.node.master
         if master is None:
             return

@@ -438,6 +438,23 @@ def _slave_that_restarted_is_chosen() -> list[Patch]:
     ]
 
 
+def _a_lost_slave_goes_on_counting() -> list[Patch]:
+    """The gate is not told that the slave is gone."""
+    return [mock.patch.object(SlaveWatch, "_without_slave", lambda self: None)]
+
+
+def _matched_by_each_confirmation() -> list[Patch]:
+    """A slave in sync matches once more: a move that the table lacks."""
+    real = SlaveWatch.confirm
+
+    def confirm(self: SlaveWatch, link: Any, packet: Any) -> None:
+        real(self, link, packet)
+        if self.is_slave(link) and (slave := self.follower.in_sync) is not None:
+            self._enter(FollowerEvent.MATCHED, slave)
+
+    return [mock.patch.object(SlaveWatch, "confirm", confirm)]
+
+
 BUGS = [
     Bug("ack before fsync", _ack_before_fsync),
     Bug("confirm before fsync", _confirm_before_fsync),
@@ -466,4 +483,6 @@ BUGS = [
     Bug("no master gives way", _no_master_gives_way, first=20),
     Bug("any slave is chosen", _any_slave_is_chosen, fails_over=True),
     Bug("a slave that restarted is chosen", _slave_that_restarted_is_chosen, first=80, fails_over=True),
+    Bug("a lost slave goes on counting", _a_lost_slave_goes_on_counting),
+    Bug("matched by each confirmation", _matched_by_each_confirmation),
 ]

@@ -1,0 +1,37 @@
+"""After every event: each machine of states (qmq.states) moved as its table says, and what depends on it agrees."""
+
+from __future__ import annotations
+
+from qmq.client.batch_life import BATCH_LIFE
+from qmq.log.health import HEALTH
+from qmq.log.message_life import LIFE
+from qmq.replication.follower import FOLLOWER
+from qmq.replication.node import Node
+from qmq.replication.slave_life import SLAVE
+from tests.simulation.events import Violation
+
+_TABLES = FOLLOWER, SLAVE, HEALTH, LIFE, BATCH_LIFE
+
+
+def illegal_moves() -> int:
+    return sum(table.illegal for table in _TABLES)
+
+
+class Legality:
+    """Made for each world: illegal moves before it are not its own."""
+
+    def __init__(self) -> None:
+        self._before = illegal_moves()
+
+    def check(self, name: str, node: Node) -> None:
+        if illegal_moves() != self._before:
+            raise Violation(f"states: a move at {name} that its table lacks: {[t.name for t in _TABLES if t.illegal]}")
+        if not node.log.health.is_of(node.log.damage):
+            raise Violation(f"states: the log of {name} is {node.log.health.state.name}, damage {node.log.damage}")
+        if (master := node.master) is not None:
+            follower = master.follower
+            if not follower.is_legal or (follower.in_sync is None) != master.gate.no_slave_in_sync:
+                counts = "no slave" if master.gate.no_slave_in_sync else "a slave"
+                raise Violation(f"states: {name}'s slave is {follower.state.name}, {follower.now}, and {counts} counts")
+        elif (slave := node.slave) is not None and not slave.life.is_legal:
+            raise Violation(f"states: {name} is {slave.life.state.name}, {slave.life.now}")
