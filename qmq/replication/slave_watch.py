@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from qmq.errors import CopyRolledBack, CorruptFrame, Diverged, Fenced, InvalidRequest, NotServed, require
+from qmq.errors import CopyRolledBack, CorruptFrame, Diverged, Fenced, InvalidRequest, NotServed
 from qmq.log.frame import FrameKind, encode_json_body
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
@@ -127,7 +127,6 @@ class SlaveWatch:
             mastership.group, link.peer, hello.end, agreement.action.value, agreement.offset,
         )  # fmt: skip
         if agreement.action == Action.RESTORE:
-            require(not mastership.has_begun, "a master is restored before its mastership begins")
             self._enter(FollowerEvent.RESTORES, Restoring(link, agreement.offset))
             link.answer(packet, agreement.encode())
         else:
@@ -227,7 +226,7 @@ class SlaveWatch:
 
     def _is_restoring(self, link: Link) -> bool:
         restoring = self.follower.restoring
-        return restoring is not None and restoring.link is link
+        return restoring is not None and restoring.link is link and not self._mastership.has_begun
 
     # Events.
 
