@@ -43,8 +43,8 @@ class Slave:
         self._term, self._bytes_per_s = term, bytes_per_s
         self.life = SlaveLife()
         self.has_matched = False
-        """Since this part began, in this process, our log reached the end that the master's had at a handshake: nothing was
-        acknowledged since that our log lacks."""
+        """Since this part began, in this process, our log reached the end that the master's had at a handshake: nothing
+        was acknowledged since that our log lacks."""
         self._ticked_ms = host.monotonic_ms()
 
     @property
