@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-outbox outbox bench-delay transcripts simulate delay-simulate chaos delay-ledger history proto lock clean
+.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-outbox outbox bench-delay transcripts drawings simulate delay-simulate chaos delay-ledger history proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -64,6 +64,9 @@ outbox: $(STAMP) ## random schedules of outboxes and watchdogs: SEEDS (default 1
 
 transcripts: $(STAMP) ## write tests/transcripts/*.txt anew after a change on purpose; review the diff
 	@$(PY) -m tests.transcripts
+
+drawings: $(STAMP) ## write the drawings of docs/states.md anew from the tables
+	@$(PY) -m tests.drawings
 
 simulate: $(STAMP) ## crashes, partitions and disk faults for SEEDS seeds (default 2000)
 	@$(PY) -m tests.simulation --seeds "$(or $(SEEDS),2000)"

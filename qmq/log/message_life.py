@@ -1,5 +1,21 @@
 """Core. The life of one message of one consumer group, as a table; what the fold keeps of it in each state.
 
+    NEW  (begins here)
+        DELIVER   -> DELIVERED
+        PASS_OVER -> ACKED
+        DEFER     -> REQUEUED
+    DELIVERED
+        ACK       -> ACKED
+        NACK      -> REQUEUED
+        LEAVE     -> REQUEUED
+        BURY      -> DEAD
+    REQUEUED
+        DELIVER   -> DELIVERED
+        PASS_OVER -> ACKED
+        DEFER     -> REQUEUED
+    ACKED
+    DEAD
+
     state       what the group's state says of it                                   fields that mean something
     NEW         it lies at or behind `Group.position`                               none
     DELIVERED   it lies in an `UnackedRange` of one `Consumer`                       pull, attempts, suspected

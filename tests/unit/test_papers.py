@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
+from textwrap import indent
 
 import pytest
+
+from qmq.states import draw
+from tests import drawings
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (
@@ -76,3 +81,12 @@ def test_no_paper_outside_the_repo_is_cited():
         path.relative_to(ROOT) for path in sources(".py") if re.search(r"\b[Dd]esign,? (section )?\d", path.read_text())
     ]
     assert wrong == []
+
+
+def test_the_drawings_of_states_are_their_tables():
+    text = drawings.PAPER.read_text()
+    assert drawings.drawn(text) == text, "make drawings"
+    assert len(drawings.tables(text)) == 6
+    for module, name in drawings.tables(text):
+        drawing = indent(draw(drawings.table(module, name)), "    ")
+        assert drawing in (import_module(module).__doc__ or ""), f"{module} does not show its table as it is"

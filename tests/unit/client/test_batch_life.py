@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from textwrap import indent
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qmq.client import batch_life
 from qmq.client.batch_life import (
     BATCH_LIFE,
     BatchEvent,
@@ -32,7 +29,6 @@ from qmq.errors import (
     Overloaded,
     QmqError,
 )
-from qmq.states import draw
 
 
 @pytest.mark.parametrize(
@@ -77,7 +73,3 @@ def test_a_batch_is_not_stored_only_if_its_first_attempt_said_so(was_taken_over,
         assert life.may_be_stored and not life.is_in_flight
     if life.state is BatchState.OUTCOME_UNKNOWN:
         assert life.on(BatchEvent.GAVE_UP) is BatchState.GIVEN_UP
-
-
-def test_the_drawing_is_the_table():
-    assert indent(draw(BATCH_LIFE), "    ") in str(batch_life.__doc__)
