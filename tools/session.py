@@ -148,7 +148,7 @@ class Session:
             words = {"action": action, **({"details": "true"} if action == "ListBrokers" else {})}
             return post(self.metaserver, self.token, words, timeout_s=self.command.wait_s({}))
 
-        findings = list(examine(self.metaserver, ask, self.token))
+        findings = list(examine(self.metaserver, ask, self.token, transitions=bool(self.values["transitions"])))
         shown = [finding.json() for finding in findings]
         if self.as_json:
             _print_json(shown)

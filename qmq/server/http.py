@@ -1,4 +1,4 @@
-"""Shell. What a broker and a delay server answer on their HTTP port: health, metrics, their clients' connections."""
+"""Shell. What a broker and a delay server answer on their HTTP port: health, metrics, clients' connections, states."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class CopyHttp:
     """Made by a process's main. Health is for everybody, the rest for holders of a token with the role viewer.
 
     Args:
-        connections, readiness: called on the loop.
+        connections, readiness, states: called on the loop.
     """
 
     def __init__(
         self, registry: CollectorRegistry, access: Access, connections: Callable[[], list[dict[str, object]]],
-        readiness: Callable[[], dict[str, object]],
+        readiness: Callable[[], dict[str, object]], states: Callable[[], list[dict[str, object]]],
     ) -> None:  # fmt: skip
         self._registry, self._access = registry, access
-        self._connections, self._readiness = connections, readiness
+        self._connections, self._readiness, self._states = connections, readiness, states
         self._rendering = asyncio.Lock()
 
     def app(self) -> Starlette:
@@ -44,6 +44,7 @@ class CopyHttp:
             "/health/ready": self._ready,
             "/metrics": self._guarded(self._metrics),
             "/connections": self._guarded(self._list),
+            "/states": self._guarded(self._list_states),
         }
         return Starlette(routes=[Route(path, answer, methods=["GET"]) for path, answer in routes.items()])
 
@@ -61,6 +62,9 @@ class CopyHttp:
 
     async def _list(self, _: Request) -> Response:
         return JSONResponse(self._connections())
+
+    async def _list_states(self, _: Request) -> Response:
+        return JSONResponse(self._states())
 
     def _guarded(self, answer: Answering) -> Answering:
         async def guarded(request: Request) -> Response:

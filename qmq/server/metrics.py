@@ -17,6 +17,7 @@ from qmq.http_port import HttpPort, listen
 from qmq.process_metrics import register_process
 from qmq.replication.readonly import Reason
 from qmq.replication.settings import CopySettings
+from qmq.server.histories import machines, states
 from qmq.server.http import CopyHttp
 from qmq.server.overload import ConnectionState
 from qmq.server.producing import PRODUCE_MS_BUCKETS, ProduceCounters
@@ -143,6 +144,8 @@ class CopyCollector(Collector, Generic[M]):
         yield "refused_messages", "Messages refused on their own, too large or malformed", counters.refused_messages
         yield "commits", "Writes with fsync", service.commits
         yield "sync_seconds", "Time spent in writes with fsync", service.sync_seconds
+        illegal = sum(machine.table.illegal for _, machine in machines(service.node))
+        yield "illegal_transitions", "Moves that a table of states lacks: our own bug; the role began anew", illegal
         if service.scrub is not None:
             yield "scrubbed_bytes", "Bytes of closed segments that were read again", service.scrub.bytes
             yield "scrub_findings", "Damage that this found", service.scrub.findings
@@ -190,7 +193,10 @@ def http_port(collector: CopyCollector[M], service: Service[M], settings: CopySe
     register_process(registry)
     registry.register(collector)
     try:
-        http = CopyHttp(registry, service.access, lambda: connections(service), lambda: readiness(service))
+        http = CopyHttp(
+            registry, service.access, lambda: connections(service), lambda: readiness(service),
+            lambda: states(service.node, now_ms=service.monotonic_ms()),
+        )  # fmt: skip
         return HttpPort(http.app(), listen(settings.ip, settings.metrics_port))
     except OSError as error:
         address = f"{settings.ip}:{settings.metrics_port}"

@@ -93,8 +93,9 @@ def test_doctor_names_the_broker_that_is_down_once_with_the_command(cluster):
     (cause,) = (finding for finding in found if finding["level"] != "OK")
     assert status == REFUSED and cause["step"] == "brokers" and "g2-b" in cause["found"]
     assert "start it on 127.0.0.1" in cause["do"] and "ReplaceBroker --brokerGroup=g2 --role=1" in cause["do"]
-    text = tool(cluster, "Doctor").stdout
+    text = tool(cluster, "Doctor", "--transitions").stdout
     assert "FAIL  brokers" in text and "1 to look at" in text
+    assert "MATCHED -> IN_SYNC" in text and "FOLLOW -> FOLLOWING" in text and "LOST -> ABSENT" in text
     begin(cluster, "g2-b")
     until(lambda: findings(cluster)[0] == DONE, "all is well again")
 

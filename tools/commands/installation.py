@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from qmq.tools.command import Command, Option, bad, good, listing, warning
+from qmq.tools.command import Command, Kind, Option, bad, good, listing, warning
 from qmq.tools.table import Block, Cell, Column, Table, good_or_bad
 
 
@@ -91,6 +91,16 @@ INSTALLATION = (
         "name the failed step of an installation, seen from this machine: names, ports, versions, clocks, token, "
         "roles, copies, disks. Ends with 1 if a step failed",
         "",
+        (
+            Option(
+                "transitions",
+                "show each broker's states as well, and its last moves between them",
+                "",
+                Kind.FLAG,
+                alone="true",
+                local=True,
+            ),
+        ),
         show=_findings,
         timeout_s=45,
     ),

@@ -6,6 +6,7 @@ It looks from the machine on which it runs: a port that only this machine cannot
 from __future__ import annotations
 
 import ipaddress
+import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,6 +23,7 @@ from qmq.tools.doctor.finding import (
     judge_clock,
     judge_facts,
     judge_group,
+    judge_states,
     judge_versions,
     ok,
     parse_metrics,
@@ -41,12 +43,16 @@ Steps = Generator[Finding, None, bool]
 """Findings; returns whether what comes next can be looked at."""
 
 
-def examine(address: Address, ask: Ask, token: str = "") -> Iterator[Finding]:
-    """Look at all that can be reached, brokers' metrics with `token`; what stands on a failed step is left out."""
+def examine(address: Address, ask: Ask, token: str = "", *, transitions: bool = False) -> Iterator[Finding]:
+    """Look at all that can be reached, brokers' metrics with `token`; what stands on a failed step is left out.
+
+    Args:
+        transitions: find each broker's states as well, and how it came into them.
+    """
     if not (yield from _metaserver(address)):
         return
     try:
-        yield from _installation(ask, token)
+        yield from _installation(ask, token, transitions)
     except CallFailed as error:
         yield fail(
             "operators' actions",
@@ -55,7 +61,7 @@ def examine(address: Address, ask: Ask, token: str = "") -> Iterator[Finding]:
         )
 
 
-def _installation(ask: Ask, token: str) -> Iterator[Finding]:
+def _installation(ask: Ask, token: str, transitions: bool) -> Iterator[Finding]:
     """Whatever a metaserver that answers knows: first its own findings, then what is seen from here."""
     facts = ask("Doctor")
     if facts.exit is not Exit.DONE:
@@ -71,6 +77,9 @@ def _installation(ask: Ask, token: str) -> Iterator[Finding]:
         for row, (findings, version) in zip(answering, threads.map(partial(_broker, token), answering)):
             yield from findings
             row["version"] = version
+        if transitions:
+            for findings in threads.map(partial(_states, token), answering):
+                yield from findings
     if not brokers:
         yield fail("brokers", "no broker is added", "add a master and a slave with tools.sh AddBroker, then start them")
     for group in ask("ReplicaStatus").data or []:
@@ -174,6 +183,16 @@ def _broker(token: str, row: Mapping[str, Any]) -> tuple[list[Finding], str]:
     judged = judge_broker(who, row["role"], parse_metrics(page.text))
     causes = judge_causes(who, page.text)
     return [*findings, *clock, *judged, *causes], read_version(page.text)
+
+
+def _states(token: str, row: Mapping[str, Any]) -> list[Finding]:
+    """Ask a broker for its states; what does not answer is a finding already."""
+    try:
+        page = read_page(Address(row["ip"], row["metricsPort"]), "/states", token)
+        machines = json.loads(page.text) if page.status == 200 else []
+    except (Unreachable, ValueError):
+        return []
+    return [judge_states(f"{row['hostname']}:{row['servePort']}", machine) for machine in machines]
 
 
 def _versions(metaservers: Iterable[Mapping[str, Any]], brokers: Iterable[Mapping[str, Any]]) -> dict[str, str]:

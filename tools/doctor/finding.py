@@ -135,6 +135,22 @@ def silent_brokers(facts: Mapping[str, Any]) -> set[tuple[str, int]]:
     return {(one["hostname"], one["servePort"]) for one in found if one.get("answers") is False}
 
 
+TRANSITIONS_SHOWN = 5
+
+
+def judge_states(who: str, machine: Mapping[str, Any]) -> Finding:
+    """Show the state of one of a broker's machines, and its last moves, the newest last."""
+    moves = [
+        f"{move['event']} -> {move['after']}" + ("" if (ago := move["secondsAgo"]) is None else f" {ago:,.1f} s ago")
+        for move in machine["transitions"][-TRANSITIONS_SHOWN:]
+    ]
+    found = ", ".join([machine["state"], *moves])
+    if machine["illegal"]:
+        do = "a defect of ours: keep its log file, and report it; its part began anew"
+        return fail(f"states of {who}", f"{machine['about']}: {machine['illegal']} illegal moves; {found}", do)
+    return ok(f"states of {who}: {machine['about']}", found)
+
+
 def judge_group(group: Mapping[str, Any]) -> Iterator[Finding]:
     """Judge one group of ReplicaStatus: is each broker that answers in its term, and is the slave in step."""
     name, term = group["brokerGroup"], group["term"]

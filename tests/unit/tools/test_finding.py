@@ -13,6 +13,7 @@ from qmq.tools.doctor.finding import (
     judge_clock,
     judge_facts,
     judge_group,
+    judge_states,
     judge_versions,
     ok,
     parse_metrics,
@@ -157,3 +158,13 @@ def test_a_brokers_version_is_read_from_its_metrics():
 def test_the_worst_finding_counts():
     assert worst([ok("a", "b"), fail("a", "b", "c"), warn("a", "b", "c")]) is Level.FAIL
     assert worst([]) is Level.OK
+
+
+def test_states_are_shown_with_their_last_moves_and_fail_by_an_illegal_one():
+    moves = [{"event": f"E{number}", "after": "LAGGING", "secondsAgo": number} for number in (7, 6, 5, 4, 3, 2.5)]
+    machine = {"about": "its slave", "state": "LAGGING", "illegal": 0, "transitions": moves}
+    fine = judge_states("b:1", machine)
+    assert fine.level is Level.OK and fine.step == "states of b:1: its slave"
+    assert fine.found.startswith("LAGGING, E6 -> LAGGING 6.0 s ago,") and fine.found.endswith("2.5 s ago")
+    bad = judge_states("b:1", {**machine, "illegal": 2})
+    assert bad.level is Level.FAIL and "2 illegal moves" in bad.found and bad.do
