@@ -161,6 +161,8 @@ class Node(Generic[M]):
             False  # from another copy in another mastership; if they still differ, the next handshake tells
         )
         self._host.role_changed()
+        if is_failover and self.role is not None:
+            self.role.tick(self._host.monotonic_ms())  # it begins now, not with the next tick
 
     @property
     def master(self) -> M | None:

@@ -12,6 +12,7 @@ passes.
     settle                         all of these, until nothing is left to do
     wait 5000                      time passes for both
     crash a                        a dies, loses what was not fsynced, and starts again
+    hold b term=1 ms=3000          first half of a failover: b, the slave of that term, is to follow nobody for so long
     swap term=2                    by force: roles are exchanged in the row, and the slave connects
     produce s m1 m2 batch=3        a producer sends a batch of messages m1, m2
     subscribe c1 s g | pull c1 | ack c1 0 2 | nack c1 0 1 delay_ms=0 | gone c1
@@ -134,6 +135,10 @@ class Player:
     def _do_wait(self, ms: str) -> None:
         for broker in self._brokers.values():
             broker.wait(int(ms))
+
+    def _do_hold(self, name: str, *, term: int, ms: int) -> None:
+        node = self._brokers[name].node
+        node.prepare_failover(term, hold_ms=ms, silent_ms=1500, heard_ms_ago=None)
 
     def _do_crash(self, name: str) -> None:
         if self._group.at_master is not None and self._group.at_master.is_open:
