@@ -162,9 +162,13 @@ def unnamed_kinds(modules: list[Module]) -> list[str]:
 RULES = [wrong_arrows, second_roots, imports_of_main, impure_cores, unnamed_kinds]
 
 
+@pytest.fixture(scope="module")
+def modules():
+    return read_modules(ROOT)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: str(rule.__name__))
-def test_every_module_keeps_the_rule(rule):
-    modules = read_modules(ROOT)
+def test_every_module_keeps_the_rule(modules, rule):
     assert len(modules) > 20, "the source was not found"
     assert rule(modules) == []
 

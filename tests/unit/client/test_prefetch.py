@@ -59,12 +59,13 @@ def test_a_second_consumer_finds_nearly_all_of_a_backlog_of_slow_work():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
             fill(broker, range(100))
-            first, second, began, done = consumer_of(metaserver), consumer_of(metaserver), asyncio.Event(), []
+            first, second, done = consumer_of(metaserver), consumer_of(metaserver), []
+            began, ended = asyncio.Event(), asyncio.Event()
 
             @first.listen("a", group="g", start="earliest")
             async def slow(message: qmq.ReceivedMessage) -> None:
                 began.set()
-                await asyncio.Event().wait()
+                await ended.wait()
 
             @second.listen("a", group="g", start="earliest")
             async def fast(message: qmq.ReceivedMessage) -> None:
@@ -74,6 +75,7 @@ def test_a_second_consumer_finds_nearly_all_of_a_backlog_of_slow_work():
             await began.wait()
             async with listening(second):
                 await until_async(lambda: len(done) >= 90)
+            ended.set()
             first_task.cancel()
             await asyncio.gather(first_task, return_exceptions=True)
 
