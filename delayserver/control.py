@@ -16,6 +16,7 @@ from qmq.delayserver.master import DelayMaster
 from qmq.delayserver.messages import Messages, Records, read_messages
 from qmq.delayserver.schedule import DamagedSchedule
 from qmq.delayserver.settings import DelaySettings
+from qmq.delayserver.templates import read_template
 from qmq.errors import CallError, CorruptFrame, InvalidMessage, LogError, QmqError
 from qmq.log import MessageLog
 from qmq.message import DELAY_KEY
@@ -73,15 +74,18 @@ class DelayControl(CopyControl[DelayMaster]):
         shown = records[:most]
         subjects = [self._filing.schedule.subjects[int(index)] for index in shown["subject"]]
         messages = await self._answered(context, lambda: self._messages(shown))
-        return pb.ListDelayedAnswer(messages=map(_message, subjects, shown, messages), more=len(records) > most)
+        read = _schedule if request.recurring else _message
+        return pb.ListDelayedAnswer(messages=map(read, subjects, shown, messages), more=len(records) > most)
 
     async def _listed(self, request: pb.ListDelayedRequest, most: int) -> Records:
         found: asyncio.Future[Records] = self._loop.create_future()
         after = (request.after_due_ms, request.after_number) if request.after_number else None
         begin_ms, end_ms = max(request.begin_ms, 0), request.end_ms or FOREVER_MS
-        self._service.node.acting_master().list(
-            begin_ms, end_ms, request.subject or None, most, after, lambda result: _settle(found, result)
-        )
+        master, subject = self._service.node.acting_master(), request.subject or None
+        if request.recurring:
+            master.list_recurring(subject, most, lambda result: _settle(found, result))
+        else:
+            master.list(begin_ms, end_ms, subject, most, after, lambda result: _settle(found, result))
         return await found
 
     async def _messages(self, records: Records) -> list[bytes]:
@@ -158,4 +162,15 @@ def _message(subject: str, record: Any, message: bytes) -> pb.DelayedMessage:
         shown.key = str(decode_properties(message, envelope.body_begin).get(DELAY_KEY, ""))
     except InvalidMessage as error:
         shown.problem = str(error) if message else "it was carried to another place meanwhile; ask again"
+    return shown
+
+
+def _schedule(subject: str, record: Any, message: bytes) -> pb.DelayedMessage:
+    shown = _message(subject, record, message)
+    try:
+        template = read_template(message)
+    except InvalidMessage:
+        return shown  # it has the label by mistake, or was carried: `problem` says that
+    shown.schedule.name, shown.schedule.owner = template.name, template.owner
+    shown.schedule.cron, shown.schedule.timezone = template.expression, template.timezone
     return shown

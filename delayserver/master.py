@@ -16,6 +16,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from qmq.client.batch_life import BatchSender
 from qmq.delayserver.cancelling import Cancelling, Fates, Named
 from qmq.delayserver.counters import Counters
@@ -273,6 +275,25 @@ class DelayMaster(Master):
             done(result)
 
         self._mastership.host.read(schedule.list(begin_ms, end_ms, subject, most, after=after), listed)
+
+    def list_recurring(
+        self, subject: str | None, most: int, done: Callable[[Records | LogError], None]
+    ) -> None:  # fmt: skip
+        """List templates by (due, number); ordinary messages that have their label by mistake are among them."""
+        self._mastership.check_has_begun()
+        schedule = self._filing.schedule
+        look = schedule.pending_labelled(subject, LABEL)
+
+        def job() -> Records:
+            records = look()
+            return records[np.lexsort((records["number"], records["due"]))][:most]
+
+        def listed(result: Records | LogError) -> None:
+            if isinstance(result, DamagedSchedule):
+                self._filing.is_damaged(schedule, result)
+            done(result)
+
+        self._mastership.host.read(job, listed)
 
     def stats(self) -> dict[str, Any]:
         """Return how much pends, is loaded, due and under way."""

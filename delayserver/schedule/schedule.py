@@ -300,11 +300,12 @@ class Schedule:
         segments = [one for one in self._book.timeline.segments if one.undone and one.first_number < offset]
         return PendingBelow([view_of(segment, self._book.gone) for segment in segments], offset)
 
-    def pending_labelled(self, subject: str, label: int) -> PendingLabelled:
-        """Return a question for a thread: which messages of the subject pend and have this label?"""
+    def pending_labelled(self, subject: str | None, label: int) -> PendingLabelled:
+        """Return a question for a thread: which messages of the subject, None: of all, pend and have this label?"""
         self._book.settle()
-        position = self._book.known_position(subject)
-        segments = [one for one in self._book.timeline.segments if one.undone] if position is not None else []
+        position = self._book.known_position(subject) if subject is not None else None
+        is_known = subject is None or position is not None
+        segments = [one for one in self._book.timeline.segments if one.undone] if is_known else []
         return PendingLabelled([view_of(segment, self._book.gone) for segment in segments], position, label)
 
     def pending_from(self) -> int:

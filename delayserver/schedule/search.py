@@ -232,7 +232,7 @@ class PendingBelow:
 
 @dataclass(frozen=True, slots=True)
 class PendingLabelled:
-    """Messages of a subject that pend and have exactly this label, in no order."""
+    """Messages of a subject, None: of all, that pend and have exactly this label, in no order."""
 
     views: list[SegmentView]
     subject: int | None
@@ -245,6 +245,8 @@ class PendingLabelled:
     def _in_segment(self, view: SegmentView) -> Records:
         kept = []
         for records in view.parts():
-            found = records[(records["label"] == self.label) & (records["subject"] == self.subject)]
+            found = records[records["label"] == self.label]
+            if self.subject is not None:
+                found = found[found["subject"] == self.subject]
             kept.append(found[view.states_of(found["row"]) == State.PENDING])
         return join(kept)

@@ -332,6 +332,18 @@ _DELAYS = (
         installation=True,
     ),
     Action(
+        "ListSchedules",
+        "list recurring schedules with their owner, expression and next time",
+        OPERATOR,
+        (
+            _ANY_SUBJECT,
+            _ANY_GROUP,
+            Parameter("owner", "only schedules of this application"),
+            Parameter("limit", "so many schedules at most", kind=Kind.NUMBER, default="1000", least=1, most=1000),
+        ),
+        installation=True,
+    ),
+    Action(
         "CancelDelayed",
         "cancel delayed messages that are not sent yet; says of each what became of it",
         OPERATOR,

@@ -88,6 +88,34 @@ def _message_json(name: str, message: pb.DelayedMessage) -> dict[str, Any]:
     }
 
 
+async def _schedules(desk: Desk, words: Words) -> Any:
+    limit = words.number("limit")
+    request = pb.ListDelayedRequest(subject=words["subject"], messages_max=limit, recurring=True)
+    answers, unasked = await _ask_all(desk, words, lambda broker: desk.brokers.list_delayed(broker, request))
+    rows = [
+        _schedule_json(name, one)
+        for name, answer in answers.items()
+        for one in answer.messages
+        if one.HasField("schedule") and words["owner"] in ("", one.schedule.owner)
+    ]
+    rows.sort(key=lambda row: (row["next"], row["subject"], row["name"]))
+    is_more = len(rows) > limit or any(answer.more for answer in answers.values())
+    return {"schedules": rows[:limit], "more": is_more, "unasked": unasked}
+
+
+def _schedule_json(name: str, message: pb.DelayedMessage) -> dict[str, Any]:
+    schedule = message.schedule
+    return {
+        "brokerGroup": name,
+        "subject": message.subject,
+        "name": schedule.name,
+        "owner": schedule.owner,
+        "cron": schedule.cron,
+        "timezone": schedule.timezone,
+        "next": message.due_ms,
+    }
+
+
 async def _plan_cancel(desk: Desk, words: Words) -> Plan:
     if not words.names("ids") and not words.names("keys"):
         return refused("name the messages: ids, keys or both, separated by commas")
@@ -175,5 +203,6 @@ async def _ask_all(
 HANDLERS = {
     "DelayStats": Handler(look=_stats),
     "ListDelayed": Handler(look=_list),
+    "ListSchedules": Handler(look=_schedules),
     "CancelDelayed": Handler(plan=_plan_cancel, carry_out=_carry_out_cancel),
 }

@@ -357,23 +357,25 @@ class DelayStatsAnswer(_message.Message):
     def __init__(self, pending_messages: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., loaded_messages: _Optional[int] = ..., waiting_messages: _Optional[int] = ..., in_flight_messages: _Optional[int] = ..., in_flight: _Optional[_Mapping[str, int]] = ..., next_due_ms: _Optional[int] = ..., clock_off_ms: _Optional[int] = ..., waiting: _Optional[_Iterable[_Union[WaitingSubject, _Mapping]]] = ..., hours: _Optional[_Iterable[_Union[HourCount, _Mapping]]] = ..., due_messages: _Optional[int] = ..., due_age_ms: _Optional[int] = ...) -> None: ...
 
 class ListDelayedRequest(_message.Message):
-    __slots__ = ("subject", "begin_ms", "end_ms", "messages_max", "after_due_ms", "after_number")
+    __slots__ = ("subject", "begin_ms", "end_ms", "messages_max", "after_due_ms", "after_number", "recurring")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     BEGIN_MS_FIELD_NUMBER: _ClassVar[int]
     END_MS_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_MAX_FIELD_NUMBER: _ClassVar[int]
     AFTER_DUE_MS_FIELD_NUMBER: _ClassVar[int]
     AFTER_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RECURRING_FIELD_NUMBER: _ClassVar[int]
     subject: str
     begin_ms: int
     end_ms: int
     messages_max: int
     after_due_ms: int
     after_number: int
-    def __init__(self, subject: _Optional[str] = ..., begin_ms: _Optional[int] = ..., end_ms: _Optional[int] = ..., messages_max: _Optional[int] = ..., after_due_ms: _Optional[int] = ..., after_number: _Optional[int] = ...) -> None: ...
+    recurring: bool
+    def __init__(self, subject: _Optional[str] = ..., begin_ms: _Optional[int] = ..., end_ms: _Optional[int] = ..., messages_max: _Optional[int] = ..., after_due_ms: _Optional[int] = ..., after_number: _Optional[int] = ..., recurring: _Optional[bool] = ...) -> None: ...
 
 class DelayedMessage(_message.Message):
-    __slots__ = ("subject", "id", "key", "due_ms", "created_ms", "number", "bytes", "problem")
+    __slots__ = ("subject", "id", "key", "due_ms", "created_ms", "number", "bytes", "problem", "schedule")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -382,6 +384,7 @@ class DelayedMessage(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     subject: str
     id: str
     key: str
@@ -390,7 +393,20 @@ class DelayedMessage(_message.Message):
     number: int
     bytes: int
     problem: str
-    def __init__(self, subject: _Optional[str] = ..., id: _Optional[str] = ..., key: _Optional[str] = ..., due_ms: _Optional[int] = ..., created_ms: _Optional[int] = ..., number: _Optional[int] = ..., bytes: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+    schedule: RecurringSchedule
+    def __init__(self, subject: _Optional[str] = ..., id: _Optional[str] = ..., key: _Optional[str] = ..., due_ms: _Optional[int] = ..., created_ms: _Optional[int] = ..., number: _Optional[int] = ..., bytes: _Optional[int] = ..., problem: _Optional[str] = ..., schedule: _Optional[_Union[RecurringSchedule, _Mapping]] = ...) -> None: ...
+
+class RecurringSchedule(_message.Message):
+    __slots__ = ("name", "owner", "cron", "timezone")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    CRON_FIELD_NUMBER: _ClassVar[int]
+    TIMEZONE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    owner: str
+    cron: str
+    timezone: str
+    def __init__(self, name: _Optional[str] = ..., owner: _Optional[str] = ..., cron: _Optional[str] = ..., timezone: _Optional[str] = ...) -> None: ...
 
 class ListDelayedAnswer(_message.Message):
     __slots__ = ("messages", "more")

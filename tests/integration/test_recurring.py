@@ -77,6 +77,11 @@ def test_operators_see_schedules_among_delayed_messages_and_delete_them(cluster)
         producer.put_recurring(Message("recur.tools"), name="a", **YEARLY)
         rows = until(lambda: cluster.manage("ListDelayed", subject="recur.tools")["messages"], "it is listed")
         assert [row["id"] for row in rows] == ["recurring:a"]
+        producer.send(Message("recur.tools"), delay=1000)
+        [shown] = cluster.manage("ListSchedules", subject="recur.tools")["schedules"]
+        assert (shown["name"], shown["owner"], shown["cron"], shown["timezone"]) == ("a", "test", *YEARLY.values())
+        assert shown["next"] == rows[0]["due"]
+        assert "a" in [row["name"] for row in cluster.manage("ListSchedules")["schedules"]]
         done = cluster.manage("CancelDelayed", subject="recur.tools", ids="recurring:a")
         assert done["ids"] == {"recurring:a": "cancelled"}
         assert producer.list_recurring(subject="recur.tools") == []

@@ -73,6 +73,25 @@ def _listed(data: Any) -> Iterable[Block]:
     yield from _unasked(data)
 
 
+def _schedules(data: Any) -> Iterable[Block]:
+    yield Table(
+        (
+            Column("NEXT", moment("next")),
+            Column("SUBJECT", "subject"),
+            Column("NAME", "name", fold=16),
+            Column("OWNER", "owner"),
+            Column("CRON", "cron", fold=12),
+            Column("ZONE", "timezone", drop=1),
+            Column("GROUP", "brokerGroup", drop=2),
+        ),
+        data["schedules"],
+        empty="there is no such schedule",
+    )
+    if data["more"]:
+        yield "there are more: name a subject or an owner"
+    yield from _unasked(data)
+
+
 _FATES = {"cancelled": good("cancelled"), "sent": bad("was sent already"), "unknown": bad("unknown")}
 
 
@@ -114,6 +133,18 @@ DELAYS = (
             Option("limit", "so many messages; default: 100", "", Kind.NUMBER),
         ),
         _listed,
+    ),
+    Command(
+        "ListSchedules",
+        "list recurring schedules with their owner, expression and next time",
+        "--subject=report.nightly",
+        (
+            ANY_SUBJECT,
+            ANY_GROUP,
+            Option("owner", "only schedules of this application", default=""),
+            Option("limit", "so many schedules; default: 1000", "", Kind.NUMBER),
+        ),
+        _schedules,
     ),
     Command(
         "CancelDelayed",

@@ -72,6 +72,27 @@ async def test_lists_of_all_groups_are_one_by_due_time(world):
 
 
 @in_world
+async def test_schedules_of_all_groups_are_one_list_by_their_next_time(world):
+    servers = await delay_groups(world, "d1", "d2", "d3")
+
+    async def list_delayed(broker, request):
+        assert request.recurring
+        servers._reach(broker)
+        due = {"d1": 30, "d2": 20}[broker.group]
+        schedule = pb.RecurringSchedule(name=f"n{due}", owner=f"app {due}", cron="0 3 * * *", timezone="UTC")
+        old = pb.DelayedMessage(subject="s", due_ms=1)  # as an older delay server answers
+        return pb.ListDelayedAnswer(messages=[old, pb.DelayedMessage(subject="s", due_ms=due, schedule=schedule)])
+
+    servers.silent, world.brokers.list_delayed = {"d3"}, list_delayed
+    answer = await world.done("ListSchedules")
+    assert [(row["name"], row["next"], row["cron"]) for row in answer["schedules"]] == [
+        ("n20", 20, "0 3 * * *"), ("n30", 30, "0 3 * * *")
+    ]  # fmt: skip
+    assert "d3" in answer["unasked"]
+    assert [row["name"] for row in (await world.done("ListSchedules", owner="app 30"))["schedules"]] == ["n30"]
+
+
+@in_world
 async def test_each_message_gets_the_fate_that_some_group_knows(world):
     servers = await delay_groups(world, "d1", "d2")
     servers.fates = {"d1": {"a": "cancelled"}, "d2": {"b": "sent"}}
