@@ -402,6 +402,25 @@ _DATABASES = (
     Action("ListWatchdogs", "list namespaces of watchdogs, and which one is active in each", VIEWER),
 )
 
+_MESSAGES = (
+    Action(
+        "Browse",
+        "look at stored messages of a subject, or at the dead letters of a consumer group; consumers notice nothing",
+        OPERATOR,
+        (
+            _SUBJECT,
+            Parameter("deadLettersOf", "at the dead letters of this consumer group", kind=Kind.NAME),
+            Parameter("brokerGroup", "only in this broker group of its route", kind=Kind.NAME),
+            Parameter("id", "only the message with this id"),
+            Parameter("tag", "only messages with all these tags", kind=Kind.NAMES),
+            Parameter("sequence", "from this sequence of the broker group on", kind=Kind.NUMBER),
+            Parameter("since", "only what was stored then or later, milliseconds since 1970", kind=Kind.NUMBER),
+            Parameter("until", "only what was stored before", kind=Kind.NUMBER),
+            Parameter("limit", "so many messages at most", kind=Kind.NUMBER, default="50", least=1, most=1000),
+        ),
+    ),
+)
+
 _TOKENS = (
     Action(
         "AddToken",
@@ -494,6 +513,6 @@ _UPKEEP = (
 )
 
 ACTIONS: Mapping[str, Action] = MappingProxyType(
-    by_name((*_BROKERS, *_ROUTES, *_GROUPS, *_CONSUMERS, *_DELAYS, *_DATABASES, *_TOKENS, *_UPKEEP))
+    by_name((*_BROKERS, *_ROUTES, *_GROUPS, *_CONSUMERS, *_MESSAGES, *_DELAYS, *_DATABASES, *_TOKENS, *_UPKEEP))
 )
 """Action by name, in the order in which people look for them."""

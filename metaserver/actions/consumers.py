@@ -29,7 +29,7 @@ async def _plan_reset(desk: Desk, words: Words) -> Plan:
     subject, consumer_group = words["subject"], words["group"]
     try:
         to = _target(words)
-        groups = _groups_of_subject(desk, subject, words["brokerGroup"])
+        groups = groups_of_subject(desk, subject, words["brokerGroup"])
     except OperatorError as refusal:
         return refused(str(refusal))
     if to == "sequence" and len(groups) > 1:
@@ -121,7 +121,8 @@ def _target(words: Words) -> str:
     return to
 
 
-def _groups_of_subject(desk: Desk, subject: str, only: str) -> list[Group]:
+def groups_of_subject(desk: Desk, subject: str, only: str) -> list[Group]:
+    """The broker groups of a subject's route; `only`: this one of them. Raises OperatorError."""
     route = desk.registry.routes.get(real_subject(subject))
     if route is None or not route.groups:
         raise OperatorError(f"{subject} has no route, so no consumer group either")
@@ -168,7 +169,7 @@ async def _progress(
 ) -> tuple[list[tuple[str, pb.GroupProgress]], dict[str, str]]:
     subject = words["subject"]
     if subject:
-        groups = _groups_of_subject(desk, subject, "")
+        groups = groups_of_subject(desk, subject, "")
     else:
         groups = [group for _, group in sorted(desk.registry.directory.groups_of(NORMAL).items()) if group.master]
     answers, unasked = await desk.ask_all(groups, subject, words["group"], behind_max=behind_max)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from qmq.errors import MissingRight, NotServed, OperatorError, OutcomeUnknown, QmqError
-from qmq.metaserver.actions import brokers, consumers, databases, delays, groups, routes, tokens, upkeep
+from qmq.metaserver.actions import brokers, consumers, databases, delays, groups, messages, routes, tokens, upkeep
 from qmq.metaserver.actions.action import DRY_RUN, Action, Answer, Status
 from qmq.metaserver.actions.catalog import ACTIONS
 from qmq.metaserver.actions.desk import Desk
@@ -31,6 +31,7 @@ HANDLERS: Mapping[str, Handler] = {
     **routes.HANDLERS,
     **groups.HANDLERS,
     **consumers.HANDLERS,
+    **messages.HANDLERS,
     **delays.HANDLERS,
     **databases.HANDLERS,
     **tokens.HANDLERS,

@@ -98,6 +98,31 @@ async def _audit(asking: Asking, query: Query) -> dict[str, Any]:
     return {"set": True, "trouble_of_ledger": "", **nights}
 
 
+async def _messages(asking: Asking, query: Query) -> dict[str, Any]:
+    """Stored messages; with `dead`, the dead letters of that consumer group."""
+    since, until, wrong = _times(query)
+    if not query["subject"]:
+        return {"found": None, "wrong": wrong}
+    words: dict[str, Any] = {name: query[name] for name in ("subject", "id", "tag", "brokerGroup", "sequence")}
+    words |= {"deadLettersOf": query["dead"], "since": since, "until": until}
+    return {"found": await asking.ask("Browse", words), "wrong": wrong}
+
+
+async def _delayed(asking: Asking, query: Query) -> dict[str, Any]:
+    since, until, wrong = _times(query)
+    words = {"subject": query["subject"], "since": since, "until": until}
+    stats, listed = await asyncio.gather(
+        asking.ask("DelayStats", {"subject": query["subject"]}), asking.ask("ListDelayed", words)
+    )
+    return {"stats": stats, "listed": listed, "wrong": wrong}
+
+
+async def _outbox(asking: Asking, query: Query) -> dict[str, Any]:
+    """What the metaserver keeps of outboxes; their rows are in databases that the watchdogs alone ask."""
+    databases, watchdogs = await asyncio.gather(asking.ask("ListDbs"), asking.ask("ListWatchdogs"))
+    return {"databases": databases, "watchdogs": watchdogs}
+
+
 def _times(query: Query) -> tuple[int | None, int | None, str]:
     """Read `since` and `until`; a text that is no moment is named."""
     texts = [query["since"], query["until"]]
@@ -119,6 +144,9 @@ PAGES = (
     Page("/group", "Broker group", "group.html", _group, in_menu=False),
     Page("/subjects", "Subjects", "subjects.html", _subjects),
     Page("/consumers", "Consumers", "consumers.html", _consumers),
+    Page("/messages", "Messages", "messages.html", _messages),
+    Page("/delayed", "Delayed", "delayed.html", _delayed),
+    Page("/outbox", "Outbox", "outbox.html", _outbox),
     Page("/trail", "Audit trail", "trail.html", _trail),
     Page("/audit", "Nightly audit", "audit.html", _audit),
     Page("/doctor", "Doctor", "doctor.html", _doctor),

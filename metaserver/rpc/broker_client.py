@@ -81,6 +81,13 @@ class Brokers:
             answer: pb.ResetOffsetAnswer = await self._call(broker, call, silent=lambda code: code not in _REFUSALS)
             return answer
 
+    async def browse(self, broker: Broker, request: pb.BrowseRequest) -> pb.BrowseAnswer:
+        """Look at what a master has stored."""
+        async with self._stub(broker) as (stub, metadata):
+            call = stub.Browse(request, **metadata, timeout=self._timeout_ms / 1000)
+            answer: pb.BrowseAnswer = await self._call(broker, call)
+            return answer
+
     async def delay_stats(self, broker: Broker, request: pb.DelayStatsRequest) -> pb.DelayStatsAnswer:
         """Ask the master of a group of delay servers what pends."""
         async with self._stub(broker) as (stub, metadata):

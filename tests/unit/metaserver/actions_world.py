@@ -131,6 +131,7 @@ class Brokers:
     def __init__(self):
         self.states, self.progress, self.silent, self.resets, self.cancelled = {}, {}, set(), [], []
         self.held, self.hears_its_master = [], False
+        self.stored, self.browsed = [], []
 
     def _reach(self, broker):
         if broker.key not in self.states or broker.group in self.silent:
@@ -163,6 +164,11 @@ class Brokers:
         if behind_max:
             rows = sorted((row for row in rows if row.lag), key=lambda row: -row.lag)[:behind_max]
         return pb.ConsumersAnswer(groups=rows)
+
+    async def browse(self, broker, request):
+        self._reach(broker)
+        self.browsed.append(pb.BrowseRequest.FromString(request.SerializeToString()))
+        return self.stored.pop(0) if self.stored else pb.BrowseAnswer()
 
     async def reset_offset(self, broker, request):
         self._reach(broker)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger
+from qmq.metaserver.actions import Answer, Status
 from qmq.metaserver.rpc.tokens import wall_ms
 from qmq.proto import qmq_pb2 as pb
 from tests.unit.metaserver.actions_world import left
@@ -123,3 +124,88 @@ async def test_a_token_for_some_subjects_does_not_see_the_audit_of_all(world):
     world.access.replace([replace(row, subjects=("order.*",)) for row in world.rows])
     assert "needs a token for all" in await world.read("/audit")
     assert "limited to some" in await world.read("/trail")
+
+
+def stored(sequence, id, **properties):
+    pairs = [pb.Property(name=name, value=value) for name, value in properties.items()]
+    return pb.BrowsedMessage(sequence=sequence, id=id, stored_ms=1_000_000 * sequence, bytes=40, properties=pairs)
+
+
+@in_console
+async def test_messages_are_found_and_what_they_say_is_text(world):
+    await world.log_in("operator")
+    await world.running_copies("g1")
+    await world.routed("order.changed")
+    assert "Subject" in await world.read("/messages") and world.brokers.browsed == []
+    more = pb.BrowseAnswer(messages=[stored(9, "m-9", orderNo=HOSTILE)], begin=0, end=9)
+    world.brokers.stored = [more, pb.BrowseAnswer(messages=[stored(3, HOSTILE, long="x" * 500)])]
+    page = await world.see("/messages", subject="order.changed")
+    assert page.index("m-9") < page.index("g1 / 3") and "<script" not in page and "x" * 500 in page
+    first, second = world.brokers.browsed
+    assert (first.subject, first.newest_first, first.with_properties) == ("order.changed", True, True)
+    assert (second.begin, second.end) == (0, 9)
+    words = {"id": "m-9", "since": "1970-01-01T00:01", "until": "1970-01-01T00:02", "tag": "pay,late"}
+    assert "No such message" in await world.read("/messages", subject="order.changed", **words)
+    asked = world.brokers.browsed[-1]
+    assert (asked.id, asked.since_ms, asked.until_ms, list(asked.tags)) == ("m-9", 60_000, 120_000, ["pay", "late"])
+    world.brokers.silent = {"g1"}
+    assert "Not asked: g1" in await world.read("/messages", subject="order.changed")
+    assert "has no route" in await world.read("/messages", subject="nothing")
+
+
+@in_console
+async def test_dead_letters_are_shown_with_what_they_died_of(world):
+    await world.log_in("operator")
+    await world.running_copies("g1")
+    await world.routed("order.changed")
+    dead = stored(1, "m-1", qmq_deadReason="ValueError: no price", qmq_times="5")
+    world.brokers.stored = [pb.BrowseAnswer(messages=[dead])]
+    text = await world.read("/messages", subject="order.changed", dead="billing")
+    assert "m-1 g1 / 1 ValueError: no price 5" in text and "Redrive --subject=order.changed --group=billing" in text
+    assert world.brokers.browsed[0].subject == "%DEAD_RETRY%order.changed%billing"
+
+
+@in_console
+async def test_messages_are_for_those_who_may_consume_them(world):
+    await world.running_copies("g1")
+    await world.routed("order.changed")
+    assert "this needs operator" in await world.read("/messages", subject="order.changed")
+    world.access.replace([replace(row, subjects=("produce:*", "consume:pay.*")) for row in world.rows])
+    await world.log_in("operator")
+    assert "may not consume from" in await world.read("/messages", subject="order.changed")
+    world.access.replace([replace(row, groups=("g2",)) for row in world.rows])
+    assert "limited to other groups" in await world.read("/messages", subject="order.changed")
+    assert world.brokers.browsed == []
+
+
+@in_console
+async def test_what_is_late_is_said_of_delayed_messages(world):
+    await world.log_in("operator")
+    group = {
+        "brokerGroup": "d1", "pendingMessages": 7, "dueMessages": 0, "dueAgeMs": 0, "nextDue": 1_000_000_000_000,
+        "inFlight": {"g1": 2}, "waiting": [{"subject": HOSTILE, "messages": 3, "why": "no route"}],
+    }  # fmt: skip
+    message = {"brokerGroup": "d1", "subject": "s", "id": HOSTILE, "key": "", "due": 1, "bytes": 9, "problem": ""}
+    hours = [{"begin": 0, "messages": 4}]
+
+    async def answer(name, words, caller):
+        data = {"DelayStats": {"groups": [group], "hours": hours, "unasked": {"d2": "silent"}},
+                "ListDelayed": {"messages": [message], "more": True}}  # fmt: skip
+        return Answer(Status.DONE, data=data[name])
+
+    assert "no group of delay servers" in await world.read("/delayed")
+    world.actions.run = answer
+    page = await world.see("/delayed")
+    assert "Nothing is late" in page and "Not asked: d2" in page and "2001-09-09 01:46:40" in page
+    assert "<script" not in page and "/change?action=CancelDelayed" in page
+    group |= {"dueMessages": 1500, "dueAgeMs": 61_000}
+    assert "1,500 messages are due and not sent yet, the oldest for 1 min 1 s" in await world.read("/delayed")
+
+
+@in_console
+async def test_databases_of_outboxes_are_listed_without_passwords(world):
+    assert "No database is registered" in await world.read("/outbox")
+    words = {"host": "db1", "port": 3306, "username": "qmq", "password": "secret of db1"}
+    await world.done("AddDb", **words)
+    page = await world.see("/outbox")
+    assert "mmm://db1:3306" in page and "secret" not in page
