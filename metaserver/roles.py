@@ -122,7 +122,8 @@ def replace_broker(
 
     Args:
         accept_loss: the operator knows that what the other copy had is gone: an incomplete slave may become the master,
-            and a master that lacks what was acknowledged goes on with what it has, in a new term.
+            and a master that lacks what was acknowledged goes on with what it has, in a new term, also with another
+            disk than before.
         lacking: why the slave cannot become the master, as far as its own words say; empty: nothing is known.
         master_lacking: the same of the master; then the slave may be the last that has it.
 
@@ -141,7 +142,9 @@ def replace_broker(
         if member.key in (before.key, broker.key) and not _stays_master(group, member, broker):
             _require_stopped(group, member, may_be_up)
     if group.holder(broker.role) and before.key == broker.key:
-        return (_unchanged(group) if accept_loss and broker.role == Role.MASTER else None), before
+        if not accept_loss or broker.role != Role.MASTER:
+            return None, before
+        return replace(_unchanged(group), master=replace(before, incarnation="")), before  # with whatever disk it has
     if broker.role == Role.MASTER:
         return _promote(directory, group, broker, accept_loss, lacking), before
     if group.master and group.master.key == broker.key:
@@ -290,7 +293,8 @@ def check_registration(broker: Broker, incarnation: str) -> None:
             f"{broker.key} was the master of {broker.group} with another data directory. Give it that one back; if it "
             f"is lost, stop both brokers of the group, put the slave in its place with ReplaceBroker "
             f"--role={part(Role.MASTER, broker.kind):d}, then {broker.key} in the slave's with ReplaceBroker "
-            f"--role={part(Role.SLAVE, broker.kind):d}, and start both: it will be filled from the other"
+            f"--role={part(Role.SLAVE, broker.kind):d}, and start both: it will be filled from the other. If the "
+            f"slave's is lost, too: ReplaceBroker with {broker.key} in its own place and --acceptLoss=true"
         )
 
 

@@ -14,6 +14,7 @@ from qmq.metaserver.db.changes import AcceptLoss, Change, RemoveGroup, SetRoles,
 from qmq.metaserver.model import DELAY, Broker, BrokerKey, Directory, Group
 from qmq.metaserver.old_rows import StateOf
 from qmq.metaserver.roles import MayBeUp, RoleChange
+from qmq.replication.points import Point
 
 
 def add_broker(directory: Directory, broker: Broker, *, reported: int = 0) -> Plan:
@@ -31,9 +32,14 @@ def add_broker(directory: Directory, broker: Broker, *, reported: int = 0) -> Pl
 
 def replace_broker(
     directory: Directory, broker: Broker, may_be_up: MayBeUp, *, swap: bool = False, accept_loss: bool = False,
-    lacking: str = "", master_lacking: str = "", reported: int = 0,
+    lacking: str = "", master_lacking: str = "", remembered: Point | None = None, reported: int = 0,
 ) -> Plan:  # fmt: skip
-    """ReplaceBroker: one call of QMQ's two, or both as one step. It answers with the row before."""
+    """ReplaceBroker: one call of QMQ's two, or both as one step. It answers with the row before.
+
+    Args:
+        remembered: the newest point up to which anybody knows that the group acknowledged messages.
+        accept_loss, lacking, master_lacking: as in `roles.replace_broker`.
+    """
     decide = roles.swap_stopped if swap else partial(roles.replace_broker, master_lacking=master_lacking)
     try:
         change, before = decide(directory, broker, may_be_up, accept_loss=accept_loss, lacking=lacking)
@@ -43,8 +49,7 @@ def replace_broker(
     if change:
         change = replace(change, above=reported)
         plan = _role_plan(change, data=data)
-        given_up = (AcceptLoss(change.group, change.new_term),) if accept_loss else ()
-        return replace(plan, changes=(*plan.changes, *given_up))
+        return _with_loss(plan, change, remembered) if accept_loss else plan
     moved = replace(before, ip=broker.ip, sync_port=broker.sync_port)
     return Plan(
         (StoreAddresses(broker),) if moved != before else (),
@@ -54,6 +59,16 @@ def replace_broker(
         after=broker_json(moved),
         data=data,
     )
+
+
+def _with_loss(plan: Plan, change: RoleChange, remembered: Point | None) -> Plan:
+    """Say, in the preview and in the audit trail, what is given up."""
+    up_to = f"up to {remembered}" if remembered else "at any time"
+    lost = f"what {change.group} acknowledged {up_to}, and the copy that goes on does not have"
+    accepted = AcceptLoss(change.group, change.new_term)
+    after = {**plan.after, "acceptedLoss": lost}
+    objection = f"lost for good: {lost}. ReplicaStatus and `qmq inspect` say what each copy has"
+    return replace(plan, changes=(*plan.changes, accepted), after=after, objections=(objection,), forced=True)
 
 
 def remove_broker(

@@ -14,7 +14,7 @@ from qmq.metaserver.actions.handler import Handler
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.shapes import broker_json, group_json, state_json
 from qmq.metaserver.actions.words import Words
-from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group
+from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group, Points
 
 _BROKER_WORDS = ("brokerGroup", "role", "hostname", "ip", "servePort", "syncPort")
 
@@ -27,6 +27,7 @@ async def _add_broker(desk: Desk, words: Words) -> Plan:
 async def _replace_broker(desk: Desk, words: Words) -> Plan:
     async def plan() -> Plan:
         group = desk.registry.directory.groups.get(words["brokerGroup"])
+        points = await desk.registry.points_of(words["brokerGroup"]) if words.flag("acceptLoss") else Points()
         return broker_plans.replace_broker(
             desk.registry.directory,
             _broker(words),
@@ -35,6 +36,7 @@ async def _replace_broker(desk: Desk, words: Words) -> Plan:
             accept_loss=words.flag("acceptLoss"),
             lacking=await desk.registry.lacking(group.slave) if group and group.slave else "",
             master_lacking=await desk.registry.lacking(group.master) if group and group.master else "",
+            remembered=max(points.by_incarnation.values(), default=None),
             reported=desk.registry.term_floor(words["brokerGroup"]),
         )
 

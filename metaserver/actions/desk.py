@@ -22,6 +22,7 @@ from qmq.metaserver.model import (
     Directory,
     Group,
     MetaserverRow,
+    Points,
     ReplicaState,
     Route,
 )
@@ -61,6 +62,8 @@ class RegistryPort(Protocol):
     def own_state(self, broker: Broker) -> ReplicaState | None: ...
 
     async def lacking(self, broker: Broker) -> str: ...
+
+    async def points_of(self, group: str) -> Points: ...
 
     def reported_term(self, group: str) -> int: ...
 

@@ -8,7 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from qmq.errors import NotServed, QmqError
+from qmq.errors import NotServed, OperatorError, QmqError
+from qmq.metaserver import roles
 from qmq.metaserver.access import is_valid
 from qmq.metaserver.actions import upkeep_plans
 from qmq.metaserver.actions.causes import one_per_cause
@@ -133,6 +134,10 @@ async def _broker(desk: Desk, broker: Broker) -> dict[str, Any]:
     except QmqError as error:
         return _check(name, False, str(error), facts=facts)
     facts["answers"] = True
+    try:
+        roles.check_registration(broker, state.incarnation or broker.incarnation)
+    except OperatorError as other_disk:
+        return _check(name, False, "runs on another data directory than before", str(other_disk), facts)
     if not facts["up"]:
         return _check(name, False, "answers, but sends no heartbeats", "look whether it reaches the metaserver", facts)
     if troubles := [reason for reason in state.readonly_reasons if reason != BY_OPERATOR]:

@@ -33,7 +33,10 @@ WAY_OUT = {
     Reason.MEMORY: "its memory is over memory_limit, and consumers go on: it ends when they catch up or leave",
     Reason.CORRUPT: "its log is damaged and is being repaired from the other copy",
     Reason.DIVERGED: "its two copies differ: read both logs with the audit before anything else",
-    Reason.ROLLED_BACK: "its disk was put back or forgot what it had fsynced: start the other copy, which refills it",
+    Reason.ROLLED_BACK: (
+        "its disk was put back or forgot what it had fsynced: start the other copy, which refills it; if that one's "
+        "disk is lost: ReplaceBroker with this one in the master's place and --acceptLoss"
+    ),
     Reason.FENCED: "a newer master is at work: it becomes its slave, or ends, by itself",
     Reason.DRAINING: "its roles are being swapped",
 }

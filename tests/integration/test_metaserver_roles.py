@@ -14,6 +14,7 @@ from qmq.metaserver.model import AuditRow, Broker
 from qmq.metaserver.roles import replace_broker
 from qmq.types import Role
 from tests.integration.metaserver_world import World, in_world, place
+from tests.support.waiting import until_async
 
 
 @in_world
@@ -127,12 +128,11 @@ async def test_swap_loses_against_a_change_made_while_it_prepared(world):
 
         async def change_elsewhere():
             third = Broker("g1", Role.SLAVE, "g1-c", "127.0.0.1", 20881, 20882)
-            is_up = other.server.registry.may_be_up
-            change, _ = replace_broker(
-                other.server.registry.directory, third, lambda member: member.role == Role.MASTER and is_up(member)
-            )
+            known = other.server.registry.directory
+            change, _ = replace_broker(known, third, lambda member: member.role == Role.MASTER)
             await other.server.registry.change([SetRoles(change)], AuditRow("otto", "", "ReplaceBroker"))
 
+        await until_async(lambda: other.server.registry.directory == world.server.registry.directory)
         slave.before_status = change_elsewhere
         assert "changed" in await world.refused("SwapRoles", brokerGroup="g1")
     finally:

@@ -457,6 +457,19 @@ def test_restarted_master_goes_on_without_its_slave_only_with_a_whole_log_and_af
     assert not fresh.master.has_begun, "a copy that never was complete waits for ever (I16)"
 
 
+def test_a_master_whose_disk_does_not_finish_is_readonly_until_it_does():
+    group, client = a_group()
+    group.settle()
+    client.produce("m")
+    group.a.host.turn()
+    for _ in range(SETTINGS.slave_lag_ms_max // 100 + 2):
+        group.a.wait(100)
+    assert "disk_late" in group.a.node.readonly_reasons and not group.a.node.writable
+    group.settle()
+    group.a.wait(100)
+    assert "disk_late" not in group.a.node.readonly_reasons
+
+
 def test_newer_epoch_fences_the_master_at_once():
     group, client = a_group()
     client.subscribe()

@@ -77,8 +77,11 @@ async def test_an_incomplete_slave_becomes_the_master_only_when_the_loss_is_acce
     for extra in ({}, {"swap": "true"}):
         text = await world.refused("ReplaceBroker", **place("g1", 0, "g1-b"), **extra)
         assert "would lose the rest" in text and "acceptLoss" in text
-    await world.done("ReplaceBroker", **place("g1", 0, "g1-b"), acceptLoss="true")
-    assert parts(world) == ("g1-b", None)
+    words = {**place("g1", 0, "g1-b"), "acceptLoss": "true"}
+    [lost] = (await world.done("ReplaceBroker", **words, dryRun="true"))["objections"]
+    assert lost.startswith("lost for good: what g1 acknowledged at any time, and the copy that goes on does not have")
+    await world.done("ReplaceBroker", **words)
+    assert parts(world) == ("g1-b", None) and "what g1 acknowledged" in (await world.audit())[0].after["acceptedLoss"]
 
 
 @in_world

@@ -311,7 +311,9 @@ def test_master_that_lacks_what_is_lost_for_good_goes_on_in_a_new_term():
     master = known.groups["g1"].master
     assert roles.replace_broker(known, master, lambda _: False)[0] is None
     change, _ = roles.replace_broker(known, master, lambda _: False, accept_loss=True)
-    assert (change.new_term, change.master, change.slave) == (8, master, known.groups["g1"].slave)
+    assert (change.new_term, change.slave) == (8, known.groups["g1"].slave)
+    assert change.master == replace(master, incarnation="")
+    roles.check_registration(change.master, "its disk is lost")
 
 
 def test_master_comes_back_with_its_own_disk_only():

@@ -1,0 +1,235 @@
+"""Shell. Both copies of a group stop, and not both return: the group takes messages again by itself, or with the one
+command that Doctor names, and what a copy that is there confirmed is not lost. One page of the runbook each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+
+import pytest
+
+import qmq
+from qmq.errors import OperatorError
+from qmq.tools.inspect import inspect
+from tests.integration.cluster_world import (
+    are_equal,
+    begin,
+    consume_all,
+    data_of,
+    end,
+    log_of,
+    producer,
+    reasons,
+    running,
+    send_all,
+    settings_file,
+    state,
+    until,
+)
+from tests.support.ports import free_ports
+
+COUNT = 20
+GROUPS = ("order", "newer", "older", "saved", "none")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """One for all: each scenario has a group of its own."""
+    alone = {"groups_per_subject_min": 1, "groups_per_subject_new": 1}
+    with running(tmp_path_factory.mktemp("cluster"), groups=GROUPS, metaserver=alone) as cluster:
+        for group in GROUPS:
+            cluster.manage("SetGroupTag", brokerGroup=group, tag=group)
+            cluster.manage("AddNewSubject", subject=f"s.{group}", tag=group)
+        asyncio.run(send_to_all(cluster))
+        yield cluster
+
+
+async def send_to_all(cluster):
+    """To each group alone, and twice, so that its frames tell that the first part is acknowledged."""
+    async with producer(cluster) as sender:
+        for part in (range(COUNT - 1), range(COUNT - 1, COUNT)):
+            messages = [qmq.Message(f"s.{group}", {"n": at}, id=f"before-{at}") for group in GROUPS for at in part]
+            assert all(receipt.is_stored for receipt in await sender.send_many(messages))
+
+
+def copies(cluster, group):
+    return cluster.broker(group, "master"), cluster.broker(group, "slave")
+
+
+def check_all_is_there(cluster, group, count=COUNT):
+    """The group takes messages, both copies are equal, and each acknowledged message is delivered."""
+    cluster.wait_writable(group)
+    until(lambda: are_equal(cluster, group), "equal copies")
+    ids = [id for _, id in consume_all(cluster, f"s.{group}", "check", count)]
+    assert sorted(ids) == sorted(f"before-{at}" for at in range(count))
+    send_all(cluster, f"s.{group}", 1, name="later")
+
+
+def findings(cluster, group):
+    """What Doctor's part of the metaserver says is wrong with a group's brokers: hostname -> check."""
+    checks = cluster.manage("Doctor")["checks"]
+    return {
+        check["facts"]["hostname"]: check
+        for check in checks
+        if not check["ok"] and check["facts"].get("group") == group and "hostname" in check["facts"]
+    }
+
+
+def named_command(cluster, plan):
+    """The ReplaceBroker that Doctor names for a broker, as soon as the metaserver finds it wrong."""
+
+    def find():
+        check = findings(cluster, plan.group).get(plan.hostname)
+        return check and re.search(r"ReplaceBroker((?: --\w+(?:=\S+)?)+)", check["remedy"])
+
+    typed = until(find, f"Doctor names a command for {plan.hostname}")[1]
+    return {name: value or "true" for name, value in re.findall(r"--(\w+)(?:=([^\s;,]+))?", typed)}
+
+
+def carried_out(cluster, words):
+    """Do it once the metaserver does not take the brokers for running any more; return why it is refused, if it is."""
+
+    def tried():
+        try:
+            cluster.manage("ReplaceBroker", **words)
+        except OperatorError as error:
+            return None if "is running" in str(error) else str(error)
+        return "done"
+
+    return until(tried, "the brokers count as stopped")
+
+
+def lose_disk(cluster, plan):
+    """The machine never returns; one with its name and an empty disk does."""
+    shutil.rmtree(data_of(cluster, plan))
+
+
+@pytest.mark.parametrize("first_to_start", ["master", "slave", "at once"])
+def test_both_stop_and_both_return(cluster, first_to_start):
+    master, slave = copies(cluster, "order")
+    if first_to_start == "at once":
+        end(cluster, master.hostname, slave.hostname)
+        begin(cluster, master.hostname, slave.hostname)
+    else:
+        end(cluster, master.hostname)
+        end(cluster, slave.hostname)
+        first, second = (master, slave) if first_to_start == "master" else (slave, master)
+        begin(cluster, first.hostname)
+        until(lambda: state(cluster, first), "the first one is there")
+        begin(cluster, second.hostname)
+    cluster.wait_writable("order")
+    until(lambda: are_equal(cluster, "order"), "equal copies")
+    got = consume_all(cluster, "s.order", f"g.{first_to_start.replace(' ', '')}", COUNT)
+    assert sorted(id for _, id in got) == sorted(f"before-{at}" for at in range(COUNT))
+
+
+def test_the_master_stops_first_and_never_returns(cluster):
+    """The slave confirmed everything: nothing is lost, and nothing has to be accepted."""
+    master, slave = copies(cluster, "older")
+    end(cluster, master.hostname)
+    end(cluster, slave.hostname)
+    lose_disk(cluster, master)
+    words = named_command(cluster, master)
+    assert (words["hostname"], words["role"], words["swap"]) == (slave.hostname, "0", "true")
+    assert carried_out(cluster, words) == "done"
+    begin(cluster, slave.hostname, master.hostname)
+    check_all_is_there(cluster, "older")
+    assert cluster.broker("older", "master") == slave
+
+
+def test_the_newer_copy_never_returns(cluster):
+    """The old slave was made the master, went on without the other one, and is gone with what it wrote alone."""
+    old_master, old_slave = copies(cluster, "newer")
+    end(cluster, old_master.hostname)
+    words = named_command(cluster, old_master)
+    end(cluster, old_slave.hostname)
+    assert carried_out(cluster, words) == "done"
+    begin(cluster, old_slave.hostname)
+    assert len(consume_all(cluster, "s.newer", "alone", COUNT - 1)) == COUNT - 1, "acks go on without a slave"
+    end(cluster, old_slave.hostname)
+    lose_disk(cluster, old_slave)
+
+    begin(cluster, old_master.hostname)
+    until(lambda: state(cluster, old_master), "the older copy is back, as a slave")
+    words = named_command(cluster, old_slave)
+    end(cluster, old_master.hostname)
+    refusal = carried_out(cluster, words)
+    assert words["hostname"] == old_master.hostname and "--acceptLoss=true" in refusal, "it says so, and waits"
+    assert carried_out(cluster, words | {"acceptLoss": "true"}) == "done"
+    begin(cluster, old_master.hostname, old_slave.hostname)
+    check_all_is_there(cluster, "newer")
+    assert len(consume_all(cluster, "s.newer", "alone", COUNT)) >= COUNT, "what was lost is acks: delivered again"
+    trail = json.dumps(cluster.manage("AuditTrail", brokerGroup="newer")["rows"][0])
+    assert "what newer acknowledged" in trail
+
+
+def test_one_disk_is_saved_and_put_into_a_new_machine(cluster, tmp_path):
+    """It is an older backup: what it lacks is lost with the other two disks, and that has to be said."""
+    master, slave = copies(cluster, "saved")
+    end(cluster, master.hostname, slave.hostname)
+    saved = tmp_path / "saved"
+    shutil.copytree(data_of(cluster, master), saved)
+    begin(cluster, master.hostname, slave.hostname)
+    cluster.wait_writable("saved")
+    send_all(cluster, "s.saved", 5, name="after")
+    acknowledged = state(cluster, master).high_watermark
+    until(
+        lambda: json.loads((data_of(cluster, master) / "points.json").read_text())["own"][2] >= acknowledged,
+        "the point is remembered",
+    )
+    end(cluster, master.hostname, slave.hostname)
+    for plan in (master, slave):
+        lose_disk(cluster, plan)
+
+    held = inspect(saved)
+    assert held["subjects"] == {"s.saved": COUNT} and held["log"]["end"] < acknowledged
+    moved = free_ports(1)[0]
+    into_new_machine(cluster, master, saved, moved)
+    begin(cluster, master.hostname, slave.hostname)
+    until(lambda: "rolled_back" in (reasons(cluster, master) or []), "the saved copy says what it lacks")
+    found = until(lambda: findings(cluster, "saved").get(master.hostname), "so does Doctor")
+    assert "rolled_back" in found["found"] and "acceptLoss" in found["remedy"]
+    end(cluster, master.hostname, slave.hostname)
+    words = {
+        "brokerGroup": "saved", "role": 0, "hostname": master.hostname, "ip": "127.0.0.1",
+        "servePort": master.serve_port, "syncPort": moved,
+    }  # fmt: skip
+    assert carried_out(cluster, words | {"acceptLoss": "true"}) == "done"
+    begin(cluster, master.hostname, slave.hostname)
+    check_all_is_there(cluster, "saved")
+    assert "loss accepted" in log_of(cluster, master.hostname)
+
+
+def into_new_machine(cluster, plan, saved, sync_port):
+    """The same name and serve port, so that it is the same broker; another address and another directory."""
+    shutil.copytree(saved, data_of(cluster, plan))
+    path = settings_file(cluster, plan.hostname)
+    path.write_text(path.read_text().replace(f"sync_port = {plan.sync_port}", f"sync_port = {sync_port}"))
+
+
+def test_neither_disk_returns(cluster):
+    """All is lost, and nobody says that it is not: the group begins anew when that is accepted."""
+    master, slave = copies(cluster, "none")
+    end(cluster, master.hostname, slave.hostname)
+    for plan in (master, slave):
+        lose_disk(cluster, plan)
+    begin(cluster, master.hostname, slave.hostname)
+
+    def other_disk():
+        found = findings(cluster, "none").get(master.hostname)
+        return found if found and "--acceptLoss" in found["remedy"] else None
+
+    check = until(other_disk, "Doctor says that this is another disk")
+    assert check["found"] == "runs on another data directory than before"
+    end(cluster, master.hostname)
+    words = {
+        "brokerGroup": "none", "role": 0, "hostname": master.hostname, "ip": "127.0.0.1",
+        "servePort": master.serve_port, "syncPort": master.sync_port, "acceptLoss": "true",
+    }  # fmt: skip
+    assert carried_out(cluster, words) == "done"
+    begin(cluster, master.hostname)
+    cluster.wait_writable("none")
+    send_all(cluster, "s.none", COUNT, name="before")
+    check_all_is_there(cluster, "none")

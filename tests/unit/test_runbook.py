@@ -1,0 +1,90 @@
+"""Shell. The runbook's tables of what keeps a group: each reason and each refusal in the code has its row, and the test
+that tried its way out exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from qmq.replication.readonly import Reason
+
+ROOT = Path(__file__).parents[2]
+RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
+ONLY_WORDS = "parse_"
+"""Functions that refuse words that are misspelt: the error itself says what is right."""
+STARTS = {
+    "qmq/server/running.py": {"_one_process"},
+    "qmq/replication/identity.py": {"_decode"},
+    "qmq/replication/node.py": {"assign"},
+    "metaserver/liveness.py": {"check_free"},
+    "metaserver/roles.py": {"refuse_unknown", "check_kind", "check_registration"},
+}
+"""Functions that send a starting process away."""
+
+
+def rows(heading):
+    """First and last cell of each row of the table below a heading, without their marks."""
+    section = RUNBOOK.partition(f"### {heading}\n")[2].partition("\n#")[0]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    return {cells[0].strip("`"): cells[-1].strip("`") for cells in lines}
+
+
+REASONS = rows("Reasons for readonly")
+REFUSED_STARTS = rows("A broker does not start, or gets no part")
+REFUSED_ROLES = rows("A command about roles is refused")
+
+
+def raised(path, wanted):
+    """Texts of the errors that the functions of a file raise, without what is filled in."""
+    functions = [node for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)]
+    raises = [node for one in functions if wanted(one.name) for node in ast.walk(one) if isinstance(node, ast.Raise)]
+    texts = []
+    for node in raises:
+        parts = [
+            part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        ]
+        if parts:
+            texts.append(" … ".join(parts))
+    assert texts, f"{path} raises nothing"
+    return texts
+
+
+def without_a_row(texts, table):
+    return [text for text in texts if not any(phrase in text for phrase in table)]
+
+
+def test_each_reason_has_its_row():
+    assert set(REASONS) == set(Reason)
+
+
+def test_each_refusal_to_start_has_its_row():
+    texts = [text for path, names in STARTS.items() for text in raised(path, names.__contains__)]
+    assert without_a_row(texts, REFUSED_STARTS) == []
+
+
+def test_each_refusal_of_a_role_has_its_row():
+    others = STARTS["metaserver/roles.py"]
+    texts = raised("metaserver/roles.py", lambda name: name not in others and not name.startswith(ONLY_WORDS))
+    texts += raised("metaserver/old_rows.py", lambda name: name == "adopt")
+    assert len(texts) > 15 and without_a_row(texts, REFUSED_ROLES) == []
+
+
+def test_no_row_is_of_something_that_is_said_no_more():
+    files = [*STARTS, "metaserver/old_rows.py"]
+    said = [text for path in files for text in raised(path, lambda name: True)]
+    assert [phrase for phrase in (*REFUSED_STARTS, *REFUSED_ROLES) if not any(phrase in text for text in said)] == []
+
+
+@pytest.fixture(scope="module")
+def known_tests():
+    return set(
+        re.findall(r"def (test_\w+)", "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py")))
+    )
+
+
+@pytest.mark.parametrize("table", [REASONS, REFUSED_STARTS, REFUSED_ROLES], ids=["reasons", "starts", "roles"])
+def test_each_row_names_the_test_that_tried_it(table, known_tests):
+    assert table and {name for name in table.values() if name not in known_tests} == set()
