@@ -11,9 +11,9 @@ from enum import StrEnum
 from itertools import islice
 from typing import NamedTuple
 
+from qmq.broker.choosing import UNACKED_MESSAGES_MAX
 from qmq.broker.consume import Subscription
-from qmq.broker.hand_out import UNACKED_MESSAGES_MAX
-from qmq.broker.turns import OWED_BYTES_MAX
+from qmq.broker.passes import OWED_BYTES_MAX
 from qmq.log.group import Group
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Core. Who consumes: subscriptions of connections, their leases, and pulls that wait.
 
 Made by a master when it becomes master. All progress is frames of the message log (qmq.log.fold); what lives here is
-only about connections. Which messages a pull gets is decided in `broker.hand_out`.
+only about connections. Which messages a pull gets is decided in `broker.choosing`.
 """
 
 from __future__ import annotations

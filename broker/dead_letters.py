@@ -77,7 +77,7 @@ class DeadLetters:
         self._go_on(burial)
 
     def new_turn(self) -> None:
-        """Begin a turn of the loop; go on if the last one had enough."""
+        """Begin a pass of the loop; go on if the last one had enough."""
         is_tired, self._left = self._left <= 0, COPIES_PER_TURN
         if is_tired:
             self.go_on()
@@ -188,7 +188,7 @@ class DeadLetters:
                     break  # the next frame has it
                 end = min(begin + min(messages, self._left, COPIES_PER_ACK), frame.count)
                 if not 0 <= begin < end:
-                    return  # it was settled meanwhile, or this turn had enough: look anew
+                    return  # it was settled meanwhile, or this pass had enough: look anew
                 cut = slice_batch(body, frame.count, begin, end)
                 for at, data in enumerate(split_batch(cut, end - begin)):
                     self._copy(burial, sequence + at, bytes(data))

@@ -1,6 +1,6 @@
 """Core. A master's part towards consumers: write down who gets what, hand it over when that is safe, take acks.
 
-Which messages a pull gets is decided in `broker.hand_out`; here it becomes frames of progress, in
+Which messages a pull gets is decided in `broker.choosing`; here it becomes frames of progress, in
 `broker.sending` answers.
 
 Keeps I9.
@@ -13,18 +13,18 @@ from collections.abc import Iterable
 from functools import partial
 
 from qmq.broker import causes, progress
+from qmq.broker.choosing import Chosen, choose
 from qmq.broker.consume import Consumption, Subscription, WaitingPull
 from qmq.broker.counters import Counters
 from qmq.broker.dead_letters import DeadLetters
 from qmq.broker.filtering import Filtering, Reading
-from qmq.broker.hand_out import HandOut, choose
 from qmq.broker.labels import Sight
 from qmq.broker.offline import Offline
+from qmq.broker.passes import OWED_BYTES_MAX, TRY_BYTES, Passes
 from qmq.broker.sending import Sending
 from qmq.broker.settings import BrokerSettings
 from qmq.broker.tags import TagRule
 from qmq.broker.terms import read_terms
-from qmq.broker.turns import OWED_BYTES_MAX, TRY_BYTES, Turns
 from qmq.errors import CorruptFrame, ErrorCode, InvalidRequest, LogError, NotServed, OperatorError, QmqError
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer
@@ -53,8 +53,8 @@ class Delivery:
         self._filtering = Filtering(mastership.log, lambda: self.consumption.connected)
         mastership.before_progress = self._changing
         self._woken: dict[str, None] = {}
-        self._turns = Turns()
-        self._sending = Sending(mastership, counters, self._turns, self.writable_again)
+        self._passes = Passes()
+        self._sending = Sending(mastership, counters, self._passes, self.writable_again)
         self._offline = Offline()
         self._forgot_ms = 0
         self.causes = causes.Causes(self._facts)
@@ -277,7 +277,7 @@ class Delivery:
     # Events.
 
     def wake(self, subject: str) -> None:
-        """Messages of `subject` came or came back; at the end of the turn those who wait for them are served."""
+        """Messages of `subject` came or came back; at the end of the pass those who wait for them are served."""
         self._woken[subject] = None
 
     def serve_all(self) -> None:
@@ -290,13 +290,13 @@ class Delivery:
 
     def _line_up(self, subscriptions: list[Subscription]) -> None:
         for subscription in subscriptions:
-            self._turns.add(subscription)
+            self._passes.add(subscription)
         self._mastership.host.pass_soon()
 
-    def take_turns(self) -> None:
-        """At the end of a turn of the loop: serve who waits for what came, as long as one of ours may take."""
-        turns = self._turns
-        turns.begin()
+    def run_pass(self) -> None:
+        """At the end of a pass of the loop: serve who waits for what came, as long as one of ours may take."""
+        passes = self._passes
+        passes.begin()
         self._dead_letters.new_turn()
         for subject in self._filtering.new_turn():
             self.wake(subject)
@@ -304,11 +304,11 @@ class Delivery:
             woken, self._woken = self._woken, {}
             for subject in woken:
                 for key in self.consumption.groups_waiting_on(subject):
-                    turns.add(key)
-        while (entry := turns.next()) is not None:
+                    passes.add(key)
+        while (entry := passes.next()) is not None:
             if self._take_turn(entry):
-                turns.add(entry)
-        if not turns.is_over:
+                passes.add(entry)
+        if not passes.is_over:
             self._mastership.host.pass_soon()
 
     def _take_turn(self, entry: Subscription | tuple[str, str]) -> bool:
@@ -372,8 +372,8 @@ class Delivery:
     # Handing over.
 
     def _offer(self, subscription: Subscription) -> None:
-        """Serve a subscription at once, or in its turn if this one has done enough."""
-        while self._turns.has_time:
+        """Serve a subscription at once, or in a later pass if this one has done enough."""
+        while self._passes.has_time:
             if not self._serve_or_tell(subscription):
                 return
         self._line_up([subscription])
@@ -394,12 +394,12 @@ class Delivery:
         if not self._mastership.may_progress or subscription.key in self._offline:
             return False
         while (pull := self._next_pull(subscription)) is not None:
-            hand_out = self._choose(subscription, pull)
-            if hand_out is None:
+            chosen = self._choose(subscription, pull)
+            if chosen is None:
                 return False
-            self._write_down(subscription, hand_out)
-            if hand_out.parts:
-                self._sending.begin(subscription, self.consumption.take_waiting(subscription), hand_out)
+            self._write_down(subscription, chosen)
+            if chosen.parts:
+                self._sending.begin(subscription, self.consumption.take_waiting(subscription), chosen)
                 return True
         return False
 
@@ -414,9 +414,9 @@ class Delivery:
             link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
         return None
 
-    def _choose(self, subscription: Subscription, pull: Pull) -> HandOut | None:
+    def _choose(self, subscription: Subscription, pull: Pull) -> Chosen | None:
         mastership = self._mastership
-        self._turns.spend(TRY_BYTES)
+        self._passes.spend(TRY_BYTES)
         limit = mastership.gate.high_watermark if mastership.gate.no_slave_in_sync else mastership.log.end
         now_ms, single = mastership.retry_ms(), None
         if self._filtering.concerns(subscription):
@@ -449,19 +449,19 @@ class Delivery:
         else:
             self._line_up(self.consumption.waiting_in(reading.subject, reading.group))
 
-    def _write_down(self, subscription: Subscription, hand_out: HandOut) -> None:
+    def _write_down(self, subscription: Subscription, chosen: Chosen) -> None:
         mastership = self._mastership
-        if hand_out.entries:
-            mastership.append_progress(FrameKind.PULL, subscription.key, hand_out.entries)
-        if hand_out.gone:  # or they would be looked for and counted again by every consumer that comes back
-            mastership.append_progress(FrameKind.ACK, subscription.key, _entries(hand_out.gone))
-        if hand_out.skipped:
-            self.consumption.note_skipped(subscription.subject, subscription.group, hand_out.skipped)
-        ends = [part.pull_sequence + part.end - part.begin for part in hand_out.parts[-1:]]
-        ends += [end for _, end in (*hand_out.gone[-1:], *hand_out.dead[-1:])]
+        if chosen.entries:
+            mastership.append_progress(FrameKind.PULL, subscription.key, chosen.entries)
+        if chosen.gone:  # or they would be looked for and counted again by every consumer that comes back
+            mastership.append_progress(FrameKind.ACK, subscription.key, _entries(chosen.gone))
+        if chosen.skipped:
+            self.consumption.note_skipped(subscription.subject, subscription.group, chosen.skipped)
+        ends = [part.pull_sequence + part.end - part.begin for part in chosen.parts[-1:]]
+        ends += [end for _, end in (*chosen.gone[-1:], *chosen.dead[-1:])]
         subscription.resend = max((subscription.resend, *ends))
-        if hand_out.dead:
-            self._bury(subscription, hand_out.dead)
+        if chosen.dead:
+            self._bury(subscription, chosen.dead)
 
     def _bury(self, subscription: Subscription, dead: list[tuple[int, int]]) -> None:
         reason = f"handed out {subscription.deliveries_max} times, and never acked"

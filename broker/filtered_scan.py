@@ -9,9 +9,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from qmq.broker.choosing import FRAMES_AT_ONCE, Budget, Chosen, Part
 from qmq.broker.consume import Subscription
 from qmq.broker.group_filter import PASSED_MS, GroupFilter
-from qmq.broker.hand_out import FRAMES_AT_ONCE, Budget, HandOut, Part
 from qmq.broker.key_making import frames_of, made_again
 from qmq.broker.keys import Keys
 from qmq.broker.labels import ENDS, NO_LABELS, Body, Sights
@@ -51,7 +51,7 @@ class FilteredScan:
 
     def __init__(
         self, message_log: MessageLog, sights: Sights, group_filter: GroupFilter, subscription: Subscription,
-        cut: Budget, made: HandOut, *, now_ms: int, looks: int,
+        cut: Budget, made: Chosen, *, now_ms: int, looks: int,
     ) -> None:  # fmt: skip
         self._log, self._sights, self._group_filter, self._subscription = (
             message_log,

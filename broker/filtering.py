@@ -1,6 +1,6 @@
 """Core. Which messages a pull gets where single ones have to be chosen: by the consumer's tags, by the order keys.
 
-For a subscription without tags, of a subject without order keys, `broker.hand_out` decides on ranges alone. Here each
+For a subscription without tags, of a subject without order keys, `broker.choosing` decides on ranges alone. Here each
 message is looked at, in order: first those that came back and are due, then what is new. One of these is decided:
 
     handed out   it matches, and no earlier message of its key is unsettled
@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
+from qmq.broker.choosing import Budget, Chosen
 from qmq.broker.consume import Subscription
 from qmq.broker.filtered_scan import FilteredScan
 from qmq.broker.group_filter import GroupFilter, sequences_unacked
-from qmq.broker.hand_out import Budget, HandOut
 from qmq.broker.labels import Sight, Sights, read_sight
 from qmq.broker.tags import TagRule
 from qmq.errors import LogError
@@ -35,7 +35,7 @@ from qmq.log.progress import Entry
 log = logging.getLogger(__name__)
 
 LOOKS_PER_TURN = 20_000
-"""Messages looked at in one turn of the loop, over all groups: about 2 ms."""
+"""Messages looked at in one pass of the loop, over all groups: about 2 ms."""
 
 
 class Reading(NamedTuple):
@@ -59,11 +59,11 @@ class Filtering:
         self._readings: list[Reading] = []
         self._tired: dict[str, None] = {}
         self._looks = LOOKS_PER_TURN
-        """How many messages may still be looked at in this turn."""
+        """How many messages may still be looked at in this pass."""
 
     @property
     def is_tired(self) -> bool:
-        """Whether another turn is needed, for there is more to look at."""
+        """Whether another pass is needed, for there is more to look at."""
         return bool(self._tired)
 
     def concerns(self, subscription: Subscription) -> bool:
@@ -86,7 +86,7 @@ class Filtering:
             log.warning("consumers of one group ask for different tags subject=%s group=%s consumer=%s: what one of "
                         "them passes over is over for all", *subscription.key)  # fmt: skip
 
-    def choose(self, subscription: Subscription, now_ms: int, cut: Budget, made: HandOut) -> None:
+    def choose(self, subscription: Subscription, now_ms: int, cut: Budget, made: Chosen) -> None:
         """Add to `made` what this subscription gets; its caller writes that down at once."""
         key = subscription.key[:2]
         group_filter = self._filters.setdefault(key, GroupFilter(*key))
@@ -132,7 +132,7 @@ class Filtering:
         ranges = [(0, consumer.next_pull)] if kind == FrameKind.POSITION else [entry[:2] for entry in entries]
         group_filter.changing += [held for begin, end in ranges for held in sequences_unacked(consumer, begin, end)]
 
-    # Reading, and other turns.
+    # Reading, and other passes.
 
     def take_readings(self) -> list[Reading]:
         """Take away and return what has to be read; each comes back to `was_read`."""
@@ -151,7 +151,7 @@ class Filtering:
                 group_filter.labels_before.update(found.labels)
 
     def new_turn(self) -> list[str]:
-        """Begin a turn; return the subjects whose pulls have to be served for there is more to look at."""
+        """Begin a pass; return the subjects whose pulls have to be served for there is more to look at."""
         self._looks = LOOKS_PER_TURN
         tired, self._tired = self._tired, {}
         return list(tired)

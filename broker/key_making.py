@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
+from qmq.broker.choosing import FRAMES_AT_ONCE
 from qmq.broker.group_filter import GroupFilter
-from qmq.broker.hand_out import FRAMES_AT_ONCE
 from qmq.broker.keys import Keys
 from qmq.broker.labels import Sights
 from qmq.log import MessageLog

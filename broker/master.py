@@ -54,7 +54,7 @@ class BrokerMaster(Master):
 
     def end_of_pass(self) -> None:
         """Wake pulls before everything is shipped: one confirmation then covers messages and pull frames."""
-        self._delivery.take_turns()
+        self._delivery.run_pass()
         super().end_of_pass()
 
     def tick(self, now_ms: int) -> None:

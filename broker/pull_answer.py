@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from zlib import crc32
 
+from qmq.broker.choosing import Chosen
 from qmq.broker.consume import Subscription
-from qmq.broker.hand_out import HandOut
 from qmq.codec import Buffer, labels_bytes, slice_batch
 from qmq.errors import QmqError
 from qmq.log.frame import FLAG_LABELLED, FLAG_NO_SLAVE_IN_SYNC, FLAG_ORDERED, Frame
@@ -21,16 +21,16 @@ class PullAnswer:
     """An answer to a pull that waits for two things: that it is safe, and that its bytes were read."""
 
     __slots__ = (
-        "subscription", "packet", "hand_out", "bytes", "bodies", "is_read", "_gate", "_settled", "_flags", "_is_safe",
+        "subscription", "packet", "chosen", "bytes", "bodies", "is_read", "_gate", "_settled", "_flags", "_is_safe",
         "_is_over",
     )  # fmt: skip
 
     def __init__(
-        self, subscription: Subscription, packet: Packet, hand_out: HandOut, gate: AckGate,
+        self, subscription: Subscription, packet: Packet, chosen: Chosen, gate: AckGate,
         settled: Callable[[Link, int], None],
     ) -> None:  # fmt: skip
-        self.subscription, self.packet, self.hand_out = subscription, packet, hand_out
-        self.bytes = hand_out.bytes()
+        self.subscription, self.packet, self.chosen = subscription, packet, chosen
+        self.bytes = chosen.bytes()
         """About how many it will have."""
         self.bodies: dict[int, tuple[Frame, Buffer]] = {}
         self.is_read = True
@@ -42,7 +42,7 @@ class PullAnswer:
             subscription = self.subscription
             subscription.link.refuse(self.packet, error)
             subscription.in_flight -= 1
-            subscription.resend = min(subscription.resend, self.hand_out.parts[0].pull_sequence)
+            subscription.resend = min(subscription.resend, self.chosen.parts[0].pull_sequence)
             self._settled(subscription.link, self.bytes)
             self._is_over = True
         # As of now: a slave that comes while the bytes are still being read has not confirmed the pull by that.
@@ -67,7 +67,7 @@ class PullAnswer:
             self.subscription.link.refuse(self.packet, self.subscription.over)
             return True
         buffers: list[Buffer] = []
-        for part in self.hand_out.parts:
+        for part in self.chosen.parts:
             frame, body = self.bodies[part.ref.offset]
             crc, begin, count = frame.body_crc, frame.first_sequence, part.end - part.begin
             if count != frame.count:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 from qmq.broker.bodies import Bodies
+from qmq.broker.choosing import Chosen
 from qmq.broker.consume import Subscription, WaitingPull
 from qmq.broker.counters import Counters
-from qmq.broker.hand_out import HandOut
+from qmq.broker.passes import DELIVERY_BYTES, OWED_BYTES_MAX, Passes
 from qmq.broker.pull_answer import PullAnswer
-from qmq.broker.turns import HAND_OUT_BYTES, OWED_BYTES_MAX, Turns
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame, LogError
 from qmq.log.frame import Frame
@@ -25,32 +25,32 @@ class Sending:
     may have answers again."""
 
     def __init__(
-        self, mastership: Mastership, counters: Counters, turns: Turns, writable_again: Callable[[Link], None]
+        self, mastership: Mastership, counters: Counters, passes: Passes, writable_again: Callable[[Link], None]
     ) -> None:
-        self._mastership, self._counters, self._turns = mastership, counters, turns
+        self._mastership, self._counters, self._passes = mastership, counters, passes
         self._writable_again = writable_again
         self._bodies = Bodies(mastership.log, mastership.host)
 
-    def begin(self, subscription: Subscription, waiting: WaitingPull, hand_out: HandOut) -> None:
+    def begin(self, subscription: Subscription, waiting: WaitingPull, chosen: Chosen) -> None:
         """Answer a pull with what was written down for it, once that is safe and its bytes are at hand."""
         mastership = self._mastership
         subscription.in_flight += 1
-        self._counters.pulled_messages += sum(part.end - part.begin for part in hand_out.parts)
-        answer = PullAnswer(subscription, waiting.packet, hand_out, mastership.gate, self._settled)
+        self._counters.pulled_messages += sum(part.end - part.begin for part in chosen.parts)
+        answer = PullAnswer(subscription, waiting.packet, chosen, mastership.gate, self._settled)
         subscription.link.owed_bytes += answer.bytes
-        self._turns.spend(HAND_OUT_BYTES + answer.bytes)
+        self._passes.spend(DELIVERY_BYTES + answer.bytes)
         subscription.owed.append(answer.send)
         missing: dict[int, FrameRef] = {}
-        for part in hand_out.parts:
+        for part in chosen.parts:
             offset = part.ref.offset
-            if (found := hand_out.bodies.get(offset) or self._bodies.at_hand(offset)) is not None:
+            if (found := chosen.bodies.get(offset) or self._bodies.at_hand(offset)) is not None:
                 answer.bodies[offset] = found
             else:
                 missing[offset] = part.ref
         if missing:
             answer.is_read = False
             self._bodies.read([missing[offset] for offset in sorted(missing)], partial(self._bodies_read, answer))
-        mastership.gate.progress(mastership.log.end, hand_out.data_end, answer.safe)
+        mastership.gate.progress(mastership.log.end, chosen.data_end, answer.safe)
         mastership.gate.release_now()
 
     def _settled(self, link: Link, size: int) -> None:

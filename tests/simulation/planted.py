@@ -328,13 +328,13 @@ def _broker_acks_for_its_consumers() -> list[Patch]:
     """W10: what stands before a part that is handed out again counts as acked, though its consumer holds it."""
     real = Delivery._write_down
 
-    def write_down(self: Delivery, subscription: Any, hand_out: Any) -> None:
+    def write_down(self: Delivery, subscription: Any, chosen: Any) -> None:
         consumer = self.consumption.consumer(*subscription.key)
-        if not hand_out.entries and hand_out.parts and consumer is not None:
-            first, end = consumer.acked_end, hand_out.parts[0].pull_sequence
+        if not chosen.entries and chosen.parts and consumer is not None:
+            first, end = consumer.acked_end, chosen.parts[0].pull_sequence
             if first < end:
                 self._mastership.append_progress(frames.FrameKind.ACK, subscription.key, [(first, end, 0)])
-        real(self, subscription, hand_out)
+        real(self, subscription, chosen)
 
     return [mock.patch.object(Delivery, "_write_down", write_down)]
 
@@ -344,9 +344,9 @@ def _chosen_messages_are_counted_from_the_first() -> list[Patch]:
     real = PullAnswer.send
 
     def send(self: Any) -> bool:
-        sequence = self.hand_out.parts[0].begin
+        sequence = self.chosen.parts[0].begin
         headers = []
-        for part in self.hand_out.parts:
+        for part in self.chosen.parts:
             headers.append(sequence)
             sequence += part.end - part.begin
         numbers = iter(headers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.broker import hand_out
+from qmq.broker import choosing
 from qmq.errors import ErrorCode
 from qmq.log.frame import FrameKind, decode_frames
 from qmq.remoting import commands
@@ -342,7 +342,7 @@ def test_pulls_of_one_subscription_are_bounded():
 
 
 def test_consumer_at_its_limit_of_unacked_messages_goes_on_when_it_acks(monkeypatch):
-    monkeypatch.setattr(hand_out, "UNACKED_MESSAGES_MAX", 2)
+    monkeypatch.setattr(choosing, "UNACKED_MESSAGES_MAX", 2)
     group, client = a_group()
     client.produce("m0", "m1", "m2")
     client.subscribe()

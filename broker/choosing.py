@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class HandOut:
+class Chosen:
     """What a pull is answered with, and what must be written down for that. There may be nothing to answer with."""
 
     parts: list[Part] = field(default_factory=list)
@@ -73,8 +73,8 @@ class HandOut:
 
 def choose(
     log: MessageLog, subscription: Subscription, pull: Pull, *, data_limit: int, now_ms: int,
-    single: Callable[[Budget, HandOut], None] | None = None,
-) -> HandOut | None:  # fmt: skip
+    single: Callable[[Budget, Chosen], None] | None = None,
+) -> Chosen | None:  # fmt: skip
     """Choose what a pull gets now; None if there is nothing.
 
     Args:
@@ -111,7 +111,7 @@ class Choice:
     def __init__(self, log: MessageLog, subscription: Subscription, pull: Pull, data_limit: int) -> None:
         self._log, self._subscription = log, subscription
         self.cut = Budget(min(pull.messages_max, PULL_MESSAGES_MAX), min(pull.bytes_max, PULL_BYTES_MAX), data_limit)
-        self.made = HandOut()
+        self.made = Chosen()
 
     @property
     def is_over(self) -> bool:

@@ -1,4 +1,4 @@
-"""Turns of bounded work: who asks for much costs the others a turn, and who reads nothing costs bounded memory."""
+"""Passes of bounded work: who asks for much costs the others a pass, and who reads nothing costs bounded memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from qmq.broker import delivery
-from qmq.broker.turns import OWED_BYTES_MAX, TURN_BYTES, Turns
+from qmq.broker.passes import OWED_BYTES_MAX, PASS_BYTES, Passes
 from qmq.errors import ErrorCode
 from qmq.remoting.commands import Command
 from tests.unit.broker.test_produce import a_group
@@ -39,17 +39,17 @@ def looks(monkeypatch):
 
 
 def test_turn_ends_when_it_has_done_enough_and_the_next_one_goes_on_behind_it():
-    turns = Turns()
+    passes = Passes()
     for name in "abc":
-        turns.add(("s", name))
+        passes.add(("s", name))
     served = []
     for _ in range(2):
-        turns.begin()
-        while (entry := turns.next()) is not None:
+        passes.begin()
+        while (entry := passes.next()) is not None:
             served.append(entry[1])
-            turns.spend(TURN_BYTES // 2)
-            turns.add(entry)
-    assert served == ["a", "b", "c", "a"] and not turns.is_over
+            passes.spend(PASS_BYTES // 2)
+            passes.add(entry)
+    assert served == ["a", "b", "c", "a"] and not passes.is_over
 
 
 def test_message_for_a_group_of_200_consumers_is_looked_for_once(looks):

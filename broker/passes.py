@@ -1,7 +1,7 @@
-"""Core. Whose turn it is: pulls are served in turns of bounded work, the one served longest ago first.
+"""Core. Who is served next: pulls are served in passes of bounded work, the one served longest ago first.
 
-A turn ends when it has done enough, also if somebody still waits; the loop then looks at its sockets before the next
-one. So a backlog, a group of many consumers or a consumer with many pulls costs everybody else at most a turn.
+A pass ends when it has done enough, also if somebody still waits; the loop then looks at its sockets before the next
+one. So a backlog, a group of many consumers or a consumer with many pulls costs everybody else at most a pass.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import TypeAlias
 
 from qmq.broker.consume import Subscription
 
-TURN_BYTES = 4 << 20
-"""What a turn may hand out: 2 to 5 ms of work."""
+PASS_BYTES = 4 << 20
+"""What a pass may deliver: 2 to 5 ms of work."""
 TRY_BYTES = 16 << 10
-"""What looking for something counts for, found or not: 256 looks are a turn."""
-HAND_OUT_BYTES = 48 << 10
-"""What a hand-out counts for besides its bytes: frame of progress, answer, bookkeeping."""
+"""What looking for something counts for, found or not: 256 looks are a pass."""
+DELIVERY_BYTES = 48 << 10
+"""What a delivery counts for besides its bytes: frame of progress, answer, bookkeeping."""
 OWED_BYTES_MAX = 16 << 20
 """Answers under way to one connection; at the limit its pulls wait. One that reads nothing costs this and what its
 socket takes, however much it asks for."""
@@ -24,24 +24,24 @@ Entry: TypeAlias = Subscription | tuple[str, str]
 """One consumer; or (subject, group): whichever of its consumers was served longest ago."""
 
 
-class Turns:
-    """Who waits for a turn. Made by the delivery; ends with the mastership."""
+class Passes:
+    """Who waits to be served. Made by the delivery; ends with the mastership."""
 
     def __init__(self) -> None:
         self._queue: dict[Entry, None] = {}
-        self._left = TURN_BYTES
+        self._left = PASS_BYTES
 
     def begin(self) -> None:
-        self._left = TURN_BYTES
+        self._left = PASS_BYTES
 
     @property
     def has_time(self) -> bool:
-        """Whether this turn may go on."""
+        """Whether this pass may go on."""
         return self._left > 0
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits for a turn."""
+        """Whether nobody waits to be served."""
         return not self._queue
 
     def add(self, entry: Entry) -> None:
@@ -52,7 +52,7 @@ class Turns:
         self._left -= size
 
     def next(self) -> Entry | None:
-        """Take away and return who comes next; None if nobody does in this turn."""
+        """Take away and return who comes next; None if nobody does in this pass."""
         if not self._queue or self._left <= 0:
             return None
         entry = next(iter(self._queue))
