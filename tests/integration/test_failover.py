@@ -4,17 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import asynccontextmanager
 
 import qmq
-from tests.integration.cluster_world import are_equal, begin, consume_all, end, log_of, producer, running, state
-from tests.support.waiting import until, until_async
+from tests.integration.cluster_world import (
+    are_equal,
+    begin,
+    consume_all,
+    consumer,
+    end,
+    log_of,
+    producer,
+    running,
+    state,
+)
+from tests.support.waiting import WAIT_S, until, until_async
 
 BACKLOG = 500
 
 
+@asynccontextmanager
+async def read_on(reader):
+    """A consumer with few messages in its hands: `read(count)` pulls and acks until it got so many in all."""
+    got = set()
+    async with reader.pull("s", group="alone", start="earliest", prefetch_messages=10) as puller:
+
+        async def read(count):
+            async with asyncio.timeout(WAIT_S):
+                while len(got) < count:
+                    messages = await puller.pull(10, timeout=1.0)
+                    got.update(message.sequence for message in messages)
+                    await puller.ack(messages)
+
+        yield read
+
+
 async def kill_under_load(cluster, master, slave):
     """Send all the time; kill the master for good, consume, let it begin again; return the ids that were stored."""
-    stored, is_over = [], asyncio.Event()
+    stored, changes, is_over = [], [], asyncio.Event()
+    reader = consumer(cluster)
+    reader.on_master_changed(changes.append)
 
     async def send(sender, name):
         at = 0
@@ -24,15 +53,16 @@ async def kill_under_load(cluster, master, slave):
             assert receipt.is_stored
             stored.append(receipt.message_id)
 
-    async with producer(cluster) as sender, asyncio.TaskGroup() as tasks:
+    async with producer(cluster) as sender, read_on(reader) as read, asyncio.TaskGroup() as tasks:
         for name in "abcd":
             tasks.create_task(send(sender, name))
         await until_async(lambda: len(stored) >= BACKLOG, "a backlog")
+        await read(1)
         await asyncio.to_thread(end, cluster, master.hostname)
         await until_async(lambda: cluster.broker("g1", "master").hostname == slave.hostname, "the slave is the master")
         before = len(stored)
-        got = await asyncio.to_thread(consume_all, cluster, "s", "alone", BACKLOG - 50)
-        assert len({id for _, id in got}) == len(got)
+        await read(BACKLOG - 50)
+        assert [(change.broker_group, change.term) for change in changes] == [("g1", 3)]
         assert len(stored) == before, "one copy alone acknowledges nothing"
         await asyncio.to_thread(begin, cluster, master.hostname)
         await until_async(lambda: len(stored) > before + 100, "with the old master as its slave, it goes on by itself")
@@ -41,7 +71,8 @@ async def kill_under_load(cluster, master, slave):
 
 
 def test_the_slave_of_a_killed_master_goes_on_and_nothing_acknowledged_is_lost(tmp_path):
-    with running(tmp_path / "cluster", slave_wait_ms=60_000, metaserver={"failover": True}) as cluster:
+    settings = {"slave_wait_ms": 60_000, "metaserver": {"failover": True}}
+    with running(tmp_path / "cluster", delay_groups=("d1",), **settings) as cluster:
         master, slave = cluster.broker("g1", "master"), cluster.broker("g1", "slave")
         stored = asyncio.run(kill_under_load(cluster, master, slave))
         assert len(stored) == len(set(stored))
@@ -56,3 +87,8 @@ def test_the_slave_of_a_killed_master_goes_on_and_nothing_acknowledged_is_lost(t
         assert re.search(
             rf"failover broker_group=g1 from={master.hostname}.*duration_ms=\d+", log_of(cluster, "metaserver")
         )
+
+        # A delay group is no other.
+        master, slave = cluster.broker("d1", "master"), cluster.broker("d1", "slave")
+        end(cluster, master.hostname)
+        until(lambda: cluster.broker("d1", "master").hostname == slave.hostname, "its slave is the master")
