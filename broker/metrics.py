@@ -12,7 +12,7 @@ from qmq.broker.master import BrokerMaster
 from qmq.broker.retention import Retention
 from qmq.broker.settings import BrokerSettings
 from qmq.http_port import HttpPort
-from qmq.server.metrics import CopyCollector, http_port
+from qmq.server.metrics import CopyCollector, http_port, largest
 from qmq.server.service import Service
 
 
@@ -21,9 +21,9 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
 
     def __init__(
         self, service: Service[BrokerMaster], counters: Counters, loop: asyncio.AbstractEventLoop,
-        retention: Retention,
+        retention: Retention, shown_max: int,
     ) -> None:  # fmt: skip
-        super().__init__("qmq_broker", service, counters, loop)
+        super().__init__("qmq_broker", service, counters, loop, shown_max)
         self._counters, self._retention = counters, retention
 
     def read(self) -> Iterator[Metric]:
@@ -68,10 +68,15 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
         lag = self.gauges("lag_messages", "Messages not handed out yet", *labels)
         unacked = self.gauges("unacked_messages", "Messages handed out and not acked", *labels)
         state = self._service.node.log.state
+        behind = {}
         for (subject, name), progress in state.groups.items():
             waiting = state.next_sequence.get(subject, 0) - progress.position + progress.requeued.messages
-            lag.add_metric([self.group, subject, name], waiting)
             held = sum(consumer.unacked_messages for consumer in progress.consumers.values())
+            behind[subject, name] = waiting, held
+        yield self.gauge(("consumer_groups", "Consumer groups; metrics_subjects_max of them are shown", len(behind)))
+        for (subject, name), _ in largest(((key, sum(both)) for key, both in behind.items()), self._shown_max):
+            waiting, held = behind[subject, name]
+            lag.add_metric([self.group, subject, name], waiting)
             unacked.add_metric([self.group, subject, name], held)
         yield lag
         yield unacked
@@ -82,4 +87,5 @@ def open_http(
 ) -> HttpPort:
     """Open the HTTP port."""
     loop = asyncio.get_running_loop()
-    return http_port(BrokerCollector(service, counters, loop, retention), service, settings)
+    shown_max = settings.metrics_subjects_max
+    return http_port(BrokerCollector(service, counters, loop, retention, shown_max), service, settings)

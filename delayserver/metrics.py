@@ -25,9 +25,9 @@ class DelayCollector(CopyCollector[DelayMaster]):
 
     def __init__(
         self, service: Service[DelayMaster], counters: Counters, filing: Filing, loop: asyncio.AbstractEventLoop,
-        refusals: Callable[[], Sized],
+        refusals: Callable[[], Sized], shown_max: int,
     ) -> None:  # fmt: skip
-        super().__init__(NAME, service, counters, loop)
+        super().__init__(NAME, service, counters, loop, shown_max)
         self._counters, self._filing, self._refusals = counters, filing, refusals
 
     def read(self) -> Iterator[Metric]:
@@ -106,4 +106,5 @@ def open_http(
 ) -> HttpPort:
     """Open the HTTP port. `refusals`: subjects whose route is refused; called on the loop."""
     loop = asyncio.get_running_loop()
-    return http_port(DelayCollector(service, counters, filing, loop, refusals), service, settings)
+    shown_max = settings.metrics_subjects_max
+    return http_port(DelayCollector(service, counters, filing, loop, refusals, shown_max), service, settings)

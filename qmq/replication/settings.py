@@ -19,6 +19,9 @@ class CopySettings:
     sync_port: int = setting(20882, least=1, most=65535, why="TCP port for the slave; QMQ's default")
     control_port: int = setting(20883, least=1, most=65535, why="gRPC port for metaserver, tools, repair and Spark")
     metrics_port: int = setting(20884, least=1, most=65535, why="HTTP port of /metrics")
+    metrics_subjects_max: int = setting(
+        2000, least=0, most=1_000_000, why="subjects and consumer groups on that page, those with most; all are counted"
+    )
     data: Path = setting(why="directory of the message log; one broker, one directory")
     metaserver: str = setting("http://127.0.0.1:8080", why="HTTP address of the metaserver, or of nginx before several")
     token: str = setting(why="key of the installation, the metaservers' cluster_token; others' are checked there")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import nlargest
 from itertools import accumulate
-from typing import Any, Generic
+from operator import itemgetter
+from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -22,10 +24,22 @@ from qmq.server.http import CopyHttp
 from qmq.server.overload import ConnectionState
 from qmq.server.producing import PRODUCE_MS_BUCKETS, ProduceCounters
 from qmq.server.service import M, Service
+from qmq.subjects import is_dead_letter_subject
 from qmq.version import VERSION
 
 Reading = tuple[str, str, float]
 """Name without the prefix, what it says, value."""
+
+Name = TypeVar("Name")
+Size = TypeVar("Size", float, tuple[bool, int])
+
+
+def largest(sizes: Iterable[tuple[Name, Size]], most: int) -> list[tuple[Name, Size]]:
+    """Return the `most` largest in the order in which they came: 10,000 subjects would be a page of 3 MB."""
+    numbered = [(size, -number, name) for number, (name, size) in enumerate(sizes)]
+    if len(numbered) > most:
+        numbered = sorted(nlargest(most, numbered, key=itemgetter(0, 1)), key=itemgetter(1), reverse=True)
+    return [(name, size) for size, _, name in numbered]
 
 
 class CopyCollector(Collector, Generic[M]):
@@ -33,14 +47,15 @@ class CopyCollector(Collector, Generic[M]):
 
     Args:
         prefix: with which all names begin.
+        shown_max: how many subjects, and how many consumer groups, are shown one by one.
     """
 
     def __init__(
-        self, prefix: str, service: Service[M], counters: ProduceCounters,
-        loop: asyncio.AbstractEventLoop,
+        self, prefix: str, service: Service[M], counters: ProduceCounters, loop: asyncio.AbstractEventLoop,
+        shown_max: int,
     ) -> None:  # fmt: skip
         self._prefix, self._service, self._loop = prefix, service, loop
-        self._produce_counters = counters
+        self._produce_counters, self._shown_max = counters, shown_max
 
     def collect(self) -> Iterator[Metric]:
         async def read() -> list[Metric]:
@@ -68,10 +83,7 @@ class CopyCollector(Collector, Generic[M]):
             "produce_seconds", "Time from a batch's arrival to its acknowledgement", PRODUCE_MS_BUCKETS,
             self._produce_counters.produce_ms_counts, self._produce_counters.produce_ms_sum,
         )  # fmt: skip
-        received = self.counts("subject_messages", "Messages in the log since its beginning", "subject")
-        for subject, sequence in self._service.node.log.state.next_sequence.items():
-            received.add_metric([self.group, subject], sequence)
-        yield received
+        yield from self._subjects()
 
     # Families, all labelled with the group first.
 
@@ -149,6 +161,16 @@ class CopyCollector(Collector, Generic[M]):
         if service.scrub is not None:
             yield "scrubbed_bytes", "Bytes of closed segments that were read again", service.scrub.bytes
             yield "scrub_findings", "Damage that this found", service.scrub.findings
+
+    def _subjects(self) -> Iterator[Metric]:
+        """Of each subject, how many messages; those of dead letters come first, as alerts watch them."""
+        ends = self._service.node.log.state.next_sequence
+        yield self.gauge(("subjects", "Subjects in the log; of so many, metrics_subjects_max are shown", len(ends)))
+        received = self.counts("subject_messages", "Messages in the log since its beginning", "subject")
+        ranked = ((name, (is_dead_letter_subject(name), end)) for name, end in ends.items())
+        for subject, (_, end) in largest(ranked, self._shown_max):
+            received.add_metric([self.group, subject], end)
+        yield received
 
     def _flow(self) -> Iterator[Metric]:
         now = self.gauges(

@@ -25,6 +25,7 @@ DELAYED = "due messages wait at the delay group; qmq_delayserver_due_messages, a
 COPY = {
     "segment_bytes": DISK, "tail_bytes": DISK, "cached_bytes": DISK, "scrub_hours": DISK, "scrub_bytes_per_s": DISK,
     "inline_sync_us_max": DISK, "retention_hours": DISK, "retention_bytes": DISK,
+    "metrics_subjects_max": "what /metrics shows; Lag and Doctor have all",
     "clock_difference_ms_max": "nothing is deleted; Doctor's finding `clocks`",
     "packet_bytes_max": "a packet beyond it is refused; what is delivered is cut to 8 MiB",
     "message_bytes_max": PRODUCERS, "new_subjects_per_minute": PRODUCERS, "new_subjects_max": PRODUCERS,
