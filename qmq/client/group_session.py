@@ -12,7 +12,6 @@ from itertools import pairwise, repeat
 from typing import Protocol
 
 from qmq.client.batching import Done, Receipt
-from qmq.client.holding import HeldPiece, Holding, Refusal, SentAck, SentNack
 from qmq.client.link import Link
 from qmq.client.received import ReceivedMessage
 from qmq.client.retrying import BROKER_DELAY_S_MAX, worn_out
@@ -29,6 +28,7 @@ from qmq.client.session_life import (
     Urgency,
 )
 from qmq.client.terms import Terms
+from qmq.client.unacked import Refusal, SentAck, SentNack, Unacked, UnackedPiece
 from qmq.codec import batch_ends
 from qmq.errors import AccessError, CallError, ClientClosed, InvalidAck, NotServed, QmqError, UnknownSubscription
 from qmq.log.frame import FLAG_ORDERED
@@ -104,7 +104,7 @@ class GroupSession:
     def __init__(self, owner: SessionOwner, link: Link, source: str) -> None:
         self._owner, self._link, self.source = owner, link, source
         self.policy, self.group = owner.terms.policy, owner.terms.group
-        self.holding = Holding()
+        self.unacked = Unacked()
         self.buffered = self.buffered_bytes = 0
         self.is_mailbox = source != owner.terms.subject
         self._pulls_max = 1 if self.is_mailbox else PULLS_IN_FLIGHT
@@ -160,7 +160,7 @@ class GroupSession:
         connection, subscription = self._link.connection, self._subscription
         if self._life.state is not SessionState.CLOSED:
             self._enter(SessionEvent.CLOSED, Closed())
-        self.holding.drop()
+        self.unacked.drop()
         if connection is None or subscription is None:
             return None
         return connection.request(Command.UNSUBSCRIBE, commands.encode_json(subscription=subscription))
@@ -170,14 +170,14 @@ class GroupSession:
 
     def _subscribe(self, *, failures: int) -> None:
         """Subscribe, unless nothing is left to do."""
-        is_over = self._life.state is SessionState.CLOSED or (self._stopped and not self.holding.held)
+        is_over = self._life.state is SessionState.CLOSED or (self._stopped and not self.unacked.messages)
         if self._link.connection is None or is_over:
             return
         self._enter(SessionEvent.ASKED, Subscribing(failures))
         terms = self._owner.terms
         is_plain = not self.is_mailbox  # what is in the mailbox is for this group, whatever it is
         body = commands.encode_subscribe(
-            subject=self.source, group=terms.group, consumer=terms.consumer, held_end=self.holding.held_end,
+            subject=self.source, group=terms.group, consumer=terms.consumer, held_end=self.unacked.held_end,
             is_new=self._is_new,
             start=terms.start if is_plain else "earliest", since_ms=terms.since_ms, broadcast=terms.broadcast,
             deliveries_max=terms.policy.backstop, tags=terms.tags if is_plain else (),
@@ -237,8 +237,8 @@ class GroupSession:
             self.source, self._owner.terms.group, self._link.broker_group, refusal,
         )  # fmt: skip
         self._enter(SessionEvent.FORGOTTEN, Unsubscribed())
-        self.holding.drop()
-        self.holding, self._is_new = Holding(), True
+        self.unacked.drop()
+        self.unacked, self._is_new = Unacked(), True
         self._owner.drop()
         self._subscribe(failures=0)
         self._owner.settled()
@@ -250,7 +250,7 @@ class GroupSession:
         self._enter(SessionEvent.ACCEPTED, here)
         self._owner.leased(self.lease_ms)
         self._is_new = False
-        self.holding.subscribed(fields["acked_end"], [(begin, end) for begin, end in fields["unacked"]])
+        self.unacked.subscribed(fields["acked_end"], [(begin, end) for begin, end in fields["unacked"]])
         self._urgent.add(Urgency.SWEEP)
         self._send()
         self.fill()
@@ -269,8 +269,8 @@ class GroupSession:
         messages = max(1, share // PULLS_IN_FLIGHT)
         size = max(1, terms.prefetch_bytes // (sessions * PULLS_IN_FLIGHT))
         while self._life.now is here and here.pulls < pulls and self._has_room(here.pulls, pulls, messages, size):
-            wanted = min(messages, terms.unacked_max - self.holding.held - here.asked)
-            self._note_full(self.holding.held >= terms.unacked_max)
+            wanted = min(messages, terms.unacked_max - self.unacked.messages - here.asked)
+            self._note_full(self.unacked.messages >= terms.unacked_max)
             if wanted <= 0:
                 return
             here.pulls += 1
@@ -296,7 +296,7 @@ class GroupSession:
             self._urgent.add(Urgency.FULL)
             log.warning(
                 "too many messages are not acked, pulling stops subject=%s group=%s unacked=%d",
-                self.source, self._owner.terms.group, self.holding.held,
+                self.source, self._owner.terms.group, self.unacked.messages,
             )  # fmt: skip
 
     def _pulled(self, here: Subscribed, asked: int, body: memoryview) -> None:
@@ -315,7 +315,7 @@ class GroupSession:
         """
         sequences, encoded, batches = _cut(run)  # first: nothing is held of what cannot be read
         times = run[0].times
-        held = self.holding.received(run[0].pull_sequence, len(encoded), times, self, self._link.broker_group)
+        held = self.unacked.received(run[0].pull_sequence, len(encoded), times, self, self._link.broker_group)
         if held is None:
             return
         part, skipped = held
@@ -341,7 +341,7 @@ class GroupSession:
             self.buffered_bytes += size
             self._owner.arrived(Parcel(messages, self, size))
 
-    def _without_those_of_others(self, piece: HeldPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
+    def _without_those_of_others(self, piece: UnackedPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """Take as done what names another group as its receiver."""
         mine = []
         for message in messages:
@@ -356,7 +356,7 @@ class GroupSession:
                 self.done(piece)
         return mine
 
-    def _without_worn_out(self, piece: HeldPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
+    def _without_worn_out(self, piece: UnackedPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """Make dead letters of what was handed over too often, by the message's own limit or by the group's."""
         rest = []
         for message in messages:
@@ -392,7 +392,7 @@ class GroupSession:
         verdict = Verdict.NOT_BEGUN if self._takes_begins else Verdict.RETRY
         self.nack(message._piece, message._at, delay_s=0.0, verdict=verdict, reason="")
 
-    def begin(self, piece: HeldPiece, at: int) -> asyncio.Future[memoryview] | None:
+    def begin(self, piece: UnackedPiece, at: int) -> asyncio.Future[memoryview] | None:
         """Say that a handler begins with this message now; return the answer to wait for, None if nobody can be
         told."""
         connection, here = self._link.connection, self._life.now
@@ -412,17 +412,17 @@ class GroupSession:
         except RuntimeError:
             raise ClientClosed("the consumer's event loop has ended; the message comes again") from None
 
-    def done(self, piece: HeldPiece) -> None:
+    def done(self, piece: UnackedPiece) -> None:
         """Something was marked; what is marked within the next moments goes in one ack."""
         if self._send_timer is None:
             self._send_timer = self._loop.call_later(self._ack_wait_s, self._send)
             if self._sweep_timer is None:
                 self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
 
-    def nack(self, piece: HeldPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None:
+    def nack(self, piece: UnackedPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None:
         """Hand this message over again in `delay_s`, or never."""
         due_ms = int((self._loop.time() + delay_s) * 1000)
-        self.holding.nack(Refusal(piece, at, due_ms, verdict, reason))
+        self.unacked.nack(Refusal(piece, at, due_ms, verdict, reason))
         self.done(piece)
 
     def defer(self, message: ReceivedMessage, *, delay_s: float, reason: str) -> None:
@@ -431,7 +431,7 @@ class GroupSession:
         if not piece.is_dropped and piece.refuse(at):
             self._owner.defer(message, delay_s, partial(self._deferred, piece, at, delay_s, reason))
 
-    def _deferred(self, piece: HeldPiece, at: int, delay_s: float, reason: str, receipt: Receipt) -> None:
+    def _deferred(self, piece: UnackedPiece, at: int, delay_s: float, reason: str, receipt: Receipt) -> None:
         """A delay group has a copy, and the message is done; or the broker keeps it for as long as it can."""
         if piece.is_dropped:
             return
@@ -443,7 +443,7 @@ class GroupSession:
                 delay_s / 86_400, self.source, self.group, receipt.message_id, receipt.reason,
             )  # fmt: skip
             due_ms = int((self._loop.time() + BROKER_DELAY_S_MAX) * 1000)
-            self.holding.tell(Refusal(piece, at, due_ms, Verdict.RETRY, reason))
+            self.unacked.tell(Refusal(piece, at, due_ms, Verdict.RETRY, reason))
         self.done(piece)
 
     def flush(self) -> None:
@@ -462,18 +462,18 @@ class GroupSession:
     def _send(self) -> None:
         """Send acks and nacks. First acks: they never wait for long, and what failed comes later anyway."""
         self._send_timer = None
-        here, holding = self._life.now, self.holding
+        here, unacked = self._life.now, self.unacked
         if not isinstance(here, Subscribed):
             return
         while self._life.now is here and here.acks < REQUESTS_IN_FLIGHT:
-            if (ack := holding.next_ack(everything=bool(self._urgent))) is None:
+            if (ack := unacked.next_ack(everything=bool(self._urgent))) is None:
                 self._urgent.discard(Urgency.SWEEP)
                 break
             here.acks += 1
             body = commands.encode_ack(Ack(here.subscription, ack.ranges))
             self._request(Command.ACK, body, partial(self._acked, ack))
         while self._life.now is here and here.nacks < REQUESTS_IN_FLIGHT:
-            if (nack := holding.next_nack(int(self._loop.time() * 1000))) is None:
+            if (nack := unacked.next_nack(int(self._loop.time() * 1000))) is None:
                 break
             here.nacks += 1
             body = commands.encode_nack(Nack(here.subscription, nack.entries, nack.reason))
@@ -482,7 +482,7 @@ class GroupSession:
     def _acked(self, ack: SentAck, _: memoryview) -> None:
         if isinstance(self._life.now, Subscribed):
             self._life.now.acks -= 1
-        self.holding.acked(ack)
+        self.unacked.acked(ack)
         self._went_on()
 
     def _nack_answered(self, here: Subscribed, nack: SentNack, answer: memoryview | QmqError) -> None:
@@ -496,12 +496,12 @@ class GroupSession:
 
     def _nack_again(self, here: Subscribed, nack: SentNack) -> None:
         if here is self._life.now:
-            self.holding.put_off(nack)
+            self.unacked.put_off(nack)
             self._send()
 
     def _nacked(self, here: Subscribed, nack: SentNack, _: memoryview) -> None:
         here.nacks -= 1
-        self.holding.nacked(nack)
+        self.unacked.nacked(nack)
         self._went_on()
 
     def _went_on(self) -> None:

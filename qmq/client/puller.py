@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import Protocol
 
 from qmq.client.connections import Connections
-from qmq.client.holding import HeldPiece
 from qmq.client.membership import Membership
 from qmq.client.received import ReceivedMessage
 from qmq.client.solitude import tell
 from qmq.client.subscription import Subscription
 from qmq.client.terms import Terms
+from qmq.client.unacked import UnackedPiece
 from qmq.errors import ClientClosed, QmqError
 
 
@@ -108,7 +108,7 @@ class Puller(Membership):
 
     async def ack(self, messages: Iterable[ReceivedMessage]) -> None:
         """Mark messages as done, in any order. The acks travel in the background; `flush` waits for them."""
-        piece: HeldPiece | None = None
+        piece: UnackedPiece | None = None
         for message in messages:
             if message._piece is not piece:
                 piece = message._piece

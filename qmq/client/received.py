@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from functools import partial
 
-from qmq.client.holding import OPEN, SETTLED, HeldPiece
 from qmq.client.retrying import BROKER_DELAY_S_MAX, DIGITS_MAX, Refused, refused, refused_for_good
+from qmq.client.unacked import OPEN, SETTLED, UnackedPiece
 from qmq.codec import decode_envelope, decode_properties, due_of, properties_begin
 from qmq.errors import InvalidMessage
 from qmq.message import ORDER_KEY, RETRIES_MAX, TIMES, Message
@@ -24,7 +24,7 @@ class ReceivedMessage(Message):
 
     sequence: int
 
-    def __init__(self, subject: str, sequence: int, data: bytes, piece: HeldPiece, at: int) -> None:
+    def __init__(self, subject: str, sequence: int, data: bytes, piece: UnackedPiece, at: int) -> None:
         # Message's own attributes stay unset: reading one ends in __getattr__, which decodes. So a message costs
         # 0.4 µs until somebody looks into it, 2 µs afterwards.
         self.subject = subject

@@ -206,12 +206,12 @@ class Subscription:
     def taken_open(self) -> int:
         """How many messages were taken and are not decided."""
         waiting = sum(len(parcel.messages) - parcel.at for parcel in self._parcels)
-        return sum(session.holding.open for session in self._sessions.values()) - waiting
+        return sum(session.unacked.open for session in self._sessions.values()) - waiting
 
     async def flush(self) -> None:
         """Wait until brokers keep all decisions."""
         try:
-            while self.error is None and not all(session.holding.is_settled for session in self._sessions.values()):
+            while self.error is None and not all(session.unacked.is_settled for session in self._sessions.values()):
                 for session in self._sessions.values():
                     session.flush()
                 await self.progress()
@@ -225,7 +225,7 @@ class Subscription:
         self.stop()
         untaken = {parcel.messages[parcel.at]._piece: parcel.messages[parcel.at]._at for parcel in self._parcels}
         for session in self._sessions.values():
-            for piece, at in session.holding.begun(untaken):
+            for piece, at in session.unacked.begun(untaken):
                 session.nack(piece, at, delay_s=0.0, verdict=Verdict.RETRY, reason="the consumer left")
         try:
             async with asyncio.timeout(flush_s):

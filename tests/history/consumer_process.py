@@ -14,7 +14,7 @@ from typing import Any
 
 import qmq
 from qmq.client.group_session import GroupSession
-from qmq.client.holding import SentAck
+from qmq.client.unacked import SentAck
 from qmq.remoting import commands
 from tests.history.journal import Journal, content_of, now
 from tests.history.records import (
@@ -99,7 +99,7 @@ class Notes:
             self.write(Position(now(), self.consumer, session.source, terms.group, group, acked_end, begins))
 
         def note_subscribed(session: GroupSession, body: memoryview) -> None:
-            position(session, commands.decode_json(body, acked_end=int)["acked_end"], not session.holding.held_end)
+            position(session, commands.decode_json(body, acked_end=int)["acked_end"], not session.unacked.held_end)
             subscribed(session, body)
 
         def note_acked(session: GroupSession, ack: SentAck, body: memoryview) -> None:

@@ -239,7 +239,7 @@ def test_a_slow_message_does_not_hold_back_the_acks_of_others(cluster):
         task = asyncio.create_task(client.run())
         async with asyncio.timeout(WAIT_S):
             await happens(lambda: len(done) == 1_999)
-            await happens(lambda: sum(session.holding.held for session in sessions_of(client)) == 1)
+            await happens(lambda: sum(session.unacked.messages for session in sessions_of(client)) == 1)
         await client._connections.close()  # as a crash
         task.cancel()
         return slow[0]["n"]

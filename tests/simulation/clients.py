@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from qmq.client.holding import HeldPiece, Holding, Refusal, SentAck, SentNack
+from qmq.client.unacked import Refusal, SentAck, SentNack, Unacked, UnackedPiece
 from qmq.codec import Buffer, encode_labels, encode_message, join_batch, label_of, split_batch
 from qmq.errors import ErrorCode
 from qmq.log.frame import FLAG_LABELLED, FLAG_NO_SLAVE_IN_SYNC, FLAG_ORDERED
@@ -202,7 +202,7 @@ class Session:
 
 
 class Consumer(Client):
-    """Pulls, works in any order, acks and nacks as `qmq.client.holding` says; may vanish, memory and all."""
+    """Pulls, works in any order, acks and nacks as `qmq.client.unacked` says; may vanish, memory and all."""
 
     TIMEOUT_MS = 2500
 
@@ -218,13 +218,13 @@ class Consumer(Client):
         self.sleeps_until_ms = 0
 
     def _forget(self) -> None:
-        self._holding, self._is_new = Holding(), True
-        self._undone: list[tuple[HeldPiece, int, int]] = []
+        self._unacked, self._is_new = Unacked(), True
+        self._undone: list[tuple[UnackedPiece, int, int]] = []
         """(piece, position in it, sequence)"""
 
     @property
     def is_idle(self) -> bool:
-        return not self._holding.held and self._holding.is_settled
+        return not self._unacked.messages and self._unacked.is_settled
 
     def vanish(self, ms: float, *, forgets: bool) -> None:
         self.sleeps_until_ms = self._events.now_ms + int(ms)
@@ -252,7 +252,7 @@ class Consumer(Client):
             if not session.is_subscribing:
                 self._subscribe(link, session)
             return
-        if session.pull_sent_ms is None and self._holding.held < 40:
+        if session.pull_sent_ms is None and self._unacked.messages < 40:
             self._pull(link, session)
         self._work()
         if session.ack_under_way is None and rng.random() < 0.7:
@@ -282,10 +282,10 @@ class Consumer(Client):
                 continue
             if chance < swarm.nack:
                 delay_ms = rng.choice((0, 20, 300, 2000))
-                self._holding.nack(Refusal(piece, at, now_ms + delay_ms, Verdict.RETRY, "not yet"))
+                self._unacked.nack(Refusal(piece, at, now_ms + delay_ms, Verdict.RETRY, "not yet"))
                 self._events.count("nacked")
             elif chance < swarm.nack + swarm.give_up:
-                self._holding.nack(Refusal(piece, at, now_ms, Verdict.DEAD_LETTER, "never"))
+                self._unacked.nack(Refusal(piece, at, now_ms, Verdict.DEAD_LETTER, "never"))
                 self._events.count("given up")
             else:
                 piece.mark(at)
@@ -295,7 +295,7 @@ class Consumer(Client):
         session.is_subscribing, session.asked_ms = True, self._events.now_ms
         body = commands.encode_subscribe(
             subject=self.subject, group=self.group, consumer=self.name, start="earliest",
-            held_end=self._holding.held_end, is_new=self._is_new, deliveries_max=self.world.swarm.deliveries_max,
+            held_end=self._unacked.held_end, is_new=self._is_new, deliveries_max=self.world.swarm.deliveries_max,
             tags=[TAG] if self.is_choosy else [],
         )  # fmt: skip
         link.request(Command.SUBSCRIBE, body, then=lambda packet: self._subscribed(link, session, packet))
@@ -319,7 +319,7 @@ class Consumer(Client):
             fields = commands.decode_json(packet.body, subscription=int, acked_end=int, unacked=list)
             session.subscription = fields["subscription"]
             self._is_new = False
-            self._holding.subscribed(fields["acked_end"], [tuple(one) for one in fields["unacked"]])
+            self._unacked.subscribed(fields["acked_end"], [tuple(one) for one in fields["unacked"]])
 
     def _pull(self, link: End, session: Session) -> None:
         assert session.subscription is not None
@@ -339,14 +339,14 @@ class Consumer(Client):
                 self.world.oracle.received(self, piece.sequence + i, bytes(message))
                 self.world.oracle.counted(self, piece, i)
                 self.world.oracle.numbered(self, piece.pull_sequence + i, piece.sequence + i)
-            held = self._holding.received(piece.pull_sequence, piece.count, piece.times, self._acker, "g")
+            held = self._unacked.received(piece.pull_sequence, piece.count, piece.times, self._acker, "g")
             if held is not None:
                 first = piece.sequence + held[1]
                 self._undone += [(held[0], at, first + at) for at in range(piece.count - held[1])]
 
     def _ack(self, link: End, session: Session) -> None:
         assert session.subscription is not None
-        found = self._holding.next_ack(everything=self._events.chance(0.3))
+        found = self._unacked.next_ack(everything=self._events.chance(0.3))
         if found is None:
             return
         session.ack_under_way, session.asked_ms = found, self._events.now_ms
@@ -356,11 +356,11 @@ class Consumer(Client):
     def _acked(self, link: End, session: Session, packet: Packet) -> None:
         ack, session.ack_under_way = session.ack_under_way, None
         if ack is not None and self._is_current(link, packet):
-            self._holding.acked(ack)
+            self._unacked.acked(ack)
 
     def _nack(self, link: End, session: Session) -> None:
         assert session.subscription is not None
-        found = self._holding.next_nack(self._events.now_ms)
+        found = self._unacked.next_nack(self._events.now_ms)
         if found is None:
             return
         session.nack_under_way, session.asked_ms = found, self._events.now_ms
@@ -370,4 +370,4 @@ class Consumer(Client):
     def _nacked(self, link: End, session: Session, packet: Packet) -> None:
         nack, session.nack_under_way = session.nack_under_way, None
         if nack is not None and self._is_current(link, packet):
-            self._holding.nacked(nack)
+            self._unacked.nacked(nack)

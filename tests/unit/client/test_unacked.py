@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qmq.client.holding import HeldPiece, Holding, Refusal, SentAck, SentNack
 from qmq.client.received import ReceivedMessage
 from qmq.client.retrying import RetryPolicy
+from qmq.client.unacked import Refusal, SentAck, SentNack, Unacked, UnackedPiece
 from qmq.codec import batch_encoder
 from qmq.errors import InvalidMessage
 from qmq.message import Message
@@ -25,10 +25,10 @@ class Acker:
         self.is_mailbox = False
         self.source = "a"
 
-    def done(self, piece: HeldPiece) -> None:
+    def done(self, piece: UnackedPiece) -> None:
         self.told += 1
 
-    def nack(self, piece: HeldPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None:
+    def nack(self, piece: UnackedPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None:
         if piece.refuse(at):
             self.nacks.append((at, delay_s, verdict, reason))
 
@@ -92,8 +92,8 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_each_decision_reaches_the_broker_once_through_jumps_and_reconnects(steps):
-    broker, holding, acker = Broker(), Holding(), Acker()
-    held: dict[int, tuple[HeldPiece, int]] = {}
+    broker, unacked, acker = Broker(), Unacked(), Acker()
+    held: dict[int, tuple[UnackedPiece, int]] = {}
     done: set[int] = set()
     nacked: set[int] = set()
     acks: list[SentAck] = []
@@ -102,7 +102,7 @@ def test_each_decision_reaches_the_broker_once_through_jumps_and_reconnects(step
         match step:
             case ("pull", count, jump):
                 begin = broker.hand_out(count, jump)
-                received = holding.received(begin, count, 1, acker, "g1")
+                received = unacked.received(begin, count, 1, acker, "g1")
                 assert received is not None and received[1] == 0
                 held.update({begin + at: (received[0], at) for at in range(count)})
             case ("done", choice) if held:
@@ -112,20 +112,20 @@ def test_each_decision_reaches_the_broker_once_through_jumps_and_reconnects(step
             case ("nack", choice, reason) if held:
                 number = sorted(held)[choice % len(held)]
                 piece, at = held[number]
-                holding.nack(Refusal(piece, at, due_ms=0, verdict=Verdict.RETRY, reason=reason))
+                unacked.nack(Refusal(piece, at, due_ms=0, verdict=Verdict.RETRY, reason=reason))
                 nacked |= {number} - done
             case ("ack", everything):
-                if ack := holding.next_ack(everything=everything):
+                if ack := unacked.next_ack(everything=everything):
                     acks.append(ack)
             case ("send nack",):
-                if nack := holding.next_nack(0):
+                if nack := unacked.next_nack(0):
                     nacks.append(nack)
             case ("answer ack",) if acks:
                 broker.ack(acks[0])
-                holding.acked(acks.pop(0))
+                unacked.acked(acks.pop(0))
             case ("answer nack",) if nacks:
                 broker.nack(nacks[0])
-                holding.nacked(nacks.pop(0))
+                unacked.nacked(nacks.pop(0))
             case ("reconnect", arrived):
                 for ack in acks if arrived else []:
                     broker.ack(ack)
@@ -133,126 +133,126 @@ def test_each_decision_reaches_the_broker_once_through_jumps_and_reconnects(step
                     broker.nack(nack)
                 acks.clear()
                 nacks.clear()
-                assert holding.held_end == (max(held) + 1 if held else 0)
-                holding.subscribed(broker.acked_end)
+                assert unacked.held_end == (max(held) + 1 if held else 0)
+                unacked.subscribed(broker.acked_end)
         open_ = held.keys() - done - nacked
         assert open_ <= broker.unacked, "nothing is settled without being decided"
-        assert holding.open == len(open_)
-        assert holding.held >= len(broker.unacked)
-    settle(broker, holding, acks, nacks)
+        assert unacked.open == len(open_)
+        assert unacked.messages >= len(broker.unacked)
+    settle(broker, unacked, acks, nacks)
     assert broker.unacked == held.keys() - done - nacked
     assert broker.nacked == sorted(set(broker.nacked), key=broker.nacked.index), "once each"
     assert set(broker.nacked) == nacked
-    assert holding.is_settled and holding.held == len(broker.unacked)
+    assert unacked.is_settled and unacked.messages == len(broker.unacked)
 
 
-def settle(broker: Broker, holding: Holding, acks: list[SentAck], nacks: list[SentNack]) -> None:
-    while ack := acks.pop(0) if acks else holding.next_ack(everything=True):
+def settle(broker: Broker, unacked: Unacked, acks: list[SentAck], nacks: list[SentNack]) -> None:
+    while ack := acks.pop(0) if acks else unacked.next_ack(everything=True):
         broker.ack(ack)
-        holding.acked(ack)
-    while nack := nacks.pop(0) if nacks else holding.next_nack(0):
+        unacked.acked(ack)
+    while nack := nacks.pop(0) if nacks else unacked.next_nack(0):
         broker.nack(nack)
-        holding.nacked(nack)
+        unacked.nacked(nack)
 
 
-def pieces(holding: Holding, *counts: int) -> list[HeldPiece]:
+def pieces(unacked: Unacked, *counts: int) -> list[UnackedPiece]:
     """Hold pieces of so many messages each, one behind the other."""
     made = []
     for count in counts:
-        received = holding.received(holding.held_end, count, 1, Acker(), "g1")
+        received = unacked.received(unacked.held_end, count, 1, Acker(), "g1")
         assert received is not None
         made.append(received[0])
     return made
 
 
 def test_of_the_oldest_piece_the_beginning_is_acked_and_of_others_what_is_wholly_decided():
-    holding = Holding()
-    first, second, third = pieces(holding, 4, 4, 4)
+    unacked = Unacked()
+    first, second, third = pieces(unacked, 4, 4, 4)
     for piece, at in [(first, 0), (first, 2), (second, 0), (third, 0), (third, 1), (third, 2), (third, 3)]:
         piece.mark(at)
-    ack = holding.next_ack()
+    ack = unacked.next_ack()
     assert ack is not None and ack.ranges == [(0, 1), (8, 12)]
-    assert holding.next_ack() is None
-    everything = holding.next_ack(everything=True)
+    assert unacked.next_ack() is None
+    everything = unacked.next_ack(everything=True)
     assert everything is not None and everything.ranges == [(2, 3), (4, 5)]
 
 
 def test_a_nacked_message_is_no_part_of_an_ack_and_settled_once_the_broker_said_so():
-    holding = Holding()
-    (piece,) = pieces(holding, 3)
-    holding.nack(Refusal(piece, 1, due_ms=1500, verdict=Verdict.RETRY, reason="why"))
+    unacked = Unacked()
+    (piece,) = pieces(unacked, 3)
+    unacked.nack(Refusal(piece, 1, due_ms=1500, verdict=Verdict.RETRY, reason="why"))
     piece.mark(0)
     piece.mark(1)
     piece.mark(2)
-    ack, nack = holding.next_ack(), holding.next_nack(500)
+    ack, nack = unacked.next_ack(), unacked.next_nack(500)
     assert ack is not None and ack.ranges == [(0, 1), (2, 3)]
     assert nack is not None and (nack.reason, nack.entries) == ("why", [(1, 2, 1000, Verdict.RETRY)])
-    holding.acked(ack)
-    assert (holding.held, holding.is_settled) == (1, False)
-    holding.nacked(nack)
-    assert (holding.held, holding.is_settled) == (0, True)
+    unacked.acked(ack)
+    assert (unacked.messages, unacked.is_settled) == (1, False)
+    unacked.nacked(nack)
+    assert (unacked.messages, unacked.is_settled) == (0, True)
 
 
 def test_a_nack_that_is_sent_again_comes_no_later_for_that():
-    holding = Holding()
-    (piece,) = pieces(holding, 2)
+    unacked = Unacked()
+    (piece,) = pieces(unacked, 2)
     for at in range(2):
-        holding.nack(Refusal(piece, at, due_ms=1000, verdict=Verdict.DEAD_LETTER, reason=""))
-    first = holding.next_nack(0)
+        unacked.nack(Refusal(piece, at, due_ms=1000, verdict=Verdict.DEAD_LETTER, reason=""))
+    first = unacked.next_nack(0)
     assert first is not None and first.entries == [(0, 2, 1000, Verdict.DEAD_LETTER)]
-    holding.subscribed(0)
-    again = holding.next_nack(700)
+    unacked.subscribed(0)
+    again = unacked.next_nack(700)
     assert again is not None and again.entries == [(0, 2, 300, Verdict.DEAD_LETTER)]
-    holding.subscribed(0)
-    late = holding.next_nack(2000)
+    unacked.subscribed(0)
+    late = unacked.next_nack(2000)
     assert late is not None and late.entries == [(0, 2, 0, Verdict.DEAD_LETTER)]
 
 
 def test_what_is_handed_out_again_is_not_held_twice():
-    holding = Holding()
-    holding.received(10, 5, 1, Acker(), "g1")
-    assert holding.received(10, 5, 1, Acker(), "g1") is None
-    again = holding.received(12, 6, 1, Acker(), "g1")
+    unacked = Unacked()
+    unacked.received(10, 5, 1, Acker(), "g1")
+    assert unacked.received(10, 5, 1, Acker(), "g1") is None
+    again = unacked.received(12, 6, 1, Acker(), "g1")
     assert again is not None
     assert (again[0].begin, again[0].end, again[1]) == (15, 18, 3)
-    assert (holding.held, holding.held_end) == (8, 18)
+    assert (unacked.messages, unacked.held_end) == (8, 18)
 
 
 def test_what_the_broker_counts_as_settled_is_not_ours_any_more():
-    holding = Holding()
-    _, second = pieces(holding, 4, 4)
-    holding.nack(Refusal(second, 1, due_ms=0, verdict=Verdict.RETRY, reason=""))
-    holding.subscribed(6)
-    assert (holding.held, holding.open) == (2, 2)
-    assert holding.next_ack() is None and holding.next_nack(0) is None
+    unacked = Unacked()
+    _, second = pieces(unacked, 4, 4)
+    unacked.nack(Refusal(second, 1, due_ms=0, verdict=Verdict.RETRY, reason=""))
+    unacked.subscribed(6)
+    assert (unacked.messages, unacked.open) == (2, 2)
+    assert unacked.next_ack() is None and unacked.next_nack(0) is None
     for at in range(4):
         second.mark(at)
-    ack = holding.next_ack()
+    ack = unacked.next_ack()
     assert ack is not None and ack.ranges == [(6, 8)]
 
 
 def test_what_was_dropped_is_neither_acked_nor_nacked():
-    holding = Holding()
-    (piece,) = pieces(holding, 2)
-    holding.drop()
+    unacked = Unacked()
+    (piece,) = pieces(unacked, 2)
+    unacked.drop()
     piece.mark(0)
-    holding.nack(Refusal(piece, 1, due_ms=0, verdict=Verdict.RETRY, reason=""))
-    assert Holding().next_ack() is None
-    assert holding.next_nack(0) is None
+    unacked.nack(Refusal(piece, 1, due_ms=0, verdict=Verdict.RETRY, reason=""))
+    assert Unacked().next_ack() is None
+    assert unacked.next_nack(0) is None
     assert piece.is_dropped
 
 
 def test_what_was_begun_and_not_decided_is_told_from_what_was_never_taken():
-    holding = Holding()
-    first, second, third = pieces(holding, 2, 3, 2)
+    unacked = Unacked()
+    first, second, third = pieces(unacked, 2, 3, 2)
     first.mark(0)
-    assert holding.begun({second: 1, third: 0}) == [(first, 1), (second, 0)]
+    assert unacked.begun({second: 1, third: 0}) == [(first, 1), (second, 0)]
 
 
 def received(message: Message, times: int = 1) -> tuple[ReceivedMessage, Acker]:
     acker = Acker()
     data = batch_encoder(message.subject, 1234)(message)
-    return ReceivedMessage(message.subject, 7, data, HeldPiece(5, 3, times, acker, "g1", []), 2), acker
+    return ReceivedMessage(message.subject, 7, data, UnackedPiece(5, 3, times, acker, "g1", []), 2), acker
 
 
 def test_a_received_message_reads_like_the_one_that_was_sent():
@@ -286,69 +286,69 @@ def test_the_first_decision_on_a_message_counts():
 
 
 def test_bytes_that_are_no_message_are_found_when_they_are_looked_at():
-    message = ReceivedMessage("a", 0, b"garbage" * 10, HeldPiece(0, 1, 1, Acker(), "g1", []), 0)
+    message = ReceivedMessage("a", 0, b"garbage" * 10, UnackedPiece(0, 1, 1, Acker(), "g1", []), 0)
     with pytest.raises(InvalidMessage):
         message.properties  # noqa: B018
     with pytest.raises(InvalidMessage):
         message.id  # noqa: B018
 
 
-def settled(holding: Holding, acker: Acker) -> None:
+def settled(unacked: Unacked, acker: Acker) -> None:
     """The broker confirms whatever there is to say."""
-    while ack := holding.next_ack(everything=True):
-        holding.acked(ack)
-    while nack := holding.next_nack(0):
-        holding.nacked(nack)
+    while ack := unacked.next_ack(everything=True):
+        unacked.acked(ack)
+    while nack := unacked.next_nack(0):
+        unacked.nacked(nack)
 
 
 def test_decisions_that_a_successor_never_heard_of_are_said_again():
     """A master that was alone confirmed them, and its successor goes on without them."""
-    holding, acker = Holding(), Acker()
-    piece, _ = holding.received(100, 6, 1, acker, "g")
+    unacked, acker = Unacked(), Acker()
+    piece, _ = unacked.received(100, 6, 1, acker, "g")
     for at in (0, 1, 3):
         piece.mark(at)
-    holding.nack(Refusal(piece, 2, 0, Verdict.RETRY, "later"))
-    settled(holding, acker)
-    holding.subscribed(100, [(100, 106)])
-    assert holding.next_ack().ranges == [(100, 102), (103, 104)], "two of its messages are not decided"
-    nack = holding.next_nack(0)
+    unacked.nack(Refusal(piece, 2, 0, Verdict.RETRY, "later"))
+    settled(unacked, acker)
+    unacked.subscribed(100, [(100, 106)])
+    assert unacked.next_ack().ranges == [(100, 102), (103, 104)], "two of its messages are not decided"
+    nack = unacked.next_nack(0)
     assert [tuple(entry)[:2] for entry in nack.entries] == [(102, 103)]
-    holding.nacked(nack)
+    unacked.nacked(nack)
     for at in (4, 5):
         piece.mark(at)
-    settled(holding, acker)
-    assert not holding.held and holding.is_settled
-    holding.subscribed(100, [(100, 106)])
-    assert not holding.is_settled
-    assert holding.next_ack().ranges == [(100, 102), (103, 106)]
-    assert [tuple(entry) for entry in holding.next_nack(0).entries] == [(102, 103, 0, Verdict.RETRY)], "it comes again"
+    settled(unacked, acker)
+    assert not unacked.messages and unacked.is_settled
+    unacked.subscribed(100, [(100, 106)])
+    assert not unacked.is_settled
+    assert unacked.next_ack().ranges == [(100, 102), (103, 106)]
+    assert [tuple(entry) for entry in unacked.next_nack(0).entries] == [(102, 103, 0, Verdict.RETRY)], "it comes again"
 
 
 def test_what_is_unacked_and_was_never_decided_here_comes_again():
-    holding = Holding()
-    holding.held_end = 50
-    holding.subscribed(10, [(10, 20), (30, 31)])
-    assert [tuple(entry)[:2] for entry in holding.next_nack(0).entries] == [(10, 20), (30, 31)]
-    assert holding.next_ack() is None
+    unacked = Unacked()
+    unacked.held_end = 50
+    unacked.subscribed(10, [(10, 20), (30, 31)])
+    assert [tuple(entry)[:2] for entry in unacked.next_nack(0).entries] == [(10, 20), (30, 31)]
+    assert unacked.next_ack() is None
 
 
 def test_nothing_is_owed_once_nothing_is_held():
-    holding = Holding()
-    holding.held_end = 50
-    holding.acked(SentAck([(10, 15)], []))
-    holding.subscribed(10, [(10, 20)])
-    holding.drop()
-    assert holding.is_settled, "or whoever waits for that would wait for ever"
+    unacked = Unacked()
+    unacked.held_end = 50
+    unacked.acked(SentAck([(10, 15)], []))
+    unacked.subscribed(10, [(10, 20)])
+    unacked.drop()
+    assert unacked.is_settled, "or whoever waits for that would wait for ever"
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=8), st.sets(st.integers(0, 70)))
-def test_ranges_without_others_agree_with_sets(pieces, unacked):
+def test_ranges_without_others_agree_with_sets(pieces, theirs):
     acked = {number for begin, count in pieces for number in range(begin, begin + count)}
-    holding = Holding()
+    unacked = Unacked()
     for begin, count in pieces:
-        holding.acked(SentAck([(begin, begin + count)], []))
-    holding.subscribed(0, [(number, number + 1) for number in sorted(unacked)])
-    ack, nack = holding.next_ack(), holding.next_nack(0)
+        unacked.acked(SentAck([(begin, begin + count)], []))
+    unacked.subscribed(0, [(number, number + 1) for number in sorted(theirs)])
+    ack, nack = unacked.next_ack(), unacked.next_nack(0)
     said = {number for one in (ack.ranges if ack else ()) for number in range(*one)}
     again = {number for entry in (nack.entries if nack else ()) for number in range(entry.begin, entry.end)}
-    assert said == unacked & acked and again == unacked - acked
+    assert said == theirs & acked and again == theirs - acked

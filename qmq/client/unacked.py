@@ -1,4 +1,4 @@
-"""Core. What a consumer holds: messages it was handed, what became of each, and what its broker is to hear next.
+"""Core. What was delivered to a consumer and is not settled, and what its broker is sent about it next.
 
 A broker numbers what it hands to a consumer with ascending pull sequences; they may jump (a new mastership begins
 after a gap), so nothing is counted from them. Acks are ranges of them: of the oldest piece that is not wholly decided,
@@ -47,11 +47,11 @@ class Acker(Protocol):
     group: str
     is_mailbox: bool
 
-    def begin(self, piece: HeldPiece, at: int) -> Awaitable[memoryview] | None: ...
+    def begin(self, piece: UnackedPiece, at: int) -> Awaitable[memoryview] | None: ...
 
-    def done(self, piece: HeldPiece) -> None: ...
+    def done(self, piece: UnackedPiece) -> None: ...
 
-    def nack(self, piece: HeldPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None: ...
+    def nack(self, piece: UnackedPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None: ...
 
     def not_begun(self, message: ReceivedMessage) -> None: ...
 
@@ -60,11 +60,11 @@ class Acker(Protocol):
     def on_loop(self, call: Callable[[], None]) -> None: ...
 
 
-class HeldPiece:
+class UnackedPiece:
     """Consecutive pull sequences `[begin, end)` that were handed out together; `states[i]` is that of `begin + i`.
 
     `open` counts its messages that are not decided, `unsettled` those whose decision the broker has not confirmed.
-    `is_dropped`: they are not held any more and will come again, as other messages. `suspected`: a consumer that had
+    `is_dropped`: they were given back and come again, as other messages. `suspected`: a consumer that had
     them vanished (qmq.client.solitude).
     """
 
@@ -74,7 +74,7 @@ class HeldPiece:
     )  # fmt: skip
 
     def __init__(
-        self, begin: int, count: int, times: int, acker: Acker, broker_group: str, decided: list[HeldPiece]
+        self, begin: int, count: int, times: int, acker: Acker, broker_group: str, decided: list[UnackedPiece]
     ) -> None:
         self.begin, self.end, self.times = begin, begin + count, times
         self.states = bytearray(count)
@@ -133,14 +133,14 @@ class SentAck(NamedTuple):
     """An ack on its way: the ranges of pull sequences to send, ascending, and the parts of pieces that they are."""
 
     ranges: list[Range]
-    parts: list[tuple[HeldPiece, int, int]]
+    parts: list[tuple[UnackedPiece, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A nacked message; `due_ms` on the consumer's own clock, so that what is sent again late comes no later."""
 
-    piece: HeldPiece
+    piece: UnackedPiece
     at: int
     due_ms: int
     verdict: Verdict
@@ -159,16 +159,16 @@ class SentNack(NamedTuple):
     refusals: list[Refusal]
 
 
-class Holding:
-    """What one consumer holds of one broker group, for one subscription.
+class Unacked:
+    """What one consumer has of one broker group and has not settled, for one subscription.
 
     Made by a session; lives through reconnects. `held_end` is what SUBSCRIBE tells a broker: it hands out again all
-    un-acked messages from there on, and `received` ignores what is held already.
+    un-acked messages from there on, and `received` ignores what is there already.
     """
 
     def __init__(self) -> None:
-        self._pieces: OrderedDict[int, HeldPiece] = OrderedDict()
-        self._decided: list[HeldPiece] = []
+        self._pieces: OrderedDict[int, UnackedPiece] = OrderedDict()
+        self._decided: list[UnackedPiece] = []
         """Pieces without an open message, of which acks may have to be sent."""
         self._refusals: dict[str, list[Refusal]] = {}
         """Nacks to be sent, by their reason: a request has one."""
@@ -177,25 +177,25 @@ class Holding:
         """What brokers have confirmed as acked, as ranges, ascending; the newest ones."""
         self._owed_acks: list[Range] = []
         self._owed_nacks: list[Range] = []
-        """Pull sequences that a broker takes for un-acked and that are not held any more."""
+        """Pull sequences that a broker takes for un-acked and that are not here any more."""
         self.held_end = 0
-        self.held = 0
+        self.messages = 0
         """Messages that were handed out and are not settled, as far as we know."""
 
     def received(
         self, begin: int, count: int, times: int, acker: Acker, broker_group: str
-    ) -> tuple[HeldPiece, int] | None:
-        """Hold `[begin, begin + count)`; return the piece and how many of its first messages are held already.
+    ) -> tuple[UnackedPiece, int] | None:
+        """Add `[begin, begin + count)`; return the piece and how many of its first messages are there already.
 
         None: all of them are.
         """
         skipped = max(0, min(self.held_end - begin, count))
         if skipped == count:
             return None
-        piece = HeldPiece(begin + skipped, count - skipped, times, acker, broker_group, self._decided)
+        piece = UnackedPiece(begin + skipped, count - skipped, times, acker, broker_group, self._decided)
         self._pieces[piece.begin] = piece
         self.held_end = piece.end
-        self.held += count - skipped
+        self.messages += count - skipped
         return piece, skipped
 
     # Acks.
@@ -209,7 +209,7 @@ class Holding:
         if self._owed_acks:
             again, self._owed_acks = self._owed_acks[:ENTRIES_MAX], self._owed_acks[ENTRIES_MAX:]
             return SentAck(again, [])
-        parts: list[tuple[HeldPiece, int, int]] = []
+        parts: list[tuple[UnackedPiece, int, int]] = []
         while self._decided and len(parts) < ENTRIES_MAX:
             piece = self._decided.pop()
             if not self._take_done(piece, len(piece.states), parts):
@@ -223,11 +223,11 @@ class Holding:
         done = ranges.union([(piece.begin + begin, piece.begin + end) for piece, begin, end in parts])
         return SentAck(done, parts) if parts else None
 
-    def _undecided(self) -> Iterator[HeldPiece]:
+    def _undecided(self) -> Iterator[UnackedPiece]:
         return (piece for piece in self._pieces.values() if piece.open)
 
     @staticmethod
-    def _take_done(piece: HeldPiece, end: int, parts: list[tuple[HeldPiece, int, int]]) -> bool:
+    def _take_done(piece: UnackedPiece, end: int, parts: list[tuple[UnackedPiece, int, int]]) -> bool:
         """Add what is done of a piece before position `end`; returns False if not all of it fits."""
         for run in [found.span() for found in _DONE_RUN.finditer(piece.states, 0, end)]:
             if len(parts) >= ENTRIES_MAX:
@@ -246,17 +246,17 @@ class Holding:
         for piece, begin, end in ack.parts:
             self._settle(piece, begin, end)
 
-    def _settle(self, piece: HeldPiece, begin: int, end: int) -> None:
+    def _settle(self, piece: UnackedPiece, begin: int, end: int) -> None:
         before = piece.unsettled
         piece.settle(begin, end)
-        self.held -= before - piece.unsettled
+        self.messages -= before - piece.unsettled
         if not piece.unsettled:
             self._pieces.pop(piece.begin, None)
 
     # Nacks.
 
     def nack(self, refusal: Refusal) -> None:
-        """Send this one when it is its turn; nothing happens if the message was decided before, or is not held."""
+        """Send this one once it is due; nothing happens if the message was decided before, or is not here."""
         piece = refusal.piece
         if not piece.is_dropped and piece.refuse(refusal.at):
             self.tell(refusal)
@@ -265,7 +265,7 @@ class Holding:
         """Send this one, which counts as nacked already, when it is its turn."""
         self._refusals.setdefault(refusal.reason, []).append(refusal)
 
-    def begun(self, taken_ends: dict[HeldPiece, int]) -> list[tuple[HeldPiece, int]]:
+    def begun(self, taken_ends: dict[UnackedPiece, int]) -> list[tuple[UnackedPiece, int]]:
         """Return what the application was given and did not decide, as pieces and positions.
 
         Args:
