@@ -241,6 +241,11 @@ def test_a_metaserver_runs_from_the_wheel_and_makes_its_tables(machine):
                         break
                 except OSError:
                     time.sleep(0.05)
+            for path, text in {"/console/login": b"<h1>Log in</h1>", "/console/console.css": b"--link:"}.items():
+                with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+                    f"http://127.0.0.1:{http_port}{path}", timeout=5
+                ) as answer:
+                    assert text in answer.read()
         finally:
             process.terminate()
     assert process.returncode == 0
