@@ -205,6 +205,20 @@ BROKERS = (
         look="ListBrokerGroups",
     ),
     Command(
+        "RecoverGroup",
+        "say which copies of a group are left, which goes on and what is lost; then give it the mastership",
+        "--brokerGroup=g1 --gone=mq1:20881 --reports=mq2.json",
+        (
+            GROUP,
+            Option("gone", "hostname:servePort of brokers whose disks never return, with commas", default=""),
+            Option("reports", "files with what `qmq inspect DIR --json` printed, with commas", default=""),
+            Option("acceptLoss", "what no copy has that goes on is lost", default="", kind=Kind.FLAG, alone="true"),
+        ),
+        runs="qmq.tools.recovery.run",
+        changes=True,
+        look="ListBrokers --brokerGroup={brokerGroup}",
+    ),
+    Command(
         "ListBrokers",
         "list brokers: their parts and addresses, and whether they are up",
         "--brokerGroup=g1",
