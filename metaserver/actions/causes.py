@@ -88,6 +88,9 @@ def _command(facts: Mapping[str, Any], brokers: Sequence[Check]) -> str:
     """What puts another broker in its place: the slave in the master's, a new one in the slave's."""
     role = Role[facts["role"]]
     if role not in (Role.MASTER, Role.DELAY_MASTER):
+        of_group = [one["facts"] for one in brokers if one["facts"]["group"] == facts["group"]]
+        if any(one is not facts and not one["answers"] for one in of_group):  # this may be the last copy
+            return f"tools.sh RecoverGroup --brokerGroup={facts['group']}"
         return _replace(facts["group"], role, "NEW", "IP", facts["servePort"], facts["syncPort"])
     slave = next(
         (one["facts"] for one in brokers if one["facts"]["group"] == facts["group"] and one["facts"] is not facts), None

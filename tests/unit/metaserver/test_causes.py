@@ -46,6 +46,12 @@ def test_a_master_that_is_down_is_named_with_the_swap():
     assert "--role=0 --hostname=b --ip=10.0.0.2" in found["broker a"]["remedy"]
 
 
+def test_a_slave_whose_master_is_down_as_well_may_be_the_last_copy():
+    found = wrong([away("a", "g1", "MASTER", "10.0.0.1"), away("b", "g1", "SLAVE", "10.0.0.2"), group("g1", ok=False)])
+    assert "tools.sh RecoverGroup --brokerGroup=g1" in found["broker b"]["remedy"]
+    assert "ReplaceBroker" in found["broker a"]["remedy"] and "ReplaceBroker" not in found["broker b"]["remedy"]
+
+
 def test_a_machine_that_is_gone_is_one_finding_with_all_its_brokers():
     checks = [away("a", "g1", "MASTER", "10.0.0.1"), broker("b", "g1", "SLAVE", "10.0.0.2"),
               away("d", "d1", "DELAY_SLAVE", "10.0.0.1"), broker("e", "d1", "DELAY_MASTER", "10.0.0.3"),
