@@ -67,8 +67,9 @@ class Master:
         # Frames may tell of more than our own disk has: they came from a master that was ahead of us.
         high_watermark = min(message_log.state.high_watermark, message_log.flushed_end)
         point = promotion.identity.points.own
-        if point is not None and point.end <= message_log.flushed_end and message_log.chain_is(point.end, point.chain):
-            high_watermark = max(high_watermark, point.end)  # a quiet log's last frames state an older one
+        if point is not None and high_watermark < point.end <= message_log.flushed_end:
+            if message_log.chain_is(point.end, point.chain):
+                high_watermark = point.end  # a quiet log's last frames state an older one
         gate = AckGate(
             epoch, flushed_end=message_log.flushed_end,
             flushed_chain=message_log.chain if message_log.flushed_end == message_log.end else None,

@@ -118,7 +118,9 @@ class World:
         self.oracle = Oracle(self.events)
         self.oracle.has_operator, self.oracle.deliveries_max = moves, swarm.deliveries_max
         self.oracle.is_counted = not moves and not swarm.unsubscribe
-        self.oracle.is_ordered = swarm.keys and not moves
+        # A master that is cut off answers acks alone until it hears of its successor; these are taken back, after later
+        # messages of the same key were done.
+        self.oracle.is_ordered = swarm.keys and not moves and not fails_over
         self.oracle.choosy = {"g1"} if swarm.tagged else set()
         self.network = Network(self.events, delay_ms=swarm.delay_ms, stall=swarm.stall, keepalive_ms=swarm.keepalive_ms)
         self.network.on_answer = self._on_answer
