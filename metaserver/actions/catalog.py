@@ -419,6 +419,21 @@ _MESSAGES = (
             Parameter("limit", "so many messages at most", kind=Kind.NUMBER, default="50", least=1, most=1000),
         ),
     ),
+    Action(
+        "Redrive",
+        "give dead letters back to the consumer group that could not handle them",
+        OPERATOR,
+        (
+            _SUBJECT,
+            _CONSUMER_GROUP,
+            Parameter("reason", "only those whose reason has this text in it", chars_max=1000),
+            Parameter("id", "only the message with this id"),
+            Parameter("brokerGroup", "only in this broker group of its route", kind=Kind.NAME),
+            Parameter("limit", "so many at most", kind=Kind.NUMBER, default="1000", least=1, most=10_000),
+        ),
+        changes=True,
+        wait_ms=MANY_WAIT_MS,
+    ),
 )
 
 _TOKENS = (

@@ -11,7 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 from qmq.errors import MissingRight, NotServed, OperatorError, OutcomeUnknown, QmqError
-from qmq.metaserver.actions import brokers, consumers, databases, delays, groups, messages, routes, tokens, upkeep
+from qmq.metaserver.actions import (
+    brokers,
+    consumers,
+    databases,
+    delays,
+    groups,
+    messages,
+    redrive,
+    routes,
+    tokens,
+    upkeep,
+)
 from qmq.metaserver.actions.action import DRY_RUN, Action, Answer, Status
 from qmq.metaserver.actions.catalog import ACTIONS
 from qmq.metaserver.actions.desk import Desk
@@ -32,6 +43,7 @@ HANDLERS: Mapping[str, Handler] = {
     **groups.HANDLERS,
     **consumers.HANDLERS,
     **messages.HANDLERS,
+    **redrive.HANDLERS,
     **delays.HANDLERS,
     **databases.HANDLERS,
     **tokens.HANDLERS,
@@ -187,7 +199,8 @@ def _require_scope(caller: Caller, plan: Plan) -> None:
     if caller.scope.subjects and plan.groups and not plan.subjects:
         raise MissingRight(f"token {caller.name!r} is limited to some subjects; this concerns whole broker groups")
     for subject in plan.subjects if caller.scope.subjects else ():
-        if not any(caller.scope.may(right, subject) for right in (PRODUCE, CONSUME)):
+        rights = (plan.right,) if plan.right else (PRODUCE, CONSUME)
+        if not any(caller.scope.may(right, subject) for right in rights):
             raise MissingRight(f"token {caller.name!r} may not change {subject!r}: it is limited to other subjects")
 
 

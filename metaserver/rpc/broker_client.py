@@ -9,11 +9,12 @@ from typing import Any
 import grpc
 
 from qmq.control_plane import CHANNEL_OPTIONS
-from qmq.errors import NotServed, OperatorError
+from qmq.errors import AccessError, CallError, NotServed, OperatorError, QmqError
 from qmq.metaserver.model import Broker, ReplicaState
 from qmq.metaserver.rpc.convert import state_from_message
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
+from qmq.redrive.dead_letters import DeadLetters, Master
 
 _SILENT = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 """Nobody answered, or not in time."""
@@ -80,6 +81,16 @@ class Brokers:
             call = stub.ResetOffset(request, **metadata, timeout=self._timeout_ms / 1000)
             answer: pb.ResetOffsetAnswer = await self._call(broker, call, silent=lambda code: code not in _REFUSALS)
             return answer
+
+    async def dead_letters(self, broker: Broker, *, subject: str, group: str) -> DeadLetters:
+        """Subscribe to the dead letters that a master has for a consumer group; close what is returned."""
+        master = Master(broker.group, broker.ip, broker.serve_port, broker.control_port)
+        try:
+            return await DeadLetters.open(master, self._metadata[0][1], subject, group)
+        except (AccessError, CallError) as error:
+            raise OperatorError(f"{broker.group} refused: {error}") from error
+        except QmqError as error:
+            raise NotServed(f"{broker.group}: {error}") from error
 
     async def browse(self, broker: Broker, request: pb.BrowseRequest) -> pb.BrowseAnswer:
         """Look at what a master has stored."""

@@ -18,6 +18,8 @@ from qmq.codec import join_batch
 from qmq.errors import ErrorCode
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
+from qmq.redrive.dead_letters import DeadLetters
+from qmq.redrive.redriving import Choice
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Nack, NackEntry, Verdict
 from qmq.subjects import dead_letter_subject, retry_subject
@@ -25,8 +27,6 @@ from qmq.tools.address import Address
 from qmq.tools.commands import COMMANDS
 from qmq.tools.messages import redrive as redrive_module
 from qmq.tools.messages.brokers import find_masters
-from qmq.tools.messages.dead_letters import DeadLetters
-from qmq.tools.messages.redriving import Choice
 from qmq.tools.session import Session
 from tests.integration.cluster_world import Wire, begin, end, producer, pull, running, send_all, until
 from tests.integration.tools_world import (
@@ -464,6 +464,25 @@ def test_two_redrives_at_once_give_no_dead_letter_back_twice(cluster, subject, p
     assert sorted(moved) == sorted(f"m-{at}" for at in range(60)) == sorted(ids(mailbox(cluster, subject)))
 
 
+def test_the_metaserver_gives_dead_letters_back_as_the_command_does(cluster, subject):
+    failed(cluster, subject, 6)
+    words = {"subject": subject, "group": "g", "reason": "timeout"}
+    found = cluster.manage("Browse", subject=subject, deadLettersOf="g")["messages"]
+    chosen = [one["id"] for one in found if one["properties"]["qmq_deadReason"] == "timeout"]
+    assert len(found) == 6 and 0 < len(chosen) < 6
+    plan = cluster.manage("Redrive", dryRun="true", **words)
+    assert plan["wouldChange"] and (plan["before"]["deadLetters"], plan["after"]["goBack"]) == (6, len(chosen))
+    assert mailbox(cluster, subject) == []
+    done = cluster.manage("Redrive", **words)
+    assert (done["moved"], done["unknown"], done["left"]) == (len(chosen), 0, 0)
+    assert sorted(ids(mailbox(cluster, subject))) == sorted(done["ids"]) == sorted(chosen)
+    rows = cluster.manage("AuditTrail", name="Redrive", subject=subject)["rows"]
+    assert [row["result"] for row in rows] == ["done", "begun"] and rows[0]["after"]["moved"] == len(chosen)
+    assert cluster.manage("Redrive", **words)["moved"] == 0
+    [rest] = lines(redrive(cluster, subject, "--yes"))
+    assert len(rest["moved"]) == 6 - len(chosen)
+
+
 def test_a_redrive_that_dies_in_between_loses_nothing(cluster, subject):
     """Stored for the group, and not yet acked: it goes back once more, with the same id."""
     failed(cluster, subject, 6)
@@ -532,7 +551,7 @@ def test_an_interrupted_redrive_tells_what_it_did_and_the_rest_stays(cluster, su
 
 def test_of_too_many_to_hold_the_first_are_passed_over(cluster, subject, monkeypatch, capsys):
     monkeypatch.setattr("qmq.tools.messages.redrive.HELD_MAX", 5)
-    monkeypatch.setattr("qmq.tools.messages.dead_letters.PULL_MESSAGES", 4)
+    monkeypatch.setattr("qmq.redrive.dead_letters.PULL_MESSAGES", 4)
     failed(cluster, subject, 40)
     last = max(browse(cluster, "--deadLetters", "--limit=99", subject=subject, group="g"), key=itemgetter("sequence"))
     values = {option.name: option.default or "" for option in COMMANDS["Redrive"].options}

@@ -7,7 +7,6 @@ import logging
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import NamedTuple
 
 import grpc
 import grpc.aio
@@ -15,6 +14,7 @@ import grpc.aio
 from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub, MetaserverStub
+from qmq.redrive.dead_letters import Master
 from qmq.tools.answer import Exit
 from qmq.tools.call import CallFailed, post
 from qmq.tools.command import LIST_TIMEOUT_S
@@ -39,15 +39,6 @@ class Unanswered(Exception):
     def __init__(self, exit_status: Exit, text: str) -> None:
         super().__init__(text)
         self.exit = exit_status
-
-
-class Master(NamedTuple):
-    """Where the master of a broker group is."""
-
-    broker_group: str
-    ip: str
-    serve_port: int
-    control_port: int
 
 
 def ended(session: Session, work: Callable[[Session], Awaitable[Exit]]) -> Exit:

@@ -15,15 +15,15 @@ from contextlib import AsyncExitStack, nullcontext
 
 from qmq.errors import AccessError, CallError, OutcomeUnknown, Overloaded, QmqError
 from qmq.proto import qmq_pb2 as pb
+from qmq.redrive.dead_letters import DeadLetters, Master
+from qmq.redrive.redriving import Choice, Chosen, Receipt, batches_of, others_of
 from qmq.remoting.commands import Produced
 from qmq.subjects import dead_letter_subject
 from qmq.tools.answer import Exit
 from qmq.tools.command import bad, good, warning
 from qmq.tools.files import PrivateFile
-from qmq.tools.messages.brokers import Looker, Master, Unanswered, ended, looking
-from qmq.tools.messages.dead_letters import DeadLetters
+from qmq.tools.messages.brokers import Looker, Unanswered, ended, looking
 from qmq.tools.messages.lines import words_of
-from qmq.tools.messages.redriving import Choice, Chosen, Receipt, batches_of, others_of
 from qmq.tools.messages.shown import to_json
 from qmq.tools.session import Session
 from qmq.tools.table import Block, Column, Table

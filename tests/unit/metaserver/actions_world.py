@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from qmq.errors import NotServed, OperatorError
+from qmq.codec import encode_message, join_batch, with_properties
+from qmq.errors import NotServed, OperatorError, OutcomeUnknown
+from qmq.message import Message
 from qmq.metaserver.actions.clients import Clients
 from qmq.metaserver.actions.desk import Desk
 from qmq.metaserver.actions.runner import Actions
@@ -19,6 +21,8 @@ from qmq.metaserver.settings import MetaserverSettings
 from qmq.metaserver.swap import Swaps
 from qmq.metaserver.watchers import ClientInfo, Counts
 from qmq.proto import qmq_pb2 as pb
+from qmq.redrive.redriving import REASON, TIMES
+from qmq.remoting.commands import Piece, Produced
 from qmq.rights import Caller, Scope, TokenRole
 from qmq.types import Role
 
@@ -131,7 +135,7 @@ class Brokers:
     def __init__(self):
         self.states, self.progress, self.silent, self.resets, self.cancelled = {}, {}, set(), [], []
         self.held, self.hears_its_master = [], False
-        self.stored, self.browsed = [], []
+        self.stored, self.browsed, self.dead = [], [], []
 
     def _reach(self, broker):
         if broker.key not in self.states or broker.group in self.silent:
@@ -165,6 +169,10 @@ class Brokers:
             rows = sorted((row for row in rows if row.lag), key=lambda row: -row.lag)[:behind_max]
         return pb.ConsumersAnswer(groups=rows)
 
+    async def dead_letters(self, broker, *, subject, group):
+        self._reach(broker)
+        return DeadLetters(broker.group, self.dead)
+
     async def browse(self, broker, request):
         self._reach(broker)
         self.browsed.append(pb.BrowseRequest.FromString(request.SerializeToString()))
@@ -181,6 +189,40 @@ class Brokers:
         return pb.ResetOffsetAnswer(before=10, after=3, repeated=7)
 
     fail_for_real: frozenset[str] = frozenset()
+
+
+class DeadLetters:
+    """Dead letters of one group, (id, reason): a list that all who take share; what is not settled goes back to it."""
+
+    batch_bytes_max = 1 << 20
+
+    def __init__(self, broker_group, letters):
+        self.broker_group, self._all = broker_group, letters
+        self._held, letters[:] = list(letters), []
+        self._gone, self._is_taken = set(), False
+
+    async def take(self):
+        if self._is_taken or not self._held:
+            return []
+        self._is_taken = True
+        bodies = [_dead_letter(id, reason) for id, reason in self._held]
+        return [Piece(0, 0, len(bodies), 0, 1, memoryview(join_batch(bodies)))]
+
+    async def send_back(self, letters):
+        refused = [(at, "readonly") for at, one in enumerate(letters) if one.reason == "refuse me"]
+        if any(one.reason == "lose me" for one in letters):
+            raise OutcomeUnknown("no answer")
+        return Produced(0, 0, 0, refused)
+
+    async def settle(self, letters):
+        self._gone |= {one.id for one in letters}
+
+    async def close(self):
+        self._all += [pair for pair in self._held if pair[0] not in self._gone]
+
+
+def _dead_letter(id, reason):
+    return with_properties(encode_message(Message("s", {"orderNo": "1"}, id=id), 1), {REASON: reason, TIMES: "5"})
 
 
 class Hub:

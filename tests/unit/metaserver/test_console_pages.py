@@ -161,7 +161,7 @@ async def test_dead_letters_are_shown_with_what_they_died_of(world):
     dead = stored(1, "m-1", qmq_deadReason="ValueError: no price", qmq_times="5")
     world.brokers.stored = [pb.BrowseAnswer(messages=[dead])]
     text = await world.read("/messages", subject="order.changed", dead="billing")
-    assert "m-1 g1 / 1 ValueError: no price 5" in text and "Redrive --subject=order.changed --group=billing" in text
+    assert "m-1 g1 / 1 ValueError: no price 5" in text and "Redrive…" in text
     assert world.brokers.browsed[0].subject == "%DEAD_RETRY%order.changed%billing"
 
 

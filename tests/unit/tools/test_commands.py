@@ -69,8 +69,8 @@ def test_qmqs_defaults_are_kept():
 
 
 def test_every_action_has_a_command():
-    """Browse looks for itself, with a client's token, and at all broker groups; the console asks the action."""
-    assert sorted({*(command.asks for command in ASKING.values()), "Browse"}) == sorted(ACTIONS)
+    """Browse and Redrive speak to the brokers themselves, with a client's token; the console asks the actions."""
+    assert sorted({*(command.asks for command in ASKING.values()), "Browse", "Redrive"}) == sorted(ACTIONS)
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - set(ASKING)))

@@ -9,11 +9,11 @@ import pytest
 
 from qmq.codec import decode_message, encode_message, join_batch, label_of, with_properties
 from qmq.message import Message
+from qmq.redrive.redriving import REASON, SEQUENCE, TIMES, Choice, batches_of, others_of, ranges_of
 from qmq.remoting.commands import Piece
 from qmq.tools.commands import COMMANDS
 from qmq.tools.messages.browse import is_newest_first
 from qmq.tools.messages.lines import typed_messages
-from qmq.tools.messages.redriving import REASON, SEQUENCE, TIMES, Choice, batches_of, others_of, ranges_of
 from qmq.tools.messages.shown import line_of, message_json
 from qmq.tools.usage import WrongUsage, parse
 

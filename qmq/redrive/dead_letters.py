@@ -11,20 +11,22 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
+from typing import NamedTuple
 from zlib import crc32
 
 from qmq.codec import encode_labels, join_batch
 from qmq.errors import OutcomeUnknown, QmqError
 from qmq.log.frame import label_flags
+from qmq.redrive.redriving import Chosen, ranges_of
 from qmq.remoting import commands
 from qmq.remoting.commands import RANGES_MAX, Ack, Command, Nack, NackEntry, Piece, Produced, Pull, Verdict
 from qmq.remoting.connection import Connection, connect
 from qmq.remoting.packet import Packet
 from qmq.subjects import dead_letter_subject, retry_subject
-from qmq.tools.messages.brokers import ANSWER_S, APP, Master
-from qmq.tools.messages.redriving import Chosen, ranges_of
 from qmq.types import Endpoint
 
+APP = "qmq.redrive"
+ANSWER_S = 10.0
 GROUP = "qmq.redrive"
 """The consumer group of all Redrives: what it acked has gone back, what it did not is a dead letter still."""
 PACKET_BYTES_MAX = 64 << 20
@@ -35,6 +37,15 @@ OVERHEAD_BYTES = 16 << 10
 UNSUBSCRIBE_S = 2.0
 PASSED_MS = 600_000
 """What was passed over is delivered again after that. It must not come back while the rest is looked at."""
+
+
+class Master(NamedTuple):
+    """Where the master of a broker group is."""
+
+    broker_group: str
+    ip: str
+    serve_port: int
+    control_port: int
 
 
 class DeadLetters:

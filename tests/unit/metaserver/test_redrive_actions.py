@@ -1,0 +1,70 @@
+"""Shell. Redrive through the metaserver: planned, confirmed, in the trail, and true about what became of each."""
+
+from __future__ import annotations
+
+from qmq.metaserver.actions import Status
+from tests.unit.metaserver.actions_world import caller, in_world
+from tests.unit.metaserver.console_world import in_console, text_of
+
+WORDS = {"subject": "s", "group": "billing"}
+
+
+async def with_dead_letters(world, *reasons):
+    await world.running_copies("g1")
+    await world.routed("s")
+    world.brokers.dead = [(f"m-{number}", reason) for number, reason in enumerate(reasons)]
+
+
+@in_world
+async def test_a_plan_moves_nothing_and_the_change_what_it_said(world):
+    await with_dead_letters(world, "timeout", "no price", "timeout")
+    plan = await world.done("Redrive", dryRun="true", reason="timeout", **WORDS)
+    assert plan["wouldChange"] and (plan["before"]["deadLetters"], plan["after"]["goBack"]) == (3, 2)
+    assert len(world.brokers.dead) == 3
+    done = await world.done("Redrive", reason="timeout", **WORDS)
+    assert (done["moved"], done["ids"]) == (2, ["m-0", "m-2"]) and world.brokers.dead == [("m-1", "no price")]
+    assert [row.result for row in await world.audit()][:2] == ["done", "begun"]
+    assert not (await world.done("Redrive", dryRun="true", reason="timeout", **WORDS))["wouldChange"]
+
+
+@in_world
+async def test_no_more_go_back_than_the_limit(world):
+    await with_dead_letters(world, "a", "b", "c")
+    assert (await world.done("Redrive", limit=2, **WORDS))["ids"] == ["m-0", "m-1"]
+    assert world.brokers.dead == [("m-2", "c")]
+    assert (await world.done("Redrive", id="m-9", **WORDS))["moved"] == 0
+
+
+@in_world
+async def test_what_stays_and_what_is_unknown_is_told(world):
+    await with_dead_letters(world, "a", "refuse me")
+    answer = await world.run("Redrive", **WORDS)
+    assert answer.status == Status.UNKNOWN and "1 went back, not all: readonly" in answer.message
+    assert world.brokers.dead == [("m-1", "refuse me")] and (await world.audit())[0].result == "partly done"
+    world.brokers.dead = [("m-2", "lose me")]
+    answer = await world.run("Redrive", **WORDS)
+    assert answer.status == Status.UNKNOWN and answer.data["unknown"] == 1
+    world.brokers.silent = {"g1"}
+    answer = await world.run("Redrive", **WORDS)
+    assert answer.status == Status.WAIT and "no dead letter went back" in answer.message
+
+
+@in_world
+async def test_a_token_for_some_subjects_needs_the_right_to_redrive(world):
+    await with_dead_letters(world, "a")
+    for subjects, may in ((("consume:s",), False), (("other",), False), (("redrive:s",), True), (("s",), True)):
+        answer = await world.run("Redrive", caller("operator", subjects=subjects), dryRun="true", **WORDS)
+        assert answer.done == may, answer
+    assert "needs operator" in await world.refused("Redrive", caller("viewer"), **WORDS)
+
+
+@in_console
+async def test_dead_letters_go_back_through_the_console_once_that_is_confirmed(world):
+    await world.log_in("operator")
+    await with_dead_letters(world, "timeout")
+    assert "/change?action=Redrive" not in await world.see("/messages", subject="s")
+    words = {"csrf": await world.csrf(), "action": "Redrive", **WORDS}
+    text = text_of((await world.send("/change", step="plan", **words)).text)
+    assert "goBack" in text and "Do it" in text and world.brokers.dead
+    assert "moved 1" in text_of((await world.send("/change", step="confirm", **words)).text)
+    assert world.brokers.dead == [] and (await world.audit())[0].who == "operator"
