@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-outbox outbox bench-delay transcripts drawings simulate delay-simulate chaos delay-ledger history proto lock clean
+.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-neighbours bench-outbox outbox bench-delay transcripts drawings simulate delay-simulate chaos delay-ledger history proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -52,6 +52,9 @@ bench-metaserver: $(STAMP) ## 100,000 subjects, 2,000 groups, 20,000 clients on 
 
 bench-delay: $(STAMP) ## a delay group: intake, lateness, memory, restart, loading; .run/bench-delay.json QUICK=1
 	@exec $(PY) -m benchmarks.delay $(if $(QUICK),--quick)
+
+bench-neighbours: $(STAMP) ## a quiet group's p99 beside each noisy neighbour; .run/bench-neighbours.json ONLY=retries,… QUICK=1
+	@exec $(PY) -m benchmarks.neighbours $(if $(ONLY),--only "$(ONLY)") $(if $(QUICK),--quick)
 
 bench-failover: $(STAMP) ## a master that is killed, or silent: time to the next delivery and acknowledgement; .run/bench-failover.json
 	@exec $(PY) -m benchmarks.failover

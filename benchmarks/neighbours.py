@@ -1,0 +1,263 @@
+"""Shell. `make bench-neighbours`: what each noisy neighbour costs a quiet group that shares the brokers with it.
+
+One broker group and one delay group of two copies each, on this machine. A producer sends to the quiet subject at a
+slow, steady pace, and its one listener notes how old each message is. That is measured alone and beside each neighbour,
+in turns; a neighbour is a process of its own, so that the quiet clients pay for what brokers do for it and not for its
+Python. The figure is the p99 beside it over the p99 alone just before: the median of some pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import qmq
+from benchmarks.figures import percentile
+from qmq.deploy.cluster import Cluster
+from qmq.deploy.plan import write_atomically
+
+PORTS = 25_200
+PACE_PER_S = 100
+"""Messages of the quiet subject: enough for a ninety-ninth percentile, too few to load anything."""
+READY = "ready"
+"""What a neighbour prints when it begins to be noisy."""
+GOAL = 1.2
+SETTLED_S = 2.0
+"""After a neighbour was killed: its connections are closed, what it was sent is over."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Pairs of phases, without and with each neighbour."""
+
+    pairs: int = 5
+    phase_s: float = 10.0
+
+
+QUICK = Sizes(pairs=3, phase_s=4.0)
+
+
+class Noise:
+    """One noisy neighbour: prepares, says that it is ready, and goes on until it is killed."""
+
+    def __init__(self, metaserver: str, token: str, port: int) -> None:
+        self._client: dict[str, Any] = {"metaserver": metaserver, "token": token, "app": "noise"}
+        self._port = port
+
+    def _producer(self) -> qmq.Producer:
+        return qmq.Producer(**self._client, timeout_s=60.0)
+
+    async def _backlog(self, messages: int, size: int = 1024) -> None:
+        async with self._producer() as producer:
+            receipts = await producer.send_many(qmq.Message("noise", {"x": "x" * size}) for _ in range(messages))
+            assert receipts.all_stored
+
+    async def hot_subject(self) -> None:
+        """One subject, as fast as one producer can."""
+        async with self._producer() as producer:
+            print(READY, flush=True)
+            while True:
+                await producer.send_many(qmq.Message("noise", {"x": "x" * 1024}) for _ in range(10_000))
+
+    async def giant_backlog(self) -> None:
+        """A consumer that takes a backlog as fast as it can, again and again."""
+        await self._backlog(200_000)
+        print(READY, flush=True)
+        for number in range(1_000):
+            async with qmq.Consumer(**self._client).pull("noise", group=f"n{number}", start="earliest") as puller:
+                while messages := await puller.pull(10_000, timeout=1):
+                    await puller.ack(messages)
+
+    async def retries(self) -> None:
+        """10,000 messages that each ask to come again a second later."""
+        await self._backlog(10_000, 100)
+        print(READY, flush=True)
+        async with qmq.Consumer(**self._client).pull("noise", group="retries", start="earliest") as puller:
+            while True:
+                for message in await puller.pull(1_000, timeout=1):
+                    message.nack_nowait("not yet", delay=1.0)
+
+    async def slow_consumer(self) -> None:
+        """200 handlers that take 100 ms each, before a backlog."""
+        await self._backlog(100_000, 100)
+        print(READY, flush=True)
+        consumer = qmq.Consumer(**self._client)
+
+        async def slow(message: qmq.ReceivedMessage) -> None:
+            await asyncio.sleep(0.1)
+
+        consumer.listen("noise", group="slow", start="earliest", concurrency=200)(slow)
+        await consumer.run()
+
+    async def reconnects(self) -> None:
+        """Twenty consumers that come and go all the time."""
+        await self._backlog(1_000, 100)
+        print(READY, flush=True)
+
+        async def come_and_go(number: int) -> None:
+            while True:
+                async with qmq.Consumer(**self._client).pull("noise", group=f"n{number}", start="earliest") as puller:
+                    await puller.ack(await puller.pull(10, timeout=1))
+
+        await asyncio.gather(*map(come_and_go, range(20)))
+
+    async def huge_messages(self) -> None:
+        """Messages of 3 MiB, one after the other."""
+        async with self._producer() as producer:
+            print(READY, flush=True)
+            while True:
+                await producer.send(qmq.Message("noise", {"x": "x" * (3 << 20)}))
+
+    async def broken_clients(self) -> None:
+        """Connections that send what is no packet, or nothing at all."""
+        print(READY, flush=True)
+        silent: list[socket.socket] = []
+        while True:
+            with suppress(OSError):
+                one = socket.create_connection(("127.0.0.1", self._port), timeout=1)
+                one.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                one.close()
+                silent.append(socket.create_connection(("127.0.0.1", self._port), timeout=1))
+            for old in silent[:-200]:
+                old.close()
+            del silent[:-200]
+            await asyncio.sleep(0.002)
+
+    async def cancels(self) -> None:
+        """Delayed messages of one moment, each cancelled by its receipt."""
+        async with self._producer() as producer:
+            print(READY, flush=True)
+            while True:
+                due = time.time() + 3_600
+                receipts = await producer.send_many(
+                    (qmq.Message("noise.later", {"x": "x" * 100}) for _ in range(5_000)), delay=due - time.time()
+                )
+                for begin in range(0, len(receipts), 50):
+                    await asyncio.gather(*(producer.cancel(one) for one in receipts[begin : begin + 50]))
+
+
+NEIGHBOURS: dict[str, Callable[[Noise], Awaitable[None]]] = {
+    "hot_subject": Noise.hot_subject, "giant_backlog": Noise.giant_backlog, "retries": Noise.retries,
+    "slow_consumer": Noise.slow_consumer, "reconnects": Noise.reconnects, "huge_messages": Noise.huge_messages,
+    "broken_clients": Noise.broken_clients, "cancels": Noise.cancels,
+}  # fmt: skip
+
+
+class Quiet:
+    """The quiet group: one producer, one listener, one message in ten milliseconds."""
+
+    def __init__(self, producer: qmq.Producer) -> None:
+        self._producer = producer
+        self._ages_ms: list[float] = []
+
+    async def heard(self, message: qmq.ReceivedMessage) -> None:
+        self._ages_ms.append((time.monotonic() - float(str(message["at"]))) * 1000)
+
+    def _sent(self, receipt: qmq.Receipt) -> None:
+        assert receipt.is_stored, receipt
+
+    async def p99_ms(self, seconds: float) -> float:
+        """Send for some seconds and return the p99 from `send` to the handler."""
+        self._ages_ms, messages = [], int(seconds * PACE_PER_S)
+        begin = time.monotonic()
+        for number in range(messages):
+            await asyncio.sleep(max(0.0, begin + number / PACE_PER_S - time.monotonic()))
+            self._producer.send_nowait(qmq.Message("quiet", {"at": repr(time.monotonic())}), self._sent)
+        async with asyncio.timeout(60):
+            while len(self._ages_ms) < messages:
+                await asyncio.sleep(0.01)
+        return percentile(sorted(self._ages_ms), 0.99)
+
+
+async def measure(cluster: Cluster, names: list[str], sizes: Sizes) -> dict[str, dict[str, float]]:
+    client: dict[str, Any] = {"metaserver": cluster.metaserver, "token": cluster.token, "app": "quiet"}
+    found: dict[str, dict[str, float]] = {}
+    async with qmq.Producer(**client) as producer, asyncio.TaskGroup() as tasks:
+        quiet, consumer = Quiet(producer), qmq.Consumer(**client)
+        consumer.listen("quiet", group="quiet", start="earliest")(quiet.heard)
+        tasks.create_task(consumer.run())
+        await quiet.p99_ms(1.0)
+        for name in names:
+            found[name] = figure = await _compared(cluster, quiet, name, sizes)
+            print(f"{name:16} {_shown(figure)}", flush=True)
+        consumer.stop()
+    return found
+
+
+async def _compared(cluster: Cluster, quiet: Quiet, name: str, sizes: Sizes) -> dict[str, float]:
+    """Measure pairs of phases without and with a neighbour; return medians, for this machine has neighbours, too."""
+    alone, beside = [], []
+    for _ in range(sizes.pairs):
+        alone.append(await quiet.p99_ms(sizes.phase_s))
+        neighbour = await asyncio.to_thread(_begin, cluster, name)
+        try:
+            beside.append(await quiet.p99_ms(sizes.phase_s))
+        finally:
+            neighbour.send_signal(signal.SIGKILL)
+            neighbour.wait()
+        await asyncio.sleep(SETTLED_S)
+    ratios = [after / before for before, after in zip(alone, beside, strict=True)]
+    return {"alone_p99_ms": median(alone), "beside_p99_ms": median(beside), "ratio": median(ratios)}
+
+
+def _shown(figure: dict[str, float]) -> str:
+    alone, beside, ratio = figure.values()
+    return f"p99 {alone:8.2f} ms alone {beside:8.2f} ms beside it {ratio:6.2f}"
+
+
+def _begin(cluster: Cluster, name: str) -> subprocess.Popen[str]:
+    """Start a neighbour; return when it is about to be noisy."""
+    where = [cluster.metaserver, cluster.token, str(cluster.broker("g1", "master").serve_port)]
+    command = [sys.executable, "-m", "benchmarks.neighbours", "--noise", name, *where]
+    neighbour = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert neighbour.stdout is not None
+    if neighbour.stdout.readline().strip() != READY:
+        neighbour.kill()
+        raise RuntimeError(f"{name} ended before it began")
+    return neighbour
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.neighbours", description=__doc__)
+    parser.add_argument("--only", default=",".join(NEIGHBOURS), help="which ones, separated by commas")
+    parser.add_argument("--quick", action="store_true", help="short phases, few of them")
+    parser.add_argument("--noise", nargs=4, metavar=("NAME", "METASERVER", "TOKEN", "PORT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.noise:
+        name, metaserver, token, port = options.noise
+        asyncio.run(_noise(name, Noise(metaserver, token, int(port))))
+        return 0
+    with (
+        TemporaryDirectory(prefix="qmq-bench-") as directory,
+        Cluster(
+            Path(directory), groups=("g1",), delay_groups=("d1",), http_port=PORTS, broker_port=PORTS + 2
+        ) as cluster,
+    ):  # fmt: skip
+        cluster.wait_writable()
+        found = asyncio.run(measure(cluster, options.only.split(","), QUICK if options.quick else Sizes()))
+    missed = [name for name, figure in found.items() if figure["ratio"] > GOAL]
+    print(f"above {GOAL} times: {', '.join(missed) or 'none'}")
+    Path(".run").mkdir(exist_ok=True)
+    write_atomically(Path(".run/bench-neighbours.json"), json.dumps(found, indent=1))
+    return 0
+
+
+async def _noise(name: str, noise: Any) -> None:
+    await NEIGHBOURS[name](noise)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
