@@ -83,7 +83,8 @@ def test_the_slave_of_a_killed_master_goes_on_and_nothing_acknowledged_is_lost(t
         before, after = row["before"], row["after"]
         assert [after["master"]["hostname"], after["slave"]["hostname"]] == [slave.hostname, master.hostname]
         assert state(cluster, slave).term == after["term"] == before["term"] + 1 and state(cluster, master).in_sync
-        assert row["parameters"]["acknowledged"][2] <= row["parameters"]["slaveEnd"]
+        point = row["parameters"]["acknowledged"]  # a metaserver has the first one a second after the first message
+        assert not point or point[2] <= row["parameters"]["slaveEnd"]
         assert re.search(
             rf"failover broker_group=g1 from={master.hostname}.*duration_ms=\d+", log_of(cluster, "metaserver")
         )
