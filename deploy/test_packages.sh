@@ -10,6 +10,7 @@ command -v mariadbd >/dev/null || [ -x /usr/sbin/mariadbd ] || packages+=(mariad
 compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || command -v initdb >/dev/null || packages+=(postgresql)
 command -v nginx >/dev/null || [ -x /usr/sbin/nginx ] || packages+=(nginx)
 command -v redis-server >/dev/null || packages+=(redis-server)
+command -v chromium >/dev/null || packages+=(chromium)
 command -v promtool >/dev/null || packages+=(prometheus)
 command -v curl >/dev/null || packages+=(curl) # docs/install.md uses it, and a test does what that says
 [ ${#packages[@]} -gt 0 ] || exit 0

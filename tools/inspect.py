@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (NoCopy, _InUse, DiskFailed, OSError) as error:
         print(f"qmq inspect: {options.directory}: {error}", file=sys.stderr)
         return Exit.REFUSED
+    finally:
+        logging.disable(logging.NOTSET)
     print(json.dumps(found, indent=1) if options.json else plain(_shown(found, options.subjects)))
     return Exit.DONE
 

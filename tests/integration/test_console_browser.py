@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,13 +15,11 @@ from qmq.metaserver.rpc.tokens import wall_ms
 from tests.unit.metaserver.console_world import ConsoleWorld
 
 STYLE = Path(routes.__file__).parent / "static" / "console.css"
-CHROMIUM = shutil.which("chromium")
-LOAD_S = 40
+LOAD_S = 180
 CONTRAST_MIN = 4.5
 """WCAG 2.1, level AA, for text of normal size."""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_a_browser_shows_the_page_and_finds_nothing_that_the_policy_forbids(tmp_path, monkeypatch):
     asyncio.run(_browse(tmp_path, monkeypatch))
 
@@ -56,7 +53,7 @@ async def _browse(tmp_path, monkeypatch):
 
 def _dump(address, profile):
     ended = subprocess.run(
-        [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
+        ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
          f"--user-data-dir={profile}", address], capture_output=True, text=True, timeout=LOAD_S,
     )  # fmt: skip
     return ended.stdout, ended.stderr
