@@ -67,6 +67,12 @@ def test_no_method_answers_without_a_token_and_each_asks_for_its_role(tmp_path):
     in_world(body)(tmp_path)
 
 
+OPEN = {
+    ("GET", path)
+    for path in ("/meta/address", "/health/live", "/health/ready", "/console/login", "/console/console.css")
+}
+
+
 @in_world
 async def test_no_address_answers_without_a_token(world):
     """Weakness 26: /onoffline changed state without a token; lists were open."""
@@ -75,8 +81,12 @@ async def test_no_address_answers_without_a_token(world):
     for route in routes:
         for method in route.methods - {"HEAD"}:
             answer = await world.http.request(method, route.path)
-            if route.path in ("/meta/address", "/health/live", "/health/ready"):
+            if (method, route.path) in OPEN:
                 assert answer.status_code == 200
+            elif route.path.startswith("/console") and (method, route.path) != ("POST", "/console/login"):
+                assert answer.status_code == 303 and answer.headers["location"].startswith("/console/login")
+            elif route.path == "/console/login":
+                assert answer.status_code == 401
             elif route.path == "/management":
                 assert answer.json()["status"] == -1
             else:
