@@ -122,6 +122,8 @@ class Access:
         ("/metrics", {"Authorization": "Bearer client"}, 403),
         ("/metrics", {"Authorization": "Bearer away"}, 503),
         ("/connections", {"Authorization": "Bearer viewer"}, 200),
+        ("/states", {"Authorization": "Bearer viewer"}, 200),
+        ("/states", {}, 401),
         ("/health/live", {}, 200),
         ("/health/ready", {}, 503),
         ("/else", {}, 404),
@@ -129,7 +131,7 @@ class Access:
 )
 def test_who_may_see_what_on_the_port_of_a_copy(path, headers, status):
     async def test():
-        http = CopyHttp(CollectorRegistry(), Access(), list, lambda: {"ready": False})
+        http = CopyHttp(CollectorRegistry(), Access(), list, lambda: {"ready": False}, list)
         async with port_of(http.app()) as port:
             assert (await get(port, path, **headers)).status_code == status
 
