@@ -7,9 +7,10 @@ import json
 import random
 import re
 import socket
+import sqlite3
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -125,6 +126,12 @@ def metrics(cluster, plan):
 
 def data_of(cluster, plan):
     return cluster.run_dir / plan.hostname / "data"
+
+
+def row(cluster, query, *values):
+    """What the metaserver's database says."""
+    with closing(sqlite3.connect(cluster.run_dir / "metaserver" / "metaserver.db")) as database:
+        return database.execute(query, values).fetchone()
 
 
 @dataclass

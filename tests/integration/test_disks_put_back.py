@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sqlite3
-from contextlib import closing
 
 import pytest
 
@@ -22,6 +20,7 @@ from tests.integration.cluster_world import (
     log_of,
     read_copy,
     reasons,
+    row,
     running,
     send_all,
     state,
@@ -91,12 +90,6 @@ def refused(cluster, action, words):
     except OperatorError as error:
         return None if "running" in str(error) else str(error)
     return "it is done"
-
-
-def row(cluster, query, *values):
-    """What the metaserver's database says."""
-    with closing(sqlite3.connect(cluster.run_dir / "metaserver" / "metaserver.db")) as database:
-        return database.execute(query, values).fetchone()
 
 
 def is_incomplete(cluster, plan):

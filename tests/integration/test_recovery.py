@@ -22,6 +22,7 @@ from tests.integration.cluster_world import (
     log_of,
     producer,
     reasons,
+    row,
     running,
     send_all,
     settings_file,
@@ -176,10 +177,8 @@ def test_one_disk_is_saved_and_put_into_a_new_machine(cluster, tmp_path):
     cluster.wait_writable("saved")
     send_all(cluster, "s.saved", 5, name="after")
     acknowledged = state(cluster, master).high_watermark
-    until(
-        lambda: json.loads((data_of(cluster, master) / "points.json").read_text())["own"][2] >= acknowledged,
-        "the point is remembered",
-    )
+    newest = "SELECT max(log_end) FROM acknowledged_point WHERE group_name = 'saved'"
+    until(lambda: (row(cluster, newest)[0] or 0) >= acknowledged, "a metaserver remembers the point")
     end(cluster, master.hostname, slave.hostname)
     for plan in (master, slave):
         lose_disk(cluster, plan)
