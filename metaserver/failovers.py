@@ -121,7 +121,8 @@ class Failovers:
             return self._refuse(name, Refusal.HEARS_ITS_MASTER, HEARS_ITS_MASTER)
         if refused := failover.refusal(facts):
             return self._refuse(name, *refused)
-        await self._exchange(failover.choose(facts), _audit(facts, cause, began))
+        change = failover.choose(facts)
+        await self._exchange(change, _audit(facts, change, cause, began))
         await self._report(facts, cause, began)
 
     async def _ask(self, group: Group) -> ReplicaState | None:
@@ -190,9 +191,9 @@ def _is_at_work(registry: Registry, group: Group) -> bool:
     return state is not None and state.is_master_in(group.term)
 
 
-def _audit(facts: Facts, cause: str, began: float) -> AuditRow:
+def _audit(facts: Facts, change: RoleChange, cause: str, began: float) -> AuditRow:
     """The report: who, why, from which epoch, and what each side was known to have."""
-    change, before, said = failover.choose(facts), facts.group, facts.master_said
+    before, said = facts.group, facts.master_said
     assert said is not None, "a condition"
     found = {
         "brokerGroup": before.name,

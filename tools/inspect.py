@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Say what a data directory of a stopped broker or delay server holds. It is read, never written.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="the setting data of that broker")
-    parser.add_argument("--json", action="store_true", help="print JSON, which RecoverGroup --dir reads")
+    parser.add_argument("--json", action="store_true", help="print JSON, which RecoverGroup --reports reads")
     parser.add_argument("--verify", action="store_true", help="read all segments, as a start does the newest ones")
     parser.add_argument(
         "--subjects", type=int, default=_SUBJECTS_SHOWN, metavar="N", help="how many subjects are shown (default: 20)"
