@@ -3,8 +3,8 @@ for, but what they got.
 
 A consumer gets what has its tags, any of them or all. So whoever got a message without tags asked for none, and is
 given every message; and of two messages with the same tags, both are for it or none. A pull that passes messages over
-and hands out such ones beside them contradicts itself. So does one between two others of the same consumer and epoch
-that both handed out such: what it asks for may change once in between, not twice.
+and delivers such ones beside them contradicts itself. So does one between two others of the same consumer and epoch
+that both delivered such: what it asks for may change once in between, not twice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Complaint(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """Messages that one pull passed over, between what was handed out before and what is to come."""
+    """Messages that one pull passed over, between what was delivered before and what is to come."""
 
     frame: Frame
     begin: int
@@ -44,13 +44,13 @@ class _Passed(NamedTuple):
 
 
 class Passing:
-    """What groups of one subject passed over and handed out. Made by the judge of progress, per copy and subject."""
+    """What groups of one subject passed over and delivered. Made by the judge of progress, per copy and subject."""
 
     def __init__(self) -> None:
         self._sequences: list[Ints] = []
         self._tags: list[Ints] = []
         self._got: dict[tuple[str, str, Epoch], frozenset[int]] = {}
-        """(consumer group, consumer, epoch) -> tags of what its last pull handed out"""
+        """(consumer group, consumer, epoch) -> tags of what its last pull delivered"""
         self._open: dict[tuple[str, str, Epoch], list[_Passed]] = {}
         self.is_known = True
         """Whether all messages are there that pulls may name."""

@@ -1,10 +1,10 @@
 """Core. Whether pulls, acks, nacks and positions follow from the log, decided by the fold that the brokers use.
 
 `qmq.log.fold.apply` says what a progress frame does and which one is impossible. It sees the frames of one subject
-after the other here; what lies between them does not matter to it. Beyond the fold, a pull that hands out more
+after the other here; what lies between them does not matter to it. Beyond the fold, a pull that delivers more
 than the subject holds is named.
 
-Where a log begins behind its retention, it says nothing about what was handed out before. So of a group that is older
+Where a log begins behind its retention, it says nothing about what was delivered before. So of a group that is older
 than the log, what frames say of messages that are older than the log is believed, and of pull sequences before the
 first one that the log gives out; everything else is judged.
 """
@@ -182,7 +182,7 @@ class Judge:
             self._numbers.setdefault((said.group, said.consumer), numbers[0])
         for _, sequence, messages in said.entries:
             if sequence < self._first == group.position < sequence + messages:
-                group.position = sequence  # it hands out the last old ones and the first new ones
+                group.position = sequence  # it delivers the last old ones and the first new ones
             elif sequence < self._first:
                 _return_unknown(group, sequence, min(sequence + messages, self._first))
 

@@ -52,7 +52,7 @@ class Chosen:
     gone: list[tuple[int, int]] = field(default_factory=list)
     """Pull sequences of un-acked messages that retention took: nobody will ever ack them."""
     dead: list[tuple[int, int]] = field(default_factory=list)
-    """Pull sequences that were handed out too often: they become dead letters instead of leaving once more."""
+    """Pull sequences that were delivered too often: they become dead letters instead of leaving once more."""
     skipped: int = 0
     """Messages that the group never acked and that retention took."""
     bodies: dict[int, tuple[Frame, Buffer]] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Choice:
         return self.cut.is_stopped
 
     def again(self, consumer: Consumer) -> None:
-        """Hand out what the consumer has, from the pull sequence on that this connection was not given."""
+        """Deliver what the consumer has, from the pull sequence on that this connection was not given."""
         limit, made = self._subscription.deliveries_max, self.made
         for one in consumer.overlapping(self._subscription.resend, consumer.next_pull):
             if limit and one.deliveries > limit:
@@ -136,7 +136,7 @@ class Choice:
                 return
 
     def more(self, group: Group, now_ms: int) -> None:
-        """Hand out what the group has to give: what came back and is due, then what is new."""
+        """Deliver what the group has to give: what came back and is due, then what is new."""
         state, subscription, limit = self._log.state, self._subscription, self._subscription.deliveries_max
         pull_sequence = state.next_pull(group, subscription.consumer)
         for one in group.requeued.due(now_ms, self.cut.messages):
@@ -151,7 +151,7 @@ class Choice:
         self._give(group.position, state.next_sequence.get(subscription.subject, 0), pull_sequence, 1)
 
     def _give(self, begin: int, end: int, pull_sequence: int, attempts: int, suspected: int = 0) -> int:
-        """Hand out sequences `[begin, end)`, as far as budget and limit allow; return the next pull sequence."""
+        """Deliver sequences `[begin, end)`, as far as budget and limit allow; return the next pull sequence."""
         entries, at = self.made.entries, begin
         while at < end and not self.is_over:
             part, at_next = self._next(at, end, pull_sequence, attempts, suspected)

@@ -53,7 +53,7 @@ class Subscription:
     resend: int
     """First pull sequence that this connection was not given."""
     deliveries_max: int = 0
-    """Hand-overs of a message before it becomes a dead letter; 0: no limit."""
+    """Deliveries of a message before it becomes a dead letter; 0: no limit."""
     begins: bool = False
     """Its client says which suspected messages it begins with."""
     rule: TagRule | None = None
@@ -65,7 +65,7 @@ class Subscription:
     noted_ms: int | None = None
     """When somebody looks which of its pulls have waited long enough."""
     over: InvalidAck | None = None
-    """Why nothing that was handed out before counts any more: its group was moved, or its consumer's lease ended."""
+    """Why nothing that was delivered before counts any more: its group was moved, or its consumer's lease ended."""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -122,8 +122,8 @@ class Consumption:
         """Begin to serve `consumer` on this connection; an older connection of it is served no more.
 
         Raises:
-            InvalidAck: what the consumer holds was not handed out in this history, or given to others. It must forget
-                it, or what this history handed out in its place would never reach it.
+            InvalidAck: what the consumer holds was not delivered in this history, or given to others. It must forget
+                it, or what this history delivered in its place would never reach it.
         """
         check_subject(subject)
         check_name("consumer group", group)
@@ -148,7 +148,7 @@ class Consumption:
         return subscription
 
     def _check_held(self, subject: str, name: str, consumer: str, held_end: int) -> None:
-        """A master that is deposed and does not know it hands out what is safe, as the next one does with other
+        """A master that is deposed and does not know it delivers what is safe, as the next one does with other
         numbers. Who left, or whose group was moved, holds nothing any more."""
         known = self.consumer(subject, name, consumer)
         if known is None:

@@ -18,7 +18,7 @@ from qmq.broker.consume import Consumption, Subscription, WaitingPull
 from qmq.broker.counters import Counters
 from qmq.broker.dead_letters import DeadLetters
 from qmq.broker.filtering import Filtering, Reading
-from qmq.broker.labels import Sight
+from qmq.broker.labels import LabelsRead
 from qmq.broker.offline import Offline
 from qmq.broker.passes import OWED_BYTES_MAX, TRY_BYTES, Passes
 from qmq.broker.sending import Sending
@@ -80,7 +80,7 @@ class Delivery:
             entry = position, int(f["broadcast"]), 0
             mastership.append_progress(FrameKind.POSITION, (subject, group, ""), [entry])
         elif known is not None and known.unacked and f["is_new"] and not f["held_end"]:
-            # A new process of an old name: what the old one began with counts as handed out, or a message that kills
+            # A new process of an old name: what the old one began with counts as delivered, or a message that kills
             # each process that gets it would never become a dead letter.
             self._consumer_leaves(subscription.key, told=False)
             known = None
@@ -135,7 +135,7 @@ class Delivery:
         mastership.answer_when_safe(link, packet, commands.encode_acked(consumer.acked_end))
 
     def nack(self, link: Link, packet: Packet) -> None:
-        """Give messages back for a later hand-over, or for good; the answer comes when that is done."""
+        """Give messages back for a later delivery, or for good; the answer comes when that is done."""
         mastership = self._mastership
         mastership.check_may_progress()
         nack = commands.decode_nack(packet.body)
@@ -437,7 +437,7 @@ class Delivery:
         for reading in self._filtering.take_readings():
             self._mastership.host.read(reading.job, partial(self._was_read, reading))
 
-    def _was_read(self, reading: Reading, found: Sight | LogError) -> None:
+    def _was_read(self, reading: Reading, found: LabelsRead | LogError) -> None:
         self._filtering.was_read(reading, found)
         if isinstance(found, CorruptFrame):
             self._mastership.found_damage(found)  # who waits asks again
@@ -464,7 +464,7 @@ class Delivery:
             self._bury(subscription, chosen.dead)
 
     def _bury(self, subscription: Subscription, dead: list[tuple[int, int]]) -> None:
-        reason = f"handed out {subscription.deliveries_max} times, and never acked"
+        reason = f"delivered {subscription.deliveries_max} times, and never acked"
         self._dead_letters.bury(subscription.key, dead, reason, None)
 
     def _consumer_leaves(self, key: tuple[str, str, str], *, told: bool) -> None:

@@ -14,7 +14,7 @@ from qmq.broker.consume import Subscription
 from qmq.broker.group_filter import PASSED_MS, GroupFilter
 from qmq.broker.key_making import frames_of, made_again
 from qmq.broker.keys import Keys
-from qmq.broker.labels import ENDS, NO_LABELS, Body, Sights
+from qmq.broker.labels import ENDS, NO_LABELS, Body, LabelCache
 from qmq.broker.tags import TagRule
 from qmq.log import MessageLog
 from qmq.log.group import Group
@@ -33,7 +33,7 @@ DEFERRED_MESSAGES_MAX = 50_000
 PASSED_MESSAGES = 10_000
 """After so many it is written down at once that they did not match."""
 NEW = -1
-"""In place of how often a message was handed out before: it was not even passed over."""
+"""In place of how often a message was delivered before: it was not even passed over."""
 READ_FRAMES = 512
 """Frames whose labels are read at once."""
 
@@ -50,12 +50,12 @@ class FilteredScan:
     """Made for one pull. It changes its group's keys: what it decides is written down, or the filter given up."""
 
     def __init__(
-        self, message_log: MessageLog, sights: Sights, group_filter: GroupFilter, subscription: Subscription,
+        self, message_log: MessageLog, label_cache: LabelCache, group_filter: GroupFilter, subscription: Subscription,
         cut: Budget, made: Chosen, *, now_ms: int, looks: int,
     ) -> None:  # fmt: skip
-        self._log, self._sights, self._group_filter, self._subscription = (
+        self._log, self._label_cache, self._group_filter, self._subscription = (
             message_log,
-            sights,
+            label_cache,
             group_filter,
             subscription,
         )
@@ -84,7 +84,7 @@ class FilteredScan:
 
     def go(self) -> None:
         """Decide, as far as what is known goes; `wanted` says what is missing."""
-        if missing := made_again(self._group_filter, self._log, self._sights):
+        if missing := made_again(self._group_filter, self._log, self._label_cache):
             self.wanted = Wanted(missing, None)
             return
         self._group_filter.catch_up(self._group)
@@ -159,12 +159,12 @@ class FilteredScan:
     # What becomes of messages of one frame.
 
     def _look(self, ref: FrameRef, begin: int, end: int, times: int) -> int:
-        """Decide on these, all new or all handed out `times` times before; return where it stopped."""
+        """Decide on these, all new or all delivered `times` times before; return where it stopped."""
         end = min(end, begin + LOOKS_AT_ONCE)
         is_keyed = times == NEW and self._ordered_from is not None and end > self._ordered_from
         labels: array[int] | None = NO_LABELS
         if self._rule is not None or is_keyed:
-            labels = self._sights.labels(ref)
+            labels = self._label_cache.labels(ref)
         if labels is None:
             self._want(ref, times)
             return begin
@@ -188,7 +188,7 @@ class FilteredScan:
         places: Sequence[int] = rule.candidates(labels, first, last) if labels else range(first, last)
         if not places:
             return iter(())
-        body = self._sights.body(ref, rule)
+        body = self._label_cache.body(ref, rule)
         return None if body is None else self._verified(rule, body, places)
 
     def _verified(self, rule: TagRule, body: Body, places: Sequence[int]) -> Iterator[int]:
@@ -207,7 +207,7 @@ class FilteredScan:
     def _choose(
         self, ref: FrameRef, begin: int, end: int, times: int, places: Iterator[int], labels: array[int]
     ) -> int:
-        """Hand out or defer the messages at `places`, pass over the others; return where it stopped.
+        """Deliver or defer the messages at `places`, pass over the others; return where it stopped.
 
         What came back has the key that it holds: its labels are not needed.
         """
@@ -250,7 +250,7 @@ class FilteredScan:
             following = [one for begin, end in ranges for one in frames_of(self._log, self._subject, begin, end)]
         refs, messages = {ref.offset: ref}, 0
         for one in following:
-            if not self._sights.is_on_disk(one) or messages > LOOKS_AHEAD:
+            if not self._label_cache.is_on_disk(one) or messages > LOOKS_AHEAD:
                 break
             refs[one.offset] = one
             messages += one.end - one.begin
@@ -277,7 +277,7 @@ class FilteredScan:
         return max(at, first)
 
     def _take_run(self, ref: FrameRef, begin: int, end: int, times: int) -> int:
-        """Hand out as many of these as fit; return where they end."""
+        """Deliver as many of these as fit; return where they end."""
         last = begin + self._cut.allows(ref, end - begin)
         if last > begin:
             self._part(ref, begin, last, times)

@@ -3,14 +3,14 @@
 For a subscription without tags, of a subject without order keys, `broker.choosing` decides on ranges alone. Here each
 message is looked at, in order: first those that came back and are due, then what is new. One of these is decided:
 
-    handed out   it matches, and no earlier message of its key is unsettled
+    delivered    it matches, and no earlier message of its key is unsettled
     passed       it does not match, or is gone: over for the group
     deferred     it matches, and its key is busy: it waits with what was returned, behind the others of its key
     stopped at   the pull has enough; or bytes have to be read first, and the pull waits for them
 
 Everything decided is written down in one pull frame. What is kept in memory (`broker.group_filter`) follows from the
 fold and the labels, and is made again when it is missing: a new master reads the labels of all that a group has not
-settled before it hands out anything more of it.
+settled before it delivers anything more of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qmq.broker.choosing import Budget, Chosen
 from qmq.broker.consume import Subscription
 from qmq.broker.filtered_scan import FilteredScan
 from qmq.broker.group_filter import GroupFilter, sequences_unacked
-from qmq.broker.labels import Sight, Sights, read_sight
+from qmq.broker.labels import LabelCache, LabelsRead, read_labels_of
 from qmq.broker.tags import TagRule
 from qmq.errors import LogError
 from qmq.log import MessageLog
@@ -43,7 +43,7 @@ class Reading(NamedTuple):
 
     subject: str
     group: str
-    job: Callable[[], Sight]
+    job: Callable[[], LabelsRead]
 
 
 class Filtering:
@@ -51,7 +51,7 @@ class Filtering:
 
     def __init__(self, message_log: MessageLog, connected: Callable[[], Iterable[Subscription]]) -> None:
         self._log, self._connected = message_log, connected
-        self._sights = Sights(message_log)
+        self._label_cache = LabelCache(message_log)
         self._filters: dict[tuple[str, str], GroupFilter] = {}
         self._asked: dict[tuple[str, str], TagRule | None] = {}
         """What the last consumer that subscribed asked for, per group."""
@@ -99,7 +99,7 @@ class Filtering:
             return
         group_filter.idle_at = None
         scan = FilteredScan(
-            self._log, self._sights, group_filter, subscription, cut, made, now_ms=now_ms, looks=self._looks
+            self._log, self._label_cache, group_filter, subscription, cut, made, now_ms=now_ms, looks=self._looks
         )
         try:
             scan.go()
@@ -109,7 +109,7 @@ class Filtering:
         self._looks = scan.looks
         if scan.wanted is not None:
             group_filter.is_reading = True
-            self._readings.append(Reading(*key, partial(read_sight, self._log, *scan.wanted)))
+            self._readings.append(Reading(*key, partial(read_labels_of, self._log, *scan.wanted)))
         elif scan.looks <= 0:
             self._tired[subscription.subject] = None
         elif made.is_empty:
@@ -139,14 +139,14 @@ class Filtering:
         readings, self._readings = self._readings, []
         return readings
 
-    def was_read(self, reading: Reading, found: Sight | LogError) -> None:
+    def was_read(self, reading: Reading, found: LabelsRead | LogError) -> None:
         """Take what was read; those who wait for it are to be served now."""
         group_filter = self._filters.get((reading.subject, reading.group))
         if group_filter is not None:
             group_filter.is_reading = False
             group_filter.has_failed = isinstance(found, LogError)
         if not isinstance(found, LogError):
-            self._sights.took(found)
+            self._label_cache.took(found)
             if group_filter is not None and group_filter.keys is None:
                 group_filter.labels_before.update(found.labels)
 

@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from qmq.broker.choosing import FRAMES_AT_ONCE
 from qmq.broker.group_filter import GroupFilter
 from qmq.broker.keys import Keys
-from qmq.broker.labels import Sights
+from qmq.broker.labels import LabelCache
 from qmq.log import MessageLog
 from qmq.log.group import Group
 from qmq.log.index import FrameRef
 
 
-def made_again(group_filter: GroupFilter, log: MessageLog, sights: Sights) -> list[FrameRef]:
+def made_again(group_filter: GroupFilter, log: MessageLog, label_cache: LabelCache) -> list[FrameRef]:
     """See to it that the group's filter knows its keys, and what waits; return the frames whose labels that needs.
 
     They are asked for once: what the group has not settled only becomes less until its keys are known.
     """
     if group_filter.keys is None:
-        making = _Making(group_filter, log, sights)
+        making = _Making(group_filter, log, label_cache)
         if missing := making.missing():
             return missing
         making.make()
@@ -28,8 +28,8 @@ def made_again(group_filter: GroupFilter, log: MessageLog, sights: Sights) -> li
 
 
 class _Making:
-    def __init__(self, group_filter: GroupFilter, log: MessageLog, sights: Sights) -> None:
-        self._group_filter, self._log, self._sights = group_filter, log, sights
+    def __init__(self, group_filter: GroupFilter, log: MessageLog, label_cache: LabelCache) -> None:
+        self._group_filter, self._log, self._label_cache = group_filter, log, label_cache
         self._group: Group = log.state.groups[group_filter.subject, group_filter.group]
         self._ordered_from = log.state.ordered.get(group_filter.subject)
         consumers = self._group.consumers.values()
@@ -68,7 +68,7 @@ class _Making:
 
     def _labels(self, ref: FrameRef) -> array[int] | None:
         before = self._group_filter.labels_before.get(ref.offset)
-        return self._sights.labels(ref) if before is None else before
+        return self._label_cache.labels(ref) if before is None else before
 
     def _keyed(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield (key, begin, end): messages with a key one by one, others as ranges with key 0."""

@@ -1,7 +1,7 @@
 """Core. Order keys of one consumer group: who holds a key, and who stands in line behind it.
 
 Only messages before the group's position that are not settled count. The first one of a key is its holder: it is with
-a consumer, or waits for its retry, or is the next to be handed out. All others of the key stand behind it, in order. So
+a consumer, or waits for its retry, or is the next to be delivered. All others of the key stand behind it, in order. So
 one message of a key is under way at a time, whatever becomes of it. Derived from the fold and the labels; made again by
 the next master.
 
@@ -35,7 +35,7 @@ class Keys:
         return sequence in self._key
 
     def hold(self, key: int, sequence: int) -> None:
-        """A message of a key that nobody holds is handed out."""
+        """A message of a key that nobody holds is delivered."""
         self._holder[key] = sequence
         self._key[sequence] = key
 
@@ -48,7 +48,7 @@ class Keys:
         self.deferred += 1
 
     def settled(self, sequence: int) -> int | None:
-        """A message is over for the group; return the one that holds its key from now on, and may be handed out."""
+        """A message is over for the group; return the one that holds its key from now on, and may be delivered."""
         key = self._key.pop(sequence, None)
         if key is None:
             return None

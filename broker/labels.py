@@ -1,8 +1,8 @@
 """Core. What is known of messages frames without looking into each message: their labels, and bodies just read.
 
-A frame in the log's tail is looked at where it lies. Of others, labels and bodies are read elsewhere (`read_sight`, on
-a thread) and kept here for a while, both within bounds: the least recently used go first, but never what came last, so
-that whoever waits for it gets on.
+A frame in the log's tail is looked at where it lies. Of others, labels and bodies are read on a thread
+(`read_labels_of`) and kept here for a while, both within bounds: the least recently used go first, but never what came
+last, so that whoever waits for it gets on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 
-class Sight(NamedTuple):
+class LabelsRead(NamedTuple):
     """What a reading found, by offset of the frame."""
 
     rule: TagRule | None
@@ -47,7 +47,7 @@ class Sight(NamedTuple):
     """Under a rule. What does not match it is left out: it is a message of no bytes there."""
 
 
-def read_sight(log: MessageLog, refs: Sequence[FrameRef], rule: TagRule | None) -> Sight:
+def read_labels_of(log: MessageLog, refs: Sequence[FrameRef], rule: TagRule | None) -> LabelsRead:
     """Read labels, and under a rule what matches in as many frames as one reading takes. Blocks.
 
     Frames are read one by one: memory that was just used costs half of what 8 MiB of fresh memory cost.
@@ -68,7 +68,7 @@ def read_sight(log: MessageLog, refs: Sequence[FrameRef], rule: TagRule | None) 
                 break
             ((frame, body),) = log.read_bodies([ref])
             bodies[ref.offset] = frame, _without_others(rule, body, count, places)
-    return Sight(rule, labels, bodies)
+    return LabelsRead(rule, labels, bodies)
 
 
 def _without_others(rule: TagRule, body: Buffer, count: int, places: Sequence[int]) -> Buffer:
@@ -87,7 +87,7 @@ def _without_others(rule: TagRule, body: Buffer, count: int, places: Sequence[in
     return b"".join((ends.tobytes(), *kept))
 
 
-class Sights:
+class LabelCache:
     """One for all groups of a broker; ends with the mastership."""
 
     def __init__(self, log: MessageLog) -> None:
@@ -95,9 +95,9 @@ class Sights:
         self._labels: _Recent[int, array[int]] = _Recent(LABEL_BYTES_MAX)
         self._bodies: _Recent[tuple[int, TagRule | None], Body] = _Recent(BODY_BYTES_MAX)
 
-    def took(self, sight: Sight) -> None:
-        self._labels.add({at: (found, 8 * len(found) + ENTRY_BYTES) for at, found in sight.labels.items()})
-        self._bodies.add({(at, sight.rule): (found, len(found[1])) for at, found in sight.bodies.items()})
+    def took(self, read: LabelsRead) -> None:
+        self._labels.add({at: (found, 8 * len(found) + ENTRY_BYTES) for at, found in read.labels.items()})
+        self._bodies.add({(at, read.rule): (found, len(found[1])) for at, found in read.bodies.items()})
 
     def labels(self, ref: FrameRef) -> array[int] | None:
         """Return the labels of the frame's messages; None: they have to be read."""

@@ -65,8 +65,8 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
 
     def _lags(self) -> Iterator[Metric]:
         labels = "subject", "consumer_group"
-        lag = self.gauges("lag_messages", "Messages not handed out yet", *labels)
-        unacked = self.gauges("unacked_messages", "Messages handed out and not acked", *labels)
+        lag = self.gauges("lag_messages", "Messages not delivered yet", *labels)
+        unacked = self.gauges("unacked_messages", "Messages delivered and not acked", *labels)
         state = self._service.node.log.state
         behind = {}
         for (subject, name), progress in state.groups.items():

@@ -1,4 +1,4 @@
-"""Core. Hands over what was written down: each answer waits for the high watermark and for its bytes, then leaves."""
+"""Core. Sends what was written down: each answer waits for the high watermark and for its bytes, then leaves."""
 
 from __future__ import annotations
 

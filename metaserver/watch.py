@@ -20,11 +20,11 @@ from typing import Protocol
 
 from qmq.errors import CallError, MissingRight, QmqError
 from qmq.metaserver.changes import Changes
+from qmq.metaserver.group_views import GroupViews
 from qmq.metaserver.metrics import Metrics
 from qmq.metaserver.model import NORMAL, Directory, Group, ReadonlyMark, Route
 from qmq.metaserver.quotas import Quotas
 from qmq.metaserver.route_bytes import RouteBytes, route_bytes, update_bytes
-from qmq.metaserver.sights import Sights
 from qmq.metaserver.watchers import Audience, ClientInfo, Counts, Seat, Send, Topic, Watch
 from qmq.rights import CONSUME, PRODUCE, Caller
 from qmq.subjects import check_subject, real_subject
@@ -106,7 +106,7 @@ class WatchHub:
     ) -> None:  # fmt: skip
         self._registry, self._metrics, self._allow, self._quotas = registry, metrics, allow, quotas
         self._audience = Audience()
-        self._sights = Sights(kind)
+        self._views = GroupViews(kind)
         self._marks: frozenset[ReadonlyMark] = frozenset()
         self._routes_version = -1
         self._short: set[Topic] = set()
@@ -255,7 +255,7 @@ class WatchHub:
         topic.source = route
         self._want_more(topic, route)
         if route is not None:
-            content = self._sights.route(topic.name, topic.real, route.groups, self._registry.directory)
+            content = self._views.route(topic.name, topic.real, route.groups, self._registry.directory)
             changed = self._audience.settle(topic, *content)
         elif self._wanted.get(topic.real) == "":
             return []  # it is being stored
@@ -273,7 +273,7 @@ class WatchHub:
             self._short.discard(topic)
             return
         self._short.add(topic)
-        if topic.tried != self._sights.state and self._sights.has_more_than(groups):
+        if topic.tried != self._views.state and self._views.has_more_than(groups):
             self._wanted.setdefault(topic.real, self._problem)
             self._want_some.set()
 
@@ -304,12 +304,12 @@ class WatchHub:
         if self._registry.routes_version != self._routes_version:
             self._routes_version = self._registry.routes_version
             concerned += [topic for topic in audience.topics.values() if find(topic.real) is not topic.source]
-        changed = self._sights.look(directory, self._registry.is_writable)
+        changed = self._views.look(directory, self._registry.is_writable)
         for name in changed:
             concerned += audience.topics_of_group(name)
         marks, self._marks = directory.marks ^ self._marks, directory.marks
         if marks:
-            self._sights.state += 1
+            self._views.state += 1
         for mark in marks:
             concerned += audience.topics_of_subject(mark.subject)
         if changed or marks:
@@ -374,7 +374,7 @@ class WatchHub:
 
     async def _store(self, subjects: list[str]) -> bool:
         """Have routes made or extended, and tell who waits for them; False: try the rest again later."""
-        state, waits = self._sights.state, self._ration(subjects)
+        state, waits = self._views.state, self._ration(subjects)
         # Nobody pays for a subject whose watchers have all left: it is dropped, not stored past the ration.
         ready = [one for one in subjects if one not in waits and self._audience.topics_of_subject(one)]
         try:

@@ -20,7 +20,7 @@ RECUR_NAME, RECUR_OWNER, RECUR_CRON, RECUR_ZONE = "qmq_recurName", "qmq_recurOwn
 RECUR_SKIPPED = "qmq_recurSkipped"
 """How many occurrences before this one were missed, and are not sent any more; only if there are some."""
 TIMES = "qmq_times"
-"""Of a message in a group's mailbox: which hand-over to the group the first one from there is."""
+"""Of a message in a group's mailbox: which delivery to the group the first one from there is."""
 JSON = "json"
 """The property that holds the value of `Message.of_json`."""
 

@@ -2,7 +2,7 @@
 
     Qmq.Produce.Send        a message, or a `send_many`, until its outcome is known: subject, messageId, outcome
       Qmq.QueueSender.Send  its way to a broker group: broker
-      Qmq.Consume.Process   its filters and handler, each time it is handed over: subject, messageId, times
+      Qmq.Consume.Process   its filters and handler, each time it is delivered: subject, messageId, times
         Qmq.Consume.Ack     what the consumer decides then: subject, messageId, consumerGroup, outcome
 
 The names are QMQ's. The context travels in properties of the message whose names begin with `qtrace_`. Without a tracer

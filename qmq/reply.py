@@ -38,7 +38,7 @@ class Sends(Protocol):
 
 
 class Requester:
-    """Sends requests and hands out their answers; an async context manager, used on one event loop.
+    """Sends requests and returns their answers; an async context manager, used on one event loop.
 
     Args:
         producer: sends the requests; it is open, and stays so.

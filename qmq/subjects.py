@@ -93,7 +93,7 @@ def real_subject(name: str) -> str:
 
 
 def is_dead_letter_subject(name: str) -> bool:
-    """Return whether this subject is of dead letters: they are handed out without limit, and do not die again."""
+    """Return whether this subject is of dead letters: they are delivered without limit, and do not die again."""
     derived = parse_derived(name)
     return derived is not None and derived.kind == DEAD_LETTER
 

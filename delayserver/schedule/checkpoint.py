@@ -100,7 +100,7 @@ def _joined(arrays: Iterable[NDArray[Any]], dtype: Any) -> bytes:
 
 
 class _Reader:
-    """Hands out one array after the other."""
+    """Yields one array after the other."""
 
     def __init__(self, data: Buffer, at: int) -> None:
         self._data, self._at = data, at

@@ -18,7 +18,7 @@ from qmq.metaserver.access import Access, RandomBytes
 from qmq.rights import Caller, TokenRole
 
 LASTS_MS = 12 * 3_600_000
-"""A shift, and its hand-over."""
+"""A shift, and its handover."""
 COOKIE_CHARS_MAX = 500
 _NONCE_BYTES = 16
 

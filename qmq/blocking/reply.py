@@ -18,7 +18,7 @@ from qmq.reply import reply as async_reply
 
 
 class Requester:
-    """Sends requests and hands out their answers; used from any thread. A context manager.
+    """Sends requests and returns their answers; used from any thread. A context manager.
 
     Like the producer, it connects when it is first used, and anew in a process that was forked.
 

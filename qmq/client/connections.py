@@ -29,7 +29,7 @@ ANSWER_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class MasterChanged:
-    """A broker group has a new master. What it had handed over and did not know as acked may come again."""
+    """A broker group has a new master. What it had delivered and did not know as acked may come again."""
 
     broker_group: str
     term: int

@@ -53,7 +53,7 @@ PULL_TIMEOUT_MS = 10_000, 30_000
 as there is. Pulls of a thousand subjects that ended in the same moment held up all messages for a tenth of a second."""
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 2.0
 MANY_TIMES = 5
-"""Somebody should look at what was handed over more often than this."""
+"""Somebody should look at what was delivered more often than this."""
 
 FOR_GROUP = "qmq_consumerGroupName"
 """QMQ's way to send a message to one group of a subject. The others take it as done."""
@@ -231,7 +231,7 @@ class GroupSession:
             self._subscribe(failures=resting.failures)
 
     def _reset(self, refusal: InvalidAck) -> None:
-        """The broker does not know that we hold what we acked: forget all of it, and take what it hands out now."""
+        """The broker does not know that we hold what we acked: forget all of it, and take what it delivers now."""
         log.warning(
             "ack refused, messages come again subject=%s group=%s broker_group=%s error=%s",
             self.source, self._owner.terms.group, self._link.broker_group, refusal,
@@ -357,7 +357,7 @@ class GroupSession:
         return mine
 
     def _without_worn_out(self, piece: UnackedPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
-        """Make dead letters of what was handed over too often, by the message's own limit or by the group's."""
+        """Make dead letters of what was delivered too often, by the message's own limit or by the group's."""
         rest = []
         for message in messages:
             if (decision := worn_out(message, self.policy)) is None:

@@ -144,7 +144,7 @@ class Listener(Membership):
                 await asyncio.sleep(0)
 
     def _failed(self, message: ReceivedMessage, error: BaseException) -> None:
-        """The handler raised: have the message handed over again, unless it was decided before."""
+        """The handler raised: have the message delivered again, unless it was decided before."""
         if message.is_decided or message.is_dropped:
             log.warning(
                 "handler failed, its message was decided before subject=%s group=%s sequence=%d broker_group=%s",

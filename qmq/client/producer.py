@@ -1,4 +1,4 @@
-"""Shell. The producer: takes messages, encodes them, and hands out receipts; `qmq.client.sender` carries them."""
+"""Shell. The producer: takes messages, encodes them, and returns receipts; `qmq.client.sender` carries them."""
 
 from __future__ import annotations
 

@@ -118,12 +118,12 @@ class Puller(Membership):
     async def nack(
         self, messages: Iterable[ReceivedMessage], reason: str = "", *, delay: float | timedelta | None = None
     ) -> None:
-        """Have messages handed over again, to any consumer of the group: see `ReceivedMessage.nack`."""
+        """Have messages delivered again, to any consumer of the group: see `ReceivedMessage.nack`."""
         for message in messages:
             message.nack_nowait(reason, delay=delay)
 
     async def dead_letter(self, messages: Iterable[ReceivedMessage], reason: str) -> None:
-        """Have messages never handed over again: see `ReceivedMessage.dead_letter`."""
+        """Have messages never delivered again: see `ReceivedMessage.dead_letter`."""
         for message in messages:
             message.dead_letter_nowait(reason)
 

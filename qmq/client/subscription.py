@@ -166,7 +166,7 @@ class Subscription:
     async def confirmed(self, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """Ack messages; return those whose ack the broker keeps, once it does. The others come again, or nobody knows.
 
-        Returns none at the end of the subscription: what may be acked by then was not handed out.
+        Returns none at the end of the subscription: what may be acked by then was not delivered.
         """
         for message in messages:
             message._done()

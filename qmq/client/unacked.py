@@ -4,7 +4,7 @@ A broker numbers what it hands to a consumer with ascending pull sequences; they
 after a gap), so nothing is counted from them. Acks are ranges of them: of the oldest piece that is not wholly decided,
 what is done at its beginning; of every other piece, once each of its messages is decided, what is done in it; and now
 and then everything. So a slow message holds back its own piece, for a moment, and no other, and a range never spans
-what was not handed out.
+what was not delivered.
 
 A message is decided once: done, or nacked. What the broker has not confirmed when a connection is lost is sent again
 at the next one; it takes what it has settled already as settled.
@@ -61,7 +61,7 @@ class Acker(Protocol):
 
 
 class UnackedPiece:
-    """Consecutive pull sequences `[begin, end)` that were handed out together; `states[i]` is that of `begin + i`.
+    """Consecutive pull sequences `[begin, end)` that were delivered together; `states[i]` is that of `begin + i`.
 
     `open` counts its messages that are not decided, `unsettled` those whose decision the broker has not confirmed.
     `is_dropped`: they were given back and come again, as other messages. `suspected`: a consumer that had
@@ -162,7 +162,7 @@ class SentNack(NamedTuple):
 class Unacked:
     """What one consumer has of one broker group and has not settled, for one subscription.
 
-    Made by a session; lives through reconnects. `held_end` is what SUBSCRIBE tells a broker: it hands out again all
+    Made by a session; lives through reconnects. `held_end` is what SUBSCRIBE tells a broker: it delivers again all
     un-acked messages from there on, and `received` ignores what is there already.
     """
 
@@ -180,7 +180,7 @@ class Unacked:
         """Pull sequences that a broker takes for un-acked and that are not here any more."""
         self.held_end = 0
         self.messages = 0
-        """Messages that were handed out and are not settled, as far as we know."""
+        """Messages that were delivered and are not settled, as far as we know."""
 
     def received(
         self, begin: int, count: int, times: int, acker: Acker, broker_group: str

@@ -140,7 +140,7 @@ def _pull(state: State, frame: Frame, body: Buffer) -> None:
         elif event is MessageEvent.DELIVER:
             consumer = group.consumers.setdefault(progress.consumer, Consumer())
             if pull_sequence < consumer.next_pull:
-                raise CorruptFrame(frame.offset, f"pull sequence {pull_sequence} was handed out before")
+                raise CorruptFrame(frame.offset, f"pull sequence {pull_sequence} was delivered before")
             attempts = waited.attempts + 1
             consumer.deliver(UnackedRange(pull_sequence, sequence, messages, attempts, waited.suspected))
 
@@ -221,7 +221,7 @@ def _position(state: State, frame: Frame, body: Buffer) -> None:
 
 
 def _leave(group: Group, progress: Progress) -> None:
-    """What a consumer did not ack waits for the others. What it never began with does not count as handed out."""
+    """What a consumer did not ack waits for the others. What it never began with does not count as delivered."""
     (departure, _, _), *begun = progress.entries
     consumer = group.consumers.pop(progress.consumer, Consumer())
     for begin, end, _ in begun:

@@ -22,7 +22,7 @@ from qmq.ranges import Range
 MASTERSHIP_BITS = 32
 """A pull sequence's upper bits are the mastership's epoch, so that a late ack never hits other messages (W2, W13).
 
-A count of masterships would not do: two histories that part may have as many, and a master alone hands out messages.
+A count of masterships would not do: two histories that part may have as many, and a master alone delivers messages.
 """
 
 _PULL = itemgetter(0)
@@ -134,7 +134,7 @@ class Consumer:
         if not begin < end:
             raise InvalidAck(f"[{begin}, {end}) is empty")
         if end > self.next_pull:
-            raise InvalidAck(f"[{begin}, {end}) ends past {self.next_pull}, the next pull sequence to hand out")
+            raise InvalidAck(f"[{begin}, {end}) ends past {self.next_pull}, the next pull sequence to deliver")
 
     def overlapping(self, begin: int, end: int) -> Iterator[UnackedRange]:
         """Yield the whole ranges that lie at least partly in pull sequences `[begin, end)`."""

@@ -1,7 +1,7 @@
 """Core. The message log of a broker group: appended here, written and fsynced by whoever owns it, read by everybody.
 
 Life of a frame: `append` (or `append_frames`, on a slave) folds it into the state and keeps it in the tail;
-`take_commit` hands out everything that is not on disk yet; `perform` writes and fsyncs it, on any thread, one at a
+`take_commit` takes everything that is not on disk yet; `perform` writes and fsyncs it, on any thread, one at a
 time; `flushed` takes note. Reading from the tail needs no disk.
 """
 

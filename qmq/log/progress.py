@@ -7,8 +7,8 @@ One layout for all but epoch (integers little-endian), padded with zeros to a mu
     8 + 24n   g bytes group, c bytes consumer, UTF-8
 
     frame      consumer   entries
-    pull       yes        n x (first pull sequence, first sequence, messages): handed out to this consumer
-                              (PASSED, first sequence, messages): over for the group without being handed out
+    pull       yes        n x (first pull sequence, first sequence, messages): delivered to this consumer
+                              (PASSED, first sequence, messages): over for the group without being delivered
                               (DEFERRED, first sequence, messages): gone over for now; they wait with what was returned
     pull       yes        none: this consumer is there, and has nothing yet
     ack        yes        n x (begin, end, 0): pull sequences, half-open, done
@@ -35,7 +35,7 @@ _ENTRY = struct.Struct("<QQQ")
 
 Entry = tuple[int, int, int]
 PASSED, DEFERRED = (1 << 64) - 1, (1 << 64) - 2
-"""In place of a pull sequence: these messages are not handed out."""
+"""In place of a pull sequence: these messages are not delivered."""
 NOT_BEGUN = (1 << 64) - 1
 """In place of a due time."""
 

@@ -172,8 +172,8 @@ def decode_produced(body: memoryview) -> Produced:
 # SUBSCRIBE: JSON subject str, group str, consumer str, start "latest"|"earliest"|"since" and since_ms int (for a new
 #            group: messages stored at that time or later), broadcast bool (a new group is this consumer's own),
 #            held_end int: the first pull sequence that this consumer does not hold, is_new bool: this process has not
-#            subscribed before: what its name has un-acked goes back to the group, as handed out,
-#            deliveries_max int: hand-overs of a message before it is a dead letter (0: no limit), tags list of str
+#            subscribed before: what its name has un-acked goes back to the group, as delivered,
+#            deliveries_max int: deliveries of a message before it is a dead letter (0: no limit), tags list of str
 #            (none: all messages), tag_mode "any"|"all"; and, true or missing, begins: this client sends BEGIN for
 #            suspected messages, and its Pulled leave out of `times` what does not count.
 #            -> JSON subscription int (valid on this connection), acked_end int, lease_ms int, unacked list of
@@ -220,7 +220,7 @@ def decode_pull(body: memoryview) -> Pull:
 #           0 u64 pull sequence of its first message, 8 u64 its sequence, 16 u32 messages, 20 u32 batch bytes,
 #           24 u32 CRC-32 of the batch, 28 u16 flags (1: progress is on the master alone, 4: messages with an order key
 #           came in its batch, 8: suspected, a consumer that had them vanished), 30 u16 times: how often they were
-#           handed out, this time included (65,535: or more often), then the batch.
+#           delivered, this time included (65,535: or more often), then the batch.
 FLAG_SUSPECTED = 8
 TIMES_MAX = 65_535
 _PIECE = struct.Struct("<QQIIIHH")

@@ -1,4 +1,4 @@
-"""Core. What may be acknowledged and handed out: the high watermark, and who waits for it.
+"""Core. What may be acknowledged and delivered: the high watermark, and who waits for it.
 
 Made by a master when it becomes master; its loop calls it; it ends with the mastership.
 

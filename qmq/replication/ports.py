@@ -23,7 +23,7 @@ class Link(Protocol):
     unacked_bytes: int
     """Bytes of batches that came on it and wait for both disks; kept by `qmq.server.producing`."""
     owed_bytes: int
-    """Bytes of messages that were handed out to it and not sent yet; kept by `broker.delivery`."""
+    """Bytes of messages that were delivered to it and not sent yet; kept by `broker.delivery`."""
 
     @property
     def is_open(self) -> bool: ...

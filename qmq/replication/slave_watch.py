@@ -156,7 +156,7 @@ class SlaveWatch:
         gate = self._mastership.gate
         gate.slave_gone()
         gate.refuse_unsafe(
-            NotServed(f"the slave of {self._mastership.group} is missing: only what it has is handed out")
+            NotServed(f"the slave of {self._mastership.group} is missing: only what it has is delivered")
         )
 
     def _ship_to(self, link: Link, packet: Packet, agreement: Agreement, incarnation: str) -> None:

@@ -21,13 +21,13 @@ class Standing(NamedTuple):
     consumers: int = 0
     """How many of them are connected."""
     waiting: int = 0
-    """May be handed out now, as soon as a consumer asks."""
+    """May be delivered now, as soon as a consumer asks."""
     delayed: int = 0
     """Wait until their retry is due."""
     held: int = 0
-    """Were handed out and neither acked nor nacked."""
+    """Were delivered and neither acked nor nacked."""
     next_due_ms: int = 0
-    """When the first of the delayed ones may be handed out, on the broker's clock; 0: there are none."""
+    """When the first of the delayed ones may be delivered, on the broker's clock; 0: there are none."""
 
     @property
     def is_consumed(self) -> bool:
@@ -42,7 +42,7 @@ class Standing(NamedTuple):
             return f"{name}: everything is settled"
         delay = f", the first for {(self.next_due_ms - now_ms) / 1000:.1f} s" if self.delayed else ""
         return (
-            f"{name}: {self.waiting} messages to be handed out, {self.delayed} wait for their retry{delay}, "
+            f"{name}: {self.waiting} messages to be delivered, {self.delayed} wait for their retry{delay}, "
             f"{self.held} are held by its {self.consumers} consumers"
         )
 

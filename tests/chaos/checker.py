@@ -11,7 +11,7 @@ readonly-leak        a group that was marked readonly acknowledged a message
 never-consumed       an acknowledged message was handed to nobody
 consumed-unsent      a consumer got a message that is not in the log at that place
 ack-went-back        a message came again although its ack had been answered
-duplicate-no-cause   a message was handed out twice without any fault in between
+duplicate-no-cause   a message was delivered twice without any fault in between
 not-drained          at the end something is not consumed or not acked
 """
 
@@ -162,5 +162,5 @@ def _drained(history: History, logs: Logs) -> Iterator[Finding]:
             unacked = sum(consumer.unacked_messages for consumer in progress.consumers.values())
             ahead = state.next_sequence.get(subject, 0) - progress.position
             if ahead or unacked or progress.requeued:
-                text = f"{group}: {subject} {name}: {ahead} not handed out, {unacked} not acked, {progress.requeued}"
+                text = f"{group}: {subject} {name}: {ahead} not delivered, {unacked} not acked, {progress.requeued}"
                 yield Finding("not-drained", text)

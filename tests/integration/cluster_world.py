@@ -35,7 +35,7 @@ SEGMENT_BYTES = 256 * 1024
 """Each segment is preallocated."""
 COPY_SETTINGS = {"segment_bytes": SEGMENT_BYTES, "slave_wait_ms": 1000, "disk_free_limit": 0}
 SETTINGS = COPY_SETTINGS | {"lease_ms": 10_000}
-"""Longer than a process stands still: consumers are not dead, and what they acked is not handed out again."""
+"""Longer than a process stands still: consumers are not dead, and what they acked is not delivered again."""
 
 
 @contextmanager

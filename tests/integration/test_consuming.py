@@ -28,7 +28,7 @@ from tests.integration.cluster_world import Wire, consumer, producer, running
 ROOT = Path(__file__).parents[2]
 WAIT_S = 90.0
 LEASE_MS = 5000
-"""Whoever stands still for longer is dead to a broker, and what he holds is handed over once more."""
+"""Whoever stands still for longer is dead to a broker, and what he holds is delivered once more."""
 
 
 @pytest.fixture(scope="module")
@@ -384,7 +384,7 @@ def test_offline_gives_everything_to_the_others_and_online_takes_part_again(clus
             await send(cluster, "line", 10, begin=400)
             await happens(lambda: len(handed[first.id]) >= at_offline + 10)
         everything = [*handed[first.id], *handed[second.id]]
-        assert sorted(everything) == [(n, 1) for n in range(410)], "once each, and nothing counts as handed over twice"
+        assert sorted(everything) == [(n, 1) for n in range(410)], "once each, and nothing counts as delivered twice"
 
     asyncio.run(test())
 

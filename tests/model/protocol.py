@@ -30,7 +30,7 @@ Not modelled: damaged or exchanged disks, seeding, consumers, clocks. No promise
 
 What is checked in every state:
 
-    safe        what was ever below a high watermark (acknowledged, or handed out) is in the fsynced part of both logs:
+    safe        what was ever below a high watermark (acknowledged, or delivered) is in the fsynced part of both logs:
                 then, and for ever after, so in every later master's log
     matching    equal (epoch, offset) means equal bytes, and equal bytes before it
     one master  nobody shares an epoch in which frames are written and acknowledged

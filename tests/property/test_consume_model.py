@@ -199,13 +199,13 @@ def test_late_ack_of_an_earlier_life_hits_nothing():
 @pytest.mark.parametrize(
     "kind, consumer, entries, why",
     [
-        (FrameKind.PULL, "c1", [(0, 0, 2)], "pull sequence that was handed out"),
+        (FrameKind.PULL, "c1", [(0, 0, 2)], "pull sequence that was delivered"),
         (FrameKind.PULL, "c2", [(1 << 40, 1, 1)], "messages that another consumer has"),
         (FrameKind.PULL, "c2", [(1 << 40, 4, 1), (1 << 41, 4, 1)], "messages twice"),
-        (FrameKind.ACK, "c1", [(1 << 50, (1 << 50) + 1, 0)], "ack of what was not handed out"),
+        (FrameKind.ACK, "c1", [(1 << 50, (1 << 50) + 1, 0)], "ack of what was not delivered"),
         (FrameKind.ACK, "c2", [(0, 1, 0)], "ack of somebody else's messages"),
         (FrameKind.ACK, "c1", [(0, 0, 0)], "empty ack"),
-        (FrameKind.NACK, "c1", [(1 << 50, (1 << 50) + 1, 0)], "nack of what was not handed out"),
+        (FrameKind.NACK, "c1", [(1 << 50, (1 << 50) + 1, 0)], "nack of what was not delivered"),
         (FrameKind.NACK, "c2", [(0, 1, 0)], "nack of somebody else's messages"),
         (FrameKind.PULL, "c2", [(PASSED, 0, 1)], "what somebody has is passed over"),
         (FrameKind.PULL, "c2", [(DEFERRED, 5, 1)], "a hole before what is deferred"),

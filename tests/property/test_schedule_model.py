@@ -59,7 +59,7 @@ class ScheduleAndDict(RuleBasedStateMachine):
         self.schedule.forget_loads()
 
     def feed(self) -> None:
-        for filed in self.log.feed(self.schedule):
+        for filed in self.log.file_into(self.schedule):
             self.to_wheel(filed)
 
     def to_wheel(self, filed: Filed) -> None:

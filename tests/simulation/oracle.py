@@ -57,14 +57,14 @@ class Oracle:
         """Whether somebody moves groups."""
         self.deliveries_max = 0
         self.is_counted = True
-        """Whether two hand-overs of a message never have the same number: nobody moves groups, and nobody gives back
+        """Whether two deliveries of a message never have the same number: nobody moves groups, and nobody gives back
         what is on its way to him, which does not count."""
         self._finished: dict[tuple[str, str, int], int] = {}
         """(consumer group, subject, sequence) -> number of deliveries when an application was done with it."""
         self._counts: dict[tuple[str, str, int, int], tuple[str, int]] = {}
         """(consumer group, subject, sequence, times) -> (consumer, pull sequence)."""
         self._uncounted: set[tuple[str, str, int]] = set()
-        """(consumer group, subject, sequence) that some master alone handed out."""
+        """(consumer group, subject, sequence) that some master alone delivered."""
         self.is_ordered = False
         """Whether messages have order keys, and nobody moves groups."""
         self.choosy: set[str] = set()
@@ -306,17 +306,17 @@ class Oracle:
         self._delivered_last[group, subject, sequence] = self._deliveries
 
     def counted(self, consumer: Consumer, piece: Piece, at: int) -> None:
-        """A consumer hears how often a message was handed out. Hand-overs that a master alone knew of may be undone."""
+        """A consumer hears how often a message was delivered. Deliveries that a master alone knew of may be undone."""
         times, sequence = piece.times, piece.sequence + at
         if times < 1 or (self.deliveries_max and times > self.deliveries_max):
-            raise Violation(f"I21: {consumer.subject} {sequence} is handed out for the {times}th time")
+            raise Violation(f"I21: {consumer.subject} {sequence} is delivered for the {times}th time")
         key = consumer.group, consumer.subject, sequence
         if piece.flags & FLAG_NO_SLAVE_IN_SYNC:
             self._uncounted.add(key)
         number = consumer.name, piece.pull_sequence + at
         if self._counts.setdefault((*key, times), number) != number and key not in self._uncounted:
             if self.is_counted:
-                raise Violation(f"I21: {key} is handed out for the {times}th time twice")
+                raise Violation(f"I21: {key} is delivered for the {times}th time twice")
 
     def finished(self, group: str, subject: str, sequence: int) -> None:
         """An application is done with a message; it will ack it, if it lives so long."""

@@ -224,7 +224,7 @@ def _cut_tail_forgotten_by_a_restart() -> list[Patch]:
 
 
 def _pulls_before_the_high_watermark() -> list[Patch]:
-    """Messages are handed out as soon as they are written."""
+    """Messages are delivered as soon as they are written."""
 
     def progress(self: AckGate, end: int, data_end: int, answer: Any) -> None:
         answer(None)
@@ -325,7 +325,7 @@ def _new_group_is_in_memory_only() -> list[Patch]:
 
 
 def _broker_acks_for_its_consumers() -> list[Patch]:
-    """W10: what stands before a part that is handed out again counts as acked, though its consumer holds it."""
+    """W10: what stands before a part that is delivered again counts as acked, though its consumer holds it."""
     real = Delivery._write_down
 
     def write_down(self: Delivery, subscription: Any, chosen: Any) -> None:
@@ -362,11 +362,11 @@ def _chosen_messages_are_counted_from_the_first() -> list[Patch]:
 
 
 def _keys_are_never_busy() -> list[Patch]:
-    """A message is handed out although an earlier one of its order key is not done."""
+    """A message is delivered although an earlier one of its order key is not done."""
     return [mock.patch("qmq.broker.keys.Keys.is_busy", lambda self, key: False)]
 
 
-def _hand_overs_are_not_counted() -> list[Patch]:
+def _deliveries_are_not_counted() -> list[Patch]:
     """What comes back counts as new."""
 
     def add(self: Requeued, new: RequeuedRange) -> None:
@@ -476,7 +476,7 @@ BUGS = [
     Bug("broker acks for its consumers", _broker_acks_for_its_consumers),
     Bug("chosen messages are counted from the first", _chosen_messages_are_counted_from_the_first),
     Bug("order keys are never busy", _keys_are_never_busy),
-    Bug("hand-overs are not counted", _hand_overs_are_not_counted),
+    Bug("deliveries are not counted", _deliveries_are_not_counted),
     Bug("moved group counts anew", _moved_group_counts_anew, moves=True),
     Bug("move told too early", _move_told_too_early, first=464, moves=True),
     Bug("nobody is lacking", _nobody_is_lacking, first=60),

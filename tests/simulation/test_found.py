@@ -199,7 +199,7 @@ def test_damage_that_reaches_over_the_other_copys_end_is_mended_up_to_there_and_
 
 
 def test_a_consumer_that_holds_what_a_deposed_master_handed_out_begins_anew() -> None:
-    """Alone, that one hands out what is safe, and nobody hears of it: its numbers must not hide other messages."""
+    """Alone, that one delivers what is safe, and nobody hears of it: its numbers must not hide other messages."""
     group = BrokerGroup.made().start()
     client = Client(group.a)
     client.produce("m0", "m1", "m2", "m3")

@@ -284,7 +284,7 @@ def test_a_listener_stops_resumes_and_changes_its_concurrency_while_it_runs(brok
         listener.stop()
         broker.wait_until_subscribed("s", "g", consumers=0)
         producer.send(message(1))
-        with pytest.raises(TimeoutError, match="1 messages to be handed out"):
+        with pytest.raises(TimeoutError, match="1 messages to be delivered"):
             broker.wait_until_consumed("s", "g", timeout=0.1)
         listener.concurrency = 3
         listener.resume()
@@ -634,7 +634,7 @@ except KeyboardInterrupt:
     out, err = process.communicate("\n", timeout=120)
     assert (process.returncode, out, err) == (0, "done\n" + ends, "")
     broker.wait_until_subscribed("s", "g", consumers=0)
-    with pytest.raises(TimeoutError, match="1 messages to be handed out, 0 wait for their retry, 0 are held"):
+    with pytest.raises(TimeoutError, match="1 messages to be delivered, 0 wait for their retry, 0 are held"):
         broker.wait_until_consumed("s", "g", timeout=0.1)
 
 

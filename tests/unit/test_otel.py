@@ -148,7 +148,7 @@ def test_what_a_handler_does_belongs_to_its_span_in_coroutines_and_in_threads():
     asyncio.run(run())
 
 
-def test_each_hand_over_has_its_span_in_the_same_trace():
+def test_each_delivery_has_its_span_in_the_same_trace():
     async def run():
         async with world() as w:
             errors = [ValueError("bad"), qmq.RetryLater(1.0), qmq.DeadLetter("broken")]

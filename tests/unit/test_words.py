@@ -18,6 +18,8 @@ REFUSED = {
     "pair": r"PairSettings|PairControl|PairCollector|a_pair|delay_pair",
     "door": r"doors?",
     "in doubt": r"in doubt",
+    "hand out": r"hand(s|ed|ing)? out",
+    "sight": r"sights?",
 }
 """Word -> what is refused of it, between non-letters, in any case."""
 

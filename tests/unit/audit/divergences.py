@@ -127,7 +127,7 @@ def position_behind_all(frames: list[Draft]) -> Expected:
 
 
 def passed_unseen(frames: list[Draft]) -> Expected:
-    """The pull hands out nothing of its ten; the consumer got such messages before and gets them again."""
+    """The pull delivers nothing of its ten; the consumer got such messages before and gets them again."""
     frame = nth(frames, FrameKind.PULL, B, 15)
     frame.body = encode_progress("f", "d", [(PASSED, 150, 10)])
     return [("passed", frame, 150)]

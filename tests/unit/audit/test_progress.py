@@ -87,8 +87,8 @@ def a_history() -> tuple[Copy, int]:
         (FrameKind.PULL, "c2", [(1 << 60, 4, 9)], "more than there is"),
         (FrameKind.PULL, "c2", [(PASSED, 2, 1)], "what somebody has is passed over"),
         (FrameKind.PULL, "c2", [(DEFERRED, 2, 1)], "what somebody has is put off"),
-        (FrameKind.NACK, "c1", [(1 << 60, (1 << 60) + 1, 0)], "a nack of what was not handed out"),
-        (FrameKind.ACK, "c1", [(1 << 60, (1 << 60) + 1, 0)], "an ack of what was not handed out"),
+        (FrameKind.NACK, "c1", [(1 << 60, (1 << 60) + 1, 0)], "a nack of what was not delivered"),
+        (FrameKind.ACK, "c1", [(1 << 60, (1 << 60) + 1, 0)], "an ack of what was not delivered"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else "",
 )

@@ -1,4 +1,4 @@
-"""Core. What a master hands out, to whom, and what becomes of it."""
+"""Core. What a master delivers, to whom, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def test_consumer_that_comes_back_gets_what_it_holds_not_again_and_what_it_lost_
 
 
 def test_alone_consumption_below_the_high_watermark_goes_on_and_says_so():
-    """P3: progress is on one disk, and each answer is marked; what only the master has is not handed out."""
+    """P3: progress is on one disk, and each answer is marked; what only the master has is not delivered."""
     group, client = a_group()
     client.produce("safe 0", "safe 1")
     client.subscribe()

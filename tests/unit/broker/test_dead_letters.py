@@ -96,8 +96,8 @@ def test_waiting_pull_on_the_dead_letters_wakes_at_once():
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
-def test_message_that_is_only_ever_abandoned_becomes_a_dead_letter_after_its_last_hand_over(limit):
-    """QMQ: a message whose consumers die is handed out for ever."""
+def test_message_that_is_only_ever_abandoned_becomes_a_dead_letter_after_its_last_delivery(limit):
+    """QMQ: a message whose consumers die is delivered for ever."""
     group, client, _ = a_group("poison", "m1", deliveries_max=limit)
     for times in range(2, limit + 1):
         opaque = client.subscribe(deliveries_max=limit)  # a new process under the same name

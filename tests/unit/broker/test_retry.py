@@ -64,7 +64,7 @@ def test_retry_that_is_due_wakes_another_consumer_of_the_group():
     assert [id for _, _, id in other.pulled(waiting)] == ["m0"]
 
 
-def test_each_hand_over_is_counted_whoever_gets_it_and_after_a_swap():
+def test_each_delivery_is_counted_whoever_gets_it_and_after_a_swap():
     """A message that is only ever abandoned reaches the dead letter (QMQ: never)."""
     group, client = a_group("m0")
     first = pulled(group, client)[0][0]

@@ -283,7 +283,7 @@ class Client:
         return {piece.flags for piece in commands.decode_pulled(memoryview(self.body(opaque)))}
 
     def times(self, opaque: int) -> list[int]:
-        """Return how often each message of a pull was handed out."""
+        """Return how often each message of a pull was delivered."""
         pieces = commands.decode_pulled(memoryview(self.body(opaque)))
         return [piece.times for piece in pieces for _ in range(piece.count)]
 

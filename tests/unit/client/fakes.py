@@ -327,12 +327,12 @@ class FakeBroker:
         return [part for piece in parts for part in piece]
 
     def _bury(self, key: tuple[str, str, str], subscriber: Subscriber) -> None:
-        """What was handed out as often as it may is a dead letter."""
+        """What was delivered as often as it may is a dead letter."""
         group, most = key[:2], subscriber.deliveries_max
         over = [one for one in self.returned[group] if most and self.times[group][one] >= most]
         for sequence in over:
             self.returned[group].remove(sequence)
-            self.dead[group].append((sequence, "handed out too often"))
+            self.dead[group].append((sequence, "delivered too often"))
 
     def _piece(self, at: int, messages: list[bytes], sequence: int, times: int) -> list[bytes]:
         body = join_batch(messages)
@@ -394,7 +394,7 @@ class FakeBroker:
     def _settle(subscriber: Subscriber, begin: int, end: int) -> list[int]:
         """Return the sequences of what was not settled before."""
         if not begin < end <= subscriber.next_pull or begin >> 32 != (end - 1) >> 32:
-            raise InvalidAck(f"[{begin}, {end}) was not handed out")
+            raise InvalidAck(f"[{begin}, {end}) was not delivered")
         return [subscriber.pulled.pop(at) for at in range(begin, end) if at in subscriber.pulled]
 
     def _answer_settled(self, connection: Connection, packet: Packet, subscriber: Subscriber) -> None:
@@ -405,7 +405,7 @@ class FakeBroker:
             connection.answer(packet, commands.encode_acked(subscriber.acked_end))
 
     def _unsubscribe(self, connection: Connection, packet: Packet) -> None:
-        """What is given back was not begun with: it does not count as handed out."""
+        """What is given back was not begun with: it does not count as delivered."""
         number = commands.decode_json(packet.body, subscription=int)["subscription"]
         key, subscriber = self._subscriber(connection, number)
         for sequence in subscriber.pulled.values():

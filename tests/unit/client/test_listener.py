@@ -99,7 +99,7 @@ def test_the_end_lets_handlers_finish_acks_them_and_gives_the_rest_back(how):
             assert started == [0, 1]
             pulled = broker.positions["a", "g"]
             assert pulled > 2 and sorted(broker.returned["a", "g"]) == list(range(2, pulled)), "given back at once"
-            assert broker.times["a", "g"] == {n: int(n < 2) for n in range(pulled)}, "they do not count as handed over"
+            assert broker.times["a", "g"] == {n: int(n < 2) for n in range(pulled)}, "they do not count as delivered"
 
     run(test())
 

@@ -72,7 +72,7 @@ def test_pieces_that_follow_each_other_are_acked_as_one_and_each_message_keeps_i
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
             broker.passed = {n for n in range(100) if n % 10 not in (3, 4, 7)}
-            broker.times["a", "g"][53] = 1  # so this one was handed out before, and cannot be held with the others
+            broker.times["a", "g"][53] = 1  # so this one was delivered before, and cannot be held with the others
             fill(broker, range(100))
             consumer = consumer_of(metaserver, consumer_id="c1")
             async with consumer.pull("a", group="g", start="earliest") as puller:

@@ -1,4 +1,4 @@
-"""Shell. How often a message is handed over: its own limit counts, else its group's, however each hand-over ended."""
+"""Shell. How often a message is delivered: its own limit counts, else its group's, however each delivery ended."""
 
 from __future__ import annotations
 

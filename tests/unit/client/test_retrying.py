@@ -16,7 +16,7 @@ RETRY, DEAD = Verdict.RETRY, Verdict.DEAD_LETTER
 
 
 class Handed:
-    """A message that was handed over so often."""
+    """A message that was delivered so often."""
 
     def __init__(self, times: int, own: str | None = None) -> None:
         self.times = times

@@ -60,7 +60,7 @@ class Broker:
         before = 0
         for begin, end in ack.ranges:
             assert before <= begin < end
-            assert self.handed >= set(range(begin, end)), "acks what was not handed out"
+            assert self.handed >= set(range(begin, end)), "acks what was not delivered"
             assert not set(range(begin, end)) & set(self.nacked), "acks what was nacked before"
             self.unacked -= set(range(begin, end))
             before = end

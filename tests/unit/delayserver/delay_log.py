@@ -27,7 +27,7 @@ def places(records: Records) -> list[Place]:
 
 
 class DelayLog:
-    """`frames` holds what was written; `feed` files what a schedule does not have yet."""
+    """`frames` holds what was written; `file_into` files what a schedule does not have yet."""
 
     def __init__(self, start: int = 4096) -> None:
         self.start = self.end = start
@@ -79,7 +79,7 @@ class DelayLog:
     def cancel(self, old: Sequence[Place]) -> Frame:
         return self.append(FrameKind.CANCEL, encode_places(old), count=len(old))
 
-    def feed(self, schedule: Schedule) -> list[Filed]:
+    def file_into(self, schedule: Schedule) -> list[Filed]:
         return [schedule.file(*entry) for entry in self.frames if entry[0].offset >= schedule.filed_end]
 
 

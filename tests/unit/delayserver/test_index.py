@@ -78,22 +78,22 @@ def test_what_is_added_cancelled_and_written_to_disk_after_the_first_question_is
         return [(one.by_key, one.position, one.state, int(one.record["number"])) for one in question()]
 
     where = log.messages([delayed("s", f"m{i}", 1000, key=f"k{i % 50}") for i in range(150)])
-    log.feed(schedule)
+    log.file_into(schedule)
     assert ask("m7") == [(False, 0, State.PENDING, where[7][0])]
     assert len(ask(keys=["k7"])) == 3
     later = log.messages([delayed("s", "late", 1000)])
-    log.feed(schedule)
+    log.file_into(schedule)
     assert ask("m7", "late") == [
         (False, 0, State.PENDING, where[7][0]), (False, 1, State.PENDING, later[0][0])
     ]  # fmt: skip
     log.cancel(where[7:8])
-    log.feed(schedule)
+    log.file_into(schedule)
     assert ask("m7") == [(False, 0, State.CANCELLED, where[7][0])]
     flush_all(schedule)
     assert ask("m7", "late")[1] == (False, 1, State.PENDING, later[0][0])
     log.cancel(where[8:9])
-    log.feed(schedule)
+    log.file_into(schedule)
     assert ask("m8") == [(False, 0, State.CANCELLED, where[8][0])]
     more = log.messages([delayed("s", "later", 1000)])
-    log.feed(schedule)
+    log.file_into(schedule)
     assert ask("later") == [(False, 0, State.PENDING, more[0][0])] and len(ask(keys=["k7"])) == 3

@@ -15,7 +15,7 @@ from tests.unit.delayserver.delay_log import HOUR_MS, DelayLog, delayed, flush_a
 
 def opened(disk: MemoryDisk, log: DelayLog, *, segment_ms: int = HOUR_MS, keep_ms: int = 0) -> Schedule:
     schedule = Schedule(disk, segment_ms=segment_ms, log_start=log.start, keep_ms=keep_ms)
-    log.feed(schedule)
+    log.file_into(schedule)
     return schedule
 
 
@@ -71,7 +71,7 @@ def test_loading_gives_each_pending_message_once_with_what_is_filed_meanwhile():
     read = piece.read()
     log.cancel(where[:1])
     added = log.messages(many(2, first=300, due_ms=1000))
-    filed = log.feed(schedule)
+    filed = log.file_into(schedule)
     assert [record[0] for record in places(filed[1].added)] == [number for number, _ in added]
     handed = schedule.handed(piece, read)
     assert places(handed) == where[1:]
@@ -84,7 +84,7 @@ def test_a_message_due_before_what_is_loaded_goes_to_the_wheel_although_its_segm
     schedule = opened(disk, log)
     assert schedule.next_piece(HOUR_MS + 5) is None
     where = log.messages([delayed("s", "later", HOUR_MS + 9), delayed("s", "now", 7), delayed("s", "no", 2 * HOUR_MS)])
-    (filed,) = log.feed(schedule)
+    (filed,) = log.file_into(schedule)
     assert sorted(places(filed.added)) == where[:2]
     assert load(schedule, HOUR_MS + 5) == []
     assert load(schedule, 2 * HOUR_MS + 1) == [where[2][0]]
@@ -99,7 +99,7 @@ def test_what_was_not_stored_is_due_again_and_what_was_stored_is_over():
     log.dispatch("group", where[4:6], producer=7, batch=2)
     log.settled(7, 1, Outcome.STORED)
     log.settled(7, 2, Outcome.NOT_STORED)
-    filed = log.feed(schedule)
+    filed = log.file_into(schedule)
     assert places(filed[3].added) == where[4:6]
     assert [(one.batch, outcome) for one, outcome in filed[2].settled] == [(1, Outcome.STORED)]
     assert schedule.in_flight == {}
@@ -117,16 +117,16 @@ def test_a_planned_dispatch_is_filed_as_one_that_was_looked_up():
         for piece in iter(lambda schedule=schedule: schedule.next_piece(2 * HOUR_MS), None):
             wheel.add(schedule.handed(piece, piece.read()))
         log.cancel(where[5:6])
-        log.feed(schedule)
+        log.file_into(schedule)
         taken = wheel.take(HOUR_MS + 600_000, 1000)
         assert places(taken) == where[:71], "it was not told of the cancelled one"
         if is_planned:
             schedule.planned(7, 1, taken)
         log.dispatch("group", where[:71], producer=7, batch=1)
-        log.feed(schedule)
+        log.file_into(schedule)
         assert places(schedule.in_flight[7, 1].records) == where[:5] + where[6:71]
         log.settled(7, 1, Outcome.STORED)
-        log.feed(schedule)
+        log.file_into(schedule)
         schedules.append((schedule.counts(0, 1 << 60), listed(schedule), states(schedule, "m0", "m5", "m70", "m71")))
     assert schedules[0] == schedules[1]
 
@@ -140,7 +140,7 @@ def test_a_dispatch_of_nothing_that_pends_is_not_in_flight():
     log.dispatch("g1", where, producer=7, batch=2)
     schedule = opened(disk, log)
     assert schedule.in_flight == {}
-    assert log.settled(7, 2, Outcome.NOT_STORED) and log.feed(schedule)[-1].settled == []
+    assert log.settled(7, 2, Outcome.NOT_STORED) and log.file_into(schedule)[-1].settled == []
 
 
 def test_a_dispatch_in_flight_survives_a_restart_with_its_records():
@@ -154,7 +154,7 @@ def test_a_dispatch_in_flight_survives_a_restart_with_its_records():
     assert (flight.group, flight.subject, places(flight.records)) == ("group", "s", where[90:50:-1])
     assert load(schedule, HOUR_MS) == [number for number, _ in where[:51] + where[91:]]
     log.settled(7, 1, Outcome.NOT_STORED)
-    (filed,) = log.feed(schedule)
+    (filed,) = log.file_into(schedule)
     assert sorted(places(filed.added)) == sorted(where[90:50:-1])
 
 
@@ -165,11 +165,11 @@ def test_what_does_not_pend_is_neither_cancelled_nor_dispatched():
     log.cancel([*where[1:3], where[2], (999, 5)])
     log.cancel(where[2:3])
     schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
-    filed = log.feed(schedule)
+    filed = log.file_into(schedule)
     assert places(filed[2].done) == where[2:3]
     assert places(filed[3].done) == []
     log.dispatch("group", where[2:4], producer=7, batch=2)
-    log.feed(schedule)
+    log.file_into(schedule)
     assert places(schedule.in_flight[7, 2].records) == where[3:4]
     assert schedule.pending_messages == 9
     assert states(schedule, "m0", "m1", "m2", "m3", "m4") == [
@@ -183,7 +183,7 @@ def test_a_carried_message_stands_in_place_of_the_old_one():
     log.cancel(where[2:])
     new = log.carry([where[0], (0, 0), where[2], (17, 5)], [delayed("s", f"n{i}", HOUR_MS + i) for i in range(4)])
     schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
-    filed = log.feed(schedule)
+    filed = log.file_into(schedule)
     assert places(filed[2].done) == where[:1]
     assert listed(schedule) == [where[1], new[0], new[1], new[3]], "nothing in place of a cancelled one"
     assert states(schedule, "m0") == [State.MOVED]
@@ -199,11 +199,11 @@ def test_a_restart_from_the_checkpoint_files_only_what_came_later():
     disk.crash()
     filed_end = schedule.filed_end
     where += log.messages(many(200, first=500))
-    log.feed(schedule)
+    log.file_into(schedule)
     disk.crash()
     again = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
     assert (again.filed_end, again.rebuilt) == (filed_end, "")
-    log.feed(again)
+    log.file_into(again)
     assert listed(again) == sorted(where, key=lambda place: place[::-1])
     assert again.counts(0, 1 << 60) == schedule.counts(0, 1 << 60)
 
@@ -217,11 +217,11 @@ def test_what_comes_due_again_while_its_segment_is_loaded_comes_once():
     piece = schedule.next_piece(HOUR_MS)
     assert piece is not None
     log.settled(7, 1, Outcome.NOT_STORED)
-    (filed,) = log.feed(schedule)
+    (filed,) = log.file_into(schedule)
     assert places(filed.added) == []
     assert places(schedule.handed(piece, piece.read())) == where[:2] + where[4:]
     log.settled(7, 2, Outcome.NOT_STORED)
-    (filed,) = log.feed(schedule)
+    (filed,) = log.file_into(schedule)
     assert places(filed.added) == where[2:4]
 
 
@@ -236,7 +236,7 @@ def test_marks_are_written_once():
     for _ in range(3):
         schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
         log.cancel([])
-        log.feed(schedule)
+        log.file_into(schedule)
         flush_all(schedule)
         assert disk.size("segments/" + name) == size
     assert listed(schedule) == where[300:]
@@ -257,7 +257,7 @@ def test_whoever_reads_a_damaged_block_hears_of_it(byte):
             read()
     log.cancel(where[64 * (byte // 3120) :][:1])
     with pytest.raises(DamagedSchedule):
-        log.feed(schedule)
+        log.file_into(schedule)
 
 
 def test_what_a_crash_left_behind_the_checkpoint_does_not_count():
@@ -267,14 +267,14 @@ def test_what_a_crash_left_behind_the_checkpoint_does_not_count():
     flush_all(schedule)
     log.messages(many(400, first=200))
     log.cancel(where + [(1, 1)] * 100)
-    log.feed(schedule)
+    log.file_into(schedule)
     flush = schedule.take_flush(0, stop=True)
     assert flush is not None
     for write in flush.writes:  # and then the power fails, before the checkpoint
         flush._write(write)
     again = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
     assert listed(again) == where
-    log.feed(again)
+    log.file_into(again)
     flush_all(again)
     assert len(load(Schedule(disk, segment_ms=HOUR_MS, log_start=log.start), HOUR_MS)) == 400
 
@@ -291,7 +291,7 @@ def test_a_missing_or_short_file_makes_the_schedule_begin_anew(suffix):
     assert name in schedule.rebuilt
     assert schedule.filed_end == log.start
     assert disk.names("segments") == []
-    log.feed(schedule)
+    log.file_into(schedule)
     assert listed(schedule) == where[300:]
 
 
@@ -309,7 +309,7 @@ def test_segments_keep_their_length_when_the_setting_changes():
     flush_all(opened(disk, log))
     schedule = Schedule(disk, segment_ms=24 * HOUR_MS, log_start=log.start)
     log.messages([delayed("s", f"b{hour}", hour * HOUR_MS) for hour in (0, 1, 2, 23)])
-    log.feed(schedule)
+    log.file_into(schedule)
     assert schedule.segments == 3
     flush_all(schedule)
     again = Schedule(disk, segment_ms=60_000, log_start=log.start)
@@ -363,14 +363,14 @@ def test_retention_learns_what_lies_below():
     assert places(schedule.pending_below(border)()) == where[:150]
     log.dispatch("group", where[:1], producer=1, batch=1)
     log.cancel(where[1:140])
-    log.feed(schedule)
+    log.file_into(schedule)
     assert places(schedule.pending_below(border)()) == where[140:150]
     assert schedule.in_flight_below(border)
     assert not schedule.in_flight_below(where[0][0])
     assert schedule.pending_from() <= where[0][0]
     log.settled(1, 1, Outcome.STORED)
     log.cancel(where[140:])
-    log.feed(schedule)
+    log.file_into(schedule)
     assert schedule.pending_from() == log.end
 
 
@@ -385,7 +385,7 @@ def test_a_segment_that_is_over_is_deleted_after_its_time():
     again = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start, keep_ms=HOUR_MS)
     assert states(again, "m5") == [State.CANCELLED]
     log.cancel([])
-    log.feed(again)
+    log.file_into(again)
     flush_all(again, 2 * HOUR_MS)
     assert states(again, "m5") == []
     assert (again.segments, disk.names("segments")) == (1, ["checkpoint"])
@@ -398,7 +398,7 @@ def test_who_looks_while_a_segment_is_deleted_finds_nothing_in_it():
     schedule = opened(disk, log)
     flush_all(schedule)
     log.cancel(where)
-    log.feed(schedule)
+    log.file_into(schedule)
     find, below = schedule.find(None, [id_hash("m1"), id_hash("later")], []), schedule.pending_below(log.end)
     listing = schedule.list(0, 1 << 60, None, 1000)
     flush_all(schedule, HOUR_MS)
@@ -413,7 +413,7 @@ def test_a_segment_in_which_everything_is_over_is_not_loaded():
     schedule = opened(disk, log)
     assert schedule.next_piece(HOUR_MS) is None
     where = log.messages(many(1, first=100))
-    (filed,) = log.feed(schedule)
+    (filed,) = log.file_into(schedule)
     assert places(filed.added) == where
 
 
@@ -425,11 +425,11 @@ def test_a_segment_is_not_deleted_while_it_is_read():
     piece = schedule.next_piece(HOUR_MS)
     assert piece is not None
     log.cancel(where)
-    log.feed(schedule)
+    log.file_into(schedule)
     flush_all(schedule, 2 * HOUR_MS)
     assert places(schedule.handed(piece, piece.read())) == []
     log.cancel([])
-    log.feed(schedule)
+    log.file_into(schedule)
     flush_all(schedule, 2 * HOUR_MS)
     assert disk.names("segments") == ["checkpoint"]
 
@@ -454,7 +454,7 @@ def test_a_clock_that_jumps_back_does_not_put_off_the_checkpoint():
     schedule = Schedule(disk, segment_ms=HOUR_MS, log_start=log.start)
     for now_ms in (1000 * HOUR_MS, 976 * HOUR_MS):
         log.messages(many(1))
-        log.feed(schedule)
+        log.file_into(schedule)
         flush = schedule.take_flush(now_ms)
         assert flush is not None and flush.checkpoint is not None
         flush.perform()

@@ -41,7 +41,7 @@ def kind_name(kind: Kind) -> str:
 
 @dataclass
 class Handed:
-    """What the filters look at of a message that was handed over."""
+    """What the filters look at of a message that was delivered."""
 
     id: str
     subject: str = "order.paid"

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
+from qmq.metaserver.group_views import GroupViews
 from qmq.metaserver.model import DELAY, NORMAL, Broker, Directory, Group, ReadonlyMark, SubjectInfo
 from qmq.metaserver.routing import Loads, Placement, is_short
-from qmq.metaserver.sights import Sights
 from qmq.types import Role
 
 
@@ -30,9 +30,9 @@ def world(writable="", readonly="", masterless="", delay="", draining="", full="
 
 def seen(groups, directory, is_writable):
     """The route of s, which lists `groups`, as clients get it."""
-    sights = Sights(NORMAL)
-    sights.look(directory, is_writable)
-    route, _, _ = sights.route("s", "s", tuple(groups), directory)
+    views = GroupViews(NORMAL)
+    views.look(directory, is_writable)
+    route, _, _ = views.route("s", "s", tuple(groups), directory)
     return [(group.broker_group, group.writable) for group in route.message.groups]
 
 

@@ -132,7 +132,7 @@ def with_hub(
                     registry, Metrics(), allow, Quotas(Bounds(subjects_max, token_subjects_max, token_watches_max))
                 )
                 running = asyncio.create_task(hub.run())
-                while not hub._sights.state:
+                while not hub._views.state:
                     await asyncio.sleep(0)
                 try:
                     await test(registry, hub)

@@ -263,7 +263,7 @@ def test_what_is_no_session_is_refused(producer, session):
 
 
 def test_a_handler_may_send_in_the_transaction_that_handles_its_message(world, broker, producer):
-    """Once, and after its commit; handed over again, it sends nothing."""
+    """Once, and after its commit; delivered again, it sends nothing."""
     once = BlockingSqlTransaction(world.engine)
     once.create_table()
 

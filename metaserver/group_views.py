@@ -16,39 +16,39 @@ NO_GROUP = {
 
 
 @dataclass(slots=True)
-class _Sight:
+class _View:
     group: Group
     data: GroupBytes
     writable: bool
     """Whether it takes messages of subjects that nobody marked."""
 
 
-class Sights:
+class GroupViews:
     """All groups of one kind as clients see them; `look` takes them in. Made by the hub."""
 
     def __init__(self, kind: int) -> None:
         self._kind = kind
-        self._sights: dict[str, _Sight] = {}
+        self._views: dict[str, _View] = {}
         self.state = 0
         """Raised with each change, so that one can tell whether anything is new since."""
 
     def look(self, directory: Directory, is_writable: IsWritable) -> list[str]:
         """Take in how the groups are now; return the names of those that look different."""
         groups = directory.groups_of(self._kind)
-        changed = [name for name in self._sights if name not in groups or groups[name].master is None]
+        changed = [name for name in self._views if name not in groups or groups[name].master is None]
         for name in changed:
-            del self._sights[name]
+            del self._views[name]
         for name, group in groups.items():
             if group.master is None:
                 continue
-            sight, writable = self._sights.get(name), takes_messages(group, ALL_SUBJECTS, directory, is_writable)
-            if sight is None or (sight.group is not group and _shown(sight.group) != _shown(group)):
-                self._sights[name] = _Sight(group, group_bytes(group), writable)
+            view, writable = self._views.get(name), takes_messages(group, ALL_SUBJECTS, directory, is_writable)
+            if view is None or (view.group is not group and _shown(view.group) != _shown(group)):
+                self._views[name] = _View(group, group_bytes(group), writable)
                 changed.append(name)
                 continue
-            sight.group = group
-            if sight.writable != writable:
-                sight.writable = writable
+            view.group = group
+            if view.writable != writable:
+                view.writable = writable
                 changed.append(name)
         if changed:
             self.state += 1
@@ -60,16 +60,16 @@ class Sights:
         """Make the route of a subject under the name that was asked for; with its groups, and those that are open."""
         fields, offered = [], []
         for group in groups:
-            if sight := self._sights.get(group):
-                writable = sight.writable and ReadonlyMark(real, group) not in directory.marks
-                fields.append(sight.data.writable if writable else sight.data.readonly)
+            if view := self._views.get(group):
+                writable = view.writable and ReadonlyMark(real, group) not in directory.marks
+                fields.append(view.data.writable if writable else view.data.readonly)
                 if writable:
                     offered.append(group)
         return route_bytes(name, fields, "" if fields else NO_GROUP[self._kind]), groups, tuple(offered)
 
     def has_more_than(self, groups: tuple[str, ...]) -> bool:
         """Whether there is a group that a route of these could be extended by."""
-        return len(self._sights) > len(groups) or not self._sights.keys() <= set(groups)
+        return len(self._views) > len(groups) or not self._views.keys() <= set(groups)
 
 
 def _shown(group: Group) -> object:
