@@ -10,6 +10,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from pyspark import SparkConf, SparkContext
 from pyspark.sql import DataFrame, SparkSession
 
 import qmq
@@ -18,38 +19,64 @@ from qmq.audit.source import LogSource
 _ROOT = Path(qmq.__file__).resolve().parents[1]
 
 
-def start_spark(master: str, name: str, **config: str) -> SparkSession:
+def start_spark(master: str | None, name: str, **config: str) -> SparkSession:
     """Return a session with the data source `qmq` registered; `config` has dots written as double underscores.
 
-    On `local[...]` everything stays on loopback. Elsewhere Spark's own settings (spark-submit, spark-defaults.conf)
-    decide what they name; our code is shipped to the executors.
+    Without a `master` it is the one that spark-submit or spark-defaults.conf names, `local[*]` if they name none. What
+    they say of other settings stands, too. On `local[...]` everything stays on loopback. Elsewhere our code is shipped
+    to the executors.
     """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     # The process that plans a Python data source is started by the JVM and must find our modules too.
     paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    if _is_here(master):
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    asked = {key.replace("__", "."): value for key, value in config.items()}
+    if master is not None:
+        asked["spark.master"] = master
+    conf = _submitted(asked)
+    for key, value in _defaults(conf.get("spark.master")).items():
+        conf.setIfMissing(key, value)
+    conf.setAll([*asked.items(), ("spark.app.name", name)])
+    spark: SparkSession = SparkSession.builder.config(conf=conf).getOrCreate()
+    spark.sparkContext.setLogLevel("ERROR")
+    if _is_submitted() or not str(spark.sparkContext.master).startswith("local"):
+        _ship(spark)
+    spark.dataSource.register(LogSource)
+    return spark
+
+
+def _submitted(asked: dict[str, str]) -> SparkConf:
+    """Return what spark-submit, spark-defaults.conf and `asked` say. Only the JVM knows it, so it is started here."""
+    SparkContext._ensure_initialized(conf=SparkConf(loadDefaults=False).setAll(list(asked.items())))
+    return SparkConf()
+
+
+def _is_submitted() -> bool:
+    """Return whether spark-submit started us: then its JVM was there before, and does not have our PYTHONPATH."""
+    return "PYSPARK_GATEWAY_PORT" in os.environ
+
+
+def _is_here(master: str | None) -> bool:
+    return master is not None and (master.startswith("local") or "127.0.0.1" in master or "localhost" in master)
+
+
+def _defaults(master: str | None) -> dict[str, str]:
+    is_local = master is None or master.startswith("local")
     settings = {
+        "spark.master": "local[*]",
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         # What is shuffled is a few rows per piece, not the log; more partitions would only cost time to start them.
-        "spark.sql.shuffle.partitions": "4" if master.startswith("local") else "16",
+        "spark.sql.shuffle.partitions": "4" if is_local else "16",
         "spark.sql.session.timeZone": "UTC",
         # Between the JVM and its Python workers; measured: 290 MB/s per core instead of 240 over loopback TCP.
         "spark.python.unix.domain.socket.enabled": "true",
     }
-    if master.startswith("local") or "127.0.0.1" in master or "localhost" in master:
+    if is_local or _is_here(master):
         settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    settings |= {key.replace("__", "."): value for key, value in config.items()}
-    builder = SparkSession.builder.master(master).appName(name)
-    for key, value in settings.items():
-        builder = builder.config(key, value)
-    spark: SparkSession = builder.getOrCreate()
-    spark.sparkContext.setLogLevel("ERROR")
-    if not master.startswith("local"):
-        _ship(spark)
-    spark.dataSource.register(LogSource)
-    return spark
+    return settings
 
 
 def _ship(spark: SparkSession) -> None:

@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--share", type=int, default=SHARE, help="with --ledger: one part in so many of the old")
     parser.add_argument("--metrics", type=Path, help="with --ledger: write gauges here, for node_exporter (*.prom)")
     parser.add_argument("--page", type=Path, help="with --ledger: write the morning page here (HTML)")
-    parser.add_argument("--spark-master", default="local[*]", help="local[*], spark://host:port, yarn, …")
+    parser.add_argument("--spark-master", help="spark://host:port, yarn, …; by default spark-submit's, or local[*]")
     parser.add_argument("--piece-bytes", type=int, default=PIECE_BYTES, help="bytes of log per task")
     parser.add_argument("--report", type=Path, help="write the report for people here (Markdown)")
     parser.add_argument("--result", type=Path, help="write the machine-readable result here (JSON)")

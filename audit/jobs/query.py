@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--source", action="append", required=True, help="data directory, or ip:control_port")
     parser.add_argument("--sql", required=True, help="query over the view `messages`")
     add_token_options(parser)
-    parser.add_argument("--spark-master", default="local[*]", help="local[*], spark://host:port, yarn, …")
+    parser.add_argument("--spark-master", help="spark://host:port, yarn, …; by default spark-submit's, or local[*]")
     parser.add_argument("--json", action="store_true", help="print a JSON array of rows instead of a table")
     options = parser.parse_args(arguments)
     try:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pyspark
 import pytest
@@ -25,6 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SPARK = Path(pyspark.__file__).parent
 START_S = 180.0
 JOB_S = 480.0
+# Both workers are waited for: else one of them does all there is, while a busy machine starts the other one.
+CONFS = QUICK | {
+    "spark.executor.memory": "512m", "spark.cores.max": "2",
+    "spark.scheduler.minRegisteredResourcesRatio": "1.0",
+    "spark.scheduler.maxRegisteredResourcesWaitingTime": f"{START_S:.0f}s",
+}  # fmt: skip
 
 
 @contextmanager
@@ -54,9 +61,20 @@ def wait_for(log: Path, text: str, times: int = 1) -> None:
         time.sleep(0.1)
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[str]:
-    [port], master = free_ports(1), tmp_path / "master.out"
+class Cluster(NamedTuple):
+    url: str
+    work: Path
+    """A folder per job and executor."""
+
+    def executors(self) -> set[Path]:
+        """Return the folders of the executors, of all jobs, to which our code was sent."""
+        return {path.parent for path in self.work.rglob("qmq-audit.zip")}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    [port], master = free_ports(1), folder / "master.out"
     url = f"spark://127.0.0.1:{port}"
     address = ("--host", "127.0.0.1", "--webui-port", "0")
     with ExitStack() as stack:
@@ -65,9 +83,9 @@ def cluster(tmp_path: Path) -> Iterator[str]:
         wait_for(master, "I have been elected leader")
         for number in range(2):
             worker = ("org.apache.spark.deploy.worker.Worker", *address, "--cores", "1", "--memory", "600m", url)
-            stack.enter_context(running(tmp_path / f"worker{number}.out", *worker))
+            stack.enter_context(running(folder / f"worker{number}.out", *worker))
         wait_for(master, "Registering worker 127.0.0.1", times=2)
-        yield url
+        yield Cluster(url, folder / "work")
 
 
 def write(data: Path) -> LogWriter:
@@ -79,25 +97,20 @@ def write(data: Path) -> LogWriter:
     return log
 
 
-def test_job_on_a_standalone_cluster_names_what_differs(cluster: str, tmp_path: Path) -> None:
+def test_job_on_a_standalone_cluster_names_what_differs(cluster: Cluster, tmp_path: Path) -> None:
     """The executors run elsewhere than this checkout, so that they import the code that the job ships to them."""
     good, bad = write(tmp_path / "master"), write(tmp_path / "slave")
     write(tmp_path / "copy")
     flip(tmp_path / "slave", bad.frames[20].end - 50)
     arguments = [
-        sys.executable, "-m", "qmq.audit.jobs.consistency", "--spark-master", cluster, "--piece-bytes", "20000"
+        sys.executable, "-m", "qmq.audit.jobs.consistency", "--spark-master", cluster.url, "--piece-bytes", "20000"
     ]  # fmt: skip
     for group, slave in (("g1", "copy"), ("g2", "slave")):
         arguments += ["--group", group, "--master", str(tmp_path / "master"), "--slave", str(tmp_path / slave)]
     result = tmp_path / "result.json"
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_HOME")}
-    # Both workers are waited for: else one of them does all there is, while a busy machine starts the other one.
-    confs = QUICK | {
-        "spark.executor.memory": "512m", "spark.cores.max": "2",
-        "spark.scheduler.minRegisteredResourcesRatio": "1.0",
-        "spark.scheduler.maxRegisteredResourcesWaitingTime": f"{START_S:.0f}s",
-    }  # fmt: skip
-    environment["PYSPARK_SUBMIT_ARGS"] = submit_arguments(confs)
+    environment["PYSPARK_SUBMIT_ARGS"] = submit_arguments(CONFS)
+    before = cluster.executors()
     job = subprocess.run(
         [*arguments, "--result", str(result)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=JOB_S
     )
@@ -109,5 +122,33 @@ def test_job_on_a_standalone_cluster_names_what_differs(cluster: str, tmp_path: 
     assert [(f["what"], f["copy"], f["offset"]) for f in different["findings"]] == [
         ("damaged", "slave", bad.frames[20].offset)
     ]
-    used = {path.parent.name for path in (tmp_path / "work").rglob("qmq-audit.zip")}
-    assert len(used) == 2, "both workers took part"
+    assert len(cluster.executors() - before) == 2, "both workers took part"
+
+
+SUBMITTED = """
+import json, sys
+from qmq.audit.spark import start_spark
+spark = start_spark(None, "submitted")
+messages = spark.read.format("qmq").option("path", sys.argv[1]).option("piece_bytes", "20000").load().count()
+print(json.dumps([spark.sparkContext.master, spark.conf.get("spark.sql.shuffle.partitions"), messages]))
+"""
+
+
+def test_what_spark_submit_says_is_not_overridden(cluster: Cluster, tmp_path: Path) -> None:
+    """The JVM is there before our program, and has neither its PYTHONPATH nor the settings of its session."""
+    write(tmp_path / "master")
+    script, before = tmp_path / "job.py", cluster.executors()
+    # Only the program imports from the checkout: what the JVM and the executors import, they must have been sent.
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})" + SUBMITTED)
+    command = [str(SPARK / "bin" / "spark-submit"), "--master", cluster.url]
+    for name, value in (CONFS | {"spark.sql.shuffle.partitions": "7"}).items():
+        command += ["--conf", f"{name}={value}"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_HOME")}
+    environment |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+    job = subprocess.run(
+        [*command, str(script), str(tmp_path / "master")], cwd=tmp_path, env=environment, capture_output=True,
+        text=True, timeout=JOB_S,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert json.loads(job.stdout.splitlines()[-1]) == [cluster.url, "7", 400]
+    assert len(cluster.executors() - before) == 2, "both workers took part"
