@@ -24,6 +24,7 @@ from qmq.metaserver.actions.clients import Clients
 from qmq.metaserver.actions.desk import Desk
 from qmq.metaserver.actions.runner import Actions
 from qmq.metaserver.actions.vault import Vault
+from qmq.metaserver.actions.watchdogs import Watchdogs
 from qmq.metaserver.awake import AwakeClock
 from qmq.metaserver.console.routes import Console
 from qmq.metaserver.console.sessions import Sessions
@@ -119,7 +120,8 @@ class Metaserver:
         swaps = Swaps(self.registry, self._brokers, settings)
         desk = Desk(
             self.registry, self._database, self._brokers, swaps, clients, self._vault,
-            bad_rows=lambda: self._database.bad_rows, refusals=self.hubs.refusals, version=VERSION, own_id=self.id,
+            Watchdogs(settings.cluster_token), bad_rows=lambda: self._database.bad_rows, refusals=self.hubs.refusals,
+            version=VERSION, own_id=self.id,
         )  # fmt: skip
         return Actions(desk, self._metrics)
 

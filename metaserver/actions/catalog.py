@@ -305,6 +305,7 @@ _CONSUMERS = (
 _DATABASE = Parameter(
     "database", "its name on the server, default qmq_produce; of SQLite the path of the file", chars_max=150
 )
+_OUTBOX = Parameter("database", "only this database, as ListDbs names it", chars_max=250)
 _DELAYS = (
     Action(
         "DelayStats",
@@ -400,6 +401,33 @@ _DATABASES = (
     ),
     Action("ListDbs", "list registered databases, without passwords", VIEWER, installation=True),
     Action("ListWatchdogs", "list namespaces of watchdogs, and which one is active in each", VIEWER),
+    Action(
+        "OutboxStuck",
+        "list rows of outboxes that are parked, or wait long, as the watchdogs find them",
+        VIEWER,
+        (
+            Parameter("room", "only this namespace of watchdogs", kind=Kind.NAME),
+            _OUTBOX,
+            Parameter(
+                "older", "waiting rows count once they are older, seconds", default="600", kind=Kind.NUMBER, most=10**9
+            ),
+            Parameter("limit", "so many rows of each database", default="20", kind=Kind.NUMBER, least=1, most=1000),
+        ),
+        installation=True,
+        wait_ms=30_000,
+    ),
+    Action(
+        "OutboxRetry",
+        "let parked rows of outboxes be sent again: those with these ids, or all",
+        OPERATOR,
+        (
+            Parameter("room", "the namespace of the watchdog", default="default", kind=Kind.NAME),
+            _OUTBOX,
+            Parameter("ids", "only these rows, as OutboxStuck shows them: 1,2", chars_max=100_000),
+        ),
+        changes=True,
+        wait_ms=MANY_WAIT_MS,
+    ),
 )
 
 _MESSAGES = (

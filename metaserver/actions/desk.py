@@ -125,6 +125,12 @@ class ClientsPort(Protocol):
     ) -> tuple[list[dict[str, object]], tuple[str, ...]]: ...
 
 
+class WatchdogsPort(Protocol):
+    """The active watchdogs, each at the address of its lease."""
+
+    async def ask(self, address: str, path: str, words: Mapping[str, Any], *, changes: bool = False) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Desk:
     """Created by main, once. All methods are called from the loop."""
@@ -135,6 +141,7 @@ class Desk:
     swaps: Swaps
     clients: ClientsPort
     vault: Vault
+    watchdogs: WatchdogsPort
     bad_rows: Callable[[], int] = lambda: 0
     """How many rows of the database make no sense."""
     refusals: Callable[[], Mapping[str, str]] = dict

@@ -18,6 +18,7 @@ from qmq.metaserver.actions import (
     delays,
     groups,
     messages,
+    outbox,
     redrive,
     routes,
     tokens,
@@ -46,6 +47,7 @@ HANDLERS: Mapping[str, Handler] = {
     **redrive.HANDLERS,
     **delays.HANDLERS,
     **databases.HANDLERS,
+    **outbox.HANDLERS,
     **tokens.HANDLERS,
     **upkeep.HANDLERS,
 }

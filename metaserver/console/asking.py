@@ -45,4 +45,4 @@ class Asking:
             async with asyncio.timeout(seconds):
                 return await self.ask(name, words)
         except TimeoutError:
-            return Answer(Status.WAIT, f"{name} takes longer than {seconds:g} s; it has a page of its own")
+            return Answer(Status.WAIT, f"{name} takes longer than {seconds:g} s; ask for less, or on its own page")

@@ -24,6 +24,9 @@ ASKED_MAX = 100
 DOCTOR_S = 1.0
 """Doctor asks every broker; one that is silent takes two seconds. Its own page waits, the overview does not."""
 
+OUTBOX_S, STUCK_S = 3.0, 30.0
+"""A database that stands still keeps its watchdog for 20 s: who asks for that one alone waits, the rest do not."""
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -111,16 +114,22 @@ async def _messages(asking: Asking, query: Query) -> dict[str, Any]:
 async def _delayed(asking: Asking, query: Query) -> dict[str, Any]:
     since, until, wrong = _times(query)
     words = {"subject": query["subject"], "since": since, "until": until}
-    stats, listed = await asyncio.gather(
-        asking.ask("DelayStats", {"subject": query["subject"]}), asking.ask("ListDelayed", words)
+    stats, listed, schedules = await asyncio.gather(
+        asking.ask("DelayStats", {"subject": query["subject"]}),
+        asking.ask("ListDelayed", words),
+        asking.ask("ListSchedules", {"subject": query["subject"], "owner": query["owner"], "limit": ROWS}),
     )
-    return {"stats": stats, "listed": listed, "wrong": wrong}
+    return {"stats": stats, "listed": listed, "schedules": schedules, "wrong": wrong}
 
 
 async def _outbox(asking: Asking, query: Query) -> dict[str, Any]:
-    """What the metaserver keeps of outboxes; their rows are in databases that the watchdogs alone ask."""
-    databases, watchdogs = await asyncio.gather(asking.ask("ListDbs"), asking.ask("ListWatchdogs"))
-    return {"databases": databases, "watchdogs": watchdogs}
+    """What the metaserver keeps of outboxes, and their rows as the watchdogs find them."""
+    words = {"room": query["room"], "database": query["database"], "limit": ROWS}
+    seconds = STUCK_S if query["database"] else OUTBOX_S
+    databases, watchdogs, stuck = await asyncio.gather(
+        asking.ask("ListDbs"), asking.ask("ListWatchdogs"), asking.ask_for(seconds, "OutboxStuck", words)
+    )
+    return {"databases": databases, "watchdogs": watchdogs, "stuck": stuck}
 
 
 def _times(query: Query) -> tuple[int | None, int | None, str]:

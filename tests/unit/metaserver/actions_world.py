@@ -11,6 +11,7 @@ from qmq.metaserver.actions.clients import Clients
 from qmq.metaserver.actions.desk import Desk
 from qmq.metaserver.actions.runner import Actions
 from qmq.metaserver.actions.vault import Vault
+from qmq.metaserver.actions.watchdogs import Watchdogs
 from qmq.metaserver.awake import AwakeClock
 from qmq.metaserver.database import Database
 from qmq.metaserver.liveness import Liveness
@@ -45,12 +46,12 @@ class World:
         self.registry = Registry(
             self.database, self.liveness, self.metrics, clock, lambda tokens: None, groups_min=1, groups_new=1
         )
-        self.brokers, self.hub = Brokers(), Hub()
+        self.brokers, self.hub, self.watchdogs = Brokers(), Hub(), Watchdogs("a secret of all")
         self.settings = settings = MetaserverSettings(cluster_token="a secret of all", swap_finish_ms=1000)
         clients = Clients(self.hub, list, token="a secret of all", timeout_ms=100)
         swaps = Swaps(self.registry, self.brokers, settings)
         self.desk = Desk(
-            self.registry, self.database, self.brokers, swaps, clients, Vault(keys),
+            self.registry, self.database, self.brokers, swaps, clients, Vault(keys), self.watchdogs,
             refusals=lambda: self.refusals, version="1", own_id="m1",
         )  # fmt: skip
         self.actions = Actions(self.desk, self.metrics)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from qmq.errors import NotServed, OutcomeUnknown
 from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger
 from qmq.metaserver.actions import Answer, Status
+from qmq.metaserver.model import LeaseRow
 from qmq.metaserver.rpc.tokens import wall_ms
 from qmq.proto import qmq_pb2 as pb
 from tests.unit.metaserver.actions_world import left
-from tests.unit.metaserver.console_world import in_console
+from tests.unit.metaserver.console_world import in_console, text_of
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -187,10 +189,13 @@ async def test_what_is_late_is_said_of_delayed_messages(world):
     }  # fmt: skip
     message = {"brokerGroup": "d1", "subject": "s", "id": HOSTILE, "key": "", "due": 1, "bytes": 9, "problem": ""}
     hours = [{"begin": 0, "messages": 4}]
+    schedule = {"brokerGroup": "d1", "subject": "report", "name": "nightly", "owner": "shop", "cron": "0 3 * * *",
+                "timezone": "Europe/Berlin", "next": 1_000_000_000_000}  # fmt: skip
 
     async def answer(name, words, caller):
         data = {"DelayStats": {"groups": [group], "hours": hours, "unasked": {"d2": "silent"}},
-                "ListDelayed": {"messages": [message], "more": True}}  # fmt: skip
+                "ListDelayed": {"messages": [message], "more": True},
+                "ListSchedules": {"schedules": [schedule], "more": True, "unasked": {}}}  # fmt: skip
         return Answer(Status.DONE, data=data[name])
 
     assert "no group of delay servers" in await world.read("/delayed")
@@ -198,6 +203,9 @@ async def test_what_is_late_is_said_of_delayed_messages(world):
     page = await world.see("/delayed")
     assert "Nothing is late" in page and "Not asked: d2" in page and "2001-09-09 01:46:40" in page
     assert "<script" not in page and "/change?action=CancelDelayed" in page
+    text = await world.read("/delayed")
+    assert "2001-09-09 01:46:40 report nightly end… nightly shop 0 3 * * * Europe/Berlin d1" in text
+    assert "ids=recurring%3Anightly" in page and "There are more: name a subject or an owner" in text
     group |= {"dueMessages": 1500, "dueAgeMs": 61_000}
     assert "1,500 messages are due and not sent yet, the oldest for 1 min 1 s" in await world.read("/delayed")
 
@@ -209,3 +217,73 @@ async def test_databases_of_outboxes_are_listed_without_passwords(world):
     await world.done("AddDb", **words)
     page = await world.see("/outbox")
     assert "mmm://db1:3306" in page and "secret" not in page
+
+
+@in_console
+async def test_parked_rows_are_shown_with_their_reason_and_sent_again_by_a_confirmed_change(world):
+    await world.log_in("operator")
+    world.actions._desk = replace(world.desk, watchdogs=(watchdogs := PlayedWatchdogs()))
+    assert "No watchdog was ever active" in await world.read("/outbox")
+    await world.database.write(lambda repository: repository.hold_lease(LEASE, take=True, release=False))
+    text = await world.read("/outbox")
+    assert "1 parked: not sent until somebody says so" in text and f"order.new m-1 {HOSTILE} retry… row 17" in text
+    page = await world.see("/outbox")
+    assert "<script" not in page and "action=OutboxRetry" in page and "ids=17" in page
+    assert watchdogs.asked[-1] == ("10.0.0.7:8083", "/outbox/stuck", False)
+    words = {"csrf": await world.csrf(), "action": "OutboxRetry", "database": URL, "ids": "17"}
+    planned = text_of((await world.send("/change", step="plan", **words)).text)
+    assert f"parked.{URL} 1" in planned and "sentAgain" in planned and "Do it" in planned
+    assert all(not changes for *_, changes in watchdogs.asked)
+    assert "Done." in (await world.send("/change", step="confirm", **words)).text
+    assert watchdogs.asked[-1] == ("10.0.0.7:8083", "/outbox/retry", True)
+    newest, before = (await world.audit())[:2]
+    assert (newest.action, newest.result, newest.after) == (
+        "OutboxRetry",
+        "done",
+        {"retried": {URL: 1}, "notAsked": {}},
+    )
+    assert before.result == "begun"
+    await world.log_in("viewer")
+    assert "OutboxRetry" not in await world.see("/outbox")
+
+
+@in_console
+async def test_a_retry_says_what_became_of_it(world):
+    world.actions._desk = replace(world.desk, watchdogs=(watchdogs := PlayedWatchdogs()))
+    words = {"database": URL, "ids": "17"}
+    assert "was ever active" in (await world.run("OutboxRetry", **words)).message
+    await world.database.write(lambda repository: repository.hold_lease(LEASE, take=True, release=False))
+    assert "name it" in await world.refused("OutboxRetry", ids="17")
+    assert "whole numbers" in await world.refused("OutboxRetry", database=URL, ids="a")
+    for error, status, result in (
+        (NotServed("silent"), Status.WAIT, "failed"),
+        (OutcomeUnknown("lost"), Status.UNKNOWN, "unknown"),
+    ):
+        watchdogs.fails = error
+        assert (await world.run("OutboxRetry", **words)).status == status
+        assert (await world.audit())[0].result == result
+    watchdogs.fails, watchdogs.answer = None, {"database": URL, "problem": "too slow"}
+    answer = await world.run("OutboxRetry", **words)
+    assert answer.status == Status.UNKNOWN and "too slow" in answer.message
+    assert (await world.audit())[0].result == "partly done"
+
+
+URL = "mmm://db1:3306"
+LEASE = LeaseRow("watchdog/default", "w1", 0, 1, "10.0.0.7:8083")
+
+
+class PlayedWatchdogs:
+    """The active watchdog of one room, with one parked row."""
+
+    def __init__(self):
+        self.asked, self.fails, self.answer = [], None, {"database": URL, "retried": 1}
+
+    async def ask(self, address, path, words, *, changes=False):
+        self.asked.append((address, path, changes))
+        if changes:
+            if self.fails:
+                raise self.fails
+            return {"databases": [self.answer]}
+        row = {"id": 17, "state": "parked", "age": 61.5, "errors": 3, "subject": "order.new", "messageId": "m-1"}
+        one = {"database": URL, "parked": 1, "pending": 0, "claimed": 0, "oldest": 0.0}
+        return {"databases": [one | {"rows": [row | {"reason": HOSTILE}]}, {"database": "x://y:1", "problem": "away"}]}
