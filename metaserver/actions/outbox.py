@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from qmq.errors import NotServed, OutcomeUnknown, QmqError
+from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.metaserver.actions.desk import Desk, together
 from qmq.metaserver.actions.handler import Handler, PartlyDone
 from qmq.metaserver.actions.plan import Plan, refused
@@ -104,7 +104,7 @@ async def _rooms(desk: Desk) -> list[LeaseRow]:
 async def _active(desk: Desk, words: Words) -> str:
     row = next((row for row in await _rooms(desk) if _room(row) == words["room"]), None)
     if row is None:
-        raise NotServed(f"no watchdog of the room {words['room']!r} was ever active; ListWatchdogs shows all")
+        raise OperatorError(f"no watchdog of the room {words['room']!r} was ever active; ListWatchdogs names the rooms")
     return _address(row)
 
 
