@@ -20,13 +20,13 @@ from qmq.blocking.background import Background
 from qmq.client.connections import MasterChanged
 from qmq.client.consumer import Consumer as AsyncConsumer
 from qmq.client.consumer import Start, TagMode
-from qmq.client.handling import BlockingHandler, Filter
+from qmq.client.handling import BlockingBatchHandler, BlockingHandler, Filter
 from qmq.client.listener import Listener
 from qmq.client.puller import Puller as AsyncPuller
 from qmq.client.received import ReceivedMessage
 from qmq.errors import ClientClosed, InvalidRequest, QmqError
 
-H = TypeVar("H", bound=BlockingHandler)
+H = TypeVar("H", bound=BlockingHandler | BlockingBatchHandler)
 C = TypeVar("C", bound=Callable[[MasterChanged], object])
 
 
@@ -69,9 +69,10 @@ class Consumer:
 
     def listen(
         self, subject: str, *, group: str = "", broadcast: bool = False, tags: Iterable[str] = (),
-        tag_mode: TagMode = "any", concurrency: int = 1, start: Start = "latest", retries_max: int = 32,
-        retry_delay: float = 5.0, most_once: bool = False, auto_ack: bool = True, filters: Sequence[Filter] = (),
-        prefetch_messages: int | None = None, prefetch_bytes: int = 8 << 20, unacked_max: int = 100_000,
+        tag_mode: TagMode = "any", concurrency: int = 1, batch: int | None = None, start: Start = "latest",
+        retries_max: int = 32, retry_delay: float = 5.0, most_once: bool = False, auto_ack: bool = True,
+        filters: Sequence[Filter] = (), prefetch_messages: int | None = None, prefetch_bytes: int = 8 << 20,
+        unacked_max: int = 100_000,
     ) -> Callable[[H], H]:  # fmt: skip
         """Decorate the function that handles messages of `subject` for the consumer group `group`.
 
@@ -88,7 +89,7 @@ class Consumer:
             def ask(consumer: AsyncConsumer) -> None:
                 consumer.listen(
                     subject, group=group, broadcast=broadcast, tags=tags, tag_mode=tag_mode, concurrency=concurrency,
-                    start=start, retries_max=retries_max, retry_delay=retry_delay, most_once=most_once,
+                    batch=batch, start=start, retries_max=retries_max, retry_delay=retry_delay, most_once=most_once,
                     auto_ack=auto_ack, filters=filters, prefetch_messages=prefetch_messages,
                     prefetch_bytes=prefetch_bytes, unacked_max=unacked_max,
                 )(handler)  # fmt: skip

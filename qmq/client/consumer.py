@@ -21,7 +21,7 @@ from qmq.client.listener import Listener
 from qmq.client.membership import Membership
 from qmq.client.puller import Puller
 from qmq.client.signals import on_sigterm
-from qmq.client.terms import Terms, make_terms
+from qmq.client.terms import Terms, check_batch, check_concurrency, make_terms
 from qmq.errors import InvalidRequest
 from qmq.subjects import check_name
 
@@ -71,9 +71,10 @@ class Consumer:
 
     def listen(
         self, subject: str, *, group: str = "", broadcast: bool = False, tags: Iterable[str] = (),
-        tag_mode: TagMode = "any", concurrency: int = 1, start: Start = "latest", retries_max: int = 32,
-        retry_delay: float = 5.0, most_once: bool = False, auto_ack: bool = True, filters: Sequence[Filter] = (),
-        prefetch_messages: int | None = None, prefetch_bytes: int = 8 << 20, unacked_max: int = 100_000,
+        tag_mode: TagMode = "any", concurrency: int = 1, batch: int | None = None, start: Start = "latest",
+        retries_max: int = 32, retry_delay: float = 5.0, most_once: bool = False, auto_ack: bool = True,
+        filters: Sequence[Filter] = (), prefetch_messages: int | None = None, prefetch_bytes: int = 8 << 20,
+        unacked_max: int = 100_000,
     ) -> Callable[[H], H]:  # fmt: skip
         """Decorate the function that handles messages of `subject` for the consumer group `group`.
 
@@ -86,6 +87,9 @@ class Consumer:
             broadcast: every consumer gets every message: its group is its own; so it is without a `group`.
             tags, tag_mode: only messages with any, or all, of these tags.
             concurrency: handlers that run at the same time. With 1, messages of a broker group come in order.
+            batch: the handler is called with a list, of up to so many messages: of those that are here, at least one;
+                of suspected ones, one. What it returns or raises is the outcome of all that it has not decided itself
+                (`nack_nowait` and the like of a message). Filters take single messages, and are refused.
             start: where a new group begins: "latest", "earliest" for all that is stored, or a datetime with time zone.
             retries_max: delivery attempts in all, at least one; a message may carry its own number.
             retry_delay: seconds, at most a day.
@@ -101,8 +105,12 @@ class Consumer:
             InvalidName: the subject or group breaks the rules of `qmq.subjects`.
             InvalidRequest: another argument is wrong, or this consumer has a listener or puller for both already.
         """
+        at_once = check_concurrency(concurrency) * (batch or 1)
         if prefetch_messages is None:
-            prefetch_messages = concurrency if most_once else 1_000
+            prefetch_messages = at_once if most_once else max(1_000, at_once)
+        check_batch(batch, concurrency=concurrency, prefetch_messages=prefetch_messages)
+        if batch is not None and filters:
+            raise InvalidRequest("filters are called with single messages; a handler of batches does without")
         terms = make_terms(
             subject=subject, group=group, consumer=self.id, broadcast=broadcast, start=start, tags=tags,
             tag_mode=tag_mode, retries_max=retries_max, retry_delay=retry_delay, most_once=most_once,
@@ -116,8 +124,8 @@ class Consumer:
 
         def register(handler: H) -> H:
             listener = Listener(
-                terms, Handling(handler, filters), concurrency=concurrency, auto_ack=auto_ack, drain_s=self._drain_s,
-                is_online=self._is_online,
+                terms, Handling(handler, filters), concurrency=concurrency, batch=batch, auto_ack=auto_ack,
+                drain_s=self._drain_s, is_online=self._is_online,
             )  # fmt: skip
             self._add(listener)
             self._listeners[terms.subject, terms.group] = listener

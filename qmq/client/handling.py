@@ -22,11 +22,17 @@ from qmq.client.received import ReceivedMessage
 from qmq.errors import InvalidRequest
 
 AsyncHandler = Callable[[ReceivedMessage], Awaitable[object]]
+AsyncBatchHandler = Callable[[list[ReceivedMessage]], Awaitable[object]]
 BlockingHandler = Callable[[ReceivedMessage], object]
-Handler = AsyncHandler | BlockingHandler
+BlockingBatchHandler = Callable[[list[ReceivedMessage]], object]
+Handler = AsyncHandler | BlockingHandler | AsyncBatchHandler | BlockingBatchHandler
 AsyncFilter = Callable[[ReceivedMessage, AsyncHandler], Awaitable[object]]
 BlockingFilter = Callable[[ReceivedMessage, BlockingHandler], object]
 Filter = AsyncFilter | BlockingFilter
+Given = ReceivedMessage | list[ReceivedMessage]
+"""What a handler is called with: a message, or some where it asked for several at a time."""
+Way = Callable[[Any], Awaitable[object]]
+"""To a handler, through its filters; it takes what the handler takes."""
 
 
 class Handling:
@@ -52,17 +58,17 @@ class Handling:
         for plain in reversed(inner):
             self._handler = partial(_call_filter, plain, self._handler)
 
-    def route(self, thread: HandlerThread | None) -> AsyncHandler:
-        """Return what to await for each message; with the thread of the worker if the handler is blocking."""
-        way = cast(AsyncHandler, self._handler)
+    def route(self, thread: HandlerThread | None) -> Way:
+        """Return what to await for each call; with the thread of the worker if the handler is blocking."""
+        way = cast(Way, self._handler)
         if thread is not None:
             way = partial(thread.run, self._handler)
         for one in reversed(self._outer):
-            way = cast(AsyncHandler, partial(_call_filter, one, way))
+            way = cast(Way, partial(_call_filter, one, way))
         return way
 
 
-def _call_filter(one: Callable[..., Any], handle: Handler, message: ReceivedMessage) -> Any:
+def _call_filter(one: Callable[..., Any], handle: Callable[[Any], object], message: ReceivedMessage) -> Any:
     return one(message, handle)
 
 
@@ -71,18 +77,18 @@ def _is_coroutine_function(one: object) -> bool:
 
 
 class HandlerThread:
-    """One thread that calls a blocking handler, a message at a time. Made by a worker on its event loop."""
+    """One thread that makes the calls of a blocking handler, one at a time. Made by a worker on its event loop."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
-    async def run(self, handler: Handler, message: ReceivedMessage) -> object:
+    async def run(self, handler: Callable[[Any], object], given: Given) -> object:
         """Call the handler, with the context variables of the caller; return what it returns, raise what it raises."""
         future: asyncio.Future[object] = self._loop.create_future()
         context = contextvars.copy_context()
-        self._calls.put(partial(self._call, future, context, handler, message))
+        self._calls.put(partial(self._call, future, context, handler, given))
         return await future
 
     def close(self) -> None:
@@ -94,10 +100,11 @@ class HandlerThread:
             call()
 
     def _call(
-        self, future: asyncio.Future[object], context: contextvars.Context, handler: Handler, message: ReceivedMessage
-    ) -> None:
+        self, future: asyncio.Future[object], context: contextvars.Context, handler: Callable[[Any], object],
+        given: Given,
+    ) -> None:  # fmt: skip
         try:
-            result = context.run(handler, message)
+            result = context.run(handler, given)
             if inspect.iscoroutine(result):
                 result.close()
                 raise InvalidRequest("a handler that returns a coroutine is declared as such: async def")

@@ -1,4 +1,10 @@
-"""Shell. A listener: workers that take messages and call the handler, and decide by what becomes of the call."""
+"""Shell. A listener: workers that take messages and call the handler, and decide by what becomes of the call.
+
+A handler takes one message at a time, or lists of up to `batch`. What becomes of a call is decided for each message of
+it that the handler has not decided itself. One that fails its call does not take its neighbours along: what failed
+comes again in lists of half the size, at the last attempt alone. A suspected message is a list of its own, too: if the
+process dies with it, nothing else is to blame (qmq.client.solitude).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +13,11 @@ import logging
 from datetime import UTC, datetime
 from typing import cast
 
-from qmq.client.handling import AsyncHandler, HandlerThread, Handling
+from qmq.client.handling import Given, HandlerThread, Handling, Way
 from qmq.client.membership import Membership
 from qmq.client.prefetch import MEASURED_EVERY, Prefetch
 from qmq.client.received import ReceivedMessage
-from qmq.client.retrying import Refused, refused_by_error
+from qmq.client.retrying import Refused, batch_of, refused_by_error
 from qmq.client.solitude import Solitude
 from qmq.client.subscription import Subscription
 from qmq.client.terms import Terms, check_concurrency
@@ -32,15 +38,18 @@ class Listener(Membership):
     """
 
     def __init__(
-        self, terms: Terms, handling: Handling, *, concurrency: int, auto_ack: bool, drain_s: float, is_online: bool
-    ) -> None:
+        self, terms: Terms, handling: Handling, *, concurrency: int, batch: int | None, auto_ack: bool, drain_s: float,
+        is_online: bool,
+    ) -> None:  # fmt: skip
         super().__init__(terms, drain_s=drain_s, is_online=is_online)
         self._handling = handling
         self._auto_ack = auto_ack
         self._concurrency = check_concurrency(concurrency)
+        self._batch = batch
+        """Messages in a call, at most; None: the handler takes one, and no list."""
         self._workers: set[asyncio.Task[None]] = set()
         self._solitude = Solitude()
-        self._prefetch = Prefetch(terms.prefetch_messages, self._concurrency)
+        self._prefetch = Prefetch(terms.prefetch_messages, self._at_once)
 
     @property
     def concurrency(self) -> int:
@@ -51,6 +60,11 @@ class Listener(Membership):
     def concurrency(self, concurrency: int) -> None:
         self._concurrency = check_concurrency(concurrency)
         self._change()
+
+    @property
+    def _at_once(self) -> int:
+        """How many messages handlers may have at the same time."""
+        return self._concurrency * (self._batch or 1)
 
     # The members' part.
 
@@ -63,7 +77,7 @@ class Listener(Membership):
         """Have as many workers as asked for; those too many end by themselves, after the message that they handle."""
         if subscription.is_closing:
             return
-        self._prefetch.concur(self._concurrency)
+        self._prefetch.concur(self._at_once)
         subscription.prefetch_messages = self._prefetch.messages
         for _ in range(self._concurrency - len(self._workers)):
             worker = asyncio.create_task(self._work(subscription))
@@ -92,109 +106,134 @@ class Listener(Membership):
     # Workers.
 
     async def _work(self, subscription: Subscription) -> None:
-        """One worker: a message at a time, from the buffer to the handler."""
+        """One worker: a call at a time, from the buffer to the handler."""
         thread = HandlerThread(f"qmq-{self.subject}-{self.group}") if self._handling.is_blocking else None
         handle = self._handling.route(thread)
         if self.terms.most_once:
-            handle = _after_ack(subscription, handle)
+            handle = _after_ack(subscription, handle, is_batch=self._batch is not None)
         try:
             await self._serve(subscription, handle)
         finally:
             if thread is not None:
                 thread.close()
 
-    async def _serve(self, subscription: Subscription, handle: AsyncHandler) -> None:
-        solitude = self._solitude
+    async def _serve(self, subscription: Subscription, handle: Way) -> None:
+        solitude, is_batch = self._solitude, self._batch is not None
         auto_ack, handled, clock = self._auto_ack, 0, asyncio.get_running_loop().time
         while not subscription.is_closing:
             if len(self._workers) > self._concurrency:
                 self._workers.remove(cast(asyncio.Task[None], asyncio.current_task()))  # before the next one counts
                 return
-            message = subscription.take_one()
-            if message is None:
+            taken = self._take(subscription)
+            if not taken:
                 await subscription.wait()
                 continue
-            if is_alone := message._piece.suspected:
-                await _begin_alone(solitude, message)
+            if is_alone := taken[0]._piece.suspected:
+                await _begin_alone(solitude, taken)
             else:
                 while not solitude.enter():
-                    await _wait_for_company(solitude, message)
-            began_s = clock() if handled % MEASURED_EVERY == 0 else None
+                    await _wait_for_company(solitude, taken)
+            began_s = clock() if is_batch or handled % MEASURED_EVERY == 0 else None
             try:
-                await handle(message)
+                await handle(taken if is_batch else taken[0])
             except asyncio.CancelledError as error:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     raise  # the drain ran out of patience; the message is given back
-                self._failed(message, error)
+                self._failed(taken, error)
             except (SystemExit, KeyboardInterrupt, GeneratorExit):
                 raise  # the loop ends, or has ended
             except BaseException as error:
-                self._failed(message, error)
+                self._failed(taken, error)
             else:
                 if auto_ack:
-                    message._done()
+                    for message in taken:
+                        message._done()
             finally:
                 solitude.leave(alone=is_alone)
             if began_s is not None:
-                self._prefetch.measured(clock() - began_s)
+                self._prefetch.measured((clock() - began_s) * (self._batch or 1) / len(taken))
                 subscription.prefetch_messages = self._prefetch.messages
             handled += 1
             if handled % HANDLED_IN_A_ROW == 0:
                 await asyncio.sleep(0)
 
-    def _failed(self, message: ReceivedMessage, error: BaseException) -> None:
-        """The handler raised: have the message delivered again, unless it was decided before."""
-        if message.is_decided or message.is_dropped:
-            log.warning(
-                "handler failed, its message was decided before subject=%s group=%s sequence=%d broker_group=%s",
-                self.subject, self.group, message.sequence, message.broker_group, exc_info=error,
-            )  # fmt: skip
-            return
-        try:
-            decision = refused_by_error(message, self.terms.policy, error, datetime.now(UTC))
-        except Exception as another:  # an exception that cannot say what it is; the message must not stay for that
-            decision = refused_by_error(message, self.terms.policy, another, datetime.now(UTC))
-        self._note(message, decision, error)
-        message._refuse(decision)
+    def _take(self, subscription: Subscription) -> list[ReceivedMessage]:
+        """Take what the next call gets; nothing if there is nothing."""
+        if self._batch is not None:
+            first = subscription.next_message()
+            most = batch_of(first, self.terms.policy, self._batch) if first is not None else 0
+            return subscription.take(most, alike=True)
+        message = subscription.take_one()
+        return [] if message is None else [message]
 
-    def _note(self, message: ReceivedMessage, decision: Refused, error: BaseException) -> None:
+    def _failed(self, taken: list[ReceivedMessage], error: BaseException) -> None:
+        """The handler raised: have its messages delivered again, but those that were decided before."""
+        undecided = [message for message in taken if not (message.is_decided or message.is_dropped)]
+        if not undecided:
+            log.warning(
+                "handler failed, its messages were decided before subject=%s group=%s sequence=%d messages=%d "
+                "broker_group=%s", self.subject, self.group, taken[0].sequence, len(taken), taken[0].broker_group,
+                exc_info=error,
+            )  # fmt: skip
+        noted: set[Verdict] = set()
+        for message in undecided:
+            decision = self._decided_by(message, error)
+            if decision.verdict not in noted:  # once for a call, or a list of thousands would fill the log
+                noted.add(decision.verdict)
+                self._note(message, len(undecided), decision, error)
+            message._refuse(decision)
+
+    def _decided_by(self, message: ReceivedMessage, error: BaseException) -> Refused:
+        try:
+            return refused_by_error(message, self.terms.policy, error, datetime.now(UTC))
+        except Exception as another:  # an exception that cannot say what it is; the message must not stay for that
+            return refused_by_error(message, self.terms.policy, another, datetime.now(UTC))
+
+    def _note(self, message: ReceivedMessage, messages: int, decision: Refused, error: BaseException) -> None:
+        """Log what becomes of a message, the first of so many of its call."""
         if decision.verdict == Verdict.DEAD_LETTER:
             log.warning(
-                "message is a dead letter subject=%s group=%s sequence=%d broker_group=%s times=%d reason=%s",
-                self.subject, self.group, message.sequence, message.broker_group, message.times, decision.reason,
-                exc_info=error if decision.is_failure else None,
+                "message is a dead letter subject=%s group=%s sequence=%d messages=%d broker_group=%s times=%d "
+                "reason=%s", self.subject, self.group, message.sequence, messages, message.broker_group, message.times,
+                decision.reason, exc_info=error if decision.is_failure else None,
             )  # fmt: skip
         elif decision.is_failure:
             log.warning(
-                "handler failed, message comes again subject=%s group=%s sequence=%d broker_group=%s times=%d "
-                "after_s=%.1f",
-                self.subject, self.group, message.sequence, message.broker_group, message.times, decision.delay_s,
-                exc_info=error,
+                "handler failed, message comes again subject=%s group=%s sequence=%d messages=%d broker_group=%s "
+                "times=%d after_s=%.1f", self.subject, self.group, message.sequence, messages, message.broker_group,
+                message.times, decision.delay_s, exc_info=error,
             )  # fmt: skip
 
 
-async def _begin_alone(solitude: Solitude, message: ReceivedMessage) -> None:
+async def _begin_alone(solitude: Solitude, taken: list[ReceivedMessage]) -> None:
     try:
-        await solitude.enter_alone(message)
+        await solitude.enter_alone(taken[0])
     except asyncio.CancelledError:  # the drain ran out of patience before the handler had begun
-        message._piece.acker.not_begun(message)
+        _not_begun(taken)
         raise
 
 
-async def _wait_for_company(solitude: Solitude, message: ReceivedMessage) -> None:
+async def _wait_for_company(solitude: Solitude, taken: list[ReceivedMessage]) -> None:
     try:
         await solitude.company()
     except asyncio.CancelledError:
-        message._piece.acker.not_begun(message)
+        _not_begun(taken)
         raise
 
 
-def _after_ack(subscription: Subscription, handle: AsyncHandler) -> AsyncHandler:
-    """At most once: the handler is called when the broker keeps the ack, and for a message that nobody has begun."""
+def _not_begun(taken: list[ReceivedMessage]) -> None:
+    for message in taken:
+        message._piece.acker.not_begun(message)
 
-    async def handle_once(message: ReceivedMessage) -> None:
-        if await subscription.confirmed([message]) and message.times == 1 and not message._piece.suspected:
-            await handle(message)
+
+def _after_ack(subscription: Subscription, handle: Way, *, is_batch: bool) -> Way:
+    """At most once: the handler is called when the broker keeps the ack, and for what nobody has begun."""
+
+    async def handle_once(given: Given) -> None:
+        confirmed = await subscription.confirmed(given if isinstance(given, list) else [given])
+        kept = [message for message in confirmed if message.times == 1 and not message._piece.suspected]
+        if kept:
+            await handle(kept if is_batch else kept[0])
 
     return handle_once

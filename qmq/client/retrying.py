@@ -97,6 +97,15 @@ def worn_out(message: Refusable, policy: RetryPolicy) -> Refused | None:
     return Refused(Verdict.DEAD_LETTER, 0.0, f"delivered {limit} times, and never acked", True)
 
 
+def batch_of(message: Refusable, policy: RetryPolicy, batch: int) -> int:
+    """Return how many messages a call gets whose first one is `message`: `batch`, half of it after each failure, and
+    one at the last attempt. So a message that fails each call it is in becomes a dead letter alone."""
+    if (times := message.times) == 1:
+        return batch
+    limit = _limit(message, policy)
+    return 1 if limit and times >= limit else max(1, batch >> times - 1)
+
+
 def refused_for_good(message: Refusable, policy: RetryPolicy, reason: str) -> Refused:
     """Decide on a message that is of no use to try again. A dead letter itself has no other place to go to."""
     if policy.deliveries_max:

@@ -120,12 +120,23 @@ class Subscription:
 
     # Taking messages.
 
-    def take(self, messages_max: int) -> list[ReceivedMessage]:
-        """Take up to `messages_max` messages of those that are here; of suspected ones, one."""
+    def next_message(self) -> ReceivedMessage | None:
+        """Return the message that is taken next; None: none is here."""
+        return self._parcels[0].messages[self._parcels[0].at] if self._parcels else None
+
+    def take(self, messages_max: int, *, alike: bool = False) -> list[ReceivedMessage]:
+        """Take up to `messages_max` messages of those that are here; of suspected ones, one.
+
+        Args:
+            alike: only such as were delivered as often as the first one.
+        """
         taken: list[ReceivedMessage] = []
         while self._parcels and len(taken) < messages_max:
             parcel = self._parcels[0]
-            if is_suspected := parcel.messages[parcel.at]._piece.suspected:
+            piece = parcel.messages[parcel.at]._piece
+            if alike and taken and piece.times != taken[0]._piece.times:
+                break
+            if is_suspected := piece.suspected:
                 if taken:
                     break
                 messages_max = 1

@@ -12,6 +12,8 @@ from qmq.errors import InvalidRequest
 from qmq.subjects import check_name, check_subject, is_dead_letter_subject, parse_derived, retry_subject
 
 CONCURRENCY_MAX = 10_000
+BATCH_MAX = 10_000
+"""Messages in one call of a handler; a broker delivers no more in one piece."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -80,6 +82,21 @@ def check_concurrency(concurrency: int) -> int:
     if not 1 <= concurrency <= CONCURRENCY_MAX:
         raise InvalidRequest(f"concurrency is 1 to {CONCURRENCY_MAX}, not {concurrency}")
     return concurrency
+
+
+def check_batch(batch: int | None, *, concurrency: int, prefetch_messages: int) -> int | None:
+    """Return a bound for the messages in one call; None: the handler takes a message and no list.
+
+    Raises:
+        InvalidRequest: no such bound, or more than may wait here.
+    """
+    if batch is not None and not 1 <= batch <= BATCH_MAX:
+        raise InvalidRequest(f"batch is 1 to {BATCH_MAX}, not {batch}")
+    if batch is not None and batch * concurrency > prefetch_messages:
+        raise InvalidRequest(
+            f"{concurrency} handlers of {batch} messages are more than prefetch_messages, {prefetch_messages}"
+        )
+    return batch
 
 
 def _start(start: str | datetime) -> tuple[str, int]:

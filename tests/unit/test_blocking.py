@@ -211,6 +211,19 @@ def test_a_listener_is_a_plain_function_in_a_thread_of_its_own(broker, producer,
     assert not {thread for _, _, thread in seen} & {threading.current_thread(), threading.main_thread()}
 
 
+def test_a_plain_handler_of_batches_is_called_with_lists(broker, producer, consumer):
+    calls = []
+
+    @consumer.listen("s", group="g", start="earliest", batch=20)
+    def on_messages(messages):
+        calls.append([int(message["n"]) for message in messages])
+
+    producer.send_many(message(n) for n in range(50))
+    with running(consumer):
+        broker.wait_until_consumed("s", "g")
+    assert [n for call in calls for n in call] == list(range(50)) and 3 <= len(calls) < 50
+
+
 def test_handlers_block_side_by_side(broker, producer, consumer):
     barrier = threading.Barrier(4, timeout=120)
 

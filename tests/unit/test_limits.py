@@ -57,7 +57,7 @@ WATCHDOG = dict.fromkeys(
      "release_ms", "release_ms_max", "unknown_s_max"), ROWS,
 )  # fmt: skip
 CONSUMER = {
-    "drain_s": OPERATORS, "concurrency": Cause.PREFETCH, "prefetch_messages": Cause.PREFETCH,
+    "drain_s": OPERATORS, "concurrency": Cause.PREFETCH, "batch": Cause.PREFETCH, "prefetch_messages": Cause.PREFETCH,
     "prefetch_bytes": Cause.PREFETCH, "unacked_max": Cause.PREFETCH, "retry_delay": Cause.LATER,
     "retries_max": "the message becomes a dead letter",
 }  # fmt: skip
@@ -85,7 +85,7 @@ def test_each_limit_of_a_consumer_is_named_when_it_stops_its_group():
         *inspect.signature(qmq.Consumer.__init__).parameters.values(),
         *inspect.signature(qmq.Consumer.listen).parameters.values(),
     ]
-    numbers = {one.name for one in parameters if _is_number(one.default) or one.name == "prefetch_messages"}
+    numbers = {one.name for one in parameters if _is_number(one.default) or one.name in ("prefetch_messages", "batch")}
     assert numbers == set(CONSUMER)
 
 
