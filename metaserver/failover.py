@@ -145,7 +145,7 @@ def _was_in_sync_at_the_end(facts: Facts) -> bool:
     return (
         said is not None
         and said.is_master_in(facts.group.term)
-        and said.slave_incarnation == facts.slave.incarnation
+        and facts.slave.incarnation in said.in_step
         and Reason.SLAVE_DOWN not in said.readonly_reasons
     )
 

@@ -228,8 +228,8 @@ class ReplicaState:
     writable: bool = False
     durability: str = ""
     incarnation: str = ""
-    slave_incarnation: str = ""
-    """A master's words: whose copy is in step with its own; empty: nobody's."""
+    in_step: tuple[str, ...] = ()
+    """A master's words: incarnations of the slaves whose copies are in step with its own."""
     point: Point | None = None
     """The newest acknowledged point that its copy knows."""
     in_sync: bool = False

@@ -319,7 +319,7 @@ def slave_complete(group: Group, key: BrokerKey, state: ReplicaState) -> bool | 
         return None
     if state.durability == "master":
         return False
-    return True if state.slave_incarnation and state.slave_incarnation == group.slave.incarnation else None
+    return True if group.slave.incarnation and group.slave.incarnation in state.in_step else None
 
 
 def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bool, lacking: str) -> RoleChange:

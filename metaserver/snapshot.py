@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("qmq.metaserver")
 
-FORMAT = 1
+FORMAT = 2
 ROWS_AT_ONCE = 100
 """A millisecond's work, during which no other thread runs."""
 
@@ -252,5 +252,5 @@ def _broker(row: dict[str, Any] | None) -> Broker | None:
 
 
 def _sighting(row: dict[str, Any]) -> SightingRow:
-    state = row["state"] and ReplicaState(**_with_tuples(row["state"], "readonly_reasons"))
+    state = row["state"] and ReplicaState(**_with_tuples(row["state"], "readonly_reasons", "in_step"))
     return SightingRow(**{**row, "key": BrokerKey(*row["key"]), "state": state})

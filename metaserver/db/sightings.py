@@ -102,8 +102,15 @@ def _parse_state(text: str) -> ReplicaState | None:
         writable=words["writable"] is True,
         durability=str(words["durability"]),
         incarnation=str(words["incarnation"]),
-        slave_incarnation=str(words["slaveIncarnation"]),
+        in_step=_in_step(words),
     )
+
+
+def _in_step(words: dict[str, Any]) -> tuple[str, ...]:
+    """A version that knows one slave wrote it alone, and an empty word for none."""
+    if "inStep" in words:
+        return tuple(map(str, words["inStep"]))
+    return (str(words["slaveIncarnation"]),) if words["slaveIncarnation"] else ()
 
 
 def _values(row: SightingRow, changed: int) -> dict[str, Any]:
@@ -116,7 +123,8 @@ def _values(row: SightingRow, changed: int) -> dict[str, Any]:
         "writable": state.writable,
         "durability": state.durability,
         "incarnation": state.incarnation,
-        "slaveIncarnation": state.slave_incarnation,
+        "inStep": list(state.in_step),
+        "slaveIncarnation": state.in_step[0] if state.in_step else "",  # for versions that know one slave
     }
     values = {
         "hostname": row.key.hostname,

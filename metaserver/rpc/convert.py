@@ -57,7 +57,7 @@ def state_from_message(message: pb.BrokerState) -> ReplicaState:
         writable=message.writable,
         durability=message.durability,
         incarnation=message.incarnation,
-        slave_incarnation=message.slave_incarnation,
+        in_step=tuple(message.in_step),
         point=_point(message.acknowledged) if message.HasField("acknowledged") else None,
         in_sync=message.in_sync,
     )
@@ -81,8 +81,8 @@ def assignment_for(directory: Directory, key: BrokerKey) -> pb.Assignment | None
         broker_group=group.name,
         term=group.term,
         role=int(broker.role),
-        master=_address(group.master),
-        slave=_address(group.slave),
+        master=_address(group.master) if group.master else None,
+        slaves=[_address(group.slave)] if group.slave else [],
         readonly_subjects=_readonly_subjects(directory, group),
         offline=[pb.Offline(subject=o.subject, group=o.group, consumer=o.consumer) for o in sorted(directory.offline)],
     )
@@ -95,9 +95,7 @@ def _readonly_subjects(directory: Directory, group: Group) -> list[str]:
     return [ALL_SUBJECTS, *marked] if group.draining and ALL_SUBJECTS not in marked else marked
 
 
-def _address(broker: Broker | None) -> pb.BrokerAddress | None:
-    if broker is None:
-        return None
+def _address(broker: Broker) -> pb.BrokerAddress:
     return pb.BrokerAddress(
         ip=broker.ip,
         serve_port=broker.serve_port,

@@ -147,28 +147,30 @@ class BrokerAddress(_message.Message):
     def __init__(self, ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("broker_group", "term", "role", "master", "slave", "readonly_subjects", "offline", "points", "loss_accepted_term", "clock_ms")
+    __slots__ = ("broker_group", "term", "role", "master", "slaves", "readonly_subjects", "offline", "points", "loss_accepted_term", "min_copies", "clock_ms")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MASTER_FIELD_NUMBER: _ClassVar[int]
-    SLAVE_FIELD_NUMBER: _ClassVar[int]
+    SLAVES_FIELD_NUMBER: _ClassVar[int]
     READONLY_SUBJECTS_FIELD_NUMBER: _ClassVar[int]
     OFFLINE_FIELD_NUMBER: _ClassVar[int]
     POINTS_FIELD_NUMBER: _ClassVar[int]
     LOSS_ACCEPTED_TERM_FIELD_NUMBER: _ClassVar[int]
+    MIN_COPIES_FIELD_NUMBER: _ClassVar[int]
     CLOCK_MS_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     term: int
     role: int
     master: BrokerAddress
-    slave: BrokerAddress
+    slaves: _containers.RepeatedCompositeFieldContainer[BrokerAddress]
     readonly_subjects: _containers.RepeatedScalarFieldContainer[str]
     offline: _containers.RepeatedCompositeFieldContainer[Offline]
     points: _containers.RepeatedCompositeFieldContainer[AcknowledgedPoint]
     loss_accepted_term: int
+    min_copies: int
     clock_ms: int
-    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slave: _Optional[_Union[BrokerAddress, _Mapping]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ..., offline: _Optional[_Iterable[_Union[Offline, _Mapping]]] = ..., points: _Optional[_Iterable[_Union[AcknowledgedPoint, _Mapping]]] = ..., loss_accepted_term: _Optional[int] = ..., clock_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slaves: _Optional[_Iterable[_Union[BrokerAddress, _Mapping]]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ..., offline: _Optional[_Iterable[_Union[Offline, _Mapping]]] = ..., points: _Optional[_Iterable[_Union[AcknowledgedPoint, _Mapping]]] = ..., loss_accepted_term: _Optional[int] = ..., min_copies: _Optional[int] = ..., clock_ms: _Optional[int] = ...) -> None: ...
 
 class AcknowledgedPoint(_message.Message):
     __slots__ = ("term", "boot", "end", "chain")
@@ -193,7 +195,7 @@ class Offline(_message.Message):
     def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., consumer: _Optional[str] = ...) -> None: ...
 
 class BrokerState(_message.Message):
-    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "slave_incarnation", "acknowledged", "in_sync")
+    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "in_step", "acknowledged", "in_sync")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
@@ -210,7 +212,7 @@ class BrokerState(_message.Message):
     WRITABLE_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    SLAVE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    IN_STEP_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     IN_SYNC_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
@@ -229,10 +231,10 @@ class BrokerState(_message.Message):
     writable: bool
     durability: str
     incarnation: str
-    slave_incarnation: str
+    in_step: _containers.RepeatedScalarFieldContainer[str]
     acknowledged: AcknowledgedPoint
     in_sync: bool
-    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., slave_incarnation: _Optional[str] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ...) -> None: ...
+    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
     __slots__ = ("subjects", "app", "client_id", "produces", "held", "kind", "forgotten")

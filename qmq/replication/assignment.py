@@ -31,31 +31,41 @@ class Assignment:
     term: int
     role: Role
     master: Address | None = None
-    slave: Address | None = None
+    slaves: tuple[Address, ...] = ()
     readonly_subjects: tuple[str, ...] = ()
     offline: tuple[tuple[str, str, str], ...] = ()
     """(subject, consumer group, consumer) that operators switched off; `*` stands for all."""
+    min_copies: int = 2
+    """So many copies, the master's among them, have a frame on disk when it is acknowledged."""
 
     @property
-    def peer(self) -> Address | None:
-        """The other broker of the group."""
-        return self.slave if self.role == Role.MASTER else self.master
+    def peers(self) -> tuple[Address, ...]:
+        """The brokers that this one replicates with: a master's slaves, a slave's master."""
+        if self.role == Role.MASTER:
+            return self.slaves
+        return () if self.master is None else (self.master,)
 
     def meets_as(self, other: Assignment) -> bool:
-        """Return whether the copies meet at the same place. The other ports of a peer are told once it has registered;
+        """Return whether the copies meet at the same places. The other ports of a peer are told once it has registered;
         a link that stands is not given up for these: the group would be readonly until it is there again."""
-        ours, theirs = self.peer, other.peer
-        return (ours and ours.sync_place) == (theirs and theirs.sync_place)
+        return {peer.sync_place for peer in self.peers} == {peer.sync_place for peer in other.peers}
 
     def to_json(self) -> dict[str, Any]:
-        lists = {"readonly_subjects": list(self.readonly_subjects), "offline": [list(rule) for rule in self.offline]}
+        lists = {
+            "slaves": [asdict(slave) for slave in self.slaves],
+            "readonly_subjects": list(self.readonly_subjects),
+            "offline": [list(rule) for rule in self.offline],
+        }
         return asdict(self) | {"role": int(self.role)} | lists
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Assignment:
-        master, slave = fields["master"], fields["slave"]
+        """Read what `to_json` of this version, or of one that knew one "slave", wrote."""
+        master, slave = fields["master"], fields.get("slave")
+        slaves = fields["slaves"] if "slaves" in fields else [slave] if slave else []
         return cls(
             fields["group"], fields["term"], Role(fields["role"]), Address(**master) if master else None,
-            Address(**slave) if slave else None, tuple(fields["readonly_subjects"]),
+            tuple(Address(**address) for address in slaves), tuple(fields["readonly_subjects"]),
             tuple((subject, group, consumer) for subject, group, consumer in fields.get("offline", ())),
+            fields.get("min_copies", 2),
         )  # fmt: skip

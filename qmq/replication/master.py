@@ -227,9 +227,9 @@ class Master:
         return self._slave_watch.follower
 
     @property
-    def in_step_with(self) -> str:
-        """Incarnation of the slave whose copy has all that is acknowledged; empty: none has."""
-        return self._slave_watch.in_step_with
+    def in_step(self) -> tuple[str, ...]:
+        """Incarnations of the slaves whose copies have all that is acknowledged."""
+        return self._slave_watch.in_step
 
     @property
     def is_drained(self) -> bool:

@@ -327,7 +327,7 @@ class Node(Generic[M]):
             log.warning("loss accepted group=%s: this copy lacks what was acknowledged up to %s", self.group, lacks)
             self.identity.points.forget()
         points = [point for point in points if self._may_lack(point)]
-        if not points or (self.master is not None and self.master.in_step_with):
+        if not points or (self.master is not None and self.master.in_step):
             return
         for point in points:
             self._note_rolled_back(point, "the metaserver")

@@ -65,10 +65,10 @@ class SlaveWatch:
         return None if slave is None else slave.shipper.confirmed_end
 
     @property
-    def in_step_with(self) -> str:
-        """Incarnation of the slave whose copy has all that is acknowledged; empty: none has."""
+    def in_step(self) -> tuple[str, ...]:
+        """Incarnations of the slaves whose copies have all that is acknowledged."""
         slave = self.follower.in_sync
-        return "" if slave is None else slave.incarnation
+        return () if slave is None else (slave.incarnation,)
 
     def is_slave(self, link: Link) -> bool:
         slave = self.follower.connected

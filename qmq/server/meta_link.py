@@ -64,7 +64,7 @@ def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerSta
         writable=node.writable,
         durability=settings.durability,
         incarnation=node.identity.value.incarnation,
-        slave_incarnation=master.in_step_with if master else "",
+        in_step=master.in_step if master else (),
         acknowledged=_point_message(node.identity.points.own),
         in_sync=node.slave is not None and node.slave.has_matched,
     )
@@ -178,9 +178,10 @@ class MetaLink:
             term=message.term,
             role=Role(message.role),
             master=_address(message.master) if message.HasField("master") else None,
-            slave=_address(message.slave) if message.HasField("slave") else None,
+            slaves=tuple(map(_address, message.slaves)),
             readonly_subjects=tuple(message.readonly_subjects),
             offline=tuple((one.subject, one.group, one.consumer) for one in message.offline),
+            min_copies=message.min_copies or 2,
         )
         points = [Point(Epoch(point.term, point.boot), point.end, point.chain) for point in message.points]
         node, accepted_term = self._service.node, message.loss_accepted_term

@@ -38,9 +38,9 @@ async def keep_whole(service: Service[Any], settings: CopySettings) -> None:
 
 async def _mend(service: Service[Any], settings: CopySettings, damage: Damage) -> None:
     node = service.node
-    peer = node.assignment.peer if node.assignment else None
-    if peer is None:
+    if node.assignment is None or not node.assignment.peers:
         return
+    peer = node.assignment.peers[0]
     metadata = (("x-api-token", settings.token),)
     log.error("log damaged group=%s begin=%d end=%d reason=%s", node.group, damage.begin, damage.end, damage.reason)
     async with grpc.aio.insecure_channel(f"{peer.ip}:{peer.control_port}", options=CHANNEL_OPTIONS) as channel:

@@ -247,7 +247,7 @@ class Copies(Generic[M]):
         role = Role.MASTER if copy is self.copies[0] else Role.SLAVE
         nowhere = Address("127.0.0.1", 0, 0, 0)
         copy.node.assign(
-            Assignment(self.group, self.term, role, nowhere, nowhere, tuple(sorted(self._readonly_subjects)))
+            Assignment(self.group, self.term, role, nowhere, (nowhere,), tuple(sorted(self._readonly_subjects)))
         )
 
     def tick(self) -> None:

@@ -242,15 +242,16 @@ class FakeBroker(BrokerServicer):
             flushed_end=self.log_end, matched_end=self.log_end, high_watermark=self.log_end, chain=self.chain,
             readonly_reasons=self.reasons, hostname=self.hostname, serve_port=self.port,
             writable=master and self.ready and not self.reasons, durability=self.durability,
-            incarnation=self.incarnation, slave_incarnation=self.slave_incarnation(known) if master else "",
+            incarnation=self.incarnation, in_step=self.in_step(known) if master else (),
         )  # fmt: skip
 
-    def slave_incarnation(self, known):
-        """Whose copy is in step: the one that runs at the address that the assignment names."""
+    def in_step(self, known):
+        """Whose copies are in step: of those that run at the addresses that the assignment names."""
         if self.in_step_with is not None:
-            return self.in_step_with
-        running = [broker for broker in self.world._brokers if broker.control_port == known.slave.control_port]
-        return running[-1].incarnation if running and known.slave.control_port else ""
+            return [self.in_step_with] if self.in_step_with else []
+        places = {slave.control_port for slave in known.slaves} - {0}
+        running = {broker.control_port: broker.incarnation for broker in self.world._brokers}
+        return [running[place] for place in places if place in running]
 
     async def _beat(self):
         self._speak = asyncio.Event()

@@ -22,7 +22,9 @@ async def test_registered_broker_gets_its_part_and_both_addresses(world):
     master, slave = await world.copies()
     assert (master.assignment.role, slave.assignment.role) == (0, 1)
     assert master.assignment.term == slave.assignment.term == 2
-    await master.until_assigned(lambda assignment: assignment.slave.control_port == slave.control_port)
+    await master.until_assigned(
+        lambda assignment: assignment.slaves and assignment.slaves[0].control_port == slave.control_port
+    )
     assert slave.assignment.master.serve_port == 20881
     assert slave.assignment.master.control_port == master.control_port
 

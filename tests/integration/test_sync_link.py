@@ -71,8 +71,8 @@ async def a_group(folder: Path) -> AsyncIterator[tuple[Service[BrokerMaster], Se
         try:
             await asyncio.sleep(0)  # they begin
             master, slave = (Address("127.0.0.1", at, sync, 1) for at, sync in ((port, cable.port), (port + 4, 1)))
-            a.node.assign(Assignment("g1", 1, Role.MASTER, master, slave))
-            b.node.assign(Assignment("g1", 1, Role.SLAVE, master, slave))
+            a.node.assign(Assignment("g1", 1, Role.MASTER, master, (slave,)))
+            b.node.assign(Assignment("g1", 1, Role.SLAVE, master, (slave,)))
             await until_async(lambda: a.node.writable)
             yield a, b, cable
         finally:

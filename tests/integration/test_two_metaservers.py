@@ -103,7 +103,7 @@ def test_both_say_the_same_of_a_broker_that_only_one_hears(world):
 
 def test_master_names_the_disk_of_the_slave_that_is_in_step(world):
     states = [broker_state(f"127.0.0.1:{broker.control}", TOKEN, timeout_s=20) for broker in world.brokers]
-    assert states[0].slave_incarnation == states[1].incarnation != "" and states[1].slave_incarnation == ""
+    assert states[0].in_step == [states[1].incarnation] != [""] and states[1].in_step == []
 
 
 def test_mark_made_at_one_is_seen_at_the_other_within_a_second(world):

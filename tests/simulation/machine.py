@@ -422,9 +422,9 @@ class Process:
         """What qmq.server.repair does."""
         damage = self.log.damage
         assignment = self.node.assignment
-        if damage is None or assignment is None or assignment.peer is None:
+        if damage is None or assignment is None or not assignment.peers:
             return
-        other = self.world.machine(assignment.peer.ip).process
+        other = self.world.machine(assignment.peers[0].ip).process
         if other is None or not self.world.network.is_through(self.name, other.name):
             return
         wanted: list[tuple[int, int] | None] = []
@@ -482,11 +482,11 @@ class Process:
     def _hear_clocks(self) -> None:
         """What heartbeats bring every second: what the clocks of metaserver and peer say."""
         self.node.heard_metaserver(1_700_000_000_000 + self._events.now_ms)
-        peer = self.node.assignment.peer if self.node.assignment is not None else None
-        other = self.world.machine(peer.ip).process if peer is not None else None
-        if other is not None and self.world.network.is_through(self.name, other.name):
-            whose = SLAVE if self.node.master is not None else MASTER
-            self.node.clocks.heard(whose, other.now_ms(), monotonic_ms=self.monotonic_ms())
+        for peer in self.node.assignment.peers if self.node.assignment is not None else ():
+            other = self.world.machine(peer.ip).process
+            if other is not None and self.world.network.is_through(self.name, other.name):
+                whose = SLAVE if self.node.master is not None else MASTER
+                self.node.clocks.heard(whose, other.now_ms(), monotonic_ms=self.monotonic_ms())
 
 
 _QUIET = frozenset({Command.CONFIRM, Command.PULL, Command.HEARTBEAT})

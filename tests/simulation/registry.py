@@ -105,9 +105,8 @@ class Metaserver:
         if broker is None:
             return None
         group = self.group
-        return Assignment(
-            GROUP, group.term, broker.role, _address(group.master), _address(group.slave), tuple(sorted(self.marks))
-        )
+        slaves = tuple(address for address in (_address(group.slave),) if address)
+        return Assignment(GROUP, group.term, broker.role, _address(group.master), slaves, tuple(sorted(self.marks)))
 
     def _register(self, name: str, incarnation: str) -> bool:
         known = Directory({GROUP: self.group}).find(_key(name))
@@ -349,6 +348,6 @@ def _full_state(process: Process) -> ReplicaState:
     node, known = process.node, process.node.identity.value
     return replace(
         _state(process), term=known.term if node.role else 0, boot=known.boot, incarnation=known.incarnation,
-        slave_incarnation=node.master.in_step_with if node.master else "",
+        in_step=node.master.in_step if node.master else (),
         in_sync=node.slave is not None and node.slave.has_matched,
     )  # fmt: skip

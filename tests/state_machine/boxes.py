@@ -117,10 +117,10 @@ class Brokers:
     def sync(self, box: Box) -> bool:
         """The master in a box and its slave connect, agree and catch up."""
         master = box.process
-        if master is None or not self._is(master, Role.MASTER) or not self.assigned(master).HasField("slave"):
+        if master is None or not self._is(master, Role.MASTER) or not self.assigned(master).slaves:
             return False
         assignment = self.assigned(master)
-        slave = self.at(assignment.slave.ip).process
+        slave = self.at(assignment.slaves[0].ip).process
         if slave is None or not self._is(slave, Role.SLAVE) or slave.disk.group != master.disk.group:
             return False
         theirs = self.assigned(slave)
@@ -176,8 +176,8 @@ class Brokers:
             ]
             state.readonly_reasons.extend(reasons if assignment.role == Role.MASTER else [])
             state.writable = assignment.role == Role.MASTER and not reasons
-            if process.slave is not None and "slave_incarnation" in pb.BrokerState.DESCRIPTOR.fields_by_name:
-                state.slave_incarnation = process.slave.disk.incarnation
+            if process.slave is not None:
+                state.in_step.append(process.slave.disk.incarnation)
         else:
             state.role = -1
         return state

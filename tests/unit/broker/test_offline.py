@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from qmq.broker.offline import Offline
 from qmq.errors import ErrorCode
-from qmq.replication.assignment import Assignment
+from qmq.replication.assignment import Address, Assignment
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Role
 from tests.unit.broker.world import Client, Group
@@ -123,3 +125,18 @@ def test_assignment_of_a_file_from_before_there_were_switches_is_read():
     fields = Assignment("g1", 1, Role.MASTER).to_json()
     del fields["offline"]
     assert Assignment.from_json(fields).offline == ()
+
+
+def test_assignment_of_a_file_from_when_there_was_one_slave_is_read():
+    place = Address("10.0.0.2", 1, 2, 3)
+    fields = Assignment("g1", 1, Role.MASTER, slaves=(place,)).to_json()
+    fields["slave"], _ = fields.pop("slaves")[0], fields.pop("min_copies")
+    assert Assignment.from_json(fields) == Assignment("g1", 1, Role.MASTER, slaves=(place,), min_copies=2)
+    fields["slave"] = None
+    assert Assignment.from_json(fields).slaves == ()
+
+
+def test_assignment_is_read_as_it_was_written():
+    slaves = Address("10.0.0.2", 1, 2, 3), Address("10.0.0.3", 1, 2, 3)
+    written = Assignment("g1", 1, Role.SLAVE, Address("10.0.0.1", 1, 2, 3), slaves, min_copies=3)
+    assert Assignment.from_json(json.loads(json.dumps(written.to_json()))) == written

@@ -181,7 +181,7 @@ class Broker:
 
     def assign(self, role: Role, term: int = 1, **fields) -> None:
         address = Address("127.0.0.1", 1, 2, 3)
-        self.node.assign(Assignment("g1", term, role, address, address, **fields))
+        self.node.assign(Assignment("g1", term, role, address, (address,), **fields))
 
     def wait(self, ms: int) -> None:
         """Let time go by, in steps in which nobody takes this broker for one that stood still."""

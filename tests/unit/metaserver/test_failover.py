@@ -15,7 +15,7 @@ from qmq.types import Epoch, Role
 A = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, incarnation="disk a")
 B = Broker("g1", Role.SLAVE, "b", "10.0.0.2", 1, 2, incarnation="disk b", complete=True)
 ROW = Group("g1", 4, A, B, 0)
-MASTER_SAID = ReplicaState(Role.MASTER, 4, boot=2, writable=True, incarnation="disk a", slave_incarnation="disk b")
+MASTER_SAID = ReplicaState(Role.MASTER, 4, boot=2, writable=True, incarnation="disk a", in_step=("disk b",))
 SLAVE_SAID = ReplicaState(Role.SLAVE, 4, boot=2, flushed_end=100, incarnation="disk b", in_sync=True)
 POINTS = Points({"disk a": Point(Epoch(4, 2), 100, 7), "disk b": Point(Epoch(4, 2), 90, 8)})
 FINE = Facts(ROW, 4, 4, MASTER_SAID, SLAVE_SAID, POINTS)
@@ -57,10 +57,8 @@ REFUSED = [
     pytest.param(replace(FINE, master_said=None), Refusal.NOT_IN_SYNC_AT_THE_END, id="the master never reported"),
     pytest.param(master_said(term=3), Refusal.NOT_IN_SYNC_AT_THE_END, id="the master reported in an older term last"),
     pytest.param(master_said(role=Role.SLAVE), Refusal.NOT_IN_SYNC_AT_THE_END, id="the master had not begun"),
-    pytest.param(master_said(slave_incarnation=""), Refusal.NOT_IN_SYNC_AT_THE_END, id="no slave was in sync"),
-    pytest.param(
-        master_said(slave_incarnation="disk c"), Refusal.NOT_IN_SYNC_AT_THE_END, id="another copy was in sync"
-    ),
+    pytest.param(master_said(in_step=()), Refusal.NOT_IN_SYNC_AT_THE_END, id="no slave was in sync"),
+    pytest.param(master_said(in_step=("disk c",)), Refusal.NOT_IN_SYNC_AT_THE_END, id="another copy was in sync"),
     pytest.param(
         master_said(readonly_reasons=("slave_down",)), Refusal.NOT_IN_SYNC_AT_THE_END, id="the slave was lost before"
     ),

@@ -19,7 +19,7 @@ async def a_master_is_gone(path):
     world = World(path / "database")
     await world.open()
     await world.running_copies()
-    world.beat("g1-a", incarnation="disk of g1-a", slave_incarnation="disk of g1-b")
+    world.beat("g1-a", incarnation="disk of g1-a", in_step=("disk of g1-b",))
     world.beat("g1-b", incarnation="disk of g1-b", in_sync=True, flushed_end=4096)
     world.stop("g1-a")
     return world, failovers_of(world)

@@ -269,12 +269,12 @@ def test_swap_of_what_changed_meanwhile_is_refused(known, term):
     "state, complete",
     [
         pytest.param(
-            ReplicaState(0, 7, writable=True, durability="fsync", slave_incarnation="disk b"),
+            ReplicaState(0, 7, writable=True, durability="fsync", in_step=("disk b",)),
             True,
             id="in step with it",
         ),
         pytest.param(
-            ReplicaState(0, 7, writable=True, durability="fsync", slave_incarnation="disk before it was wiped"),
+            ReplicaState(0, 7, writable=True, durability="fsync", in_step=("disk before it was wiped",)),
             None,
             id="in step with another disk",
         ),
