@@ -189,12 +189,12 @@ async def test_half_swapped_group_has_a_master_and_no_slave(world):
     await world.until(lambda: down(world, "g1-a", "g1-b"))
     await world.replace("g1", 0, "g1-b")
     new_master = await world.broker("g1-b")
-    assert new_master.assignment.role == 0 and not new_master.assignment.HasField("slave")
+    assert new_master.assignment.role == 0 and not new_master.assignment.slaves
     with pytest.raises(Exception, match="ReplaceBroker.*--brokerGroup=g1 --role=1 --hostname=g1-a"):
         await world.broker("g1-a")
     assert "half swapped" in await world.refused("SwapRoles", brokerGroup="g1")
     await world.replace("g1", 1, "g1-a")
-    await new_master.until_assigned(lambda assignment: assignment.term == 4 and assignment.HasField("slave"))
+    await new_master.until_assigned(lambda assignment: assignment.term == 4 and assignment.slaves)
 
 
 @in_world
