@@ -7,15 +7,14 @@ import urllib.request
 from typing import Any
 
 from qmq.audit.copies import CannotRead
-from qmq.audit.group import Group
 from qmq.audit.schema import COPIES
 from qmq.control_plane import DIRECT
 
 CALL_TIMEOUT_S = 10.0
 
 
-def find_groups(metaserver: str, token: str) -> list[Group]:
-    """Return every broker group with the control addresses of its master and its slave, as far as it has them.
+def find_places(metaserver: str, token: str) -> dict[str, dict[str, dict[str, str]]]:
+    """Return by broker group and copy where its brokers are, as options of `open_copy`, as far as it has them.
 
     Raises:
         CannotRead: the metaserver gives no answer, or knows no group.
@@ -27,9 +26,7 @@ def find_groups(metaserver: str, token: str) -> list[Group]:
         found.setdefault(broker["group"], {})[copy] = place
     if not found:
         raise CannotRead(f"{metaserver} knows no broker group")
-    return [
-        Group(name, {copy: places[copy] for copy in COPIES if copy in places}) for name, places in sorted(found.items())
-    ]
+    return {name: {copy: places[copy] for copy in COPIES if copy in places} for name, places in sorted(found.items())}
 
 
 def _list_brokers(metaserver: str, token: str) -> list[dict[str, Any]]:

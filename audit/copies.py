@@ -20,9 +20,10 @@ import grpc
 from qmq.audit.walk import Storage, tail_of
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import QmqError
+from qmq.log.index import ClosedIndex
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 
-SEGMENT_SUFFIX = ".log"
+SEGMENT_SUFFIX, INDEX_SUFFIX = ".log", ".idx"
 IDENTITY = "broker.json"
 OFFSET_MAX = (1 << 63) - 1
 CALL_TIMEOUT_S = 60.0
@@ -71,6 +72,9 @@ class Copy(Storage, Protocol):
 
     def describe(self) -> Description:
         """Return what there is now; raises CannotRead."""
+
+    def index(self, base: int) -> ClosedIndex | None:
+        """Return the index of the closed segment at `base`; None if there is none that is whole."""
 
     def close(self) -> None: ...
 
@@ -158,6 +162,12 @@ class PathCopy:
         chain = 0 if self.bases[0] == 0 else None
         return Description(self.bases[0], end, watermark, chain, tuple(self.bases), torn)
 
+    def index(self, base: int) -> ClosedIndex | None:
+        try:
+            return ClosedIndex((self._folder / f"{base:020d}{INDEX_SUFFIX}").read_bytes(), base)
+        except (OSError, ValueError):
+            return None
+
     def _stored_behind(self, end: int, limit: int) -> int:
         """Count the bytes from `end` to the last one that is not zero."""
         torn, at = 0, end
@@ -228,6 +238,9 @@ class BrokerCopy:
             raise CannotRead(self._said(error)) from None
         chain = answer.start_chain if answer.HasField("start_chain") else None
         return Description(answer.log_start, answer.log_end, answer.high_watermark, chain, tuple(answer.segments))
+
+    def index(self, base: int) -> ClosedIndex | None:
+        return None
 
     def window(self, offset: int, size: int) -> bytes:
         """Return whole frames from `offset` on; none if the next frame stands elsewhere. See `Storage.window`."""

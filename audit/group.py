@@ -18,6 +18,7 @@ from qmq.audit import rules
 from qmq.audit.comparison import compare
 from qmq.audit.conservation import STATES
 from qmq.audit.copies import CannotRead, Copy, Description, open_copy
+from qmq.audit.extents import PIECE_BYTES, split_range
 from qmq.audit.history import CONSERVED_KEPT, FINDINGS_KEPT, SHARE, VERDICTS, History, look_back, moment, who
 from qmq.audit.kinds import Kind
 from qmq.audit.line import AHEAD_MS_MAX, FOREVER_MS
@@ -25,7 +26,6 @@ from qmq.audit.naming import name_findings
 from qmq.audit.places import check_places
 from qmq.audit.progress import CONSERVED
 from qmq.audit.schema import BOTH, COPIES, FINDINGS, JOURNAL, MASTER, SLAVE
-from qmq.audit.source import PIECE_BYTES, split_range
 from qmq.audit.spark import read_copy
 from qmq.ledger import Entry, Ledger, Piece, known_from
 

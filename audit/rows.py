@@ -1,6 +1,6 @@
-"""Core. What a walk over one piece of a log becomes in Spark: Arrow batches of records, frames or messages.
+"""Core. What a walk over one piece of a log becomes in Spark: Arrow batches of records, which the audit reads.
 
-`records` is what the audit reads. Every byte of the piece is in exactly one row, so that Spark hashes all of it,
+Every byte of the piece is in exactly one row, so that Spark hashes all of it,
 record by record: a message is a row, and so are the head of each frame (header, subject, end offsets), its padding,
 and a whole frame of another kind. A window of the log is the data buffer of the Arrow array, uncopied.
 Behind them come rows with a `fact`: what the frames of the piece say, small enough to be shuffled, sorted and joined.
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -35,32 +35,19 @@ from qmq.audit.kinds import Kind
 from qmq.audit.line import FOREVER_MS, Line
 from qmq.audit.messages import Ints, Messages
 from qmq.audit.walk import Problem, Walk, Window
-from qmq.codec import Envelope, check_batch, decode_envelope, decode_properties, split_batch
+from qmq.codec import check_batch
 from qmq.errors import QmqError
 from qmq.log.frame import DELAYS, FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
 from qmq.log.retention import decode_retention
 
 HOUR_MS = 3_600_000
 ROWS_MAX = 65_536
-"""Rows of a batch of messages or frames; a batch of records is one window."""
+"""Facts of a batch; a batch of records is one window."""
 
 RECORDS = pa.schema(
     [("piece", pa.int64()), ("position", pa.int64()), ("sequence", pa.int64()), ("record", pa.binary()),
      ("fact", pa.string())]
 )  # fmt: skip
-FRAMES = pa.schema(
-    [("offset", pa.int64()), ("end", pa.int64()), ("kind", pa.int32()), ("flags", pa.int32()), ("term", pa.int64()),
-     ("boot", pa.int64()), ("subject", pa.string()), ("first_sequence", pa.int64()), ("count", pa.int64()),
-     ("high_watermark", pa.int64()), ("timestamp_ms", pa.int64()), ("producer", pa.string()), ("batch", pa.int64()),
-     ("chain", pa.string()), ("body_crc", pa.int64()), ("body_bytes", pa.int64()), ("problem", pa.string())]
-)  # fmt: skip
-MESSAGES = pa.schema(
-    [("offset", pa.int64()), ("term", pa.int64()), ("boot", pa.int64()), ("timestamp_ms", pa.int64()),
-     ("subject", pa.string()), ("sequence", pa.int64()), ("message", pa.binary()), ("id", pa.string()),
-     ("tags", pa.list_(pa.string())), ("created", pa.timestamp("us", "UTC")),
-     ("properties", pa.map_(pa.string(), pa.string())), ("problem", pa.string())]
-)  # fmt: skip
-_DECODED = ("id", "tags", "created", "properties")
 
 
 def _hex(chain: int) -> str:
@@ -271,97 +258,3 @@ def _fact_rows(piece: int, facts: list[dict[str, Any]]) -> pa.RecordBatch:
         pa.nulls(n, pa.binary()), pa.array([json.dumps(fact) for fact in facts], pa.string()),
     ]  # fmt: skip
     return pa.RecordBatch.from_arrays(columns, schema=RECORDS)
-
-
-def frame_batches(walk: Walk) -> Iterator[pa.RecordBatch]:
-    """Return each frame as a row, and each range that holds none as a row of which only `problem` and place are set."""
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for window in walk.windows():
-            reasons: dict[int, list[str]] = {}
-            for problem in window.problems:
-                reasons.setdefault(problem.offset, []).append(problem.reason)
-            known = {frame.offset for frame in window.frames}
-            found = [_frame_row(frame, "; ".join(reasons.get(frame.offset, [])) or None) for frame in window.frames]
-            found += [
-                {"offset": p.offset, "end": p.end, "problem": p.reason}
-                for p in window.problems
-                if p.offset not in known
-            ]
-            yield from sorted(found, key=lambda row: row["offset"])
-
-    return _batches(rows(), FRAMES)
-
-
-def _frame_row(frame: Frame, problem: str | None) -> dict[str, Any]:
-    batch = frame.batch - (1 << 64) if frame.batch >> 63 else frame.batch
-    return {
-        "offset": frame.offset, "end": frame.end, "kind": frame.kind, "flags": frame.flags,
-        "term": frame.epoch.term, "boot": frame.epoch.boot, "subject": frame.subject,
-        "first_sequence": frame.first_sequence, "count": frame.count, "high_watermark": frame.high_watermark,
-        "timestamp_ms": frame.timestamp_ms, "producer": _hex(frame.producer), "batch": batch,
-        "chain": _hex(frame.chain), "body_crc": frame.body_crc, "body_bytes": frame.body_bytes, "problem": problem,
-    }  # fmt: skip
-
-
-def message_batches(walk: Walk, columns: Iterable[str]) -> Iterator[pa.RecordBatch]:
-    """Return each message as a row with the named `columns` of MESSAGES; what is not asked for is not decoded."""
-    wanted = list(columns)
-    schema = pa.schema([MESSAGES.field(name) for name in wanted])
-    return _batches(_message_rows(walk, set(wanted)), schema)
-
-
-def _message_rows(walk: Walk, wanted: set[str]) -> Iterator[dict[str, Any]]:
-    decodes = not wanted.isdisjoint(_DECODED)
-    for window in walk.windows():
-        for problem in window.problems:
-            yield {"offset": problem.offset, "subject": problem.subject, "problem": problem.reason}
-        for frame in window.frames:
-            if frame.kind != FrameKind.MESSAGES or frame.offset in window.damaged:
-                continue
-            shared = {
-                "offset": frame.offset, "term": frame.epoch.term, "boot": frame.epoch.boot,
-                "timestamp_ms": frame.timestamp_ms, "subject": frame.subject,
-            }  # fmt: skip
-            try:
-                batch = window.batch(frame)
-                check_batch(batch, frame.count, FRAME_BYTES_MAX)
-            except (QmqError, ValueError) as error:
-                yield shared | {"problem": str(error)}
-                continue
-            for sequence, view in enumerate(split_batch(batch, frame.count), frame.first_sequence):
-                message = bytes(view)
-                row = shared | {"sequence": sequence, "message": message}
-                yield row | _decoded(message, wanted) if decodes else row
-
-
-def _decoded(message: bytes, wanted: set[str]) -> dict[str, Any]:
-    try:
-        envelope: Envelope = decode_envelope(message)
-        row = {"id": envelope.id, "tags": sorted(envelope.tags), "created": envelope.created_ms * 1000}
-        if "properties" in wanted:
-            row["properties"] = list(decode_properties(message, envelope.body_begin).items())
-        return row
-    except QmqError as error:
-        return {"problem": str(error)}
-
-
-def _batches(rows: Iterator[dict[str, Any]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    names = schema.names
-    columns: list[list[Any]] = [[] for _ in names]
-    waiting = size = 0
-    for row in rows:
-        for name, column in zip(names, columns):
-            column.append(row.get(name))
-        waiting += 1
-        size += len(row.get("message") or b"")
-        if waiting == ROWS_MAX or size >= 8 << 20:
-            yield _batch(columns, schema)
-            columns, waiting, size = [[] for _ in names], 0, 0
-    if waiting:
-        yield _batch(columns, schema)
-
-
-def _batch(columns: list[list[Any]], schema: pa.Schema) -> pa.RecordBatch:
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, schema)]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -1,20 +1,27 @@
-"""Shell. The Spark data source `qmq`: one copy of a message log as rows, from a data directory or a running broker.
+"""Shell. The Spark data source `qmq`: message logs as tables, from data directories or running brokers.
 
-    spark.dataSource.register(LogSource)
+    qmq.audit.register(spark)
     spark.read.format("qmq").option("path", "/data/b1").load()
 
-    option           meaning
-    path             data directory; every executor must see it
-    broker, token    "ip:control_port" of a running broker and an API token; no shared disk is needed
-    rows             "messages" (default), "frames", or "records" (every byte, for the audit; see audit.rows)
-    columns          of messages: names with commas, all by default; properties are decoded only if they are named
-    begin, end       offsets, half-open; by default the whole log
-    ranges           "begin-end,begin-end" instead: only these
-    until_ms         of records: when the audit began; a frame of a later time is a problem
-    stored           of records: "true" for facts of what may be stored once (audit.messages)
-    piece_bytes      bytes of log per task (default 64 MiB), on a grid that is the same for both copies
+    option             meaning
+    path               data directory; every executor must see it
+    broker, token      "ip:control_port" of a running broker and an API token; no shared disk is needed
+    metaserver, token  all broker groups that it knows; of each, the slave's copy if it answers, else the master's
+    rows               "messages" (default), "frames", "progress" (audit.tables), or "records" (every byte, for the
+                       audit; see audit.rows)
+    columns            names with commas, all by default; of messages, properties are decoded only if they are named
+    subject            only frames of these subjects, names with commas
+    since, until       only frames that were stored in `[since, until)`: 2026-01-31T12:00:00Z, or ms since 1970
+    contains           only frames of messages in which these texts, in lines, stand as id, tag, or part of a property
+    damage             "rows" (default): a range that does not parse is a row whose `problem` says why, and the read
+                       goes on behind it; "fail": then the query fails
+    begin, end         offsets, half-open; by default the whole log
+    ranges             "begin-end,begin-end" instead: only these
+    until_ms           of records: when the audit began; a frame of a later time is a problem
+    stored             of records: "true" for facts of what may be stored once (audit.messages)
+    piece_bytes        bytes of log per task (default 64 MiB), on a grid that is the same for both copies
 
-A range that does not parse is a row whose `problem` says why; the read goes on behind it.
+`spark.readStream.format("qmq")` takes the same options but `begin`, `end` and `ranges`, of all but `records`.
 """
 
 from __future__ import annotations
@@ -22,20 +29,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
-from qmq.audit import rows
+from qmq.audit import rows, tables
 from qmq.audit.copies import open_copy
+from qmq.audit.extents import PIECE_BYTES, split_range
 from qmq.audit.line import FOREVER_MS
+from qmq.audit.table import TableReader, TableStream, ranges_of
 from qmq.audit.walk import Walk
 
-PIECE_BYTES = 64 << 20
-SCHEMAS = {"records": rows.RECORDS, "frames": rows.FRAMES, "messages": rows.MESSAGES}
+SCHEMAS = tables.SCHEMAS | {"records": rows.RECORDS}
 
 
 class LogSource(DataSource):
@@ -56,7 +63,13 @@ class LogSource(DataSource):
         return from_arrow_schema(pa.schema([schema.field(name) for name in names or schema.names]))
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        return LogReader(dict(self.options), schema.fieldNames())
+        reader = LogReader if self.options.get("rows") == "records" else TableReader
+        return reader(dict(self.options), schema.fieldNames())
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        if self.options.get("rows") == "records":
+            raise ValueError("records are what the audit reads of a range; stream messages, frames or progress")
+        return TableStream(dict(self.options), schema.fieldNames())
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ class Piece(InputPartition):
 
 
 class LogReader(DataSourceReader):
-    """Plans the pieces on the driver, reads one per task."""
+    """Reads records: plans the pieces on the driver, reads one per task."""
 
     def __init__(self, options: dict[str, str], columns: list[str]) -> None:
         # Spark hands over a case-insensitive mapping whose keys are lower-case already.
@@ -79,7 +92,7 @@ class LogReader(DataSourceReader):
     def partitions(self) -> list[InputPartition]:
         with closing(open_copy(self._options)) as copy:
             log = copy.describe()
-        ranges = _ranges(self._options, log.start, log.end)
+        ranges = ranges_of(self._options, log)
         grid = int(self._options.get("piece_bytes", PIECE_BYTES))
         pieces: list[InputPartition] = []
         for begin, end in ranges:
@@ -91,32 +104,6 @@ class LogReader(DataSourceReader):
         assert isinstance(partition, Piece)
         with closing(open_copy(self._options, limit=partition.end)) as copy:
             walk = Walk(copy, partition.begin, partition.end, chain=partition.chain, is_start=partition.is_start)
-            yield from self._batches(walk, partition)
-
-    def _batches(self, walk: Walk, piece: Piece) -> Iterator[Any]:
-        match self._options.get("rows", "messages"):
-            case "records":
-                options = self._options
-                until_ms = int(options.get("until_ms", FOREVER_MS))
-                return rows.record_batches(
-                    walk, piece.begin, until_ms=until_ms, wants_stored=options.get("stored") == "true"
-                )
-            case "frames":
-                return rows.frame_batches(walk)
-            case _:
-                return rows.message_batches(walk, self._columns)
-
-
-def split_range(begin: int, end: int, grid: int) -> Iterator[tuple[int, int]]:
-    """Split `[begin, end)` at the multiples of `grid`, so that both copies are split at the same offsets."""
-    while begin < end:
-        until = min(end, (begin // grid + 1) * grid)
-        yield begin, until
-        begin = until
-
-
-def _ranges(options: dict[str, str], start: int, end: int) -> list[tuple[int, int]]:
-    if text := options.get("ranges"):
-        pairs = (pair.split("-") for pair in text.split(","))
-        return [(int(begin), int(until)) for begin, until in pairs]
-    return [(int(options.get("begin", start)), int(options.get("end", end)))]
+            until_ms = int(self._options.get("until_ms", FOREVER_MS))
+            wants_stored = self._options.get("stored") == "true"
+            yield from rows.record_batches(walk, partition.begin, until_ms=until_ms, wants_stored=wants_stored)

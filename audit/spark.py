@@ -43,7 +43,7 @@ def start_spark(master: str | None, name: str, **config: str) -> SparkSession:
     spark.sparkContext.setLogLevel("ERROR")
     if _is_submitted() or not str(spark.sparkContext.master).startswith("local"):
         _ship(spark)
-    spark.dataSource.register(LogSource)
+    _register(spark)
     return spark
 
 
@@ -79,6 +79,20 @@ def _defaults(master: str | None) -> dict[str, str]:
     return settings
 
 
+def register(spark: SparkSession) -> None:
+    """Let a session read logs: `spark.read.format("qmq")` and `spark.readStream.format("qmq")`, as often as you like.
+
+    The session is one of your own, also of Spark Connect. Our code is sent to its executors.
+    """
+    _ship(spark)
+    _register(spark)
+
+
+def _register(spark: SparkSession) -> None:
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    spark.dataSource.register(LogSource)
+
+
 def _ship(spark: SparkSession) -> None:
     """Send our packages to every executor, as one archive that Python imports from."""
     folder = Path(tempfile.mkdtemp(prefix="qmq-audit-"))
@@ -90,7 +104,10 @@ def _ship(spark: SparkSession) -> None:
         for folder_name, _, names in os.walk(_ROOT / "qmq", followlinks=True):
             for path in (Path(folder_name, name) for name in names if name.endswith(".py")):
                 file.write(path, path.relative_to(_ROOT))
-    spark.sparkContext.addPyFile(str(archive))
+    if isinstance(spark, SparkSession):
+        spark.sparkContext.addPyFile(str(archive))
+    else:  # Spark Connect's, which has no SparkContext
+        spark.addArtifacts(str(archive), pyfile=True)
 
 
 def read_copy(spark: SparkSession, place: dict[str, str], **options: object) -> DataFrame:

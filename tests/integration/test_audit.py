@@ -514,10 +514,12 @@ def test_query_counts_messages_by_property(spark: SparkSession, tmp_path: Path) 
     write(tmp_path)
     sql = f"""SELECT properties['carrier'] AS carrier, count(*) AS n FROM messages WHERE subject = '{A}'
               GROUP BY 1 ORDER BY 1"""
-    rows = query.run_query(spark, [str(tmp_path)], sql)
+    rows = query.run_query(spark, [place_options(str(tmp_path), "")], sql)
     assert rows == [{"carrier": "AA", "n": 134}, {"carrier": "DL", "n": 133}, {"carrier": "UA", "n": 133}]
     rows = query.run_query(
-        spark, [str(tmp_path)], "SELECT id, tags, year(created) AS year FROM messages WHERE sequence = 7 ORDER BY 1"
+        spark,
+        [place_options(str(tmp_path), "")],
+        "SELECT id, tags, year(created) AS year FROM messages WHERE sequence = 7 ORDER BY 1",
     )
     assert rows == [{"id": f"{subject}-7", "tags": ["odd"], "year": 2023} for subject in (A, B)]
 

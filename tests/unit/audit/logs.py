@@ -8,6 +8,7 @@ from zlib import crc32
 
 from qmq.codec import encode_labels, encode_message, join_batch
 from qmq.log.frame import NO_CHAIN, Frame, FrameKind, encode_header, encode_json_body, label_flags, subject_field
+from qmq.log.index import SegmentIndex
 from qmq.log.progress import Entry, encode_progress
 from qmq.message import Message
 from qmq.types import Epoch
@@ -17,7 +18,7 @@ BEGIN_MS = 1_700_000_000_000 // HOUR_MS * HOUR_MS
 
 
 class LogWriter:
-    """Writes `<data>/log/<base>.log`. `watermark_behind` frames are not yet covered by the high watermark stated."""
+    """Writes a log's segments, and the indexes of closed ones. A frame states as high watermark where it begins."""
 
     def __init__(self, data: Path, *, segment_bytes: int = 1 << 62, preallocate: int = 1 << 16, start: int = 0):
         self.folder = data / "log"
@@ -29,7 +30,7 @@ class LogWriter:
         self._open(start)
 
     def _open(self, base: int) -> None:
-        self._base = base
+        self._base, self._index = base, SegmentIndex(base)
         self._file = (self.folder / f"{base:020d}.log").open("wb")
 
     def frame(
@@ -37,6 +38,7 @@ class LogWriter:
     ) -> Frame:
         if self.end - self._base >= self.segment_bytes:
             self._close()
+            (self.folder / f"{self._base:020d}.idx").write_bytes(self._index.encode(self.end))
             self._open(self.end)
         field = subject_field(subject)
         head, frame = encode_header(
@@ -48,6 +50,8 @@ class LogWriter:
         )  # fmt: skip
         self._file.write(head + body)
         self.frames.append(frame)
+        if kind == FrameKind.MESSAGES:
+            self._index.add(frame)
         self.end, self.chain = frame.end, frame.chain
         return frame
 
@@ -88,6 +92,10 @@ class LogWriter:
     def _close(self) -> None:
         self._file.write(bytes(-self._file.tell() % self.preallocate or self.preallocate))
         self._file.close()
+
+    def flush(self) -> None:
+        """Let others read what was written so far."""
+        self._file.flush()
 
     def close(self) -> Path:
         """Finish the file as a broker leaves it, with zeros behind the last frame; return the data directory."""

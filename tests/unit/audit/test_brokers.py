@@ -14,8 +14,8 @@ def row(group, role, port):
 
 def groups(monkeypatch, *rows):
     monkeypatch.setattr(brokers, "_list_brokers", lambda metaserver, token: list(rows))
-    found = brokers.find_groups("http://m", "t")
-    return {group.name: {copy: place["broker"] for copy, place in group.places.items()} for group in found}
+    found = brokers.find_places("http://m", "t")
+    return {name: {copy: place["broker"] for copy, place in places.items()} for name, places in found.items()}
 
 
 def test_groups_of_delay_servers_are_audited_as_those_of_brokers(monkeypatch):

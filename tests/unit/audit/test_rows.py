@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from qmq.audit.copies import PathCopy
-from qmq.audit.rows import message_batches, record_batches
+from qmq.audit.rows import record_batches
+from qmq.audit.tables import table_batches
 from qmq.audit.walk import Walk
+from qmq.audit.wanted import Wanted
 from qmq.codec import encode_labels, encode_message, join_batch, label_of
 from qmq.log.frame import FrameKind, label_flags
 from qmq.message import Message
@@ -61,7 +63,7 @@ def messages(data: Path, end: int, *columns: str) -> list[dict[str, Any]]:
     copy = PathCopy(data)
     try:
         walk = Walk(copy, 0, end, is_start=True)
-        return [row for batch in message_batches(walk, columns) for row in batch.to_pylist()]
+        return [row for batch in table_batches(walk, "messages", columns, Wanted(), {}) for row in batch.to_pylist()]
     finally:
         copy.close()
 

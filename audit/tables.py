@@ -1,0 +1,224 @@
+"""Core. What a walk over a part of a log becomes as a table: its messages, its frames, or consumers' progress.
+
+A range that does not parse is a row of which only `problem` and place are set; so is a message that does not decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import repeat
+from typing import Any
+
+import pyarrow as pa
+
+from qmq.audit.walk import Walk, Window
+from qmq.audit.wanted import Wanted
+from qmq.codec import check_batch, decode_envelope, decode_properties, split_batch
+from qmq.errors import CorruptFrame, QmqError
+from qmq.log.frame import FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
+from qmq.log.progress import DEFERRED, NOT_BEGUN, PASSED, Departure, Entry, decode_progress
+
+ROWS_MAX, BYTES_MAX = 65_536, 8 << 20
+"""Of a batch that is sent to Spark."""
+
+_AT = [("broker_group", pa.string()), ("offset", pa.int64()), ("term", pa.int64()), ("boot", pa.int64()),
+       ("timestamp_ms", pa.int64()), ("subject", pa.string())]  # fmt: skip
+MESSAGES = pa.schema(
+    [*_AT, ("sequence", pa.int64()), ("message", pa.binary()), ("id", pa.string()), ("tags", pa.list_(pa.string())),
+     ("created", pa.timestamp("us", "UTC")), ("properties", pa.map_(pa.string(), pa.string())),
+     ("producer", pa.string()), ("batch", pa.int64()), ("problem", pa.string())]
+)  # fmt: skip
+FRAMES = pa.schema(
+    [*_AT, ("end", pa.int64()), ("kind", pa.int32()), ("flags", pa.int32()), ("first_sequence", pa.int64()),
+     ("count", pa.int64()), ("high_watermark", pa.int64()), ("producer", pa.string()), ("batch", pa.int64()),
+     ("chain", pa.string()), ("body_crc", pa.int64()), ("body_bytes", pa.int64()), ("problem", pa.string())]
+)  # fmt: skip
+PROGRESS_ROWS = pa.schema(
+    [*_AT, ("event", pa.string()), ("consumer_group", pa.string()), ("consumer", pa.string()), ("pull", pa.int64()),
+     ("sequence", pa.int64()), ("messages", pa.int64()), ("due_ms", pa.int64()), ("problem", pa.string())]
+)  # fmt: skip
+SCHEMAS = {"messages": MESSAGES, "frames": FRAMES, "progress": PROGRESS_ROWS}
+_DECODED = ("id", "tags", "created", "properties")
+
+Values = Mapping[str, Any]
+Lists = Mapping[str, Iterable[Any]]
+
+
+class _Columns:
+    """Gathers rows as columns, and gives them away as Arrow batches of a bounded size."""
+
+    def __init__(self, schema: pa.Schema, names: Iterable[str], *, is_strict: bool) -> None:
+        self._schema = pa.schema([schema.field(name) for name in names])
+        self._is_strict = is_strict
+        self._clear()
+
+    def _clear(self) -> None:
+        self._columns: dict[str, list[Any]] = {name: [] for name in self._schema.names}
+        self._rows = self._bytes = 0
+
+    def add(self, rows: int, shared: Values, lists: Lists, size: int = 0) -> None:
+        """Add rows: `shared` is the same in all of them; a column that is in neither is null. `size`: bytes of them.
+
+        Raises:
+            CorruptFrame: something is wrong with one, and no damage is wanted.
+        """
+        if self._is_strict:
+            for problem in (shared.get("problem"), *lists.get("problem", ())):
+                if problem is not None:
+                    raise CorruptFrame(shared["offset"], problem)
+        for name, column in self._columns.items():
+            if name in lists:
+                column.extend(lists[name])
+            else:
+                column.extend(repeat(shared.get(name), rows))
+        self._rows += rows
+        self._bytes += size
+
+    @property
+    def is_full(self) -> bool:
+        return self._rows >= ROWS_MAX or self._bytes >= BYTES_MAX
+
+    def take(self) -> Iterator[pa.RecordBatch]:
+        """Yield what was gathered, if anything was."""
+        if self._rows:
+            arrays = [pa.array(self._columns[field.name], field.type) for field in self._schema]
+            yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+        self._clear()
+
+
+def table_batches(
+    walk: Walk, table: str, columns: Iterable[str], wanted: Wanted, shared: Values, *, is_strict: bool = False
+) -> Iterator[pa.RecordBatch]:
+    """Return the rows of a table of SCHEMAS with the named `columns`; what is not asked for is not decoded.
+
+    `shared`: columns that are the same in all rows.
+
+    Raises:
+        CorruptFrame: something is damaged, and the table `is_strict`.
+    """
+    names = list(columns)
+    found = _Columns(SCHEMAS[table], names, is_strict=is_strict)
+    for window in walk.windows():
+        if table == "messages":
+            _messages(window, found, frozenset(names), wanted, shared)
+        elif table == "frames":
+            _frames(window, found, wanted, shared)
+        else:
+            _progress(window, found, wanted, shared)
+        if found.is_full:
+            yield from found.take()
+    yield from found.take()
+
+
+def _at(frame: Frame, shared: Values) -> dict[str, Any]:
+    return {
+        **shared, "offset": frame.offset, "term": frame.epoch.term, "boot": frame.epoch.boot,
+        "timestamp_ms": frame.timestamp_ms, "subject": frame.subject, "producer": f"{frame.producer:016x}",
+        "batch": frame.batch - (1 << 64) if frame.batch >> 63 else frame.batch,
+    }  # fmt: skip
+
+
+def _damage(window: Window, found: _Columns, shared: Values) -> None:
+    for problem in window.problems:
+        found.add(
+            1, {**shared, "offset": problem.offset, "subject": problem.subject, "problem": problem.reason}, {}
+        )  # fmt: skip
+
+
+def _messages(window: Window, found: _Columns, names: frozenset[str], wanted: Wanted, shared: Values) -> None:
+    decodes = not names.isdisjoint(_DECODED)
+    _damage(window, found, shared)
+    for frame in window.frames:
+        if frame.kind != FrameKind.MESSAGES or frame.offset in window.damaged or not wanted.takes(frame):
+            continue
+        at = _at(frame, shared)
+        try:
+            batch = window.batch(frame)
+            check_batch(batch, frame.count, FRAME_BYTES_MAX)
+        except (QmqError, ValueError) as error:
+            found.add(1, at | {"problem": str(error)}, {})
+            continue
+        if wanted.texts:
+            body = bytes(batch)
+            if not all(text in body for text in wanted.texts):
+                continue
+        lists: dict[str, Iterable[Any]] = {"sequence": range(frame.first_sequence, frame.first_sequence + frame.count)}
+        if decodes or "message" in names:
+            messages = [bytes(view) for view in split_batch(batch, frame.count)]
+            lists["message"] = messages
+            if decodes:
+                lists |= _decoded(messages, "properties" in names)
+        found.add(frame.count, at, lists, len(batch))
+
+
+def _decoded(messages: list[bytes], with_properties: bool) -> dict[str, list[Any]]:
+    rows: list[tuple[Any, ...]] = []
+    for message in messages:
+        try:
+            envelope = decode_envelope(message)
+            pairs = list(decode_properties(message, envelope.body_begin).items()) if with_properties else None
+        except QmqError as error:
+            rows.append((None, None, None, None, str(error)))
+            continue
+        rows.append((envelope.id, sorted(envelope.tags), envelope.created_ms * 1000, pairs, None))
+    return dict(zip((*_DECODED, "problem"), map(list, zip(*rows, strict=True)), strict=True))
+
+
+def _frames(window: Window, found: _Columns, wanted: Wanted, shared: Values) -> None:
+    reasons: dict[int, list[str]] = {}
+    for problem in window.problems:
+        reasons.setdefault(problem.offset, []).append(problem.reason)
+    known = {frame.offset for frame in window.frames}
+    for problem in window.problems:
+        if problem.offset not in known:
+            found.add(1, {**shared, "offset": problem.offset, "end": problem.end, "problem": problem.reason}, {})
+    for frame in window.frames:
+        if wanted.takes(frame):
+            more = {
+                "end": frame.end, "kind": frame.kind, "flags": frame.flags, "first_sequence": frame.first_sequence,
+                "count": frame.count, "high_watermark": frame.high_watermark, "chain": f"{frame.chain:016x}",
+                "body_crc": frame.body_crc, "body_bytes": frame.body_bytes,
+                "problem": "; ".join(reasons.get(frame.offset, [])) or None,
+            }  # fmt: skip
+            found.add(1, _at(frame, shared) | more, {})
+
+
+def _progress(window: Window, found: _Columns, wanted: Wanted, shared: Values) -> None:
+    _damage(window, found, shared)
+    for frame in window.frames:
+        if frame.kind not in PROGRESS or frame.offset in window.damaged or not wanted.takes(frame):
+            continue
+        at = _at(frame, shared)
+        try:
+            said = decode_progress(window.body(frame))
+        except ValueError as error:
+            found.add(1, at | {"problem": str(error)}, {})
+            continue
+        at |= {"consumer_group": said.group, "consumer": said.consumer or None}
+        for event in _events(frame.kind, said.consumer, said.entries):
+            found.add(1, at | event, {})
+
+
+def _events(kind: int, consumer: str, entries: tuple[Entry, ...]) -> Iterator[dict[str, Any]]:
+    """Yield what each entry of a progress frame says (qmq.log.progress)."""
+    if kind == FrameKind.POSITION:
+        yield _moved(consumer, entries)
+        return
+    if kind == FrameKind.PULL and not entries:
+        yield {"event": "joined"}
+    for one, two, three in entries:
+        if kind == FrameKind.PULL:
+            event = {PASSED: "passed", DEFERRED: "deferred"}.get(one, "pull")
+            yield {"event": event, "pull": one if event == "pull" else None, "sequence": two, "messages": three}
+        elif kind == FrameKind.ACK:
+            yield {"event": "ack", "pull": one, "messages": two - one}
+        else:
+            due_ms = None if three == NOT_BEGUN else three
+            yield {"event": "nack", "pull": one, "messages": two - one, "due_ms": due_ms}
+
+
+def _moved(consumer: str, entries: tuple[Entry, ...]) -> dict[str, Any]:
+    if consumer:
+        vanished = not entries or entries[0][0] != Departure.TOLD
+        return {"event": "vanished" if vanished else "left"}
+    return {"event": "position", "sequence": entries[0][0]} if entries else {"event": "forgotten"}

@@ -1,0 +1,185 @@
+"""Shell. Logs as tables: what is read of them, and that the rest of them is not; without Spark itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql.datasource import EqualTo, Filter, GreaterThan, GreaterThanOrEqual, In, LessThan, LessThanOrEqual
+
+from qmq.audit.copies import CannotRead
+from qmq.audit.table import TableReader, TableStream
+from qmq.audit.tables import SCHEMAS
+from qmq.audit.wanted import WrongOption
+from qmq.errors import CorruptFrame
+from qmq.log.frame import FrameKind, find_frame
+from qmq.log.progress import DEFERRED, NOT_BEGUN, PASSED, Departure
+from qmq.types import Epoch
+from tests.unit.audit.logs import BEGIN_MS, HOUR_MS, LogWriter
+
+A, B = "order.changed", "user.created"
+PULL = 1 << 32
+
+
+def write(data: Path) -> LogWriter:
+    """Write four segments, an hour and 100 messages each; A is in the first and the third, B in the others."""
+    log = LogWriter(data, segment_bytes=13_000)
+    log.mastership(Epoch(1, 1))
+    for segment in range(4):
+        log.timestamp_ms = BEGIN_MS + segment * HOUR_MS
+        for _ in range(10):
+            log.batch((A, B)[segment % 2], 10)
+        assert len(bases(data)) == segment + 1
+    log.close()
+    return log
+
+
+def bases(data: Path) -> list[int]:
+    return sorted(int(path.stem) for path in (data / "log").glob("*.log"))
+
+
+def ruin(data: Path, number: int) -> None:
+    """Make a segment unreadable behind its first frame."""
+    base = bases(data)[number]
+    path = data / "log" / f"{base:020d}.log"
+    raw = bytearray(path.read_bytes())
+    second = find_frame(bytes(raw), base, 8)
+    raw[second:] = b"\xff" * (len(raw) - (second or 0))
+    path.write_bytes(raw)
+
+
+def rows(data: Path, *filters: Filter, columns: str = "", **options: object) -> list[dict[str, Any]]:
+    """Read as Spark does; what Spark filters again is not filtered."""
+    given = {"path": str(data), "damage": "fail"} | {name: str(value) for name, value in options.items()}
+    names = columns.split(",") if columns else SCHEMAS[given.get("rows", "messages")].names
+    reader = TableReader(given, names)
+    assert list(reader.pushFilters(list(filters))) == list(filters), "Spark applies all of them again"
+    return [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
+
+
+SUBJECT = EqualTo(("subject",), A)
+
+
+@pytest.mark.parametrize(
+    ("filters", "options", "ruined", "sequences"),
+    [
+        pytest.param([SUBJECT], {}, (1, 3), range(200), id="subject"),
+        pytest.param([In(("subject",), (A, "other"))], {}, (1, 3), range(200), id="subjects"),
+        pytest.param([], {"subject": A}, (1, 3), range(200), id="option subject"),
+        pytest.param([SUBJECT, LessThan(("sequence",), 95)], {}, (1, 2, 3), range(100), id="first sequences"),
+        pytest.param([SUBJECT, GreaterThan(("sequence",), 104)], {}, (0, 1, 3), range(100, 200), id="later sequences"),
+        pytest.param([SUBJECT, EqualTo(("sequence",), 104)], {}, (0, 1, 3), range(100, 110), id="one sequence"),
+        pytest.param([LessThanOrEqual(("timestamp_ms",), BEGIN_MS)], {}, (1, 2, 3), range(100), id="time"),
+        pytest.param(
+            [GreaterThanOrEqual(("timestamp_ms",), BEGIN_MS + 3 * HOUR_MS)], {}, (0, 1), range(100, 200), id="since"
+        ),
+        pytest.param([], {"until": "2023-11-14T22:30:00Z"}, (1, 2, 3), range(100), id="option until"),
+        pytest.param([], {"since": BEGIN_MS + 3 * HOUR_MS}, (0, 1), range(100, 200), id="option since"),
+        pytest.param([LessThan(("offset",), 13_000)], {}, (1, 2, 3), range(100), id="offset"),
+    ],
+)
+def test_segments_without_what_is_asked_for_are_not_read(
+    tmp_path: Path, filters: list[Filter], options: dict[str, object], ruined: tuple[int, ...], sequences: range
+) -> None:
+    """Those are unreadable: the same without the filters fails."""
+    write(tmp_path)
+    for number in ruined:
+        ruin(tmp_path, number)
+    found = rows(tmp_path, *filters, **options)
+    assert {row["sequence"] for row in found} == set(sequences) and len(found) == len(sequences)
+    with pytest.raises(CorruptFrame):
+        rows(tmp_path)
+
+
+def test_index_that_is_damaged_or_gone_costs_time_and_no_message(tmp_path: Path) -> None:
+    write(tmp_path)
+    one, other, _ = sorted((tmp_path / "log").glob("*.idx"))
+    one.unlink()
+    other.write_bytes(other.read_bytes()[:-9] + b"123456789")
+    assert len(rows(tmp_path, SUBJECT)) == 200
+    assert len(rows(tmp_path, EqualTo(("subject",), B))) == 200
+
+
+def test_only_frames_that_may_hold_an_id_are_decoded(tmp_path: Path) -> None:
+    write(tmp_path)
+    found = rows(tmp_path, EqualTo(("id",), f"{B}-17"))
+    assert [row["id"] for row in found] == [f"{B}-{number}" for number in range(10, 20)], "Spark takes one of them"
+    assert rows(tmp_path, contains="carrier\nnobody's") == []
+    assert len(rows(tmp_path, contains="carrier\nAA\nodd")) == 400
+
+
+def test_a_damaged_range_is_a_row_unless_that_is_to_fail(tmp_path: Path) -> None:
+    log = write(tmp_path)
+    ruin(tmp_path, 1)
+    found = rows(tmp_path, damage="rows")
+    damaged = [row for row in found if row["problem"]]
+    assert [(row["offset"], row["sequence"]) for row in damaged] == [(log.frames[12].offset, None)]
+    assert len(found) == 311, "one frame of ten, and three other segments"
+
+
+def test_progress_is_a_row_for_each_thing_that_became_of_messages(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path)
+    log.mastership(Epoch(1, 1))
+    log.batch(A, 30)
+    log.progress(FrameKind.POSITION, A, "g", "", (5, 0, 0))
+    log.progress(FrameKind.PULL, A, "g", "c")
+    log.progress(FrameKind.PULL, A, "g", "c", (PULL, 5, 10), (PASSED, 15, 2), (DEFERRED, 17, 1))
+    log.progress(FrameKind.ACK, A, "g", "c", (PULL, PULL + 6, 0))
+    log.progress(FrameKind.NACK, A, "g", "c", (PULL + 6, PULL + 8, BEGIN_MS), (PULL + 8, PULL + 9, NOT_BEGUN))
+    log.progress(FrameKind.POSITION, A, "g", "c", (Departure.TOLD, 0, 0))
+    log.progress(FrameKind.POSITION, A, "g", "d", (Departure.VANISHED, 0, 0))
+    log.progress(FrameKind.POSITION, A, "g", "")
+    log.close()
+    found = rows(tmp_path, rows="progress", columns="event,consumer,pull,sequence,messages,due_ms")
+    assert [tuple(row.values()) for row in found] == [
+        ("position", None, None, 5, None, None),
+        ("joined", "c", None, None, None, None),
+        ("pull", "c", PULL, 5, 10, None),
+        ("passed", "c", None, 15, 2, None),
+        ("deferred", "c", None, 17, 1, None),
+        ("ack", "c", PULL, None, 6, None),
+        ("nack", "c", PULL + 6, None, 2, BEGIN_MS),
+        ("nack", "c", PULL + 8, None, 1, None),
+        ("left", "c", None, None, None, None),
+        ("vanished", "d", None, None, None, None),
+        ("forgotten", None, None, None, None, None),
+    ]
+
+
+def test_a_stream_goes_on_where_it_was_and_never_past_what_is_promised(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path)
+    log.mastership(Epoch(1, 1))
+    stream = TableStream({"path": str(tmp_path)}, ["sequence"])
+    seen, at = [], None
+    for _ in range(6):
+        log.batch(A, 10)
+        log.flush()
+        start = at or stream.initialOffset()
+        assert at is not None or start == {"": 0}
+        at = stream.latestOffset(start)
+        assert at[""] == log.frames[-1].offset, "the last frame is not yet on both copies, as far as the log says"
+        for part in stream.partitions(start, at):
+            seen += [row["sequence"] for batch in stream.read(part) for row in batch.to_pylist()]
+        assert stream.partitions(at, at) == []
+        assert stream.latestOffset({"": 1 << 40}) == {"": 1 << 40}, "a copy that knows less takes nothing back"
+    log.close()
+    assert seen == list(range(50))
+
+
+def test_a_stream_that_retention_overtook_says_so(tmp_path: Path) -> None:
+    write(tmp_path)
+    first = bases(tmp_path)[0]
+    stream = TableStream({"path": str(tmp_path)}, ["sequence"])
+    start, end = stream.initialOffset(), stream.latestOffset()
+    (tmp_path / "log" / f"{first:020d}.log").unlink()
+    with pytest.raises(CannotRead, match=r"\[0, \d+\) of broker group '' is to be read"):
+        stream.partitions(start, end)
+
+
+@pytest.mark.parametrize(
+    "options", [{"since": "yesterday"}, {"until": "12:00"}, {"damage": "maybe"}], ids=["since", "until", "damage"]
+)
+def test_options_that_say_nothing_are_refused(tmp_path: Path, options: dict[str, str]) -> None:
+    with pytest.raises(WrongOption):
+        TableReader({"path": str(tmp_path)} | options, ["id"])
