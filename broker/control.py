@@ -20,6 +20,7 @@ from qmq.proto import qmq_pb2 as pb
 from qmq.rights import CONSUME
 from qmq.rpc_access import caller
 from qmq.server.control import CopyControl
+from qmq.server.rates import Samples
 from qmq.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -32,8 +33,8 @@ SAFE_S = 10.0
 class Control(CopyControl[BrokerMaster]):
     """Made by main; its server ends with the process."""
 
-    def __init__(self, service: Service[BrokerMaster], settings: BrokerSettings) -> None:
-        super().__init__(service, settings)
+    def __init__(self, service: Service[BrokerMaster], settings: BrokerSettings, samples: Samples) -> None:
+        super().__init__(service, settings, samples)
         self._browsing = Browsing(service)
 
     async def Consumers(self, request: pb.ConsumersRequest, context: Any) -> pb.ConsumersAnswer:

@@ -14,6 +14,7 @@ from qmq.log import MessageLog, RealDisk
 from qmq.remoting.commands import Command
 from qmq.replication.identity import IdentityFile
 from qmq.server.meta_link import MetaLink
+from qmq.server.rates import Samples
 from qmq.server.repair import keep_whole
 from qmq.server.running import Tasks, run
 from qmq.server.scrub import Scrub
@@ -44,9 +45,10 @@ def _build(settings: BrokerSettings, message_log: MessageLog, disk: RealDisk, id
         message_log=message_log, disk=disk, identity=identity, settings=settings, commands=CLIENT_COMMANDS,
         promote=lambda promotion: BrokerMaster(promotion, settings, counters), keeper=retention,
     )  # fmt: skip
+    samples = Samples(lambda: (counters.produced_messages, counters.pulled_messages))
     tasks = [
-        service.run(), MetaLink(service, settings).run(), Control(service, settings).serve(),
-        keep_whole(service, settings), Scrub(service, settings).run(),
+        service.run(), MetaLink(service, settings).run(), Control(service, settings, samples).serve(),
+        keep_whole(service, settings), Scrub(service, settings).run(), samples.run(),
     ]  # fmt: skip
     return [*tasks, open_http(service, counters, settings, retention).run()]
 

@@ -23,6 +23,7 @@ from qmq.message import DELAY_KEY
 from qmq.proto import qmq_pb2 as pb
 from qmq.remoting.commands import DelayState
 from qmq.server.control import CopyControl
+from qmq.server.rates import Samples
 from qmq.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -41,8 +42,10 @@ T = TypeVar("T")
 class DelayControl(CopyControl[DelayMaster]):
     """Made by main; its server ends with the process."""
 
-    def __init__(self, service: Service[DelayMaster], settings: DelaySettings, filing: Filing) -> None:
-        super().__init__(service, settings)
+    def __init__(
+        self, service: Service[DelayMaster], settings: DelaySettings, filing: Filing, samples: Samples
+    ) -> None:  # fmt: skip
+        super().__init__(service, settings, samples)
         self._filing = filing
 
     async def DelayStats(self, request: pb.DelayStatsRequest, context: Any) -> pb.DelayStatsAnswer:

@@ -20,6 +20,7 @@ from qmq.remoting.commands import Command
 from qmq.replication.identity import IdentityFile
 from qmq.replication.master import Promotion
 from qmq.server.meta_link import MetaLink
+from qmq.server.rates import Samples
 from qmq.server.repair import keep_whole
 from qmq.server.running import Tasks, run
 from qmq.server.scrub import Scrub
@@ -55,11 +56,12 @@ def _build(settings: DelaySettings, message_log: MessageLog, disk: RealDisk, ide
     filing = Filing(
         message_log, service, make=make, discard=lambda: discard(shelf), found_damage=service.node.found_damage
     )
+    samples = Samples(lambda: (counters.produced_messages, counters.sent_messages))
     tasks = [
         service.run(), MetaLink(service, settings, kind=GroupKind.DELAY).run(),
-        DelayControl(service, settings, filing).serve(), keep_whole(service, settings), _send(senders),
+        DelayControl(service, settings, filing, samples).serve(), keep_whole(service, settings), _send(senders),
         Scrub(service, settings).run(),
-        _beat(service, filing),
+        _beat(service, filing), samples.run(),
     ]  # fmt: skip
     return [*tasks, open_http(service, counters, filing, settings, lambda: senders.refusals).run()]
 

@@ -125,6 +125,7 @@ _BROKERS = (
         result_fields=GROUP_FIELDS,
     ),
     Action("ReplicaStatus", "ask master and slave where their logs end, and compare them", VIEWER, (_ANY_GROUP,)),
+    Action("Rates", "say how many messages a second a group took and delivered in the last minutes", VIEWER, (_GROUP,)),
 )
 
 _ROUTES = (

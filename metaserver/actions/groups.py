@@ -13,6 +13,7 @@ from qmq.metaserver.actions.handler import Handler
 from qmq.metaserver.actions.plan import LISTED_MAX, Plan
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import ALL_SUBJECTS, Route
+from qmq.metaserver.rates import Look, per_second
 
 R = TypeVar("R")
 
@@ -131,6 +132,14 @@ async def _set_tag(desk: Desk, words: Words) -> Plan:
     return group_plans.set_tag(desk.registry.directory, words["brokerGroup"], words["tag"])
 
 
+async def _rates(desk: Desk, words: Words) -> Any:
+    """Of the master, since its process began; a change of roles begins anew."""
+    group = desk.find_group(words["brokerGroup"])
+    answer = await desk.brokers.rates(desk.master_of(group))
+    looks = [Look(one.at_ms, {"taken": one.taken, "delivered": one.delivered}) for one in answer.samples]
+    return {"brokerGroup": group.name, "rates": [{"at": one.at_ms, **one.values} for one in per_second(looks)]}
+
+
 HANDLERS = {
     "MarkReadonlyBrokerGroup": Handler(plan=_mark, afterwards=_after_mark),
     "UnMarkReadonlyBrokerGroup": Handler(plan=_unmark),
@@ -138,4 +147,5 @@ HANDLERS = {
     "DrainGroup": Handler(plan=_drain, afterwards=_after_drain),
     "UndrainGroup": Handler(plan=_undrain),
     "SetGroupTag": Handler(plan=_set_tag),
+    "Rates": Handler(look=_rates),
 }

@@ -10,6 +10,7 @@ from typing import Any
 from qmq.metaserver.actions import ACTIONS, Answer, Status
 from qmq.metaserver.http.management import ANYBODY
 from qmq.metaserver.http.running import ActionsPort, run_within
+from qmq.metaserver.rates import Looks
 from qmq.rights import Caller
 
 LOG_IN = "LogIn"
@@ -21,13 +22,15 @@ class Asking:
     Args:
         caller: who is logged in; None: nobody.
         open_lists: what QMQ lists without a token is shown without one, as the tools get it.
+        looks: what is kept of subjects that somebody looks at.
         ledger: directory of the audit's ledger; None: it is not set.
     """
 
     def __init__(
-        self, actions: ActionsPort, caller: Caller | None, *, open_lists: bool, ledger: Path | None = None
+        self, actions: ActionsPort, caller: Caller | None, looks: Looks, *, open_lists: bool, ledger: Path | None = None
     ) -> None:
-        self._actions, self.caller, self._open_lists, self.ledger = actions, caller, open_lists, ledger
+        self._actions, self.caller, self._open_lists = actions, caller, open_lists
+        self.looks, self.ledger = looks, ledger
 
     async def ask(self, name: str, words: Mapping[str, Any] | None = None) -> Answer:
         """Run an action; empty words are left out. Nobody logged in: an answer that says so."""

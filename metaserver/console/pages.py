@@ -9,6 +9,7 @@ from typing import Any
 
 from qmq.ledger import LedgerDamaged
 from qmq.metaserver.console.asking import Asking
+from qmq.metaserver.console.live import drawn_of_subject, group_rates
 from qmq.metaserver.console.nights import nights_of
 from qmq.metaserver.console.shown import moment_ms
 from qmq.metaserver.rpc.tokens import wall_ms
@@ -52,11 +53,12 @@ async def _overview(asking: Asking, query: Query) -> dict[str, Any]:
 
 async def _group(asking: Asking, query: Query) -> dict[str, Any]:
     words = {"brokerGroup": query["name"]}
-    groups, status, readonly = await asyncio.gather(
-        asking.ask("ListBrokerGroups"), asking.ask("ReplicaStatus", words), asking.ask("ListReadonly", words)
-    )
+    groups, status, readonly, rates = await asyncio.gather(
+        asking.ask("ListBrokerGroups"), asking.ask("ReplicaStatus", words), asking.ask("ListReadonly", words),
+        group_rates(asking, query["name"]),
+    )  # fmt: skip
     group = next((row for row in groups.data or () if row["groupName"] == words["brokerGroup"]), None)
-    return {"group": group, "groups": groups, "status": status, "readonly": readonly}
+    return {"group": group, "groups": groups, "status": status, "readonly": readonly, **rates}
 
 
 async def _doctor(asking: Asking, query: Query) -> dict[str, Any]:
@@ -75,7 +77,7 @@ async def _consumers(asking: Asking, query: Query) -> dict[str, Any]:
     if subject:
         words = {"subject": subject, "group": group}
         lag, consumers = await asyncio.gather(asking.ask("Lag", words), asking.ask("Consumers", words))
-        return {"lag": lag, "consumers": consumers, "count": 0}
+        return {"lag": lag, "consumers": consumers, "count": 0, **drawn_of_subject(asking, subject, group, consumers)}
     count = len((await asking.ask("ListBrokerGroups")).data or ())
     if count > ASKED_MAX and query["all"] != "yes":
         return {"lag": None, "consumers": None, "count": count}

@@ -1,7 +1,7 @@
 """Shell. `/console`: pages for people, over the same actions as `/management`, `/api/v1` and the tools.
 
 A browser shows its session in a cookie; every address but the login asks for it here, not in the guard, whose answers
-are for programs. The pages have no script at all, so the policy allows none.
+are for programs. The policy allows one script of a few lines, which renews what is drawn, and nothing inline.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from qmq.errors import AccessError
 from qmq.metaserver.actions import Status
 from qmq.metaserver.console import changes, shown
 from qmq.metaserver.console.asking import LOG_IN, Asking
+from qmq.metaserver.console.live import group_rates, subject_rates
 from qmq.metaserver.console.pages import PAGES, Page
 from qmq.metaserver.console.sessions import LASTS_MS, Sessions
 from qmq.metaserver.http.guard import PEER_CHARS_MAX, open_to_all
 from qmq.metaserver.http.running import ActionsPort
+from qmq.metaserver.rates import Looks
 from qmq.metaserver.refusals import Refusals
 from qmq.metaserver.rpc.tokens import wall_ms
 from qmq.rights import Caller
@@ -36,8 +38,10 @@ log = logging.getLogger("qmq.metaserver")
 ROOT = "/console"
 COOKIE = "qmq_console"
 FIELDS_MAX = 100
+STATIC = {"console.css": "text/css; charset=utf-8", "console.js": "text/javascript; charset=utf-8"}
 POLICY = (
-    "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -82,7 +86,9 @@ class Console:
             loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
         self._templates.filters.update(shown.FILTERS)
-        self._style = files("qmq.metaserver.console").joinpath("static/console.css").read_bytes()
+        static = files("qmq.metaserver.console").joinpath("static")
+        self._static = {name: static.joinpath(name).read_bytes() for name in STATIC}
+        self._looks = Looks()
 
     def routes(self) -> Iterator[Route]:
         """All addresses of the console."""
@@ -93,7 +99,9 @@ class Console:
         yield self._route("POST", "/logout", self._log_out)
         yield self._route("GET", "/change", self._show_form)
         yield self._route("POST", "/change", self._change)
-        yield self._route("GET", "/console.css", self._send_style)
+        yield self._route("GET", "/rates", self._renew_rates)
+        for name in STATIC:
+            yield self._route("GET", f"/{name}", self._send_static)
 
     def _route(self, method: str, path: str, serve: Serve) -> Route:
         @open_to_all  # to the guard; who is logged in is looked up here
@@ -153,13 +161,28 @@ class Console:
         async def show(visit: Visit) -> Response:
             if visit.caller is None and not self._open_lists:
                 return _to_login(visit)
-            asking = Asking(self._actions, visit.caller, open_lists=self._open_lists, ledger=self._ledger)
-            return self._page(visit, page.template, title=page.title, **await page.ask(asking, visit.query))
+            return self._page(visit, page.template, title=page.title, **await page.ask(self._asks(visit), visit.query))
 
         return show
 
-    async def _send_style(self, visit: Visit) -> Response:
-        return Response(self._style, media_type="text/css; charset=utf-8", headers={"Cache-Control": "max-age=300"})
+    def _asks(self, visit: Visit) -> Asking:
+        return Asking(self._actions, visit.caller, self._looks, open_lists=self._open_lists, ledger=self._ledger)
+
+    async def _renew_rates(self, visit: Visit) -> Response:
+        """The part of a page that its script renews."""
+        if visit.caller is None and not self._open_lists:
+            return Response(status_code=401)
+        asking, query = self._asks(visit), visit.query
+        if query["subject"]:
+            drawn = await subject_rates(asking, query["subject"], query["group"])
+        else:
+            drawn = await group_rates(asking, query["brokerGroup"])
+        text = self._templates.get_template("rates.html").render(**drawn)
+        return Response(text.encode("utf-8", "replace"), media_type="text/html; charset=utf-8")
+
+    async def _send_static(self, visit: Visit) -> Response:
+        name = visit.request.url.path.rpartition("/")[2]
+        return Response(self._static[name], media_type=STATIC[name], headers={"Cache-Control": "max-age=300"})
 
     # Changes.
 
@@ -185,7 +208,10 @@ class Console:
             return self._page(
                 visit, "refused.html", 404, title="Refused", why="the console has no such change; the tools may"
             )
-        asking, words = Asking(self._actions, visit.caller, open_lists=False), changes.words_of(action, visit.form)
+        asking, words = (
+            Asking(self._actions, visit.caller, self._looks, open_lists=False),
+            changes.words_of(action, visit.form),
+        )
         if not visit.caller.may(action.role):
             why = f"token {visit.caller.name} has the role {visit.caller.role}; this needs {action.role}"
             return self._page(visit, "refused.html", 403, title="Refused", why=why)

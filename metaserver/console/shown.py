@@ -69,7 +69,22 @@ def _flat(path: str, value: Any) -> list[tuple[str, Any]]:
     return [] if value is None else [(path or "value", value)]
 
 
+def rate(value: float) -> str:
+    """Messages a second: small ones with a digit behind the point."""
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def short(value: int) -> str:
+    """A round number beside an axis: `20 k`."""
+    for size, unit in ((1_000_000, "M"), (1_000, "k")):
+        if value >= size:
+            return f"{value // size} {unit}"
+    return str(value)
+
+
 FILTERS = {
+    "rate": rate,
+    "short": short,
     "utc": utc,
     "duration": duration,
     "number": number,

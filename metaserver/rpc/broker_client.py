@@ -46,6 +46,13 @@ class Brokers:
             call = stub.ReplicaStatus(pb.Nothing(), **metadata, timeout=self._timeout_ms / 1000)
             return await self._ask(broker, call)
 
+    async def rates(self, broker: Broker) -> pb.RatesAnswer:
+        """Ask a master what it took and delivered in the last ten minutes."""
+        async with self._stub(broker) as (stub, metadata):
+            call = stub.Rates(pb.Nothing(), **metadata, timeout=self._timeout_ms / 1000)
+            answer: pb.RatesAnswer = await self._call(broker, call)
+            return answer
+
     async def prepare_swap(self, broker: Broker, *, term: int, hold_ms: int, timeout_ms: int) -> ReplicaState:
         """Let a master stop taking messages and wait until its slave has everything."""
         request = pb.PrepareSwapRequest(term=term, hold_ms=hold_ms, timeout_ms=timeout_ms)

@@ -293,6 +293,22 @@ class RouteUpdate(_message.Message):
     routes: _containers.RepeatedCompositeFieldContainer[SubjectRoute]
     def __init__(self, version: _Optional[int] = ..., routes: _Optional[_Iterable[_Union[SubjectRoute, _Mapping]]] = ...) -> None: ...
 
+class RateSample(_message.Message):
+    __slots__ = ("at_ms", "taken", "delivered")
+    AT_MS_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    DELIVERED_FIELD_NUMBER: _ClassVar[int]
+    at_ms: int
+    taken: int
+    delivered: int
+    def __init__(self, at_ms: _Optional[int] = ..., taken: _Optional[int] = ..., delivered: _Optional[int] = ...) -> None: ...
+
+class RatesAnswer(_message.Message):
+    __slots__ = ("samples",)
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    samples: _containers.RepeatedCompositeFieldContainer[RateSample]
+    def __init__(self, samples: _Optional[_Iterable[_Union[RateSample, _Mapping]]] = ...) -> None: ...
+
 class DelayStatsRequest(_message.Message):
     __slots__ = ("subject", "begin_ms", "end_ms")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]

@@ -384,6 +384,11 @@ class BrokerStub:
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
                 response_deserializer=qmq_dot_proto_dot_qmq__pb2.BrokerState.FromString,
                 _registered_method=True)
+        self.Rates = channel.unary_unary(
+                '/qmq.Broker/Rates',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.RatesAnswer.FromString,
+                _registered_method=True)
         self.PrepareSwap = channel.unary_unary(
                 '/qmq.Broker/PrepareSwap',
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.PrepareSwapRequest.SerializeToString,
@@ -451,6 +456,13 @@ class BrokerServicer:
 
     def ReplicaStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rates(self, request, context):
+        """What it took and delivered as master, sampled every few seconds; the newest sample is of this moment.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -550,6 +562,11 @@ def add_BrokerServicer_to_server(servicer, server):
                     request_deserializer=qmq_dot_proto_dot_qmq__pb2.Nothing.FromString,
                     response_serializer=qmq_dot_proto_dot_qmq__pb2.BrokerState.SerializeToString,
             ),
+            'Rates': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rates,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.Nothing.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.RatesAnswer.SerializeToString,
+            ),
             'PrepareSwap': grpc.unary_unary_rpc_method_handler(
                     servicer.PrepareSwap,
                     request_deserializer=qmq_dot_proto_dot_qmq__pb2.PrepareSwapRequest.FromString,
@@ -638,6 +655,33 @@ class Broker:
             '/qmq.Broker/ReplicaStatus',
             qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
             qmq_dot_proto_dot_qmq__pb2.BrokerState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Broker/Rates',
+            qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.RatesAnswer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,6 +19,7 @@ from qmq.replication.settings import CopySettings
 from qmq.rights import Caller
 from qmq.rpc_access import RpcAcceptor, caller
 from qmq.server.meta_link import state_message
+from qmq.server.rates import Samples
 from qmq.server.service import M, Service
 from qmq.server.tokens import CONTROL_ROLES
 
@@ -31,8 +32,8 @@ POLL_S = 0.005
 class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generated code has no types
     """What brokers and delay servers answer alike. Made by main; its server ends with the process."""
 
-    def __init__(self, service: Service[M], settings: CopySettings) -> None:
-        self._service, self._settings = service, settings
+    def __init__(self, service: Service[M], settings: CopySettings, samples: Samples) -> None:
+        self._service, self._settings, self._samples = service, settings, samples
         self._loop = asyncio.get_running_loop()
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -63,6 +64,9 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
 
     async def ReplicaStatus(self, request: pb.Nothing, context: Any) -> pb.BrokerState:
         return state_message(self._service, self._settings)
+
+    async def Rates(self, request: pb.Nothing, context: Any) -> pb.RatesAnswer:
+        return pb.RatesAnswer(samples=[pb.RateSample(**one._asdict()) for one in self._samples.all()])
 
     async def PrepareSwap(self, request: pb.PrepareSwapRequest, context: Any) -> pb.BrokerState:
         node = self._service.node

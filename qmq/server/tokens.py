@@ -28,6 +28,7 @@ _OF_PRODUCERS = frozenset({Command.CANCEL, Command.RESCHEDULE, Command.RECUR})
 
 CONTROL_ROLES: Mapping[str, frozenset[TokenRole]] = {
     "ReplicaStatus": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
+    "Rates": frozenset({TokenRole.OPERATOR}),
     "DescribeLog": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
     "ReadLog": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
     "HoldLog": frozenset({TokenRole.OPERATOR}),

@@ -56,6 +56,7 @@ def test_what_pends_is_counted_listed_and_cancelled_with_a_true_answer(cluster):
     assert done["ids"] == {ids[0]: "cancelled", ids[1]: "cancelled", "nobody": "unknown"}
     assert done["keys"] == {"order 4711": "cancelled"}
     assert [row["id"] for row in cluster.manage("ListDelayed", subject=SUBJECT)["messages"]] == ids[2:]
+    until(lambda: any(one.get("taken") for one in cluster.manage("Rates", brokerGroup="d1")["rates"]), "it has rates")
     results = [row["result"] for row in cluster.manage("AuditTrail", name="CancelDelayed")["rows"]]
     assert results == ["done", "begun"]
 

@@ -46,6 +46,14 @@ def test_lag_consumers_and_a_reset_that_works(cluster):
     send_all(cluster, "order.changed", 40)
     consume_all(cluster, "order.changed", "billing", 40)
     assert lag(cluster, "order.changed", "billing") == 0
+
+    def rates(name):
+        return [
+            row.get(name, 0) > 0 for group in ("g1", "g2") for row in data(cluster, "Rates", brokerGroup=group)["rates"]
+        ]
+
+    until(lambda: any(rates("taken")) and any(rates("delivered")), "the masters' samples say so")
+    assert "DELIVERED/S" in tool(cluster, "Rates", brokerGroup="g1").stdout
     shown = tool(cluster, "ResetOffset", "--yes", subject="order.changed", group="billing", to="earliest")
     assert shown.returncode == DONE and "billing goes on with order.changed: earliest" in shown.stdout, shown.stderr
     assert lag(cluster, "order.changed", "billing") == 40

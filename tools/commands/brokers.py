@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qmq.tools.command import ANY_GROUP, FORCE, GROUP, Command, Kind, Option, bad, good, listing, warning
-from qmq.tools.table import Block, Cell, Column, Table, good_or_bad, span
+from qmq.tools.table import Block, Cell, Column, Table, good_or_bad, moment, span
 
 _HOSTNAME = Option("hostname", "the broker's setting hostname")
 _SERVE_PORT = Option("servePort", "port for producers and consumers", kind=Kind.PORT)
@@ -50,6 +50,15 @@ def _swapped(data: Any) -> Iterable[Block]:
         yield good("the group takes messages")
     else:
         yield warning("the group does not take messages yet; ListBrokerGroups says why")
+
+
+def _rates(data: Any) -> Iterable[Block]:
+    columns = (
+        Column("UNTIL", moment("at")),
+        Column("TAKEN/S", lambda row: round(row.get("taken", 0), 1)),
+        Column("DELIVERED/S", lambda row: round(row.get("delivered", 0), 1)),
+    )
+    yield Table(columns, data["rates"][-12:], empty="its master began this moment; ask again")
 
 
 def _brokers(brokers: Any) -> Table:
@@ -239,5 +248,12 @@ BROKERS = (
         "--brokerGroup=g1",
         (ANY_GROUP,),
         _replica_status,
+    ),
+    Command(
+        "Rates",
+        "messages a second that a group took and delivered",
+        "--brokerGroup=g1",
+        (GROUP,),
+        _rates,
     ),
 )

@@ -136,7 +136,7 @@ class Brokers:
     def __init__(self):
         self.states, self.progress, self.silent, self.resets, self.cancelled = {}, {}, set(), [], []
         self.held, self.hears_its_master = [], False
-        self.stored, self.browsed, self.dead = [], [], []
+        self.stored, self.browsed, self.dead, self.samples = [], [], [], {}
 
     def _reach(self, broker):
         if broker.key not in self.states or broker.group in self.silent:
@@ -145,6 +145,10 @@ class Brokers:
 
     async def replica_status(self, broker):
         return self._reach(broker)
+
+    async def rates(self, broker):
+        self._reach(broker)
+        return pb.RatesAnswer(samples=self.samples.get(broker.group, []))
 
     async def prepare_swap(self, broker, *, term, hold_ms, timeout_ms):
         return self._reach(broker)

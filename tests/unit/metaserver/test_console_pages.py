@@ -81,7 +81,7 @@ async def test_the_trail_says_what_was_changed_at_a_time(world):
     assert "yesterday is no moment" in await world.read("/trail", since="yesterday")
     world.desk.database.read = at_five_past_two
     page = await world.see("/trail")
-    assert "2026-11-22 14:05:00" in page and "<script" not in page
+    assert "2026-11-22 14:05:00" in page and "<script>" not in page
 
 
 @in_console
@@ -114,7 +114,7 @@ def test_the_nightly_audit_is_shown_night_by_night(tmp_path):
         assert text.count("audit@mq1") == 3
         night(ledger, "g2", 3, FINDINGS, found={"lost": 1}, findings=[{"what": "lost", "text": HOSTILE}])
         page = await world.see("/audit")
-        assert "1 of 2 broker groups" in page and "lost: 1" in page and "<script" not in page
+        assert "1 of 2 broker groups" in page and "lost: 1" in page and "<script>" not in page
         (tmp_path / "ledger" / "g1.jsonl").write_bytes(b"x\n" + b"y\n")
         assert "does not match its CRC" in await world.read("/audit")
 
@@ -142,7 +142,7 @@ async def test_messages_are_found_and_what_they_say_is_text(world):
     more = pb.BrowseAnswer(messages=[stored(9, "m-9", orderNo=HOSTILE)], begin=0, end=9)
     world.brokers.stored = [more, pb.BrowseAnswer(messages=[stored(3, HOSTILE, long="x" * 500)])]
     page = await world.see("/messages", subject="order.changed")
-    assert page.index("m-9") < page.index("g1 / 3") and "<script" not in page and "x" * 500 in page
+    assert page.index("m-9") < page.index("g1 / 3") and "<script>" not in page and "x" * 500 in page
     first, second = world.brokers.browsed
     assert (first.subject, first.newest_first, first.with_properties) == ("order.changed", True, True)
     assert (second.begin, second.end) == (0, 9)
@@ -202,7 +202,7 @@ async def test_what_is_late_is_said_of_delayed_messages(world):
     world.actions.run = answer
     page = await world.see("/delayed")
     assert "Nothing is late" in page and "Not asked: d2" in page and "2001-09-09 01:46:40" in page
-    assert "<script" not in page and "/change?action=CancelDelayed" in page
+    assert "<script>" not in page and "/change?action=CancelDelayed" in page
     text = await world.read("/delayed")
     assert "2001-09-09 01:46:40 report nightly end… nightly shop 0 3 * * * Europe/Berlin d1" in text
     assert "ids=recurring%3Anightly" in page and "There are more: name a subject or an owner" in text
@@ -228,7 +228,7 @@ async def test_parked_rows_are_shown_with_their_reason_and_sent_again_by_a_confi
     text = await world.read("/outbox")
     assert "1 parked: not sent until somebody says so" in text and f"order.new m-1 {HOSTILE} retry… row 17" in text
     page = await world.see("/outbox")
-    assert "<script" not in page and "action=OutboxRetry" in page and "ids=17" in page
+    assert "<script>" not in page and "action=OutboxRetry" in page and "ids=17" in page
     assert watchdogs.asked[-1] == ("10.0.0.7:8083", "/outbox/stuck", False)
     words = {"csrf": await world.csrf(), "action": "OutboxRetry", "database": URL, "ids": "17"}
     planned = text_of((await world.send("/change", step="plan", **words)).text)
@@ -287,3 +287,49 @@ class PlayedWatchdogs:
         row = {"id": 17, "state": "parked", "age": 61.5, "errors": 3, "subject": "order.new", "messageId": "m-1"}
         one = {"database": URL, "parked": 1, "pending": 0, "claimed": 0, "oldest": 0.0}
         return {"databases": [one | {"rows": [row | {"reason": HOSTILE}]}, {"database": "x://y:1", "problem": "away"}]}
+
+
+@in_console
+async def test_messages_a_second_of_a_group_are_drawn(world):
+    await world.running_copies("g1")
+    text = await world.read("/group", name="g1")
+    assert "Its master began this moment" in text
+    now = wall_ms()
+    samples = [pb.RateSample(at_ms=now - 5_000 * (9 - n), taken=250 * n, delivered=10 * n) for n in range(10)]
+    world.brokers.samples["g1"] = samples
+    page = await world.see("/group", name="g1")
+    assert "messages in: 50.0 messages out: 2.0" in text_of(page) and page.count("<polyline") == 2
+    assert 'data-renew="/console/rates?brokerGroup=g1"' in page and "100 at the upper edge" not in page
+    part = await world.browser.get("/console/rates?brokerGroup=g1")
+    assert part.text.strip().startswith("<ul") and part.text.strip() in page
+    data = await world.done("Rates", brokerGroup="g1")
+    assert data["rates"][-1] == {"at": now, "taken": 50.0, "delivered": 2.0} and len(data["rates"]) == 9
+    world.brokers.silent = {"g1"}
+    assert "No rates: " in (await world.browser.get("/console/rates?brokerGroup=g1")).text
+    assert (await world.new_browser().get("/console/rates?brokerGroup=g1")).status_code == 401
+
+
+@in_console
+async def test_messages_a_second_of_a_subject_are_counted_while_somebody_looks(world):
+    await world.running_copies("g1")
+    await world.running_copies("g2")
+    await world.routed("s", groups=("g1", "g2"))
+    looked, began = [], wall_ms() - 60_000
+    note = world.console._looks.note
+
+    def five_seconds_later(subject, look):
+        looked.append(look)
+        return note(subject, look._replace(at_ms=began + 5_000 * len(looked)))
+
+    world.console._looks.note = five_seconds_later
+    for step in range(3):
+        world.brokers.progress = {
+            group: [pb.GroupProgress(subject="s", group="billing", next_sequence=100 * step, lag=50 * step)]
+            for group in ("g1", "g2")
+        }
+        text = await world.read("/consumers", subject="s")
+        assert ("They are counted from now on" in text) == (step == 0)
+    assert "messages in: 40.0 billing: 20.0" in text
+    world.brokers.silent = {"g2"}
+    assert "No rates: not every broker group answers" in await world.read("/consumers", subject="s")
+    assert "<script src" not in await world.see("/consumers"), "what is not drawn needs no script"

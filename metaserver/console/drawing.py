@@ -1,0 +1,41 @@
+"""Core. Lines of a chart, as SVG says where they go; the template writes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from qmq.metaserver.rates import KEPT_MS, SERIES_MAX, Rates
+
+WIDTH, HEIGHT = 720, 160
+
+
+def chart_of(rates: Sequence[Rates], now_ms: int) -> dict[str, Any]:
+    """The last ten minutes: for each series its name, its latest value and the points of its line.
+
+    Returns:
+        `most`: the value at the upper edge, a round one; `series`; `width`, `height`: of the drawing.
+    """
+    shown = [one for one in rates if one.at_ms > now_ms - KEPT_MS]
+    names = list(dict.fromkeys(name for one in shown for name in one.values))[: SERIES_MAX + 1]
+    most = round_up(max((value for one in shown for value in one.values.values()), default=0.0))
+    series = []
+    for name in names:
+        found = [(one.at_ms, one.values[name]) for one in shown if name in one.values]
+        points = " ".join(f"{_x(at_ms, now_ms):.0f},{HEIGHT - value * HEIGHT / most:.1f}" for at_ms, value in found)
+        latest = found[-1][1] if found[-1][0] == shown[-1].at_ms else None
+        series.append({"name": name, "points": points, "now": latest})
+    return {"most": most, "series": series, "width": WIDTH, "height": HEIGHT}
+
+
+def round_up(value: float) -> int:
+    """The next 1, 2 or 5 with zeros behind: an edge that people read at once."""
+    if value <= 1:
+        return 1
+    power = 10 ** math.floor(math.log10(value))
+    return next(int(step * power) for step in (1, 2, 5, 10) if step * power >= value)
+
+
+def _x(at_ms: int, now_ms: int) -> float:
+    return WIDTH - (now_ms - at_ms) * WIDTH / KEPT_MS

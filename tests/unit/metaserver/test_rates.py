@@ -1,0 +1,55 @@
+"""Core. Counters become messages a second, also over restarts, and what is kept of them is bounded."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.metaserver.console.drawing import HEIGHT, WIDTH, chart_of, round_up
+from qmq.metaserver.rates import KEPT_MAX, KEPT_MS, SUBJECTS_MAX, Look, Looks, Rates, per_second
+
+
+def test_counters_become_messages_a_second():
+    looks = [Look(0, {"in": 10, "out": 0}), Look(5_000, {"in": 60, "out": 5}), Look(7_000, {"in": 60, "out": 6})]
+    assert per_second(looks) == [Rates(5_000, {"in": 10.0, "out": 1.0}), Rates(7_000, {"in": 0.0, "out": 0.5})]
+    assert per_second([]) == per_second(looks[:1]) == []
+
+
+def test_a_counter_that_began_anew_has_no_rate_of_that_step():
+    looks = [Look(0, {"in": 1000, "out": 7}), Look(5_000, {"in": 5, "out": 17}), Look(10_000, {"in": 15, "out": 17})]
+    assert per_second(looks) == [Rates(5_000, {"out": 2.0}), Rates(10_000, {"in": 2.0, "out": 0.0})]
+    assert per_second([Look(0, {}), Look(5_000, {"new": 9})]) == [Rates(5_000, {})]
+
+
+def test_two_looks_at_nearly_one_time_are_one():
+    looks = [Look(0, {"in": 0}), Look(10, {"in": 5}), Look(5_000, {"in": 50})]
+    assert per_second(looks) == [Rates(5_000, {"in": 10.0})]
+
+
+def test_what_is_kept_is_bounded_in_age_number_and_subjects():
+    looks = Looks()
+    for number in range(KEPT_MAX * 3):
+        kept = looks.note("s", Look(number * 1_000, {}))
+    assert len(kept) == KEPT_MAX
+    assert looks.note("s", Look(kept[-1].at_ms + KEPT_MS, {}))[0] == kept[-1]
+    assert len(looks.note("s", Look(kept[-1].at_ms + 2 * KEPT_MS + 1, {}))) == 1
+    for number in range(SUBJECTS_MAX):
+        looks.note(f"other {number}", Look(0, {}))
+    assert len(looks.note("s", Look(kept[-1].at_ms + 2 * KEPT_MS + 2_000, {}))) == 1, "the oldest subject went"
+
+
+@pytest.mark.parametrize("value, edge", [(0, 1), (0.3, 1), (1.1, 2), (3, 5), (7, 10), (10, 10), (11, 20), (4321, 5000)])
+def test_the_edge_of_a_chart_is_a_round_number(value, edge):
+    assert round_up(value) == edge
+
+
+def test_a_chart_draws_the_last_ten_minutes_from_left_to_right():
+    rates = [Rates(0, {"in": 99.0}), Rates(KEPT_MS, {"in": 5.0}), Rates(2 * KEPT_MS - 1, {"in": 10.0, "out": 0.0})]
+    chart = chart_of(rates, 2 * KEPT_MS - 1)
+    assert chart["most"] == 10
+    assert chart["series"] == [
+        {"name": "in", "points": f"0,{HEIGHT / 2} {WIDTH},0.0", "now": 10.0},
+        {"name": "out", "points": f"{WIDTH},{HEIGHT:.1f}", "now": 0.0},
+    ]
+    gone = chart_of([Rates(1, {"in": 1.0, "out": 1.0}), Rates(2, {"in": 1.0})], 2)
+    assert [one["now"] for one in gone["series"]] == [1.0, None]
+    assert chart_of([], 5)["series"] == []
