@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from qmq.errors import QmqError
 from qmq.metaserver.actions import group_plans
 from qmq.metaserver.actions.desk import Desk, OldRoutes, together
 from qmq.metaserver.actions.handler import Handler
@@ -135,9 +136,13 @@ async def _set_tag(desk: Desk, words: Words) -> Plan:
 async def _rates(desk: Desk, words: Words) -> Any:
     """Of the master, since its process began; a change of roles begins anew."""
     group = desk.find_group(words["brokerGroup"])
-    answer = await desk.brokers.rates(desk.master_of(group))
-    looks = [Look(one.at_ms, {"taken": one.taken, "delivered": one.delivered}) for one in answer.samples]
-    return {"brokerGroup": group.name, "rates": [{"at": one.at_ms, **one.values} for one in per_second(looks)]}
+    try:
+        samples = (await desk.brokers.rates(desk.master_of(group))).samples
+    except QmqError as error:
+        return {"brokerGroup": group.name, "rates": [], "unasked": {group.name: str(error)}}
+    looks = [Look(one.at_ms, {"taken": one.taken, "delivered": one.delivered}) for one in samples]
+    rates = [{"at": one.at_ms, **one.values} for one in per_second(looks)]
+    return {"brokerGroup": group.name, "rates": rates, "unasked": {}}
 
 
 HANDLERS = {

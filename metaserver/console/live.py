@@ -19,6 +19,8 @@ IN, OUT = "messages in", "messages out"
 async def group_rates(asking: Asking, name: str) -> dict[str, Any]:
     """What `rates.html` shows of a broker group."""
     answer = await asking.ask_for(RATES_S, "Rates", {"brokerGroup": name})
+    for why in (answer.data or {}).get("unasked", {}).values():
+        answer = Answer(Status.WAIT, why)
     rates = [
         Rates(row["at"], {label: row[field] for field, label in (("taken", IN), ("delivered", OUT)) if field in row})
         for row in (answer.data or {}).get("rates", ())

@@ -58,7 +58,9 @@ def _rates(data: Any) -> Iterable[Block]:
         Column("TAKEN/S", lambda row: round(row.get("taken", 0), 1)),
         Column("DELIVERED/S", lambda row: round(row.get("delivered", 0), 1)),
     )
-    yield Table(columns, data["rates"][-12:], empty="its master began this moment; ask again")
+    yield Table(columns, data["rates"][-12:], empty="its master began this moment, or does not answer")
+    for name, why in data["unasked"].items():
+        yield warning(f"{name}: not asked, {why}")
 
 
 def _brokers(brokers: Any) -> Table:
