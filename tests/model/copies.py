@@ -1,0 +1,591 @@
+"""Core. Three copies: who may be chosen as the master, who counts, and what a change of members needs.
+
+    pytest tests/model/test_copies.py                        all rules hold; each rule left out is missed
+    python -m tests.model.copies three_of_two 2 2 1 0 0      count the states: a world, then its bounds
+    python -m tests.model.copies three_of_two 4 1 0 0 0 own_epoch  the counterexample without that rule
+
+`tests.model.protocol` is the same protocol between two copies, in every detail of packets and fsyncs. With more copies
+another thing may go wrong: those that acknowledged a message and those that a new master is chosen among need not be
+the same. This model is about that, and leaves out what the other one covers:
+
+- A slave receives, fsyncs and confirms in one step. What it received without fsync is as if it had not; a packet that
+  is late is one that was received early, followed by nothing. A master's fsync is a step: its slaves may have more.
+- Connecting is one step: the slave cuts what parts from its master's log, by comparing histories.
+- An acknowledgement is no step. It happens as soon as the rules allow it; a later one promises less.
+- A broker hears of the present row only, at any time; hearing of an older one is hearing early and being idle since.
+
+What is modelled: the row (term, master, members, how many must have a message); masters that restart without what was
+not fsynced; promises; a choice of a new master at any moment, whether the old one is gone or not (failover and
+SwapRoles are the same to this model); a change of members or of m, the number that acknowledges; a disk that is put
+back, with its memory of epochs and promises; a row that goes back to the one before, and is raised again. Copies are
+interchangeable, so a state is stored with its copies sorted.
+
+What is checked: two histories that were acknowledged are beginnings of one another; every master that is at work in a
+newer epoch has all that was ever acknowledged, and so has who is chosen; no copy cuts what was acknowledged; nobody
+shares an epoch.
+
+A disk that is put back comes back outside the moment between a promise and the choice that rests on it (milliseconds),
+and one of two things goes back at most: a disk or the row. With both, two copies of three may acknowledge what the
+third one contradicts; all three as the number to acknowledge covers that, too.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+Log = tuple[int, ...]
+Words = tuple[Any, ...]
+"""What happened: a sentence with places, and what stands in them."""
+OUT, SLAVE, MASTER, FENCED = 0, 1, 2, 3
+ROLES = ("no member", "slave", "master", "fenced")
+"""OUT: no member. FENCED: a master that promised."""
+NO_ANSWER = (0,)
+
+
+class Rules(NamedTuple):
+    """Leave one out with `ALL._replace(name=False)`."""
+
+    enough_copies: bool = True
+    """The high watermark is the m-th largest matched end; without: the next larger one."""
+    own_fsync: bool = True
+    """The master is one of the m, with what it has fsynced."""
+    own_epoch: bool = True
+    """Frames of older epochs count only together with the own epoch frame."""
+    enough_promises: bool = True
+    """A master is chosen among n - m + 1 copies that promised; without: one is enough."""
+    promise_first: bool = True
+    """What a copy has counts for the choice only once it refuses older epochs."""
+    promise_durable: bool = True
+    """A promise survives a crash."""
+    highest: bool = True
+    """The highest (epoch of the last frame, end) of those that promised is chosen."""
+    in_this_term: bool = True
+    """It was so with the master of this term. So a change of members or of m needs no second rule: who was in sync in
+    the term that it began has all that the members before acknowledged."""
+    new_term: bool = True
+    """A change of members or of m begins a new term."""
+    in_sync: bool = True
+    """Only who was in sync since its process began may promise for a choice."""
+    row_first: bool = True
+    """A broker that restarts takes no part before it has heard of the row."""
+    row: bool = True
+    """A master that hears of an acknowledged point which it lacks does not begin before it has it."""
+    raised: bool = True
+    """A master that takes back frames of its epoch, or of a newer one, takes a newer one: its disk forgot the other."""
+    chosen_point: bool = True
+    """What a master was chosen with counts as acknowledged for it: its disk may be put back before it begins."""
+    above: bool = True
+    """No row changes while a broker reports a newer term; the row is raised above it first."""
+
+
+ALL = Rules()
+
+
+class Bounds(NamedTuple):
+    terms: int
+    messages: int
+    crashes: int
+    changes: int = 0
+    """Of members or of m."""
+    faults: int = 0
+    """Disks put back, or rows."""
+
+
+class Copy(NamedTuple):
+    """One broker: its disk, its memory, what the row says of it, and what the metaserver holds of it."""
+
+    role: int
+    epoch: int
+    """term * 10 + boot; of a slave: term * 10."""
+    promised: int
+    """Refuses epochs of terms below."""
+    log: Log
+    flushed: int
+    members: int
+    """Bit c: it is a member in configuration c."""
+    is_master_in_row: bool = False
+    was_master_in_row: bool = False
+    config: int = 0
+    """Of a master: the configuration that it acknowledges by."""
+    heard: bool = True
+    """Of the row, since it restarted."""
+    lacks: bool = False
+    fit: bool = True
+    """In this life and term it had, fsynced, all that the master had."""
+    follows: int = 0
+    """Epoch of the master that counts it; 0: nobody does."""
+    matched: int = 0
+    answer: Log = NO_ANSWER
+    """What it had when it promised the term that is asked for, as the metaserver heard."""
+
+
+class State(NamedTuple):
+    term: int
+    config: int
+    copies: tuple[Copy, ...]
+    safe: Log = ()
+    """The longest history that was ever acknowledged."""
+    ms: tuple[int, ...] = (2,)
+    """Per configuration, how many copies acknowledge."""
+    written: int = 0
+    crashes: int = 0
+    faults: int = 0
+    asked: int = 0
+    """The term that promises are asked for."""
+    row_forgot: bool = False
+    """The row was put back, and with it what it remembered to be acknowledged."""
+    chosen_with: Log = ()
+    """What the last master that was chosen had then: the row remembers it as if it were acknowledged."""
+    before: tuple[int, ...] = ()
+    """The row before this one: term, configuration. Kept while a row may go back."""
+    broken: str = ""
+
+
+class Found(NamedTuple):
+    states: int
+    depth: int
+    violation: str
+    steps: list[str]
+    seconds: float
+
+    def __str__(self) -> str:
+        head = f"{self.states:,} states, {self.depth} steps deep, {self.seconds:.1f} s: "
+        lines = [f"{number:4}. {step}" for number, step in enumerate(self.steps, 1)]
+        return head + ("\n".join([self.violation, *lines]) if self.violation else "no violation")
+
+
+def world(size: int, m: int) -> State:
+    """Three brokers, of which `size` are members; the first is the master of term 1."""
+    copies = [Copy(MASTER, 11, 0, (), 0, 1, True)]
+    copies += [Copy(SLAVE, 10, 0, (), 0, 1) for _ in range(size - 1)]
+    copies += [Copy(OUT, 0, 0, (), 0, 0) for _ in range(3 - size)]
+    return State(1, 0, tuple(sorted(copies)), ms=(m,))
+
+
+WORLDS = {
+    "three_of_two": world(3, 2),
+    "three_of_three": world(3, 3),
+    "two_of_two": world(2, 2),
+}
+"""n copies of which m acknowledge, as `n_of_m`."""
+
+
+# ---- frames and histories
+
+
+def frame(epoch: int, faults: int, message: int) -> int:
+    """Encode a frame; message 0 is the epoch frame. No two first frames are equal, also where a disk that was put back
+    uses an epoch again: times stand in them, here the number of faults so far."""
+    return (epoch * 10 + faults) * 10 + message
+
+
+def epoch_of(log: Log) -> int:
+    return log[-1] // 100 if log else 0
+
+
+def show(log: Log) -> str:
+    names = (f"{f // 1000}.{f // 100 % 10}" + (f":{'_abcdefgh'[f % 10]}" if f % 10 else "") for f in log)
+    return f"[{' '.join(names)}]"
+
+
+def common(a: Log, b: Log) -> int:
+    """How far two logs are equal."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i in range(n) if a[i] != b[i])
+
+
+def has_begun(me: Copy) -> bool:
+    return epoch_of(me.log) == me.epoch
+
+
+def is_at_work(me: Copy) -> bool:
+    return me.role == MASTER and me.heard
+
+
+def order(me: Copy) -> tuple:
+    return (*me[:-1], me.answer != NO_ANSWER, me.answer or ())
+
+
+def set_of(copies: Iterable[Copy], config: int) -> list[Copy]:
+    return [me for me in copies if me.members >> config & 1]
+
+
+# ---- what a step leads to
+
+
+def after_step(state: State, copies: list[Copy], rules: Rules, **changes: Any) -> State:
+    """Return the state with these copies: acknowledged as far as may be, checked, sorted."""
+    masters = {me.epoch for me in copies if me.role == MASTER}
+    for i, me in enumerate(copies):
+        if me.follows and me.follows not in masters:
+            copies[i] = me._replace(follows=0, matched=0)
+    state = state._replace(**changes)
+    safe, broken = state.safe, state.broken
+    for me in copies:
+        if me.role == MASTER and me.log:
+            acknowledged = me.log[: watermark(me, copies, state.ms, rules)]
+            n = min(len(acknowledged), len(safe))
+            if acknowledged[:n] != safe[:n]:
+                broken = f"acknowledged: {show(acknowledged)} and {show(safe)}"
+            elif len(acknowledged) > len(safe):
+                safe = acknowledged
+    if not broken:
+        broken = look(copies, safe)
+    copies.sort()
+    return state._replace(copies=tuple(copies), safe=safe, broken=broken)
+
+
+def watermark(me: Copy, copies: list[Copy], ms: tuple[int, ...], rules: Rules) -> int:
+    """How much of its log a master has acknowledged."""
+    own = me.flushed if rules.own_fsync else len(me.log)
+    slaves = [c.matched for c in set_of(copies, me.config) if c is not me and c.follows == me.epoch]
+    ends = sorted([own, *slaves], reverse=True)
+    m = ms[me.config] - (0 if rules.enough_copies else 1)
+    if len(ends) < m:
+        return 0
+    end = min(ends[m - 1], own)
+    begin = next((i for i, f in enumerate(me.log) if f // 100 == me.epoch), len(me.log))
+    return end if end > begin or not rules.own_epoch else 0
+
+
+def look(copies: list[Copy], safe: Log) -> str:
+    """Name the promise that is broken."""
+    epoch, n = epoch_of(safe), len(safe)
+    at_work = [me for me in copies if is_at_work(me) and has_begun(me)]
+    for i, me in enumerate(at_work):
+        if me.epoch > epoch and me.log[:n] != safe:
+            return f"complete: {show(safe)} was acknowledged; the master of {me.epoch / 10} has {show(me.log)}"
+        if any(me.epoch == other.epoch for other in at_work[:i]):
+            return f"one master: two are at work in epoch {me.epoch / 10}"
+    return ""
+
+
+def with_row(state: State, copies: list[Copy], bounds: Bounds, **row: Any) -> dict[str, Any]:
+    """The row changes: what was answered before means nothing any more. `copies` are in the order of the state's."""
+    keeps = bounds.faults > state.faults
+    for i, before in enumerate(state.copies):
+        copies[i] = copies[i]._replace(answer=NO_ANSWER, was_master_in_row=keeps and before.is_master_in_row)
+    return {"asked": 0, "before": (state.term, state.config) if keeps else (), **row}
+
+
+# ---- the steps
+
+
+Steps = Iterator[tuple[Words, State]]
+
+
+def steps(state: State, bounds: Bounds, rules: Rules) -> Steps:
+    """Yield everything that can happen next, as (words, state)."""
+    for i, me in enumerate(state.copies):
+        others = state.copies[:i] + state.copies[i + 1 :]
+        yield from hears(state, me, others, bounds, rules)
+        yield from promises(state, me, others, bounds, rules)
+        if is_at_work(me):
+            yield from as_master(state, me, others, bounds, rules)
+        if me.role == SLAVE and me.heard:
+            yield from as_slave(state, me, others, rules)
+        if state.crashes < bounds.crashes:
+            yield from crashes(state, me, others, rules)
+        if state.faults < bounds.faults:
+            yield from put_back(state, me, others, rules)
+    yield from row_changes(state, bounds, rules)
+
+
+def hears(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds, rules: Rules) -> Steps:
+    """A broker hears of the row."""
+    term = me.epoch // 10
+    is_member = me.members >> state.config & 1
+    is_known = me.heard and (rules.new_term or me.role != MASTER or me.config == state.config)
+    if state.term < max(term, me.promised) or (state.term == term and is_known):
+        return
+    if not is_member:
+        if me.role == OUT:
+            return
+        after = me._replace(role=OUT, epoch=state.term * 10, follows=0, matched=0, heard=True)
+        yield ("a broker hears that it is no member in term {}", state.term), after_step(state, [after, *others], rules)
+        return
+    if state.term == term:
+        after = me._replace(heard=True)
+    else:
+        role, boot = (MASTER, 1) if me.is_master_in_row else (SLAVE, 0)
+        after = me._replace(role=role, epoch=state.term * 10 + boot, heard=True, follows=0, matched=0)
+        after = after._replace(fit=me.fit and not rules.in_this_term)
+    if after.role == MASTER:
+        after = after._replace(config=state.config, lacks=is_lacking(state, after.log, rules))
+    words = ("a broker with {} hears that it is {} of term {}", me.log, ROLES[after.role], state.term)
+    yield words, after_step(state, [after, *others], rules)
+
+
+def is_lacking(state: State, log: Log, rules: Rules) -> bool:
+    """Whether a master's log lacks what the row remembers."""
+    if state.row_forgot or not rules.row:
+        return False
+    return log[: len(state.safe)] != state.safe or log[: len(state.chosen_with)] != state.chosen_with
+
+
+def promises(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds, rules: Rules) -> Steps:
+    """The metaserver asks a broker to refuse all terms below a new one."""
+    if me.role == OUT or not me.heard or (rules.in_sync and not me.fit):
+        return
+    if rules.in_this_term and me.epoch // 10 != state.term:
+        return
+    if rules.above and any(c.epoch // 10 > state.term for c in state.copies):
+        return
+    for term in range(state.term + 1, bounds.terms + 1):
+        if term <= max(me.promised, me.epoch // 10) or (state.asked and state.asked != term):
+            continue
+        after = me._replace(answer=me.log[: me.flushed])
+        if rules.promise_first:
+            role = FENCED if me.role == MASTER else me.role
+            after = after._replace(promised=term, role=role, log=after.answer)
+        words = ("a broker with {} promises to refuse all before term {}", me.log, term)
+        yield words, after_step(state, [after, *others], rules, asked=term)
+
+
+def as_master(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds, rules: Rules) -> Steps:
+    """A master begins, appends, fsyncs; before it begins, it takes back what a slave has more."""
+    if me.flushed < len(me.log):
+        after = me._replace(flushed=len(me.log), fit=me.fit or has_begun(me))
+        yield ("the master of {} fsyncs {}", me.epoch / 10, me.log), after_step(state, [after, *others], rules)
+    if has_begun(me):
+        if state.written < bounds.messages:
+            log = (*me.log, frame(me.epoch, state.faults, state.written + 1))
+            words = ("the master of {} appends: {}", me.epoch / 10, log)
+            yield words, after_step(state, [me._replace(log=log), *others], rules, written=state.written + 1)
+        return
+    for other in others:
+        n = len(me.log)
+        if other.role == SLAVE and other.epoch // 10 == me.epoch // 10 and other.promised <= me.epoch // 10:
+            if other.heard and len(other.log) > n and other.log[:n] == me.log:
+                after = me._replace(log=other.log, lacks=me.lacks and is_lacking(state, other.log, rules))
+                if rules.raised:
+                    after = after._replace(epoch=max(me.epoch, epoch_of(other.log) + 1))
+                words = ("the master of {} takes back what a slave has: {}", me.epoch / 10, after.log)
+                yield words, after_step(state, [after, *others], rules)
+    if not me.lacks:
+        after = me._replace(log=(*me.log, frame(me.epoch, state.faults, 0)))
+        yield ("the master of {} begins: {}", me.epoch / 10, after.log), after_step(state, [after, *others], rules)
+
+
+def as_slave(state: State, me: Copy, others: tuple[Copy, ...], rules: Rules) -> Steps:
+    """A slave connects to a master of its term; receives, fsyncs and confirms the next frame."""
+    for master in others:
+        if master.epoch // 10 != me.epoch // 10 or not is_at_work(master) or not has_begun(master):
+            continue
+        if me.promised > me.epoch // 10:
+            continue
+        if me.follows != master.epoch:
+            n = common(me.log, master.log)
+            after = me._replace(log=me.log[:n], flushed=n, follows=master.epoch, matched=n)
+            words: Words = ("a slave with {} follows the master of {} from {}", me.log, master.epoch / 10, n)
+            broken = ""
+            if n < len(state.safe) and me.log[: len(state.safe)] == state.safe:
+                broken = f"cut: {show(me.log)} to {n}, and {show(state.safe)} was acknowledged"
+        elif len(me.log) < len(master.log):
+            n = len(me.log) + 1
+            after = me._replace(log=master.log[:n], flushed=n, matched=n)
+            words, broken = ("a slave has {}", after.log), ""
+        else:
+            continue
+        if len(after.log) == len(master.log):
+            after = after._replace(fit=True)
+        yield words, after_step(state, [after, *others], rules, broken=broken)
+
+
+def crashes(state: State, me: Copy, others: tuple[Copy, ...], rules: Rules) -> Steps:
+    """A broker restarts with what is on its disk."""
+    if me.role == OUT:
+        return
+    after = me._replace(fit=False, heard=not rules.row_first, follows=0, matched=0)
+    if not rules.promise_durable:
+        after = after._replace(promised=0, role=MASTER if me.role == FENCED else me.role)
+    if after.role == MASTER:
+        after = after._replace(epoch=me.epoch + 1)
+    for keep in range(me.flushed, len(me.log) + 1):
+        kept = after._replace(log=me.log[:keep], flushed=keep)
+        words = ("a broker with {} crashes and has {}", me.log, kept.log)
+        yield words, after_step(state, [kept, *others], rules, crashes=state.crashes + 1)
+
+
+def put_back(state: State, me: Copy, others: tuple[Copy, ...], rules: Rules) -> Steps:
+    """A disk comes back as it was once, or without its last frames; its memory as new as before, or as old."""
+    if me.role == OUT:
+        return
+    after = me._replace(fit=False, heard=not rules.row_first, follows=0, matched=0, answer=NO_ANSWER, promised=0)
+    for keep in range(me.flushed):
+        log = me.log[:keep]
+        kept = after._replace(log=log, flushed=keep)
+        words = ("the disk of a broker with {} is put back to {}", me.log, log)
+        as_now = kept._replace(epoch=me.epoch + (me.role == MASTER), promised=me.promised)
+        as_then = kept._replace(role=SLAVE, epoch=max(epoch_of(log), 10) // 10 * 10)
+        for found in (as_now, as_then):
+            yield words, after_step(state, [found, *others], rules, faults=state.faults + 1)
+
+
+# ---- the row
+
+
+def row_changes(state: State, bounds: Bounds, rules: Rules) -> Steps:
+    newest = max(me.epoch // 10 for me in state.copies)
+    if newest > state.term:
+        yield from adopted(state, bounds, rules)
+    if not (rules.above and newest > state.term):
+        yield from chosen(state, bounds, rules)
+        if state.term < bounds.terms:
+            yield from renewed(state, bounds, rules)
+    if state.faults < bounds.faults and state.before:
+        yield from gone_back(state, rules)
+
+
+def is_enough(state: State, rules: Rules) -> bool:
+    """Whether n - m + 1 of the members answered."""
+    members = set_of(state.copies, state.config)
+    answers = sum(me.answer != NO_ANSWER for me in members)
+    return answers >= (len(members) - state.ms[state.config] + 1 if rules.enough_promises else 1)
+
+
+def chosen(state: State, bounds: Bounds, rules: Rules) -> Steps:
+    """Failover and SwapRoles: one compare-and-set makes who has most the master of the term that was promised."""
+    if not state.asked or not is_enough(state, rules):
+        return
+    answered = [me for me in state.copies if me.answer != NO_ANSWER]
+    best = max((epoch_of(me.answer), len(me.answer)) for me in answered)
+    for me in set_of(answered, state.config):
+        if rules.highest and (epoch_of(me.answer), len(me.answer)) != best:
+            continue
+        copies = [c._replace(is_master_in_row=c is me) for c in state.copies]
+        keeps = bounds.faults and rules.chosen_point
+        row = with_row(state, copies, bounds, term=state.asked, chosen_with=me.answer if keeps else ())
+        words = ("metaserver: the broker with {} is the master of term {}", me.log, state.asked)
+        has_all = me.answer[: len(state.safe)] == state.safe
+        broken = (
+            "" if has_all else f"choice: {show(state.safe)} was acknowledged, and who has {show(me.answer)} is chosen"
+        )
+        yield words, after_step(state, copies, rules, broken=broken, **row)
+
+
+def renewed(state: State, bounds: Bounds, rules: Rules) -> Steps:
+    """The same master in a new term: with another set of members or another m, or as promises led to no choice."""
+    term = max(state.term, *(me.promised for me in state.copies)) + (1 if rules.new_term else 0)
+    if term <= bounds.terms and any(me.promised > state.term for me in state.copies):
+        term_asked = max(me.promised for me in state.copies)
+        copies = list(state.copies)
+        row = with_row(state, copies, bounds, term=term_asked)
+        words: Words = ("metaserver: term {} begins with the same master", term_asked)
+        yield words, after_step(state, copies, rules, **row)
+    if term > bounds.terms or len(state.ms) > bounds.changes:
+        return
+    new, m = len(state.ms), state.ms[state.config]
+    members = set_of(state.copies, state.config)
+    for i, me in enumerate(state.copies):
+        if me.is_master_in_row:
+            continue
+        is_member = me in members
+        if is_member and len(members) - 1 < m:
+            continue
+        copies = [c._replace(members=c.members | (1 << new)) if c in members else c for c in state.copies]
+        copies[i] = me._replace(members=me.members ^ (0 if is_member else 1 << new))
+        row = with_row(state, copies, bounds, term=term, config=new, ms=(*state.ms, m))
+        words = ("metaserver: in term {} the broker with {} is {} member", term, me.log, "no" if is_member else "a")
+        yield words, after_step(state, copies, rules, **row)
+    for other in (m - 1, m + 1):
+        if 2 <= other <= len(members):
+            copies = [c._replace(members=c.members | (1 << new)) if c in members else c for c in state.copies]
+            row = with_row(state, copies, bounds, term=term, config=new, ms=(*state.ms, other))
+            yield (
+                ("metaserver: in term {}, {} copies acknowledge", term, other),
+                after_step(state, copies, rules, **row),
+            )
+
+
+def gone_back(state: State, rules: Rules) -> Steps:
+    term, config = state.before
+    copies = [
+        me._replace(is_master_in_row=me.was_master_in_row, was_master_in_row=False, answer=NO_ANSWER)
+        for me in state.copies
+    ]
+    words = ("metaserver: its database is put back to term {}", term)
+    yield (
+        words,
+        after_step(
+            state, copies, rules, term=term, config=config, before=(), asked=0, row_forgot=True, faults=state.faults + 1
+        ),
+    )
+
+
+def adopted(state: State, bounds: Bounds, rules: Rules) -> Steps:
+    """A row that is older than what its brokers report is raised above it, with the master that they have."""
+    term = max(max(me.epoch // 10, me.promised) for me in state.copies) + 1
+    newest = max(me.epoch // 10 for me in state.copies)
+    for me in set_of(state.copies, state.config):
+        if term <= bounds.terms and me.role == MASTER and me.epoch // 10 == newest:
+            copies = [c._replace(is_master_in_row=c is me) for c in state.copies]
+            row = with_row(state, copies, bounds, term=term)
+            yield ("metaserver: the row is raised to term {}", term), after_step(state, copies, rules, **row)
+
+
+# ---- the walk
+
+
+def explore(start: State, bounds: Bounds, rules: Rules = ALL) -> Found:
+    """Visit every state within `bounds`, nearest first; stop at the first that breaks a promise."""
+    began = time.monotonic()
+    came_from: dict[State, State | None] = {start: None}
+    frontier, depth = [start], 0
+    while frontier:
+        depth += 1
+        following = []
+        for state in frontier:
+            for _, after in steps(state, bounds, rules):
+                if after not in came_from:
+                    came_from[after] = state
+                    following.append(after)
+                    if after.broken:
+                        told = retrace(after, came_from, bounds, rules)
+                        return Found(len(came_from), depth, after.broken, told, time.monotonic() - began)
+        frontier = following
+    return Found(len(came_from), depth - 1, "", [], time.monotonic() - began)
+
+
+def count(start: State, bounds: Bounds, rules: Rules = ALL) -> Found:
+    """As `explore`, for worlds too large to remember how each state was reached: of a state, its hash is kept. Two of
+    20 million states share one of 64 bits with a probability of 1 : 90,000."""
+    began = time.monotonic()
+    seen, frontier, depth = {hash(start)}, [start], 0
+    while frontier:
+        depth += 1
+        following = []
+        for state in frontier:
+            for _, after in steps(state, bounds, rules):
+                if (key := hash(after)) not in seen:
+                    seen.add(key)
+                    following.append(after)
+                    if after.broken:
+                        return Found(len(seen), depth, after.broken, [], time.monotonic() - began)
+        frontier = following
+        print(f"{depth} steps, {len(seen):,} states", file=sys.stderr, flush=True)
+    return Found(len(seen), depth - 1, "", [], time.monotonic() - began)
+
+
+def retrace(state: State, came_from: dict[State, State | None], bounds: Bounds, rules: Rules) -> list:
+    lines: list[str] = []
+    before = came_from[state]
+    while before is not None:
+        words = next(words for words, after in steps(before, bounds, rules) if after == state)
+        acked = f"; acknowledged: {show(state.safe)}" if state.safe != before.safe else ""
+        lines.append(words[0].format(*(show(w) if isinstance(w, tuple) else w for w in words[1:])) + acked)
+        state, before = before, came_from[before]
+    return lines[::-1]
+
+
+if __name__ == "__main__":
+    without = {name: False for name in sys.argv[1:] if name in Rules._fields}
+    numbers = [int(word) for word in sys.argv[1:] if word.isdigit()]
+    name = next(word for word in sys.argv[1:] if word in WORLDS)
+    walk = explore if without else count
+    print(walk(WORLDS[name], Bounds(*numbers), ALL._replace(**without)), flush=True)

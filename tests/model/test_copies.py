@@ -1,0 +1,73 @@
+"""Three copies keep the promises in every state of a small world, and need each rule for that.
+
+`tests.model.copies` says what is modelled. Larger worlds: `python -m tests.model.copies WORLD TERMS MESSAGES CRASHES
+CHANGES FAULTS`; docs/decisions/0043-failover-among-three.md says which were looked through.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.model.copies import ALL, WORLDS, Bounds, Rules, count, explore
+
+LOOKED_THROUGH = [
+    # a world, its bounds, how many states
+    pytest.param("three_of_two", Bounds(2, 2, 1), 303_341, id="two of three, two messages, a crash"),
+    pytest.param("three_of_two", Bounds(2, 1, 0, 0, 1), 236_402, id="two of three, a disk or the row goes back"),
+    pytest.param("three_of_three", Bounds(2, 1, 1, 1), 113_684, id="three of three, members and m change, a crash"),
+    pytest.param("two_of_two", Bounds(2, 1, 0, 1, 1), 50_167, id="a third copy comes, a disk or the row goes back"),
+]
+
+COUNTEREXAMPLES = [
+    # without this rule, in this world and these bounds, this promise breaks, in as few steps as these
+    pytest.param("enough_copies", "three_of_two", Bounds(2, 1, 0), "choice", 5, id="one copy less acknowledges"),
+    pytest.param("own_fsync row", "three_of_two", Bounds(2, 1, 1), "choice", 6, id="not the master's own fsync"),
+    pytest.param(
+        "own_epoch in_this_term",
+        "three_of_two",
+        Bounds(4, 1, 0),
+        "complete",
+        15,
+        id="older frames count alone (Raft's figure 8)",
+    ),
+    pytest.param("enough_promises", "three_of_two", Bounds(2, 1, 0), "choice", 6, id="one promise is enough"),
+    pytest.param("promise_first", "three_of_two", Bounds(2, 1, 0), "choice", 7, id="asked, but nothing promised"),
+    pytest.param("promise_durable", "three_of_two", Bounds(2, 1, 1), "choice", 9, id="a crash forgets a promise"),
+    pytest.param("highest", "three_of_two", Bounds(2, 1, 0), "choice", 7, id="any of those that promised"),
+    pytest.param("in_this_term", "three_of_two", Bounds(3, 1, 0, 1), "choice", 7, id="in sync before members changed"),
+    pytest.param("new_term", "three_of_two", Bounds(2, 1, 0, 1), "choice", 7, id="members change within a term"),
+    pytest.param("in_sync", "three_of_two", Bounds(2, 1, 0, 0, 1), "choice", 9, id="a copy that restarted promises"),
+    pytest.param(
+        "row_first", "three_of_two", Bounds(2, 1, 0, 0, 1), "complete", 6, id="a broker begins without the row"
+    ),
+    pytest.param("row", "three_of_two", Bounds(2, 1, 0, 0, 1), "complete", 7, id="the row's word is not heeded"),
+    pytest.param(
+        "raised", "three_of_two", Bounds(2, 1, 0, 0, 1), "cut", 18, id="an epoch that a slave has is used again"
+    ),
+    pytest.param(
+        "chosen_point", "three_of_two", Bounds(2, 1, 0, 0, 1), "complete", 12, id="what it was chosen with is forgotten"
+    ),
+    pytest.param("above", "three_of_two", Bounds(3, 1, 0, 0, 1), "one master", 9, id="an old row gives a term twice"),
+]
+
+
+@pytest.mark.parametrize(("world", "bounds", "states"), LOOKED_THROUGH)
+def test_all_rules_together_break_no_promise(world: str, bounds: Bounds, states: int) -> None:
+    found = count(WORLDS[world], bounds)
+    print(f"{world} {bounds}: {found}")
+    assert not found.violation, str(found)
+    assert found.states == states, "the model changed: check that it still says what the protocol does, then the number"
+
+
+@pytest.mark.parametrize(("rule", "world", "bounds", "promise", "length"), COUNTEREXAMPLES)
+def test_each_rule_is_missed_when_it_is_left_out(
+    rule: str, world: str, bounds: Bounds, promise: str, length: int
+) -> None:
+    found = explore(WORLDS[world], bounds, ALL._replace(**dict.fromkeys(rule.split(), False)))
+    print(f"without {rule}: {found}")
+    assert found.violation.startswith(promise) and promise, str(found)
+    assert len(found.steps) == length, str(found)
+
+
+def test_every_rule_has_a_counterexample() -> None:
+    assert {str(example.values[0]).split()[0] for example in COUNTEREXAMPLES} == set(Rules._fields)
