@@ -2,6 +2,7 @@
 
 fill     groups are restored from a backup, their 4,000 brokers beat, clients bring the subjects into being
 start    the metaserver starts again, with all of that in its database
+console  each of its pages is asked for, one by one
 watch    a group is marked readonly and unmarked: when the first and the last client know, and have confirmed it
 look up  clients come, ask for one subject, and go, while nothing happens and while marks are changed
 """
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from benchmarks import metaserver_console
 from benchmarks.figures import Figure, rounded
 from benchmarks.machine import MIB, Clock, cpu_seconds, describe, free_port, resident_bytes
 from benchmarks.metaserver_load import HOT, group_name, subject_name
@@ -36,6 +38,7 @@ GOALS = {
     "mark_to_all_producers_2000_s": 1.0,
     "route_to_all_watchers_s": 2.0,
     "look_up_p99_ms": 20.0,
+    **{f"console_{page}_p50_ms": 200.0 for page in metaserver_console.PAGES},
 }
 
 
@@ -170,13 +173,16 @@ class Bench:
         self.server = Metaserver(directory)
         self.figures: dict[str, Figure] = {}
 
-    def run(self) -> None:
+    def run(self, *, console_alone: bool = False) -> None:
         """Measure everything, in the order of the module's text."""
         with self._ended():
             self.server.start()
             self._fill()
-            self._restart()
-            self._watch()
+            if not console_alone:
+                self._restart()
+            self._console()
+            if not console_alone:
+                self._watch()
 
     @contextmanager
     def _ended(self) -> Iterator[None]:
@@ -215,6 +221,15 @@ class Bench:
             self._note("start_s", self.server.start(), "to the first answer, from SQLite")
             self._note("start_cpu_s", cpu_seconds(self.server.pid), "CPU time of that, imports included")
         self._note("rss_after_start_mib", resident_bytes(self.server.pid) / MIB)
+
+    def _console(self) -> None:
+        """With some groups marked readonly: their reasons are shown, and they stand first."""
+        token = self.server.act("AddToken", name="bench", role="operator")["token"]
+        for number in range(0, 20, 2):
+            self.server.act("MarkReadonlyBrokerGroup", brokerGroup=group_name(number))
+        metaserver_console.measure(self.server.http_port, token, self._note)
+        for number in range(0, 20, 2):
+            self.server.act("UnMarkReadonlyBrokerGroup", brokerGroup=group_name(number))
 
     def _watch(self) -> None:
         scale = self._scale
@@ -361,6 +376,7 @@ def table(figures: dict[str, Figure]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.metaserver", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a minute that shows that all works; not figures to quote")
+    parser.add_argument("--console", action="store_true", help="the console's pages alone")
     run_dir = Path(os.environ.get("RUN_DIR", ".run")) / "bench-metaserver"
     parser.add_argument("--dir", type=Path, default=run_dir, help="database and logs")
     parser.add_argument("--out", type=Path, default=Path(".run/bench-metaserver.json"))
@@ -371,7 +387,7 @@ def main() -> int:
     machine = describe(options.dir)
     bench = Bench(options.dir.resolve(), QUICK if options.quick else Scale())
     try:
-        bench.run()
+        bench.run(console_alone=options.console)
     except QmqError as error:
         print(error, file=sys.stderr)
         return 1

@@ -38,7 +38,12 @@ log = logging.getLogger("qmq.metaserver")
 ROOT = "/console"
 COOKIE = "qmq_console"
 FIELDS_MAX = 100
-STATIC = {"console.css": "text/css; charset=utf-8", "console.js": "text/javascript; charset=utf-8"}
+STATIC = {
+    "console.css": "text/css; charset=utf-8",
+    "console.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+"""Files of every page. Without an icon of ours a browser asks for /favicon.ico, a refusal in the log each time."""
 POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"

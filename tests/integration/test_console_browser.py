@@ -1,62 +1,137 @@
-"""Shell. The console in a real browser: the page has its answer, its policy is kept, its colours can be read."""
+"""Shell. The console in a real browser: what axe finds, where Tab leads, what the policy forbids; its colours."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from qmq.errors import NotServed
 from qmq.http_port import HttpPort, listen
 from qmq.metaserver.console import routes
-from qmq.metaserver.rpc.tokens import wall_ms
-from tests.unit.metaserver.console_world import ConsoleWorld
+from qmq.metaserver.console.pages import PAGES
+from tests.support.chromium import Chromium
+from tests.unit.metaserver.console_world import ConsoleWorld, with_something_on_every_page
 
 STYLE = Path(routes.__file__).parent / "static" / "console.css"
-LOAD_S = 180
 CONTRAST_MIN = 4.5
 """WCAG 2.1, level AA, for text of normal size."""
+ADDRESSES = [
+    *(f"/console{page.path}" for page in PAGES if page.path != "/group"),
+    "/console/group?name=g1",
+    "/console/consumers?subject=order.changed",
+    "/console/messages?subject=order.changed&dead=billing",
+    "/console/change?action=MarkReadonlyBrokerGroup&brokerGroup=g1",
+    "/console/login",
+]
 
 
-def test_a_browser_shows_the_page_and_finds_nothing_that_the_policy_forbids(tmp_path, monkeypatch):
-    asyncio.run(_browse(tmp_path, monkeypatch))
+@pytest.mark.parametrize("state", ["data", "empty", "database away"])
+def test_every_page_can_be_used_with_keyboard_and_screen_reader_and_keeps_the_policy(tmp_path, state):
+    asyncio.run(_with_browser(tmp_path, state, _look_at_every_page))
 
 
-async def _browse(tmp_path, monkeypatch):
+async def _with_browser(tmp_path, state, look):
     world = ConsoleWorld(tmp_path / "metaserver.db")
     await world.open()
-    await world.running_copies("g1")
-    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
-    cookie = world.console._sessions.begin(world.tokens["viewer"], now_ms=wall_ms())
-    visited = world.console._visit
-
-    async def logged_in(request):  # a headless browser has no hand to type the token with
-        request.cookies.setdefault(routes.COOKIE, cookie)
-        return await visited(request)
-
-    monkeypatch.setattr(world.console, "_visit", logged_in)
+    if state != "empty":
+        await with_something_on_every_page(world, tmp_path / "ledger")
+    if state == "database away":
+        _take_the_database_away(world)
     listener = listen("127.0.0.1", 0)
     serving = asyncio.create_task(HttpPort(world.app, listener).run())
     try:
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}/console"
-        page, said = await asyncio.to_thread(_dump, address, tmp_path / "profile")
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        await asyncio.to_thread(look, address, world, tmp_path / "profile", state)
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         world.database.close()
-    assert "an operator marked it: UnMarkReadonlyBrokerGroup ends it" in page
-    assert re.search(r'<a href="/console" aria-current="page">Overview</a>', page)
-    assert "Content Security Policy" not in said, said
 
 
-def _dump(address, profile):
-    ended = subprocess.run(
-        ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
-         f"--user-data-dir={profile}", address], capture_output=True, text=True, timeout=LOAD_S,
-    )  # fmt: skip
-    return ended.stdout, ended.stderr
+def _take_the_database_away(world):
+    async def away(work, **options):
+        raise NotServed("the database does not answer")
+
+    world.desk.database.read, world.trouble = away, "connection refused"
+
+
+def _log_in(browser, address, world):
+    """With the keyboard alone: the field for the token has the focus, Enter sends the form."""
+    assert "Log in" in browser.open(f"{address}/console")
+    browser.type(world.tokens["operator"])
+    assert "operator · operator" in browser.follow()
+
+
+def _look_at_every_page(address, world, profile, state):
+    with Chromium(profile) as browser:
+        _log_in(browser, address, world)
+        found = []
+        for path in ADDRESSES:
+            text = browser.open(address + path)
+            assert ("connection refused" in text) == (state == "database away"), (path, text)
+            found += [f"{path}: {one}" for one in browser.axe() + browser.complaints()]
+            wanted, had, unseen = browser.tab_walk()
+            assert had == wanted, (path, had, wanted)
+            found += [f"{path}: focus is not seen on {one}" for one in unseen]
+        browser.tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        for path in ADDRESSES if state == "data" else ():
+            browser.open(address + path)
+            found += [f"{path}, dark: {one}" for one in browser.axe(only=("color-contrast",))]
+        assert not found, "\n".join(found)
+
+
+def test_a_change_is_made_with_the_keyboard_alone(tmp_path):
+    asyncio.run(_with_browser(tmp_path, "data", _change_with_the_keyboard))
+
+
+def _change_with_the_keyboard(address, world, profile, state):
+    with Chromium(profile) as browser:
+        _log_in(browser, address, world)
+        browser.open(f"{address}/console/group?name=g1")
+        _tab_to(browser, "DrainGroup…")
+        assert "DrainGroup" in browser.follow()
+        _tab_to(browser, "Show the plan")
+        text = browser.follow()
+        assert "Reaches 2 subjects, 1 group" in text and "Do it" in text
+        assert not world.registry.directory.groups["g1"].draining
+        _tab_to(browser, "Do it")
+        assert "Done." in browser.follow()
+        assert world.registry.directory.groups["g1"].draining
+        assert "operator 127.0.0.1 DrainGroup brokerGroup=g1" in browser.open(f"{address}/console/trail")
+
+
+def _tab_to(browser, text):
+    for _ in range(100):
+        browser.press("Tab")
+        if browser.run("document.activeElement.innerText || ''").strip() == text:
+            return
+    raise AssertionError(f"Tab does not lead to {text}")
+
+
+def test_what_is_drawn_renews_itself_until_it_is_paused(tmp_path):
+    asyncio.run(_with_browser(tmp_path, "data", _watch_it_renew))
+
+
+def _watch_it_renew(address, world, profile, state):
+    with Chromium(profile) as browser:
+        _log_in(browser, address, world)
+        browser.tell("Page.addScriptToEvaluateOnNewDocument", source="window.setInterval = f => { window.renew = f; };")
+        assert "messages in" in browser.open(f"{address}/console/group?name=g1")
+        world.brokers.samples["g1"] = world.brokers.samples["g1"][:1]
+        browser.run("window.renew()")
+        assert "Its master began this moment" in browser.text() and not browser.complaints()
+        _tab_to(browser, "Pause")
+        browser.press("Enter", text="\r")
+        world.brokers.samples["g1"] = []
+        world.brokers.silent = {"g1"}
+        browser.run("window.renew()")
+        assert "No rates" not in browser.text()
+        browser.press("Enter", text="\r")
+        browser.run("window.renew()")
+        assert "No rates" in browser.text()
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])

@@ -6,17 +6,22 @@ import asyncio
 import html
 import random
 import re
+from dataclasses import replace
 
 import httpx
 
+from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger
 from qmq.metaserver.access import Access, new_token
+from qmq.metaserver.actions import Answer, Status
 from qmq.metaserver.console.routes import Console
 from qmq.metaserver.console.sessions import Sessions
 from qmq.metaserver.http.app import build_app
 from qmq.metaserver.http.guard import Limits
+from qmq.metaserver.model import LeaseRow
 from qmq.metaserver.refusals import Refusals
 from qmq.metaserver.rpc.tokens import wall_ms
-from tests.unit.metaserver.actions_world import World
+from qmq.proto import qmq_pb2 as pb
+from tests.unit.metaserver.actions_world import World, left
 
 CLUSTER = "the key of the installation"
 ROLES = ("viewer", "operator", "admin", "client")
@@ -93,3 +98,81 @@ def in_console(test):
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
+
+
+URL = "mmm://db1:3306"
+LEASE = LeaseRow("watchdog/default", "w1", 0, 1, "10.0.0.7:8083")
+
+
+class PlayedWatchdogs:
+    """The active watchdog of one room, with one parked row.
+
+    Args:
+        reason: why the row is parked.
+    """
+
+    def __init__(self, reason):
+        self.asked, self.fails, self.answer, self._reason = [], None, {"database": URL, "retried": 1}, reason
+
+    async def ask(self, address, path, words, *, changes=False):
+        self.asked.append((address, path, changes))
+        if changes:
+            if self.fails:
+                raise self.fails
+            return {"databases": [self.answer]}
+        row = {"id": 17, "state": "parked", "age": 61.5, "errors": 3, "subject": "order.new", "messageId": "m-1"}
+        one = {"database": URL, "parked": 1, "pending": 0, "claimed": 0, "oldest": 0.0}
+        return {
+            "databases": [one | {"rows": [row | {"reason": self._reason}]}, {"database": "x://y:1", "problem": "away"}]
+        }
+
+
+async def with_something_on_every_page(world, folder):
+    """Groups, one of them readonly; who is behind; dead letters; parked rows; delayed messages; nights of the audit."""
+    await world.running_copies("g1")
+    await world.running_copies("g2")
+    await world.routed("order.changed", "quiet", groups=("g1", "g2"))
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g2")
+    now = wall_ms()
+    stuck = left("order.changed", "billing", 1234, now - 3_725_000)
+    stuck.consumers.append(pb.ConsumerProgress(consumer="c1", connected=False, unacked=7))
+    stuck.causes.append("no consumer")
+    world.brokers.progress["g1"] = [stuck]
+    world.brokers.samples["g1"] = [
+        pb.RateSample(at_ms=now - 5_000 * (100 - n), taken=250 * n + n % 7 * 90, delivered=200 * n) for n in range(101)
+    ]
+    await world.database.write(lambda repository: repository.hold_lease(LEASE, take=True, release=False))
+    await world.done("AddDb", host="db1", port=3306, username="qmq", password="secret of db1")
+    world.actions._desk = replace(world.desk, watchdogs=PlayedWatchdogs("ValueError: no subject"))
+    ledger = Ledger(folder)
+    for name, verdict in (("g1", PROVEN), ("g2", FINDINGS)):
+        more = {"found": {"lost": 1}, "findings": [{"what": "lost", "id": "m-7"}]} if verdict == FINDINGS else {}
+        ledger.append(Entry("2026-11-22", now - 9_000_000, name, verdict, verified=4096, by="audit@mq1", **more))
+    world.console._ledger = folder
+    _play_messages(world, now)
+
+
+def _play_messages(world, now):
+    dead = pb.BrowsedMessage(
+        sequence=1, id="m-1", stored_ms=now - 60_000, bytes=40,
+        properties=[pb.Property(name=name, value=value) for name, value in
+                    (("qmq_deadReason", "ValueError: no price"), ("qmq_times", "5"), ("note", "x" * 300))],
+    )  # fmt: skip
+    group = {"brokerGroup": "d1", "pendingMessages": 7, "dueMessages": 3, "dueAgeMs": 61_000, "nextDue": now,
+             "inFlight": {"g1": 2}, "waiting": [{"subject": "s", "messages": 3, "why": "no route"}]}  # fmt: skip
+    message = {"brokerGroup": "d1", "subject": "s", "id": "m-9", "key": "k", "due": now, "bytes": 9, "problem": ""}
+    schedule = {"brokerGroup": "d1", "subject": "report", "name": "nightly", "owner": "shop", "cron": "0 3 * * *",
+                "timezone": "Europe/Berlin", "next": now}  # fmt: skip
+    played = {
+        "DelayStats": {"groups": [group], "hours": [{"begin": now, "messages": 4}], "unasked": {"d2": "silent"}},
+        "ListDelayed": {"messages": [message], "more": True},
+        "ListSchedules": {"schedules": [schedule], "more": False, "unasked": {}},
+    }
+    run = world.actions.run
+
+    async def answer(name, words, caller):
+        if name == "Browse":
+            world.brokers.stored = [pb.BrowseAnswer(messages=[dead])]
+        return Answer(Status.DONE, data=played[name]) if name in played else await run(name, words, caller)
+
+    world.actions.run = answer

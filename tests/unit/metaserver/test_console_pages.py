@@ -7,11 +7,10 @@ from dataclasses import replace
 from qmq.errors import NotServed, OutcomeUnknown
 from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger
 from qmq.metaserver.actions import Answer, Status
-from qmq.metaserver.model import LeaseRow
 from qmq.metaserver.rpc.tokens import wall_ms
 from qmq.proto import qmq_pb2 as pb
 from tests.unit.metaserver.actions_world import left
-from tests.unit.metaserver.console_world import in_console, text_of
+from tests.unit.metaserver.console_world import LEASE, URL, PlayedWatchdogs, in_console, text_of
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -222,7 +221,7 @@ async def test_databases_of_outboxes_are_listed_without_passwords(world):
 @in_console
 async def test_parked_rows_are_shown_with_their_reason_and_sent_again_by_a_confirmed_change(world):
     await world.log_in("operator")
-    world.actions._desk = replace(world.desk, watchdogs=(watchdogs := PlayedWatchdogs()))
+    world.actions._desk = replace(world.desk, watchdogs=(watchdogs := PlayedWatchdogs(HOSTILE)))
     assert "No watchdog was ever active" in await world.read("/outbox")
     await world.database.write(lambda repository: repository.hold_lease(LEASE, take=True, release=False))
     text = await world.read("/outbox")
@@ -249,7 +248,7 @@ async def test_parked_rows_are_shown_with_their_reason_and_sent_again_by_a_confi
 
 @in_console
 async def test_a_retry_says_what_became_of_it(world):
-    world.actions._desk = replace(world.desk, watchdogs=(watchdogs := PlayedWatchdogs()))
+    world.actions._desk = replace(world.desk, watchdogs=(watchdogs := PlayedWatchdogs(HOSTILE)))
     words = {"database": URL, "ids": "17"}
     assert "was ever active" in (await world.run("OutboxRetry", **words)).message
     await world.database.write(lambda repository: repository.hold_lease(LEASE, take=True, release=False))
@@ -266,27 +265,6 @@ async def test_a_retry_says_what_became_of_it(world):
     answer = await world.run("OutboxRetry", **words)
     assert answer.status == Status.UNKNOWN and "too slow" in answer.message
     assert (await world.audit())[0].result == "partly done"
-
-
-URL = "mmm://db1:3306"
-LEASE = LeaseRow("watchdog/default", "w1", 0, 1, "10.0.0.7:8083")
-
-
-class PlayedWatchdogs:
-    """The active watchdog of one room, with one parked row."""
-
-    def __init__(self):
-        self.asked, self.fails, self.answer = [], None, {"database": URL, "retried": 1}
-
-    async def ask(self, address, path, words, *, changes=False):
-        self.asked.append((address, path, changes))
-        if changes:
-            if self.fails:
-                raise self.fails
-            return {"databases": [self.answer]}
-        row = {"id": 17, "state": "parked", "age": 61.5, "errors": 3, "subject": "order.new", "messageId": "m-1"}
-        one = {"database": URL, "parked": 1, "pending": 0, "claimed": 0, "oldest": 0.0}
-        return {"databases": [one | {"rows": [row | {"reason": HOSTILE}]}, {"database": "x://y:1", "problem": "away"}]}
 
 
 @in_console

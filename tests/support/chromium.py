@@ -1,0 +1,184 @@
+"""Shell. A headless Chromium, driven through its own protocol over two pipes: no driver, no package, no port."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+AXE = Path(__file__).parent / "axe" / "axe.min.js"
+ANSWER_S = 60.0
+FOCUSABLE = "a[href], button, input:not([type=hidden]), select, textarea, summary"
+
+
+class Chromium:
+    """One browser with one page; blocking. Use it as a context.
+
+    Args:
+        profile: a directory of its own.
+    """
+
+    def __init__(self, profile: Path) -> None:
+        self._profile = profile
+        self._number, self._buffer, self._session = 0, b"", ""
+        self.events: list[dict[str, Any]] = []
+        """What the page said since `open`: its errors, what its policy refused."""
+
+    def __enter__(self) -> Chromium:
+        self._profile.mkdir(parents=True, exist_ok=True)
+        told, self._write = os.pipe()
+        self._read, says = os.pipe()
+        self._process = subprocess.Popen(
+            ["bash", "-c", 'exec 3<&$1 4>&$2; shift 2; exec chromium "$@"', "-", str(told), str(says),
+             "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars",
+             "--disable-dev-shm-usage", "--no-first-run", "--window-size=1280,900",
+             f"--user-data-dir={self._profile}"],
+            pass_fds=(told, says), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(told)
+        os.close(says)
+        target = self.tell("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.tell("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network", "DOM"):
+            self.tell(f"{domain}.enable")
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        os.close(self._write)
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._read)
+
+    def tell(self, method: str, **words: Any) -> Any:
+        """Give an order; return its result."""
+        self._number += 1
+        order = {"id": self._number, "method": method, "params": words}
+        if self._session:
+            order["sessionId"] = self._session
+        os.write(self._write, json.dumps(order).encode() + b"\0")
+        while True:
+            said = self._hear()
+            if said.get("id") == self._number:
+                assert "error" not in said, (method, words, said["error"])
+                return said["result"]
+            self.events.append(said)
+
+    def _hear(self) -> Any:
+        while b"\0" not in self._buffer:
+            assert select.select([self._read], [], [], ANSWER_S)[0], (
+                f"chromium said nothing; before: {self.events[-3:]}"
+            )
+            piece = os.read(self._read, 1 << 20)
+            assert piece, f"chromium ended with {self._process.poll()}"
+            self._buffer += piece
+        line, _, self._buffer = self._buffer.partition(b"\0")
+        return json.loads(line)
+
+    # A page.
+
+    def open(self, address: str) -> str:
+        """Go to an address and wait until it is loaded; return what can be read there."""
+        self.events.clear()
+        self.tell("Page.navigate", url=address)
+        self.await_event("Page.loadEventFired")
+        return self.text()
+
+    def await_event(self, method: str) -> None:
+        ends = time.monotonic() + ANSWER_S
+        while not any(event.get("method") == method for event in self.events):
+            assert time.monotonic() < ends, f"no {method}"
+            self.events.append(self._hear())
+
+    def run(self, script: str) -> Any:
+        """Value of an expression; a promise is waited for."""
+        result = self.tell("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in result, (script[:200], result["exceptionDetails"])
+        return result["result"].get("value")
+
+    def text(self) -> str:
+        """What people read, on one line."""
+        return " ".join(str(self.run("document.body.innerText")).split())
+
+    def complaints(self) -> list[str]:
+        """What the browser had against the page: policy, scripts, files that are not there."""
+        entries = [event["params"]["entry"] for event in self.events if event.get("method") == "Log.entryAdded"]
+        raised = [event for event in self.events if event.get("method") == "Runtime.exceptionThrown"]
+        return [entry["text"] for entry in entries if entry["level"] in ("error", "warning")] + [str(e) for e in raised]
+
+    def picture(self, width: int, height: int) -> bytes:
+        """The page as PNG, from its top."""
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        return base64.b64decode(self.tell("Page.captureScreenshot", format="png", clip=clip)["data"])
+
+    # Hands.
+
+    def press(self, key: str, *, shift: bool = False, text: str = "") -> None:
+        code = {"Tab": 9, "Enter": 13, "Space": 32}[key]
+        words = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
+        self.tell("Input.dispatchKeyEvent", type="keyDown", **words, **({"text": text} if text else {}))
+        self.tell("Input.dispatchKeyEvent", type="keyUp", **words)
+
+    def type(self, text: str) -> None:
+        self.tell("Input.insertText", text=text)
+
+    def follow(self) -> str:
+        """Press Enter on what has the focus, which leads to another page; return what can be read there."""
+        self.events.clear()
+        self.press("Enter", text="\r")
+        self.await_event("Page.loadEventFired")
+        return self.text()
+
+    def tab_walk(self) -> tuple[list[str], list[str], list[str]]:
+        """Press Tab from the top of the page until it ends.
+
+        Returns:
+            What could have the focus, in the order of the document; what had it, in that order; what had it unseen.
+        """
+        name = (
+            "(e => e.tagName + ' ' + (e.name || '') + ' ' + (e.innerText || e.value || '').trim().slice(0, 60)"
+            " + ' #' + [...document.querySelectorAll('*')].indexOf(e))"
+        )
+        shown = "e => e.checkVisibility() && !e.disabled && (!e.closest('details:not([open])') || e.matches('summary'))"
+        wanted = self.run(f"[...document.querySelectorAll({FOCUSABLE!r})].filter({shown}).map({name})")
+        self.run("(b => { b.tabIndex = -1; b.focus(); b.removeAttribute('tabindex'); scrollTo(0, 0) })(document.body)")
+        had, unseen = [], []
+        for _ in range(8 * len(wanted)):  # a field of a date has several stops
+            self.press("Tab")
+            one = self.run(f"document.activeElement === document.body ? '' : {name}(document.activeElement)")
+            if not one or (had and one == had[0]):
+                break
+            if had and one == had[-1]:
+                continue
+            had.append(one)
+            style = self.run(
+                "(e => { const s = getComputedStyle(e), b = e.getBoundingClientRect();"
+                " return s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2 && b.right > 0 && b.bottom > 0 })"
+                "(document.activeElement)"
+            )
+            unseen += [] if style else [one]
+        return wanted, had, unseen
+
+    def axe(self, *, only: tuple[str, ...] = ()) -> list[str]:
+        """Findings of axe-core on the page that are serious or critical: rule, what it says, where."""
+        if not self.run("typeof axe === 'object'"):
+            self.tell("Runtime.evaluate", expression=AXE.read_text())
+        rules = {"runOnly": {"type": "rule", "values": list(only)}} if only else {}
+        found = self.run(
+            f"axe.run(document, {json.dumps(rules | {'resultTypes': ['violations']})}).then(r => r.violations)"
+        )
+        return [
+            f"{one['id']} ({one['impact']}): {one['help']}: {node['html'][:200]} {node.get('failureSummary', '')[:300]}"
+            for one in found
+            if one["impact"] in ("serious", "critical")
+            for node in one["nodes"]
+        ]
