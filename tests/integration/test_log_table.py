@@ -10,12 +10,21 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
+from qmq.audit.jobs.find import find
+from qmq.audit.jobs.trail import find_trail
+from qmq.codec import encode_message, with_properties
+from qmq.log.frame import FrameKind
+from qmq.message import Message
+from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Epoch
 from tests.support.spark import local_spark
-from tests.unit.audit.logs import LogWriter
+from tests.unit.audit.logs import BEGIN_MS, LogWriter
 from tests.unit.audit.test_table import A, ruin, write
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
+
+
+PULL = 1 << 32
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +83,35 @@ def test_a_stream_that_failed_and_went_on_gives_each_message_once(spark: SparkSe
     run()
     log.close()
     assert taken == {0: list(range(40)), 1: list(range(40, 90)), 2: list(range(90, 140))}
+
+
+def lived(data: Path) -> None:
+    """Write a log in which order.changed-3 is delivered, nacked, dies, and is given back to its group."""
+    log = LogWriter(data)
+    log.mastership(Epoch(1, 1))
+    log.progress(FrameKind.POSITION, A, "g", "", (0, 0, 0))
+    log.batch(A, 10)
+    log.progress(FrameKind.PULL, A, "g", "c", (PULL, 0, 10))
+    log.progress(FrameKind.NACK, A, "g", "c", (PULL + 3, PULL + 4, 0))
+    log.progress(FrameKind.ACK, A, "g", "c", (PULL, PULL + 3, 0))
+    log.progress(FrameKind.PULL, A, "g", "d", (PULL, 3, 1))
+    message = Message(A, {"carrier": "AA"}, id=f"{A}-3", tags=("odd",))
+    dead = with_properties(encode_message(message, BEGIN_MS), {"qmq_deadReason": "no", "qmq_deadSequence": "3"})
+    log.messages(dead_letter_subject(A, "g"), [dead])
+    log.progress(FrameKind.ACK, A, "g", "d", (PULL, PULL + 1, 0))
+    log.messages(retry_subject(A, "g"), [encode_message(message, BEGIN_MS)])
+    log.close()
+
+
+def test_what_became_of_a_message_is_found_by_its_id(spark: SparkSession, tmp_path: Path) -> None:
+    """Its neighbours' acks are not its, though their frames lie beside."""
+    lived(tmp_path)
+    found = find_trail(spark, [{"path": str(tmp_path)}], f"{A}-3")
+    assert [(row["what"], row["consumer"], row["state"]) for row in found] == [
+        ("stored", "", ""), ("pull", "c", "delivered"), ("nack", "c", "requeued"), ("pull", "d", "delivered"),
+        ("stored", "", ""), ("ack", "d", "dead"), ("stored", "", ""),
+    ]  # fmt: skip
+    rows = find(spark, [{"path": str(tmp_path)}], properties={"carrier": "AA"}, tags=["odd"])
+    assert [(row["subject"], row["sequence"]) for row in rows] == [
+        (A, 3), (A, 9), (dead_letter_subject(A, "g"), 0), (retry_subject(A, "g"), 0)
+    ]  # fmt: skip

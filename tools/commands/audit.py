@@ -1,4 +1,4 @@
-"""Core. What the nightly audit verified, as its ledger says."""
+"""Core. What the nightly audit verified, as its ledger says; what the logs say of single messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from qmq.ledger import FINDINGS, PROVEN
-from qmq.tools.command import Command, Kind, Option, bad, good, warning
+from qmq.tools.command import ANY_SUBJECT, Command, Kind, Option, bad, good, warning
+from qmq.tools.commands.messages import ID, PROPERTY, SINCE, TAG, UNTIL
 from qmq.tools.table import Block, Cell, Column, Table
 
 OLD_S = 36 * 3600
@@ -48,6 +49,17 @@ def show_status(rows: list[dict[str, Any]]) -> Iterable[Block]:
         yield good(f"all proven equal; last run {newest:%Y-%m-%d %H:%M} UTC")
 
 
+_SOURCES = (
+    Option("source", "instead of a metaserver: data directories, or ip:controlPort of brokers, with commas; "
+           "one copy per broker group", default="", local=True),
+    Option("sparkMaster", "spark://host:port, yarn, …; default: this machine", default="", local=True),
+)  # fmt: skip
+
+
+def _says_which(words: Mapping[str, str]) -> str:
+    return "" if {"id", "property", "tag", "since", "until"} & words.keys() else "say which messages: see --help"
+
+
 AUDIT = (
     Command(
         "AuditStatus",
@@ -68,5 +80,33 @@ AUDIT = (
         show_status,
         runs="qmq.tools.audit_status",
         is_local=True,
+    ),
+    Command(
+        "Trail",
+        "what became of a message, as the logs tell: where it was stored, to whom it was delivered, how that ended. "
+        "Reads the logs with Spark",
+        "--id=1d35f9f0a3",
+        (Option("id", "of the message"), ANY_SUBJECT, *_SOURCES),
+        runs="qmq.tools.logs",
+        is_local=True,
+    ),
+    Command(
+        "FindMessage",
+        "find messages in all that the logs hold, in every subject and among dead letters. Reads the logs with Spark; "
+        "Browse looks at one subject of running brokers",
+        "--property orderNo=42 --since=24h",
+        (
+            ID,
+            PROPERTY,
+            TAG,
+            ANY_SUBJECT,
+            SINCE,
+            UNTIL,
+            Option("limit", "so many messages, the oldest ones", "1000", Kind.NUMBER),
+            *_SOURCES,
+        ),
+        runs="qmq.tools.logs",
+        is_local=True,
+        needs=_says_which,
     ),
 )

@@ -13,12 +13,12 @@ from qmq.subjects import check_name, check_subject
 from qmq.tools.command import SUBJECT, Command, Kind, Option
 
 FORMATS = ("line", "json", "properties")
-_PROPERTY = Option("property", "only messages with this property; several times: with all of them", "", Kind.PAIR)
-_TAG = Option("tag", "only messages with this tag; a,b: with both", default="")
-_ID = Option("id", "only the message with this id", default="")
+PROPERTY = Option("property", "only messages with this property; several times: with all of them", "", Kind.PAIR)
+TAG = Option("tag", "only messages with this tag; a,b: with both", default="")
+ID = Option("id", "only the message with this id", default="")
 _BROKER_GROUP = Option("brokerGroup", "only what this broker group has", default="")
-_SINCE = Option("since", "only what was stored then or later (2026-01-31T12:00:00Z; 90m: ago)", "", Kind.MOMENT)
-_UNTIL = Option("until", "only what was stored before", "", Kind.MOMENT)
+SINCE = Option("since", "only what was stored then or later (2026-01-31T12:00:00Z; 90m: ago)", "", Kind.MOMENT)
+UNTIL = Option("until", "only what was stored before", "", Kind.MOMENT)
 _FORMAT = Option("format", "how a message reads", default="line", choices=FORMATS)
 _DEAD = Option("deadLetters", "the dead letters of --group", "", Kind.FLAG, alone="true")
 _DEAD_GROUP = Option("group", "the consumer group whose dead letters are meant", default="")
@@ -112,8 +112,8 @@ MESSAGES = (
         (
             SUBJECT,
             Option("last", "begin with so many of the newest", "10", Kind.NUMBER),
-            _TAG,
-            _PROPERTY,
+            TAG,
+            PROPERTY,
             _DEAD,
             _DEAD_GROUP,
             _BROKER_GROUP,
@@ -132,11 +132,11 @@ MESSAGES = (
             _DEAD,
             _DEAD_GROUP,
             Option("sequence", "from this one on, as each broker group counts", "", Kind.NUMBER),
-            _SINCE,
-            _UNTIL,
-            _ID,
-            _PROPERTY,
-            _TAG,
+            SINCE,
+            UNTIL,
+            ID,
+            PROPERTY,
+            TAG,
             _BROKER_GROUP,
             Option("limit", "so many messages", "20", Kind.NUMBER),
             Option(
@@ -154,12 +154,12 @@ MESSAGES = (
         (
             SUBJECT,
             Option("group", "the consumer group that could not handle them"),
-            _ID,
-            _PROPERTY,
-            _TAG,
+            ID,
+            PROPERTY,
+            TAG,
             Option("reason", "only those whose reason has this text in it", default=""),
-            _SINCE,
-            _UNTIL,
+            SINCE,
+            UNTIL,
             Option("limit", "so many at most; default: all", "", Kind.NUMBER),
             Option("rate", "so many a second", "1000", Kind.NUMBER),
             Option("out", "file for the receipt: ids, old and new sequences", "", Kind.PATH),

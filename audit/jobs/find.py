@@ -1,0 +1,85 @@
+"""Shell. Find messages in the logs of all broker groups, by id, property, tag and time.
+
+    tools.sh FindMessage --property=orderNo=42 --since=2026-01-31T12:00:00Z --metaserver=http://127.0.0.1:8080
+
+`Browse` looks at one subject of the running masters, a piece at a time. This reads all that the logs hold, in every
+subject, dead letters included, on all cores that Spark has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from qmq.audit.jobs.sources import Place, Rows, add_source_options, ask, table
+from qmq.audit.trail import STORED_COLUMNS
+
+ROWS_MAX = 1_000
+
+
+def find(
+    spark: SparkSession, places: Sequence[Place], *, identity: str = "", properties: Mapping[str, str] | None = None,
+    tags: Sequence[str] = (), limit: int = ROWS_MAX, **options: str,
+) -> Rows:  # fmt: skip
+    """Return the first messages that have all of this, in the order of time; `options` are the data source's."""
+    pairs = dict(properties or {})
+    texts = [text for pair in pairs.items() for text in pair] + [*tags, identity]
+    messages = table(spark, places, "messages", columns=STORED_COLUMNS, contains=_lines(texts), **options)
+    if identity:
+        messages = messages.where(F.col("id") == identity)
+    for name, value in pairs.items():
+        messages = messages.where(F.col("properties")[name] == value)
+    for tag in tags:
+        messages = messages.where(F.array_contains("tags", tag))
+    first = messages.orderBy("timestamp_ms", "broker_group", "offset", "sequence").limit(limit)
+    return [row.asDict() for row in first.collect()]
+
+
+def _lines(texts: Iterable[str]) -> str:
+    """Write texts for the option `contains`; it saves work, so what no line can hold is left out."""
+    return "\n".join(text for text in texts if text and "\n" not in text)
+
+
+def show(rows: Rows) -> Iterable[str]:
+    """Write a line per message."""
+    for row in rows:
+        place = f"{row['broker_group'] or 'log'}@{row['offset']}"
+        tags = " ".join(row["tags"])
+        yield f"{row['timestamp_ms']}  {place}  {row['subject']} {row['sequence']}  {row['id']}  {tags}"
+    yield f"{len(rows)} messages"
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, is_there, value = text.partition("=")
+    if not is_there or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tools.sh FindMessage", description=__doc__.splitlines()[0])
+    add_source_options(parser)
+    parser.add_argument("--id", default="", help="of the message")
+    parser.add_argument("--property", action="append", type=_pair, default=[], help="NAME=VALUE; several: all of them")
+    parser.add_argument("--tag", action="append", default=[], help="several: all of them")
+    for name, text in (("subject", "only this one"), ("since", "time, or ms since 1970"), ("until", "the same")):
+        parser.add_argument(f"--{name}", default="", help=text)
+    parser.add_argument("--limit", type=int, default=ROWS_MAX, help="show so many, the oldest ones")
+    options = parser.parse_args(arguments)
+    bounds = {name: value for name in ("subject", "since", "until") if (value := getattr(options, name))}
+
+    def look(spark: SparkSession, places: Sequence[Place]) -> Rows:
+        wanted = dict(options.property)
+        return find(
+            spark, places, identity=options.id, properties=wanted, tags=options.tag, limit=options.limit, **bounds
+        )
+
+    return ask("qmq find", options, look, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

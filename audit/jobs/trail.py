@@ -1,0 +1,68 @@
+"""Shell. What became of a message: where each log has it, to whom it was delivered, and how that ended.
+
+    tools.sh Trail --id=8f2c… --metaserver=http://127.0.0.1:8080 --token-file=token
+
+It reads the logs of the broker groups, not the brokers' state, so it also tells of messages that were consumed long
+ago, as long as their segments are kept. An id may be used in several subjects: --subject names the one that is meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+from pyspark.storagelevel import StorageLevel
+
+from qmq.audit.jobs.sources import Place, Rows, add_source_options, ask, table
+from qmq.audit.trail import STORED_COLUMNS, aftermath, deliveries, steps
+from qmq.subjects import parse_derived
+
+
+def find_trail(spark: SparkSession, places: Sequence[Place], identity: str, subject: str = "") -> Rows:
+    """Return the steps of a message (`qmq.audit.trail.Step`), none if no log has it."""
+    messages = table(spark, places, "messages", columns=STORED_COLUMNS).where(F.col("id") == identity)
+    stored = [row.asDict() for row in messages.collect()]
+    stored = [one for one in stored if subject in ("", _real(one["subject"]))]
+    if not stored:
+        return []
+    subjects, first = {one["subject"] for one in stored}, min(one["offset"] for one in stored)
+    progress = table(spark, places, "progress").where(F.col("subject").isin(*subjects) & (F.col("offset") > first))
+    progress = progress.persist(StorageLevel.MEMORY_AND_DISK)
+    pulls = [row.asDict() for row in deliveries(progress, stored).collect()]
+    later = [row.asDict() for row in aftermath(progress, stored, pulls).collect()]
+    progress.unpersist()
+    return [step._asdict() for step in steps(stored, [*pulls, *later])]
+
+
+def _real(subject: str) -> str:
+    derived = parse_derived(subject)
+    return derived.real if derived else subject
+
+
+def show(rows: Rows) -> Iterable[str]:
+    """Write a line per step."""
+    if not rows:
+        yield "no log has a message with this id"
+    for row in rows:
+        at = datetime.fromtimestamp(row["at_ms"] / 1000, UTC).isoformat(" ", "milliseconds")[:23]
+        place = f"{row['broker_group'] or 'log'}@{row['offset']}"
+        who = " ".join(name for name in (row["consumer_group"], row["consumer"]) if name)
+        said = [row["what"], who, row["text"], f"now {row['state']}" if row["state"] else ""]
+        yield f"{at}  {place:<16} {row['subject']} {row['sequence']}  " + "  ".join(text for text in said if text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tools.sh Trail", description=__doc__.splitlines()[0])
+    add_source_options(parser)
+    parser.add_argument("--id", required=True, help="of the message")
+    parser.add_argument("--subject", default="", help="look at its messages alone; an id may be used in several")
+    options = parser.parse_args(arguments)
+    return ask("qmq trail", options, lambda spark, places: find_trail(spark, places, options.id, options.subject), show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

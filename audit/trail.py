@@ -1,0 +1,172 @@
+"""Core. What became of one message, as the logs tell: where it was stored, to whom delivered, and how that ended.
+
+A message is found by its id: as its producer stored it, at a delay group and at the group that it was sent to; its copy
+among the dead letters of a consumer group, which has the same id; and the copy that was given back to that group. Of
+each of them follow the pulls that delivered it, and what their consumers said. Its states are those of
+`qmq.log.message_life`; what the table there does not know is shown, and moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from qmq.errors import IllegalTransition
+from qmq.log.message_life import LIFE, MessageEvent, MessageState
+from qmq.subjects import DEAD_LETTER, parse_derived
+
+DEAD_REASON, DEAD_SEQUENCE = "qmq_deadReason", "qmq_deadSequence"
+STORED_COLUMNS = "broker_group,offset,timestamp_ms,subject,sequence,id,tags,properties,producer,batch"
+"""What `steps` needs of a stored message."""
+
+_EVENTS = {
+    "pull": MessageEvent.DELIVER, "passed": MessageEvent.PASS_OVER, "deferred": MessageEvent.DEFER,
+    "ack": MessageEvent.ACK, "nack": MessageEvent.NACK, "left": MessageEvent.LEAVE, "vanished": MessageEvent.LEAVE,
+}  # fmt: skip
+_OF_PULLS = ("ack", "nack")
+_OF_CONSUMERS = ("left", "vanished")
+_OF_GROUPS = ("position", "forgotten")
+
+Row = Mapping[str, Any]
+
+
+class Step(NamedTuple):
+    """One thing that happened to one stored copy of the message, or to all messages of its consumer group."""
+
+    at_ms: int
+    broker_group: str
+    offset: int
+    subject: str
+    sequence: int
+    what: str
+    """`stored`, or an event of the table `progress`."""
+    consumer_group: str = ""
+    consumer: str = ""
+    state: str = ""
+    """Of the message in that group, from here on."""
+    text: str = ""
+
+
+def deliveries(progress: DataFrame, stored: Iterable[Row]) -> DataFrame:
+    """Return the pulls that go over any of these messages. in, out: the table `progress`."""
+    return progress.where(F.col("event").isin("pull", "passed", "deferred")).where(_any(map(_goes_over, stored)))
+
+
+def aftermath(progress: DataFrame, stored: Iterable[Row], pulls: Iterable[Row]) -> DataFrame:
+    """Return what was said later about what these pulls delivered, and where groups were moved."""
+    ends = [_says_of(one, pull) for one in stored for pull in pulls if _is_of(pull, one) and pull["event"] == "pull"]
+    moves = [_is_same_log(one) & F.col("event").isin(*_OF_GROUPS) for one in stored]
+    return progress.where(_any([*ends, *moves]))
+
+
+def _any(conditions: Iterable[Column]) -> Column:
+    """Return whether one of them holds."""
+    return reduce(or_, conditions, F.lit(False))
+
+
+def _is_same_log(one: Row) -> Column:
+    of_group, of_subject = F.col("broker_group") == one["broker_group"], F.col("subject") == one["subject"]
+    found: Column = of_group & of_subject & (F.col("offset") > one["offset"])
+    return found
+
+
+def _goes_over(one: Row) -> Column:
+    sequence = F.lit(one["sequence"])
+    end = F.col("sequence") + F.col("messages")
+    found: Column = _is_same_log(one) & (F.col("sequence") <= sequence) & (sequence < end)
+    return found
+
+
+def _says_of(one: Row, pull: Row) -> Column:
+    number = F.lit(_number(one, pull))
+    of_it = F.col("event").isin(*_OF_PULLS) & (F.col("pull") <= number) & (number < F.col("pull") + F.col("messages"))
+    by_it = (F.col("consumer_group") == pull["consumer_group"]) & (F.col("consumer") == pull["consumer"])
+    found: Column = _is_same_log(one) & by_it & (of_it | F.col("event").isin(*_OF_CONSUMERS))
+    return found
+
+
+def _number(one: Row, pull: Row) -> int:
+    """Return under which pull sequence a pull delivered the message."""
+    return int(pull["pull"] + one["sequence"] - pull["sequence"])
+
+
+def _is_of(event: Row, one: Row) -> bool:
+    if (event["broker_group"], event["subject"]) != (one["broker_group"], one["subject"]):
+        return False
+    if event["event"] in ("pull", "passed", "deferred"):
+        return bool(event["sequence"] <= one["sequence"] < event["sequence"] + event["messages"])
+    return bool(event["offset"] > one["offset"])
+
+
+def steps(stored: Iterable[Row], events: Iterable[Row]) -> list[Step]:
+    """Return what happened, in the order of time and, within a log, of the log."""
+    stored, events = list(stored), sorted(events, key=lambda event: event["offset"])
+    found: list[Step] = []
+    for one in stored:
+        found.append(_stored(one))
+        groups = {event["consumer_group"] for event in events if _is_of(event, one)}
+        for group in sorted(groups):
+            of_group = [event for event in events if event["consumer_group"] == group and _is_of(event, one)]
+            found += _life(one, of_group, _buried(one, group, stored))
+    return sorted(found, key=lambda step: (step.at_ms, step.broker_group, step.offset))
+
+
+def _stored(one: Row) -> Step:
+    derived, text = parse_derived(one["subject"]), f"by producer {one['producer']}, batch {one['batch']}"
+    if derived is not None:
+        reason = (one["properties"] or {}).get(DEAD_REASON, "")
+        text = f"dead letter of {derived.group}: {reason}" if derived.kind == DEAD_LETTER else f"for {derived.group}"
+    return Step(one["timestamp_ms"], one["broker_group"], one["offset"], one["subject"], one["sequence"], "stored",
+                text=text)  # fmt: skip
+
+
+def _buried(one: Row, group: str, stored: Iterable[Row]) -> int | None:
+    """Return where the dead letter lies that this group made of the message; None if it made none."""
+    for other in stored:
+        derived = parse_derived(other["subject"])
+        if derived and derived.kind == DEAD_LETTER and derived.group == group:
+            of = (other["properties"] or {}).get(DEAD_SEQUENCE)
+            if other["broker_group"] == one["broker_group"] and of == str(one["sequence"]):
+                return int(other["offset"])
+    return None
+
+
+def _life(one: Row, events: list[Row], buried: int | None) -> Iterator[Step]:
+    """Follow a message through one consumer group."""
+    state, holder, number = LIFE.initial, "", -1
+    for event in events:
+        what, consumer = event["event"], event["consumer"] or ""
+        if what in (*_OF_PULLS, *_OF_CONSUMERS) and consumer != holder:
+            continue  # it has nothing to do with the message any more, or not yet
+        if what in _OF_PULLS and not event["pull"] <= number < event["pull"] + event["messages"]:
+            continue
+        if what in _OF_GROUPS:
+            state, text = _moved(one, event)
+        else:
+            move = _EVENTS[what]
+            if what == "ack" and buried is not None and buried < event["offset"]:
+                move = MessageEvent.BURY
+            try:
+                state, text = LIFE.after(state, move), ""
+            except IllegalTransition:
+                text = "not a move that its life knows"
+        holder = consumer if state is MessageState.DELIVERED else ""
+        if what == "pull":
+            number = _number(one, event)
+            text = f"pull sequence {number}"
+        elif what == "nack" and event["due_ms"]:
+            text = f"not before {event['due_ms']}"
+        yield Step(event["timestamp_ms"], one["broker_group"], event["offset"], one["subject"], one["sequence"], what,
+                   event["consumer_group"], consumer, state.name.lower(), text)  # fmt: skip
+
+
+def _moved(one: Row, event: Row) -> tuple[MessageState, str]:
+    if event["event"] == "forgotten":
+        return MessageState.NEW, "the group was forgotten"
+    state = MessageState.NEW if one["sequence"] >= event["sequence"] else MessageState.ACKED
+    return state, f"the group begins at {event['sequence']}"
