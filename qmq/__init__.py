@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from qmq.client.connections import MasterChanged
     from qmq.client.consumer import Consumer
     from qmq.client.delaying import DelayOutcome
+    from qmq.client.journal import Journal
     from qmq.client.listener import Listener
     from qmq.client.producer import Producer
     from qmq.client.puller import Puller
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "Consumer": "client.consumer",
     "DelayOutcome": "client.delaying",
+    "Journal": "client.journal",
     "Listener": "client.listener",
     "MasterChanged": "client.connections",
     "Message": "message",
@@ -76,6 +78,7 @@ __all__ = [
     "InvalidMessage",
     "InvalidName",
     "InvalidRequest",
+    "Journal",
     "Listener",
     "MasterChanged",
     "Message",

@@ -16,6 +16,7 @@ from qmq.blocking import background as process
 from qmq.blocking.background import Background
 from qmq.client.batching import Done, Receipt, Receipts
 from qmq.client.delaying import Delay, DelayArguments, DelayOutcome
+from qmq.client.journal import Journal
 from qmq.client.producer import Producer as AsyncProducer
 from qmq.client.producer import read_delay
 from qmq.errors import ClientClosed, QueueFull
@@ -48,12 +49,12 @@ class Producer:
     def __init__(
         self, *, metaserver: str, app: str, token: str | None = None, timeout_s: float = 30.0,
         answer_timeout_s: float = 5.0, in_flight_max: int = 16, queue_messages_max: int = 100_000,
-        queue_bytes_max: int = 64 << 20, outbox_table: str = DEFAULT_TABLE,
+        queue_bytes_max: int = 64 << 20, outbox_table: str = DEFAULT_TABLE, journal: Journal | None = None,
     ) -> None:  # fmt: skip
         self._make = partial(
             AsyncProducer, metaserver=metaserver, app=app, token=token, timeout_s=timeout_s,
             answer_timeout_s=answer_timeout_s, in_flight_max=in_flight_max, queue_messages_max=queue_messages_max,
-            queue_bytes_max=queue_bytes_max, outbox_table=outbox_table,
+            queue_bytes_max=queue_bytes_max, outbox_table=outbox_table, journal=journal,
         )  # fmt: skip
         self._make()  # wrong arguments are refused here, not in a worker an hour later
         self._messages_max, self._bytes_max = queue_messages_max, queue_bytes_max

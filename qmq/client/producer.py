@@ -20,6 +20,7 @@ from qmq.client import recalling, recurring
 from qmq.client.batching import Done, MessageIds, Outcome, Receipt, Receipts, unstored
 from qmq.client.delaying import Delay, DelayOutcome, delay_of, due_of_call, wanted
 from qmq.client.flights import Flights
+from qmq.client.journal import Journal, JournalWriter
 from qmq.client.many import CHUNK_MESSAGES, ManySend, encode
 from qmq.client.moves import Moves
 from qmq.client.queues import Backlog, SubjectQueue, Waiting
@@ -48,6 +49,7 @@ class Producer:
         queue_messages_max, queue_bytes_max: single messages of one subject that may wait; then `send` waits,
             `send_nowait` refuses. All subjects together may have an eighth more, in fair shares.
         outbox_table: the table in the databases of `session`s, "table" or "schema.table".
+        journal: keeps what was acknowledged in files of this machine, for the audit; none by default.
 
     The id of a message without one is made here, and set, so that it keeps it when it is sent again.
     """
@@ -55,7 +57,7 @@ class Producer:
     def __init__(
         self, *, metaserver: str, app: str, token: str | None = None, timeout_s: float = 30.0,
         answer_timeout_s: float = 5.0, in_flight_max: int = 16, queue_messages_max: int = 100_000,
-        queue_bytes_max: int = 64 << 20, outbox_table: str = DEFAULT_TABLE,
+        queue_bytes_max: int = 64 << 20, outbox_table: str = DEFAULT_TABLE, journal: Journal | None = None,
     ) -> None:  # fmt: skip
         if not 0 < in_flight_max <= 64:
             raise InvalidRequest("in_flight_max must be 1 to 64: a broker remembers 64 batches of a producer")
@@ -68,6 +70,7 @@ class Producer:
         self._backlog = Backlog(queue_messages_max, queue_bytes_max)
         self._outbox_table, self._outbox_messages_max = table_name(outbox_table), queue_messages_max
         self._outbox: Courier | None = None
+        self._journal = JournalWriter(journal, f"{app}-{self.id:016x}") if journal is not None else None
         self._flights = Flights()
         self._ids = MessageIds(_id_prefix(metaserver))
         self._open_senders: Senders | None = None
@@ -121,12 +124,14 @@ class Producer:
                 self._outbox.stop()
             self._open_senders = None
             await senders.stop()
+            if self._journal is not None:
+                self._journal.close()
 
     def _new_sender(self, kind: GroupKind, moves: Moves) -> Sender:
         return Sender(
             metaserver=self._metaserver, token=self._token, app=self._app, producer_id=self.id,
             in_flight_max=self._in_flight_max, answer_timeout_s=self._answer_timeout_s, backlog=self._backlog,
-            kind=kind, moves=moves,
+            kind=kind, moves=moves, journal=self._journal,
         )  # fmt: skip
 
     @property

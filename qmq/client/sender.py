@@ -14,6 +14,7 @@ from qmq.client.batch_life import BatchState, Stored, Unknown, answer_of
 from qmq.client.batching import BATCH_BYTES_MAX, Batch, Result, refused, stored, unknown
 from qmq.client.breaker import FAILURES_MAX, Breaker, BreakerState
 from qmq.client.in_flight import GroupBatches, Limits
+from qmq.client.journal import JournalWriter
 from qmq.client.link import Link
 from qmq.client.moves import Moves
 from qmq.client.queues import Backlog, Lanes, SubjectQueue, Waiting
@@ -74,14 +75,16 @@ class Sender:
     Args:
         kind: of the groups that it sends to: brokers, or delay servers.
         moves: of the producer's other sender, with which it shares the backlog.
+        journal: takes what was acknowledged.
     """
 
     def __init__(
         self, *, metaserver: str, token: str, app: str, producer_id: int, in_flight_max: int, answer_timeout_s: float,
         backlog: Backlog, kind: GroupKind = GroupKind.NORMAL, moves: Moves | None = None,
+        journal: JournalWriter | None = None,
     ) -> None:  # fmt: skip
         self._token, self._app = token, app
-        self._producer_id = producer_id
+        self._producer_id, self._journal = producer_id, journal
         self._in_flight_max = in_flight_max
         self._answer_timeout_s = answer_timeout_s
         self._loop = asyncio.get_running_loop()
@@ -374,6 +377,8 @@ class Sender:
 
     def _end(self, group: _Group, batch: Batch, result: Result) -> None:
         group.batches.release(batch)
+        if self._journal is not None:
+            self._journal.stored(batch, result)
         batch.resolve(result)
         self._lane_is_free(batch)
 

@@ -1,0 +1,97 @@
+"""Shell. The producer's own journal: what brokers stored, byte for byte, in files that stay bounded."""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import qmq
+from qmq.client.batching import Batch, Outcome, Result, refused
+from qmq.client.journal import FILES, JournalWriter
+from qmq.codec import encode_message, join_batch
+from qmq.errors import BrokerReadOnly, InvalidRequest
+from qmq.message import Message
+from qmq.types import Durability
+from tests.unit.client.fakes import cluster
+from tests.unit.client.test_producer import producer_of, run
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(folder.glob("*.ndjson")) for line in path.read_text().splitlines()]
+
+
+def test_what_a_broker_stored_is_in_the_journal_as_the_broker_has_it(tmp_path: Path) -> None:
+    """Tags and order keys give labels behind the batch, which are no part of a message."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            async with producer_of(metaserver, journal=qmq.Journal(tmp_path / "made", one_in=1)) as producer:
+                sent = [Message("a", {"n": n}, tags={"t"} if n % 2 else (), order_key=f"k{n}") for n in range(5)]
+                receipts = [*await producer.send_many(sent), await producer.send(Message("b", {"n": 9}))]
+            found = lines(tmp_path / "made")
+            assert [(one["subject"], one["group"], one["sequence"], one["id"]) for one in found] == [
+                (receipt.subject, "g1", receipt.sequence, receipt.message_id) for receipt in receipts
+            ]
+            kept = [*broker.subjects["a"], *broker.subjects["b"]]
+            assert [one["hash"] for one in found] == [sha256(message).hexdigest()[:16] for message in kept]
+
+    run(test())
+
+
+def test_what_was_not_stored_is_not_in_it(tmp_path: Path) -> None:
+    writer = JournalWriter(qmq.Journal(tmp_path, one_in=1), "shop/1")
+    writer.stored(batch_of(3), refused("g1", BrokerReadOnly("g1")))
+    writer.stored(batch_of(3), told(40, (1, "too large")))
+    writer.close()
+    assert [(one["id"], one["sequence"]) for one in lines(tmp_path)] == [("m0", 40), ("m2", 41)]
+    assert [path.name for path in tmp_path.iterdir()] == ["shop_1-000001.ndjson"]
+
+
+def batch_of(count: int, size: int = 10) -> Batch:
+    messages = [encode_message(Message("a", {"x": "x" * size}, id=f"m{number}"), 0) for number in range(count)]
+    return Batch("a", [f"m{number}" for number in range(count)], [join_batch(messages)], 0, lambda batch: None)
+
+
+def told(first: int, *refused: tuple[int, str]) -> Result:
+    return Result(Outcome.STORED, "g1", first, Durability.FSYNC, None, dict(refused))
+
+
+def test_a_folder_stays_below_its_bound_and_keeps_the_newest(tmp_path: Path) -> None:
+    """Also with the files of another producer that has ended."""
+    (tmp_path / "old-1.ndjson").write_bytes(bytes(900_000))
+    journal = qmq.Journal(tmp_path, one_in=1, bytes_max=1 << 20)
+    writer, batch = JournalWriter(journal, "shop"), batch_of(500)
+    for number in range(60):
+        writer.stored(batch, told(500 * number))
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= journal.bytes_max
+    writer.close()
+    found = [one["sequence"] for one in lines(tmp_path)]
+    assert found == list(range(found[0], 30_000)) and len(found) > 30_000 // 2 // FILES
+
+
+def test_one_batch_in_so_many_is_kept(tmp_path: Path) -> None:
+    writer, batch = JournalWriter(qmq.Journal(tmp_path, one_in=10), "shop"), batch_of(2)
+    for number in range(2_000):
+        writer.stored(batch, told(2 * number))
+    writer.close()
+    assert 200 < len(lines(tmp_path)) < 800, "400 are expected; whole batches"
+
+
+def test_a_disk_that_fails_ends_the_journal_and_not_the_producer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    writer = JournalWriter(qmq.Journal(tmp_path / "file", one_in=1), "shop")
+    for _ in range(3):
+        writer.stored(batch_of(1), told(0))
+    assert [record.message.split(" folder=")[0] for record in caplog.records] == ["journal has ended"]
+
+
+@pytest.mark.parametrize("wrong", [{"one_in": 0}, {"bytes_max": 1000}], ids=["none", "too small"])
+def test_bounds_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest):
+        qmq.Journal("x", **wrong)  # type: ignore[arg-type]
