@@ -1,9 +1,9 @@
 """Core. That no message of a consumer group is unaccounted for: each is in one state, and only in one.
 
-    stored = acked + in flight + requeued + passed + never delivered
+    stored = acked + in flight + requeued + passed + expired + never delivered
 
-What was acked and passed over is added up from the frames that say so; what is in flight, requeued or not delivered yet
-is what the fold has at the end. A message in none of them, or in two, breaks the equation.
+What was acked, passed over and expired is added up from the frames that say so; what is in flight, requeued or not
+delivered yet is what the fold has at the end. A message in none of them, or in two, breaks the equation.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.group import Consumer, Group
-from qmq.log.progress import PASSED, Progress
+from qmq.log.progress import EXPIRED, PASSED, Progress
 
-STATES = ("acked", "in_flight", "requeued", "passed", "never")
+STATES = ("acked", "in_flight", "requeued", "passed", "expired", "never")
+_WITHOUT_A_CONSUMER = {PASSED: "passed", EXPIRED: "expired"}
 ENTRIES_MAX = 10_000
 """Ranges of one group that are kept apart; of more, those that touch are joined."""
 
@@ -43,13 +44,13 @@ class Account:
             self.begin, self._settled, self.nacked = said.entries[0][0], [], 0
         elif frame.kind == FrameKind.PULL:
             for number, sequence, messages in said.entries:
-                if number == PASSED:
-                    self._settle(sequence, sequence + messages, "passed")
+                if (state := _WITHOUT_A_CONSUMER.get(number)) is not None:
+                    self._settle(sequence, sequence + messages, state)
         elif group is not None and (consumer := group.consumers.get(said.consumer)) is not None:
-            for begin, end, _ in said.entries:
+            for begin, end, settled in said.entries:
                 for low, high in _held(consumer, begin, end):
                     if frame.kind == FrameKind.ACK:
-                        self._settle(low, high, "acked")
+                        self._settle(low, high, "expired" if settled == EXPIRED else "acked")
                     elif frame.kind == FrameKind.NACK:
                         self.nacked += high - low
 

@@ -17,8 +17,10 @@ from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry, known_from
 NIGHTS = 30
 OLD_MS = 36 * 3_600_000
 COLOURS = {PROVEN: "#2e9e5b", FINDINGS: "#d43f3a", NOT_READ: "#e0a100", "": "#e4e7eb"}
-STATE_COLOURS = dict(zip(STATES, ("#2e9e5b", "#3b82c4", "#e0a100", "#9aa5b1", "#dfe3e8"), strict=True))
-STATE_NAMES = dict(zip(STATES, ("acked", "in flight", "requeued", "passed over", "not delivered yet"), strict=True))
+STATE_COLOURS = dict(zip(STATES, ("#2e9e5b", "#3b82c4", "#e0a100", "#9aa5b1", "#7a5195", "#dfe3e8"), strict=True))
+STATE_NAMES = dict(
+    zip(STATES, ("acked", "in flight", "requeued", "passed over", "expired", "not delivered yet"), strict=True)
+)
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:0 auto;max-width:1040px;padding:24px;color:#1f2933;background:#fff}

@@ -24,7 +24,7 @@ from qmq.errors import QmqError
 from qmq.log.fold import State, apply
 from qmq.log.frame import Frame, FrameKind, decode_header
 from qmq.log.group import Consumer, Group, UnackedRange
-from qmq.log.progress import DEFERRED, Progress, decode_progress
+from qmq.log.progress import NUMBERS_END, Progress, decode_progress
 from qmq.log.requeued import Requeued, RequeuedRange
 
 CONSERVED = "conserved"
@@ -177,7 +177,7 @@ class Judge:
             self._old.discard(said.group)
 
     def _learn_pull(self, group: Group, said: Progress) -> None:
-        numbers = [number for number, _, _ in said.entries if number < DEFERRED]
+        numbers = [number for number, _, _ in said.entries if number < NUMBERS_END]
         if numbers:
             self._numbers.setdefault((said.group, said.consumer), numbers[0])
         for _, sequence, messages in said.entries:

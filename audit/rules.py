@@ -237,7 +237,8 @@ def conserved(judged: DataFrame) -> DataFrame:
     """Return what became of the messages of each consumer group, by the hour in which they were stored.
 
     in: what `progress` returned; out: copy string, subject string, consumer_group string, hour timestamp, stored long,
-    acked long, in_flight long, requeued long, passed long, never long, nacked long (of all hours together).
+    acked long, in_flight long, requeued long, passed long, expired long, never long, nacked long (of all hours
+    together).
     """
     numbers = ("hour", "stored", *STATES, "nacked")
     said = F.from_json("text", "group string, " + ", ".join(f"{name} long" for name in numbers))

@@ -31,6 +31,7 @@ class Cause(StrEnum):
 
     MASTER = "master"
     OFFLINE = "offline"
+    RATE = "rate"
     NO_CONSUMER = "no_consumer"
     NO_SLAVE = "no_slave"
     UNACKED = "unacked"
@@ -53,6 +54,7 @@ class Facts(NamedTuple):
     is_offline: Callable[[Subscription], bool]
     may_progress: bool
     has_slave: bool
+    is_slowed: bool
     is_looking: bool
     is_ordered: bool
     new: int
@@ -94,6 +96,10 @@ CAUSES: dict[Cause, Rule] = {
     Cause.OFFLINE: Rule(
         lambda f: f.has_backlog and any(map(f.is_offline, f.connected)), True,
         "consumers are switched off; OnOffline switches them on",
+    ),
+    Cause.RATE: Rule(
+        lambda f: f.has_backlog and f.is_slowed, True,
+        "an operator limits how many messages a second it gets: LimitGroup --perSecond=0 ends that",
     ),
     Cause.NO_CONSUMER: Rule(
         lambda f: f.has_backlog and not f.connected, False,

@@ -21,6 +21,8 @@ from qmq.broker.filtering import Filtering, Reading
 from qmq.broker.labels import LabelsRead
 from qmq.broker.offline import Offline
 from qmq.broker.passes import OWED_BYTES_MAX, TRY_BYTES, Passes
+from qmq.broker.pruning import Pruning
+from qmq.broker.rates import Rates
 from qmq.broker.sending import Sending
 from qmq.broker.settings import BrokerSettings
 from qmq.broker.tags import TagRule
@@ -28,11 +30,13 @@ from qmq.broker.terms import read_terms
 from qmq.errors import CorruptFrame, ErrorCode, InvalidRequest, LogError, NotServed, OperatorError, QmqError
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer
-from qmq.log.progress import NOT_BEGUN, Entry
+from qmq.log.progress import EXPIRED, NOT_BEGUN, Entry
+from qmq.operator_limits import OperatorLimits, by_key
 from qmq.remoting import commands
 from qmq.remoting.commands import RANGES_MAX, Pull, Verdict
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import Answer
+from qmq.replication.clocks import Clocks
 from qmq.replication.mastership import Mastership, answering
 from qmq.replication.ports import Link
 from qmq.subjects import is_dead_letter_subject
@@ -44,18 +48,21 @@ log = logging.getLogger(__name__)
 class Delivery:
     """Made by the master; ends with the mastership."""
 
-    def __init__(self, mastership: Mastership, settings: BrokerSettings, counters: Counters) -> None:
+    def __init__(
+        self, mastership: Mastership, settings: BrokerSettings, counters: Counters, clocks: Clocks | None
+    ) -> None:
         self._mastership, self._settings, self._counters = mastership, settings, counters
         self.consumption = Consumption(
             mastership.log, lease_ms=settings.lease_ms, now_ms=mastership.host.monotonic_ms()
         )
         self._dead_letters = DeadLetters(mastership, counters, self.consumption, self.wake)
+        self.pruning = Pruning(mastership, clocks, self._dead_letters, self.wake)
         self._filtering = Filtering(mastership.log, lambda: self.consumption.connected)
         mastership.before_progress = self._changing
         self._woken: dict[str, None] = {}
         self._passes = Passes()
         self._sending = Sending(mastership, counters, self._passes, self.writable_again)
-        self._offline = Offline()
+        self._offline, self._rates = Offline(), Rates()
         self._forgot_ms = 0
         self.causes = causes.Causes(self._facts)
 
@@ -94,7 +101,7 @@ class Delivery:
         unacked = known.unacked_below(f["held_end"], subscription.deliveries_max) if known else []
         answer = commands.encode_json(
             subscription=subscription.id, acked_end=known.acked_end if known else 0, unacked=unacked[:RANGES_MAX],
-            lease_ms=self._settings.lease_ms, begins=True,
+            lease_ms=self._settings.lease_ms, begins=True, expires=True,
         )  # fmt: skip
         mastership.answer_when_safe(link, packet, answer)
 
@@ -144,17 +151,24 @@ class Delivery:
         now_ms = mastership.retry_ms()
         later: list[Entry] = []
         dead: list[tuple[int, int]] = []
+        expired: list[tuple[int, int]] = []
         for begin, end, delay_ms, verdict in nack.entries:
             held = consumer.unacked_in(begin, end)
             if verdict == Verdict.DEAD_LETTER:
                 dead += held
+            elif verdict == Verdict.EXPIRED:
+                expired += held
             else:
                 due_ms = NOT_BEGUN if verdict == Verdict.NOT_BEGUN else now_ms + delay_ms if delay_ms else 0
                 later += [(*one, due_ms) for one in held]
         if any(due_ms not in (0, NOT_BEGUN) for _, _, due_ms in later):
             self._check_may_postpone(subscription)
+        if expired and self.pruning.expired_die(subscription.subject):
+            dead += expired
         if dead:
             self._check_may_bury(subscription)
+        if expired:
+            self._over_unhandled(subscription, expired)
         if later:
             mastership.append_progress(FrameKind.NACK, subscription.key, later)
             self._counters.nacked_messages += sum(end - begin for begin, end, _ in later)
@@ -171,6 +185,13 @@ class Delivery:
             mastership.answer_when_safe(link, packet, commands.encode_acked(self._consumer(subscription).acked_end))
 
         self._dead_letters.bury(subscription.key, dead, nack.reason, answer)
+
+    def _over_unhandled(self, subscription: Subscription, expired: list[tuple[int, int]]) -> None:
+        """A consumer found that these have expired: they are over, unless they become dead letters."""
+        self.pruning.note_expired(subscription.key[:2], sum(end - begin for begin, end in expired))
+        if not self.pruning.expired_die(subscription.subject):
+            entries = [(begin, end, EXPIRED) for begin, end in expired]
+            self._mastership.append_progress(FrameKind.ACK, subscription.key, entries)
 
     def begin(self, link: Link, packet: Packet) -> None:
         """Take note of what a consumer begins with now. It is not written down: a master that is swapped at that very
@@ -201,6 +222,7 @@ class Delivery:
         may_progress = mastership.may_progress
         return causes.Facts(
             group, connected, lambda one: one.key in self._offline, may_progress, not gate.no_slave_in_sync,
+            self._rates.is_slowed(key, mastership.host.monotonic_ms()),
             any(map(self._filtering.is_looking, connected)), subject in state.ordered,
             state.next_sequence.get(subject, 0) - group.position,
             len(group.requeued.due(mastership.retry_ms(), 1)) if may_progress else 0,
@@ -224,6 +246,7 @@ class Delivery:
     def _changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
         """Progress is about to be written: what is settled frees its key, for others of the group too."""
         self._filtering.changing(kind, key, entries)
+        self.pruning.changing(kind, key, entries)
         if kind != FrameKind.PULL and key[0] in self._mastership.log.state.ordered:
             self.wake(key[0])
 
@@ -331,6 +354,12 @@ class Delivery:
         self._offline = Offline(rules)
         self.serve_all()
 
+    def limit(self, limits: tuple[OperatorLimits, ...]) -> None:
+        """From now on these are the operators' limits, and no others."""
+        self.pruning.limit(by_key(limits))
+        self._rates.limit(by_key(limits), self._mastership.host.monotonic_ms())
+        self.serve_all()
+
     def answer_overdue(self, now_ms: int) -> None:
         for waiting in self.consumption.overdue(now_ms, self._filtering.is_looking):
             waiting.link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
@@ -345,6 +374,10 @@ class Delivery:
             for key in self.consumption.expired(now_ms):
                 self._consumer_leaves(key, told=False)
             self._dead_letters.go_on()
+            self.pruning.tick(now_ms)
+            for slowed in self._rates.take_dry():
+                self._passes.add(slowed)
+                self._mastership.host.pass_soon()
         self.causes.look(self._mastership.log.state.groups)
         if self._mastership.may_progress:
             if now_ms - self._forgot_ms >= FORGET_EVERY_MS:
@@ -393,12 +426,18 @@ class Delivery:
         """Answer the oldest pull that waits, if there is something for it; return whether there was."""
         if not self._mastership.may_progress or subscription.key in self._offline:
             return False
+        key = subscription.key[:2]
         while (pull := self._next_pull(subscription)) is not None:
+            if (allowed := self._rates.allows(key, self._mastership.host.monotonic_ms())) is not None:
+                if not allowed:
+                    return False
+                pull = pull._replace(messages_max=min(pull.messages_max, allowed))
             chosen = self._choose(subscription, pull)
             if chosen is None:
                 return False
             self._write_down(subscription, chosen)
             if chosen.parts:
+                self._rates.spend(key, sum(part.end - part.begin for part in chosen.parts))
                 self._sending.begin(subscription, self.consumption.take_waiting(subscription), chosen)
                 return True
         return False

@@ -19,7 +19,7 @@ from qmq.broker.tags import TagRule
 from qmq.log import MessageLog
 from qmq.log.group import Group
 from qmq.log.index import FrameRef
-from qmq.log.progress import DEFERRED, PASSED, Entry
+from qmq.log.progress import DEFERRED, NUMBERS_END, PASSED, Entry
 from qmq.log.requeued import RequeuedRange
 
 LOOKS_AHEAD = 20_000
@@ -308,7 +308,7 @@ class FilteredScan:
         entries = self._entries
         if entries and not self._is_border:
             last = entries[-1]
-            is_alike = last[0] == kind if kind >= DEFERRED else last[0] < DEFERRED
+            is_alike = last[0] == kind if kind >= NUMBERS_END else last[0] < NUMBERS_END
             if is_alike and last[1] + last[2] == sequence:
                 entries[-1] = last[0], last[1], last[2] + messages
                 return

@@ -30,7 +30,7 @@ from qmq.errors import LogError
 from qmq.log import MessageLog
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer
-from qmq.log.progress import Entry
+from qmq.log.progress import EXPIRED, Entry
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +121,17 @@ class Filtering:
             self._asked.pop(key[:2], None)
             self._warned.discard(key[:2])
         group_filter = self._filters.get(key[:2])
-        if group_filter is None or kind == FrameKind.PULL:
+        if group_filter is None:
             return
         group = self._log.state.groups.get(key[:2])
+        if kind == FrameKind.PULL:
+            # A scan keeps its own books; what expires frees its key here.
+            if group is not None and any(number == EXPIRED for number, _, _ in entries):
+                group_filter.catch_up(group)
+                group_filter.changing += [
+                    (first, first + count) for _, first, count in entries if first < group.position
+                ]
+            return
         if group is None or not key[2]:
             del self._filters[key[:2]]  # the group is moved, or forgotten
             return

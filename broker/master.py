@@ -28,7 +28,7 @@ class BrokerMaster(Master):
 
     def __init__(self, promotion: Promotion, settings: BrokerSettings, counters: Counters) -> None:
         super().__init__(promotion)
-        self._delivery = Delivery(self._mastership, settings, counters)
+        self._delivery = Delivery(self._mastership, settings, counters, promotion.clocks)
         producing = Producing(self._mastership, counters, self._delivery.wake)
         self._handlers |= {
             Command.PRODUCE: producing.produce,
@@ -68,8 +68,9 @@ class BrokerMaster(Master):
         self._delivery.step_down(self._another_master())
 
     def heed_operators(self, assignment: Assignment) -> None:
-        """Take over what operators marked readonly and switched off."""
+        """Take over what operators marked readonly, switched off and limited."""
         super().heed_operators(assignment)
+        self._delivery.limit(assignment.limits)
         self._delivery.switch_off(assignment.offline)
 
     def move_group(
@@ -86,6 +87,11 @@ class BrokerMaster(Master):
     def causes(self) -> Causes:
         """What stops or slows consumer groups."""
         return self._delivery.causes
+
+    @property
+    def expired(self) -> dict[tuple[str, str], int]:
+        """Messages that expired, per (subject, consumer group)."""
+        return self._delivery.pruning.expired
 
     @property
     def skipped(self) -> dict[tuple[str, str], int]:

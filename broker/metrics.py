@@ -55,6 +55,11 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
             for (subject, consumer_group), messages in master.skipped.items():
                 skipped.add_metric([self.group, subject, consumer_group], messages)
             yield skipped
+            text = "Messages that expired before a consumer group handled them"
+            expired = self.counts("expired_messages", text, "subject", "consumer_group")
+            for (subject, consumer_group), messages in master.expired.items():
+                expired.add_metric([self.group, subject, consumer_group], messages)
+            yield expired
             stopped = self.gauges(
                 "group_cause", "What stops or slows a consumer group", "subject", "consumer_group", "cause"
             )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from qmq.operator_limits import OperatorLimits
 from qmq.replication.points import Point
 from qmq.types import GroupKind, Role
 
@@ -155,19 +156,20 @@ class Directory:
     """Raised by each change of what is in here."""
     groups_version: int = -1
     """Another one after each change of groups and brokers; -1: not known."""
+    limits: frozenset[OperatorLimits] = frozenset()
 
     def beside(
-        self, *, marks: frozenset[ReadonlyMark], offline: frozenset[Offline], subjects: Mapping[str, SubjectInfo],
-        version: int,
+        self, *, marks: frozenset[ReadonlyMark], offline: frozenset[Offline], limits: frozenset[OperatorLimits],
+        subjects: Mapping[str, SubjectInfo], version: int,
     ) -> Directory:  # fmt: skip
         """The same groups and brokers, with other things beside them."""
-        found = replace(self, marks=marks, offline=offline, subjects=subjects, version=version)
+        found = replace(self, marks=marks, offline=offline, limits=limits, subjects=subjects, version=version)
         found.__dict__["_by_key"] = self._by_key
         return found
 
     def told_anew(self, before: Directory) -> frozenset[BrokerKey]:
-        """Brokers that must be told of the difference: of their group, its marks, or consumers that are off."""
-        if self.offline != before.offline:
+        """Brokers that must be told of the difference: of their group, its marks, consumers that are off, or limits."""
+        if (self.offline, self.limits) != (before.offline, before.limits):
             return frozenset(self._by_key) | frozenset(before._by_key)
         names = {mark.group for mark in self.marks ^ before.marks}
         if self.groups is not before.groups:

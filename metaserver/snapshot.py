@@ -38,6 +38,7 @@ from qmq.metaserver.model import (
     SubjectInfo,
     TokenRow,
 )
+from qmq.operator_limits import OperatorLimits
 from qmq.types import Role
 
 if TYPE_CHECKING:
@@ -205,6 +206,7 @@ def _to_json(snapshot: Snapshot) -> dict[str, Any]:
         ),
         "marks": sorted(directory.marks),
         "offline": sorted(directory.offline),
+        "limits": [one._asdict() for one in sorted(directory.limits)],
         "subjects": (_values(info) for info in directory.subjects.values()),
         "routes": (
             (one.subject, one.groups, one.version, one.changed, one.update_time_ms) for one in snapshot.routes.values()
@@ -226,6 +228,7 @@ def _from_json(body: Any) -> Snapshot:
         frozenset(Offline(*row) for row in body["offline"]),
         {info.name: info for info in subjects},
         body["version"],
+        limits=frozenset(OperatorLimits(**row) for row in body.get("limits", ())),
     )
     routes = [Route(subject, tuple(names), *rest) for subject, names, *rest in body["routes"]]
     return Snapshot(

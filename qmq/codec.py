@@ -35,13 +35,14 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
 from zlib import crc32
 
 from qmq.errors import InvalidMessage, InvalidRequest
-from qmq.message import ORDER_KEY, RESERVED, RETRIES_MAX, Message, text_of
+from qmq.message import EXPIRES_AFTER, ORDER_KEY, RESERVED, RETRIES_MAX, Message, text_of
 
 FLAG_DELAYED, FLAG_TAGS = 2, 4
 DUE_AT = 9
@@ -51,6 +52,8 @@ ID_BYTES_MAX = 100
 VALUE_BYTES_MAX = 32_767
 """A longer value has a negative length for a Java client, which acks the message and never delivers it."""
 MESSAGE_BYTES_MIN = 1 + 8 + 8 + 2 + 2 + 4
+EXPIRES_S_MAX = 36_500 * 86_400
+"""A hundred years."""
 RETRIES_MOST = 2**31 - 1
 """QMQ's consumers read the number into 32 bits."""
 BATCH_MESSAGES_MAX = 65_535
@@ -107,13 +110,13 @@ def _properties(message: Message) -> bytes:
             raise InvalidMessage(
                 f"property {name!r} is not valid Unicode or longer than {VALUE_BYTES_MAX} bytes"
             ) from None
-    if message.order_key is not None or message.retries_max is not None:
+    if message.order_key is not None or message.retries_max is not None or message.expires_after is not None:
         parts.append(encode_own(message))
     return b"".join(parts)
 
 
 def encode_own(message: Message) -> bytes:
-    """Encode the properties in which a message's order key and limit of retries travel; raises InvalidMessage."""
+    """Encode the properties in which a message's order key and limits travel; raises InvalidMessage."""
     data, key, retries = b"", message.order_key, message.retries_max
     if key is not None:
         if not isinstance(key, str) or not key:
@@ -123,7 +126,17 @@ def encode_own(message: Message) -> bytes:
         if not isinstance(retries, int) or retries.__class__ is bool or not 0 <= retries <= RETRIES_MOST:
             raise InvalidMessage(f"retries_max is a whole number from 0 to {RETRIES_MOST}, not {retries!r}")
         data += _string("", RETRIES_MAX) + _string("", str(retries))
+    if message.expires_after is not None:
+        data += _string("", EXPIRES_AFTER) + _string("", str(expires_after_ms(message.expires_after)))
     return data
+
+
+def expires_after_ms(after: float | timedelta) -> int:
+    """Return how many ms a message may wait; raises InvalidMessage."""
+    seconds = after.total_seconds() if isinstance(after, timedelta) else after
+    if not isinstance(seconds, int | float) or seconds.__class__ is bool or not 0.001 <= seconds <= EXPIRES_S_MAX:
+        raise InvalidMessage(f"expires_after is 0.001 to {EXPIRES_S_MAX} seconds, or a timedelta, not {after!r:.50}")
+    return int(seconds * 1000)
 
 
 class TagSection(NamedTuple):
@@ -318,6 +331,15 @@ def due_of(data: Buffer) -> int | None:
         raise InvalidMessage(f"{len(data)} bytes are no message")
     flag, _, due_ms, _ = _FIXED.unpack_from(data)
     return due_ms if flag & FLAG_DELAYED else None
+
+
+def counts_from(data: Buffer) -> int:
+    """Return from when on `expires_after` of an encoded message counts, in ms since 1970 UTC: when it was sent, or was
+    due if it was delayed; raises InvalidMessage."""
+    if len(data) < MESSAGE_BYTES_MIN:
+        raise InvalidMessage(f"{len(data)} bytes are no message")
+    flag, created_ms, due_ms, _ = _FIXED.unpack_from(data)
+    return int(due_ms if flag & FLAG_DELAYED else created_ms)
 
 
 def properties_begin(data: bytes) -> int:

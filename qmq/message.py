@@ -19,6 +19,9 @@ RECUR_NAME, RECUR_OWNER, RECUR_CRON, RECUR_ZONE = "qmq_recurName", "qmq_recurOwn
 """What each occurrence of a recurring schedule says about where it comes from."""
 RECUR_SKIPPED = "qmq_recurSkipped"
 """How many occurrences before this one were missed, and are not sent any more; only if there are some."""
+EXPIRES_AFTER = "qmq_expiresAfter"
+"""How many ms after it was sent, or was due, no handler gets a message any more. QMQ's own qmq_expireTime is in each
+message of its clients, and nobody acts on it."""
 TIMES = "qmq_times"
 """Of a message in a group's mailbox: which delivery to the group the first one from there is."""
 JSON = "json"
@@ -41,11 +44,12 @@ class Message:
         id: at most 100 bytes, unique and kept through every retry; made by the producer if it is not given.
         order_key: messages of one subject and key are handed to consumers one at a time, in the order of sending.
         retries_max: how often it is tried again before it is a dead letter; else the listener says.
+        expires_after: seconds, or a timedelta, from when it is sent, or is due; then no handler gets it any more.
 
     A received message also has `created_ms`, the producer's clock in ms since 1970 UTC.
     """
 
-    __slots__ = ("subject", "properties", "tags", "id", "order_key", "retries_max", "created_ms")
+    __slots__ = ("subject", "properties", "tags", "id", "order_key", "retries_max", "expires_after", "created_ms")
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class Message:
         id: str | None = None,
         order_key: str | None = None,
         retries_max: int | None = None,
+        expires_after: float | timedelta | None = None,
     ) -> None:
         self.subject = subject
         self.properties = properties if properties is not None else {}
@@ -63,6 +68,7 @@ class Message:
         self.id = id
         self.order_key = order_key
         self.retries_max = retries_max
+        self.expires_after = expires_after
         self.created_ms = 0
 
     subject: str
@@ -71,6 +77,7 @@ class Message:
     id: str | None
     order_key: str | None
     retries_max: int | None
+    expires_after: float | timedelta | None
     created_ms: int
 
     @classmethod
@@ -84,6 +91,7 @@ class Message:
         id: str | None = None,
         order_key: str | None = None,
         retries_max: int | None = None,
+        expires_after: float | timedelta | None = None,
     ) -> Message:
         """Make a message that carries `value` as JSON, in the property "json", cut into parts if it is large.
 
@@ -94,7 +102,10 @@ class Message:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidMessage(f"the value for {subject!r} is no JSON: {error}") from None
-        message = cls(subject, properties, tags=tags, id=id, order_key=order_key, retries_max=retries_max)
+        message = cls(
+            subject, properties, tags=tags, id=id, order_key=order_key, retries_max=retries_max,
+            expires_after=expires_after,
+        )  # fmt: skip
         message.set_large(JSON, text)
         return message
 

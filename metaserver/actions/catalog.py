@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from qmq.codec import EXPIRES_S_MAX
 from qmq.metaserver.actions.action import Action, Kind, Parameter, Style, by_name
 from qmq.rights import TokenRole
 
@@ -290,6 +291,41 @@ _CONSUMERS = (
         changes=True,
     ),
     Action("ListOffline", "list which consumers are switched off", VIEWER, (_ANY_SUBJECT,)),
+    Action(
+        "SetLimits",
+        "limit a subject: when its messages expire",
+        OPERATOR,
+        (
+            _SUBJECT,
+            Parameter(
+                "expiresAfterS",
+                "seconds after which no consumer group gets a stored message any more; 0: never",
+                kind=Kind.NUMBER,
+                most=EXPIRES_S_MAX,
+            ),
+            Parameter(
+                "expired",
+                "what becomes of it: drop, or deadLetter, a dead letter of each group",
+                kind=Kind.CHOICE,
+                choices=("drop", "deadLetter"),
+            ),
+        ),
+        changes=True,
+    ),
+    Action(
+        "LimitGroup",
+        "limit how fast a consumer group gets messages",
+        OPERATOR,
+        (
+            _SUBJECT,
+            _CONSUMER_GROUP,
+            Parameter(
+                "perSecond", "messages a second; 0: no limit", required=True, kind=Kind.NUMBER, most=1_000_000_000
+            ),
+        ),
+        changes=True,
+    ),
+    Action("ListLimits", "list the limits of subjects and consumer groups", VIEWER, (_ANY_SUBJECT,)),
     Action(
         "Clients",
         "list clients that are connected to a metaserver now",

@@ -15,8 +15,9 @@ from qmq.metaserver.actions.handler import Handler, PartlyDone
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, AuditRow, Group, Offline
+from qmq.operator_limits import OF_SUBJECT
 from qmq.proto import qmq_pb2 as pb
-from qmq.subjects import real_subject
+from qmq.subjects import is_dead_letter_subject, real_subject
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -213,6 +214,30 @@ async def _switch(desk: Desk, words: Words) -> Plan:
     return group_plans.switch_consumers(registry.directory, registry.routes, rule, offline=words["state"] == "offline")
 
 
+async def _limit_subject(desk: Desk, words: Words) -> Plan:
+    subject, registry = words["subject"], desk.registry
+    limits = group_plans.limits_of(registry.directory, (subject, OF_SUBJECT))
+    if words.is_given("expiresAfterS"):
+        limits = limits._replace(expires_after_s=words.number("expiresAfterS"))
+    if words.is_given("expired"):
+        limits = limits._replace(expired_die=words["expired"] == group_plans.DEAD_LETTER)
+    if limits.expired_die and is_dead_letter_subject(subject):
+        return refused(f"{subject} has dead letters: what expires there can only be dropped")
+    return group_plans.limit(registry.directory, registry.routes, limits)
+
+
+async def _limit_group(desk: Desk, words: Words) -> Plan:
+    registry = desk.registry
+    limits = group_plans.limits_of(registry.directory, (words["subject"], words["group"]))
+    limits = limits._replace(per_second=words.number("perSecond"))
+    return group_plans.limit(registry.directory, registry.routes, limits)
+
+
+async def _list_limits(desk: Desk, words: Words) -> Any:
+    rows = sorted(desk.registry.directory.limits)
+    return [group_plans.limits_json(one) for one in rows if words["subject"] in ("", one.subject)]
+
+
 async def _list_offline(desk: Desk, words: Words) -> Any:
     rules = sorted(desk.registry.directory.offline)
     return [group_plans.offline_json(rule) for rule in rules if words["subject"] in ("", rule.subject)]
@@ -231,5 +256,8 @@ HANDLERS = {
     "Lag": Handler(look=_lag),
     "OnOffline": Handler(plan=_switch),
     "ListOffline": Handler(look=_list_offline),
+    "SetLimits": Handler(plan=_limit_subject),
+    "LimitGroup": Handler(plan=_limit_group),
+    "ListLimits": Handler(look=_list_limits),
     "Clients": Handler(look=_clients),
 }

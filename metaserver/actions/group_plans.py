@@ -1,15 +1,28 @@
-"""Core. Changes of what a broker group is used for, and of which consumers are switched off."""
+"""Core. Changes of what a broker group is used for, of which consumers are switched off, and of what is limited."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from qmq.metaserver.actions.plan import Plan, refused
-from qmq.metaserver.db.changes import Change, DecidedOn, SetGroupState, SetMark, SetOffline, UnsetMark, UnsetOffline
+from qmq.metaserver.db.changes import (
+    Change,
+    DecidedOn,
+    SetGroupState,
+    SetLimits,
+    SetMark,
+    SetOffline,
+    UnsetMark,
+    UnsetOffline,
+)
 from qmq.metaserver.model import ALL_SUBJECTS, DELAY, Directory, Offline, ReadonlyMark, Route
+from qmq.operator_limits import OperatorLimits
 from qmq.subjects import real_subject
 
 Routes = Mapping[str, Route]
+DROP, DEAD_LETTER = "drop", "deadLetter"
+"""What becomes of messages that expire."""
 
 
 def mark_readonly(directory: Directory, routes: Routes, subject: str, group: str, *, readonly: bool) -> Plan:
@@ -122,6 +135,31 @@ def switch_consumers(directory: Directory, routes: Routes, rule: Offline, *, off
 
 def offline_json(rule: Offline) -> dict[str, str]:
     return {"subject": rule.subject, "consumerGroup": rule.group, "clientId": rule.consumer}
+
+
+def limit(directory: Directory, routes: Routes, after: OperatorLimits) -> Plan:
+    """Put limits in the place of those of the same subject and consumer group."""
+    before = limits_of(directory, after.key)
+    route = routes.get(real_subject(after.subject))
+    return Plan(
+        (SetLimits(after),) if after != before else (),
+        subjects=frozenset({after.subject}),
+        groups=frozenset(route.groups if route else ()),
+        before=limits_json(before),
+        after=limits_json(after),
+        data=limits_json(after),
+    )
+
+
+def limits_of(directory: Directory, key: tuple[str, str]) -> OperatorLimits:
+    return next((one for one in directory.limits if one.key == key), OperatorLimits(*key))
+
+
+def limits_json(limits: OperatorLimits) -> dict[str, Any]:
+    return {
+        "subject": limits.subject, "group": limits.group, "expiresAfterS": limits.expires_after_s,
+        "expired": DEAD_LETTER if limits.expired_die else DROP, "perSecond": limits.per_second,
+    }  # fmt: skip
 
 
 def served(routes: Routes, group: str, subject: str) -> frozenset[str]:

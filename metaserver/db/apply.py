@@ -15,7 +15,7 @@ from qmq.metaserver.db.transactions import DIRECTORY, ROUTES, SIGHTINGS, leave_g
 
 LEAVE_GROUPS = (
     c.DecidedOn, c.NoRouteSince, c.SetMark, c.UnsetMark, c.SetRoute, c.RemoveRoute, c.AddSubject, c.SetOffline,
-    c.UnsetOffline, c.AddDataSource, c.RemoveDataSource, c.AddToken, c.RevokeToken,
+    c.UnsetOffline, c.SetLimits, c.AddDataSource, c.RemoveDataSource, c.AddToken, c.RevokeToken,
 )  # fmt: skip
 """Changes after which each group and each broker is as before."""
 
@@ -94,6 +94,8 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
             operators.set_offline(connection, change.offline)
         case c.UnsetOffline():
             operators.unset_offline(connection, change.offline)
+        case c.SetLimits():
+            operators.set_limits(connection, change.limits)
         case c.AddDataSource():
             operators.add_data_source(connection, change.source)
         case c.RemoveDataSource():

@@ -30,6 +30,7 @@ PARENTS_FIRST = (
     tables.subject_info,
     tables.subject_route,
     tables.client_offline_state,
+    tables.operator_limits,
     tables.datasource_config,
     tables.api_token,
     tables.audit_trail,

@@ -11,6 +11,7 @@ from typing import Any
 
 from qmq.metaserver.model import Broker, DataSource, Offline, ReadonlyMark, TokenRow
 from qmq.metaserver.roles import RoleChange
+from qmq.operator_limits import OperatorLimits
 
 
 class Order:
@@ -144,6 +145,13 @@ class UnsetOffline:
 
 
 @dataclass(frozen=True, slots=True)
+class SetLimits:
+    """In the place of those of the same subject and group."""
+
+    limits: OperatorLimits
+
+
+@dataclass(frozen=True, slots=True)
 class AddDataSource:
     """One of the same url is overwritten."""
 
@@ -198,6 +206,7 @@ Change = (
     | RemoveGroup
     | SetOffline
     | UnsetOffline
+    | SetLimits
     | AddDataSource
     | RemoveDataSource
     | AddToken

@@ -43,6 +43,16 @@ def dump_of(
             {"client_id": one.consumer, "subject_info": one.subject, "consumer_group": one.group, "state": 1}
             for one in sorted(directory.offline)
         ],
+        "operator_limits": [
+            {
+                "subject_info": one.subject,
+                "consumer_group": one.group,
+                "expires_after_s": one.expires_after_s,
+                "expired_die": one.expired_die,
+                "per_second": one.per_second,
+            }
+            for one in sorted(directory.limits)
+        ],  # fmt: skip
         "api_token": [_token(token) for token in tokens],
         **{name: present["tables"][name] for name in IN_NO_MEMORY},
     }

@@ -13,16 +13,19 @@ from qmq.metaserver.db.tables import (
     broker_group,
     client_offline_state,
     datasource_config,
+    operator_limits,
     readonly_broker_group_setting,
     subject_info,
 )
 from qmq.metaserver.model import ALL_SUBJECTS, DataSource, Offline, ReadonlyMark, SubjectInfo
+from qmq.operator_limits import OperatorLimits
 from qmq.subjects import check_name
 
 OFFLINE = 1
 """QMQ's number; being online is the absence of a row, or any other number."""
 
 _marks, _offline, _sources = readonly_broker_group_setting, client_offline_state, datasource_config
+_limits = operator_limits
 
 
 def load_marks(connection: Connection) -> frozenset[ReadonlyMark]:
@@ -64,6 +67,25 @@ def set_offline(connection: Connection, offline: Offline) -> None:
 
 def unset_offline(connection: Connection, offline: Offline) -> None:
     connection.execute(delete(_offline).where(_is_offline(offline)))
+
+
+def load_limits(connection: Connection) -> frozenset[OperatorLimits]:
+    return frozenset(
+        OperatorLimits(row.subject_info, row.consumer_group, row.expires_after_s, bool(row.expired_die), row.per_second)
+        for row in connection.execute(select(_limits))
+    )
+
+
+def set_limits(connection: Connection, limits: OperatorLimits) -> None:
+    """Put these in the place of those of the same subject and group; without any limit there is no row."""
+    check_name("subject", limits.subject)
+    _check_star("consumer group", limits.group)
+    same = and_(_limits.c.subject_info == limits.subject, _limits.c.consumer_group == limits.group)
+    connection.execute(delete(_limits).where(same))
+    if not limits.is_none:
+        values = limits._asdict()
+        values |= {"subject_info": values.pop("subject"), "consumer_group": values.pop("group")}
+        connection.execute(insert(_limits).values(**checked(_limits, values)))
 
 
 def load_subjects(connection: Connection) -> dict[str, SubjectInfo]:

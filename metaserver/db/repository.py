@@ -79,6 +79,7 @@ class Repository:
         return known.beside(
             marks=operators.load_marks(connection),
             offline=operators.load_offline(connection),
+            limits=operators.load_limits(connection),
             subjects=operators.load_subjects(connection),
             version=versions[DIRECTORY],
         )

@@ -190,6 +190,19 @@ client_offline_state = Table(
     **OPTIONS,
 )
 
+operator_limits = Table(
+    "operator_limits",  # of a subject (the group is `*`), or of a consumer group of it; no row: no limit
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("subject_info", name(), nullable=False),
+    Column("consumer_group", name(), nullable=False),
+    Column("expires_after_s", BigInteger, nullable=False),
+    Column("expired_die", Boolean, nullable=False),
+    Column("per_second", BigInteger, nullable=False),
+    UniqueConstraint("subject_info", "consumer_group", name="uniq_limits"),
+    **OPTIONS,
+)
+
 datasource_config = Table(
     "datasource_config",  # client databases that the watchdog scans
     metadata,

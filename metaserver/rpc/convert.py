@@ -85,6 +85,7 @@ def assignment_for(directory: Directory, key: BrokerKey) -> pb.Assignment | None
         slaves=[_address(group.slave)] if group.slave else [],
         readonly_subjects=_readonly_subjects(directory, group),
         offline=[pb.Offline(subject=o.subject, group=o.group, consumer=o.consumer) for o in sorted(directory.offline)],
+        limits=[pb.OperatorLimits(**one._asdict()) for one in sorted(directory.limits)],
     )
 
 

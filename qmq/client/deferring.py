@@ -16,7 +16,7 @@ from qmq.client.received import ReceivedMessage
 from qmq.client.sender import Sender
 from qmq.codec import delayed_copy
 from qmq.errors import QmqError
-from qmq.message import TIMES
+from qmq.message import EXPIRES_AFTER, TIMES
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,10 @@ class Deferring:
         sender, id = self._sender, ""
         try:
             id = str(message.id)
-            data = delayed_copy(message._data, due_ms, {TIMES: str(message.times + 1)})
+            own = {TIMES: str(message.times + 1)}
+            if (expires_ms := message.expires_ms) is not None:  # it does not begin anew when it is due
+                own[EXPIRES_AFTER] = str(max(0, expires_ms - due_ms))
+            data = delayed_copy(message._data, due_ms, own)
             sender.add(sender.queue(mailbox), Waiting(data, id, sender.now_ms() + TIMEOUT_MS, done))
         except QmqError as error:
             done(unstored(Outcome.REFUSED, id, mailbox, "", error))

@@ -107,7 +107,7 @@ def encode_run(
                 length = len(value)
                 parts += (key, lengths[length], value)
                 size += len(key) + 2 + length
-            if message.retries_max is not None:
+            if message.retries_max is not None or message.expires_after is not None:
                 parts.append(own := encode_own(message).decode("latin-1"))
                 size += len(own)
             parts[size_at] = small_sizes[size] if size < small_sizes_end else size.to_bytes(4, "big").decode("latin-1")

@@ -32,10 +32,11 @@ from qmq.client.unacked import Refusal, SentAck, SentNack, Unacked, UnackedPiece
 from qmq.codec import batch_ends
 from qmq.errors import AccessError, CallError, ClientClosed, InvalidAck, NotServed, QmqError, UnknownSubscription
 from qmq.log.frame import FLAG_ORDERED
-from qmq.message import RETRIES_MAX
+from qmq.message import EXPIRES_AFTER, RESERVED, RETRIES_MAX
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Nack, Piece, Pull, Verdict
 from qmq.states import Transition
+from qmq.subjects import is_dead_letter_subject
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ MANY_TIMES = 5
 
 FOR_GROUP = "qmq_consumerGroupName"
 """QMQ's way to send a message to one group of a subject. The others take it as done."""
-_FOR_GROUP, _RETRIES_MAX = FOR_GROUP.encode(), RETRIES_MAX.encode()
+_FOR_GROUP, _RETRIES_MAX, _EXPIRES_AFTER = FOR_GROUP.encode(), RETRIES_MAX.encode(), EXPIRES_AFTER.encode()
+_RESERVED = RESERVED.encode()
 
 
 class Parcel:
@@ -107,6 +109,7 @@ class GroupSession:
         self.unacked = Unacked()
         self.buffered = self.buffered_bytes = 0
         self.is_mailbox = source != owner.terms.subject
+        self._may_expire = not is_dead_letter_subject(source)  # what died of that would die again
         self._pulls_max = 1 if self.is_mailbox else PULLS_IN_FLIGHT
         self._ack_wait_s = 0.0 if owner.terms.most_once else ACK_WAIT_S  # there, somebody waits for each
         self._life = SessionLife()
@@ -245,8 +248,10 @@ class GroupSession:
 
     def _subscribed(self, body: memoryview) -> None:
         fields = commands.decode_json(body, subscription=int, acked_end=int, lease_ms=int, unacked=list)
-        takes_begins = fields.get("begins") is True
-        here = Subscribed(fields["subscription"], fields["lease_ms"], takes_begins=takes_begins)
+        here = Subscribed(
+            fields["subscription"], fields["lease_ms"], takes_begins=fields.get("begins") is True,
+            takes_expired=fields.get("expires") is True,
+        )  # fmt: skip
         self._enter(SessionEvent.ACCEPTED, here)
         self._owner.leased(self.lease_ms)
         self._is_new = False
@@ -330,8 +335,10 @@ class GroupSession:
                 "messages come again and again subject=%s group=%s broker_group=%s sequence=%d messages=%d times=%d",
                 self.source, self._owner.terms.group, part.broker_group, sequences[0], len(messages), times,
             )  # fmt: skip
-        if any(_FOR_GROUP in data for data in batches):  # a fifteenth of all that a message costs: no such search more
-            messages = self._without_those_of_others(part, messages)
+        if any(_RESERVED in data for data in batches):  # a fifteenth of all that a message costs: no such search more
+            if any(_FOR_GROUP in data for data in batches):
+                messages = self._without_those_of_others(part, messages)
+            part.may_expire = self._may_expire and any(_EXPIRES_AFTER in data for data in batches)
         if times > 1 and not self._owner.terms.most_once:
             if times > self.policy.deliveries_max or any(_RETRIES_MAX in data for data in batches):
                 messages = self._without_worn_out(part, messages)
@@ -391,6 +398,14 @@ class GroupSession:
         """Nobody begins with this message here: it goes to others of the group, and this delivery does not count."""
         verdict = Verdict.NOT_BEGUN if self._takes_begins else Verdict.RETRY
         self.nack(message._piece, message._at, delay_s=0.0, verdict=verdict, reason="")
+
+    def expired(self, message: ReceivedMessage) -> None:
+        """This message has expired before a handler began with it."""
+        here, piece = self._life.now, message._piece
+        if isinstance(here, Subscribed) and here.takes_expired:
+            self.nack(piece, message._at, delay_s=0.0, verdict=Verdict.EXPIRED, reason="expired")
+        else:
+            message._done()
 
     def begin(self, piece: UnackedPiece, at: int) -> asyncio.Future[memoryview] | None:
         """Say that a handler begins with this message now; return the answer to wait for, None if nobody can be

@@ -7,9 +7,12 @@ from functools import partial
 
 from qmq.client.retrying import BROKER_DELAY_S_MAX, DIGITS_MAX, Refused, refused, refused_for_good
 from qmq.client.unacked import OPEN, SETTLED, UnackedPiece
-from qmq.codec import decode_envelope, decode_properties, due_of, properties_begin
+from qmq.codec import counts_from, decode_envelope, decode_properties, due_of, properties_begin
 from qmq.errors import InvalidMessage
-from qmq.message import ORDER_KEY, RETRIES_MAX, TIMES, Message
+from qmq.message import EXPIRES_AFTER, ORDER_KEY, RETRIES_MAX, TIMES, Message, Value
+
+EXPIRES_DIGITS_MAX = 13
+"""Of a hundred years in ms."""
 
 
 class ReceivedMessage(Message):
@@ -47,11 +50,10 @@ class ReceivedMessage(Message):
     def _times_before(self) -> int:
         """Return how often it was delivered before it came to the group's mailbox."""
         try:
-            first = str(self.properties.get(TIMES, ""))
+            first = _number(self.properties.get(TIMES, ""), DIGITS_MAX)
         except InvalidMessage:  # bytes that no producer of ours has made
             return 0
-        is_number = first.isascii() and first.isdecimal() and len(first) <= DIGITS_MAX
-        return max(0, int(first) - 1) if is_number else 0
+        return max(0, first - 1) if first is not None else 0
 
     @property
     def group(self) -> str:
@@ -76,6 +78,20 @@ class ReceivedMessage(Message):
     def due_ms(self) -> int | None:
         """When it was due, in ms since 1970 UTC, if it was sent with a delay; raises InvalidMessage."""
         return due_of(self._data)
+
+    @property
+    def expires_ms(self) -> int | None:
+        """When it expires, in ms since 1970 UTC, if its producer said so; raises InvalidMessage."""
+        after_ms = _number(self.properties.get(EXPIRES_AFTER, ""), EXPIRES_DIGITS_MAX)
+        return None if after_ms is None else counts_from(self._data) + after_ms
+
+    def has_expired(self, now_ms: int) -> bool:
+        """Return whether no handler should get it any more."""
+        try:
+            expires_ms = self.expires_ms
+        except InvalidMessage:  # its handler will find out
+            return False
+        return expires_ms is not None and expires_ms <= now_ms
 
     @property
     def is_dropped(self) -> bool:
@@ -146,9 +162,15 @@ class ReceivedMessage(Message):
             key = self.properties.get(ORDER_KEY)
             self.order_key = None if key is None else str(key)
         elif name == "retries_max":
-            number = str(self.properties.get(RETRIES_MAX, ""))
-            is_number = number.isascii() and number.isdecimal() and len(number) <= DIGITS_MAX
-            self.retries_max = int(number) if is_number else None
+            self.retries_max = _number(self.properties.get(RETRIES_MAX, ""), DIGITS_MAX)
+        elif name == "expires_after":
+            after_ms = _number(self.properties.get(EXPIRES_AFTER, ""), EXPIRES_DIGITS_MAX)
+            self.expires_after = None if after_ms is None else after_ms / 1000
         else:
             raise AttributeError(f"a message has no attribute {name!r}")
         return object.__getattribute__(self, name)
+
+
+def _number(value: Value, digits_max: int) -> int | None:
+    text = str(value)
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= digits_max else None

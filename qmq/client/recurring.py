@@ -35,7 +35,7 @@ def to_put(message: Message, *, name: str, cron: str, timezone: str, owner: str)
         raise InvalidMessage("each occurrence of a recurring schedule gets an id of its own: give the message none")
     copy = Message(
         message.subject, message.properties, tags=message.tags, id=name, order_key=message.order_key,
-        retries_max=message.retries_max,
+        retries_max=message.retries_max, expires_after=message.expires_after,
     )  # fmt: skip
     data = encode_message(copy, time.time_ns() // 1_000_000)
     return Recur(RecurAction.PUT, message.subject, name, owner, cron, timezone, data)

@@ -94,6 +94,7 @@ class Subscribed:
     subscription: int
     lease_ms: int
     takes_begins: bool = field(default=False, kw_only=True)
+    takes_expired: bool = field(default=False, kw_only=True)
     """The broker knows BEGIN and NOT_BEGUN."""
     pulls: int = 0
     asked: int = 0

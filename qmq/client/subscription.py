@@ -141,19 +141,21 @@ class Subscription:
                     break
                 messages_max = 1
             end = min(len(parcel.messages), parcel.at + messages_max - len(taken))
-            taken += parcel.messages[parcel.at : end]
+            some = parcel.messages[parcel.at : end]
+            taken += [message for message in some if not _has_expired(message)] if piece.may_expire else some
             self._took(parcel, end)
-            if is_suspected:
+            if is_suspected and taken:
                 break
         return taken
 
     def take_one(self) -> ReceivedMessage | None:
-        if not self._parcels:
-            return None
-        parcel = self._parcels[0]
-        message = parcel.messages[parcel.at]
-        self._took(parcel, parcel.at + 1)
-        return message
+        while self._parcels:
+            parcel = self._parcels[0]
+            message = parcel.messages[parcel.at]
+            self._took(parcel, parcel.at + 1)
+            if not message._piece.may_expire or not _has_expired(message):
+                return message
+        return None
 
     def _took(self, parcel: Parcel, end: int) -> None:
         parcel.at = end
@@ -251,3 +253,11 @@ class Subscription:
             for answer in answers:
                 if answer.done():
                     answer.exception()
+
+
+def _has_expired(message: ReceivedMessage) -> bool:
+    """Return whether a message has expired; then it is over, and its broker is told so."""
+    if not message.has_expired(time.time_ns() // 1_000_000):
+        return False
+    message._piece.acker.expired(message)
+    return True

@@ -55,6 +55,8 @@ class Acker(Protocol):
 
     def not_begun(self, message: ReceivedMessage) -> None: ...
 
+    def expired(self, message: ReceivedMessage) -> None: ...
+
     def defer(self, message: ReceivedMessage, *, delay_s: float, reason: str) -> None: ...
 
     def on_loop(self, call: Callable[[], None]) -> None: ...
@@ -65,12 +67,12 @@ class UnackedPiece:
 
     `open` counts its messages that are not decided, `unsettled` those whose decision the broker has not confirmed.
     `is_dropped`: they were given back and come again, as other messages. `suspected`: a consumer that had
-    them vanished (qmq.client.solitude).
+    them vanished (qmq.client.solitude). `may_expire`: some of them say when they expire.
     """
 
     __slots__ = (
         "begin", "end", "times", "states", "open", "unsettled", "acker", "broker_group", "is_dropped", "suspected",
-        "_decided",
+        "may_expire", "_decided",
     )  # fmt: skip
 
     def __init__(
@@ -81,7 +83,7 @@ class UnackedPiece:
         self.open = self.unsettled = count
         self.acker = acker
         self.broker_group = broker_group
-        self.is_dropped = self.suspected = False
+        self.is_dropped = self.suspected = self.may_expire = False
         self._decided = decided
 
     def mark(self, at: int) -> None:

@@ -10,8 +10,10 @@ One layout for all but epoch (integers little-endian), padded with zeros to a mu
     pull       yes        n x (first pull sequence, first sequence, messages): delivered to this consumer
                               (PASSED, first sequence, messages): over for the group without being delivered
                               (DEFERRED, first sequence, messages): gone over for now; they wait with what was returned
+                              (EXPIRED, first sequence, messages): over for the group, for they have expired
     pull       yes        none: this consumer is there, and has nothing yet
-    ack        yes        n x (begin, end, 0): pull sequences, half-open, done
+    ack        yes        n x (begin, end, settled): pull sequences, half-open, done; settled is 0, or EXPIRED if no
+                              handler got them
     nack       yes        n x (begin, end, due): pull sequences, half-open; they come again, not before due (ms; 0: now;
                               NOT_BEGUN: now, and this delivery does not count)
     position   no         1 x (position, broadcast, 0): the group starts at this sequence; broadcast is 1 or 0
@@ -34,8 +36,10 @@ _HEAD = struct.Struct("<HHI")
 _ENTRY = struct.Struct("<QQQ")
 
 Entry = tuple[int, int, int]
-PASSED, DEFERRED = (1 << 64) - 1, (1 << 64) - 2
+PASSED, DEFERRED, EXPIRED = (1 << 64) - 1, (1 << 64) - 2, (1 << 64) - 3
 """In place of a pull sequence: these messages are not delivered."""
+NUMBERS_END = EXPIRED
+"""Pull sequences are below."""
 NOT_BEGUN = (1 << 64) - 1
 """In place of a due time."""
 

@@ -106,6 +106,10 @@ class Requeued:
         """The first sequence of all; None if nothing waits."""
         return self._firsts[0] if self._firsts else None
 
+    def before(self, end: int, most: int) -> list[RequeuedRange]:
+        """Return what waits before `end`, due or not: up to `most` ranges, in order."""
+        return [self[at].part(0, end) for at in range(min(most, bisect_left(self._firsts, end)))]
+
     def overlapping(self, begin: int, end: int) -> list[RequeuedRange]:
         """Return what waits of `[begin, end)`."""
         at = max(bisect_right(self._firsts, begin) - 1, 0)

@@ -118,7 +118,7 @@ class Courier:
         batch_encoder(message.subject, now_ms)(message)
         copy = Message(
             message.subject, dict(message.properties), tags=message.tags, id=message.id, order_key=message.order_key,
-            retries_max=message.retries_max,
+            retries_max=message.retries_max, expires_after=message.expires_after,
         )  # fmt: skip
         return Item(self, copy, encode_row(copy, now_ms))
 

@@ -19,8 +19,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from qmq.codec import expires_after_ms
 from qmq.errors import InvalidMessage
-from qmq.message import ORDER_KEY, RESERVED, RETRIES_MAX, Message, Value, text_of
+from qmq.message import EXPIRES_AFTER, ORDER_KEY, RESERVED, RETRIES_MAX, Message, Value, text_of
 
 CREATED = "qmq_createTime"
 """Ms since 1970 UTC, by the producer's clock."""
@@ -59,6 +60,8 @@ def encode_row(message: Message, now_ms: int) -> str:
         attributes[ORDER_KEY] = message.order_key
     if message.retries_max is not None:
         attributes[RETRIES_MAX] = str(message.retries_max)
+    if message.expires_after is not None:
+        attributes[EXPIRES_AFTER] = str(expires_after_ms(message.expires_after))
     row = {
         "messageId": message.id, "subject": message.subject, "tags": sorted(message.tags), "storeAtFailed": False,
         "durable": True, "attrs": attributes, "types": types,
@@ -90,7 +93,7 @@ def decode_row(content: str | None) -> Message:
     if DUE in attributes:
         raise InvalidMessage("the row is a delayed message of QMQ; sent now, it would be early")
     types = _of(row, "types", dict, {})
-    tags = _of(row, "tags", list, [])
+    tags, expires_ms = _of(row, "tags", list, []), _number(attributes, EXPIRES_AFTER)
     if not all(isinstance(tag, str) for tag in tags):
         raise InvalidMessage("'tags' of the row are not all texts")
     message = Message(
@@ -100,6 +103,7 @@ def decode_row(content: str | None) -> Message:
         id=_of(row, "messageId", str),
         order_key=_of(attributes, ORDER_KEY, str, None),
         retries_max=_number(attributes, RETRIES_MAX),
+        expires_after=None if expires_ms is None else expires_ms / 1000,
     )
     message.created_ms = _number(attributes, CREATED) or 0
     return message

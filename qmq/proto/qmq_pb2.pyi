@@ -147,7 +147,7 @@ class BrokerAddress(_message.Message):
     def __init__(self, ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("broker_group", "term", "role", "master", "slaves", "readonly_subjects", "offline", "points", "loss_accepted_term", "min_copies", "clock_ms")
+    __slots__ = ("broker_group", "term", "role", "master", "slaves", "readonly_subjects", "offline", "points", "loss_accepted_term", "min_copies", "limits", "clock_ms")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,7 @@ class Assignment(_message.Message):
     POINTS_FIELD_NUMBER: _ClassVar[int]
     LOSS_ACCEPTED_TERM_FIELD_NUMBER: _ClassVar[int]
     MIN_COPIES_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_MS_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     term: int
@@ -169,8 +170,9 @@ class Assignment(_message.Message):
     points: _containers.RepeatedCompositeFieldContainer[AcknowledgedPoint]
     loss_accepted_term: int
     min_copies: int
+    limits: _containers.RepeatedCompositeFieldContainer[OperatorLimits]
     clock_ms: int
-    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slaves: _Optional[_Iterable[_Union[BrokerAddress, _Mapping]]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ..., offline: _Optional[_Iterable[_Union[Offline, _Mapping]]] = ..., points: _Optional[_Iterable[_Union[AcknowledgedPoint, _Mapping]]] = ..., loss_accepted_term: _Optional[int] = ..., min_copies: _Optional[int] = ..., clock_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slaves: _Optional[_Iterable[_Union[BrokerAddress, _Mapping]]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ..., offline: _Optional[_Iterable[_Union[Offline, _Mapping]]] = ..., points: _Optional[_Iterable[_Union[AcknowledgedPoint, _Mapping]]] = ..., loss_accepted_term: _Optional[int] = ..., min_copies: _Optional[int] = ..., limits: _Optional[_Iterable[_Union[OperatorLimits, _Mapping]]] = ..., clock_ms: _Optional[int] = ...) -> None: ...
 
 class AcknowledgedPoint(_message.Message):
     __slots__ = ("term", "boot", "end", "chain")
@@ -183,6 +185,20 @@ class AcknowledgedPoint(_message.Message):
     end: int
     chain: int
     def __init__(self, term: _Optional[int] = ..., boot: _Optional[int] = ..., end: _Optional[int] = ..., chain: _Optional[int] = ...) -> None: ...
+
+class OperatorLimits(_message.Message):
+    __slots__ = ("subject", "group", "expires_after_s", "expired_die", "per_second")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_DIE_FIELD_NUMBER: _ClassVar[int]
+    PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    group: str
+    expires_after_s: int
+    expired_die: bool
+    per_second: int
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., expires_after_s: _Optional[int] = ..., expired_die: _Optional[bool] = ..., per_second: _Optional[int] = ...) -> None: ...
 
 class Offline(_message.Message):
     __slots__ = ("subject", "group", "consumer")

@@ -303,6 +303,9 @@ class Verdict(IntEnum):
     DEAD_LETTER = 1
     NOT_BEGUN = 2
     """They come again at once, and this delivery does not count. To brokers that answer SUBSCRIBE with `begins`."""
+    EXPIRED = 3
+    """No handler got them in time: over, or dead letters if the subject says so. To brokers that answer SUBSCRIBE with
+    `expires`."""
 
 
 class NackEntry(NamedTuple):
@@ -336,7 +339,7 @@ def decode_nack(body: memoryview) -> Nack:
         raise InvalidRequest(f"not a NACK: {error}") from None
     for entry in entries:
         if entry.delay_ms > DELAY_MS_MAX or entry.verdict not in Verdict._value2member_map_:
-            raise InvalidRequest(f"a NACK asks for at most {DELAY_MS_MAX} ms, with verdict 0, 1 or 2; not {entry}")
+            raise InvalidRequest(f"a NACK asks for at most {DELAY_MS_MAX} ms, with verdict 0 to 3; not {entry}")
     _ascending([(entry.begin, entry.end) for entry in entries])
     return Nack(subscription, entries, str(body[end:], "utf-8", "replace"))
 

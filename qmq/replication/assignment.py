@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from qmq.operator_limits import OperatorLimits
 from qmq.types import Role
 
 
@@ -37,6 +38,7 @@ class Assignment:
     """(subject, consumer group, consumer) that operators switched off; `*` stands for all."""
     min_copies: int = 2
     """So many copies, the master's among them, have a frame on disk when it is acknowledged."""
+    limits: tuple[OperatorLimits, ...] = ()
 
     @property
     def peers(self) -> tuple[Address, ...]:
@@ -55,6 +57,7 @@ class Assignment:
             "slaves": [asdict(slave) for slave in self.slaves],
             "readonly_subjects": list(self.readonly_subjects),
             "offline": [list(rule) for rule in self.offline],
+            "limits": [one._asdict() for one in self.limits],
         }
         return asdict(self) | {"role": int(self.role)} | lists
 
@@ -68,4 +71,5 @@ class Assignment:
             tuple(Address(**address) for address in slaves), tuple(fields["readonly_subjects"]),
             tuple((subject, group, consumer) for subject, group, consumer in fields.get("offline", ())),
             fields.get("min_copies", 2),
+            tuple(OperatorLimits(**one) for one in fields.get("limits", ())),
         )  # fmt: skip

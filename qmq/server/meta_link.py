@@ -13,6 +13,7 @@ import grpc.aio
 
 from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
 from qmq.errors import NotServed, OperatorError, cause_of
+from qmq.operator_limits import OperatorLimits
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from qmq.replication.assignment import Address, Assignment
@@ -182,6 +183,9 @@ class MetaLink:
             readonly_subjects=tuple(message.readonly_subjects),
             offline=tuple((one.subject, one.group, one.consumer) for one in message.offline),
             min_copies=message.min_copies or 2,
+            limits=tuple(
+                OperatorLimits(*(getattr(one, name) for name in OperatorLimits._fields)) for one in message.limits
+            ),
         )
         points = [Point(Epoch(point.term, point.boot), point.end, point.chain) for point in message.points]
         node, accepted_term = self._service.node, message.loss_accepted_term

@@ -20,6 +20,7 @@ from tests.integration.cluster_world import (
     consume_all,
     consumer,
     end,
+    metrics,
     pull,
     running,
     send_all,
@@ -202,6 +203,31 @@ def test_consumer_that_is_switched_off_gets_nothing_also_after_a_restart_until_i
         until(lambda: answers(cluster), "the metaserver answers")
         switch("online")
     assert [id for _, id in consume_all(cluster, subject, "g", COUNT, consumer_id="c")] == ids(COUNT)
+
+
+def test_limits_of_operators_reach_the_brokers_and_are_counted(cluster, subject):
+    def limit(action, **words):
+        manage(cluster.metaserver, cluster.token, action, subject=subject, **words)
+
+    send_all(cluster, subject, COUNT)
+    limit("LimitGroup", group="g", perSecond=2)
+    until(lambda: "rate" in causes_while_pulling(cluster, subject), "Lag names the rate")
+    limit("LimitGroup", group="g", perSecond=0)
+    with Wire(cluster.broker("g1", "master").serve_port, token=cluster.token) as wire:
+        subscribe(wire, subject, group="never")
+    limit("SetLimits", expiresAfterS=1)
+    until(lambda: {one.group: one.lag for one in progress(cluster, subject)}["never"] == 0, "what nobody takes expires")
+    limit("SetLimits", expiresAfterS=0)
+    page = metrics(cluster, cluster.broker("g1", "master"))
+    (expired,) = (page[one] for one in page if "expired_messages_total" in one and 'consumer_group="never"' in one)
+    assert expired == COUNT
+
+
+def causes_while_pulling(cluster, subject):
+    with pytest.raises(TimeoutError):
+        consume_all(cluster, subject, "g", COUNT, timeout_s=1.0)
+    (group,) = progress(cluster, subject)
+    return group.causes
 
 
 def is_served(cluster):

@@ -24,7 +24,7 @@ from qmq.log.frame import FrameKind, decode_frames
 from qmq.log.group import Consumer
 from qmq.log.group import Group as GroupProgress
 from qmq.log.message_life import LIFE, MessageEvent, MessageState
-from qmq.log.progress import DEFERRED, PASSED, encode_progress
+from qmq.log.progress import DEFERRED, EXPIRED, PASSED, encode_progress
 from qmq.remoting.commands import Command, encode_json
 from qmq.types import Epoch
 from tests.unit.broker.world import Client, Group
@@ -120,12 +120,12 @@ def step(copy: Copy, plain: Plain, rng: Random) -> None:
             begin, end = rng.choice(found)
             begin = rng.randrange(begin, end) if begin < group.position else begin
             run = range(begin, rng.randint(begin + 1, end))
-            number = rng.choice([PASSED, DEFERRED])
+            number = rng.choice([PASSED, DEFERRED, EXPIRED])
             copy.progress(FrameKind.PULL, name, (number, begin, len(run)))
-            plain.move(MessageEvent.PASS_OVER if number == PASSED else MessageEvent.DEFER, run)
+            plain.move(MessageEvent.DEFER if number == DEFERRED else MessageEvent.PASS_OVER, run)
             plain.new.difference_update(run)
             plain.returned.difference_update(run)
-            (plain.acked if number == PASSED else plain.returned).update(run)
+            (plain.returned if number == DEFERRED else plain.acked).update(run)
         case "leave" if name in group.consumers:
             told = rng.randrange(2)
             copy.progress(FrameKind.POSITION, name, (told, 0, 0))

@@ -114,6 +114,25 @@ def _offline(rows: Any) -> Table:
     )
 
 
+def _limited(data: Any) -> Iterable[Block]:
+    yield good(f"limits of {data['subject']}" + ("" if data["group"] == "*" else f", group {data['group']}"))
+    yield _limits([data])
+
+
+def _limits(rows: Any) -> Table:
+    return Table(
+        (
+            Column("SUBJECT", "subject"),
+            Column("GROUP", "group"),
+            Column("EXPIRES AFTER S", "expiresAfterS"),
+            Column("EXPIRED", "expired"),
+            Column("PER SECOND", "perSecond"),
+        ),
+        rows,
+        empty="nothing is limited",
+    )
+
+
 def _clients(data: Any) -> Iterable[Block]:
     yield Table(
         (
@@ -188,6 +207,33 @@ CONSUMERS = (
         (ANY_SUBJECT,),
         listing(_offline),
     ),
+    Command(
+        "SetLimits",
+        "limit a subject: when its messages expire",
+        "--subject=price.changed --expiresAfterS=60",
+        (
+            SUBJECT,
+            Option("expiresAfterS", "seconds after which no group gets a stored message; 0: never", "", Kind.NUMBER),
+            Option("expired", "what becomes of it; default: drop", default="", choices=("drop", "deadLetter")),
+        ),
+        _limited,
+        changes=True,
+        look="ListLimits --subject={subject}",
+    ),
+    Command(
+        "LimitGroup",
+        "limit how fast a consumer group gets messages",
+        "--subject=order.changed --group=billing --perSecond=100",
+        (
+            SUBJECT,
+            Option("group", "name of the consumer group"),
+            Option("perSecond", "messages a second; 0: no limit", kind=Kind.NUMBER),
+        ),
+        _limited,
+        changes=True,
+        look="ListLimits --subject={subject}",
+    ),
+    Command("ListLimits", "list the limits of subjects and consumer groups", "", (ANY_SUBJECT,), listing(_limits)),
     Command(
         "Clients",
         "list clients that are connected to a metaserver now",

@@ -26,6 +26,7 @@ LAG_FINE_BYTES = 64 << 20
 
 GROUP_CAUSES = {
     "offline": "its consumers are switched off: OnOffline --state=online ends that",
+    "rate": "an operator limits how many messages a second it gets: LimitGroup --perSecond=0 ends that",
     "unacked": "a consumer has as many un-acked messages as it may: look at its handlers, or restart it",
     "postponed": "more messages wait for a later time than may: let fewer be postponed, or for a shorter time",
 }

@@ -13,7 +13,7 @@ from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry
 
 DAY_MS = 86_400_000
 NOW_MS = 1_795_000_000_000
-STATES = {"acked": 7, "in_flight": 1, "requeued": 0, "passed": 2, "never": 0}
+STATES = {"acked": 7, "in_flight": 1, "requeued": 0, "passed": 2, "expired": 0, "never": 0}
 GOOD = Entry(
     "2026-11-21T01:00:00Z", NOW_MS - DAY_MS, "g1", PROVEN, verified=5_000, chain="0f", read={"master": 900},
     conserved=[{"subject": "order.changed", "consumer_group": "billing", "stored": 10, "nacked": 3, **STATES}],

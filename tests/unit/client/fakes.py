@@ -248,6 +248,7 @@ class FakeBroker:
                 lease_ms=self.lease_ms,
                 unacked=self.unacked,
                 **({"begins": True} if self.begins else {}),
+                expires=True,
             ),
         )
         self.grown()
@@ -376,7 +377,7 @@ class FakeBroker:
                     assert self.begins, "no older broker knows it"
                     self.times[key[:2]][sequence] -= 1
                     self._due(key[:2], sequence)
-                else:
+                elif entry.verdict != Verdict.EXPIRED:
                     loop.call_later(entry.delay_ms / 1000, self._due, key[:2], sequence)
         self._answer_settled(connection, packet, subscriber)
 

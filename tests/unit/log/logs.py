@@ -10,7 +10,7 @@ from qmq.log import MessageLog
 from qmq.log.fold import State, apply
 from qmq.log.frame import Frame, FrameKind, decode_frames, encode_json_body
 from qmq.log.memory_disk import FaultyDisk, MemoryDisk
-from qmq.log.progress import DEFERRED, PASSED, encode_progress
+from qmq.log.progress import DEFERRED, EXPIRED, PASSED, encode_progress
 from qmq.log.retention import RetentionDecision, encode_retention
 from qmq.log.segments import read_raw, segment_bases
 from qmq.message import Message
@@ -110,7 +110,7 @@ def a_frame(copy: Copy, rng: Random) -> Frame:
         if there:
             taken = rng.randint(1, there)
             skipped = rng.randrange(there - taken + 1) if sequence < group.position else 0
-            number = rng.choice([state.next_pull(group, consumer)] * 4 + [PASSED, DEFERRED])
+            number = rng.choice([state.next_pull(group, consumer)] * 4 + [PASSED, DEFERRED, EXPIRED])
             return copy.progress(FrameKind.PULL, consumer, (number, sequence + skipped, taken), subject=subject)
     if kind in ("ack", "nack") and known is not None and known.unacked:
         first, _, messages, *_ = rng.choice(known.unacked)

@@ -13,6 +13,7 @@ from qmq.metaserver.db.changes import (
     AddToken,
     RestoreAll,
     RevokeToken,
+    SetLimits,
     SetMark,
     SetOffline,
     SetRoles,
@@ -23,6 +24,7 @@ from qmq.metaserver.db.engine import open_database
 from qmq.metaserver.db.errors import ValueRefused
 from qmq.metaserver.db.repository import Repository
 from qmq.metaserver.model import AuditRow, Offline, ReadonlyMark, TokenRow
+from qmq.operator_limits import OperatorLimits
 from tests.support.directories import add_group, brokers_of
 
 MARK = ReadonlyMark("*", "g1")
@@ -44,6 +46,7 @@ def filled(repository):
     repository.store_complete(slave, term=2, complete=True)
     repository.store_routes([(f"s{number}", ("g1",), 0) for number in range(3)])
     changes = [SetMark(MARK), SetOffline(Offline("s", "*", "*")), AddSubject("s", "ssd"), AddToken(TOKEN)]
+    changes.append(SetLimits(OperatorLimits("s", "g", per_second=7)))
     repository.change(changes, AuditRow("Ann", "here", "Everything"))
     return repository
 
@@ -58,6 +61,7 @@ def test_dump_makes_an_empty_database_the_same(filled, tmp_path):
     other.change([RestoreAll(dump)])
     before, after = filled.load(), other.load()
     assert (after.marks, after.offline, after.subjects) == (before.marks, before.offline, before.subjects)
+    assert after.limits == before.limits == {OperatorLimits("s", "g", per_second=7)}
     assert after.groups["g1"].term == before.groups["g1"].term + 1
     assert [broker.key for broker in after.groups["g1"].brokers] == [b.key for b in before.groups["g1"].brokers]
     assert [(route.subject, route.groups) for route in other.load_routes()[1]] == [

@@ -6,6 +6,7 @@ from qmq.metaserver.db.changes import SetGroupState
 from qmq.metaserver.model import BrokerKey, Offline
 from qmq.metaserver.rpc.convert import assignment_for
 from qmq.metaserver.watchers import Counts
+from qmq.operator_limits import OperatorLimits
 from tests.unit.metaserver.actions_world import in_world, left, place
 
 
@@ -189,3 +190,25 @@ async def test_consumers_are_switched_off_and_on(world):
     assert await world.done("ListOffline") == [{"subject": "s2", "consumerGroup": "*", "clientId": "*"}]
     assert "stay off" in await world.refused("OnOffline", state="online", subject="s2", clientId="c9")
     assert await world.done("ListOffline", subject="s1") == []
+
+
+@in_world
+async def test_subjects_and_groups_are_limited_and_what_is_not_named_stays(world):
+    await world.done("SetLimits", subject="s1", expiresAfterS="60")
+    await world.done("SetLimits", subject="s1", expired="deadLetter")
+    await world.done("LimitGroup", subject="s1", group="shop", perSecond="100")
+    assert world.registry.directory.limits == {
+        OperatorLimits("s1", "*", expires_after_s=60, expired_die=True), OperatorLimits("s1", "shop", per_second=100)
+    }  # fmt: skip
+    listed = await world.done("ListLimits")
+    assert [(one["group"], one["expiresAfterS"], one["expired"], one["perSecond"]) for one in listed] == [
+        ("*", 60, "deadLetter", 0), ("shop", 0, "drop", 100)
+    ]  # fmt: skip
+    plan = await world.done("SetLimits", subject="s1", expiresAfterS="0", dryRun="true")
+    assert (plan["before"]["expiresAfterS"], plan["after"]["expiresAfterS"], plan["wouldChange"]) == (60, 0, True)
+    await world.done("SetLimits", subject="s1", expiresAfterS="0", expired="drop")
+    await world.done("LimitGroup", subject="s1", group="shop", perSecond="0")
+    assert world.registry.directory.limits == frozenset() and await world.done("ListLimits") == []
+    dead = "%DEAD_RETRY%s1%shop"
+    assert "only be dropped" in await world.refused("SetLimits", subject=dead, expired="deadLetter")
+    await world.done("SetLimits", subject=dead, expiresAfterS="60")

@@ -91,6 +91,7 @@ def test_a_change_wakes_the_brokers_that_it_concerns_and_no_others(tmp_path):
             assert await run("AddNewSubject", subject="s", tag="t") == (False, False)
             offline = {"subject": "s", "consumerGroup": "c", "clientId": "*", "state": "offline"}
             assert await run("OnOffline", **offline) == (True, True)
+            assert await run("SetLimits", subject="s", expiresAfterS="60") == (True, True)
             assert await run("RemoveBroker", hostname="g2-b", servePort=20881) == (False, True)
 
     asyncio.run(test())

@@ -14,6 +14,7 @@ from qmq.metaserver.db.changes import (
     AddToken,
     RevokeToken,
     SetGroupState,
+    SetLimits,
     SetMark,
     SetOffline,
     SetRoles,
@@ -36,6 +37,7 @@ from qmq.metaserver.model import (
     SightingRow,
     TokenRow,
 )
+from qmq.operator_limits import OperatorLimits
 from qmq.types import Role
 
 MASTER = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2)
@@ -317,6 +319,15 @@ def test_consumers_are_switched_off_and_on(repository):
     for _ in range(2):
         repository.change([UnsetOffline(offline)])
     assert repository.load().offline == {Offline("*", "group", "c1")}
+
+
+def test_limits_take_the_place_of_those_before(repository):
+    repository.change([SetLimits(OperatorLimits("s", "*", expires_after_s=60, expired_die=True))])
+    both = {OperatorLimits("s", "*", expires_after_s=7), OperatorLimits("s", "g", per_second=9)}
+    repository.change([SetLimits(one) for one in both])
+    assert repository.load().limits == both
+    repository.change([SetLimits(OperatorLimits("s", "*"))])
+    assert repository.load().limits == {OperatorLimits("s", "g", per_second=9)}
 
 
 def test_subject_is_announced_with_its_tag(repository):

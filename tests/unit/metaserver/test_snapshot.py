@@ -24,6 +24,7 @@ from qmq.metaserver.model import (
     TokenRow,
 )
 from qmq.metaserver.snapshot import BadSnapshot, Snapshot, read_snapshot, write_snapshot
+from qmq.operator_limits import OperatorLimits
 from qmq.types import Role
 
 MASTER = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, 3, 4, "disk a")
@@ -37,6 +38,7 @@ SNAPSHOT = Snapshot(
         frozenset({Offline("*", "group", "*")}),
         {"s": SubjectInfo("s", "pay", 5)},
         version=42,
+        limits=frozenset({OperatorLimits("s", "*", expires_after_s=60, expired_die=True)}),
     ),
     {"s": Route("s", ("g1", "g2"), 3, 17, 8)},
     17,

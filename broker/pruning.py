@@ -1,0 +1,135 @@
+"""Core. What is over for a consumer group without being delivered: it has expired.
+
+Once a second each group of a limited subject is looked at, whether it has consumers or not, so that what nobody takes
+keeps no log. What it has not consumed, new or requeued, is given up by a pull frame that says why. If the subject says
+so, it becomes dead letters instead: a consumer of a name that nobody can have gets it, and it is buried.
+
+A message's age is counted from when it was stored, by the master's clock; nothing expires while that clock disagrees
+with another that was heard.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from qmq.broker import progress
+from qmq.broker.dead_letters import DeadLetters
+from qmq.errors import CorruptFrame
+from qmq.log.frame import FrameKind
+from qmq.log.group import Consumer, Group
+from qmq.log.progress import EXPIRED, Entry
+from qmq.operator_limits import OF_SUBJECT, OperatorLimits
+from qmq.replication.clocks import Clocks
+from qmq.replication.mastership import Mastership
+from qmq.subjects import is_dead_letter_subject, real_subject
+
+log = logging.getLogger(__name__)
+
+PRUNE_EVERY_MS = 1_000
+RANGES_AT_ONCE = 1_000
+"""Requeued ranges of a group that are given up at once: one frame, folded in less than a millisecond."""
+BURIED_AT_ONCE = 5_000
+"""Expired messages of a group that wait to become dead letters: ten passes of the loop."""
+PRUNER = "/expired"
+"""The consumer of what becomes a dead letter; a slash is in no name."""
+REASON = "expired"
+
+Key = tuple[str, str]
+
+
+class Pruning:
+    """Made by `broker.delivery`; ends with the mastership. `wake(subject)` is called when a group went on."""
+
+    def __init__(
+        self, mastership: Mastership, clocks: Clocks | None, dead_letters: DeadLetters, wake: Callable[[str], None]
+    ) -> None:
+        self._mastership, self._clocks, self._dead_letters, self._wake = mastership, clocks, dead_letters, wake
+        self._limits: dict[str, OperatorLimits] = {}
+        self._groups: dict[str, dict[str, None]] = {}
+        """Subject -> its consumer groups: those of a few limited subjects are found among 100,000."""
+        for subject, name in mastership.log.state.groups:
+            self._groups.setdefault(subject, {})[name] = None
+        self._pruned_ms = 0
+        self.expired: dict[Key, int] = {}
+        """(subject, consumer group) -> messages that expired."""
+
+    def limit(self, limits: dict[Key, OperatorLimits]) -> None:
+        self._limits = {subject: one for (subject, group), one in limits.items() if group == OF_SUBJECT}
+
+    def changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
+        """Progress of `key` is about to be written: a group may begin, or be forgotten."""
+        subject, name, consumer = key
+        if kind != FrameKind.POSITION or consumer:
+            return
+        if entries:
+            self._groups.setdefault(subject, {})[name] = None
+        else:
+            self._groups.get(subject, {}).pop(name, None)
+
+    def expired_die(self, subject: str) -> bool:
+        """Return whether what expires becomes a dead letter; of a group's mailbox, as of its subject."""
+        limits = self._limits.get(real_subject(subject))
+        return limits is not None and limits.expired_die and not is_dead_letter_subject(subject)
+
+    def note_expired(self, key: Key, messages: int) -> None:
+        """Count messages of a group that expired; the log names it once."""
+        if key not in self.expired:
+            log.warning("messages expire subject=%s consumer_group=%s", *key)
+        self.expired[key] = self.expired.get(key, 0) + messages
+
+    def tick(self, now_ms: int) -> None:
+        """Give up what has expired. `now_ms` never jumps."""
+        if now_ms - self._pruned_ms < PRUNE_EVERY_MS:
+            return
+        self._pruned_ms = now_ms
+        for subject, limits in self._limits.items():
+            if limits.expires_after_s and subject in self._groups and self._clock_is_right():
+                try:
+                    self._expire(subject, limits)
+                except CorruptFrame as problem:
+                    self._mastership.found_damage(problem)
+
+    def _clock_is_right(self) -> bool:
+        if self._clocks is None:
+            return True
+        host = self._mastership.host
+        ahead_ms = self._clocks.ahead_ms(now_ms=host.now_ms(), monotonic_ms=host.monotonic_ms())
+        return bool(ahead_ms) and not self._clocks.disagreement(ahead_ms)
+
+    def _expire(self, subject: str, limits: OperatorLimits) -> None:
+        mastership = self._mastership
+        since_ms = mastership.host.now_ms() - 1000 * limits.expires_after_s
+        end = progress.first_since(mastership.log, subject, since_ms)
+        for name in list(self._groups[subject]):
+            group = mastership.log.state.groups[subject, name]
+            if limits.expired_die:
+                self._bury(subject, name, group, end)
+            elif entries := [(EXPIRED, first, count) for first, count in _before(group, end)]:
+                mastership.append_progress(FrameKind.PULL, (subject, name, PRUNER), entries)
+                self.note_expired((subject, name), sum(count for _, _, count in entries))
+                self._wake(subject)
+
+    def _bury(self, subject: str, name: str, group: Group, end: int) -> None:
+        """Give what has expired to the one who buries it; no more than it can soon be rid of."""
+        mastership, key = self._mastership, (subject, name, PRUNER)
+        room = BURIED_AT_ONCE - group.consumers.get(PRUNER, Consumer()).unacked_messages
+        pull_sequence, entries = mastership.log.state.next_pull(group, PRUNER), []
+        for first, count in _before(group, end):
+            if (taken := min(count, room)) <= 0:
+                break
+            entries.append((pull_sequence, first, taken))
+            pull_sequence, room = pull_sequence + taken, room - taken
+        if entries:
+            mastership.append_progress(FrameKind.PULL, key, entries)
+            self.note_expired(key[:2], sum(count for _, _, count in entries))
+            self._dead_letters.bury(key, [(pull, pull + count) for pull, _, count in entries], REASON, None)
+            self._wake(subject)
+
+
+def _before(group: Group, end: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, count) of what a group has to give before sequence `end`: requeued ranges, then what is new."""
+    for one in group.requeued.before(end, RANGES_AT_ONCE):
+        yield one.first, one.count
+    if group.position < end:
+        yield group.position, end - group.position

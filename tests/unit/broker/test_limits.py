@@ -1,0 +1,278 @@
+"""Core. What operators limit: messages expire, consumer groups get so many a second, and each is counted and named."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.broker import pruning
+from qmq.broker.causes import Cause
+from qmq.codec import decode_message, encode_labels, encode_message, label_of_message, split_batch
+from qmq.log.frame import NO_CHAIN, FrameKind, decode_frames, label_flags
+from qmq.log.progress import EXPIRED, decode_progress
+from qmq.message import Message
+from qmq.operator_limits import OF_SUBJECT, OperatorLimits
+from qmq.remoting import commands
+from qmq.remoting.commands import Command, Nack, NackEntry, Verdict
+from qmq.replication.assignment import Assignment
+from qmq.subjects import dead_letter_subject, retry_subject
+from qmq.types import Role
+from tests.unit.broker.world import Client, Group
+
+KEY = ("s", "g")
+HOUR = OperatorLimits("s", OF_SUBJECT, expires_after_s=3600)
+
+
+def started(*limits: OperatorLimits) -> tuple[Group, Client]:
+    group = Group.made(lease_ms=7_200_000).start()
+    group.a.assign(Role.MASTER, limits=limits)
+    return group, joined(group, "c")
+
+
+def joined(world: Group, name: str, **subscribe) -> Client:
+    client = Client(world.a, name)
+    opaque = client.subscribe(name, **subscribe)
+    world.settle()
+    client.subscription(opaque)
+    return client
+
+
+def hours_pass(group: Group, hours: float = 1.1) -> None:
+    for broker in (group.a, group.b):
+        broker.host.clock_ms += int(hours * 3_600_000)
+    group.hear_clocks()
+    group.a.node.tick()
+    group.settle()
+
+
+def pulled(group: Group, client: Client, **terms) -> list[str]:
+    opaque = client.pull(**terms)
+    group.settle()
+    code, _ = client.link.answers[opaque]
+    return [] if code else [id for _, _, id in client.pulled(opaque)]
+
+
+def dead_letters(group: Group, subject: str = "s") -> list[Message]:
+    support = joined(group, "support", subject=dead_letter_subject(subject, "g"), group="support")
+    opaque = support.pull()
+    group.settle()
+    if support.link.answers[opaque][0]:
+        return []
+    pieces = commands.decode_pulled(memoryview(support.body(opaque)))
+    return [decode_message(bytes(data)) for piece in pieces for data in split_batch(piece.body, piece.count)]
+
+
+# Expiry.
+
+
+def test_what_was_stored_too_long_ago_is_over_for_each_group_and_counted():
+    group, client = started(HOUR)
+    Client(group.a).produce("m0", "m1")
+    group.settle()
+    hours_pass(group)
+    Client(group.a).produce("m2")
+    group.settle()
+    assert pulled(group, client) == ["m2"]
+    assert group.a.master.expired == {KEY: 2}
+    assert group.a.log.state.groups[KEY] == group.b.log.state.groups[KEY], "the slave folds the same"
+
+
+def test_a_group_without_consumers_keeps_nothing_that_has_expired():
+    group, client = started(HOUR)
+    client.produce("m0")
+    client.lost()
+    group.settle()
+    hours_pass(group)
+    assert group.a.log.state.groups[KEY].position == 1
+
+
+def test_what_was_requeued_expires_too_also_if_it_is_not_due_yet_and_what_is_in_flight_does_not():
+    group, client = started(HOUR)
+    client.produce("m0", "m1", "m2")
+    group.settle()
+    assert pulled(group, client, most=3) == ["m0", "m1", "m2"]
+    begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+    client.nack(begin, begin + 2, delay_ms=80_000_000)
+    group.settle()
+    hours_pass(group)
+    state = group.a.log.state.groups[KEY]
+    assert not state.requeued and state.consumers["c"].unacked_messages == 1 and group.a.master.expired == {KEY: 2}
+
+
+def test_nothing_expires_while_the_masters_clock_disagrees_with_another():
+    group, client = started(HOUR)
+    client.produce("m0")
+    group.settle()
+    group.a.host.wall_skew_ms = 7_200_000
+    group.hear_clocks()
+    group.a.wait(2_000)
+    group.settle()
+    assert not group.a.master.expired and pulled(group, client) == ["m0"]
+    unheard, other = started(HOUR)
+    other.produce("m0")
+    unheard.a.host.clock_ms += 7_200_000
+    unheard.a.node.tick()
+    assert not unheard.a.master.expired, "nobody says that this clock is right"
+
+
+def test_what_expires_becomes_a_dead_letter_if_the_subject_says_so():
+    group, client = started(HOUR._replace(expired_die=True))
+    client.produce("m0", "m1")
+    group.settle()
+    hours_pass(group)
+    for _ in range(3):
+        group.a.wait(200)
+        group.settle()
+    assert [(one.id, one.properties["qmq_deadReason"]) for one in dead_letters(group)] == [
+        ("m0", "expired"), ("m1", "expired")
+    ]  # fmt: skip
+    assert pulled(group, client) == [] and group.a.master.expired == {KEY: 2}
+    assert not group.a.log.state.groups[KEY].consumers[pruning.PRUNER].unacked
+
+
+def test_dead_letters_of_many_expired_messages_are_made_in_bounded_pieces(monkeypatch):
+    monkeypatch.setattr(pruning, "BURIED_AT_ONCE", 3)
+    group, client = started(HOUR._replace(expired_die=True))
+    client.produce(*(f"m{n}" for n in range(10)))
+    group.settle()
+    hours_pass(group)
+    held = group.a.log.state.groups[KEY]
+    assert held.position <= 3
+    for _ in range(6):
+        group.hear_clocks()
+        group.a.wait(1_000)
+        group.settle()
+    assert len(dead_letters(group)) == 10 and held.position == 10
+
+
+def test_an_expired_message_frees_its_order_key():
+    group, client = started(HOUR)
+    messages = [Message("s", {}, id=f"m{n}", order_key="k") for n in range(2)]
+    labels = [label_of_message(one) for one in messages]
+    encoded = [encode_message(one, 0) for one in messages]
+    Client(group.a).produce_raw(encoded, after=encode_labels(labels), flags=label_flags(labels))
+    group.settle()
+    assert pulled(group, client) == ["m0"]
+    begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+    client.nack(begin, begin + 1, delay_ms=80_000_000)
+    group.settle()
+    assert pulled(group, client) == []
+    hours_pass(group)
+    new = Message("s", {}, id="m2", order_key="k")
+    label = [label_of_message(new)]
+    Client(group.a).produce_raw([encode_message(new, 0)], after=encode_labels(label), flags=label_flags(label))
+    group.settle()
+    assert group.a.master.expired == {KEY: 2} and pulled(group, client) == ["m2"]
+
+
+def expire(group: Group, client: Client, *, subject: str = "s") -> int:
+    consumer = group.a.log.state.groups[subject, "g"].consumers["c"]
+    begin = consumer.unacked[0].pull
+    entry = NackEntry(begin, begin + 1, 0, Verdict.EXPIRED)
+    opaque = client.send(Command.NACK, commands.encode_nack(Nack(client.last_subscription, [entry], "expired")))
+    group.settle()
+    return opaque
+
+
+def test_what_a_consumer_finds_expired_is_acked_as_such_and_counted():
+    group, client = started()
+    client.produce("m0", "m1")
+    group.settle()
+    assert pulled(group, client) == ["m0", "m1"]
+    client.body(expire(group, client))
+    assert group.a.master.expired == {KEY: 1}
+    log = group.a.log
+    frames = decode_frames(log.read_bytes(0, log.end), 0, NO_CHAIN)
+    (said,) = [decode_progress(body) for frame, body in frames if frame.kind == FrameKind.ACK]
+    assert [settled for _, _, settled in said.entries] == [EXPIRED], "the audit knows it from what was handled"
+    assert group.a.log.state.groups[KEY].consumers["c"].unacked_messages == 1
+
+
+def test_what_a_consumer_finds_expired_becomes_a_dead_letter_if_the_subject_says_so():
+    group, client = started(OperatorLimits("s", OF_SUBJECT, expired_die=True))
+    client.produce("m0")
+    group.settle()
+    assert pulled(group, client) == ["m0"]
+    client.body(expire(group, client))
+    (dead,) = dead_letters(group)
+    assert (dead.id, dead.properties["qmq_deadReason"]) == ("m0", "expired")
+
+
+def test_of_a_mailbox_the_limits_are_those_of_its_subject():
+    group, _ = started(OperatorLimits("s", OF_SUBJECT, expired_die=True))
+    mailbox = retry_subject("s", "g")
+    client = joined(group, "c", subject=mailbox)
+    client.produce("m0", subject=mailbox)
+    group.settle()
+    assert pulled(group, client) == ["m0"]
+    client.body(expire(group, client, subject=mailbox))
+    assert [one.id for one in dead_letters(group)] == ["m0"]
+
+
+# Rates.
+
+
+def messages_in(group: Group, client: Client, seconds: float, **terms) -> int:
+    """How many messages a consumer gets in so many seconds that always asks for more."""
+    got, opaque = 0, client.pull(timeout_ms=60_000, **terms)
+    for _ in range(int(seconds * 10)):
+        group.a.wait(100)
+        group.settle()
+        while client.answered(opaque):
+            got += len(client.pulled(opaque))
+            opaque = client.pull(timeout_ms=60_000, **terms)
+            group.settle()
+    return got
+
+
+@pytest.mark.parametrize("per_second", [1, 7, 100])
+def test_a_group_gets_as_many_messages_a_second_as_an_operator_says(per_second):
+    group, client = started(OperatorLimits("s", "g", per_second=per_second))
+    for _ in range(12):
+        client.produce(*(f"m{n}" for n in range(100)))
+    group.settle()
+    assert abs(messages_in(group, client, 10) - 10 * per_second) <= 1 + 0.2 * per_second
+    assert Cause.RATE in group.a.master.causes.of(KEY)
+    group.a.assign(Role.MASTER)
+    group.settle()
+    opaque = client.pull(timeout_ms=0, most=500)
+    group.settle()
+    assert client.answered(opaque)
+    group.a.wait(3_000)
+    assert Cause.RATE not in group.a.master.causes.of(KEY)
+
+
+def test_consumers_of_a_limited_group_share_its_rate_and_other_groups_have_none():
+    group, first = started(OperatorLimits("s", "g", per_second=10))
+    second, other = joined(group, "d"), joined(group, "e", group="other")
+    first.produce(*(f"m{n}" for n in range(100)))
+    group.settle()
+    assert len(pulled(group, other)) == 100
+    got = [0, 0]
+    waiting = [one.pull(timeout_ms=60_000, most=1) for one in (first, second)]
+    for _ in range(50):
+        group.a.wait(100)
+        group.settle()
+        for at, one in enumerate((first, second)):
+            while one.answered(waiting[at]):
+                got[at] += 1
+                waiting[at] = one.pull(timeout_ms=60_000, most=1)
+                group.settle()
+    assert 48 <= sum(got) <= 52 and min(got) > 15
+
+
+def test_what_comes_from_the_mailbox_counts():
+    group, client = started(OperatorLimits("s", "g", per_second=10))
+    mailbox = retry_subject("s", "g")
+    again = joined(group, "c", subject=mailbox)
+    client.produce(*(f"m{n}" for n in range(100)), subject=mailbox)
+    group.settle()
+    assert 48 <= messages_in(group, again, 5) <= 52
+
+
+def test_a_master_remembers_limits_for_a_start_without_the_metaserver():
+    limits = (HOUR, OperatorLimits("s", "g", per_second=7))
+    assigned = Assignment("g1", 1, Role.MASTER, limits=limits)
+    assert Assignment.from_json(assigned.to_json()) == assigned
+    fields = assigned.to_json()
+    del fields["limits"]
+    assert Assignment.from_json(fields).limits == ()

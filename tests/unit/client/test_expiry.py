@@ -1,0 +1,141 @@
+"""Shell. Messages that say when they expire: no handler gets them afterwards, and brokers are told so."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import timedelta
+
+import pytest
+
+import qmq
+from qmq.client.received import ReceivedMessage
+from qmq.codec import batch_encoder, decode_message, delayed_encoder, encode_message
+from qmq.errors import InvalidMessage
+from qmq.message import Message
+from qmq.outbox.row import decode_row, encode_row
+from qmq.remoting.commands import Verdict
+from tests.support.waiting import until_async
+from tests.unit.client.consuming import consumer_of, listening, ns
+from tests.unit.client.fakes import FakeBroker, cluster
+from tests.unit.client.test_producer import run
+
+DAY_S = 86_400
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def fill_expiring(broker: FakeBroker, sent_s_ago: float, expires: dict[int, float], count: int = 10) -> None:
+    """Ten messages, sent so long ago; some expire so many seconds after that."""
+    encode = batch_encoder("a", now_ms() - int(sent_s_ago * 1000))
+    for number in range(count):
+        broker.add("a", encode(Message("a", {"n": number}, id=f"m{number}", expires_after=expires.get(number))))
+
+
+def verdicts(broker: FakeBroker) -> list[int]:
+    return [entry.verdict for nack in broker.nacks for entry in nack.entries for _ in range(entry.begin, entry.end)]
+
+
+@pytest.mark.parametrize("batch", [None, 4])
+@pytest.mark.parametrize("most_once", [False, True])
+def test_a_handler_gets_nothing_that_has_expired_and_the_broker_is_told(batch, most_once):
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill_expiring(broker, 60, {2: 30, 3: 59, 4: DAY_S, 9: 1})
+            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", start="earliest", batch=batch, most_once=most_once)
+            async def handle(given) -> None:
+                handled.extend(ns(given if batch else [given]))
+
+            async with listening(consumer):
+                subscriber = lambda: broker.subscribers["a", "g", "c1"]
+                await until_async(lambda: len(handled) == 7 and not subscriber().pulled)
+            assert handled == [0, 1, 4, 5, 6, 7, 8]
+            assert verdicts(broker) == [Verdict.EXPIRED] * 3
+
+    run(test())
+
+
+def test_a_message_that_expires_while_it_waits_here_is_not_handled():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill_expiring(broker, 0, {1: 0.05}, count=2)
+            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", start="earliest")
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                handled.append(int(message["n"]))
+                await asyncio.sleep(0.06)
+
+            async with listening(consumer):
+                await until_async(lambda: verdicts(broker) == [Verdict.EXPIRED])
+            assert handled == [0]
+
+    run(test())
+
+
+def test_a_puller_gets_nothing_that_has_expired():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill_expiring(broker, 60, dict.fromkeys(range(9), 30))
+            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+                assert ns(await puller.pull(10, timeout=10)) == [9]
+                await puller.flush()
+            assert verdicts(broker)[:9] == [Verdict.EXPIRED] * 9
+
+    run(test())
+
+
+def test_dead_letters_do_not_expire():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            dead = "%DEAD_RETRY%a%g"
+            encode = batch_encoder(dead, now_ms() - 60_000)
+            broker.add(dead, encode(Message(dead, {"n": 1}, id="m1", expires_after=1)))
+            async with consumer_of(metaserver).pull(dead, group="support", start="earliest") as puller:
+                assert ns(await puller.pull(10, timeout=10)) == [1]
+
+    run(test())
+
+
+class _Piece:
+    class acker:
+        is_mailbox = False
+
+
+def received(data: bytes) -> ReceivedMessage:
+    return ReceivedMessage("a", 0, data, _Piece(), 0)
+
+
+def test_it_counts_from_when_a_message_was_sent_or_was_due():
+    message = Message("a", {"x": "y"}, id="m", expires_after=timedelta(minutes=1))
+    assert received(encode_message(message, 1_000)).expires_ms == 61_000
+    late = received(delayed_encoder("a", 1_000, 500_000)(message))
+    assert (late.expires_ms, late.expires_after, late.has_expired(559_999)) == (560_000, 60.0, False)
+    assert late.has_expired(560_000) and not received(encode_message(Message("a", id="m"), 0)).has_expired(1 << 60)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 0.0001, "1", True, 36_501 * DAY_S, timedelta(0), float("nan")])
+def test_a_time_that_cannot_be_is_refused(wrong):
+    with pytest.raises(InvalidMessage, match="expires_after"):
+        encode_message(Message("a", id="m", expires_after=wrong), 0)
+
+
+def test_send_many_says_it_too():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            async with qmq.Producer(metaserver=metaserver.url, app="test", token="secret") as producer:
+                await producer.send_many(Message("a", {"n": n}, expires_after=60 if n else None) for n in range(3))
+                await producer.send(Message("a", {"n": 3}, expires_after=61))
+            found = [decode_message(bytes(data)) for data in broker.subjects["a"]]
+            assert [one.properties.get("qmq_expiresAfter") for one in found] == [None, "60000", "60000", "61000"]
+
+    run(test())
+
+
+def test_an_outbox_keeps_it():
+    row = encode_row(Message("a", {"n": 1}, id="m", expires_after=1.5), 7)
+    assert decode_row(row).expires_after == 1.5
