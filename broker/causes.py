@@ -32,6 +32,7 @@ class Cause(StrEnum):
     MASTER = "master"
     OFFLINE = "offline"
     RATE = "rate"
+    EXCLUSIVE = "exclusive"
     NO_CONSUMER = "no_consumer"
     NO_SLAVE = "no_slave"
     UNACKED = "unacked"
@@ -55,6 +56,8 @@ class Facts(NamedTuple):
     may_progress: bool
     has_slave: bool
     is_slowed: bool
+    is_handed_on: bool
+    """No consumer has its turn: the one before may still be at work."""
     is_looking: bool
     is_ordered: bool
     new: int
@@ -100,6 +103,10 @@ CAUSES: dict[Cause, Rule] = {
     Cause.RATE: Rule(
         lambda f: f.has_backlog and f.is_slowed, True,
         "an operator limits how many messages a second it gets: LimitGroup --perSecond=0 ends that",
+    ),
+    Cause.EXCLUSIVE: Rule(
+        lambda f: f.has_backlog and bool(f.connected) and f.is_handed_on, False,
+        "the exclusive consumer before has un-acked messages and is away: the next one begins when its lease ends",
     ),
     Cause.NO_CONSUMER: Rule(
         lambda f: f.has_backlog and not f.connected, False,

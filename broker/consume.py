@@ -36,6 +36,10 @@ LOOKING_MS = 1_000
 """How much longer a pull waits while the broker looks for messages that its consumer asks for."""
 
 
+PRUNER = "/expired"
+"""The consumer of what expires and becomes a dead letter (broker.pruning); a slash is in no name."""
+
+
 class WaitingPull(NamedTuple):
     link: Link
     packet: Packet
@@ -58,6 +62,9 @@ class Subscription:
     """Its client says which suspected messages it begins with."""
     rule: TagRule | None = None
     """Which messages it asks for by their tags; None: every message."""
+    exclusive_ms: int = 0
+    """It takes its turn with others that ask for all of the group's messages, the one that began first first; 0: it
+    shares them."""
     waiting: deque[WaitingPull] = field(default_factory=deque)
     in_flight: int = 0
     owed: deque[Callable[[], bool]] = field(default_factory=deque)
@@ -91,6 +98,7 @@ class Consumption:
         self._by_consumer: dict[tuple[str, str, str], Subscription] = {}
         self._by_group: dict[tuple[str, str], dict[Subscription, None]] = {}
         """(subject, group) -> those of them that are its."""
+        self._exclusive: dict[Subscription, None] = {}
         self._waiting: dict[str, dict[str, dict[Subscription, None]]] = {}
         """Subject -> group -> those with pulls that wait, the one served longest ago first."""
         self._deadlines: list[tuple[int, int, Subscription]] = []
@@ -117,7 +125,7 @@ class Consumption:
 
     def subscribe(
         self, link: Link, *, subject: str, group: str, consumer: str, held_end: int, now_ms: int,
-        deliveries_max: int = 0, begins: bool = False, rule: TagRule | None = None,
+        deliveries_max: int = 0, begins: bool = False, rule: TagRule | None = None, exclusive_ms: int = 0,
     ) -> Subscription:  # fmt: skip
         """Begin to serve `consumer` on this connection; an older connection of it is served no more.
 
@@ -131,7 +139,7 @@ class Consumption:
         key = (subject, group, consumer)
         self._check_held(*key, held_end)
         subscription = Subscription(
-            self._next_id, link, subject, group, consumer, held_end, deliveries_max, begins, rule
+            self._next_id, link, subject, group, consumer, held_end, deliveries_max, begins, rule, exclusive_ms
         )
         self._next_id += 1
         if (older := self._by_consumer.get(key)) is not None:
@@ -143,6 +151,8 @@ class Consumption:
             self._leave_group(older)
         self._by_consumer[key] = subscription
         self._by_group.setdefault(key[:2], {})[subscription] = None
+        if exclusive_ms:
+            self._exclusive[subscription] = None
         self._by_link.setdefault(link, {})[subscription.id] = subscription
         self._seen[key] = now_ms
         return subscription
@@ -182,6 +192,7 @@ class Consumption:
         self._stop_waiting(subscription)
 
     def _leave_group(self, subscription: Subscription) -> None:
+        self._exclusive.pop(subscription, None)
         group = self._by_group[subscription.key[:2]]
         del group[subscription]
         if not group:
@@ -269,6 +280,30 @@ class Consumption:
     def connected_to(self, subject: str, group: str) -> list[Subscription]:
         """Return the group's consumers that have a connection."""
         return list(self._by_group.get((subject, group), {}))
+
+    def has_its_turn(self, subscription: Subscription, is_offline: Callable[[Subscription], bool]) -> bool:
+        """Return whether a subscription may get messages of its group now.
+
+        Of exclusive ones, it is the one that began first, by its own clock: so all broker groups choose the same one.
+        And nobody else of the group has anything un-acked: the former one may still be at work.
+        """
+        if not subscription.exclusive_ms:
+            return True
+        subject, group = subscription.key[:2]
+        others = self._by_group.get((subject, group), {})
+        began = subscription.exclusive_ms, subscription.consumer
+        if any(
+            0 < one.exclusive_ms and (one.exclusive_ms, one.consumer) < began and not is_offline(one) for one in others
+        ):
+            return False
+        known = self._log.state.groups.get((subject, group))
+        consumers = known.consumers.items() if known is not None else ()
+        return not any(one.unacked for name, one in consumers if name not in (subscription.consumer, PRUNER))
+
+    @property
+    def exclusive_waiting(self) -> list[Subscription]:
+        """Exclusive ones with pulls that wait: it may have become their turn."""
+        return [one for one in self._exclusive if one.waiting]
 
     @property
     def connected(self) -> Collection[Subscription]:

@@ -78,7 +78,7 @@ class Delivery:
         subscription = self.consumption.subscribe(
             link, subject=subject, group=group, consumer=consumer, held_end=f["held_end"],
             now_ms=mastership.host.monotonic_ms(), deliveries_max=f["deliveries_max"], begins=f["begins"],
-            rule=TagRule.of(f["tags"], is_all=f["tag_mode"] == "all"),
+            rule=TagRule.of(f["tags"], is_all=f["tag_mode"] == "all"), exclusive_ms=f["exclusive_ms"],
         )  # fmt: skip
         self._filtering.joined(subscription)
         known = self.consumption.consumer(*subscription.key)
@@ -221,12 +221,16 @@ class Delivery:
         connected = self.consumption.connected_to(subject, name)
         may_progress = mastership.may_progress
         return causes.Facts(
-            group, connected, lambda one: one.key in self._offline, may_progress, not gate.no_slave_in_sync,
+            group, connected, self._is_offline, may_progress, not gate.no_slave_in_sync,
             self._rates.is_slowed(key, mastership.host.monotonic_ms()),
+            all(one.exclusive_ms and not self.consumption.has_its_turn(one, self._is_offline) for one in connected),
             any(map(self._filtering.is_looking, connected)), subject in state.ordered,
             state.next_sequence.get(subject, 0) - group.position,
             len(group.requeued.due(mastership.retry_ms(), 1)) if may_progress else 0,
         )  # fmt: skip
+
+    def _is_offline(self, subscription: Subscription) -> bool:
+        return subscription.key in self._offline
 
     def _check_may_bury(self, subscription: Subscription) -> None:
         if is_dead_letter_subject(subscription.subject):
@@ -375,6 +379,7 @@ class Delivery:
                 self._consumer_leaves(key, told=False)
             self._dead_letters.go_on()
             self.pruning.tick(now_ms)
+            self._line_up(self.consumption.exclusive_waiting)
             for slowed in self._rates.take_dry():
                 self._passes.add(slowed)
                 self._mastership.host.pass_soon()
@@ -425,6 +430,8 @@ class Delivery:
     def _serve(self, subscription: Subscription) -> bool:
         """Answer the oldest pull that waits, if there is something for it; return whether there was."""
         if not self._mastership.may_progress or subscription.key in self._offline:
+            return False
+        if subscription.exclusive_ms and not self.consumption.has_its_turn(subscription, self._is_offline):
             return False
         key = subscription.key[:2]
         while (pull := self._next_pull(subscription)) is not None:

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from qmq.broker import progress
+from qmq.broker.consume import PRUNER
 from qmq.broker.dead_letters import DeadLetters
 from qmq.errors import CorruptFrame
 from qmq.log.frame import FrameKind
@@ -31,8 +32,6 @@ RANGES_AT_ONCE = 1_000
 """Requeued ranges of a group that are given up at once: one frame, folded in less than a millisecond."""
 BURIED_AT_ONCE = 5_000
 """Expired messages of a group that wait to become dead letters: ten passes of the loop."""
-PRUNER = "/expired"
-"""The consumer of what becomes a dead letter; a slash is in no name."""
 REASON = "expired"
 
 Key = tuple[str, str]

@@ -26,6 +26,7 @@ def read_terms(packet: Packet) -> dict[str, Any]:
     if min(f["deliveries_max"], f["held_end"], f["since_ms"]) < 0:
         raise InvalidRequest("deliveries_max, held_end and since_ms are 0 or more")
     f["begins"] = f.get("begins") is True
+    f["exclusive_ms"] = since_ms if isinstance(since_ms := f.get("exclusive_ms", 0), int) else 0
     if is_dead_letter_subject(f["subject"]):
         f["deliveries_max"] = 0
     return f

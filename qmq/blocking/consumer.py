@@ -72,7 +72,7 @@ class Consumer:
         tag_mode: TagMode = "any", concurrency: int = 1, batch: int | None = None, start: Start = "latest",
         retries_max: int = 32, retry_delay: float = 5.0, most_once: bool = False, auto_ack: bool = True,
         filters: Sequence[Filter] = (), prefetch_messages: int | None = None, prefetch_bytes: int = 8 << 20,
-        unacked_max: int = 100_000,
+        unacked_max: int = 100_000, exclusive: bool = False,
     ) -> Callable[[H], H]:  # fmt: skip
         """Decorate the function that handles messages of `subject` for the consumer group `group`.
 
@@ -91,7 +91,7 @@ class Consumer:
                     subject, group=group, broadcast=broadcast, tags=tags, tag_mode=tag_mode, concurrency=concurrency,
                     batch=batch, start=start, retries_max=retries_max, retry_delay=retry_delay, most_once=most_once,
                     auto_ack=auto_ack, filters=filters, prefetch_messages=prefetch_messages,
-                    prefetch_bytes=prefetch_bytes, unacked_max=unacked_max,
+                    prefetch_bytes=prefetch_bytes, unacked_max=unacked_max, exclusive=exclusive,
                 )(handler)  # fmt: skip
 
             self._on_loop(ask)
@@ -161,13 +161,13 @@ class Consumer:
         self, subject: str, *, group: str = "", broadcast: bool = False, tags: Iterable[str] = (),
         tag_mode: TagMode = "any", start: Start = "latest", retries_max: int = 32, retry_delay: float = 5.0,
         most_once: bool = False, prefetch_messages: int = 8_000, prefetch_bytes: int = 16 << 20,
-        unacked_max: int = 1_000_000,
+        unacked_max: int = 1_000_000, exclusive: bool = False,
     ) -> Puller:  # fmt: skip
         """Return a puller for `with`; the arguments are those of `listen`: see `qmq.Consumer.pull`."""
         puller = self._own.pull(
             subject, group=group, broadcast=broadcast, tags=tags, tag_mode=tag_mode, start=start,
             retries_max=retries_max, retry_delay=retry_delay, most_once=most_once, prefetch_messages=prefetch_messages,
-            prefetch_bytes=prefetch_bytes, unacked_max=unacked_max,
+            prefetch_bytes=prefetch_bytes, unacked_max=unacked_max, exclusive=exclusive,
         )  # fmt: skip
         return Puller(puller)
 

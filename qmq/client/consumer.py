@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
@@ -74,7 +75,7 @@ class Consumer:
         tag_mode: TagMode = "any", concurrency: int = 1, batch: int | None = None, start: Start = "latest",
         retries_max: int = 32, retry_delay: float = 5.0, most_once: bool = False, auto_ack: bool = True,
         filters: Sequence[Filter] = (), prefetch_messages: int | None = None, prefetch_bytes: int = 8 << 20,
-        unacked_max: int = 100_000,
+        unacked_max: int = 100_000, exclusive: bool = False,
     ) -> Callable[[H], H]:  # fmt: skip
         """Decorate the function that handles messages of `subject` for the consumer group `group`.
 
@@ -100,6 +101,8 @@ class Consumer:
             prefetch_messages, prefetch_bytes: what may wait here or be on its way, at most; 1,000, with `most_once` one
                 for each handler at a time. Slow handlers have less ahead: about half a second of work.
             unacked_max: messages of a broker group that are delivered and not acked; then pulling stops.
+            exclusive: one consumer of the group at a time gets its messages, the one that began first; the next one
+                when that has left, or nothing of what it had is un-acked. All consumers of the group should say so.
 
         Raises:
             InvalidName: the subject or group breaks the rules of `qmq.subjects`.
@@ -115,6 +118,7 @@ class Consumer:
             subject=subject, group=group, consumer=self.id, broadcast=broadcast, start=start, tags=tags,
             tag_mode=tag_mode, retries_max=retries_max, retry_delay=retry_delay, most_once=most_once,
             prefetch_messages=prefetch_messages, prefetch_bytes=prefetch_bytes, unacked_max=unacked_max,
+            exclusive_ms=_now_ms() if exclusive else 0,
         )  # fmt: skip
         self._check_free(terms)
         if not auto_ack or most_once:
@@ -197,7 +201,7 @@ class Consumer:
         self, subject: str, *, group: str = "", broadcast: bool = False, tags: Iterable[str] = (),
         tag_mode: TagMode = "any", start: Start = "latest", retries_max: int = 32, retry_delay: float = 5.0,
         most_once: bool = False, prefetch_messages: int = 8_000, prefetch_bytes: int = 16 << 20,
-        unacked_max: int = 1_000_000,
+        unacked_max: int = 1_000_000, exclusive: bool = False,
     ) -> Puller:  # fmt: skip
         """Return a puller for `async with`; the arguments are those of `listen`.
 
@@ -209,6 +213,7 @@ class Consumer:
             subject=subject, group=group, consumer=self.id, broadcast=broadcast, start=start, tags=tags,
             tag_mode=tag_mode, retries_max=retries_max, retry_delay=retry_delay, most_once=most_once,
             prefetch_messages=prefetch_messages, prefetch_bytes=prefetch_bytes, unacked_max=unacked_max,
+            exclusive_ms=_now_ms() if exclusive else 0,
         )  # fmt: skip
         self._check_free(terms)
         return Puller(terms, self, drain_s=self._drain_s, is_online=self._is_online)
@@ -305,3 +310,7 @@ def _keys(terms: Terms) -> list[tuple[str, str]]:
 
 def _default_id() -> str:
     return f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -184,7 +184,7 @@ class GroupSession:
             is_new=self._is_new,
             start=terms.start if is_plain else "earliest", since_ms=terms.since_ms, broadcast=terms.broadcast,
             deliveries_max=terms.policy.backstop, tags=terms.tags if is_plain else (),
-            tag_mode=terms.tag_mode, begins=True,
+            tag_mode=terms.tag_mode, begins=True, exclusive_ms=terms.exclusive_ms,
         )  # fmt: skip
         self._request(Command.SUBSCRIBE, body, self._subscribed)
 

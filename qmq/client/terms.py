@@ -37,6 +37,8 @@ class Terms:
     prefetch_messages: int
     prefetch_bytes: int
     unacked_max: int
+    exclusive_ms: int = 0
+    """Since when it takes its turn among exclusive consumers, ms since 1970 UTC; 0: it shares with others."""
 
     @property
     def mailbox(self) -> str | None:
@@ -47,7 +49,7 @@ class Terms:
 def make_terms(
     *, subject: str, group: str, consumer: str, broadcast: bool, start: str | datetime, tags: Iterable[str],
     tag_mode: str, retries_max: int, retry_delay: float, most_once: bool, prefetch_messages: int, prefetch_bytes: int,
-    unacked_max: int,
+    unacked_max: int, exclusive_ms: int = 0,
 ) -> Terms:  # fmt: skip
     """Check the arguments of `Consumer.listen` and `Consumer.pull`.
 
@@ -63,6 +65,8 @@ def make_terms(
         raise InvalidRequest(f'tag_mode is "any" or "all", not {tag_mode!r}')
     if retries_max < 0:
         raise InvalidRequest(f"retries_max is 0 or more, not {retries_max}")
+    if exclusive_ms and broadcast:
+        raise InvalidRequest("a broadcast's group has one consumer anyway: exclusive is for groups")
     if min(prefetch_messages, prefetch_bytes, unacked_max) < 1:
         raise InvalidRequest("prefetch and unacked_max are at least 1")
     deliveries_max = 0 if is_dead_letter_subject(subject) else max(1, retries_max)
@@ -70,7 +74,7 @@ def make_terms(
     policy = RetryPolicy(deliveries_max, check_delay(retry_delay), longest_s)
     return Terms(
         subject, group, consumer, broadcast, begin, since_ms, _tags(tags), tag_mode, policy, most_once,
-        prefetch_messages, prefetch_bytes, unacked_max,
+        prefetch_messages, prefetch_bytes, unacked_max, exclusive_ms,
     )  # fmt: skip
 
 

@@ -185,12 +185,12 @@ def decode_produced(body: memoryview) -> Produced:
 def encode_subscribe(
     *, subject: str, group: str, consumer: str, start: str = "latest", since_ms: int = 0, broadcast: bool = False,
     held_end: int = 0, is_new: bool = True, deliveries_max: int = 0, tags: Iterable[str] = (), tag_mode: str = "any",
-    begins: bool = False,
+    begins: bool = False, exclusive_ms: int = 0,
 ) -> bytes:  # fmt: skip
     return encode_json(
         subject=subject, group=group, consumer=consumer, start=start, since_ms=since_ms, broadcast=broadcast,
         held_end=held_end, is_new=is_new, deliveries_max=deliveries_max, tags=list(tags), tag_mode=tag_mode,
-        **({"begins": True} if begins else {}),
+        **({"begins": True} if begins else {}), **({"exclusive_ms": exclusive_ms} if exclusive_ms else {}),
     )  # fmt: skip
 
 

@@ -98,7 +98,7 @@ class _Subscription:
 def facts(**changed) -> Facts:
     plain = Facts(
         Progress(0), [_Subscription(_Link())], lambda one: False, may_progress=True, has_slave=True, is_slowed=False,
-        is_looking=False, is_ordered=False, new=1, due=0,
+        is_handed_on=False, is_looking=False, is_ordered=False, new=1, due=0,
     )  # fmt: skip
     return plain._replace(**changed)
 
@@ -116,6 +116,7 @@ def _stuck_link() -> _Link:
         (Cause.NO_SLAVE, {"has_slave": False}),
         (Cause.NOT_READ, {"connected": [_Subscription(_stuck_link())]}),
         (Cause.RATE, {"is_slowed": True}),
+        (Cause.EXCLUSIVE, {"is_handed_on": True}),
         (Cause.FILTER, {"is_looking": True}),
         (Cause.ORDER_KEY, {"is_ordered": True}),
     ],

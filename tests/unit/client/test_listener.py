@@ -843,3 +843,23 @@ def test_sigterm_is_the_applications_if_it_handles_it():
 
 
 async def _nothing(message: qmq.ReceivedMessage) -> None: ...
+
+
+def test_an_exclusive_consumer_says_since_when():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(1))
+            begin_ms, seen = time.time_ns() // 1_000_000, asyncio.Event()
+            consumer = consumer_of(metaserver, consumer_id="c1")
+
+            @consumer.listen("a", group="g", start="earliest", exclusive=True)
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                seen.set()
+
+            async with listening(consumer):
+                await seen.wait()
+            assert begin_ms <= subscribes(broker)[0]["exclusive_ms"] <= time.time_ns() // 1_000_000
+            with pytest.raises(qmq.InvalidRequest, match="exclusive"):
+                consumer.listen("b", broadcast=True, exclusive=True)
+
+    run(test())

@@ -1,0 +1,117 @@
+"""Core. Exclusive consumers: one of a group at a time gets its messages, and the next one when that is safe."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.broker.causes import Cause
+from qmq.remoting.commands import Command
+from qmq.types import Role
+from tests.unit.broker.world import Client, Group
+
+KEY = ("s", "g")
+LEASE_MS = 30_000
+
+
+def joined(world: Group, name: str, began_ms: int, **subscribe) -> Client:
+    client = Client(world.a, name)
+    opaque = client.subscribe(name, exclusive_ms=began_ms, **subscribe)
+    world.settle()
+    client.subscription(opaque)
+    return client
+
+
+def asked(world: Group, client: Client) -> int:
+    opaque = client.pull(timeout_ms=10_000_000)
+    world.settle()
+    return opaque
+
+
+def ids(client: Client, opaque: int) -> list[str]:
+    return [id for _, _, id in client.pulled(opaque)] if client.answered(opaque) else []
+
+
+def two(world: Group) -> tuple[Client, Client]:
+    return joined(world, "z", 1_000), joined(world, "a", 2_000)
+
+
+def test_the_one_that_began_first_gets_all_and_the_next_one_when_it_has_left():
+    world = Group.made().start()
+    second, first = joined(world, "a", 2_000), joined(world, "z", 1_000)
+    waiting = asked(world, second)
+    Client(world.a).produce("m0")
+    world.settle()
+    got = asked(world, first)
+    assert ids(first, got) == ["m0"] and not second.answered(waiting)
+    number = first.pulled(got)[0][0]
+    first.ack(number, number + 1)
+    Client(world.a).produce("m1")
+    world.settle()
+    assert not second.answered(waiting)
+    first.lost()
+    world.a.wait(200)
+    world.settle()
+    assert ids(second, waiting) == ["m1"], "nothing that the first one had is un-acked: nobody waits for its lease"
+
+
+def test_while_the_one_before_may_be_at_work_the_next_one_waits_and_lag_says_so():
+    world = Group.made().start()
+    first, second = two(world)
+    Client(world.a).produce("m0", "m1")
+    world.settle()
+    assert ids(first, asked(world, first)) == ["m0", "m1"]
+    waiting = asked(world, second)
+    Client(world.a).produce("m2")
+    first.lost()
+    world.a.wait(LEASE_MS // 2)
+    world.settle()
+    assert not second.answered(waiting) and Cause.EXCLUSIVE in world.a.master.causes.of(KEY)
+    for _ in range(4):
+        second.send(Command.HEARTBEAT, b"")
+        world.a.wait(LEASE_MS // 4)
+        world.settle()
+    assert ids(second, waiting) == ["m0", "m1", "m2"] and Cause.EXCLUSIVE not in world.a.master.causes.of(KEY)
+
+
+def test_after_a_swap_nobody_begins_beside_the_one_that_has_messages():
+    world = Group.made().start()
+    first, _ = two(world)
+    Client(world.a).produce("m0")
+    world.settle()
+    assert ids(first, asked(world, first)) == ["m0"]
+    world.swap(2)
+    second = joined(world, "a", 2_000, held_end=0)
+    Client(world.a).produce("m1")
+    waiting = asked(world, second)
+    world.a.wait(1_000)
+    world.settle()
+    assert not second.answered(waiting)
+
+
+def test_an_operator_who_switches_the_first_one_off_hands_on_what_it_has_not_begun():
+    world = Group.made().start()
+    first, second = two(world)
+    waiting = asked(world, second)
+    asked(world, first)
+    world.a.assign(Role.MASTER, offline=(("s", "g", "z"),))
+    Client(world.a).produce("m0")
+    world.settle()
+    assert ids(second, waiting) == ["m0"]
+
+
+@pytest.mark.parametrize("began_ms", [(1, 1), (5, 5)])
+def test_of_two_that_began_at_the_same_moment_one_has_its_turn(began_ms):
+    world = Group.made().start()
+    clients = [joined(world, name, at) for name, at in zip("ab", began_ms, strict=True)]
+    waiting = [asked(world, client) for client in clients]
+    Client(world.a).produce("m0")
+    world.settle()
+    assert [ids(client, opaque) for client, opaque in zip(clients, waiting, strict=True)] == [["m0"], []]
+
+
+def test_others_of_the_broker_share_as_ever():
+    world = Group.made().start()
+    two(world)
+    other = joined(world, "c", 0, group="shared")
+    Client(world.a).produce("m0")
+    assert ids(other, asked(world, other)) == ["m0"]
