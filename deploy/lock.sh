@@ -14,7 +14,7 @@ compile() {
 }
 compile --all-extras --upgrade --output-file requirements.lock
 # With what builds qmq itself, because the environment is built without looking for anything else.
-echo 'setuptools>=77' | compile - --extra server --extra mariadb --extra postgresql --extra tools \
+echo 'setuptools>=77' | compile - --extra server --extra console-oidc --extra mariadb --extra postgresql --extra tools \
     --constraint requirements.lock --output-file requirements-server.lock
 sed -i '1i # Made by `make lock` from pyproject.toml. Do not edit.' requirements.lock requirements-server.lock
 if grep -nE '://|--(index|extra-index|find-links|trusted)' requirements.lock requirements-server.lock; then

@@ -26,6 +26,7 @@ from qmq.metaserver.actions.runner import Actions
 from qmq.metaserver.actions.vault import Vault
 from qmq.metaserver.actions.watchdogs import Watchdogs
 from qmq.metaserver.awake import AwakeClock
+from qmq.metaserver.console.attempts import ProviderPort
 from qmq.metaserver.console.routes import Console
 from qmq.metaserver.console.sessions import Sessions
 from qmq.metaserver.database import Database, DatabaseAway, DatabaseSetAside
@@ -53,6 +54,7 @@ from qmq.metaserver.swap import Swaps
 from qmq.metaserver.upkeep import Upkeep
 from qmq.proto.qmq_pb2_grpc import add_MetaserverServicer_to_server
 from qmq.rations import NewSubjects
+from qmq.rights import TokenRole
 from qmq.settings import InvalidSettings, load
 from qmq.version import VERSION
 
@@ -238,7 +240,7 @@ class Metaserver:
         console = Console(
             self._actions, Sessions(self._access, keys, secrets.token_bytes), self._refusals,
             open_lists=settings.open_lists, database_trouble=lambda: self._database.trouble,
-            ledger=Path(settings.audit_ledger) if settings.audit_ledger else None,
+            ledger=Path(settings.audit_ledger) if settings.audit_ledger else None, provider=_make_provider(settings),
         )  # fmt: skip
         return build_app(
             self._actions, self._access, self._metrics, self._refusals,
@@ -246,6 +248,24 @@ class Metaserver:
             database_trouble=lambda: self._database.trouble, is_stopping=lambda: self.registry.is_stopping,
             limits=limits, open_lists=settings.open_lists, more=[*make_routes(self.hubs), *console.routes()],
         )  # fmt: skip
+
+
+def _make_provider(settings: MetaserverSettings) -> ProviderPort | None:
+    """The OpenID provider of the settings; its library is an extra. Raises CannotServe: it is not installed."""
+    if not settings.oidc_issuer:
+        return None
+    try:
+        from qmq.metaserver.console.oidc import Provider, Wanted
+    except ImportError as error:
+        raise CannotServe(f"oidc_issuer is set, which needs qmq[console-oidc]: {error}") from error
+    pairs = (text.partition("=") for text in settings.oidc_roles)
+    return Provider(
+        Wanted(
+            settings.oidc_issuer, settings.oidc_client_id, settings.oidc_client_secret, settings.oidc_redirect,
+            tuple((TokenRole(role), value) for role, _, value in pairs),
+            settings.oidc_roles_claim, settings.oidc_name_claim,
+        )
+    )  # fmt: skip
 
 
 def _port_taken(host: str, port: int, name: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import ipaddress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from qmq.logs import FORMATS, LEVELS
 from qmq.settings import InvalidSettings, setting
@@ -38,6 +40,15 @@ class MetaserverSettings:
     audit_ledger: str = setting(
         "", why="directory of the audit's ledger, on this machine or mounted: the console shows its nights"
     )
+    oidc_issuer: str = setting("", why="OpenID provider by which people log in to the console; docs/access.md")
+    oidc_client_id: str = setting("", why="what the provider calls this console")
+    oidc_client_secret: str = setting("", why="given with the id; empty: the provider wants none")
+    oidc_redirect: str = setting("", why="the console as browsers reach it: https://HOST/console/oidc/callback")
+    oidc_roles: tuple[str, ...] = setting(
+        (), why="who may what: viewer=VALUE, operator=VALUE, admin=VALUE, of the claim that oidc_roles_claim names"
+    )
+    oidc_roles_claim: str = setting("groups", why="claim with a person's groups or roles; dots lead into objects")
+    oidc_name_claim: str = setting("preferred_username", why="claim that names a person in the audit trail; else sub")
     trusted_proxies: tuple[str, ...] = setting(
         ("127.0.0.1",), why="addresses and networks of nginx: whose X-Forwarded-For counts, for the audit trail"
     )
@@ -106,8 +117,25 @@ class MetaserverSettings:
             for text in self.trusted_proxies
             if not _is_network(text)
         ]
+        complaints += self._oidc_complaints() if self.oidc_issuer else ()
         if complaints:
             raise InvalidSettings(complaints)
+
+    def _oidc_complaints(self) -> Iterator[str]:
+        if not self.oidc_client_id:
+            yield "oidc_client_id: missing, and oidc_issuer is set"
+        for name, address in (("oidc_issuer", self.oidc_issuer), ("oidc_redirect", self.oidc_redirect)):
+            parts = urlsplit(address)
+            if parts.scheme != "https" and not (
+                parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost")
+            ):
+                yield f"{name}: {address!r} is no https:// address; http:// is for this machine alone"
+        if not self.oidc_roles:
+            yield "oidc_roles: empty, so nobody could log in; such as operator=on-call"
+        for text in self.oidc_roles:
+            role, equals, value = text.partition("=")
+            if role not in ("viewer", "operator", "admin") or not equals or not value:
+                yield f"oidc_roles: {text!r} is not viewer=VALUE, operator=VALUE or admin=VALUE"
 
     @property
     def snapshot_path(self) -> Path | None:

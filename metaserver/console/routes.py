@@ -18,10 +18,11 @@ from fastapi import Request, Response
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.routing import Route
 
-from qmq.errors import AccessError
+from qmq.errors import AccessError, NotServed
 from qmq.metaserver.actions import Status
 from qmq.metaserver.console import changes, shown
 from qmq.metaserver.console.asking import LOG_IN, Asking
+from qmq.metaserver.console.attempts import ATTEMPT_MS, Attempt, ProviderPort
 from qmq.metaserver.console.live import group_rates, subject_rates
 from qmq.metaserver.console.pages import PAGES, Page
 from qmq.metaserver.console.sessions import LASTS_MS, Sessions
@@ -36,7 +37,7 @@ from qmq.version import VERSION
 log = logging.getLogger("qmq.metaserver")
 
 ROOT = "/console"
-COOKIE = "qmq_console"
+COOKIE, LOGIN_COOKIE = "qmq_console", "qmq_console_login"
 FIELDS_MAX = 100
 STATIC = {
     "console.css": "text/css; charset=utf-8",
@@ -83,6 +84,7 @@ class Console:
     def __init__(
         self, actions: ActionsPort, sessions: Sessions, refusals: Refusals, *, open_lists: bool = False,
         database_trouble: Callable[[], str] = lambda: "", ledger: Path | None = None,
+        provider: ProviderPort | None = None,
     ) -> None:  # fmt: skip
         self._actions, self._sessions, self._refusals = actions, sessions, refusals
         self._open_lists, self._database_trouble, self._ledger = open_lists, database_trouble, ledger
@@ -93,7 +95,7 @@ class Console:
         self._templates.filters.update(shown.FILTERS)
         static = files("qmq.metaserver.console").joinpath("static")
         self._static = {name: static.joinpath(name).read_bytes() for name in STATIC}
-        self._looks = Looks()
+        self._looks, self._provider = Looks(), provider
 
     def routes(self) -> Iterator[Route]:
         """All addresses of the console."""
@@ -102,6 +104,9 @@ class Console:
         yield self._route("GET", "/login", self._ask_to_log_in)
         yield self._route("POST", "/login", self._log_in)
         yield self._route("POST", "/logout", self._log_out)
+        if self._provider is not None:
+            yield self._route("GET", "/oidc/login", self._go_to_provider)
+            yield self._route("GET", "/oidc/callback", self._come_from_provider)
         yield self._route("GET", "/change", self._show_form)
         yield self._route("POST", "/change", self._change)
         yield self._route("GET", "/rates", self._renew_rates)
@@ -148,11 +153,51 @@ class Console:
             peer = visit.request.client.host if visit.request.client else ""
             self._refusals.note("console", peer, str(error))
             return self._page(visit, "login.html", 401, title="Log in", why=str(error), next=to)
-        response = _go(to)
+        return self._logged_in(visit, _go(to), cookie)
+
+    def _logged_in(self, visit: Visit, response: Response, cookie: str) -> Response:
         response.set_cookie(
             COOKIE, cookie, max_age=LASTS_MS // 1000, path=ROOT, httponly=True, samesite="strict",
             secure=visit.request.url.scheme == "https",
         )  # fmt: skip
+        return response
+
+    async def _go_to_provider(self, visit: Visit) -> Response:
+        assert self._provider is not None, "else there is no such address"
+        try:
+            address, attempt = await self._provider.begin(_inside(visit.query["next"]), now_ms=wall_ms())
+        except NotServed as error:
+            return self._refuse_login(visit, str(error), 503)
+        response = _go(address)
+        response.set_cookie(
+            LOGIN_COOKIE, self._sessions.sealed(attempt.text()), max_age=ATTEMPT_MS // 1000, path=f"{ROOT}/oidc",
+            httponly=True, samesite="lax", secure=visit.request.url.scheme == "https",
+        )  # fmt: skip  # lax: it has to come along when the provider sends the browser back
+        return response
+
+    async def _come_from_provider(self, visit: Visit) -> Response:
+        assert self._provider is not None, "else there is no such address"
+        now_ms = wall_ms()
+        try:
+            attempt = Attempt.of(self._sessions.unsealed(visit.request.cookies.get(LOGIN_COOKIE, "")))
+            caller = await self._provider.finish(visit.query, attempt, now_ms=now_ms)
+            cookie = self._sessions.begin_without_token(caller, now_ms=now_ms)
+        except AccessError as error:
+            return self._refuse_login(visit, str(error), 403)
+        except NotServed as error:
+            return self._refuse_login(visit, str(error), 503)
+        log.info("logged in to the console who=%s role=%s", caller.name, caller.role)
+        # A page that leads on, not a redirect: the session's cookie is not sent along on the way from another site.
+        page = self._page(visit, "welcome.html", title="Logged in", who=caller, to=_inside(attempt.to))
+        response = self._logged_in(visit, page, cookie)
+        response.delete_cookie(LOGIN_COOKIE, path=f"{ROOT}/oidc", httponly=True, samesite="lax")
+        return response
+
+    def _refuse_login(self, visit: Visit, why: str, status: int) -> Response:
+        peer = visit.request.client.host if visit.request.client else ""
+        self._refusals.note("console", peer, why)
+        response = self._page(visit, "refused.html", status, title="Not logged in", why=f"{why}; nobody is logged in")
+        response.delete_cookie(LOGIN_COOKIE, path=f"{ROOT}/oidc", httponly=True, samesite="lax")
         return response
 
     async def _log_out(self, visit: Visit) -> Response:
@@ -232,7 +277,7 @@ class Console:
             title=title, pages=[page for page in PAGES if page.in_menu], root=ROOT, here=here,
             caller=visit.caller, query=visit.query, csrf=self._sessions.csrf(visit.cookie) if visit.cookie else "",
             now_ms=wall_ms(), version=VERSION, trouble=self._database_trouble(), Status=Status, LOG_IN=LOG_IN,
-            link=_link, can=lambda name: _may(visit.caller, name), **context,
+            link=_link, has_provider=self._provider is not None, can=lambda name: _may(visit.caller, name), **context,
         )  # fmt: skip
         return Response(text.encode("utf-8", "replace"), status, media_type="text/html; charset=utf-8")
 

@@ -1,16 +1,21 @@
 """Core. Who is logged in to the console: a signed cookie that names a token, and for each change a proof of the page.
 
-    cookie   <id of the token>.<valid until, ms since 1970>.<16 random bytes>.<HMAC of all before>
+    cookie   <who>.<valid until, ms since 1970>.<16 random bytes>.<HMAC of all before>
+    who      id of a token, or ~ and base64 of [name, role]: who came from an OpenID provider has no token
     csrf     HMAC of the cookie, in every form that changes something
+    login    <a login that was begun at the provider>.<HMAC>, in a cookie of its own
 
 The key comes from the installation's, so every metaserver behind a balancer reads the cookie, and none stores it. What
-the token may is looked up at each request: once it is revoked or has expired, the session is over too.
+the token may is looked up at each request: once it is revoked or has expired, the session is over too. Who came from a
+provider keeps the role until the session ends: nobody tells us that it changed there.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
+import json
 from collections.abc import Iterable
 
 from qmq.errors import AccessError
@@ -20,6 +25,9 @@ from qmq.rights import Caller, TokenRole
 LASTS_MS = 12 * 3_600_000
 """A shift, and its handover."""
 COOKIE_CHARS_MAX = 500
+SEALED_CHARS_MAX = 3_000
+_PERSON = "~"
+"""No token's id begins so."""
 _NONCE_BYTES = 16
 
 
@@ -43,8 +51,28 @@ class Sessions:
         row = self._access.find(token, now_ms=now_ms)
         caller = self._access.caller_of(row.id, now_ms=now_ms)
         caller.require_role(TokenRole.VIEWER)
-        text = f"{row.id}.{now_ms + LASTS_MS}.{self._random_bytes(_NONCE_BYTES).hex()}"
+        return self._cookie(row.id, now_ms)
+
+    def begin_without_token(self, caller: Caller, *, now_ms: int) -> str:
+        """As `begin`, for somebody whom an OpenID provider sent."""
+        caller.require_role(TokenRole.VIEWER)
+        who = base64.urlsafe_b64encode(json.dumps([caller.name, caller.role]).encode()).decode()
+        return self._cookie(f"{_PERSON}{who}", now_ms)
+
+    def _cookie(self, who: str, now_ms: int) -> str:
+        text = f"{who}.{now_ms + LASTS_MS}.{self._random_bytes(_NONCE_BYTES).hex()}"
         return f"{text}.{_mac(self._keys[0], text)}"
+
+    def sealed(self, attempt: str) -> str:
+        """A login that was begun, as the browser keeps it; it has no dot."""
+        return f"{attempt}.{_mac(self._keys[0], f'login {attempt}')}"
+
+    def unsealed(self, cookie: str) -> str:
+        """What `sealed` was given; raises AccessError."""
+        attempt, _, signature = cookie[:SEALED_CHARS_MAX].rpartition(".")
+        if not self._is_signed(f"login {attempt}", signature):
+            raise AccessError("this login was not begun in this browser, or is over")
+        return attempt
 
     def caller(self, cookie: str, *, now_ms: int, peer: str) -> Caller:
         """Say who shows this cookie; raises AccessError."""
@@ -54,6 +82,9 @@ class Sessions:
         identity, until_ms, _ = text.split(".")
         if now_ms >= int(until_ms):
             raise AccessError("the session has ended: log in again")
+        if identity.startswith(_PERSON):
+            name, role = json.loads(base64.urlsafe_b64decode(identity.removeprefix(_PERSON)))
+            return Caller(name, TokenRole(role), peer=peer)
         caller = self._access.caller_of(identity, now_ms=now_ms, peer=peer)
         caller.require_role(TokenRole.VIEWER)
         return caller

@@ -99,6 +99,11 @@ class Chromium:
             assert time.monotonic() < ends, f"no {method}"
             self.events.append(self._hear())
 
+    def await_next(self, method: str) -> None:
+        """Wait until it happens again."""
+        self.events.clear()
+        self.await_event(method)
+
     def run(self, script: str) -> Any:
         """Value of an expression; a promise is waited for."""
         result = self.tell("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
@@ -107,7 +112,7 @@ class Chromium:
 
     def text(self) -> str:
         """What people read, on one line."""
-        return " ".join(str(self.run("document.body.innerText")).split())
+        return " ".join(str(self.run("document.body ? document.body.innerText : ''")).split())
 
     def complaints(self) -> list[str]:
         """What the browser had against the page: policy, scripts, files that are not there."""

@@ -1,0 +1,189 @@
+"""Shell. Login with OpenID Connect: authorization code with PKCE; claims become a name and a role.
+
+    browser ── /oidc/login ──> here ── state, nonce, challenge; the attempt in a signed cookie ──> provider
+    provider ── code, state ──> /oidc/callback ── code, verifier ──> provider's token endpoint ── id token, checked
+
+The token's signature is checked with the provider's keys, read anew for each login, and with these algorithms alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+import secrets
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from authlib.common.security import generate_token
+from authlib.oauth2.rfc6749.parameters import prepare_grant_uri, prepare_token_request
+from authlib.oauth2.rfc7636 import create_s256_code_challenge
+from authlib.oidc.core import CodeIDToken
+from authlib.oidc.discovery import OpenIDProviderMetadata, get_well_known_url
+from joserfc import jwt
+from joserfc.errors import JoseError
+from joserfc.jwk import KeySet
+
+from qmq.errors import AccessError, NotServed, cause_of
+from qmq.metaserver.console.attempts import ATTEMPT_MS, Attempt
+from qmq.rights import Caller, TokenRole
+
+ALGORITHMS = ["RS256", "PS256", "ES256", "EdDSA"]
+"""Signatures with a key of the provider's; neither `none` nor a shared secret."""
+ANSWER_S = 5.0
+ANSWER_BYTES_MAX = 1 << 20
+LEEWAY_S = 30
+"""Two machines' clocks."""
+NAME_CHARS_MAX = 60
+PREFIX = "oidc:"
+"""What the names of people who came this way begin with: no token's name has a colon."""
+RANKS = (TokenRole.ADMIN, TokenRole.OPERATOR, TokenRole.VIEWER)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the settings say: which provider, who we are there, whose claims mean which role.
+
+    Args:
+        roles: (role, value of the claim that has it).
+        roles_claim: the claim with a person's groups or roles; dots lead into objects.
+    """
+
+    issuer: str
+    client_id: str
+    client_secret: str
+    redirect: str
+    roles: tuple[tuple[TokenRole, str], ...]
+    roles_claim: str
+    name_claim: str
+
+
+class Provider:
+    """Made by main; used on the loop."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._used: dict[str, int] = {}
+        """States of logins that came back, until they would have ended anyway."""
+
+    async def begin(self, to: str, *, now_ms: int) -> tuple[str, Attempt]:
+        """Return the provider's address for the browser, and what has to come back with it. Raises NotServed."""
+        metadata = await self._metadata()
+        attempt = Attempt(
+            secrets.token_urlsafe(24), secrets.token_urlsafe(24), generate_token(64), to, now_ms + ATTEMPT_MS
+        )
+        wanted = self._wanted
+        address = prepare_grant_uri(
+            metadata["authorization_endpoint"], wanted.client_id, "code", redirect_uri=wanted.redirect,
+            scope="openid profile email", state=attempt.state, nonce=attempt.nonce, code_challenge_method="S256",
+            code_challenge=create_s256_code_challenge(attempt.verifier),
+        )  # fmt: skip
+        return str(address), attempt
+
+    async def finish(self, query: Mapping[str, str], attempt: Attempt, *, now_ms: int) -> Caller:
+        """Say who came back from the provider.
+
+        Raises:
+            AccessError: why this is no login. NotServed: the provider does not answer as it should.
+        """
+        self._use(query["state"], attempt, now_ms)
+        if query["error"]:
+            raise AccessError(f"the provider refused: {query['error'][:100]} {query['error_description'][:200]}")
+        metadata = await self._metadata()
+        token = await self._exchange(metadata["token_endpoint"], query["code"], attempt.verifier)
+        claims = await self._claims(metadata["jwks_uri"], token, attempt.nonce, now_ms)
+        return Caller(name_of(claims, self._wanted.name_claim), role_of(claims, self._wanted))
+
+    def _use(self, state: str, attempt: Attempt, now_ms: int) -> None:
+        """A state is good once, in time, in the browser that began."""
+        self._used = {one: until_ms for one, until_ms in self._used.items() if until_ms > now_ms}
+        if not secrets.compare_digest(state.encode(), attempt.state.encode()):
+            raise AccessError("this login was not begun in this browser")
+        if now_ms >= attempt.until_ms:
+            raise AccessError("this login took longer than ten minutes")
+        if state in self._used:
+            raise AccessError("this login was finished before")
+        self._used[state] = attempt.until_ms
+
+    async def _metadata(self) -> Any:
+        metadata = OpenIDProviderMetadata(await _fetch(get_well_known_url(self._wanted.issuer, external=True)))
+        if metadata.get("issuer") != self._wanted.issuer:
+            raise NotServed(f"the provider calls itself {str(metadata.get('issuer'))[:200]}, not {self._wanted.issuer}")
+        missing = [name for name in ("authorization_endpoint", "token_endpoint", "jwks_uri") if not metadata.get(name)]
+        if missing:
+            raise NotServed(f"the provider does not say its {missing[0]}")
+        return metadata
+
+    async def _exchange(self, address: str, code: str, verifier: str) -> str:
+        wanted = self._wanted
+        body = prepare_token_request(
+            "authorization_code", code=code, redirect_uri=wanted.redirect, code_verifier=verifier,
+            client_id=wanted.client_id,
+        )  # fmt: skip
+        headers = {"Content-Type": "application/x-www-form-urlencoded"}
+        if wanted.client_secret:
+            both = f"{wanted.client_id}:{wanted.client_secret}".encode()
+            headers["Authorization"] = f"Basic {base64.b64encode(both).decode()}"
+        answer = await _fetch(urllib.request.Request(address, body.encode(), headers))
+        if not isinstance(token := answer.get("id_token"), str):
+            raise NotServed("the provider gave no id token")
+        return token
+
+    async def _claims(self, keys_at: str, token: str, nonce: str, now_ms: int) -> Mapping[str, Any]:
+        wanted = self._wanted
+        try:
+            keys = KeySet.import_key_set(await _fetch(keys_at))
+            decoded = jwt.decode(token, keys, algorithms=ALGORITHMS)
+            claims = CodeIDToken(
+                decoded.claims, decoded.header,
+                options={"iss": {"essential": True, "value": wanted.issuer},
+                         "aud": {"essential": True, "value": wanted.client_id}},
+                params={"nonce": nonce, "client_id": wanted.client_id},
+            )  # fmt: skip
+            claims.validate(now=now_ms // 1000, leeway=LEEWAY_S)
+        except JoseError as error:
+            raise AccessError(f"the provider's token is not good: {error}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise AccessError(f"the provider's token cannot be read: {cause_of(error)}") from None
+        return dict(claims)
+
+
+def role_of(claims: Mapping[str, Any], wanted: Wanted) -> TokenRole:
+    """The highest role that a person's claims have; raises AccessError."""
+    found: Any = claims
+    for part in wanted.roles_claim.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    has = {found} if isinstance(found, str) else {one for one in found or () if isinstance(one, str)}
+    for role in RANKS:
+        if any(mine == role and value in has for mine, value in wanted.roles):
+            return role
+    raise AccessError(f"nothing in the claim {wanted.roles_claim} has a role here; an admin of the provider gives it")
+
+
+def name_of(claims: Mapping[str, Any], claim: str) -> str:
+    """How a person is called in the audit trail."""
+    text = claims.get(claim) or claims["sub"]
+    return PREFIX + re.sub(r"[^\w.@+-]", "_", str(text))[:NAME_CHARS_MAX]
+
+
+async def _fetch(what: str | urllib.request.Request) -> Any:
+    """Read a JSON object; raises NotServed."""
+    address = what if isinstance(what, str) else what.full_url
+    try:
+        answer = await asyncio.to_thread(_read, what)
+    except urllib.error.HTTPError as error:
+        raise NotServed(f"the provider answered {error.code} at {address}") from None
+    except (OSError, ValueError) as error:
+        raise NotServed(f"the provider does not answer at {address}: {cause_of(error)}") from None
+    if not isinstance(answer, dict):
+        raise NotServed(f"the provider answered no object at {address}")
+    return answer
+
+
+def _read(what: str | urllib.request.Request) -> Any:
+    with urllib.request.urlopen(what, timeout=ANSWER_S) as answer:
+        return json.loads(answer.read(ANSWER_BYTES_MAX))
