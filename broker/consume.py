@@ -21,7 +21,7 @@ from qmq.log.progress import Departure, Entry
 from qmq.ranges import Range
 from qmq.remoting.commands import Pull
 from qmq.remoting.packet import Packet
-from qmq.replication.ports import Link
+from qmq.replication.ports import QUIET_MS, Link
 from qmq.subjects import check_name, check_subject
 
 PULLS_IN_FLIGHT_MAX = 64
@@ -231,6 +231,15 @@ class Consumption:
             for key, seen_ms in self._seen.items():
                 self._seen[key] = min(seen_ms + stood_still_ms, now_ms)
 
+    def quiet_ms(self, now_ms: int) -> int:
+        """Return for how long no pull's time is over, no lease ends, and the clock need not be looked at."""
+        looks_ms = self._lease_ms // LOOKS_IN_LEASE
+        if looks_ms <= 2 * QUIET_MS:
+            return 0
+        lease_end_ms = min(self._seen.values(), default=now_ms) + self._lease_ms
+        overdue_ms = self._deadlines[0][0] if self._deadlines else now_ms + QUIET_MS
+        return max(0, min(QUIET_MS, lease_end_ms - now_ms, overdue_ms - now_ms))
+
     def expired(self, now_ms: int) -> list[tuple[str, str, str]]:
         """Return (subject, group, consumer) of those whose lease ended; the caller writes down that they left.
 
@@ -396,6 +405,10 @@ class Consumption:
         if due_ms and due_ms < self._soonest.get(key, NEVER_MS):
             self._soonest[key] = due_ms
             heappush(self._due, (due_ms, *key))
+
+    def due_in_ms(self, now_ms: int) -> int:
+        """Return for how long no message may come again."""
+        return max(0, min(QUIET_MS, self._due[0][0] - now_ms)) if self._due else QUIET_MS
 
     def due(self, now_ms: int) -> list[str]:
         """Take away and return the subjects with messages that may be due by now."""

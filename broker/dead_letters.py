@@ -82,6 +82,11 @@ class DeadLetters:
         if is_tired:
             self.go_on()
 
+    @property
+    def has_any(self) -> bool:
+        """Whether messages are on their way to becoming dead letters."""
+        return bool(self._burials)
+
     def go_on(self) -> None:
         """Take up what had to wait: for the slave, or for a swap that did not come."""
         is_damaged = self._mastership.log.damage is not None

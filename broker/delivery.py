@@ -368,6 +368,15 @@ class Delivery:
         for waiting in self.consumption.overdue(now_ms, self._filtering.is_looking):
             waiting.link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
 
+    def quiet_ms(self) -> int:
+        """See `Master.quiet_ms`: no pull is overdue until then, no lease ends, and nothing comes again."""
+        mastership, now_ms = self._mastership, self._mastership.host.monotonic_ms()
+        if not mastership.has_begun or self._dead_letters.has_any or self._filtering.has_unwritten:
+            return 0
+        if len(mastership.log.state.groups) > causes.LOOKED_AT_ONCE:  # the causes of so many are looked at in a tick
+            return 0
+        return min(self.consumption.quiet_ms(now_ms), self.consumption.due_in_ms(mastership.retry_ms()))
+
     def tick(self, now_ms: int) -> None:
         """Retries that are due, consumers that are gone, groups that nobody needs. `now_ms` never jumps."""
         self.consumption.ticked(now_ms)

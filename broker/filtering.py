@@ -164,6 +164,11 @@ class Filtering:
         tired, self._tired = self._tired, {}
         return list(tired)
 
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether some group will be overdue."""
+        return any(group_filter.will_be_overdue for group_filter in self._filters.values())
+
     def overdue(self, now_ms: int) -> list[str]:
         """Return the subjects of groups that passed over messages a while ago and did not write it down, or could not
         read a while ago."""

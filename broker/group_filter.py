@@ -63,6 +63,10 @@ class GroupFilter:
         self._again_ms = 0
         return False
 
+    @property
+    def will_be_overdue(self) -> bool:
+        return bool(self.seen_ms or self._again_ms or self.has_failed)
+
     def is_overdue(self, now_ms: int) -> bool:
         """Return whether its pulls are to be served, though nothing came for them."""
         is_unwritten = self.seen_ms and not 0 <= now_ms - self.seen_ms < PASSED_MS

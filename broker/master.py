@@ -57,6 +57,9 @@ class BrokerMaster(Master):
         self._delivery.run_pass()
         super().end_of_pass()
 
+    def quiet_ms(self) -> int:
+        return min(super().quiet_ms(), self._delivery.quiet_ms())
+
     def tick(self, now_ms: int) -> None:
         """Called about every 100 ms: deadlines, the slave's lag, leases, retries."""
         self._delivery.answer_overdue(now_ms)

@@ -203,6 +203,11 @@ class Dispatching:
         self._when_safe(batch)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing is due, under way, or to be written down."""
+        return not (len(self._shares) or self.open or self._settled or self._refused_messages)
+
+    @property
     def waiting(self) -> int:
         """Messages that are due and not planned."""
         return sum(self._queues[subject].waiting for subject in self._shares)

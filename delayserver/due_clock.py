@@ -33,6 +33,8 @@ class DueClock:
     def __init__(self) -> None:
         self.heard: tuple[str, ...] = ()
         """Whose clocks it goes by, besides this machine's."""
+        self.is_settled = False
+        """Whether it goes as the clocks that it goes by: only they can change when something is due."""
         self._offset_ms: int | None = None
         """Due time minus monotonic time."""
         self._last_ms = 0
@@ -63,6 +65,7 @@ class DueClock:
         elif target is not None:
             self._approach(target, monotonic_ms - self._last_ms)
         self._last_ms = monotonic_ms
+        self.is_settled = target is None or abs(target - self._offset_ms) <= DEAD_BAND_MS
 
     def _note(self, others: dict[str, int], monotonic_ms: int) -> None:
         """Keep the readings of a window; of a clock that is not heard none, as it may be set until it is."""

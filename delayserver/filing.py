@@ -16,7 +16,7 @@ from qmq.errors import CorruptFrame, LogError
 from qmq.log import MessageLog
 from qmq.log.frame import Frame
 from qmq.log.segments import Chunk
-from qmq.replication.ports import Host
+from qmq.replication.ports import QUIET_MS, Host
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,16 @@ class Filing:
     def is_waiting(self) -> bool:
         """Whether nothing can be filed just now: a read is out, a flush before the schedule is made anew, a repair."""
         return self.is_reading or bool(self._why_anew) or self._log.damage is not None
+
+    def quiet_ms(self) -> int:
+        """Return for how long a slave has nothing to file, unless something comes."""
+        return QUIET_MS if self.reaches(self.known_end) else 0
+
+    @property
+    def known_end(self) -> int:
+        """What a slave may file up to: nothing cuts what was acknowledged."""
+        known = min(self._log.state.high_watermark, self._log.flushed_end)
+        return max(known, self.schedule.filed_end)
 
     def go_on(self, end: int) -> None:
         """File frames before `end`, as many as one pass allows; call again while `reaches` says no."""

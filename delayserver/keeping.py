@@ -66,6 +66,11 @@ class Carrying:
         self._is_looking = False
         self._next_ms = 0
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was found that has to be carried."""
+        return not self._is_looking and (self._left is None or not len(self._left))
+
     def go_on(self, now_ms: int) -> None:
         """Carry some messages, if the oldest segment is old. `now_ms` is monotonic."""
         if self._is_looking or now_ms < self._next_ms:

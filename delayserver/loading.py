@@ -49,6 +49,11 @@ class Loading:
         """Messages that are due and still on the wheel."""
         return self._wheel.due(self._taken_ms)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all is loaded that is to be by now."""
+        return not self._is_reading
+
     def go_on(self, now_ms: int) -> None:
         """Load one piece more, if there is one to load and room for it. `now_ms` is the mastership's clock."""
         if self._filing.schedule is not self._schedule:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from functools import partial
 
 from qmq.client.numbered import NumberedSender
 from qmq.delayserver.control import DelayControl
@@ -28,7 +27,7 @@ from qmq.server.service import Service
 from qmq.types import GroupKind
 
 BEAT_S = 0.01
-"""How often the clock is looked at: half of it is added to every message's lateness."""
+"""How often the clock is looked at while something is due: half of it is added to a message's lateness."""
 CLIENT_COMMANDS = frozenset({Command.PRODUCE, Command.CANCEL, Command.RESCHEDULE, Command.RECUR})
 
 
@@ -74,17 +73,21 @@ async def _send(senders: NumberedSender) -> None:
 
 async def _beat(service: Service[DelayMaster], filing: Filing) -> None:
     """Look at the clock as master, follow the log as slave, and write the schedule down."""
-    message_log = service.node.log
+
+    def beat() -> None:
+        master = service.node.master
+        if master is not None:
+            master.beat()
+        else:
+            filing.go_on(filing.known_end)
+        filing.keep(service.now_ms())
+
+    def quiet_ms() -> int:
+        master = service.node.master
+        return filing.quiet_ms() if master is None else master.due_in_ms()
+
     try:
-        while True:
-            await asyncio.sleep(BEAT_S)
-            master = service.node.master
-            if master is not None:
-                service.guarded(master.beat)
-            else:
-                known = min(message_log.state.high_watermark, message_log.flushed_end)
-                service.guarded(partial(filing.go_on, max(known, filing.schedule.filed_end)))
-            service.guarded(partial(filing.keep, service.now_ms()))
+        await service.repeat(beat, BEAT_S, quiet_ms)
     finally:
         filing.stop(service.now_ms())
 

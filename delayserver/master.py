@@ -39,7 +39,7 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Cancelled, Command, DelayState
 from qmq.remoting.packet import Packet
 from qmq.replication.master import Master, Promotion
-from qmq.replication.ports import Link
+from qmq.replication.ports import QUIET_MS, Link
 
 log = logging.getLogger(__name__)
 
@@ -163,8 +163,21 @@ class DelayMaster(Master):
         if len(records):
             self._dispatching.due(records)
 
+    def due_in_ms(self) -> int:
+        """Return for how long nothing is due unless something comes; 0: something waits for a time that is near.
+
+        Not even the next message: the clock that due times go by is as it will be, and everything has been filed.
+        """
+        mastership, filing = self._mastership, self._filing
+        is_idle = self._due_clock.is_settled and filing.reaches(mastership.log.flushed_end) and self._has_begun
+        parts = (self._dispatching, self._recurring, self._carrying, self._loading)
+        if not is_idle or not self.quiet_ms() or not all(part.is_idle for part in parts):
+            return 0
+        next_ms = self.wheel.next_due_ms
+        return QUIET_MS if next_ms is None else max(0, min(QUIET_MS, next_ms - mastership.retry_ms()))
+
     def beat(self) -> None:
-        """Called about every 10 ms: something may be due, or rested enough."""
+        """Called about every 10 ms, or when `due_in_ms` says: something may be due, or rested enough."""
         self._mastership.host.pass_soon()
 
     def tick(self, now_ms: int) -> None:

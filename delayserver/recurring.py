@@ -140,6 +140,11 @@ class Recurring:
         """Templates that are due and not put forward yet, but for those that this machine cannot read."""
         return sum(not one.is_unreadable for one in self._due.values())
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is due or asked."""
+        return not (self._due or self._asked)
+
     def go_on(self, now_ms: int) -> None:
         """Put forward what is due, and look for what was asked. `now_ms` is monotonic."""
         if self._due and not self._is_firing:

@@ -70,6 +70,7 @@ class Cluster:
         broker: settings for every broker's file, over the defaults.
         metaserver: settings for the metaserver's file, over the defaults.
         http_port, broker_port: where the search for free ports begins, at the first start in this directory.
+        refresh_s: how often the metaserver is asked who is master, for `cluster.json`.
         say: told, in the keeper's thread, what died and was started again.
     """
 
@@ -87,10 +88,11 @@ class Cluster:
         http_port: int = HTTP_PORT,
         broker_port: int = BROKER_PORT,
         restart_s: float = RESTART_S,
+        refresh_s: float = REFRESH_S,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.run_dir = run_dir.resolve()
-        self._restart_s, self._ports = restart_s, (http_port, broker_port)
+        self._restart_s, self._refresh_s, self._ports = restart_s, refresh_s, (http_port, broker_port)
         self._groups = Groups(groups, delay_groups, (WATCHDOG,) * watchdog + (PROMETHEUS,) * prometheus)
         self._settings = {"broker": broker or {}, DELAY_SERVER: delay_server or {}}
         self._metaserver_settings = metaserver or {}
@@ -328,7 +330,7 @@ class Cluster:
                 self._say(told)
         if now >= self._refresh_at:
             self._refresh_roles()
-            self._refresh_at = now + REFRESH_S
+            self._refresh_at = now + self._refresh_s
         self._write()
 
     def _write(self) -> None:

@@ -26,11 +26,12 @@ from qmq.metaserver.registry import Registry
 from qmq.metaserver.roles import RoleChange
 from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.settings import MetaserverSettings
+from qmq.ticking import until_next_second
 
 log = logging.getLogger("qmq.metaserver")
 
 LOOK_S = 0.1
-"""So often silence is looked for; what is said wakes at once."""
+"""So often silence is looked for, when there may be some; what is said wakes at once."""
 AGAIN_S = 1.0
 HOLD_MS = 3000
 """The slave follows nobody for so long; a compare-and-set takes a few ms."""
@@ -57,13 +58,20 @@ class Failovers:
                     wake.clear()
                     self._look()
                     try:
-                        async with asyncio.timeout(LOOK_S):
+                        async with asyncio.timeout(self._pause_s()):
                             await wake.wait()
                     except TimeoutError:
                         pass
         finally:
             for task in self._running.values():
                 task.cancel()
+
+    def _pause_s(self) -> float:
+        """Until a master may have been silent for long enough; not long, while one is gone."""
+        registry = self._registry
+        now_ms, silence_ms = registry.now_ms(), self._settings.failover_silence_ms
+        quiet_s = 0.0 if self._again_at else registry.liveness.quiet_ms(now_ms=now_ms, silence_ms=silence_ms) / 1000
+        return max(LOOK_S, min(quiet_s, until_next_second(asyncio.get_running_loop().time())))
 
     def _look(self) -> None:
         registry, now_s = self._registry, time.monotonic()

@@ -93,10 +93,14 @@ class Registry:
         """What masters say about their slaves and the database does not have yet."""
         self.points: dict[tuple[str, str], Point] = {}
         """Acknowledged points, by group and incarnation, that heartbeats told and the database does not have yet."""
+        self.stored_points: dict[tuple[str, str], Point] = {}
+        """Those that it was given a moment ago."""
         self.no_failover: dict[str, tuple[Refusal, str]] = {}
         """Groups whose master is gone, and why the slave does not become the master by itself."""
         self.news = asyncio.Event()
         """Set when there is something to store."""
+        self.doubted = asyncio.Event()
+        """Set when there may be a broker to ask whether it is there."""
         self.is_loaded = False
         self.is_stopping = False
         metrics.observe_groups(self._read_groups)
@@ -283,8 +287,9 @@ class Registry:
             return False
         if broker := self.directory.find(key):
             self._reported.note(broker.group, state.term)
-            if state.point is not None:
-                self.points[broker.group, state.incarnation] = state.point
+            place = broker.group, state.incarnation
+            if state.point is not None and state.point != self.stored_points.get(place):
+                self.points[place] = state.point
         self._note_completeness(key, state)
         self.publish()
         return True
@@ -307,6 +312,7 @@ class Registry:
 
     def leave(self, key: BrokerKey, session: str) -> None:
         self.liveness.leave(key, session, now_ms=self.now_ms())
+        self.doubted.set()
         self.publish()
 
     def reported_term(self, group: str) -> int:

@@ -6,6 +6,7 @@ Each task goes on whatever the database does. None of them is waited for by a he
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import replace
@@ -23,15 +24,15 @@ from qmq.metaserver.old_rows import OldRow
 from qmq.metaserver.registry import Registry
 from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.snapshot import Snapshots
+from qmq.ticking import until_next_second
 
 log = logging.getLogger("qmq.metaserver")
 
-BEAT_S = 1.0
 TICK_S = 0.1
 STORE_GAP_S = 0.1
-POINTS_GAP_S = 1.0
-"""How old the rows may be that say what is acknowledged."""
 """Heartbeats' news of so long a time go into one transaction."""
+POINTS_AGAIN_S = 10.0
+"""What did not change is stored again so often: a database that was restored may have lost it."""
 AGAIN_S = 1.0
 """What could not be stored is tried again so often."""
 SNAPSHOT_GAP_S = 3.0
@@ -116,7 +117,12 @@ class Upkeep:
             except Exception:
                 log.exception("the database gave something that cannot be used; what was read before stays")
                 await asyncio.sleep(AGAIN_S)
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(max(self._poll_s, _pause_s()) if self._is_alone() else self._poll_s)
+
+    def _is_alone(self) -> bool:
+        """Whether no other metaserver uses the database: none had a row when they were read, a second ago at most."""
+        peers = self._registry.liveness.peers
+        return not peers.is_unread(now_ms=self._registry.now_ms()) and {row.id for row in peers.rows} <= {self._own.id}
 
     async def _show_life(self) -> None:
         """Raise our counter, look at those of the others."""
@@ -127,13 +133,12 @@ class Upkeep:
                 pass
             except Exception:
                 log.exception("the metaservers' rows cannot be kept; the others think of us as silent")
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(_pause_s())
 
     async def _show_life_once(self) -> None:
         registry, peers = self._registry, self._registry.liveness.peers
         own = self._own = replace(self._own, beat=self._own.beat + 1)
-        await registry.database.write(lambda r: r.beat(own))
-        rows = await registry.database.read(lambda r: r.load_metaservers())
+        rows = await registry.database.write(lambda r: r.beat(own))
         peers.read(rows, mentioned=registry.liveness.mentioned(), now_ms=registry.now_ms())
         for id in peers.forgotten():
             await registry.database.write(partial(_remove, id=id))
@@ -175,8 +180,12 @@ class Upkeep:
 
     async def _store_points(self) -> None:
         """Store what is acknowledged, by what copies say, once a second while that rises."""
+        again_s = 0.0
         while True:
-            await asyncio.sleep(POINTS_GAP_S)
+            await asyncio.sleep(_pause_s())
+            if time.monotonic() >= again_s:
+                self._registry.stored_points.clear()
+                again_s = time.monotonic() + POINTS_AGAIN_S
             try:
                 await self._store_points_once()
             except (DatabaseAway, CommitUnknown):
@@ -189,6 +198,7 @@ class Upkeep:
         points = dict(registry.points)
         if points:
             await registry.database.write(lambda r: r.store_points(points))
+            registry.stored_points |= points
             for key, point in points.items():
                 if registry.points.get(key) == point:
                     del registry.points[key]
@@ -205,10 +215,19 @@ class Upkeep:
                         # A question to a machine that is gone takes its whole time; while many wait, none waits twice.
                         if question.key not in asking or asking[question.key].done():
                             asking[question.key] = asyncio.create_task(self.ask(question))
-                await asyncio.sleep(TICK_S)
+                await self._until_silence()
         finally:
             for task in asking.values():
                 task.cancel()
+
+    async def _until_silence(self) -> None:
+        """Wait until somebody may have fallen silent; not long, as the clock is to be read (`AwakeClock`)."""
+        registry = self._registry
+        quiet_s = registry.liveness.quiet_ms(now_ms=registry.now_ms()) / 1000
+        registry.doubted.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(TICK_S, min(quiet_s, _pause_s()))):
+                await registry.doubted.wait()
 
     async def _raise_rows(self) -> None:
         """Repair rows that are older than their brokers: the database was restored from an old copy."""
@@ -220,7 +239,7 @@ class Upkeep:
                     log.warning("row of a group not raised broker_group=%s error=%s", name, error)
                 except Exception:
                     log.exception("row of a group not raised broker_group=%s", name)
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(_pause_s())
 
     async def raise_row(self, name: str) -> None:
         """Raise a row to what all brokers of its group agree on, by compare-and-set; if they do not, say so once."""
@@ -253,6 +272,10 @@ class Upkeep:
                 await self._snapshots.save(self._registry)
                 gap_s = max(SNAPSHOT_GAP_S, SNAPSHOT_SHARE * (time.monotonic() - began))
                 saved = revision
+
+
+def _pause_s() -> float:
+    return until_next_second(asyncio.get_running_loop().time())
 
 
 def _audit_of(old: OldRow) -> AuditRow:

@@ -103,7 +103,8 @@ class HttpPort:
         self._server = _Server(
             uvicorn.Config(
                 app, http=protocol, proxy_headers=bool(proxies), forwarded_allow_ips=proxies, log_config=None,
-                access_log=False, lifespan="off", server_header=False, timeout_graceful_shutdown=STOP_S, ws="none",
+                access_log=False, lifespan="off", server_header=False, date_header=False,
+                timeout_graceful_shutdown=STOP_S, ws="none",
             )
         )  # fmt: skip
 
@@ -112,13 +113,25 @@ class HttpPort:
         try:
             await asyncio.shield(serving)
         finally:
-            self._server.should_exit = True
+            self._server.stop()
             await serving
             self._listener.close()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own handling of signals: each process has more to stop."""
+    """uvicorn without its own handling of signals, as each process has more to stop; and without a timer: it would wake
+    the process ten times a second for a header `Date`."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._is_over = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self._is_over.wait()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._is_over.set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -166,9 +166,14 @@ class Repository:
 
     # -- metaservers ------------------------------------------------------------------------------------------------
 
-    def beat(self, row: MetaserverRow) -> None:
-        """Write this metaserver's row."""
-        self._transactions.write(lambda connection: sightings.beat(connection, row))
+    def beat(self, row: MetaserverRow) -> list[MetaserverRow]:
+        """Write this metaserver's row; return all of them."""
+
+        def work(connection: Connection) -> list[MetaserverRow]:
+            sightings.beat(connection, row)
+            return sightings.load_metaservers(connection)
+
+        return self._transactions.write(work)
 
     def load_metaservers(self) -> list[MetaserverRow]:
         return self._transactions.read(sightings.load_metaservers)

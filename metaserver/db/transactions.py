@@ -87,8 +87,12 @@ class Transactions:
             return result
 
 
+_VERSIONS = select(meta_version.c.name, meta_version.c.version)
+"""Made once: it is asked for four times a second."""
+
+
 def read_versions(connection: Connection) -> dict[str, int]:
-    rows = connection.execute(select(meta_version.c.name, meta_version.c.version))
+    rows = connection.execute(_VERSIONS)
     return {row.name: row.version for row in rows}
 
 

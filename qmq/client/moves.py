@@ -17,6 +17,10 @@ class Moves:
         self._waiters.append(future)
         await future
 
+    @property
+    def is_awaited(self) -> bool:
+        return bool(self._waiters)
+
     def wake(self) -> None:
         if self._waiters:
             waiters, self._waiters = self._waiters, []

@@ -84,6 +84,8 @@ class NumberedSender:
         self._listeners: list[Callable[[], None]] = []
         self._usable: frozenset[str] = frozenset()
         self._is_open = False
+        self._has_work = asyncio.Event()
+        """Set when there may be answers owed, or groups that rest."""
         self._watch = RouteWatch(
             metaserver=metaserver, token=token, app=app, client_id=f"{random.getrandbits(64):016x}", produces=True,
             on_routes=self._routes_changed, on_idle=self._forget,
@@ -209,6 +211,7 @@ class NumberedSender:
     def _transmit(self, group: _Group, connection: Connection, batch: NumberedBatch, flight: _Flight) -> None:
         if not group.flights:
             group.progress_at = self._loop.time()
+            self._has_work.set()
         group.flights[flight] = None
         group.bytes_in_flight += flight.size
         header = commands.produce_header(
@@ -256,7 +259,11 @@ class NumberedSender:
         return int(self._loop.time() * 1000)
 
     async def _tick(self) -> None:
+        """Look at the clock, while a group owes an answer or cannot be sent to."""
         while True:
+            if len(self._usable) == len(self._groups) and not any(group.flights for group in self._groups.values()):
+                self._has_work.clear()
+                await self._has_work.wait()
             await asyncio.sleep(TICK_S)
             for group in self._groups.values():
                 if group.flights and self._loop.time() - group.progress_at > self._answer_timeout_s:
@@ -265,6 +272,7 @@ class NumberedSender:
                 self._changed()
 
     def _changed(self) -> None:
+        self._has_work.set()
         self._usable = frozenset(name for name in self._groups if self.is_usable(name))
         for callback in self._listeners:
             callback()

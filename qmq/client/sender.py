@@ -103,6 +103,8 @@ class Sender:
         """Queues whose deadlines are looked at next."""
         self._tasks: list[asyncio.Task[None]] = []
         self._pump_scheduled = False
+        self._has_work = asyncio.Event()
+        """Set when there may be deadlines and rests to look at."""
         self._closed: ClientClosed | None = None
         """What comes after the end is refused with."""
         self._backlog, self._kind = backlog, kind
@@ -204,6 +206,7 @@ class Sender:
 
     async def wait(self) -> None:
         """Wait until something moved, here or in the producer's other sender."""
+        self._has_work.set()
         await self.moves.wait()
 
     # Asking.
@@ -256,6 +259,7 @@ class Sender:
         if not queue:
             return
         self._waiting[queue] = None
+        self._has_work.set()
         if queue.group is None:
             is_active = bool(self._routing.groups_of(queue.subject))
         else:
@@ -423,8 +427,12 @@ class Sender:
             self._settle(queue)
 
     async def _tick(self) -> None:
-        """Look at the clock: deadlines, connections that owe an answer, groups whose rest is over."""
+        """Look at the clock, while there is anything to send: deadlines, connections that owe an answer, groups whose
+        rest is over."""
         while True:
+            if self.is_idle and not self.moves.is_awaited:
+                self._has_work.clear()
+                await self._has_work.wait()
             await asyncio.sleep(TICK_S)
             now_ms = self.now_ms()
             for group in self._groups.values():

@@ -27,7 +27,7 @@ from qmq.replication.clocks import METASERVER, SLAVE, Clocks
 from qmq.replication.follower import Follower
 from qmq.replication.identity import IdentityFile
 from qmq.replication.mastership import Mastership
-from qmq.replication.ports import Host, Link
+from qmq.replication.ports import QUIET_MS, Host, Link
 from qmq.replication.readonly import Readonly, Reason
 from qmq.replication.retention import Keeper, decide
 from qmq.replication.settings import CopySettings
@@ -107,6 +107,15 @@ class Master:
         """Our disk has everything before `end`."""
         self._mastership.gate.flushed(end, chain)
         self._slave_watch.committed(end, chain)
+
+    def quiet_ms(self) -> int:
+        """Return for how long nothing is due unless something happens; 0: deadlines are to be looked at.
+
+        That is so with the slave in sync and nothing on its way, neither to a disk nor to a client.
+        """
+        mastership = self._mastership
+        is_quiet = mastership.has_begun and self._slave_watch.is_level and not mastership.gate.waiting
+        return QUIET_MS if is_quiet else 0
 
     def tick(self, now_ms: int) -> None:
         """Called about every 100 ms: deadlines, the slave's lag and that of our own disk."""

@@ -298,8 +298,13 @@ class Node(Generic[M]):
             self._host.pass_soon()
         self._give_up_tail()
 
+    def quiet_ms(self) -> int:
+        """Return for how long `tick` is not needed unless something happens; 0: it is."""
+        is_waiting = bool(self._swap_until_ms) or self._failover is not None or self.identity.points.is_newer_than_saved
+        return 0 if self.role is None or is_waiting or not self.log.is_idle else self.role.quiet_ms()
+
     def tick(self) -> None:
-        """Called about every 100 ms."""
+        """Called about every 100 ms; about every second while `quiet_ms` says so."""
         now_ms = self._host.monotonic_ms()
         if self._swap_until_ms and now_ms > self._swap_until_ms:
             self.cancel_swap()

@@ -143,6 +143,10 @@ class PointFile:
         self.own = None
         self._put(life=self._copy.life + 1, lacks=None)
 
+    @property
+    def is_newer_than_saved(self) -> bool:
+        return self._is_saving or self.own != self._saved
+
     def save(self) -> None:
         """Write the newest point, unless a thread does so at this moment."""
         if not self._is_saving and self.own != self._saved:

@@ -14,6 +14,9 @@ from qmq.log import Commit
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import Packet
 
+QUIET_MS = 1_000
+"""How seldom the core is called while nothing is due there."""
+
 
 class Link(Protocol):
     """One connection; `qmq.remoting.connection.Connection` is the real one."""

@@ -16,7 +16,7 @@ from qmq.remoting.packet import Packet
 from qmq.replication.agreement import Action, Agreement, Hello, proofs_of
 from qmq.replication.identity import IdentityFile
 from qmq.replication.points import Point, is_lacking
-from qmq.replication.ports import Host, Link
+from qmq.replication.ports import QUIET_MS, Host, Link
 from qmq.replication.shipper import Shipper
 from qmq.replication.slave_life import (
     AwaitingFlush,
@@ -243,6 +243,10 @@ class Slave:
         """A frame that was whole once cannot be read any more."""
         if self._log.is_damaged(problem.offset):
             self._log.damaged_at(problem.offset, problem.reason)
+
+    def quiet_ms(self) -> int:
+        """See `Node.quiet_ms`."""
+        return 0 if self.life.restoring is not None else QUIET_MS
 
     def tick(self, now_ms: int) -> None:
         elapsed_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms

@@ -70,6 +70,13 @@ class SlaveWatch:
         slave = self.follower.in_sync
         return () if slave is None else (slave.incarnation,)
 
+    @property
+    def is_level(self) -> bool:
+        """Whether the slave has confirmed all that there is, and knows what was acknowledged."""
+        slave, gate = self.follower.in_sync, self._mastership.gate
+        is_level = slave is not None and gate.matched_end == self._mastership.log.end and gate.point == slave.point_sent
+        return is_level and self.follower.state is FollowerState.IN_SYNC
+
     def is_slave(self, link: Link) -> bool:
         slave = self.follower.connected
         return slave is not None and slave.link is link

@@ -20,6 +20,7 @@ from qmq.replication.assignment import Address, Assignment
 from qmq.replication.points import Point
 from qmq.replication.settings import CopySettings
 from qmq.server.service import Service
+from qmq.ticking import until_next_second
 from qmq.types import Epoch, GroupKind, Role
 from qmq.version import VERSION
 
@@ -32,7 +33,6 @@ _REFUSALS = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.INVALID_ARGUMENT,
 )
-BEAT_S = 1.0
 RETRIES_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Waits after failures in a row. The first is none: another metaserver is there when one ends, and /meta/address names
 it. Up to half of a wait is added at random, so that not all brokers come at once."""
@@ -158,7 +158,7 @@ class MetaLink:
             changed.clear()
             yield state_message(self._service, self._settings)
             try:
-                async with asyncio.timeout(BEAT_S):
+                async with asyncio.timeout(until_next_second(asyncio.get_running_loop().time())):
                     await changed.wait()
             except TimeoutError:
                 pass

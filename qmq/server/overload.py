@@ -77,6 +77,8 @@ class DiskWatch:
 
     limit_bytes: int
     is_full: bool = False
+    is_near: bool = False
+    """Whether free space has to be looked at in every tick."""
     _next_ms: int = 0
     _next_end: int = 0
 
@@ -86,6 +88,6 @@ class DiskWatch:
     def measured(self, free_bytes: int, now_ms: int, log_end: int) -> None:
         self.is_full = free_bytes < self.limit_bytes
         headroom = free_bytes - self.limit_bytes
-        is_near = headroom < self.limit_bytes + DISK_NEAR_BYTES
-        self._next_ms = now_ms + (0 if is_near else DISK_EVERY_MS)
+        self.is_near = headroom < self.limit_bytes + DISK_NEAR_BYTES
+        self._next_ms = now_ms + (0 if self.is_near else DISK_EVERY_MS)
         self._next_end = log_end + max(headroom // 4, 0)

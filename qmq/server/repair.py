@@ -17,14 +17,13 @@ from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
 from qmq.replication.settings import CopySettings
 from qmq.server.service import Service
+from qmq.ticking import until_next_second
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 1.0
-
 
 async def keep_whole(service: Service[Any], settings: CopySettings) -> None:
-    """While the log is damaged, try to mend it."""
+    """While the log is damaged, try to mend it, once a second."""
     while True:
         damage = service.node.log.damage
         if damage is not None:
@@ -33,7 +32,7 @@ async def keep_whole(service: Service[Any], settings: CopySettings) -> None:
             except (grpc.aio.AioRpcError, LogError) as error:
                 text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
                 log.error("repair waits group=%s begin=%d: %s", service.node.group, damage.begin, text)
-        await asyncio.sleep(RETRY_S)
+        await asyncio.sleep(until_next_second(asyncio.get_running_loop().time()))
 
 
 async def _mend(service: Service[Any], settings: CopySettings, damage: Damage) -> None:

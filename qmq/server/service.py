@@ -42,6 +42,7 @@ from qmq.server.access import Access
 from qmq.server.overload import ConnectionState, DiskWatch, MemoryAlarm
 from qmq.server.pulse import Pulse
 from qmq.server.reserve import DISK_FLOOR_BYTES, keep_reserve
+from qmq.ticking import until_next_second
 from qmq.types import Endpoint
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class Service(Generic[M]):
         self._master_heard_at = 0.0
         self._last_reported: object = None
         self._told: set[str] = set()
+        self._dozing: list[asyncio.Future[bool]] = []
 
     @property
     def disk_free_bytes(self) -> int:
@@ -125,7 +127,7 @@ class Service(Generic[M]):
         sync = await self._listen(SYNC_COMMANDS, settings.sync_port)
         async with serve, sync, asyncio.TaskGroup() as tasks:
             tasks.create_task(self.access.run())
-            tasks.create_task(self._tick())
+            tasks.create_task(self.repeat(self._tick, TICK_S, self._quiet_ms))
             tasks.create_task(self._follow_master())
             tasks.create_task(self._keep_house())
 
@@ -156,6 +158,11 @@ class Service(Generic[M]):
             log.warning("request refused peer=%s: %s", peer, text)
 
     def guarded(self, call: Callable[[], None]) -> None:
+        """Tell the core that something happened: see `_run_guarded`."""
+        self._stir()
+        self._run_guarded(call)
+
+    def _run_guarded(self, call: Callable[[], None]) -> None:
         """Run a call into the core. What must end the process ends it, and so does what nobody expected: better none
         than one that has stopped doing half of its work. Other errors of ours pass to whoever can do something."""
         try:
@@ -169,6 +176,7 @@ class Service(Generic[M]):
 
     def packet_received(self, connection: Connection, packet: Packet) -> None:
         """Hand a packet to the core. What breaks there without harm to the log costs the sender its connection only."""
+        self._stir()
         try:
             self.node.packet_received(connection, packet)
         except (DiskFailed, BrokenInvariant) as error:
@@ -260,15 +268,43 @@ class Service(Generic[M]):
 
     # Tasks.
 
-    async def _tick(self) -> None:
+    async def repeat(self, call: Callable[[], None], every_s: float, quiet_ms: Callable[[], int]) -> None:
+        """Call into the core every `every_s`; as long as nothing is due there for `quiet_ms`, once a second, and soon
+        after something happens."""
         while True:
-            await asyncio.sleep(TICK_S)
-            self._look_at_limits()
-            self.guarded(self.node.tick)
-            reported = (type(self.node.role), self.node.writable, tuple(self.node.readonly_reasons))
-            if reported != self._last_reported:
-                self._last_reported = reported
-                self.state_changed.set()
+            quiet_s = quiet_ms() / 1000
+            if quiet_s <= every_s or await self._doze(quiet_s):
+                await asyncio.sleep(every_s)
+            self._run_guarded(call)
+
+    async def _doze(self, seconds: float) -> bool:
+        """Wait until the next whole second, and no longer than `seconds`; return whether something happened before."""
+        stirred: asyncio.Future[bool] = self._loop.create_future()
+        timer = self._loop.call_later(min(seconds, until_next_second(self._loop.time())), _wake, stirred)
+        self._dozing.append(stirred)
+        try:
+            return await stirred
+        finally:
+            timer.cancel()
+            self._dozing.remove(stirred)
+
+    def _stir(self) -> None:
+        """Something happens."""
+        for stirred in self._dozing:
+            if not stirred.done():
+                stirred.set_result(True)
+
+    def _quiet_ms(self) -> int:
+        """For how long no tick is needed, unless something happens."""
+        return 0 if self.memory_alarm.is_on or self._disk_watch.is_near else self.node.quiet_ms()
+
+    def _tick(self) -> None:
+        self._look_at_limits()
+        self.node.tick()
+        reported = (type(self.node.role), self.node.writable, tuple(self.node.readonly_reasons))
+        if reported != self._last_reported:
+            self._last_reported = reported
+            self.state_changed.set()
 
     def _look_at_limits(self) -> None:
         node, alarm = self.node, self.memory_alarm
@@ -357,6 +393,11 @@ class Service(Generic[M]):
         while node.oldest_may_go(self._keeper, self.reader_positions.values()):
             log.info("segment deleted group=%s base=%d", node.group, node.log.bases[0])
             node.log.drop_oldest_segment()
+
+
+def _wake(stirred: asyncio.Future[bool]) -> None:
+    if not stirred.done():
+        stirred.set_result(False)
 
 
 class _MasterLink:

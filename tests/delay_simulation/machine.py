@@ -14,7 +14,7 @@ from qmq.replication.master import Promotion
 from qmq.replication.node import Node
 from tests.delay_simulation.brokers import GroupSenders
 from tests.simulation.disk import SimulatedDisk
-from tests.simulation.machine import Machine, Process
+from tests.simulation.machine import Doze, Machine, Process
 from tests.simulation.watched_log import WatchedLog
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class DelayProcess(Process):
         self._pass_is_due = False
         self._master_link = None
         self._connecting = 0
+        self.stirs = 0
+        self._tick_doze, self._beat_doze = Doze(self), Doze(self)
         self.counters = Counters()
         self.log = WatchedLog(
             machine.disk, owner=machine.name, oracle=world.oracle, segment_bytes=limits.segment_bytes,
@@ -99,13 +101,22 @@ class DelayProcess(Process):
         self._every(10, 30, self._beat)
 
     def _beat(self) -> None:
+        if self._beat_doze.lasts():
+            return
         master = self.node.master
         if master is not None:
-            self.guarded(master.beat)
+            self.run_guarded(master.beat)
         else:
-            known = min(self.log.state.high_watermark, self.log.flushed_end)
+            known_end = self.filing.known_end
             if self.world.is_quiet:
-                known = self.log.flushed_end  # else the last frame waits for the next one to say so
-            self.guarded(lambda: self.filing.go_on(max(known, self.filing.schedule.filed_end)))
+                known_end = max(known_end, self.log.flushed_end)  # else the last frame waits for the next one to say so
+            self.run_guarded(lambda: self.filing.go_on(known_end))
         if self.is_alive:
-            self.guarded(lambda: self.filing.keep(self.now_ms()))
+            self.run_guarded(lambda: self.filing.keep(self.now_ms()))
+            self._beat_doze.begin(self._quiet_ms())
+
+    def _quiet_ms(self) -> int:
+        if self.world.is_quiet:
+            return 0
+        master = self.node.master
+        return self.filing.quiet_ms() if master is None else master.due_in_ms()

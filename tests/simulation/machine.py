@@ -200,6 +200,19 @@ class Machine:
         self.world.events.count("recovery compared")
 
 
+class Doze:
+    """The rest of a timer while nothing is due, as `qmq.server.service.Service.repeat` has it."""
+
+    def __init__(self, process: Process) -> None:
+        self._process, self._until_ms, self._stirs = process, 0, 0
+
+    def begin(self, quiet_ms: int) -> None:
+        self._until_ms, self._stirs = self._process.monotonic_ms() + quiet_ms, self._process.stirs
+
+    def lasts(self) -> bool:
+        return self._process.stirs == self._stirs and self._process.monotonic_ms() < self._until_ms
+
+
 class Process:
     """One life of a broker. It is the core's Host and owns its connections."""
 
@@ -216,6 +229,9 @@ class Process:
         self._pass_is_due = False
         self._master_link: End | None = None
         self._connecting = 0
+        self.stirs = 0
+        """How often something happened."""
+        self._tick_doze = Doze(self)
         identity = IdentityFile(machine.disk, new_incarnation=f"{machine.name}{machine.lives}")
         self.log = WatchedLog(
             machine.disk, owner=machine.name, oracle=self.world.oracle, segment_bytes=limits.segment_bytes,
@@ -252,6 +268,11 @@ class Process:
         self._events.between(low_ms, high_ms, again)
 
     def guarded(self, call: Callable[[], Any]) -> None:
+        """Tell the core that something happened."""
+        self.stirs += 1
+        self.run_guarded(call)
+
+    def run_guarded(self, call: Callable[[], Any]) -> None:
         """Run a call into the core; what must end the process ends it."""
         if not self.is_alive:
             return
@@ -280,7 +301,7 @@ class Process:
 
     def _turn(self) -> None:
         self._pass_is_due = False
-        self.guarded(self.node.end_of_pass)
+        self.run_guarded(self.node.end_of_pass)
 
     def commit(self, commit: Commit) -> None:
         self.performing = commit
@@ -398,7 +419,9 @@ class Process:
     # What happens by itself.
 
     def _tick(self) -> None:
-        self.guarded(self.node.tick)
+        if not self._tick_doze.lasts():
+            self.run_guarded(self.node.tick)
+            self._tick_doze.begin(self.node.quiet_ms())
 
     def _start_alone(self) -> None:
         if self.node.assignment is None:

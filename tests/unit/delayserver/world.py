@@ -130,8 +130,7 @@ class DelayServer(Broker):
         if self.node.master is not None:
             self.node.master.beat()
         else:
-            known = min(self.log.state.high_watermark, self.log.flushed_end)
-            self.filing.go_on(max(known, self.filing.schedule.filed_end))
+            self.filing.go_on(self.filing.known_end)
         self.filing.keep(self.host.now_ms())
 
 

@@ -450,3 +450,22 @@ def test_whatever_dies_and_moves_all_metaservers_judge_the_same_and_none_calls_a
             for own, (signs, _) in world.metaservers.items():
                 for key in world.sure:
                     assert signs.is_up(key, now_ms=world.now), f"seed {seed}: {own} called {key} down, which lives"
+
+
+def test_nobody_falls_silent_before_the_timeout_of_who_spoke_longest_ago():
+    signs, session = beating()
+    assert signs.quiet_ms(now_ms=START + 100) == TIMEOUT - 100
+    assert signs.quiet_ms(now_ms=START + 100, silence_ms=300) == 200
+    assert signs.quiet_ms(now_ms=START + TIMEOUT + 1) == 0
+    signs.beat(KEY, session, ACTING_MASTER, now_ms=START + 500)
+    assert signs.quiet_ms(now_ms=START + 500) == TIMEOUT
+
+
+def test_silence_is_looked_for_often_while_a_broker_is_doubted_or_another_metaserver_hears_it():
+    signs, session = beating()
+    signs.leave(KEY, session, now_ms=START)
+    assert signs.quiet_ms(now_ms=START) == 0
+    signs = liveness()
+    signs.take_rows([row()], now_ms=START)
+    assert signs.quiet_ms(now_ms=START) == 0
+    assert started(Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, incarnation="x")).quiet_ms(now_ms=START) == 0

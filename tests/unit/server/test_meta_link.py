@@ -58,7 +58,8 @@ def test_broker_takes_up_its_old_part_only_if_nobody_told_it_not_to(error, start
 def test_disk_that_fails_as_the_old_part_is_taken_up_ends_the_process():
     """I15. Else the broker would have no part until a metaserver is there."""
     ended: list[BaseException] = []
-    service = SimpleNamespace(node=Node(DiskFailed("no space left")), fail=ended.append)
+    service = SimpleNamespace(node=Node(DiskFailed("no space left")), fail=ended.append, _stir=lambda: None)
+    service._run_guarded = partial(Service._run_guarded, service)
     service.guarded = partial(Service.guarded, service)
     MetaLink(service, SETTINGS).start_alone()
     assert [str(error) for error in ended] == ["no space left"]

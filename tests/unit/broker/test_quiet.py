@@ -1,0 +1,102 @@
+"""Core. A broker that has nothing to do is ticked seldom, and never later than something of it is due."""
+
+from __future__ import annotations
+
+from qmq.replication.ports import QUIET_MS
+from tests.unit.broker.world import Client, Group
+
+
+def a_group(**settings) -> tuple[Group, Client]:
+    group = Group.made(**settings).start()
+    client = Client(group.a)
+    client.produce("m0")
+    client.subscribe()
+    group.settle()
+    settled(group)
+    return group, client
+
+
+def settled(group: Group) -> None:
+    """Points are saved, and the slave knows them."""
+    for _ in range(20):
+        for broker in (group.a, group.b):
+            broker.wait(100)
+        group.settle()
+
+
+def test_master_and_slave_are_quiet_when_nothing_waits():
+    group, _ = a_group()
+    assert group.a.node.quiet_ms() == group.b.node.quiet_ms() == QUIET_MS
+
+
+def test_master_is_ticked_often_while_an_answer_waits_for_a_disk():
+    group, client = a_group()
+    client.produce("m1")
+    assert group.a.node.quiet_ms() == 0
+    group.settle()
+    settled(group)
+    assert group.a.node.quiet_ms() == QUIET_MS
+
+
+def test_master_is_ticked_often_without_its_slave():
+    group, _ = a_group()
+    group.a.node.link_lost(group.a.master._slave_watch.follower.connected.link)
+    assert group.a.node.quiet_ms() == 0
+
+
+def test_master_is_ticked_when_a_pull_has_waited_long_enough():
+    group, client = a_group()
+    first = client.pull()
+    group.settle()
+    assert client.answered(first)
+    waiting = client.pull(timeout_ms=2_300)
+    group.settle()
+    settled_for = 0
+    while not client.answered(waiting):
+        quiet_ms = group.a.node.quiet_ms()
+        group.a.wait(max(quiet_ms, 100))
+        group.settle()
+        settled_for += max(quiet_ms, 100)
+    assert 2_300 <= settled_for <= 2_400
+
+
+def test_master_is_ticked_when_a_message_comes_again():
+    group, client = a_group()
+    opaque = client.pull()
+    group.settle()
+    first = client.pulled(opaque)[0][0]
+    client.nack(first, first + 1, delay_ms=3_000)
+    waiting = client.pull(timeout_ms=60_000)
+    group.settle()
+    settled(group)
+    while not client.answered(waiting):
+        before = group.a.master._mastership.retry_ms()
+        group.a.wait(max(group.a.node.quiet_ms(), 100))
+        group.settle()
+    due_ms = group.a.log.state.retry_ms + 3_000
+    assert before < due_ms <= group.a.master._mastership.retry_ms() < due_ms + 100
+
+
+def test_master_is_ticked_when_a_lease_ends():
+    group, client = a_group(lease_ms=10_000)
+    client.pull()
+    group.settle()
+    settled(group)
+    seen = group.a.master._delivery.consumption._seen
+    end_ms = min(seen.values()) + 10_000
+    while seen:
+        now_ms = group.a.host.clock_ms
+        group.a.wait(max(group.a.node.quiet_ms(), 100))
+    assert now_ms <= end_ms + 100
+
+
+def test_clock_of_a_short_lease_is_looked_at_often():
+    """A second between two ticks would be a process that stood still."""
+    group, _ = a_group(lease_ms=4_000)
+    assert group.a.node.quiet_ms() == 0
+
+
+def test_master_is_ticked_often_while_its_roles_are_being_swapped():
+    group, _ = a_group()
+    group.a.node.prepare_swap(1, 5_000)
+    assert group.a.node.quiet_ms() == 0
