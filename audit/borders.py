@@ -15,7 +15,7 @@ NO_FRAME = "no frame stands here"
 
 
 class Borders:
-    """Takes the `piece` facts of one copy after the other, in order. Made per task.
+    """Takes the `piece` facts of a copy in order.
 
     Args:
         until_ms: no frame was written later than that.
@@ -24,21 +24,20 @@ class Borders:
 
     def __init__(self, until_ms: int, begins: Collection[int]) -> None:
         self._until_ms, self._begins = until_ms, frozenset(begins)
-        self._copy = ""
         self._end: int | None = None
         self._chain = 0
         self._line = Line(until_ms)
 
     def judge(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Take a piece; yield what is wrong where it begins, as rows of findings."""
-        first = decode_header(bytes.fromhex(row["header"]), 0, row["offset"], None)
-        if row["copy"] != self._copy or row["piece"] in self._begins:
-            self._copy, self._end, self._line = row["copy"], None, Line(self._until_ms)
+        first = decode_header(row["header"], 0, row["offset"], None)
+        if row["piece"] in self._begins:
+            self._end, self._line = None, Line(self._until_ms)
             if row["offset"] == 0 and first.kind != FrameKind.EPOCH:
                 yield _finding(row, first, Kind.EPOCH_FRAME, f"epoch {first.epoch} does not begin with its epoch frame")
         elif self._end is not None:
             yield from self._continues(row, first)
-        self._end, self._chain = row["end"], int(row["chain"], 16)
+        self._end, self._chain = row["end"], row["chain"]
         self._line = Line(
             self._until_ms, max(self._line.epoch, Epoch(row["first"], row["last"])),
             max(self._line.watermark, row["value"]), row["total"],
@@ -52,7 +51,7 @@ class Borders:
             self._line.lost()
             return
         try:
-            decode_header(bytes.fromhex(row["header"]), 0, row["offset"], self._chain)
+            decode_header(row["header"], 0, row["offset"], self._chain)
         except CorruptFrame as error:
             yield _finding(row, first, Kind.CHAIN, error.reason)
         for problem in self._line.check(first):
@@ -64,6 +63,6 @@ class Borders:
 def _finding(row: dict[str, Any], frame: Frame, what: Kind, text: str) -> dict[str, Any]:
     sequence = frame.first_sequence if frame.kind == FrameKind.MESSAGES else None
     return {
-        "what": what, "copy": row["copy"], "offset": frame.offset, "end": frame.end, "subject": frame.subject or None,
+        "what": what, "copy": "", "offset": frame.offset, "end": frame.end, "subject": frame.subject or None,
         "sequence": sequence, "id": None, "text": text,
     }  # fmt: skip

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import reduce
 
-from pyspark.sql import DataFrame, Window
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from qmq.audit.kinds import Kind
-from qmq.audit.rules import finding
-from qmq.audit.schema import COPIES, MASTER, SLAVE
+from qmq.audit.schema import COPIES, FINDINGS, MASTER, SLAVE
 
 _COMPARED = (
     "end", "kind", "flags", "term", "boot", "subject", "first_sequence", "count", "high_watermark", "timestamp_ms",
@@ -23,10 +22,20 @@ SHIFTED_FRAMES_MIN, SHIFTS_MAX = 3, 5
 """Fewer frames that stand elsewhere are named one by one; more distances than that are no shift."""
 
 
+def finding(what: Column | Kind, text: Column | str, **columns: Column) -> list[Column]:
+    """Return the columns of a finding; those not given are null."""
+    given = {"what": F.lit(what.value) if isinstance(what, Kind) else what, "copy": F.col("copy")} | columns
+    given["text"] = F.lit(text) if isinstance(text, str) else text
+    return [
+        (given[field.name] if field.name in given else F.lit(None)).cast(field.dataType).alias(field.name)
+        for field in FINDINGS
+    ]
+
+
 def compare(master: DataFrame, slave: DataFrame, damaged: DataFrame, watermark: int) -> DataFrame:
     """Compare two copies frame by frame.
 
-    in: two times `audit.rows.FRAMES`, damaged ranges; out: findings, frames long: how many each of them stands for.
+    in: two times `audit.tables.FRAMES`, damaged ranges; out: findings, frames long: how many each of them stands for.
 
     Frames that stand in both copies one distance apart are one finding, and so are neighbours that one copy lacks;
     those in front of `watermark` and those behind it are told apart. What a copy lacks where its bytes are damaged is

@@ -11,14 +11,10 @@ Facts of kind `delayed`, a row per message that a frame decides about, of one of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import reduce
 from typing import Any
 
-from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F
-
 from qmq.audit.kinds import Kind
-from qmq.audit.schema import FINDINGS
+from qmq.audit.said import Said, finding
 from qmq.codec import Buffer
 from qmq.log.delays import Outcome, decode_dispatch, decode_places, decode_settled
 from qmq.log.frame import Frame, FrameKind
@@ -41,44 +37,44 @@ def facts_of(frame: Frame, body: Buffer) -> Iterator[dict[str, Any]]:
                 yield about | {"text": "gone", "first": number}
 
 
-def broken_promises(facts: DataFrame) -> DataFrame:
-    """Return messages that went early, twice, or after they were cancelled. in: facts; out: findings."""
-    delayed = facts.where("kind = 'delayed'")
-    dispatches = delayed.where("text = 'dispatch'")
-    return reduce(DataFrame.unionByName, (early(dispatches), twice(delayed, dispatches), recalled(delayed, dispatches)))
+class OfDelays:
+    """Judges what a delay server decided about the messages whose numbers fall to it; takes lists of facts."""
+
+    def __init__(self) -> None:
+        self._planned: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        self._gone: dict[int, int] = {}
+        """message's number -> where it was first cancelled, or written again"""
+        self._stored: set[tuple[str, int]] = set()
+
+    def take(self, piece: int, said: list[dict[str, Any]]) -> Iterator[Said]:
+        for fact in said:
+            if fact["text"] == "stored":
+                self._stored.add((fact["chain"], fact["total"]))
+            elif fact["text"] == "gone":
+                self._gone.setdefault(fact["first"], fact["offset"])
+            else:
+                self._planned.setdefault((fact["subject"], fact["first"]), []).append(fact)
+                if fact["value"] < fact["last"]:
+                    yield _finding(fact, Kind.EARLY, f"planned {fact['last'] - fact['value']} ms before it was due")
+
+    def finish(self) -> Iterator[Said]:
+        for (_, number), planned in sorted(self._planned.items()):
+            times = sum((one["chain"], one["total"]) in self._stored for one in planned)
+            if times > 1:
+                yield _finding(planned[-1], Kind.TWICE, f"stored in {times} batches")
+            gone = self._gone.get(number)
+            for one in planned:
+                if gone is not None and one["offset"] > gone:
+                    yield _finding(one, Kind.RECALLED, f"planned after it was cancelled or written again at {gone}")
 
 
-def early(dispatches: DataFrame) -> DataFrame:
-    """Return messages that were planned before they were due, by the clock of their master."""
-    text = F.format_string("planned %d ms before it was due", F.col("last") - F.col("value"))
-    return _findings(dispatches.where("value < last"), Kind.EARLY, text)
-
-
-def twice(delayed: DataFrame, dispatches: DataFrame) -> DataFrame:
-    """Return messages that were stored in more than one batch."""
-    stored = delayed.where("text = 'stored'").select("copy", "chain", "total").distinct()
-    sent = dispatches.join(stored, ["copy", "chain", "total"])
-    again = sent.groupBy("copy", "subject", "first").agg(
-        F.count("*").alias("times"), F.max("offset").alias("offset"), F.max("end").alias("end")
-    )
-    text = F.format_string("stored in %d batches", "times")
-    return _findings(again.where("times > 1"), Kind.TWICE, text)
-
-
-def recalled(delayed: DataFrame, dispatches: DataFrame) -> DataFrame:
-    """Return messages that were planned although they had been cancelled or written again."""
-    gone = delayed.where("text = 'gone'").groupBy("copy", "first").agg(F.min("offset").alias("gone"))
-    planned = dispatches.join(gone, ["copy", "first"]).where("offset > gone")
-    text = F.format_string("planned after it was cancelled or written again at %d", "gone")
-    return _findings(planned, Kind.RECALLED, text)
-
-
-def _findings(rows: DataFrame, what: Kind, text: Column) -> DataFrame:
+def _finding(fact: dict[str, Any], what: Kind, text: str) -> Said:
     """`sequence` is the message's number: the offset at which it lies."""
-    given = {
-        "what": F.lit(what.value), "copy": F.col("copy"), "offset": F.col("offset"), "end": F.col("end"),
-        "subject": F.col("subject"), "sequence": F.col("first"), "text": text,
-    }  # fmt: skip
-    return rows.select(
-        *(given.get(field.name, F.lit(None)).cast(field.dataType).alias(field.name) for field in FINDINGS)
-    )
+    fields = {name: fact[name] for name in ("offset", "end", "subject")}
+    return finding(what, text, sequence=fact["first"], **fields)
+
+
+def spread_delayed(facts: list[dict[str, Any]], buckets: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Return the facts of a piece for `OfDelays` by bucket: by a message's number, those of batches in each."""
+    for bucket in range(buckets if facts else 0):
+        yield bucket, [one for one in facts if one["text"] == "stored" or one["first"] % buckets == bucket]

@@ -1,47 +1,47 @@
-"""Shell. The audit of one broker group: freeze how far the copies must agree, read both, apply the rules."""
+"""Shell. The audit of broker groups: freeze how far the copies of each must agree, read all in one plan, report."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pyspark.sql import DataFrame, SparkSession, Window
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
-from qmq.audit import rules
+from qmq.audit import journal as journals
+from qmq.audit.answers import Answer, together
 from qmq.audit.comparison import compare
 from qmq.audit.conservation import STATES
 from qmq.audit.copies import CannotRead, Copy, Description, open_copy
 from qmq.audit.extents import PIECE_BYTES, split_range
-from qmq.audit.history import CONSERVED_KEPT, FINDINGS_KEPT, SHARE, VERDICTS, History, look_back, moment, who
+from qmq.audit.history import CHAINS, CONSERVED_KEPT, FINDINGS_KEPT, SHARE, VERDICTS, History, look_back, moment, who
 from qmq.audit.kinds import Kind
 from qmq.audit.line import AHEAD_MS_MAX, FOREVER_MS
 from qmq.audit.naming import name_findings
 from qmq.audit.places import check_places
+from qmq.audit.plan import FINDINGS_MAX, HOURS_MAX, Job, judged
 from qmq.audit.progress import CONSERVED
-from qmq.audit.schema import BOTH, COPIES, FINDINGS, JOURNAL, MASTER, SLAVE
+from qmq.audit.reading import LogRange, Reading
+from qmq.audit.said import HOUR
+from qmq.audit.schema import BOTH, FINDINGS, JOURNAL, MASTER, SLAVE
 from qmq.audit.spark import read_copy
 from qmq.ledger import Entry, Ledger, Piece, known_from
-
-FINDINGS_MAX = 1000
-"""Findings of one kind that are named one by one; all are counted."""
-HOURS_MAX = 20_000
-"""Counts per subject and hour that are listed: of 100,000 subjects, a week has 17 million for each copy."""
 
 ACCOUNTS_MAX = 5_000
 """Consumer groups whose equation is listed."""
 
 _NO_RANGE = "SELECT '' AS d_copy, 0L AS d_offset, 0L AS d_end WHERE false"
-READ = ("records", "messages", "bytes", "due_bytes", "frames")
-"""What is counted of a copy; `due_bytes` are those below the high watermark."""
-
-_OF_HISTORY = frozenset({Kind.REWOUND, Kind.REWRITTEN, Kind.UNREAD, Kind.COUNT, Kind.LOST})
+_OF_HISTORY = frozenset({Kind.REWOUND, Kind.REWRITTEN, Kind.UNREAD, Kind.LOST})
 """These hold on both copies alike, and yet what they were found in is not verified."""
 Row = dict[str, Any]
 
@@ -95,50 +95,153 @@ class Group:
     places: dict[str, dict[str, str]]
 
 
-def audit_group(
-    spark: SparkSession, group: Group, *, journal: Path | None = None, piece_bytes: int = PIECE_BYTES,
-    parquet: Path | None = None, ledger: Ledger | None = None, share: int = SHARE,
-) -> Result:  # fmt: skip
-    """Compare the copies of one broker group. Raises for nothing it meets; `unreadable` says why nothing is proven.
+@dataclass(slots=True)
+class _Audit:
+    """The audit of one broker group, step by step."""
 
-    With a `ledger`, what was verified is looked for, one part in `share` of it is read again, and a line is added.
-    """
-    result = Result(group.name, {copy: place.get("path") or place["broker"] for copy, place in group.places.items()})
-    facts: DataFrame | None = None
-    result.until_ms = int(time.time() * 1000) + AHEAD_MS_MAX
-    held, entry = ExitStack(), None
+    group: Group
+    result: Result
+    held: ExitStack = field(default_factory=ExitStack)
+    history: History = field(default_factory=lambda: History(known_from([]), 0))
+    job: Job | None = None
+    answer: Answer = field(default_factory=lambda: Answer(()))
+    entry: Entry | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How broker groups are audited. With a `ledger`, what was verified is looked for, one part in `share` of it is
+    read again, and a line is added."""
+
+    journal: Path | None = None
+    piece_bytes: int = PIECE_BYTES
+    parquet: Path | None = None
+    ledger: Ledger | None = None
+    share: int = SHARE
+
+
+def audit_group(spark: SparkSession, group: Group, **options: Any) -> Result:
+    """Compare the copies of one broker group; see `audit_groups`."""
+    return audit_groups(spark, [group], Options(**options))[0]
+
+
+def audit_groups(spark: SparkSession, groups: Sequence[Group], options: Options) -> list[Result]:
+    """Compare the copies of each broker group. Raises for nothing it meets; `unreadable` says why nothing is proven."""
+    audits = [_Audit(group, _new(group)) for group in groups]
     try:
-        check_places(group.name, group.places)
-        _hold(group, held)
-        _freeze(group, result)
-        history = _look_back(group, result, ledger, share)
-        if _ranges(result):
-            facts = rules.measure(_records(spark, group, result, piece_bytes)).persist(StorageLevel.MEMORY_AND_DISK)
-            _count(facts, result)
-            _judge(spark, group, facts, result, piece_bytes, history, parquet)
-            if journal is not None:
-                _hold_against(spark, group, facts, result, journal)
-        if result.found:
-            _check_kept(group, result)
-        name_findings(group.name, group.places, result.logs, result.findings)
-        _count_repaired(result)
-        if parquet is not None and facts is not None:
-            _store(spark, facts, result, parquet)
-    except CannotRead as error:
-        result.unreadable = str(error)
-    except Exception as error:
-        # Spark wraps what a worker raised, in many classes; all of them mean: not read.
-        result.unreadable = _cause(error)
-    else:
-        if ledger is not None and facts is not None:
-            entry = verified(facts, result, history, piece_bytes)
+        _each(audits, lambda one: _prepare(one, options))
+        _ask(spark, audits, options)
+        _each(audits, lambda one: _judge(spark, one, options))
+        _each(audits, lambda one: _finish(spark, one, options))
     finally:
-        held.close()
-        if facts is not None:
-            facts.unpersist()
-    if ledger is not None:
-        ledger.append(_line(result, entry))
-    return result
+        for one in audits:
+            one.held.close()
+    for one in audits:
+        if options.ledger is not None:
+            options.ledger.append(_line(one.result, one.entry))
+    return [one.result for one in audits]
+
+
+def _new(group: Group) -> Result:
+    places = {copy: place.get("path") or place["broker"] for copy, place in group.places.items()}
+    return Result(group.name, places, until_ms=int(time.time() * 1000) + AHEAD_MS_MAX)
+
+
+def _each(audits: Sequence[_Audit], step: Callable[[_Audit], None]) -> None:
+    """Take a step of each audit that goes on. One that fails ends alone."""
+    for one in audits:
+        if one.result.unreadable is None:
+            try:
+                step(one)
+            except CannotRead as error:
+                one.result.unreadable = str(error)
+            except Exception as error:
+                # Spark wraps what a worker raised, in many classes; all of them mean: not read.
+                one.result.unreadable = _cause(error)
+
+
+def _prepare(one: _Audit, options: Options) -> None:
+    group, result = one.group, one.result
+    check_places(group.name, group.places)
+    _hold(group, one.held)
+    _freeze(group, result)
+    one.history = history = _look_back(group, result, options.ledger, options.share)
+    begins = {begin for begin, _ in _reads(result)} - {until for _, until in _reads(result)}
+    anchor = history.anchor
+    one.job = Job(
+        group.places,
+        Reading(
+            {name: LogRange(log.start, log.end, log.chain) for name, log in result.logs.items()}, result.until_ms,
+            result.begin,
+        ),
+        _pieces(result, options.piece_bytes), frozenset(begins), result.watermark,
+        dict(anchor.ends) if anchor is not None and result.begin == anchor.verified else None,
+    )  # fmt: skip
+
+
+def _ask(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
+    """Let Spark read and judge all groups, and give each its answer: one action. Two more store what was asked for."""
+    asked = [one for one in audits if one.job is not None and one.result.unreadable is None]
+    jobs = [one.job for one in asked if one.job is not None]
+    for one in asked:
+        one.answer = Answer(tuple(one.group.places))
+    if not any(job.pieces for job in jobs):
+        return
+    said = judged(spark, jobs, options.piece_bytes)
+    if options.parquet is not None:
+        said = said.persist(StorageLevel.MEMORY_AND_DISK)
+    try:
+        for row in said.where("listed").select("job", "copy", "kind", "said").collect():
+            asked[row["job"]].answer.take(row["copy"], row["kind"], json.loads(row["said"]))
+        if options.parquet is not None:
+            for number, one in enumerate(asked):
+                _store(said.where(F.col("job") == number), tuple(one.group.places), options.parquet / one.group.name)
+    except Exception as error:
+        for one in asked:
+            one.result.unreadable = _cause(error)
+    finally:
+        said.unpersist()
+
+
+def _judge(spark: SparkSession, one: _Audit, options: Options) -> None:
+    result, answer = one.result, one.answer
+    if answer.unread:
+        raise CannotRead(answer.unread[0])
+    pieces = _pieces(result, options.piece_bytes)
+    if missing := {begin for begin, _ in pieces} - answer.pieces.keys():
+        raise CannotRead(f"Spark gave no answer about {len(missing)} of {len(pieces)} pieces, from {min(missing)} on")
+    _count(answer, result)
+    found, more = answer.findings()
+    _take(found, result)
+    for kind, times in more.items():
+        result.found[kind] = result.found.get(kind, 0) + times
+    _account(answer, result)
+    _hold_against_before(answer, result, one.history)
+    if answer.differing:
+        _compare(spark, one.group, [piece for piece in pieces if piece[0] in answer.differing], result, options)
+    _check_all_was_read(result)
+    for row in result.findings:  # what was judged on the master's copy alone holds for both where they are equal
+        if row["what"] in (Kind.BATCH_TWICE, Kind.ID_TWICE):
+            is_apart = any(begin <= row["offset"] < until for begin, until in pieces if begin in answer.differing)
+            row["copy"] = MASTER if is_apart else BOTH
+
+
+def _finish(spark: SparkSession, one: _Audit, options: Options) -> None:
+    group, result = one.group, one.result
+    if options.journal is not None:
+        subjects = {name: one.answer.subjects[name] for name in group.places}
+        firsts = {name: {subject: row["first"] for subject, row in rows.items()} for name, rows in subjects.items()}
+        _hold_against(spark, group, firsts, result, options.journal)
+    if result.found:
+        _check_kept(group, result)
+    name_findings(group.name, group.places, result.logs, result.findings)
+    _count_repaired(result)
+    if options.parquet is not None:
+        rows = [{name: row.get(name) for name in FINDINGS.fieldNames()} for row in result.findings]
+        path = options.parquet / group.name / "findings"
+        spark.createDataFrame(rows, FINDINGS).write.mode("overwrite").parquet(str(path))
+    if options.ledger is not None:
+        one.entry = verified(one.answer, result, one.history, options.piece_bytes)
 
 
 def _hold(group: Group, held: ExitStack) -> None:
@@ -147,8 +250,8 @@ def _hold(group: Group, held: ExitStack) -> None:
     The slave is read when the master has been, and one piece after the other. A segment that retention removed
     meanwhile would look as if it had been lost.
     """
-    for name in COPIES:
-        held.enter_context(closing(open_copy(group.places[name]))).hold()
+    for place in group.places.values():
+        held.enter_context(closing(open_copy(place))).hold()
 
 
 def _check_kept(group: Group, result: Result) -> None:
@@ -156,8 +259,8 @@ def _check_kept(group: Group, result: Result) -> None:
 
     A broker that was restarted does not know who held its log, and of a directory that is in use nobody asks.
     """
-    for name in COPIES:
-        with closing(open_copy(group.places[name])) as copy:
+    for name, place in group.places.items():
+        with closing(open_copy(place)) as copy:
             start = copy.describe().start
         if start > result.start:
             raise CannotRead(f"the {name} let go of [{result.start}, {start}) while it was read: audit it again")
@@ -178,10 +281,10 @@ def _freeze(group: Group, result: Result) -> None:
     """
     copies: dict[str, Copy] = {}
     try:
-        for name in COPIES:
+        for name in group.places:
             copies[name] = open_copy(group.places[name])
         result.watermark = max(copy.describe().high_watermark for copy in copies.values())
-        for name in COPIES:
+        for name in group.places:
             copies[name].close()
             copies[name] = open_copy(group.places[name])
         result.logs = {name: copy.describe() for name, copy in copies.items()}
@@ -227,90 +330,129 @@ def _ranges(result: Result) -> str:
     return ",".join(f"{begin}-{until}" for begin, until in parts if begin < until)
 
 
-def _both(spark: SparkSession, group: Group, **options: object) -> DataFrame:
-    """Read both copies into one DataFrame with a column `copy`."""
-    sides = [read_copy(spark, group.places[name], **options).withColumn("copy", F.lit(name)) for name in COPIES]
-    return reduce(DataFrame.unionByName, sides)
+def _reads(result: Result) -> list[tuple[int, int]]:
+    parts = [part.split("-") for part in _ranges(result).split(",") if part]
+    return [(int(begin), int(until)) for begin, until in parts]
 
 
-def _records(spark: SparkSession, group: Group, result: Result, piece_bytes: int) -> DataFrame:
-    """Read every byte of both copies; what may be stored once, of the master's: what only one has differs anyway."""
-    options = {"rows": "records", "ranges": _ranges(result), "piece_bytes": piece_bytes, "until_ms": result.until_ms}
-    master, slave = (
-        read_copy(spark, group.places[name], **options, stored=str(name == MASTER).lower()) for name in COPIES
-    )
-    return master.withColumn("copy", F.lit(MASTER)).unionByName(slave.withColumn("copy", F.lit(SLAVE)))
+def _pieces(result: Result, piece_bytes: int) -> list[tuple[int, int]]:
+    return [piece for begin, until in _reads(result) for piece in split_range(begin, until, piece_bytes)]
 
 
-def _count(facts: DataFrame, result: Result) -> None:
+def _count(answer: Answer, result: Result) -> None:
     """Count what was read; an audit that read nothing fails."""
-    sums = facts.groupBy("copy").agg(
-        F.sum("records").alias("records"), F.sum("messages").alias("messages"), F.sum("bytes").alias("bytes"),
-        F.sum(F.when(F.col("piece").between(result.begin, result.watermark - 1), F.col("bytes"))).alias("due_bytes"),
-        F.sum("frames").alias("frames"),
-    )  # fmt: skip
-    read = {row["copy"]: {key: row[key] or 0 for key in READ} for row in sums.collect()}
-    result.read = {name: read.get(name, dict.fromkeys(READ, 0)) for name in COPIES}
+    result.read = answer.read(result.begin, result.watermark)
     if not any(side["frames"] for side in result.read.values()) and not result.found and result.begin == result.start:
         raise CannotRead("not one frame was read: nothing is proven")
-    epochs = facts.where("kind = 'epoch'").groupBy("first", "last").agg(F.min("offset").alias("offset"))
-    result.epochs = [f"{row['first']}.{row['last']} from {row['offset']}" for row in epochs.orderBy("offset").collect()]
-    hours = rules.hours(facts).withColumn("hour", F.date_format("hour", "yyyy-MM-dd HH:00"))
-    first = hours.orderBy("subject", "hour", "copy").limit(HOURS_MAX + 1).collect()
-    result.hours = [row.asDict() for row in first[:HOURS_MAX]]
-    if len(first) > HOURS_MAX:
+    epochs = sorted(answer.epochs.items(), key=lambda one: one[1])
+    result.epochs = [f"{epoch} from {offset}" for epoch, offset in epochs]
+    hours = sorted(answer.hours, key=lambda row: (row["subject"], row["hour"], row["copy"]))
+    result.hours = [row | {"hour": _hour(row["hour"])} for row in hours[:HOURS_MAX]]
+    if len(hours) > HOURS_MAX:
         result.notes.append(f"only the first {HOURS_MAX} counts per subject and hour are listed; --parquet keeps all")
 
 
-def _judge(
-    spark: SparkSession,
-    group: Group,
-    facts: DataFrame,
-    result: Result,
-    piece_bytes: int,
-    history: History,
-    parquet: Path | None,
-) -> None:
-    differing = {row["piece"] for row in rules.unequal(facts).collect()}
-    pieces = [(begin, until) for begin, until in _pieces(result, piece_bytes) if begin in differing]
-    begins = {begin for begin, until in _reads(result)} - {until for begin, until in _reads(result)}
-    damaged = _damaged(spark, rules.broken(facts, result.until_ms, begins), result)
-    ends = None
-    if history.anchor is not None and result.begin == history.anchor.verified:
-        ends = spark.createDataFrame(list(history.anchor.ends.items()), "subject string, known long")
-    new = facts.where(F.col("piece") >= result.begin)
-    judged = rules.progress(new, damaged, result.begin).persist(StorageLevel.MEMORY_AND_DISK)
-    _take(rules.within_copies(new, damaged, result.begin, ends), result)
-    _take(judged.where(F.col("what") != CONSERVED), result)
-    _account(rules.conserved(judged), result)
-    if parquet is not None:
-        rules.conserved(judged).write.mode("overwrite").parquet(str(parquet / result.group / "conserved"))
-    judged.unpersist()
-    _hold_against_before(facts, differing, result, history)
-    if pieces:
-        _compare(spark, group, pieces, damaged, result, piece_bytes)
-    _check_all_was_read(result)
-    for row in result.findings:  # what was judged on the master's copy alone holds for both where they are equal
-        if row["what"] in (Kind.BATCH_TWICE, Kind.ID_TWICE):
-            is_apart = any(begin <= row["offset"] < until for begin, until in pieces)
-            row["copy"] = MASTER if is_apart else BOTH
+def _hour(hours: int) -> str:
+    return datetime.fromtimestamp(hours * 3600, UTC).strftime("%Y-%m-%d %H:00")
+
+
+def _take(found: Sequence[Row], result: Result) -> None:
+    """Count the findings per kind, and keep the first ones of each."""
+    found = [{name: row[name] for name in FINDINGS.fieldNames()} for row in found]
+    found = sorted(found, key=lambda row: (row["offset"] is None, row["offset"] or 0))
+    kept = Counter(row["what"] for row in result.findings)
+    for row in found:
+        kept[row["what"]] += 1
+        result.found[row["what"]] = result.found.get(row["what"], 0) + 1
+        if kept[row["what"]] <= FINDINGS_MAX:
+            result.findings.append(row)
+
+
+def _account(answer: Answer, result: Result) -> None:
+    """Take the equation of each consumer group, over all hours, as the master's copy has it."""
+    if answer.is_hurt():
+        return
+    result.conserved = sorted(answer.accounts, key=lambda row: (row["subject"], row["consumer_group"]))
+    if len(result.conserved) > ACCOUNTS_MAX:
+        del result.conserved[ACCOUNTS_MAX:]
+        result.notes.append(f"only the first {ACCOUNTS_MAX} consumer groups are accounted for here; --parquet has all")
 
 
 def _compare(
-    spark: SparkSession, group: Group, pieces: list[tuple[int, int]], damaged: DataFrame, result: Result,
-    piece_bytes: int,
-) -> None:  # fmt: skip
+    spark: SparkSession, group: Group, pieces: list[tuple[int, int]], result: Result, options: Options
+) -> None:
     """Read the pieces that differ again, frame by frame, and take what differs in them."""
     text = ",".join(f"{begin}-{until}" for begin, until in pieces)
-    master, slave = (
-        read_copy(spark, group.places[name], rows="frames", ranges=text, piece_bytes=piece_bytes)
-        .where("kind is not null").persist(StorageLevel.MEMORY_AND_DISK)
-        for name in COPIES
-    )  # fmt: skip
-    _take_differences(compare(master, slave, damaged, result.watermark), result)
-    master.unpersist()
-    slave.unpersist()
+    for name in list(group.places)[1:]:
+        sides = {MASTER: MASTER, SLAVE: name}
+        master, slave = (
+            read_copy(spark, group.places[copy], rows="frames", ranges=text, piece_bytes=options.piece_bytes)
+            .where("kind is not null").persist(StorageLevel.MEMORY_AND_DISK)
+            for copy in sides.values()
+        )  # fmt: skip
+        damaged = _damaged(spark, sides, result)
+        found = compare(master, slave, damaged, result.watermark).collect()
+        _take_differences([row.asDict() | {"copy": name} for row in found], result)
+        master.unpersist()
+        slave.unpersist()
     _explain(pieces, result)
+
+
+def _damaged(spark: SparkSession, sides: dict[str, str], result: Result) -> DataFrame:
+    """Return the broken ranges as a table that the comparison joins."""
+    ranges = [
+        (side, row["offset"], row["end"])
+        for side, name in sides.items() for row in result.findings
+        if row["what"] == Kind.DAMAGED and row["copy"] in (name, BOTH)
+    ]  # fmt: skip
+    schema = "d_copy string, d_offset long, d_end long"
+    return spark.createDataFrame(ranges, schema) if ranges else spark.sql(_NO_RANGE)
+
+
+def _take_differences(found: Sequence[Row], result: Result) -> None:
+    """Take what differs below the high watermark as findings, and the rest as a note: it was promised to nobody."""
+    promised = [row for row in found if row["offset"] < result.watermark]
+    _take([row for row in promised if row["what"] != Kind.HISTORY], result)
+    after = [row for row in promised if row["what"] == Kind.HISTORY]
+    if after:
+        first = min(row["offset"] for row in after)
+        if not any(row["offset"] is not None and row["offset"] < first for row in result.findings):
+            _take([row for row in after if row["offset"] == first], result)
+        result.history = first
+        result.notes.append(
+            f"{len(after)} frames from {first} on differ in their chain alone, as they follow a difference"
+        )
+    if later := sum(row["frames"] for row in found if row["offset"] >= result.watermark):
+        result.notes.append(f"{later} frames past the high watermark are not the same on both copies")
+
+
+def _hold_against_before(answer: Answer, result: Result, history: History) -> None:
+    """Make findings of what both copies have alike, and not as it was before: the first range that was exchanged,
+    subjects that end lower, frames that are gone although no retention frame gave them up."""
+    changed = [
+        piece for piece in history.exchanged(_digests(answer, result))
+        if not any(piece.begin <= begin < piece.end for begin in answer.differing) and piece.end <= result.watermark
+    ]  # fmt: skip
+    before = history.known.anchor
+    if before is not None and result.begin == result.start:
+        now = answer.ends()
+        for subject, end in before.ends.items():
+            if now.get(subject, end) < end:
+                text = f"it ends at sequence {now[subject]}; the run of {before.run} found it at {end}"
+                result.add(Kind.REWOUND, copy=BOTH, text=text, subject=subject, sequence=now[subject])
+    oldest = min(log.start for log in result.logs.values())
+    if answer.kept_from is not None and result.begin == result.start and answer.kept_from < oldest:
+        text = f"both logs begin at {oldest}, and frames are kept from {answer.kept_from} on"
+        result.add(Kind.RETENTION, copy=BOTH, text=text, offset=oldest)
+    if changed:
+        text = f"{len(changed)} ranges, of {sum(p.bytes for p in changed)} bytes, are not what was read before"
+        result.add(Kind.REWRITTEN, copy=BOTH, text=text, offset=changed[0].begin, end=changed[0].end)
+
+
+def _digests(answer: Answer, result: Result) -> dict[int, tuple[int, int]]:
+    """Return of each piece that is due its bytes and digest, as the master has them."""
+    rows = {at: copies[MASTER] for at, copies in answer.pieces.items() if at < result.watermark and MASTER in copies}
+    return {at: (row["bytes"], int(row["digest"], 16)) for at, row in rows.items() if row["bytes"]}
 
 
 def _check_all_was_read(result: Result) -> None:
@@ -324,109 +466,15 @@ def _check_all_was_read(result: Result) -> None:
             result.add(Kind.UNREAD, copy=name, text=text)
 
 
-def _damaged(spark: SparkSession, broken: DataFrame, result: Result) -> DataFrame:
-    """Take the broken ranges as findings, and return them as a table that the other rules join.
-
-    It is made on the driver: without damage, which is every night but one, Spark then drops those joins.
-    """
-    ranges = [(row["copy"], row["offset"], row["end"]) for row in _take(broken, result) if row["what"] == Kind.DAMAGED]
-    ranges = [(copy, *span) for name, *span in ranges for copy in (COPIES if name == BOTH else (name,))]
-    schema = "d_copy string, d_offset long, d_end long"
-    return spark.createDataFrame(ranges, schema) if ranges else spark.sql(_NO_RANGE)
-
-
 def _explain(pieces: list[tuple[int, int]], result: Result) -> None:
-    """Make a finding of every piece whose hashes differ though nothing above says why: no difference is dropped."""
+    """Make a finding of every piece whose bytes differ though nothing above says why: no difference is dropped."""
     changed = result.history if result.history is not None else result.watermark
     spans = [(row["offset"], row["end"] or row["offset"] + 1) for row in result.findings if row["offset"] is not None]
     for begin, until in pieces:
         if begin >= min(changed, result.watermark) or any(at < until and end > begin for at, end in spans):
             continue
-        text = "the hashes of the records differ, the frames' headers do not"
+        text = "bytes differ, the frames' headers do not"
         result.add(Kind.DIFFERENT, copy=SLAVE, text=text, offset=begin, end=until)
-
-
-def _account(conserved: DataFrame, result: Result) -> None:
-    """Take the equation of each consumer group, over all hours, as the master's copy has it."""
-    sums = [F.sum(name).alias(name) for name in ("stored", *STATES)]
-    rows = conserved.where(F.col("copy") == MASTER).groupBy("subject", "consumer_group")
-    listed = (
-        rows.agg(*sums, F.max("nacked").alias("nacked")).orderBy("subject", "consumer_group").limit(ACCOUNTS_MAX + 1)
-    )
-    result.conserved = [row.asDict() for row in listed.collect()]
-    if len(result.conserved) > ACCOUNTS_MAX:
-        del result.conserved[ACCOUNTS_MAX:]
-        result.notes.append(f"only the first {ACCOUNTS_MAX} consumer groups are accounted for here; --parquet has all")
-
-
-def _hold_against_before(facts: DataFrame, differing: set[int], result: Result, history: History) -> None:
-    """Make findings of what both copies have alike, and not as it was before: the first range that was exchanged,
-    subjects that end lower, frames that are gone although no retention frame gave them up."""
-    rows = rules.digests(facts).where((F.col("copy") == MASTER) & (F.col("piece") < result.watermark)).collect()
-    read = {row["piece"]: (row["bytes"], row["digest"]) for row in rows}
-    changed = [
-        piece for piece in history.exchanged(read)
-        if not any(piece.begin <= begin < piece.end for begin in differing) and piece.end <= result.watermark
-    ]  # fmt: skip
-    before = history.known.anchor
-    if before is not None and result.begin == result.start:
-        now = {row["subject"]: row["known"] for row in rules.ends(facts).collect()}
-        for subject, end in before.ends.items():
-            if now.get(subject, end) < end:
-                text = f"it ends at sequence {now[subject]}; the run of {before.run} found it at {end}"
-                result.add(Kind.REWOUND, copy=BOTH, text=text, subject=subject, sequence=now[subject])
-    kept_from = facts.where("kind = 'retention'").agg(F.max("first")).collect()[0][0]
-    oldest = min(log.start for log in result.logs.values())
-    if kept_from is not None and result.begin == result.start and kept_from < oldest:
-        text = f"both logs begin at {oldest}, and frames are kept from {kept_from} on"
-        result.add(Kind.RETENTION, copy=BOTH, text=text, offset=oldest)
-    if changed:
-        text = f"{len(changed)} ranges, of {sum(p.bytes for p in changed)} bytes, are not what was read before"
-        result.add(Kind.REWRITTEN, copy=BOTH, text=text, offset=changed[0].begin, end=changed[0].end)
-
-
-def _reads(result: Result) -> list[tuple[int, int]]:
-    parts = [part.split("-") for part in _ranges(result).split(",") if part]
-    return [(int(begin), int(until)) for begin, until in parts]
-
-
-def _pieces(result: Result, piece_bytes: int) -> list[tuple[int, int]]:
-    return [piece for begin, until in _reads(result) for piece in split_range(begin, until, piece_bytes)]
-
-
-def _take(found: DataFrame, result: Result) -> list[Row]:
-    """Count the findings per kind, keep the first ones of each, and return these. Both copies may be wrong alike."""
-    alike = [name for name in FINDINGS.fieldNames() if name != "copy"]
-    copy = F.when(F.countDistinct("copy") == 2, BOTH).otherwise(F.min("copy")).alias("copy")
-    found = found.groupBy(*alike).agg(copy)
-    order = Window.partitionBy("what").orderBy("offset", "sequence", "copy")
-    size = F.count("*").over(Window.partitionBy("what"))
-    first = found.select("*", F.row_number().over(order).alias("nth"), size.alias("of")).where(f"nth <= {FINDINGS_MAX}")
-    rows = [row.asDict() for row in first.collect()]
-    for row in rows:
-        if row.pop("nth") == 1:
-            result.found[row["what"]] = result.found.get(row["what"], 0) + row["of"]
-        del row["of"]
-    result.findings += rows
-    return rows
-
-
-def _take_differences(found: DataFrame, result: Result) -> None:
-    """Take what differs below the high watermark as findings, and the rest as a note: it was promised to nobody."""
-    found = found.persist(StorageLevel.MEMORY_AND_DISK)
-    promised = F.col("offset") < result.watermark
-    _take(found.where(promised & (F.col("what") != Kind.HISTORY.value)), result)
-    history = found.where(promised & (F.col("what") == Kind.HISTORY.value))
-    ((after, first),) = history.agg(F.count("*"), F.min("offset")).collect()
-    if after and not any(row["offset"] < first for row in result.findings):
-        _take(history.where(F.col("offset") == F.lit(first)), result)
-    result.history = first
-    if after:
-        result.notes.append(f"{after} frames from {first} on differ in their chain alone, as they follow a difference")
-    later = found.where(~promised).agg(F.sum("frames")).collect()[0][0]
-    if later:
-        result.notes.append(f"{later} frames past the high watermark are not the same on both copies")
-    found.unpersist()
 
 
 def _count_repaired(result: Result) -> None:
@@ -436,7 +484,9 @@ def _count_repaired(result: Result) -> None:
         result.found |= {Kind.REPAIRED: repaired} | ({Kind.DAMAGED: damaged} if damaged else {})
 
 
-def _hold_against(spark: SparkSession, group: Group, facts: DataFrame, result: Result, journal: Path) -> None:
+def _hold_against(
+    spark: SparkSession, group: Group, firsts: dict[str, dict[str, int]], result: Result, journal: Path
+) -> None:
     """Look for every acknowledged message of the journal in both copies, to the very end of each."""
     if not journal.is_file():
         raise CannotRead(f"journal {journal}: there is no such file")
@@ -447,41 +497,45 @@ def _hold_against(spark: SparkSession, group: Group, facts: DataFrame, result: R
     broken = acked.where("subject is null or sequence is null or id is null").count()
     if broken:
         raise CannotRead(f"journal {journal}: {broken} lines lack subject, sequence or id")
-    messages = _both(spark, group, rows="messages", columns="subject,sequence,id")
-    due = rules.due_messages(acked, facts, result.start)
-    _take(rules.lost(due, messages), result)
+    sides = [
+        read_copy(spark, place, rows="messages", columns="subject,sequence,id").withColumn("copy", F.lit(name))
+        for name, place in group.places.items()
+    ]
+    messages = reduce(DataFrame.unionByName, sides)
+    due = journals.due_messages(acked, firsts, result.start)
+    found = [row.asDict() for row in journals.lost(due, messages).collect()]
+    _take(list(together(((row["copy"], row) for row in found), tuple(group.places))), result)
     if older := acked.join(due, ["subject", "sequence", "id"], "left_anti").count():
         result.notes.append(f"{older} of the journal's messages may be older than what the copies keep: not looked for")
     acked.unpersist()
 
 
-def verified(facts: DataFrame, result: Result, history: History, piece_bytes: int) -> Entry | None:
+def verified(answer: Answer, result: Result, history: History, piece_bytes: int) -> Entry | None:
     """Return what the next run may build on; None if there is something that one copy alone has wrong, or is not as it
     was: what was verified before stays what is verified."""
     if any(row["copy"] != BOTH or row["what"] in _OF_HISTORY for row in result.findings):
         return None
-    new = (F.col("piece") >= result.begin) & (F.col("piece") < result.watermark)
-    last = facts.where(new & (F.col("kind") == "piece") & (F.col("end") == result.watermark)).limit(1).collect()
     anchor = history.anchor
     ends = dict(anchor.ends) if anchor is not None and anchor.verified == result.begin else {}
-    for row in rules.ends(facts.where(new)).collect():
-        ends[row["subject"]] = max(row["known"], ends.get(row["subject"], 0))
-    rows = rules.digests(facts).where((F.col("copy") == MASTER) & (F.col("piece") < result.watermark)).collect()
-    read = {row["piece"]: row for row in rows}
+    for subject, end in answer.ends("due_end").items():
+        ends[subject] = max(end, ends.get(subject, 0))
+    read = _digests(answer, result)
     pieces = [
-        Piece(begin, until, read[begin]["bytes"], f"{read[begin]['digest'] & (1 << 64) - 1:016x}")
-        for begin, until in _pieces(result, piece_bytes) if begin in read and until <= result.watermark
-        and begin >= result.begin
+        Piece(begin, until, read[begin][0], f"{CHAINS}{read[begin][1]:016x}")
+        for begin, until in _pieces(result, piece_bytes) if begin in read and result.begin <= begin
+        and until <= result.watermark
     ]  # fmt: skip
-    if last:
-        chain, frame = last[0]["chain"], last[0]["size"]
+    rows = [copies[MASTER] for at, copies in answer.pieces.items() if result.begin <= at < result.watermark]
+    last = next((row for row in rows if row.get("end") == result.watermark), None)
+    if last is not None:
+        chain, frame = f"{last['chain']:016x}", last["size"]
     elif anchor is not None:
         chain, frame = anchor.chain, anchor.frame
     else:
         return None
     return Entry(
         "", 0, result.group, "", start=result.start, begin=result.begin, verified=result.watermark, chain=chain,
-        frame=frame, ends=ends, pieces=sorted([*result.again, *pieces]),
+        frame=frame, ends=ends, pieces=sorted([*history.read_again(_digests(answer, result)), *pieces]),
     )  # fmt: skip
 
 
@@ -497,9 +551,21 @@ def _line(result: Result, entry: Entry | None) -> Entry:
     )  # fmt: skip
 
 
-def _store(spark: SparkSession, facts: DataFrame, result: Result, parquet: Path) -> None:
-    """Keep counts per subject and hour, and findings, for whoever asks later."""
-    folder = parquet / result.group
-    rules.hours(facts).write.mode("overwrite").parquet(str(folder / "hours"))
-    rows = [{name: row.get(name) for name in FINDINGS.fieldNames()} for row in result.findings]
-    spark.createDataFrame(rows, FINDINGS).write.mode("overwrite").parquet(str(folder / "findings"))
+def _store(said: DataFrame, names: tuple[str, ...], folder: Path) -> None:
+    """Keep counts per subject and hour, and what became of messages, for whoever asks later. in: of one group."""
+    copies = F.explode(F.when(F.col("copy") == "", F.array(*map(F.lit, names))).otherwise(F.array("copy")))
+    rows = said.withColumn("copy", copies)
+    of = F.from_json("said", "subject string, hour long, messages long, bytes long")
+    hours = rows.where(F.col("kind") == HOUR).select("copy", of.alias("of"))
+    hour = F.timestamp_seconds(F.col("of.hour") * 3600).alias("hour")
+    hours.select("copy", "of.subject", hour, "of.messages", "of.bytes").write.mode("overwrite").parquet(
+        str(folder / "hours")
+    )
+    numbers = ("stored", *STATES, "nacked")
+    inner = "hour long, group string, " + ", ".join(f"{name} long" for name in numbers)
+    outer = F.from_json("said", "subject string, said string")
+    kept = rows.where(F.col("kind") == CONSERVED).select("copy", outer.alias("by"))
+    kept = kept.select("copy", F.col("by.subject").alias("subject"), F.from_json("by.said", inner).alias("of"))
+    columns = [F.col(f"of.{name}").alias(name) for name in numbers]
+    group = F.col("of.group").alias("consumer_group")
+    kept.select("copy", "subject", group, hour, *columns).write.mode("overwrite").parquet(str(folder / "conserved"))

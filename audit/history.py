@@ -29,6 +29,9 @@ CONSERVED_KEPT = 200
 FINDINGS_KEPT = 100
 """Findings that a line of the ledger lists."""
 
+CHAINS = "c"
+"""Digests of pieces begin so: they combine the chains of all frames. Others are an earlier version's: not looked at."""
+
 Digests = Mapping[int, tuple[int, int]]
 """Where a piece begins -> (its bytes, its digest)."""
 
@@ -58,17 +61,25 @@ class History:
         """Return what was read again and is not what was read before."""
         found = []
         for piece, _ in sorted(self.known.pieces.values()):
-            parts = [part for begin, part in digests.items() if piece.begin <= begin < piece.end]
-            if parts and (sum(size for size, _ in parts), _together(parts)) != (piece.bytes, piece.digest):
+            now = _now(piece, digests)
+            if piece.digest.startswith(CHAINS) and now is not None and now != piece:
                 found.append(piece)
         return found
 
+    def read_again(self, digests: Digests) -> list[Piece]:
+        """Return what was read again, as it is now."""
+        return [_now(piece, digests) or piece for piece in self.again]
 
-def _together(parts: list[tuple[int, int]]) -> str:
+
+def _now(piece: Piece, digests: Digests) -> Piece | None:
+    """Return what was read of a piece in this run; None if nothing was."""
+    parts = [part for begin, part in digests.items() if piece.begin <= begin < piece.end]
     digest = 0
     for _, one in parts:
         digest ^= one
-    return f"{digest & (1 << 64) - 1:016x}"
+    if not parts:
+        return None
+    return piece._replace(bytes=sum(size for size, _ in parts), digest=f"{CHAINS}{digest:016x}")
 
 
 def look_back(

@@ -33,8 +33,6 @@ class Kind(StrEnum):
     """The log is not the one that an earlier run verified."""
     RETENTION = "retention"
     """Frames are gone that no retention frame gave up, or one gives back what an earlier one gave up."""
-    COUNT = "count"
-    """Spark saw another number of messages than the frames promise."""
 
     # Messages.
     UNDECODABLE = "undecodable"

@@ -6,11 +6,10 @@ numpy looks at the same field of all of them at once, and only what does not fit
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -95,8 +94,8 @@ class Messages:
                 yield self._problem(at, Kind.FOREIGN, f"a message of {subject} in a frame of {frame.subject}")
         yield from self._wrong_labels()
 
-    def stored(self) -> tuple[str, str]:
-        """Return what may be stored once, each as STORED in base64: batches, and message ids of their producer."""
+    def stored(self) -> tuple[bytes, bytes]:
+        """Return what may be stored once, each as STORED: batches, and message ids of their producer."""
         frames = [at for at, frame in enumerate(self._frames) if _is_numbered(frame)]
         producers = np.array([self._frames[at].producer for at in frames], np.uint64)
         batches = np.array([self._frames[at].batch for at in frames], np.uint64)
@@ -111,10 +110,10 @@ class Messages:
         )
         named["frame"] = self._frame_at[self._of[rows]]
         named["place"] = rows - self._first[self._of[rows]]
-        return pack(numbered), pack(named)
+        return numbered.tobytes(), named.tobytes()
 
-    def tagged(self) -> Iterator[tuple[str, int, str]]:
-        """Yield (subject, offset of its first frame, TAGGED in base64) of the subjects that have messages with tags."""
+    def tagged(self) -> Iterator[tuple[str, int, bytes]]:
+        """Yield (subject, offset of its first frame, TAGGED) of the subjects that have messages with tags."""
         fields = self.fields
         rows = np.flatnonzero(fields.whole & (fields.tags_end > fields.tags_at + 1))
         if not len(rows):
@@ -130,7 +129,7 @@ class Messages:
         for at, name in enumerate(names):
             order.setdefault(name, []).append(at)
         for name, places in order.items():
-            yield name, self._frames[self._of[rows[places[0]]]].offset, pack(found[places])
+            yield name, self._frames[self._of[rows[places[0]]]].offset, found[places].tobytes()
 
     # Reading fields.
 
@@ -271,15 +270,6 @@ class Messages:
     def _text(self, begins: Ints, sizes: Ints, at: int) -> str:
         begin = int(begins[at])
         return str(self._window.data[begin : begin + int(sizes[at])], "utf-8", "replace")
-
-
-def pack(array: npt.NDArray[Any]) -> str:
-    """Write an array down as a fact has it."""
-    return b64encode(array.tobytes()).decode()
-
-
-def unpack(text: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    return np.frombuffer(b64decode(text), dtype)
 
 
 def _mix(words: Words) -> Words:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from qmq.audit.kinds import Kind
-from qmq.audit.messages import TAGGED, Ints, unpack
+from qmq.audit.messages import TAGGED, Ints
 from qmq.log.frame import Frame
 from qmq.log.progress import DEFERRED, EXPIRED, PASSED, Progress
 from qmq.types import Epoch
@@ -55,9 +55,9 @@ class Passing:
         self.is_known = True
         """Whether all messages are there that pulls may name."""
 
-    def tags(self, packed: str) -> None:
+    def tags(self, packed: bytes) -> None:
         """Take note of messages with tags (audit.messages: TAGGED)."""
-        found = unpack(packed, TAGGED)
+        found = np.frombuffer(packed, TAGGED)
         self._sequences.append(found["sequence"].astype(np.int64))
         self._tags.append(found["tags"].astype(np.int64))
 

@@ -83,8 +83,7 @@ class Judge:
                 for name in self._old:
                     self._state.groups[row["subject"], name].position = self._first
             return
-        frame = decode_header(bytes.fromhex(row["header"]), 0, row["offset"], None)
-        body = bytes.fromhex(row["body"])
+        frame, body = decode_header(row["header"], 0, row["offset"], None), row["body"]
         for complaint in self._complaints(frame, body, row):
             yield {
                 "what": complaint.what, "copy": row["copy"], "offset": complaint.offset or frame.offset,

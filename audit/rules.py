@@ -1,297 +1,246 @@
-"""Core. What must hold between the frames of a log, and between its two copies: DataFrame to DataFrame.
+"""Core. What must hold between the pieces of a log: judges that take what the pieces say, in order.
 
-Message bytes are hashed where they are read and never shuffled; the rules join what is left, a few rows per piece,
-subject and hour, and a row per pull and ack. `facts` and `findings` are described in `audit.schema`.
+One judge speaks for all copies as long as they say the same; from the first piece in which they do not, each copy has
+its own (`Apart`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from functools import reduce
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-from pyspark.sql import Column, DataFrame, Window
-from pyspark.sql import functions as F
+import numpy.typing as npt
 
-from qmq.audit import delays
 from qmq.audit.borders import NO_FRAME, Borders
 from qmq.audit.conservation import STATES
+from qmq.audit.facts import PieceFacts, SubjectFacts
 from qmq.audit.kinds import Kind
-from qmq.audit.messages import STORED, unpack
-from qmq.audit.progress import CONSERVED, FINDING_ROWS, Judge
-from qmq.audit.schema import COPIES, FACT, FINDINGS, MASTER
+from qmq.audit.messages import STORED
+from qmq.audit.progress import ANY, CONSERVED, Judge
+from qmq.audit.reading import ALL
+from qmq.audit.said import ACCOUNT, EPOCHS, FINDING, HOUR, KEPT, MORE, PIECE, SUBJECT, Judging, Said, finding
+
+TWICE_MAX = 20_000
+"""Of what is stored twice, more are listed: a batch's ids are left out where the batch is named."""
+
+Row = dict[str, Any]
 
 
-def measure(records: DataFrame) -> DataFrame:
-    """Hash every record and gather the facts: the one pass over all bytes.
+class Apart:
+    """Judges the copies as one until they differ, then each by itself. Made per broker group and subject."""
 
-    in: copy, piece, position, sequence, record, fact (`audit.rows.RECORDS`); out: facts. `digest` depends on every
-    byte of the piece and on where it stands.
-    """
-    is_message = F.col("sequence") >= 0
-    measured = records.groupBy("copy", "piece", "fact").agg(
-        F.count("record").alias("records"),
-        F.count_if(is_message).alias("messages"),
-        F.sum(F.octet_length("record")).alias("bytes"),
-        F.expr("bit_xor(xxhash64(position, record))").alias("digest"),
-    )
-    return measured.select(
-        "copy", "piece", "records", "messages", "bytes", "digest", F.from_json("fact", FACT).alias("said")
-    ).select("copy", "piece", "records", "messages", "bytes", "digest", "said.*")
+    def __init__(self, names: Collection[str], make: Callable[[], Judging]) -> None:
+        self._names = names
+        self._judges = {ALL: make()}
 
+    def take(self, copy: str, piece: int, said: Any) -> Iterator[tuple[str, Said]]:
+        if copy != ALL and ALL in self._judges:
+            one = self._judges.pop(ALL)
+            self._judges = {name: deepcopy(one) for name in self._names}
+        for name, judge in self._judges.items():
+            if copy in (ALL, name):
+                for row in judge.take(piece, said):
+                    yield name, row
 
-def _of(facts: DataFrame, kind: str) -> DataFrame:
-    return facts.where(F.col("kind") == kind)
-
-
-def finding(what: Column | Kind, text: Column | str, **columns: Column) -> list[Column]:
-    """Return the columns of a finding; those not given come from columns of the same name or are null."""
-    given = {"what": F.lit(what.value) if isinstance(what, Kind) else what, "copy": F.col("copy")} | columns
-    given["text"] = F.lit(text) if isinstance(text, str) else text
-    return [
-        (given[field.name] if field.name in given else F.lit(None)).cast(field.dataType).alias(field.name)
-        for field in FINDINGS
-    ]
+    def finish(self) -> Iterator[tuple[str, Said]]:
+        for name, judge in self._judges.items():
+            for row in judge.finish():
+                yield name, row
 
 
-def within_copies(facts: DataFrame, damaged: DataFrame, start: int, ends: DataFrame | None = None) -> DataFrame:
-    """Return everything else that is wrong with a copy by itself. in: facts, damaged ranges; out: findings.
+class OfGroup:
+    """Judges what is said of the whole log: problems that readers met, borders of pieces, epochs, retention.
 
-    `start` is where both logs were begun to be read; from 0 on, nothing before them excuses anything. `ends`, subject
-    string, known long: where each subject ended there, if that was verified; those that are not in it did not exist.
-    """
-    rules = (
-        sequences(facts, damaged, start, ends), retention(facts), counts(facts), stored_twice(facts),
-        delays.broken_promises(facts),
-    )  # fmt: skip
-    return reduce(DataFrame.unionByName, rules)
-
-
-def broken(facts: DataFrame, until_ms: int, begins: Collection[int]) -> DataFrame:
-    """Return what the readers could not make sense of, in pieces and between them. in: facts; out: findings.
-
-    Damage that crosses the border of two pieces was seen from both sides; it becomes one finding, up to the next frame.
-    `until_ms` and `begins`: of `audit.borders.Borders`.
-    """
-    seen = problems(facts).unionByName(borders(facts, until_ms, begins))
-    merged = seen.groupBy("what", "copy", "offset", "sequence").agg(
-        F.max("end").alias("end"),
-        *(F.first(name, True).alias(name) for name in ("subject", "id")),
-        F.max_by("text", F.col("text") != NO_FRAME).alias("text"),
-    )
-    return merged.select(*FINDINGS.fieldNames())
-
-
-def problems(facts: DataFrame) -> DataFrame:
-    """Return what the readers found while they walked, within a piece. in: facts; out: findings."""
-    columns = {name: F.col(name) for name in ("offset", "end", "subject", "id")}
-    return _of(facts, "problem").select(*finding(F.col("what"), F.col("text"), sequence=F.col("first"), **columns))
-
-
-def borders(facts: DataFrame, until_ms: int, begins: Collection[int]) -> DataFrame:
-    """Return pieces that do not continue the piece before (audit.borders). in: facts; out: findings."""
-
-    def judge(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        lines = Borders(until_ms, begins)
-        for batch in batches:
-            found = [finding for row in batch.to_pylist() for finding in lines.judge(row)]
-            yield pa.RecordBatch.from_pylist(found, schema=FINDING_ROWS)
-
-    columns = ("copy", "piece", "offset", "end", "header", "chain", "value", "total", "first", "last", "text")
-    pieces = _of(facts, "piece").select(*columns).repartition(1).sortWithinPartitions("copy", "piece")
-    return pieces.mapInArrow(judge, FINDINGS)
-
-
-def stored_twice(facts: DataFrame) -> DataFrame:
-    """Return batches and message ids that were stored twice under one producer. in: facts; out: findings.
-
-    The last one of each is named. Of a batch that was stored twice, the ids are not named again. `sequence` is the
-    place of the message in its frame: `audit.naming` reads which one that is.
+    Args:
+        until_ms, begins: of `Borders`. begin: what lies before was judged by an earlier run.
     """
 
-    def spread(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            for row in batch.to_pylist():
-                for what, packed in ((Kind.BATCH_TWICE, row["header"]), (Kind.ID_TWICE, row["body"])):
-                    stored = unpack(packed, STORED)
-                    names = pa.array([what.value] * len(stored))
-                    columns = [
-                        pa.array(column)
-                        for column in (
-                            stored["key"],
-                            stored["frame"] + np.int64(row["offset"]),
-                            stored["place"].astype(np.int64),
-                        )
-                    ]
-                    yield pa.RecordBatch.from_arrays([names, *columns], names=["what", "key", "offset", "place"])
+    def __init__(self, until_ms: int, begins: Collection[int], begin: int) -> None:
+        self._borders, self._begin = Borders(until_ms, begins), begin
+        self._problems: dict[tuple[str, int, int | None], Row] = {}
+        self._more: Counter[str] = Counter()
+        self._epochs: dict[str, int] = {}
+        self._kept: int | None = None
 
-    rows = _of(facts, "stored").select("offset", "header", "body")
-    spread_rows = rows.mapInArrow(spread, "what string, key long, offset long, place long")
-    place = F.struct("offset", "place")
-    again = spread_rows.groupBy("what", "key").agg(
-        F.count("*").alias("times"), F.min(place).alias("first"), F.max(place).alias("last")
-    ).where("times > 1")  # fmt: skip
-    batches = again.where(F.col("what") == Kind.BATCH_TWICE.value)
-    of_them = F.broadcast(batches.select(F.col("last.offset").alias("batch")).distinct())
-    again = again.join(of_them, F.col("last.offset") == F.col("batch"), "left_anti").unionByName(batches)
-    text = F.format_string("stored %d times by one producer, first at offset %d", "times", "first.offset")
-    columns = {"copy": F.lit(MASTER), "offset": F.col("last.offset"), "sequence": F.col("last.place")}
-    return again.select(*finding(F.col("what"), text, **columns))
+    def take(self, piece: int, said: PieceFacts) -> Iterator[Said]:
+        read = {name: getattr(said, name) for name in ("frames", "messages", "apart")}
+        last = {name: said.piece[name] for name in ("end", "chain", "size")} if said.piece else {}
+        yield Said(PIECE, {"begin": piece, "bytes": said.size, "digest": f"{said.digest:016x}"} | read | last)
+        for problem in said.problems:
+            self._problem(problem | {"sequence": problem["first"]})
+        self._more.update(said.more)
+        if said.piece is not None:
+            for row in self._borders.judge(said.piece | {"piece": piece}):
+                self._problem(row)
+        for term, boot, offset in said.epochs:
+            self._epochs.setdefault(f"{term}.{boot}", offset)
+        if piece >= self._begin:
+            yield from self._retention(said.retention)
+
+    def _problem(self, row: Row) -> None:
+        """Damage that crosses the border of two pieces was seen from both sides: it is one, up to the next frame."""
+        key = (row["what"], row["offset"], row["sequence"])
+        known = self._problems.get(key)
+        if known is None:
+            if len(self._problems) >= TWICE_MAX:
+                self._more[row["what"]] += 1
+                return
+            self._problems[key] = {name: row[name] for name in ("offset", "end", "subject", "sequence", "id", "text")}
+            return
+        known["end"] = max(known["end"], row["end"])
+        for name in ("subject", "id"):
+            known[name] = row[name] if known[name] is None else known[name]
+        if known["text"] == NO_FRAME:
+            known["text"] = row["text"]
+
+    def _retention(self, frames: Iterable[tuple[int, int, int]]) -> Iterator[Said]:
+        for offset, end, first in frames:
+            before = self._kept or 0
+            if first < before or first > offset:
+                text = f"frames are kept from {first} on, and were from {before} on before it"
+                yield finding(Kind.RETENTION, text, offset=offset, end=end)
+            self._kept = max(before, first)
+
+    def finish(self) -> Iterator[Said]:
+        for (what, _, _), row in self._problems.items():
+            yield finding(Kind(what), row.pop("text"), **row)
+        if self._more:
+            yield Said(MORE, dict(self._more))
+        yield Said(EPOCHS, self._epochs)
+        if self._kept is not None:
+            yield Said(KEPT, {"from": self._kept})
 
 
-def sequences(facts: DataFrame, damaged: DataFrame, start: int, ends: DataFrame | None = None) -> DataFrame:
-    """Return gaps and repeats of a subject's sequences between runs.
+class OfSubject:
+    """Judges sequences and progress of one subject.
 
-    in: facts; damaged d_copy string, d_offset long, d_end long: ranges whose frames are unknown; out: findings.
-
-    Runs are dense in themselves. A gap in front of which the log is damaged follows from that and is not named.
+    Args:
+        begin: where reading began; from 0 on, nothing before it excuses anything.
+        known: where the subject ended there, if that was verified.
+        watermark: what lies behind was promised to nobody.
     """
-    order = Window.partitionBy("copy", "subject").orderBy("offset")
-    runs = _of(facts, "run").select(
-        "copy", "subject", "offset", "end", "first", "last", "judged",
-        F.lag("last").over(order).alias("due"), F.lag("end").over(order).alias("known_until"),
-    )  # fmt: skip
-    if ends is not None:
-        runs = runs.join(ends, "subject", "left")
-        runs = runs.withColumn("due", F.coalesce("due", "known", F.lit(0)))
-    elif start == 0:
-        runs = runs.withColumn("due", F.coalesce("due", F.lit(0)))
-    jumps = runs.where("not judged and due is not null and first != due")
-    between = (
-        (F.col("d_copy") == F.col("copy"))
-        & (F.col("d_offset") < F.col("offset"))
-        & (F.col("d_end") > F.coalesce("known_until", F.lit(0)))
-        & (F.col("first") > F.col("due"))
-    )
-    text = F.format_string(
-        "sequence %d where %d is due (%s)", "first", "due",
-        F.when(F.col("first") > F.col("due"), "gap: messages are missing").otherwise("repeated or reordered"),
-    )  # fmt: skip
-    columns = {name: F.col(name) for name in ("offset", "end", "subject")}
-    return jumps.join(F.broadcast(damaged), between, "left_anti").select(
-        *finding(Kind.SEQUENCE, text, sequence=F.col("first"), **columns)
-    )
+
+    def __init__(self, subject: str, begin: int, known: int | None, watermark: int) -> None:
+        self._subject, self._begin, self._watermark = subject, begin, watermark
+        self._judge = Judge()
+        self._due = 0 if known is None and begin == 0 else known
+        self._known_until = 0
+        self._row: Row = {"subject": subject, "first": None, "due_end": 0, "end": 0}
+        self._hours: dict[int, list[int]] = {}
+
+    def take(self, piece: int, said: SubjectFacts) -> Iterator[Said]:
+        facts, hours = said
+        about = {"copy": ALL, "subject": self._subject, "start": self._begin}
+        for hour, (messages, size, first) in hours.items():
+            total = self._hours.setdefault(hour, [0, 0])
+            total[0] += messages
+            total[1] += size
+            yield from self._judged(about | {"kind": "hour", "first": first, "value": hour, "offset": None})
+        for fact in facts:
+            if fact["kind"] == "run":
+                yield from self._run(fact)
+                self._row["end"] = max(self._row["end"], fact["last"])
+                if piece < self._watermark:
+                    self._row["due_end"] = max(self._row["due_end"], fact["last"])
+            yield from self._judged(about | fact)
+
+    def _judged(self, fact: Row) -> Iterator[Said]:
+        for row in self._judge.judge(fact):
+            yield self._said(row, fact["offset"])
+
+    def _said(self, row: Row, seen: int | None) -> Said:
+        if row["what"] == CONSERVED:
+            return Said(CONSERVED, {"subject": self._subject, "said": row["text"]})
+        fields = {name: row[name] for name in ("offset", "end", "subject", "sequence", "id")}
+        return finding(Kind(row["what"]), row["text"], seen=seen, **fields)
+
+    def _run(self, run: Row) -> Iterator[Said]:
+        """Runs are dense in themselves; within a piece the reader compared them."""
+        first, due = run["first"], self._due
+        if not run["judged"] and due is not None and first != due:
+            why = "gap: messages are missing" if first > due else "repeated or reordered"
+            fields = {"offset": run["offset"], "end": run["end"], "subject": self._subject, "sequence": first}
+            said = finding(Kind.SEQUENCE, f"sequence {first} where {due} is due ({why})", **fields)
+            yield Said(FINDING, said.row | ({"due": self._known_until} if first > due else {}))
+        self._due, self._known_until = run["last"], run["end"]
+        first = min(first, self._row["first"]) if self._row["first"] is not None else first
+        self._row["first"] = first
+
+    def finish(self) -> Iterator[Said]:
+        accounts: dict[str, Row] = {}
+        for row in self._judge.finish():
+            yield self._said(row, ANY)
+            if row["what"] == CONSERVED:
+                _add(accounts, self._subject, json.loads(row["text"]))
+        for account in accounts.values():
+            yield Said(ACCOUNT, account)
+        yield Said(SUBJECT, self._row)
+        for hour, (messages, size) in self._hours.items():
+            yield Said(HOUR, {"subject": self._subject, "hour": hour, "messages": messages, "bytes": size})
 
 
-def retention(facts: DataFrame) -> DataFrame:
-    """Return retention frames that give back what was given up, or give up themselves. in: facts; out: findings."""
-    before = F.max("first").over(
-        Window.partitionBy("copy").orderBy("offset").rowsBetween(Window.unboundedPreceding, -1)
-    )
-    said = _of(facts, "retention").withColumn("before", F.coalesce(before, F.lit(0)))
-    text = F.format_string("frames are kept from %d on, and were from %d on before it", "first", "before")
-    columns = {"offset": F.col("offset"), "end": F.col("end")}
-    return said.where("first < before or first > offset").select(*finding(Kind.RETENTION, text, **columns))
+def _add(accounts: dict[str, Row], subject: str, hour: Row) -> None:
+    about = {"subject": subject, "consumer_group": hour["group"], "nacked": hour["nacked"]}
+    account = accounts.setdefault(hour["group"], about | dict.fromkeys(("stored", *STATES), 0))
+    for name in ("stored", *STATES):
+        account[name] += hour[name]
 
 
-def digests(facts: DataFrame) -> DataFrame:
-    """Return what was hashed of each piece. in: facts; out: copy string, piece long, bytes long, digest long."""
-    return facts.where("kind is null and records > 0").select("copy", "piece", "bytes", "digest")
+class OfStored:
+    """Finds batches and message ids that were stored twice under one producer, of those whose hash falls to it.
 
-
-def ends(facts: DataFrame) -> DataFrame:
-    """Return where each subject ends. in: facts; out: subject string, known long."""
-    return _of(facts, "run").groupBy("subject").agg(F.max("last").alias("known"))
-
-
-def counts(facts: DataFrame) -> DataFrame:
-    """Return pieces of which Spark saw fewer or more messages than the frames promise. in: facts; out: findings.
-
-    A damaged body is not seen and its header counts, so pieces with damage are left out: that has its own finding.
+    Takes `{what: (hashes, offsets of frames, places in them)}`. The last one of each is named. `sequence` is the place
+    of the message in its frame: `audit.naming` reads which one that is.
     """
-    hurt = _of(facts, "problem").select("copy", "piece").distinct()
-    promised = F.sum(F.when(F.col("kind") == "hour", F.col("total")))
-    due = F.coalesce(promised, F.lit(0)).alias("due")
-    both = facts.groupBy("copy", "piece").agg(F.sum("messages").alias("seen"), due)
-    text = F.format_string("Spark saw %d messages, the frames' headers promise %d", "seen", "due")
-    odd = both.where("seen != due").join(hurt, ["copy", "piece"], "left_anti")
-    return odd.select(*finding(Kind.COUNT, text, offset=F.col("piece")))
+
+    def __init__(self) -> None:
+        self._parts: defaultdict[str, list[npt.NDArray[Any]]] = defaultdict(list)
+
+    def take(self, piece: int, said: Mapping[str, bytes]) -> Iterator[Said]:
+        for what, data in said.items():
+            self._parts[what].append(np.frombuffer(data, PLACED))
+        yield from ()
+
+    def finish(self) -> Iterator[Said]:
+        for what in (Kind.BATCH_TWICE, Kind.ID_TWICE):
+            if not (parts := self._parts.pop(what, None)):
+                continue
+            stored = np.concatenate(parts)
+            keys = np.sort(stored["key"])
+            twice = np.unique(keys[1:][keys[1:] == keys[:-1]])
+            if not len(twice):
+                continue
+            again = stored[np.isin(stored["key"], twice)]
+            again = again[np.lexsort((again["place"], again["offset"], again["key"]))]
+            begins = np.flatnonzero(np.diff(again["key"], prepend=again["key"][0] - 1))
+            ends = np.append(begins[1:], len(again))
+            for first, end in list(zip(begins.tolist(), ends.tolist()))[:TWICE_MAX]:
+                last = again[end - 1]
+                text = f"stored {end - first} times by one producer, first at offset {again[first]['offset']}"
+                yield finding(what, text, offset=int(last["offset"]), sequence=int(last["place"]))
+            if len(begins) > TWICE_MAX:
+                yield Said(MORE, {what.value: len(begins) - TWICE_MAX})
 
 
-def progress(facts: DataFrame, damaged: DataFrame, start: int) -> DataFrame:
-    """Return pulls, acks and positions that do not follow from the log: the brokers' own fold decides.
-
-    in: facts, damaged ranges; out: findings, and rows for `conserved`. Sorted by copy, subject and offset, the frames
-    pass one by one; memory grows with the consumers of a subject, not with the log. Behind damage nothing is judged: it
-    may explain all.
-    """
-    kinds = facts.where("kind in ('progress', 'run', 'tags', 'hour')")
-    hurt = damaged.groupBy(F.col("d_copy").alias("copy")).agg(F.min("d_offset").alias("hurt"))
-    rows = kinds.join(F.broadcast(hurt), "copy", "left").where("hurt is null or offset < hurt")
-    rows = rows.withColumn("start", F.lit(start))
-    columns = ("copy", "subject", "offset", "end", "kind", "first", "last", "header", "body", "start", "value")
-    ordered = rows.select(*columns).repartition("copy", "subject").sortWithinPartitions("copy", "subject", "offset")
-    return ordered.mapInArrow(_judge, FINDINGS)
+PLACED = np.dtype([("key", "<i8"), ("offset", "<i8"), ("place", "<u4")])
+"""What may be stored once: a hash of its name, where its frame begins, which message of it."""
 
 
-def _judge(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    judge = Judge()
-    for batch in batches:
-        found = [finding for row in batch.to_pylist() for finding in judge.judge(row)]
-        yield pa.RecordBatch.from_pylist(found, schema=FINDING_ROWS)
-    yield pa.RecordBatch.from_pylist(list(judge.finish()), schema=FINDING_ROWS)
-
-
-def conserved(judged: DataFrame) -> DataFrame:
-    """Return what became of the messages of each consumer group, by the hour in which they were stored.
-
-    in: what `progress` returned; out: copy string, subject string, consumer_group string, hour timestamp, stored long,
-    acked long, in_flight long, requeued long, passed long, expired long, never long, nacked long (of all hours
-    together).
-    """
-    numbers = ("hour", "stored", *STATES, "nacked")
-    said = F.from_json("text", "group string, " + ", ".join(f"{name} long" for name in numbers))
-    rows = judged.where(F.col("what") == CONSERVED).select("copy", "subject", said.alias("said"))
-    hour = F.timestamp_seconds(F.col("said.hour") * 3600).alias("hour")
-    return rows.select(
-        "copy", "subject", F.col("said.group").alias("consumer_group"), hour, *(f"said.{name}" for name in numbers[1:])
-    )
-
-
-def unequal(facts: DataFrame) -> DataFrame:
-    """Return the pieces of which the copies differ in any byte, or of which one copy has nothing.
-
-    in: facts; out: piece long.
-    """
-    said = F.struct("records", "messages", "bytes", "digest")
-    pieces = facts.where("kind is null and records > 0").groupBy("piece")
-    both = pieces.agg(F.count("*").alias("copies"), F.min(said).alias("one"), F.max(said).alias("other"))
-    return both.where("copies != 2 or one != other").select("piece")
-
-
-def due_messages(journal: DataFrame, facts: DataFrame, start: int) -> DataFrame:
-    """Return what of the journal is due on which copy: not what the copy's retention may have removed.
-
-    in: journal subject string, sequence long, id string; facts; out: the same, copy string.
-    """
-    copies = journal.sparkSession.createDataFrame([(copy,) for copy in COPIES], "copy string")
-    due = journal.crossJoin(F.broadcast(copies))
-    if start > 0:
-        kept = _of(facts, "run").groupBy("copy", "subject").agg(F.min("first").alias("kept"))
-        due = due.join(kept, ["copy", "subject"]).where("sequence >= kept").drop("kept")
-    return due
-
-
-def lost(due: DataFrame, messages: DataFrame) -> DataFrame:
-    """Return what was acknowledged to a producer and is not in a copy at its sequence.
-
-    Two equal logs can both lack a message, so only the producers' side of the story shows this.
-
-    in: due copy string, subject string, sequence long, id string; messages the same; out: findings.
-    """
-    absent = due.join(messages, ["copy", "subject", "sequence", "id"], "left_anti")
-    columns = {name: F.col(name) for name in ("subject", "sequence", "id")}
-    return absent.select(*finding(Kind.LOST, "acknowledged, and not in this copy", **columns))
-
-
-def hours(facts: DataFrame) -> DataFrame:
-    """Count per subject and hour.
-
-    in: facts; out: copy string, subject string, hour timestamp, messages long, bytes long.
-    """
-    return (
-        _of(facts, "hour")
-        .groupBy("copy", "subject", F.timestamp_seconds(F.col("value") * 3600).alias("hour"))
-        .agg(F.sum("total").alias("messages"), F.sum("size").alias("bytes"))
-    )
+def spread_stored(said: PieceFacts, buckets: int) -> Iterator[tuple[int, dict[str, bytes]]]:
+    """Return what a piece says of what may be stored once, by bucket, for `OfStored`."""
+    batches = [(offset, np.frombuffer(data, STORED)) for offset, data, _ in said.stored]
+    ids = [(offset, np.frombuffer(data, STORED)) for offset, _, data in said.stored]
+    for what, windows in ((Kind.BATCH_TWICE, batches), (Kind.ID_TWICE, ids)):
+        placed = np.zeros(sum(len(part) for _, part in windows), PLACED)
+        begin = 0
+        for offset, part in windows:
+            into = placed[begin : begin + len(part)]
+            into["key"], into["offset"], into["place"] = part["key"], part["frame"] + np.int64(offset), part["place"]
+            begin += len(part)
+        bucket = (placed["key"] >> 7) % buckets
+        for number in np.unique(bucket).tolist():
+            yield number, {what.value: placed[bucket == number].tobytes()}

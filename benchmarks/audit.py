@@ -3,8 +3,9 @@
     python -m benchmarks.audit
 
 Writes two equal logs (1 KiB messages in frames of 100), starts Spark, audits a small log so that workers are there and
-the JVM has compiled what it runs, then audits the large one: every byte of both copies, record by record, by the same
-code as the nightly job. A core is a core of this machine: the rate is bytes / seconds / cores.
+the JVM has compiled what it runs, then audits the large one: every byte of both copies, by the same code as the nightly
+job. A core is a core of this machine: the rate is bytes / seconds / cores. With `--groups N`, what a broker group costs
+by itself: N groups with a handful of messages are audited, and one of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from zlib import crc32
 from pyspark.sql import SparkSession
 
 from qmq.audit.copies import place_options
-from qmq.audit.group import Group, Result, audit_group
+from qmq.audit.group import Group, Options, Result, audit_groups
 from qmq.audit.spark import start_spark
 from qmq.codec import encode_message, join_batch
 from qmq.log.frame import NO_CHAIN, FrameKind, encode_header, subject_field
@@ -147,12 +148,38 @@ def measure(folder: Path, *, copy_bytes: int = COPY_BYTES, count: int = 100) -> 
     return Figures(megabytes / seconds / cores, seconds, megabytes, messages, memory.peak / 1e6, megabytes / cpu)
 
 
+def measure_groups(folder: Path, groups: int) -> float:
+    """Return the CPU seconds, of all processes, that one more small broker group costs."""
+    for number in range(groups):
+        for copy in ("master", "slave"):
+            write_log(folder / f"g{number}" / copy, 20_000, 1)
+    folders = [folder / f"g{number}" for number in range(groups)]
+    spark = start_spark("local[*]", "qmq audit benchmark")
+    try:
+        costs = []
+        for some in (folders, folders[:1], folders):  # the first one warms it up
+            cpu = _cpu_seconds()
+            _audit_all(spark, some)
+            costs.append(_cpu_seconds() - cpu)
+    finally:
+        spark.stop()
+    return (costs[2] - costs[1]) / (groups - 1)
+
+
 def _audit(spark: SparkSession, folder: Path) -> Result:
-    places = {copy: place_options(str(folder / copy), "") for copy in ("master", "slave")}
-    result = audit_group(spark, Group(folder.name, places))
-    if result.status:
-        raise RuntimeError(f"the audit of equal logs says {result.unreadable or result.found}")
-    return result
+    return _audit_all(spark, [folder])[0]
+
+
+def _audit_all(spark: SparkSession, folders: list[Path]) -> list[Result]:
+    groups = [
+        Group(folder.name, {copy: place_options(str(folder / copy), "") for copy in ("master", "slave")})
+        for folder in folders
+    ]
+    results = audit_groups(spark, groups, Options())
+    for result in results:
+        if result.status:
+            raise RuntimeError(f"the audit of equal logs says {result.unreadable or result.found}")
+    return results
 
 
 def main() -> int:
@@ -160,7 +187,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--messages", type=int, default=100, help="messages of 1 KiB in a frame")
     parser.add_argument("--megabytes", type=int, default=COPY_BYTES >> 20, help="size of each copy, MiB")
+    parser.add_argument("--groups", type=int, default=0, help="measure what each of so many small groups costs instead")
     options = parser.parse_args()
+    if options.groups:
+        with tempfile.TemporaryDirectory(prefix="qmq-audit-") as folder:
+            print(f"CPU seconds per broker group {measure_groups(Path(folder), options.groups):.3f}")
+        return 0
     wants_json = options.json
     with tempfile.TemporaryDirectory(prefix="qmq-audit-") as folder:
         figures = measure(Path(folder), copy_bytes=options.megabytes << 20, count=options.messages)

@@ -20,7 +20,7 @@ from qmq.access import add_token_options, find_token
 from qmq.audit.brokers import find_places
 from qmq.audit.copies import CannotRead, place_options
 from qmq.audit.extents import PIECE_BYTES
-from qmq.audit.group import Group, Result, audit_group
+from qmq.audit.group import Group, Options, Result, audit_groups
 from qmq.audit.history import SHARE
 from qmq.audit.page import page
 from qmq.audit.report import VERDICTS, as_json, as_markdown, status_of
@@ -99,18 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _audit(options: argparse.Namespace, groups: list[Group]) -> list[Result]:
     spark = start_spark(options.spark_master, "qmq audit")
     try:
-        return [
-            audit_group(
-                spark,
-                group,
-                journal=options.journal,
-                piece_bytes=options.piece_bytes,
-                parquet=options.parquet,
-                ledger=Ledger(options.ledger) if options.ledger else None,
-                share=options.share,
-            )  # fmt: skip
-            for group in groups
-        ]
+        ledger = Ledger(options.ledger) if options.ledger else None
+        asked = Options(options.journal, options.piece_bytes, options.parquet, ledger, options.share)
+        return audit_groups(spark, groups, asked)
     finally:
         spark.stop()
 

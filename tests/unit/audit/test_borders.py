@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import closing
 from pathlib import Path
 
-from qmq.audit.borders import Borders
-from qmq.audit.copies import PathCopy
-from qmq.audit.rows import record_batches
-from qmq.audit.source import split_range
-from qmq.audit.walk import Walk
+from qmq.audit.extents import split_range
+from qmq.audit.rules import OfGroup
+from qmq.audit.said import FINDING
 from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
-from tests.unit.audit.test_messages import NOW_MS
+from tests.unit.audit.test_messages import NOW_MS, facts_of
 
 
 def test_older_epoch_is_named_once_over_all_pieces(tmp_path: Path) -> None:
@@ -24,15 +20,9 @@ def test_older_epoch_is_named_once_over_all_pieces(tmp_path: Path) -> None:
             log.epoch = Epoch(1, 9)
         log.batch("s", 4)
     log.close()
-    borders, found = Borders(NOW_MS, [0]), []
-    with closing(PathCopy(tmp_path)) as copy:
-        for begin, end in split_range(0, log.end, 2048):
-            walk = Walk(copy, begin, end, is_start=begin == 0)
-            rows = [row["fact"] for batch in record_batches(walk, begin) for row in batch.to_pylist() if row["fact"]]
-            for fact in map(json.loads, rows):
-                if fact["kind"] == "problem":
-                    found.append((fact["what"], fact["offset"]))
-                elif fact["kind"] == "piece":
-                    said = borders.judge(fact | {"copy": "a", "piece": begin})
-                    found += [(one["what"], one["offset"]) for one in said]
-    assert found == [("epoch", log.frames[11].offset)]
+    group, found = OfGroup(NOW_MS, [0], 0), []
+    for begin, end in split_range(0, log.end, 2048):
+        found += group.take(begin, facts_of(tmp_path, begin, end))
+    found += group.finish()
+    named = [(one.row["what"], one.row["offset"]) for one in found if one.kind == FINDING]
+    assert named == [("epoch", log.frames[11].offset)]

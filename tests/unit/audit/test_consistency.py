@@ -24,17 +24,17 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, audit: Any, *words: str) 
     result.write_text(LAST_NIGHT)
     report.write_text("# Audit: proven equal")
     monkeypatch.setattr(consistency, "start_spark", lambda master, name: Spark())
-    monkeypatch.setattr(consistency, "audit_group", audit)
+    monkeypatch.setattr(consistency, "audit_groups", audit)
     words = words or ("--group", "g1", "--master", "a", "--slave", "b")
     status = consistency.main([*words, "--token", "t", "--result", str(result), "--report", str(report)])
     return status, json.loads(result.read_text()), report.read_text()
 
 
-def not_read(spark: Spark, group: Any, **options: Any) -> Result:
-    return Result(group.name, {}, unreadable="the broker is gone")
+def not_read(spark: Spark, groups: Any, options: Any) -> list[Result]:
+    return [Result(group.name, {}, unreadable="the broker is gone") for group in groups]
 
 
-def fails(spark: Spark, group: Any, **options: Any) -> Result:
+def fails(spark: Spark, groups: Any, options: Any) -> list[Result]:
     raise RuntimeError("a bug")
 
 
@@ -58,9 +58,9 @@ def test_job_that_could_not_read_says_so_and_leaves_nothing_of_last_night(
 def test_job_that_is_killed_leaves_nothing_of_last_night(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = []
 
-    def looks(spark: Spark, group: Any, **options: Any) -> Result:
+    def looks(spark: Spark, groups: Any, options: Any) -> list[Result]:
         seen.append((tmp_path / "audit.json").read_text())
-        return not_read(spark, group)
+        return not_read(spark, groups, options)
 
     run(monkeypatch, tmp_path, looks)
     assert [json.loads(text)["status"] for text in seen] == [2]

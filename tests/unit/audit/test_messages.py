@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from qmq.audit.borders import Borders
 from qmq.audit.copies import PathCopy
-from qmq.audit.messages import STORED, TAGGED, unpack
-from qmq.audit.progress import CONSERVED, Judge
-from qmq.audit.rows import record_batches
+from qmq.audit.facts import Gathering, PieceFacts
+from qmq.audit.messages import STORED, TAGGED
+from qmq.audit.rules import OfGroup, OfSubject
+from qmq.audit.said import FINDING
 from qmq.audit.walk import Walk
 from qmq.codec import delayed_encoder, encode_labels, encode_message, join_batch, label_of
 from qmq.log.frame import FrameKind, label_flags
@@ -27,20 +28,16 @@ WITH_ALL_GROUPS = {"batch_twice", "id_twice"}
 NOW_MS = 1_800_000_000_000
 
 
-def facts_of(data: Path, **options: Any) -> list[dict[str, Any]]:
-    copy = PathCopy(data)
-    try:
-        walk = Walk(copy, 0, copy.describe().end, is_start=True)
-        batches = list(record_batches(walk, 0, until_ms=NOW_MS, **options))
-    finally:
-        copy.close()
-    rows = [row for batch in batches for row in batch.to_pylist()]
-    return [json.loads(row["fact"]) for row in rows if row["fact"] is not None]
+def facts_of(data: Path, begin: int = 0, end: int | None = None, **options: Any) -> PieceFacts:
+    with closing(PathCopy(data)) as copy:
+        gathering = Gathering(NOW_MS, **options)
+        for window in Walk(copy, begin, end or copy.describe().end, is_start=begin == 0).windows():
+            gathering.take(window)
+    return gathering.facts()
 
 
 def problems(data: Path) -> list[tuple[str, int, int | None, str | None]]:
-    found = [fact for fact in facts_of(data) if fact["kind"] == "problem"]
-    return [(fact["what"], fact["offset"], fact["first"], fact["id"]) for fact in found]
+    return [(fact["what"], fact["offset"], fact["first"], fact["id"]) for fact in facts_of(data).problems]
 
 
 def test_log_as_brokers_write_it_has_no_problem(tmp_path: Path) -> None:
@@ -51,19 +48,13 @@ def test_log_as_brokers_write_it_has_no_problem(tmp_path: Path) -> None:
 def judged(data: Path) -> set[tuple[str, int, int | None]]:
     """What the reader finds, and the judges that Spark feeds with facts: in order, one subject after another."""
     facts = facts_of(data)
-    found = {(fact["what"], fact["offset"], fact["first"]) for fact in facts if fact["kind"] == "problem"}
-    judge, borders = Judge(), Borders(NOW_MS, [0])
-    rows = [dict.fromkeys(("last", "header", "body")) | fact | {"copy": "a", "start": 0, "piece": 0} for fact in facts]
-    progress = [dict.fromkeys(["offset"]) | row for row in rows if row["kind"] in ("run", "progress", "tags", "hour")]
-    judged = []
-    for row in sorted(progress, key=lambda row: (row["subject"], row["offset"] or -1)):
-        judged += judge.judge(row)
-    judged += judge.finish()
-    found |= {(one["what"], one["offset"], one["sequence"]) for one in judged if one["what"] != CONSERVED}
-    for row in rows:
-        if row["kind"] == "piece":
-            found |= {(one["what"], one["offset"], one["sequence"]) for one in borders.judge(row)}
-    return found
+    group = OfGroup(NOW_MS, [0], 0)
+    said = [*group.take(0, facts), *group.finish()]
+    for subject, of in facts.subjects.items():
+        judge = OfSubject(subject, 0, None, 1 << 62)
+        said += [*judge.take(0, of), *judge.finish()]
+    found = [one.row for one in said if one.kind == FINDING]
+    return {(row["what"], row["offset"], row["sequence"]) for row in found}
 
 
 @pytest.mark.parametrize("plant", TWO_SIDED.values(), ids=TWO_SIDED.keys())
@@ -121,13 +112,12 @@ def test_what_may_be_stored_once_is_told_by_producer_and_subject(tmp_path: Path)
     for subject in ("a", "b", "a"):
         log.batch(subject, 3, first=0)
     log.close()
-    stored = [fact for fact in facts_of(tmp_path, wants_stored=True) if fact["kind"] == "stored"]
-    assert len(stored) == 1
-    batches, ids = (unpack(stored[0][name], STORED) for name in ("header", "body"))
+    ((_, *stored),) = facts_of(tmp_path, wants_stored=True).stored
+    batches, ids = (np.frombuffer(one, STORED) for one in stored)
     assert len(set(batches["key"])) == 3, "LogWriter numbers each batch anew"
     assert list(ids["key"][:3]) == list(ids["key"][6:]) and not set(ids["key"][:3]) & set(ids["key"][3:6])
     assert list(ids["place"]) == [0, 1, 2] * 3
-    assert [fact for fact in facts_of(tmp_path) if fact["kind"] == "stored"] == []
+    assert facts_of(tmp_path).stored == []
 
 
 def test_tagged_messages_are_facts(tmp_path: Path) -> None:
@@ -136,7 +126,7 @@ def test_tagged_messages_are_facts(tmp_path: Path) -> None:
     encode = delayed_encoder("s", 1, 1_700_000_000_123)
     log.messages("s", [encode(Message("s", {}, id="m", tags=tags)) for tags in (("t",), ("t",), (), ("u",))])
     log.close()
-    facts = {fact["kind"]: fact for fact in facts_of(tmp_path)}
-    tagged = unpack(facts["tags"]["body"], TAGGED)
+    facts = {fact["kind"]: fact for fact in facts_of(tmp_path).subjects["s"][0]}
+    tagged = np.frombuffer(facts["tags"]["body"], TAGGED)
     assert list(tagged["sequence"]) == [0, 1, 3]
     assert tagged["tags"][0] == tagged["tags"][1] != tagged["tags"][2]

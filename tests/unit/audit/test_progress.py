@@ -34,7 +34,7 @@ def rows(copy: Copy, start: int = 0) -> Iterator[dict[str, Any]]:
                 yield row | {"kind": "run", "first": frame.first_sequence, "last": frame.first_sequence + frame.count}
             elif frame.kind in READ:
                 header = data[frame.offset : frame.offset + frame.body_at]
-                yield row | {"kind": "progress", "header": header.hex(), "body": body.hex()}
+                yield row | {"kind": "progress", "header": header, "body": body}
 
 
 def findings(copy: Copy, start: int = 0) -> list[str]:
@@ -65,7 +65,7 @@ def forged(copy: Copy, kind: FrameKind, consumer: str, entries: list[tuple[int, 
         previous_chain=copy.log.chain,
     )  # fmt: skip
     row = {"copy": "a", "subject": "s", "offset": frame.offset, "start": 0, "last": None, "kind": "progress"}
-    return row | {"header": header.hex(), "body": body.hex()}
+    return row | {"header": header, "body": body}
 
 
 def a_history() -> tuple[Copy, int]:

@@ -1,15 +1,13 @@
-"""Shell. What a piece of a log becomes in Spark, on real files: each byte in one row, each message a row of its own."""
+"""Shell. What a piece of a log becomes in Spark, on real files: each message a row of its own."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qmq.audit.copies import PathCopy
-from qmq.audit.rows import record_batches
 from qmq.audit.tables import table_batches
 from qmq.audit.walk import Walk
 from qmq.audit.wanted import Wanted
@@ -18,6 +16,7 @@ from qmq.log.frame import FrameKind, label_flags
 from qmq.message import Message
 from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
+from tests.unit.audit.test_messages import facts_of
 
 TAGS: list[tuple[str, ...]] = [("pay",), (), ("pay", "cancel"), ("x",), ()]
 LABELS = [label_of(tags, "k" if at == 4 else None) for at, tags in enumerate(TAGS)]
@@ -39,24 +38,10 @@ def written(data: Path, *sections: bytes) -> tuple[Path, int]:
     return log.close(), log.end
 
 
-def records(data: Path, end: int) -> tuple[list[bytes], list[int], list[dict[str, object]]]:
-    copy = PathCopy(data)
-    try:
-        rows = [row for batch in record_batches(Walk(copy, 0, end, is_start=True), 0) for row in batch.to_pylist()]
-    finally:
-        copy.close()
-    messages = [row for row in rows if row["record"] is not None]
-    facts = [json.loads(row["fact"]) for row in rows if row["fact"] is not None]
-    return [row["record"] for row in messages], [row["sequence"] for row in messages], facts
-
-
-def test_labels_behind_a_batch_are_bytes_of_the_log_and_no_messages(tmp_path):
-    data, end = written(tmp_path, encode_labels(LABELS), b"", encode_labels(LABELS))
-    found, sequences, facts = records(data, end)
-    assert not [fact for fact in facts if fact["kind"] == "problem"]
-    assert b"".join(found) == (data / "log" / f"{0:020d}.log").read_bytes()[:end], "every byte is in exactly one row"
-    assert [one for one, sequence in zip(found, sequences) if sequence >= 0] == MESSAGES * 3
-    assert [sequence for sequence in sequences if sequence >= 0] == list(range(15))
+def test_labels_behind_a_batch_are_no_messages(tmp_path):
+    data, _ = written(tmp_path, encode_labels(LABELS), b"", encode_labels(LABELS))
+    facts = facts_of(data)
+    assert (facts.problems, facts.messages) == ([], 15)
 
 
 def messages(data: Path, end: int, *columns: str) -> list[dict[str, Any]]:
@@ -91,7 +76,6 @@ def test_batch_that_is_none_is_a_row_with_its_problem(tmp_path, count, column):
     "section", [encode_labels(LABELS)[:-8] + bytes(8), encode_labels(LABELS[1:])], ids=["end", "few"]
 )
 def test_labels_that_are_none_are_a_problem_of_their_frame(tmp_path, section):
-    data, end = written(tmp_path, section)
-    _, _, facts = records(data, end)
-    [problem] = [fact for fact in facts if fact["kind"] == "problem"]
+    data, _ = written(tmp_path, section)
+    [problem] = facts_of(data).problems
     assert problem["subject"] == "s" and "labels" in str(problem["text"])

@@ -303,8 +303,7 @@ class FakeBroker:
             return [part for piece in pieces for part in piece]
         self._bury(key, subscriber)
         if self.returned[group]:
-            sequences = [min(self.returned[group])]
-            self.returned[group].remove(sequences[0])
+            sequences = [self.returned[group].pop(0)]
         else:
             new = (one for one in range(self.positions[group], len(log)) if one not in self.passed)
             sequences = list(islice(new, pull.messages_max))

@@ -1,0 +1,271 @@
+"""Core. What the frames of one piece of one copy say, small enough to be sorted and joined with all other pieces.
+
+problems    [{kind: "problem", what (audit.kinds), offset, end, text: why, subject, first: sequence, id}]
+more        {kind: problems of it that are counted and not listed}
+piece       {offset of the first frame, end of the last, header of the first, chain at the end, value: the highest
+            watermark, first and last: the newest epoch, total: the latest time, size: offset of the last frame,
+            text: its epoch}; None without a frame
+epochs      [(term, boot, offset where it begins in this piece)]
+retention   [(offset, end, from where on frames are kept)]
+subjects    {subject: (facts in the order of their offsets, {hours since 1970 UTC: [messages, bytes, sequence of the
+            first]})}. A fact is one of
+  run         offset and end of its frames, first and end sequence; a new one begins behind damage
+  progress    a pull, ack or position frame: offset, end, header, body, last: end of the subject if known
+  tags        offset of a frame, body: messages with tags from there on (audit.messages: TAGGED)
+delayed     [what a delay server decided about one message (audit.delays)]
+stored      [(offset of a window, its batches, its message ids)], each as audit.messages: STORED
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from qmq.audit import delays
+from qmq.audit.kinds import Kind
+from qmq.audit.line import FOREVER_MS, Line
+from qmq.audit.messages import Ints, Messages
+from qmq.audit.walk import Problem, Window
+from qmq.codec import BATCH_MESSAGES_MAX, check_batch
+from qmq.errors import QmqError
+from qmq.log.frame import DELAYS, FLAG_LABELLED, FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
+from qmq.log.retention import decode_retention
+
+HOUR_MS = 3_600_000
+PROBLEMS_MAX = 1000
+"""Problems of one kind that a piece lists."""
+
+Row = dict[str, Any]
+SubjectFacts = tuple[list[Row], dict[int, list[int]]]
+
+
+@dataclass(slots=True)
+class PieceFacts:
+    """See the module's text. `size`: bytes that were read, `digest` combines the chains of all frames."""
+
+    size: int = 0
+    frames: int = 0
+    messages: int = 0
+    digest: int = 0
+    apart: bool = False
+    """Whether another copy has other bytes."""
+    problems: list[Row] = field(default_factory=list)
+    more: Counter[str] = field(default_factory=Counter)
+    piece: Row | None = None
+    epochs: list[tuple[int, int, int]] = field(default_factory=list)
+    retention: list[tuple[int, int, int]] = field(default_factory=list)
+    subjects: dict[str, SubjectFacts] = field(default_factory=dict)
+    delayed: list[Row] = field(default_factory=list)
+    stored: list[tuple[int, bytes, bytes]] = field(default_factory=list)
+
+
+class Gathering:
+    """Takes the windows of a piece in order. Memory grows with subjects, pulls and acks, and the messages' ids."""
+
+    def __init__(self, until_ms: int = FOREVER_MS, *, wants_stored: bool = False) -> None:
+        """`until_ms`: when the audit began; a later time is wrong. `wants_stored`: what may be stored once, too."""
+        self._facts = PieceFacts()
+        self._runs: dict[str, Row] = {}
+        self._line, self._wants_stored = Line(until_ms), wants_stored
+        self._listed: Counter[str] = Counter()
+
+    def take(self, window: Window) -> None:
+        facts = self._facts
+        facts.size += len(window.data)
+        for problem in window.problems:
+            self._problem(problem)
+        damage = iter(sorted(p.offset for p in window.problems if p.offset not in window.damaged))
+        next_damage = next(damage, None)
+        batches: list[Frame] = []
+        for frame in window.frames:
+            while next_damage is not None and next_damage < frame.offset:
+                self._lost()
+                next_damage = next(damage, None)
+            self._frame(frame, window)
+            if frame.kind == FrameKind.MESSAGES and frame.offset not in window.damaged:
+                batches.append(frame)
+        if next_damage is not None:
+            self._lost()
+        if batches:
+            self._batches(window, batches)
+
+    def _frame(self, frame: Frame, window: Window) -> None:
+        facts, piece = self._facts, self._facts.piece
+        if piece is None:
+            facts.piece = piece = {"offset": frame.offset, "header": bytes(window.head(frame))}
+        piece["end"], piece["chain"], piece["size"] = frame.end, frame.chain, frame.offset
+        facts.frames += 1
+        facts.digest ^= frame.chain
+        if frame.epoch != self._line.last_epoch:
+            facts.epochs.append((*frame.epoch, frame.offset))
+        for problem in self._line.check(frame):
+            self._problem(problem)
+        if frame.kind == FrameKind.MESSAGES:
+            self._run(frame)
+        elif frame.offset in window.damaged:
+            return
+        elif frame.kind in PROGRESS:
+            self._progress(frame, window)
+        elif frame.kind in DELAYS:
+            self._delays(frame, window)
+        elif frame.kind == FrameKind.RETENTION:
+            self._retention(frame, window)
+
+    def _of(self, subject: str) -> SubjectFacts:
+        found = self._facts.subjects.get(subject)
+        if found is None:
+            found = self._facts.subjects[subject] = ([], {})
+        return found
+
+    def _run(self, frame: Frame) -> None:
+        subject, begin = frame.subject, frame.first_sequence
+        run = self._runs.get(subject)
+        said, hours = self._of(subject)
+        if run is None or run["last"] != begin:
+            if run is not None:
+                self._problem(_jump(frame, run["last"]))
+            run = {"kind": "run", "offset": frame.offset, "first": begin, "judged": run is not None}
+            self._runs[subject] = run
+            said.append(run)
+        run["last"], run["end"] = begin + frame.count, frame.end
+        hour = hours.get(frame.timestamp_ms // HOUR_MS)
+        if hour is None:
+            hour = hours[frame.timestamp_ms // HOUR_MS] = [0, 0, begin]
+        hour[0] += frame.count
+        hour[1] += frame.body_bytes
+
+    def _progress(self, frame: Frame, window: Window) -> None:
+        run = self._runs.get(frame.subject)
+        self._of(frame.subject)[0].append(
+            {"kind": "progress", "offset": frame.offset, "end": frame.end, "header": bytes(window.head(frame)),
+             "body": bytes(window.body(frame)), "last": run and run["last"]}
+        )  # fmt: skip
+
+    def _retention(self, frame: Frame, window: Window) -> None:
+        try:
+            self._facts.retention.append((frame.offset, frame.end, decode_retention(window.body(frame)).start))
+        except ValueError as error:
+            self._problem(Problem(frame.offset, frame.end, str(error), what=Kind.RETENTION))
+
+    def _delays(self, frame: Frame, window: Window) -> None:
+        try:
+            self._facts.delayed.extend(delays.facts_of(frame, window.body(frame)))
+        except ValueError as error:
+            self._problem(Problem(frame.offset, frame.end, str(error), frame.subject))
+
+    def _batches(self, window: Window, batches: list[Frame]) -> None:
+        """Look at the messages of these frames, whose bodies are whole."""
+        frames, begins, ends = cut(window, batches, self._problem)
+        self._facts.messages += len(begins)
+        if not frames:
+            return
+        messages = Messages(window, frames, begins, ends)
+        for problem in messages.problems():
+            self._problem(problem)
+        for subject, offset, body in messages.tagged():
+            self._of(subject)[0].append({"kind": "tags", "offset": offset, "body": body})
+        if self._wants_stored:
+            self._facts.stored.append((window.offset, *messages.stored()))
+
+    def _problem(self, problem: Problem) -> None:
+        self._listed[problem.what] += 1
+        if self._listed[problem.what] > PROBLEMS_MAX:
+            self._facts.more[problem.what] += 1
+            return
+        self._facts.problems.append(
+            {"kind": "problem", "offset": problem.offset, "end": problem.end, "text": problem.reason,
+             "subject": problem.subject, "first": problem.sequence, "what": problem.what, "id": problem.id}
+        )  # fmt: skip
+
+    def _lost(self) -> None:
+        """Bytes are damaged here: what follows may have jumped, and no rule may count on the frames before."""
+        self._runs.clear()
+        self._line.lost()
+
+    def facts(self) -> PieceFacts:
+        """Return what was gathered, when the piece has ended."""
+        facts, line = self._facts, self._line
+        if facts.piece is not None:
+            facts.piece |= {
+                "text": str(line.last_epoch), "value": line.watermark, "total": line.time_ms,
+                "first": line.epoch.term, "last": line.epoch.boot,
+            }  # fmt: skip
+        for said, _ in facts.subjects.values():
+            said.sort(key=_place)
+        return facts
+
+
+def _place(fact: Row) -> int:
+    return int(fact["offset"])
+
+
+def cut(window: Window, batches: list[Frame], refuse: Any) -> tuple[list[Frame], Ints, Ints]:
+    """Return the frames whose batch is one, and where their messages begin and end in the window, frame after frame.
+
+    `refuse` is called with the problem of each of the others.
+    """
+    good = [frame for frame in batches if _has_labels(window, frame, refuse)]
+    if not good:
+        return [], np.zeros(0, np.int64), np.zeros(0, np.int64)
+    counts = np.array([frame.count for frame in good], np.int64)
+    at = np.array([frame.offset - window.offset + frame.body_at for frame in good], np.int64)
+    room = np.array([len(window.batch(frame)) for frame in good], np.int64)
+    fits = (counts > 0) & (counts <= BATCH_MESSAGES_MAX) & (4 * (counts + 1) <= room)
+    ends, of = _ends(window, at, np.where(fits, counts, 0))
+    firsts = np.flatnonzero(np.diff(of, prepend=-1))
+    lasts = np.append(firsts[1:], len(of)) - 1
+    sizes = np.diff(ends, prepend=0)
+    sizes[firsts] = 0
+    left = room - 4 * (counts + 1) - ends[lasts]
+    fits &= (ends[firsts] == 0) & (left >= 0) & (left < 8) & (room % 8 == 0)
+    fits &= np.minimum.reduceat(sizes, firsts) >= 0
+    for number in np.flatnonzero(~fits).tolist():
+        _refuse(window, good[number], refuse)
+    data = (at + 4 * (counts + 1))[of] + ends
+    keeps = fits[of]
+    inner = np.ones(len(of), bool)
+    inner[firsts] = False
+    begins = np.flatnonzero(keeps & np.append(inner[1:], False))
+    return [frame for frame, fit in zip(good, fits.tolist()) if fit], data[begins], data[begins + 1]
+
+
+def _ends(window: Window, at: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """Return the end offsets of batches that begin at `at`, one more than messages, and of which batch each is."""
+    of = np.repeat(np.arange(len(at)), counts + 1)
+    first = np.cumsum(counts + 1) - (counts + 1)
+    # A frame begins at a multiple of 8, and so does its body.
+    words = np.frombuffer(window.data[: len(window.data) // 4 * 4], "<u4")
+    places = np.minimum(at[of] // 4 + np.arange(len(of)) - first[of], len(words) - 1)
+    return words[places].astype(np.int64), of
+
+
+def _has_labels(window: Window, frame: Frame, refuse: Any) -> bool:
+    """Return whether there are labels where a frame says so."""
+    if not frame.flags & FLAG_LABELLED:
+        return True
+    try:
+        window.batch(frame)
+    except ValueError as error:
+        refuse(Problem(frame.offset, frame.end, str(error), frame.subject, frame.first_sequence))
+        return False
+    return True
+
+
+def _refuse(window: Window, frame: Frame, refuse: Any) -> None:
+    reason = "the batch is none"
+    try:
+        check_batch(window.batch(frame), frame.count, FRAME_BYTES_MAX)
+    except (QmqError, ValueError) as error:
+        reason = str(error)
+    refuse(Problem(frame.offset, frame.end, reason, frame.subject, frame.first_sequence))
+
+
+def _jump(frame: Frame, expected: int) -> Problem:
+    """Name a sequence that does not follow the one before it."""
+    found = frame.first_sequence
+    what = f"gap: {found - expected} messages are missing" if found > expected else "repeated or reordered"
+    reason = f"sequence {found} where {expected} is due ({what})"
+    return Problem(frame.offset, frame.end, reason, frame.subject, found, Kind.SEQUENCE)

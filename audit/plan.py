@@ -1,0 +1,204 @@
+"""Shell. One Spark plan for all broker groups: each piece is read once, what the pieces say is sorted, and judged.
+
+    facts    job: number of the broker group, key: which judge takes it, piece: where it begins, copy: its name, or
+             empty: all of them, said: a pickled object
+    judged   the same job, and copy; kind and said: of an `audit.said.Said`, as JSON; listed: if the driver needs it
+
+Message bytes stay where they are read; what is shuffled is a few rows per piece and subject, a hash per message, and
+the pulls and acks. Nothing of it is joined or compiled by Spark: one sort, and two functions of ours around it.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+
+from qmq.audit.copies import CannotRead, open_copy
+from qmq.audit.delays import OfDelays, spread_delayed
+from qmq.audit.progress import CONSERVED
+from qmq.audit.reading import ALL, Reading
+from qmq.audit.rules import Apart, OfGroup, OfStored, OfSubject, spread_stored
+from qmq.audit.said import FINDING, HOUR, MORE, UNREAD, Judging, Said
+
+HOURS_MAX = 20_000
+"""Counts per subject and hour that are listed: of 100,000 subjects, a week has 17 million for each copy."""
+FINDINGS_MAX = 1000
+"""Findings of one kind that are named one by one; all are counted."""
+BUCKET_BYTES = 2 << 30
+"""Of so much log, one task compares the ids: of messages of 1 KiB it holds 40 MB, of the smallest ones 300."""
+ROWS_MAX = 10_000
+
+GROUP, PROBLEM, SUBJECT, STORED, DELAYED = "group", "unread", "subject:", "stored:", "delayed:"
+"""Keys, or what they begin with."""
+
+_FACTS = "job int, key string, piece long, copy string, said binary"
+_FACT_ROWS = pa.schema(
+    [("job", pa.int32()), ("key", pa.string()), ("piece", pa.int64()), ("copy", pa.string()), ("said", pa.binary())]
+)
+_JUDGED = "job int, copy string, kind string, said string, listed boolean"
+_JUDGED_ROWS = pa.schema(
+    [("job", pa.int32()), ("copy", pa.string()), ("kind", pa.string()), ("said", pa.string()), ("listed", pa.bool_())]
+)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """How one broker group is read and judged. `begins`: where reading begins behind what is not read."""
+
+    places: Mapping[str, Mapping[str, str]]
+    reading: Reading
+    pieces: Sequence[tuple[int, int]]
+    begins: frozenset[int]
+    watermark: int
+    ends: Mapping[str, int] | None = None
+    """Where each subject ended at `reading.begin`, if that was verified; those that are not in it did not exist."""
+
+    @property
+    def buckets(self) -> int:
+        return sum(end - begin for begin, end in self.pieces) // BUCKET_BYTES + 1
+
+
+def judged(spark: SparkSession, jobs: Sequence[Job], piece_bytes: int) -> DataFrame:
+    """Return what the judges say of all broker groups; see the module's text."""
+    tasks = list(_tasks(jobs, piece_bytes))
+    parts = int(str(spark.conf.get("spark.sql.shuffle.partitions")))
+    facts = spark.range(0, len(tasks), 1, len(tasks)).mapInArrow(partial(_read, tuple(jobs), tasks), _FACTS)
+    ordered = facts.repartition(parts, "job", "key").sortWithinPartitions("job", "key", "piece", "copy")
+    return ordered.mapInArrow(partial(_judge, tuple(jobs)), _JUDGED)
+
+
+def _tasks(jobs: Sequence[Job], piece_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Return (job, begin, end) of pieces per task: small ones go together, as a task costs more than they do."""
+    task: list[tuple[int, int, int]] = []
+    size = 0
+    for number, job in enumerate(jobs):
+        for begin, end in job.pieces:
+            task.append((number, begin, end))
+            size += end - begin
+            if size >= piece_bytes:
+                yield task
+                task, size = [], 0
+    if task:
+        yield task
+
+
+def _read(jobs: Sequence[Job], tasks: list[list[tuple[int, int, int]]], batches: Iterable[Any]) -> Iterator[Any]:
+    for batch in batches:
+        for number in batch.column(0).to_pylist():
+            for job, begin, end in tasks[number]:
+                rows = list(_facts_of(jobs[job], begin, end))
+                columns = list(zip(*((job, key, begin, copy, pickle.dumps(said, 5)) for key, copy, said in rows)))
+                arrays = [pa.array(column, field.type) for column, field in zip(columns, _FACT_ROWS)]
+                yield pa.RecordBatch.from_arrays(arrays, schema=_FACT_ROWS)
+
+
+def _facts_of(job: Job, begin: int, end: int) -> Iterator[tuple[str, str, Any]]:
+    """Yield (key, copy, what is said) of one piece."""
+    try:
+        with ExitStack() as stack:
+            copies = {
+                name: stack.enter_context(closing(open_copy(place, limit=end))) for name, place in job.places.items()
+            }
+            found = job.reading.read(copies, begin, end)
+    except CannotRead as error:
+        # It is the answer of one broker group; the others are judged all the same.
+        yield PROBLEM, ALL, str(error)
+        return
+    for bucket, stored in spread_stored(next(iter(found.values())), job.buckets):
+        yield f"{STORED}{bucket}", ALL, stored
+    for copy, facts in found.items():
+        yield GROUP, copy, replace(facts, apart=copy != ALL, subjects={}, delayed=[], stored=[])
+        if begin >= job.reading.begin:
+            for subject, said in facts.subjects.items():
+                yield f"{SUBJECT}{subject}", copy, said
+            for bucket, delayed in spread_delayed(facts.delayed, job.buckets):
+                yield f"{DELAYED}{bucket}", copy, delayed
+
+
+class _Unread:
+    """Passes on why a piece was not read."""
+
+    def take(self, piece: int, said: str, /) -> Iterator[Said]:
+        yield Said(UNREAD, {"text": said})
+
+    def finish(self) -> Iterable[Said]:
+        return ()
+
+
+def _judge_of(job: Job, key: str) -> Judging:
+    if key == GROUP:
+        return OfGroup(job.reading.until_ms, job.begins, job.reading.begin)
+    if key == PROBLEM:
+        return _Unread()
+    if key.startswith(STORED):
+        return OfStored()
+    if key.startswith(DELAYED):
+        return OfDelays()
+    subject = key.removeprefix(SUBJECT)
+    known = None if job.ends is None else job.ends.get(subject, 0)
+    return OfSubject(subject, job.reading.begin, known, job.watermark)
+
+
+def _judge(jobs: Sequence[Job], batches: Iterable[Any]) -> Iterator[Any]:
+    listing = _Listing()
+    at: tuple[int, str] | None = None
+    judge: Apart | None = None
+    for batch in batches:
+        numbers, keys, pieces, copies = (batch.column(column).to_pylist() for column in range(4))
+        for place, here in enumerate(zip(numbers, keys)):
+            if here != at:
+                if at is not None and judge is not None:
+                    listing.add(at[0], judge.finish())
+                at, job = here, jobs[here[0]]
+                judge = Apart(tuple(job.places), partial(_judge_of, job, here[1]))
+            assert judge is not None
+            said = pickle.loads(batch.column(4)[place].as_py())
+            listing.add(here[0], judge.take(copies[place], pieces[place], said))
+            if len(listing.rows) >= ROWS_MAX:
+                yield listing.batch()
+    if at is not None and judge is not None:
+        listing.add(at[0], judge.finish())
+    listing.end()
+    yield listing.batch()
+
+
+class _Listing:
+    """What the judges of one task say, as rows; more findings and counts than the driver lists are only counted."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, str, str, str, bool]] = []
+        self._listed: Counter[tuple[int, str]] = Counter()
+        self._more: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
+
+    def add(self, job: int, said: Iterable[tuple[str, Said]]) -> None:
+        for copy, (kind, row) in said:
+            is_listed = kind != CONSERVED
+            if kind == HOUR:
+                self._listed[job, kind] += 1
+                is_listed = self._listed[job, kind] <= HOURS_MAX + 1
+            elif kind == FINDING:
+                self._listed[job, row["what"]] += 1
+                if self._listed[job, row["what"]] > 20 * FINDINGS_MAX:
+                    self._more[job, copy][row["what"]] += 1
+                    continue
+            self.rows.append((job, copy, kind, json.dumps(row), is_listed))
+
+    def end(self) -> None:
+        self.rows += [(job, copy, MORE, json.dumps(more), True) for (job, copy), more in self._more.items()]
+
+    def batch(self) -> Any:
+        columns = list(zip(*self.rows)) or [()] * len(_JUDGED_ROWS)
+        self.rows = []
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, _JUDGED_ROWS)]
+        return pa.RecordBatch.from_arrays(arrays, schema=_JUDGED_ROWS)
