@@ -115,7 +115,7 @@ class DeadLetters:
 
     def _may_store(self) -> bool:
         """Nothing new is stored on one copy alone, and nothing at all by whom is no master any more."""
-        return self._mastership.may_progress and not self._mastership.gate.no_slave_in_sync and not self._is_over
+        return self._mastership.may_progress and not self._mastership.gate.too_few_in_sync and not self._is_over
 
     def _step(self, burial: _Burial) -> None:
         """Bury what lies in the next few frames; read them first if they are not in memory."""

@@ -221,7 +221,7 @@ class Delivery:
         connected = self.consumption.connected_to(subject, name)
         may_progress = mastership.may_progress
         return causes.Facts(
-            group, connected, self._is_offline, may_progress, not gate.no_slave_in_sync,
+            group, connected, self._is_offline, may_progress, not gate.too_few_in_sync,
             self._rates.is_slowed(key, mastership.host.monotonic_ms()),
             all(one.exclusive_ms and not self.consumption.has_its_turn(one, self._is_offline) for one in connected),
             any(map(self._filtering.is_looking, connected)), subject in state.ordered,
@@ -235,7 +235,7 @@ class Delivery:
     def _check_may_bury(self, subscription: Subscription) -> None:
         if is_dead_letter_subject(subscription.subject):
             raise InvalidRequest("a dead letter does not become one again; ack it, or let it come again")
-        if self._mastership.gate.no_slave_in_sync:
+        if self._mastership.gate.too_few_in_sync:
             raise NotServed(
                 f"the slave of {self._mastership.group} is missing, and nothing new is stored before it is back"
             )
@@ -272,7 +272,7 @@ class Delivery:
         except CorruptFrame as problem:
             mastership.found_damage(problem)
             raise NotServed("this copy is damaged where it had to be read, and is being repaired; ask again") from None
-        if mastership.gate.no_slave_in_sync:
+        if mastership.gate.too_few_in_sync:
             # Consumers would act on it at once, and a master that never heard of it would undo it.
             raise OperatorError(f"the slave of {mastership.group} is missing and would not know it: start it first")
         if not dry_run:
@@ -472,7 +472,7 @@ class Delivery:
     def _choose(self, subscription: Subscription, pull: Pull) -> Chosen | None:
         mastership = self._mastership
         self._passes.spend(TRY_BYTES)
-        limit = mastership.gate.high_watermark if mastership.gate.no_slave_in_sync else mastership.log.end
+        limit = mastership.gate.high_watermark if mastership.gate.too_few_in_sync else mastership.log.end
         now_ms, single = mastership.retry_ms(), None
         if self._filtering.concerns(subscription):
             single = partial(self._filtering.choose, subscription, now_ms)

@@ -46,7 +46,7 @@ class PullAnswer:
             self._settled(subscription.link, self.bytes)
             self._is_over = True
         # As of now: a slave that comes while the bytes are still being read has not confirmed the pull by that.
-        self._flags = FLAG_NO_SLAVE_IN_SYNC if self._gate.no_slave_in_sync else 0
+        self._flags = FLAG_NO_SLAVE_IN_SYNC if self._gate.too_few_in_sync else 0
         self._is_safe = True
         self.subscription.answer_in_order()
 

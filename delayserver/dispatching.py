@@ -273,7 +273,7 @@ class Dispatching:
             for group in groups:
                 if not self._has_room(group, queue):
                     self._crowded.setdefault(group, {})[subject] = None
-        elif not queue.complained and not self._mastership.gate.no_slave_in_sync:
+        elif not queue.complained and not self._mastership.gate.too_few_in_sync:
             queue.complained = True
             log.warning("no broker group takes subject=%s: %s", queue.subject, self._senders.why_not(queue.subject))
 
@@ -305,7 +305,7 @@ class Dispatching:
             homes: the same for those that have one, by their home.
         """
         can_go: Fits = np.array([*(home is not None for home in homes), free is not None])[piece.homes]
-        if self._mastership.gate.no_slave_in_sync:  # only what both copies have goes on
+        if self._mastership.gate.too_few_in_sync:  # only what both copies have goes on
             can_go &= self._decisions.is_with_both(piece.records)
         can_go &= piece.records["due"] <= self._mastership.retry_ms()  # not so if a wrong clock stepped back
         if not can_go.any():

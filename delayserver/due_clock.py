@@ -98,6 +98,6 @@ class DueClock:
 def _others(ahead_ms: dict[str, int]) -> dict[str, str]:
     """Return whose clocks there are, by the place that they take: what the other copy said as master, before it was our
     slave, is its clock as well."""
-    copy = SLAVE if SLAVE in ahead_ms else MASTER
+    copy = min((whose for whose in ahead_ms if whose.startswith(SLAVE)), default=MASTER)
     places = {"metaserver": METASERVER, "copy": copy}
     return {name: whose for name, whose in places.items() if whose in ahead_ms}

@@ -157,9 +157,7 @@ class Recurring:
 
     def _is_safe(self, record: Any) -> bool:
         """Without a slave, what follows from what both copies had goes on; what only we have has to wait (P3)."""
-        return not self._mastership.gate.no_slave_in_sync or bool(
-            self._decisions.is_with_both(np.array([record])).all()
-        )
+        return not self._mastership.gate.too_few_in_sync or bool(self._decisions.is_with_both(np.array([record])).all())
 
     def _fire(self, ready: Sequence[_Waiting]) -> None:
         message_log, now_ms = self._mastership.log, self._mastership.retry_ms()

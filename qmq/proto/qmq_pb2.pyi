@@ -211,7 +211,7 @@ class Offline(_message.Message):
     def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., consumer: _Optional[str] = ...) -> None: ...
 
 class BrokerState(_message.Message):
-    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "in_step", "acknowledged", "in_sync")
+    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "in_step", "acknowledged", "in_sync", "promised_term", "last_term", "last_boot")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +231,9 @@ class BrokerState(_message.Message):
     IN_STEP_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     IN_SYNC_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_TERM_FIELD_NUMBER: _ClassVar[int]
+    LAST_TERM_FIELD_NUMBER: _ClassVar[int]
+    LAST_BOOT_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     role: int
     term: int
@@ -250,7 +253,10 @@ class BrokerState(_message.Message):
     in_step: _containers.RepeatedScalarFieldContainer[str]
     acknowledged: AcknowledgedPoint
     in_sync: bool
-    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ...) -> None: ...
+    promised_term: int
+    last_term: int
+    last_boot: int
+    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ..., promised_term: _Optional[int] = ..., last_term: _Optional[int] = ..., last_boot: _Optional[int] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
     __slots__ = ("subjects", "app", "client_id", "produces", "held", "kind", "forgotten")
@@ -630,24 +636,30 @@ class Nothing(_message.Message):
     def __init__(self) -> None: ...
 
 class PrepareFailoverRequest(_message.Message):
-    __slots__ = ("term", "hold_ms", "silent_ms")
+    __slots__ = ("term", "hold_ms", "silent_ms", "promised_term")
     TERM_FIELD_NUMBER: _ClassVar[int]
     HOLD_MS_FIELD_NUMBER: _ClassVar[int]
     SILENT_MS_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_TERM_FIELD_NUMBER: _ClassVar[int]
     term: int
     hold_ms: int
     silent_ms: int
-    def __init__(self, term: _Optional[int] = ..., hold_ms: _Optional[int] = ..., silent_ms: _Optional[int] = ...) -> None: ...
+    promised_term: int
+    def __init__(self, term: _Optional[int] = ..., hold_ms: _Optional[int] = ..., silent_ms: _Optional[int] = ..., promised_term: _Optional[int] = ...) -> None: ...
 
 class PrepareSwapRequest(_message.Message):
-    __slots__ = ("term", "hold_ms", "timeout_ms")
+    __slots__ = ("term", "hold_ms", "timeout_ms", "target", "promised_term")
     TERM_FIELD_NUMBER: _ClassVar[int]
     HOLD_MS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_TERM_FIELD_NUMBER: _ClassVar[int]
     term: int
     hold_ms: int
     timeout_ms: int
-    def __init__(self, term: _Optional[int] = ..., hold_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    target: str
+    promised_term: int
+    def __init__(self, term: _Optional[int] = ..., hold_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., target: _Optional[str] = ..., promised_term: _Optional[int] = ...) -> None: ...
 
 class LogDescription(_message.Message):
     __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "high_watermark", "start_chain", "segments")

@@ -28,30 +28,36 @@ class _Progress(NamedTuple):
 
 @dataclass(slots=True)
 class AckGate:
-    """Answers of a master that wait until both disks have what they promise.
+    """Answers of a master that wait until enough disks have what they promise: `min_copies`, its own among them.
 
-    `alone` is true while no slave follows. Then nothing new is acknowledged (P3), but progress on messages below the
-    high watermark is answered as soon as our own disk has it, and is marked so in the answer.
+    `too_few_in_sync` is true while fewer copies are in sync. Then nothing new is acknowledged (P3), but progress on
+    messages below the high watermark is answered as soon as our own disk has it, and is marked so in the answer.
     """
 
     epoch: Epoch
+    min_copies: int = 2
     high_watermark: int = 0
-    """Offset below which everything is fsynced on both copies; never decreases (I6)."""
+    """Offset below which everything is fsynced on `min_copies` copies; never decreases (I6)."""
+    counts_from: int = 0
+    """The end of this mastership's epoch frame. Frames of older epochs count as acknowledged with it only: until then,
+    a copy that lacks them may still be chosen (Raft, figure 8)."""
     flushed_end: int = 0
     """fsynced here"""
     matched_end: int = 0
-    """fsynced on the slave, and its chain compared with ours"""
+    """fsynced on as many slaves as it takes, and their chains compared with ours; 0: these are too few"""
     flushed_chain: int | None = None
     """None: something is being written, and nobody noted the chain where that begins."""
     matched_chain: int = 0
     high_chain: int | None = None
     """The log's chain at the high watermark; None: not raised yet in this mastership."""
-    no_slave_in_sync: bool = True
+    too_few_in_sync: bool = True
+    _matched: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Slave -> its matched end, and the chain there; of those in sync."""
     _stored: deque[tuple[int, Answer]] = field(default_factory=deque)
     _progress: deque[_Progress] = field(default_factory=deque)
 
     def stored(self, end: int, answer: Answer) -> None:
-        """Call `answer` when everything before `end` is on both disks. `end` may lie before that of earlier waiters."""
+        """Call `answer` when enough disks have all before `end`, which may lie before that of earlier waiters."""
         if end <= self.high_watermark:  # nobody knows for how long those would hold it up
             answer(None)
             return
@@ -69,22 +75,30 @@ class AckGate:
             self.flushed_end, self.flushed_chain = end, chain
         self._release()
 
-    def confirmed(self, end: int, chain: int) -> None:
-        """The slave's fsync does too; whoever calls has checked epoch and chain (qmq.replication.slave_watch)."""
-        if end >= self.matched_end:
-            self.matched_end, self.matched_chain = end, chain
-        self._release()
+    def confirmed(self, end: int, chain: int, slave: str = "") -> None:
+        """A slave's fsync does too; whoever calls has checked epoch and chain (qmq.replication.slave_watch)."""
+        if end >= self._matched[slave][0]:
+            self._matched[slave] = end, chain
+        self._rank()
 
-    def slave_gone(self) -> None:
-        """What the next slave holds is not known before it has matched."""
-        self.no_slave_in_sync = True
-        self.matched_end = 0
-        self._release()
+    def slave_gone(self, slave: str = "") -> None:
+        """What it holds when it comes again is not known before it has matched."""
+        self._matched.pop(slave, None)
+        self._rank()
 
-    def slave_matched(self, end: int, chain: int) -> None:
+    def slave_matched(self, end: int, chain: int, slave: str = "") -> None:
         """A slave agreed with our log up to `end`, where its own ends."""
-        self.no_slave_in_sync = False
-        self.matched_end, self.matched_chain = end, chain
+        self._matched[slave] = end, chain
+        self._rank()
+
+    def _rank(self) -> None:
+        """Each slave's matched end, the highest first: that of the last one needed is where enough copies match."""
+        needed = self.min_copies - 1
+        self.too_few_in_sync = len(self._matched) < needed
+        if self.too_few_in_sync:
+            self.matched_end = 0
+        else:
+            self.matched_end, self.matched_chain = sorted(self._matched.values(), reverse=True)[needed - 1]
         self._release()
 
     @property
@@ -119,7 +133,7 @@ class AckGate:
 
     def _release(self) -> None:
         safe = min(self.flushed_end, self.matched_end)
-        if safe > self.high_watermark:
+        if safe > self.high_watermark and safe >= self.counts_from:
             self.high_watermark = safe
             self.high_chain = self.flushed_chain if self.flushed_end <= self.matched_end else self.matched_chain
         high = self.high_watermark
@@ -129,7 +143,7 @@ class AckGate:
             stored.popleft()[1](None)
         while progress and progress[0].end <= high:
             progress.popleft().answer(None)
-        if self.no_slave_in_sync and progress:
+        if self.too_few_in_sync and progress:
             ready: list[_Progress] = []
             self._progress = deque()
             for waiting in progress:

@@ -72,6 +72,8 @@ class Hello:
     kept_end: int = 0
     """Before it the slave gives up nothing: it confirmed that (`PointFile.keeps`)."""
     point: Point | None = None
+    owner: str = ""
+    """hostname:serve_port of the broker that the copy is of; empty from a version that does not say it."""
 
     def encode(self) -> bytes:
         table = [[*entry.epoch, entry.offset, entry.chain] for entry in self.epochs]
@@ -79,6 +81,7 @@ class Hello:
             group=self.group, incarnation=self.incarnation, term=self.known.term, boot=self.known.boot, epochs=table,
             start=self.start, end=self.end, chain=self.chain, assigned_term=self.assigned_term,
             proofs=[[*proof] for proof in self.proofs], kept_end=self.kept_end, point=_encode_point(self.point),
+            owner=self.owner,
         )  # fmt: skip
 
     @classmethod
@@ -103,7 +106,7 @@ class Hello:
         known = Epoch(f["term"], f["boot"])
         return cls(
             f["group"], f["incarnation"], known, epochs, f["start"], f["end"], f["chain"], f["assigned_term"],
-            proofs, f["kept_end"], _decode_point(f["point"]),
+            proofs, f["kept_end"], _decode_point(f["point"]), str(f.get("owner", "")),
         )  # fmt: skip
 
 

@@ -47,6 +47,12 @@ class Assignment:
             return self.slaves
         return () if self.master is None else (self.master,)
 
+    @property
+    def may_be_behind(self) -> bool:
+        """Whether messages are acknowledged without this copy, if others have them: it proves nothing that it lacks
+        them."""
+        return self.role == Role.SLAVE and 1 + len(self.slaves) > self.min_copies
+
     def meets_as(self, other: Assignment) -> bool:
         """Return whether the copies meet at the same places. The other ports of a peer are told once it has registered;
         a link that stands is not given up for these: the group would be readonly until it is there again."""

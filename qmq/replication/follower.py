@@ -1,4 +1,4 @@
-"""Core. A master's view of its slave, from hello to loss.
+"""Core. A master's view of one slave, from hello to loss.
 
     ABSENT  (begins here)
         FOLLOWS     -> CATCHING_UP
@@ -29,8 +29,8 @@
         RESTORES    -> RESTORING
         PARTED      -> DIVERGED
 
-A slave counts, that is: its confirmations raise the high watermark, IN_SYNC and LAGGING only. The group is readonly in
-all states but IN_SYNC. What a state alone knows is in its class (`Restoring`, …).
+A slave counts, that is: its confirmations raise the high watermark, IN_SYNC and LAGGING only. The group is readonly
+while fewer slaves than it takes are IN_SYNC. What a state alone knows is in its class (`Restoring`, …).
 """
 
 from __future__ import annotations

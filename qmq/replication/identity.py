@@ -3,6 +3,7 @@
     broker.json    {"crc": CRC-32 of the rest as sorted JSON, "incarnation": made with the data directory, "group": …,
                     "term": …, "boot": …, "complete": whether this copy once had all that its master had,
                     "assignment": the last one from the metaserver, or null,
+                    "promised": it is no part of a mastership of an older term; 0: it promised nothing,
                     "owner": hostname:serve_port of the broker that the assignment was for}
 
 A broker fsyncs a newer epoch here before it acts in it and refuses every message of an older one from then on.
@@ -35,6 +36,7 @@ class Identity:
     complete: bool = False
     assignment: dict[str, Any] | None = None
     owner: str = ""
+    promised: int = 0
 
     @property
     def epoch(self) -> Epoch:
@@ -66,6 +68,11 @@ class IdentityFile:
         boot = max(self.value.boot if term == self.value.term else 0, above) + 1
         self.learn(Epoch(term, boot))
         return Epoch(term, boot)
+
+    def promise(self, term: int) -> None:
+        """Follow no master of an older term, and be none, from here on."""
+        if term > self.value.promised:
+            self._change(promised=term)
 
     def completed(self, complete: bool) -> None:
         if complete != self.value.complete:

@@ -1,17 +1,18 @@
-"""Core. The master of a group of two copies, for one mastership: it writes the log, ships it, and knows what is safe.
+"""Core. The master of a broker group, for one mastership: it writes the log, ships it, and knows what is safe.
 
 Its subclasses, `broker.master` and `delayserver.master`, answer clients, with the mastership that they share:
 
     clients ──── subclass ────┐
                               ├── qmq.replication.mastership: log, epoch, gate, reasons for readonly
-    slave ── slave_watch ─────┘
+    slaves ── slaves ─────────┘
 
-The end of a pass ships what was written to the slave and starts the fsync; the gate answers when both disks have it.
+The end of a pass ships what was written to the slaves and starts the fsync; the gate answers when enough disks have it.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,8 +24,7 @@ from qmq.remoting.commands import Command
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import AckGate
 from qmq.replication.assignment import Assignment
-from qmq.replication.clocks import METASERVER, SLAVE, Clocks
-from qmq.replication.follower import Follower
+from qmq.replication.clocks import METASERVER, Clocks
 from qmq.replication.identity import IdentityFile
 from qmq.replication.mastership import Mastership
 from qmq.replication.ports import QUIET_MS, Host, Link
@@ -32,9 +32,13 @@ from qmq.replication.readonly import Readonly, Reason
 from qmq.replication.retention import Keeper, decide
 from qmq.replication.settings import CopySettings
 from qmq.replication.slave_watch import SlaveWatch
+from qmq.replication.slaves import Slaves
 from qmq.types import Epoch
 
 log = logging.getLogger(__name__)
+
+NEVER = sys.maxsize
+"""Nothing counts before the epoch frame is written."""
 
 Handler = Callable[[Link, Packet], None]
 
@@ -54,6 +58,9 @@ class Promotion:
     """What others' clocks said; None: nobody's is heard."""
     is_failover: bool = False
     """The other copy is gone, and this one was in sync until then: there is nothing to wait for."""
+    slaves: int = 1
+    """In the metaserver's row."""
+    min_copies: int = 2
 
 
 class Master:
@@ -71,20 +78,22 @@ class Master:
             if message_log.chain_is(point.end, point.chain):
                 high_watermark = point.end  # a quiet log's last frames state an older one
         gate = AckGate(
-            epoch, flushed_end=message_log.flushed_end,
+            epoch, min_copies=max(2, promotion.min_copies), counts_from=NEVER, flushed_end=message_log.flushed_end,
             flushed_chain=message_log.chain if message_log.flushed_end == message_log.end else None,
             high_watermark=high_watermark,
         )  # fmt: skip
         self._mastership = Mastership(promotion.group, epoch, message_log, promotion.host, promotion.settings, gate)
         self.readonly.change(Reason.CORRUPT, message_log.damage is not None)
         wait_ms = 0 if promotion.is_failover else promotion.settings.slave_wait_ms
-        self._slave_watch = SlaveWatch(self._mastership, promotion.identity, self.go_on, wait_ms=wait_ms)
+        self.slaves = Slaves(self._mastership, promotion.identity, self.go_on, wait_ms=wait_ms, count=promotion.slaves)
+        self.swap_target = ""
+        """Incarnation of the slave that roles are being swapped with; empty: any."""
         self._oldest_unflushed: tuple[int, int] | None = None
         self._handlers: dict[int, Handler] = {
-            Command.HELLO: self._slave_watch.hello,
-            Command.CONFIRM: self._slave_watch.confirm,
-            Command.FRAMES: self._slave_watch.restore,
-            Command.SNAPSHOT: self._slave_watch.restore_snapshot,
+            Command.HELLO: self.slaves.hello,
+            Command.CONFIRM: self.slaves.confirm,
+            Command.FRAMES: self.slaves.restore,
+            Command.SNAPSHOT: self.slaves.restore_snapshot,
         }
 
     # What subclasses do besides; they call these too.
@@ -93,33 +102,33 @@ class Master:
         """The slave matched, or the roles were not swapped after all: what waited for that may go on."""
 
     def link_lost(self, link: Link) -> None:
-        self._slave_watch.link_lost(link)
+        self.slaves.link_lost(link)
 
     def writable_again(self, link: Link) -> None:
-        if self._slave_watch.is_slave(link):
-            self._slave_watch.ship()
+        if (watch := self.slaves.of(link)) is not None:
+            watch.ship()
 
     def end_of_pass(self) -> None:
         """Everything received by now was handled: ship to the slave; the node starts the fsync next."""
-        self._slave_watch.ship()
+        self.slaves.ship()
 
     def committed(self, end: int, chain: int) -> None:
         """Our disk has everything before `end`."""
         self._mastership.gate.flushed(end, chain)
-        self._slave_watch.committed(end, chain)
+        self.slaves.committed(end, chain)
 
     def quiet_ms(self) -> int:
         """Return for how long nothing is due unless something happens; 0: deadlines are to be looked at.
 
-        That is so with the slave in sync and nothing on its way, neither to a disk nor to a client.
+        That is so with enough slaves in sync, none behind, and nothing on its way, neither to a disk nor to a client.
         """
         mastership = self._mastership
-        is_quiet = mastership.has_begun and self._slave_watch.is_level and not mastership.gate.waiting
+        is_quiet = mastership.has_begun and self.slaves.are_level and not mastership.gate.waiting
         return QUIET_MS if is_quiet else 0
 
     def tick(self, now_ms: int) -> None:
         """Called about every 100 ms: deadlines, the slave's lag and that of our own disk."""
-        self._slave_watch.tick(now_ms)
+        self.slaves.tick(now_ms)
         self._check_own_disk(now_ms)
 
     def _check_own_disk(self, now_ms: int) -> None:
@@ -138,7 +147,7 @@ class Master:
         being read when it ended comes to nothing: this mastership writes no more."""
         self.readonly.change(Reason.FENCED, True)
         self._mastership.gate.abandon(stored=self._unknown(), progress=self._another_master())
-        self._slave_watch.step_down()
+        self.slaves.step_down()
 
     def heed_operators(self, assignment: Assignment) -> None:
         """Take over what operators marked readonly."""
@@ -172,17 +181,18 @@ class Master:
         self.go_on()
 
     def decide_retention(self, keeper: Keeper, clocks: Clocks) -> None:
-        """Write down what of the log may go, if all clocks agree and the slave takes part in the decision.
+        """Write down what of the log may go, if all clocks agree and enough slaves take part in the decision.
 
         Raises:
             CorruptFrame: this copy is damaged.
         """
         mastership, message_log, now_ms = self._mastership, self._mastership.log, self._mastership.host.now_ms()
         ahead_ms = clocks.ahead_ms(now_ms=now_ms, monotonic_ms=mastership.host.monotonic_ms())
-        is_agreed = {METASERVER, SLAVE} <= ahead_ms.keys() and not clocks.disagreement(ahead_ms)
-        if not mastership.may_progress or self.gate.no_slave_in_sync or not is_agreed:
+        asked_of = {METASERVER, *map(self.slaves.clock, self.slaves.in_step)}
+        is_agreed = asked_of <= ahead_ms.keys() and not clocks.disagreement(ahead_ms)
+        if not mastership.may_progress or self.gate.too_few_in_sync or not is_agreed:
             return
-        asked = {whose: ahead_ms[whose] for whose in (METASERVER, SLAVE)}
+        asked = {whose: ahead_ms[whose] for whose in sorted(asked_of)}
         decision = decide(message_log, keeper, now_ms=now_ms, ahead_ms=asked, high_watermark=self.gate.high_watermark)
         if decision is None:
             return
@@ -192,9 +202,6 @@ class Master:
             text = "messages dropped unconsumed subject=%s consumer_group=%s messages=%d"
             log.error(text, subject, consumer_group, messages)
         mastership.append(FrameKind.RETENTION, "", encode_retention(decision))
-
-    def is_slave(self, link: Link) -> bool:
-        return self._slave_watch.is_slave(link)
 
     def _another_master(self) -> NotMaster:
         return NotMaster(f"{self._mastership.group} has another master now")
@@ -222,31 +229,31 @@ class Master:
 
     @property
     def fenced_by(self) -> Epoch | None:
-        """The newer epoch that the slave told us of."""
-        return self._slave_watch.fenced_by
+        """The newer epoch that a slave told us of."""
+        return self.slaves.fenced_by
 
     @property
     def yields_from(self) -> int | None:
         """Offset from which what this master wrote is in the way of what its slave confirmed."""
-        return self._slave_watch.yields_from
-
-    @property
-    def follower(self) -> Follower:
-        """What this master makes of its slave."""
-        return self._slave_watch.follower
+        return self.slaves.yields_from
 
     @property
     def in_step(self) -> tuple[str, ...]:
-        """Incarnations of the slaves whose copies have all that is acknowledged."""
-        return self._slave_watch.in_step
+        """Incarnations of the slaves that are in sync."""
+        return tuple(watch.follower.in_sync.incarnation for watch in self.slaves.in_step if watch.follower.in_sync)
 
     @property
     def is_drained(self) -> bool:
-        """Whether the slave has everything, so that roles can be swapped."""
-        gate = self.gate
-        return self.has_begun and not gate.no_slave_in_sync and gate.high_watermark == self._mastership.log.end
+        """Whether the slave that is to be the master has everything, so that roles can be swapped."""
+        end, gate = self._mastership.log.end, self.gate
+        has_all = any(watch.confirmed_end == end for watch in self.slaves.in_step if self._is_target(watch))
+        return self.has_begun and not gate.too_few_in_sync and gate.high_watermark == end and has_all
+
+    def _is_target(self, watch: SlaveWatch) -> bool:
+        slave = watch.follower.in_sync
+        return not self.swap_target or (slave is not None and slave.incarnation == self.swap_target)
 
     @property
     def shipped_end(self) -> int | None:
-        """Offset from which the slave still needs the log; None without a slave."""
-        return self._slave_watch.confirmed_end
+        """Offset from which a slave still needs the log; None without a slave."""
+        return self.slaves.confirmed_end

@@ -86,7 +86,7 @@ class Mastership:
         return self.log.append(
             kind, subject, body, body_crc=crc32(body), epoch=self.epoch, high_watermark=self.gate.high_watermark,
             timestamp_ms=self.retry_ms() if kind in _BY_THE_MASTERS_CLOCK else self.host.now_ms(),
-            flags=flags | FLAG_NO_SLAVE_IN_SYNC if self.gate.no_slave_in_sync else flags,
+            flags=flags | FLAG_NO_SLAVE_IN_SYNC if self.gate.too_few_in_sync else flags,
             count=count, producer=producer, batch=batch,
         )  # fmt: skip
 

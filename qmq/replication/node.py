@@ -28,7 +28,7 @@ from qmq.log.frame import FRAME_BYTES_MAX, decode_frames
 from qmq.log.recovery import Damage
 from qmq.remoting.packet import Packet
 from qmq.replication.assignment import Assignment
-from qmq.replication.clocks import MASTER, METASERVER, SLAVE, Clocks
+from qmq.replication.clocks import MASTER, METASERVER, Clocks
 from qmq.replication.identity import IdentityFile
 from qmq.replication.master import Master, Promotion
 from qmq.replication.points import Point, is_lacking
@@ -56,7 +56,7 @@ class Node(Generic[M]):
         self._name = f"{settings.hostname}:{settings.serve_port}"
         self.clocks = Clocks(settings.clock_difference_ms_max)
         self._disagreement = ""
-        self.is_disk_full = self._is_slaves_disk_full = False
+        self.is_disk_full = False
         self.assignment: Assignment | None = None
         self.role: M | Slave | None = None
         self._swap_until_ms = 0
@@ -107,6 +107,11 @@ class Node(Generic[M]):
                 "a change of roles, and gave its term to another. Stop both brokers, and begin a new term with "
                 "ReplaceBroker and swap=true"
             )
+        if assignment.role == Role.MASTER and assignment.term < self.identity.value.promised:
+            promised = self.identity.value.promised
+            log.warning("assignment ignored group=%s term=%d: we promised %d", self.group, assignment.term, promised)
+            return
+        held = self.is_held
         self.assignment = assignment
         self.identity.assigned(assignment.group, assignment.to_json(), self._name)
         if self.role is not None and known is not None and known.term == assignment.term:
@@ -115,7 +120,7 @@ class Node(Generic[M]):
             if not assignment.meets_as(known):
                 self._host.role_changed()
             return
-        held, self._failover = self.is_held, None
+        self._failover = None
         self._begin_role(is_failover=held)
 
     def start_without_metaserver(self) -> bool:
@@ -145,7 +150,7 @@ class Node(Generic[M]):
         if assignment.role == Role.MASTER:
             promotion = Promotion(
                 assignment.group, assignment.term, self.log, self._host, self.identity, self._settings, boot_above,
-                self.clocks, is_failover,
+                self.clocks, is_failover, len(assignment.slaves), assignment.min_copies,
             )  # fmt: skip
             self.role = master = self._promote(promotion)
             master.heed_operators(assignment)
@@ -154,6 +159,7 @@ class Node(Generic[M]):
             self.role = Slave(
                 group=assignment.group, term=assignment.term, message_log=self.log, host=self._host,
                 identity=self.identity, bytes_per_s=self._settings.catch_up_bytes_per_s,
+                may_be_behind=assignment.may_be_behind,
             )  # fmt: skip
             log.info("role slave group=%s term=%d end=%d", assignment.group, assignment.term, self.log.end)
         self._swap_until_ms = 0
@@ -321,17 +327,20 @@ class Node(Generic[M]):
 
     # What is acknowledged, remembered outside the log.
 
-    def remembered_elsewhere(self, points: Iterable[Point], *, loss_accepted_term: int = 0) -> None:
+    def remembered_elsewhere(
+        self, points: Iterable[Point], *, loss_accepted_term: int = 0, may_be_behind: bool = False
+    ) -> None:
         """The metaserver's row remembers acknowledged points of this group. Told before the part that goes with them.
 
         A master that has a slave in sync lacks nothing that any copy still has. What an operator gave up for lost, in
-        a term after it was acknowledged, nobody lacks.
+        a term after it was acknowledged, nobody lacks. Nor is a slave rolled back that lacks what was acknowledged
+        without it (`may_be_behind`).
         """
         lacks = self.identity.points.lacks
         if lacks is not None and lacks.epoch.term < loss_accepted_term:
             log.warning("loss accepted group=%s: this copy lacks what was acknowledged up to %s", self.group, lacks)
             self.identity.points.forget()
-        points = [point for point in points if self._may_lack(point)]
+        points = [] if may_be_behind else [point for point in points if self._may_lack(point)]
         if not points or (self.master is not None and self.master.in_step):
             return
         for point in points:
@@ -368,8 +377,11 @@ class Node(Generic[M]):
 
     # Operators and repair.
 
-    def prepare_swap(self, term: int, hold_ms: int) -> None:
+    def prepare_swap(self, term: int, hold_ms: int, *, target: str = "") -> None:
         """Take nothing new, so that the slave gets everything; the host waits for `is_drained`.
+
+        Args:
+            target: incarnation of the slave that is to be the master; empty: of the only one.
 
         Raises:
             OperatorError: roles cannot be swapped now; says why.
@@ -377,25 +389,49 @@ class Node(Generic[M]):
         master = self.master
         if master is None or not master.has_begun or master.epoch.term != term:
             raise OperatorError(f"this broker is not the master of {self.group} in term {term}")
-        if master.gate.no_slave_in_sync:
+        if master.gate.too_few_in_sync:
             raise OperatorError(f"the slave of {self.group} is missing: start it first")
+        if target and target not in master.in_step:
+            raise OperatorError(f"the slave of {self.group} that is to be the master is not in sync")
+        master.swap_target = target
         master.readonly.change(Reason.DRAINING, True)
         self._swap_until_ms = self._host.monotonic_ms() + hold_ms
 
-    def cancel_swap(self) -> None:
+    def promise_swap(self, term: int) -> None:
+        """Be no master before the row has this term, or a newer one: the slave has everything.
+
+        With two copies, the slave's taking of the mastership is enough: nobody else can confirm.
+
+        Raises:
+            OperatorError: it has not, any more.
+        """
+        master = self.master
+        if master is None or not master.is_drained:
+            raise OperatorError(f"this broker is not the master of {self.group} any more, or took new messages")
         self._swap_until_ms = 0
-        if self.master is not None:
+        master.readonly.change(Reason.DRAINING, True)
+        self.identity.promise(term)
+
+    def cancel_swap(self) -> None:
+        """What was promised stays so: another copy may be the master by now."""
+        self._swap_until_ms = 0
+        if self.master is not None and self.master.epoch.term >= self.identity.value.promised:
             self.master.resume()
 
     @property
     def is_held(self) -> bool:
-        """Whether this slave follows nobody: a failover may make it the master."""
-        return self._failover is not None
+        """Whether this slave follows nobody: a failover may make it, or another one, the master."""
+        has_promised = self.slave is not None and self.slave.term < self.identity.value.promised
+        return self._failover is not None or has_promised
 
-    def prepare_failover(self, term: int, *, hold_ms: int, silent_ms: int, heard_ms_ago: int | None) -> None:
+    def prepare_failover(
+        self, term: int, *, hold_ms: int, silent_ms: int, heard_ms_ago: int | None, promised_term: int = 0
+    ) -> None:
         """Follow nobody for `hold_ms`: the master of `term` is said to be gone. What this copy has is final then.
 
         Args:
+            promised_term: of more than two copies; durably, follow no master of an older term, and be none. With two,
+                nobody else can confirm anything to the old master.
             silent_ms: a master that was heard within so long is not gone.
             heard_ms_ago: when it was; None: there is no link.
 
@@ -409,6 +445,8 @@ class Node(Generic[M]):
             raise OperatorError(f"the master of {self.group} was heard {heard_ms_ago} ms ago")
         if not slave.has_matched or self.readonly_reasons:
             raise OperatorError(f"this copy of {self.group} was not in sync since it began, or is not whole")
+        if promised_term:
+            self.identity.promise(promised_term)
         self._failover = (term, self._host.monotonic_ms() + hold_ms)
         slave.leave_master("the metaserver says that the master is gone")
         self._host.role_changed()
@@ -528,9 +566,10 @@ class Node(Generic[M]):
 
     def heard_copy(self, link: Link, wall_ms: int, *, is_disk_full: bool) -> None:
         """The other end of a sync link says what time it has; it counts if that is the copy we replicate with."""
-        if self.master is not None and self.master.is_slave(link):
-            self._is_slaves_disk_full = is_disk_full
-            self.clocks.heard(SLAVE, wall_ms, monotonic_ms=self._host.monotonic_ms())
+        master = self.master
+        if master is not None and (watch := master.slaves.of(link)) is not None:
+            watch.is_disk_full = is_disk_full
+            self.clocks.heard(master.slaves.clock(watch), wall_ms, monotonic_ms=self._host.monotonic_ms())
         elif self.slave is not None and self.slave.is_master(link):
             self.clocks.heard(MASTER, wall_ms, monotonic_ms=self._host.monotonic_ms())
 
@@ -583,7 +622,7 @@ class Node(Generic[M]):
         self.is_disk_full = is_full
         if self.master is None:
             return
-        is_any = is_full or (self._is_slaves_disk_full and not self.master.gate.no_slave_in_sync)
+        is_any = is_full or any(watch.is_disk_full for watch in self.master.slaves.in_step)
         if self.master.readonly.change(Reason.DISK, is_any) and is_any:
             whose = "own" if is_full else "slave's"
             log.error("disk nearly full group=%s disk=%s: the group is readonly", self.group, whose)

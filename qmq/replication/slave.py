@@ -37,10 +37,11 @@ class Slave:
     """One slave's part. Made by the node when it is assigned; its links are made by the host, one at a time."""
 
     def __init__(
-        self, *, group: str, term: int, message_log: MessageLog, host: Host, identity: IdentityFile, bytes_per_s: int
-    ) -> None:
+        self, *, group: str, term: int, message_log: MessageLog, host: Host, identity: IdentityFile, bytes_per_s: int,
+        may_be_behind: bool = False,
+    ) -> None:  # fmt: skip
         self._group, self._log, self._host, self._identity = group, message_log, host, identity
-        self._term, self._bytes_per_s = term, bytes_per_s
+        self.term, self._bytes_per_s, self._may_be_behind = term, bytes_per_s, may_be_behind
         self.life = SlaveLife()
         self.has_matched = False
         """Since this part began, in this process, our log reached the end that the master's had at a handshake: nothing
@@ -76,7 +77,7 @@ class Slave:
         state, known, points = self._log.state, self._identity.value, self._identity.points
         hello = Hello(
             self._group, known.incarnation, known.epoch, state.epochs, self._log.start, self._log.end, self._log.chain,
-            self._term, proofs_of(self._log), points.keeps(self._log), points.own,
+            self.term, proofs_of(self._log), points.keeps(self._log), points.own, known.owner,
         )  # fmt: skip
         self._host.hello(hello.encode())
 
@@ -93,6 +94,8 @@ class Slave:
         known = self._identity.value.epoch
         if agreement.epoch < known:
             raise Fenced(f"a master of epoch {agreement.epoch} answers; we know {known}")
+        if agreement.epoch.term < self._identity.value.promised:
+            raise Fenced(f"a master of epoch {agreement.epoch} answers; we promised {self._identity.value.promised}")
         self._identity.learn(agreement.epoch)
         self._compare(agreement.point)
         if agreement.action == Action.FOLLOW:
@@ -110,8 +113,14 @@ class Slave:
             self._restore(link, agreement)
 
     def _compare(self, point: Point | None) -> None:
-        """What the master knows to be acknowledged is in our log, if we ever had all that our masters had."""
-        if point is not None and self._identity.value.complete and is_lacking(self._log, point):
+        """What the master knows to be acknowledged is in our log, if we ever had all that our masters had, and nothing
+        is acknowledged without us."""
+        if (
+            point is not None
+            and not self._may_be_behind
+            and self._identity.value.complete
+            and is_lacking(self._log, point)
+        ):
             log.critical(
                 "rolled back group=%s end=%d: this disk lacks what was acknowledged up to %s, says the master; it is "
                 "refilled", self._group, self._log.end, point,

@@ -71,10 +71,12 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
     async def PrepareSwap(self, request: pb.PrepareSwapRequest, context: Any) -> pb.BrokerState:
         node = self._service.node
         try:
-            node.prepare_swap(request.term, request.hold_ms)
+            node.prepare_swap(request.term, request.hold_ms, target=request.target)
             async with asyncio.timeout(request.timeout_ms / 1000):
                 while node.master is None or not node.master.is_drained:
                     await asyncio.sleep(POLL_S)
+            if request.promised_term:
+                self._service.guarded(partial(node.promise_swap, request.promised_term))
         except OperatorError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except TimeoutError:
@@ -91,7 +93,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         try:
             self._service.node.prepare_failover(
                 request.term, hold_ms=request.hold_ms, silent_ms=request.silent_ms,
-                heard_ms_ago=self._service.master_heard_ms_ago(),
+                heard_ms_ago=self._service.master_heard_ms_ago(), promised_term=request.promised_term,
             )  # fmt: skip
         except OperatorError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))

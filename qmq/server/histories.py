@@ -13,7 +13,8 @@ def machines(node: Node[Any]) -> Iterator[tuple[str, Machine[Any]]]:
     """Yield the machines of states that this process has now, with what each is about."""
     yield "log", node.log.health
     if node.master is not None:
-        yield "its slave", node.master.follower
+        for watch in node.master.slaves.all:
+            yield f"its slave {watch.name}".rstrip(), watch.follower
     elif node.slave is not None:
         yield "slave", node.slave.life
 

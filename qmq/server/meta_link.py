@@ -68,6 +68,9 @@ def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerSta
         in_step=master.in_step if master else (),
         acknowledged=_point_message(node.identity.points.own),
         in_sync=node.slave is not None and node.slave.has_matched,
+        promised_term=node.identity.value.promised,
+        last_term=message_log.state.epoch.term,
+        last_boot=message_log.state.epoch.boot,
     )
 
 
@@ -189,7 +192,11 @@ class MetaLink:
         )
         points = [Point(Epoch(point.term, point.boot), point.end, point.chain) for point in message.points]
         node, accepted_term = self._service.node, message.loss_accepted_term
-        self._service.guarded(lambda: node.remembered_elsewhere(points, loss_accepted_term=accepted_term))
+        self._service.guarded(
+            lambda: node.remembered_elsewhere(
+                points, loss_accepted_term=accepted_term, may_be_behind=assignment.may_be_behind
+            )
+        )
         self._service.guarded(lambda: node.assign(assignment))
         self._service.state_changed.set()
 

@@ -78,12 +78,26 @@ class CopyCollector(Collector, Generic[M]):
         for whose, ms in self._service.node.clocks_ahead_ms().items():
             ahead.add_metric([self.group, whose], ms / 1000)
         yield ahead
+        yield from self._copies()
         yield from self._flow()
         yield self.histogram(
             "produce_seconds", "Time from a batch's arrival to its acknowledgement", PRODUCE_MS_BUCKETS,
             self._produce_counters.produce_ms_counts, self._produce_counters.produce_ms_sum,
         )  # fmt: skip
         yield from self._subjects()
+
+    def _copies(self) -> Iterator[Metric]:
+        """A master's slaves, four at most."""
+        master, end = self._service.node.master, self._service.node.log.end
+        lag = self.gauges(
+            "copy_lag_bytes", "Bytes that a slave has not confirmed; all of them while it is away", "copy"
+        )
+        in_sync = self.gauges("copy_in_sync", "1 while a slave's confirmations count", "copy")
+        for watch in master.slaves.all if master is not None else ():
+            if watch.owner:
+                lag.add_metric([self.group, watch.owner], end - (watch.confirmed_end or 0))
+                in_sync.add_metric([self.group, watch.owner], float(watch.follower.in_sync is not None))
+        yield from (lag, in_sync)
 
     # Families, all labelled with the group first.
 
@@ -142,11 +156,19 @@ class CopyCollector(Collector, Generic[M]):
         yield "memory_limit_bytes", "Memory above which producers wait", service.memory_alarm.limit_bytes
         yield "sync_cost_seconds", "Recent mean time of a small fsync", service.sync_us / 1e6
         if master is not None:
-            lag = message_log.end - master.gate.matched_end if not master.gate.no_slave_in_sync else message_log.end
-            yield "high_watermark_bytes", "Offset below which both disks have everything", master.gate.high_watermark
-            yield "sync_lag_bytes", "Bytes that the slave has not confirmed; all of them while it is missing", lag
-            yield "slave_connected", "1 while a slave follows and has matched", float(not master.gate.no_slave_in_sync)
-            yield "waiting_answers", "Answers that wait for both disks", master.gate.waiting
+            lag = message_log.end - master.gate.matched_end if not master.gate.too_few_in_sync else message_log.end
+            yield "high_watermark_bytes", "Offset below which enough disks have everything", master.gate.high_watermark
+            yield (
+                "sync_lag_bytes",
+                "Bytes that too few copies have confirmed; all of them while too few are in sync",
+                lag,
+            )
+            yield (
+                "slave_connected",
+                "1 while enough slaves follow and have matched",
+                float(not master.gate.too_few_in_sync),
+            )
+            yield "waiting_answers", "Answers that wait for enough disks", master.gate.waiting
 
     def _counts(self) -> Iterator[Reading]:
         counters, service = self._produce_counters, self._service

@@ -132,7 +132,7 @@ class Producing:
 
     def _answer_repeated(self, link: Link, packet: Packet, produce: Produce, stored: StoredBatch) -> None:
         mastership = self._mastership
-        if mastership.gate.no_slave_in_sync and stored.end > mastership.gate.high_watermark:
+        if mastership.gate.too_few_in_sync and stored.end > mastership.gate.high_watermark:
             # Nobody knows for how long; repeats that wait here would fill the memory of the only copy that is up.
             raise OutcomeUnknown(
                 f"stored on one copy; the other is missing. Repeat the same batch to {mastership.group}"

@@ -1,4 +1,4 @@
-"""Shell. Mends a damaged log from the other copy; until then this broker is no master, or readonly (P6)."""
+"""Shell. Mends a damaged log from another copy; until then this broker is no master, or readonly (P6)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import grpc
 import grpc.aio
 
 from qmq.control_plane import CHANNEL_OPTIONS
-from qmq.errors import LogError
+from qmq.errors import LogError, NotServed
 from qmq.log.recovery import Damage
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
+from qmq.replication.assignment import Address
 from qmq.replication.settings import CopySettings
+from qmq.replication.sources import best_source
 from qmq.server.service import Service
 from qmq.ticking import until_next_second
 
 log = logging.getLogger(__name__)
+
+Metadata = tuple[tuple[str, str], ...]
 
 
 async def keep_whole(service: Service[Any], settings: CopySettings) -> None:
@@ -29,7 +33,7 @@ async def keep_whole(service: Service[Any], settings: CopySettings) -> None:
         if damage is not None:
             try:
                 await _mend(service, settings, damage)
-            except (grpc.aio.AioRpcError, LogError) as error:
+            except (grpc.aio.AioRpcError, LogError, NotServed) as error:
                 text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
                 log.error("repair waits group=%s begin=%d: %s", service.node.group, damage.begin, text)
         await asyncio.sleep(until_next_second(asyncio.get_running_loop().time()))
@@ -37,26 +41,47 @@ async def keep_whole(service: Service[Any], settings: CopySettings) -> None:
 
 async def _mend(service: Service[Any], settings: CopySettings, damage: Damage) -> None:
     node = service.node
-    if node.assignment is None or not node.assignment.peers:
+    peers = node.assignment.peers if node.assignment else ()
+    if not peers:
         return
-    peer = node.assignment.peers[0]
-    metadata = (("x-api-token", settings.token),)
     log.error("log damaged group=%s begin=%d end=%d reason=%s", node.group, damage.begin, damage.end, damage.reason)
-    async with grpc.aio.insecure_channel(f"{peer.ip}:{peer.control_port}", options=CHANNEL_OPTIONS) as channel:
-        stub = BrokerStub(channel)
-        theirs = await stub.DescribeLog(pb.Nothing(), metadata=metadata, timeout=5)
-        wanted: tuple[int, int] | None = None
+    metadata = (("x-api-token", settings.token),)
+    described = await asyncio.gather(*(_describe(peer, metadata) for peer in peers))
+    best = best_source(damage, [(theirs.log_start, theirs.log_end) if theirs else None for theirs in described])
+    theirs = described[best] if best is not None else None
+    if best is None or theirs is None:
+        raise NotServed(f"{sum(one is None for one in described)} of {len(peers)} copies do not answer")
+    wanted: tuple[int, int] | None = None
 
-        def mend() -> None:
-            nonlocal wanted
-            wanted = node.mend(theirs.log_start, theirs.log_end)
+    def mend() -> None:
+        nonlocal wanted
+        wanted = node.mend(theirs.log_start, theirs.log_end)
 
-        service.guarded(mend)
-        if wanted is not None:
-            request = pb.ReadLogRequest(begin=wanted[0], end=wanted[1])
-            chunks = [chunk async for chunk in stub.ReadLog(request, metadata=metadata, timeout=60)]
-            data = b"".join(chunk.data for chunk in chunks)
-            if node.log.damage is damage:
-                service.guarded(partial(node.repair, chunks[0].offset if chunks else wanted[1], data))
-        if node.log.damage is None:
-            log.warning("log repaired group=%s begin=%d end=%d", node.group, damage.begin, damage.end)
+    service.guarded(mend)
+    if wanted is not None:
+        begin, data = await _fetch(peers[best], metadata, *wanted)
+        if node.log.damage is damage:
+            service.guarded(partial(node.repair, begin, data))
+    if node.log.damage is None:
+        log.warning("log repaired group=%s begin=%d end=%d", node.group, damage.begin, damage.end)
+
+
+async def _describe(peer: Address, metadata: Metadata) -> Any | None:
+    """Ask what a copy has; None: it does not answer."""
+    try:
+        async with _channel(peer) as channel:
+            return await BrokerStub(channel).DescribeLog(pb.Nothing(), metadata=metadata, timeout=5)
+    except grpc.aio.AioRpcError:
+        return None
+
+
+async def _fetch(peer: Address, metadata: Metadata, begin: int, end: int) -> tuple[int, bytes]:
+    """Return the frames that begin in [begin, end), and where the first one does; `end` if there are none."""
+    async with _channel(peer) as channel:
+        request = pb.ReadLogRequest(begin=begin, end=end)
+        chunks = [chunk async for chunk in BrokerStub(channel).ReadLog(request, metadata=metadata, timeout=60)]
+        return chunks[0].offset if chunks else end, b"".join(chunk.data for chunk in chunks)
+
+
+def _channel(peer: Address) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(f"{peer.ip}:{peer.control_port}", options=CHANNEL_OPTIONS)

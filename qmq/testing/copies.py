@@ -193,7 +193,7 @@ class Copies(Generic[M]):
             NotServed: it has not begun, or has no slave yet.
         """
         master = self.copies[0].node.master
-        if master is None or not master.has_begun or master.gate.no_slave_in_sync:
+        if master is None or not master.has_begun or master.gate.too_few_in_sync:
             raise NotServed("the two copies have not agreed yet")
         return master
 

@@ -98,7 +98,7 @@ class DelayOracle(Oracle):
     def look(self, process: DelayProcess) -> None:
         super().look(process)
         master = process.node.master
-        if master is not None and master.gate.no_slave_in_sync:
+        if master is not None and master.gate.too_few_in_sync:
             process.alone_end = process.log.end
 
     # Told by the clients.

@@ -29,9 +29,11 @@ class Legality:
         if not node.log.health.is_of(node.log.damage):
             raise Violation(f"states: the log of {name} is {node.log.health.state.name}, damage {node.log.damage}")
         if (master := node.master) is not None:
-            follower = master.follower
-            if not follower.is_legal or (follower.in_sync is None) != master.gate.no_slave_in_sync:
-                counts = "no slave" if master.gate.no_slave_in_sync else "a slave"
-                raise Violation(f"states: {name}'s slave is {follower.state.name}, {follower.now}, and {counts} counts")
+            followers = [watch.follower for watch in master.slaves.all]
+            too_few = len(master.slaves.in_step) < master.gate.min_copies - 1
+            if too_few != master.gate.too_few_in_sync or not all(follower.is_legal for follower in followers):
+                counts = "too few count" if master.gate.too_few_in_sync else "enough count"
+                states = [(follower.state.name, follower.now) for follower in followers]
+                raise Violation(f"states: {name}'s slaves are {states}, and {counts}")
         elif (slave := node.slave) is not None and not slave.life.is_legal:
             raise Violation(f"states: {name} is {slave.life.state.name}, {slave.life.now}")

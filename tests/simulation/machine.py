@@ -360,7 +360,7 @@ class Process:
             master = node.master
             return (
                 f"master {master.epoch} begun={master.has_begun} end={self.log.end} high={master.gate.high_watermark} "
-                f"alone={master.gate.no_slave_in_sync} readonly={master.readonly.reasons}"
+                f"alone={master.gate.too_few_in_sync} readonly={master.readonly.reasons}"
             )
         known = node.identity.value.epoch
         return f"{type(node.role).__name__} end={self.log.end} knows={known} damage={self.log.damage}"
@@ -508,7 +508,9 @@ class Process:
         for peer in self.node.assignment.peers if self.node.assignment is not None else ():
             other = self.world.machine(peer.ip).process
             if other is not None and self.world.network.is_through(self.name, other.name):
-                whose = SLAVE if self.node.master is not None else MASTER
+                several = len(self.world.machines) > 2
+                slave = f"{SLAVE} {other.node.identity.value.owner}" if several else SLAVE
+                whose = slave if self.node.master is not None else MASTER
                 self.node.clocks.heard(whose, other.now_ms(), monotonic_ms=self.monotonic_ms())
 
 

@@ -47,6 +47,8 @@ class Bug:
     """Whether it takes an operator who moves consumer groups."""
     fails_over: bool = False
     """Whether it takes a metaserver that makes slaves masters by itself."""
+    copies: int = 2
+    min_copies: int = 2
 
 
 @contextlib.contextmanager
@@ -61,7 +63,9 @@ def search(bug: Bug, seeds: range) -> Outcome | None:
     """Return the first seed that shows the bug."""
     with planted(bug):
         for seed in seeds:
-            outcome = simulate(seed, moves=bug.moves, fails_over=bug.fails_over)
+            outcome = simulate(
+                seed, moves=bug.moves, fails_over=bug.fails_over, copies=bug.copies, min_copies=bug.min_copies
+            )
             if outcome.failure:
                 return outcome
     return None
@@ -95,12 +99,12 @@ def _ack_by_slaves_length() -> list[Patch]:
     """The end that the slave says in its hello counts as confirmed, whatever is in its log."""
     real = SlaveWatch.hello
 
-    def hello(self: SlaveWatch, link: Any, packet: Any) -> None:
-        real(self, link, packet)
-        if self.is_slave(link) and self._mastership.has_begun:
+    def hello(self: SlaveWatch, link: Any, packet: Any, said: Hello) -> None:
+        real(self, link, packet, said)
+        if self.is_of(link) and self._mastership.has_begun:
             slave = self.follower.connected
             self._enter(FollowerEvent.MATCHED, InSync(slave.shipper, slave.incarnation))
-            self._mastership.gate.slave_matched(min(Hello.decode(packet.body).end, self._mastership.log.end), 0)
+            self._mastership.gate.slave_matched(min(said.end, self._mastership.log.end), 0)
 
     return [mock.patch.object(SlaveWatch, "hello", hello)]
 
@@ -249,7 +253,7 @@ def _one_copy_acknowledges() -> list[Patch]:
     real = AckGate._release
 
     def release(self: AckGate) -> None:
-        if self.no_slave_in_sync:
+        if self.too_few_in_sync:
             self.matched_end = self.flushed_end
         real(self)
 
@@ -449,10 +453,28 @@ def _matched_by_each_confirmation() -> list[Patch]:
 
     def confirm(self: SlaveWatch, link: Any, packet: Any) -> None:
         real(self, link, packet)
-        if self.is_slave(link) and (slave := self.follower.in_sync) is not None:
+        if self.is_of(link) and (slave := self.follower.in_sync) is not None:
             self._enter(FollowerEvent.MATCHED, slave)
 
     return [mock.patch.object(SlaveWatch, "confirm", confirm)]
+
+
+def _largest_matched_end_counts() -> list[Patch]:
+    """The slave that is ahead of the others decides what is acknowledged."""
+    real = AckGate._rank
+
+    def rank(self: AckGate) -> None:
+        real(self)
+        if self._matched and not self.too_few_in_sync:
+            self.matched_end, self.matched_chain = max(self._matched.values())
+            self._release()
+
+    return [mock.patch.object(AckGate, "_rank", rank)]
+
+
+def _promises_are_forgotten() -> list[Patch]:
+    """What a copy promised is in memory only, until its hold ends."""
+    return [mock.patch.object(IdentityFile, "promise", lambda self, term: None)]
 
 
 BUGS = [
@@ -485,4 +507,6 @@ BUGS = [
     Bug("a slave that restarted is chosen", _slave_that_restarted_is_chosen, first=80, fails_over=True),
     Bug("a lost slave goes on counting", _a_lost_slave_goes_on_counting),
     Bug("matched by each confirmation", _matched_by_each_confirmation),
+    Bug("the largest matched end counts", _largest_matched_end_counts, copies=3, min_copies=3),
+    Bug("promises are forgotten", _promises_are_forgotten, first=70, copies=3),
 ]

@@ -74,9 +74,12 @@ class Metaserver:
         def arrive() -> None:
             if process.is_alive:
                 process.heard_points = points
-                process.guarded(lambda: process.node.remembered_elsewhere(points))
+                process.guarded(lambda: self._tell(process, points))
 
         self._events.after(self._world.network.delay_ms(META, process.name), arrive)
+
+    def _tell(self, process: Process, points: list[Point]) -> None:
+        process.node.remembered_elsewhere(points)
 
     def push(self, process: Process) -> None:
         """Tell a broker its part: late, perhaps twice, perhaps of a row that is old by then."""
@@ -273,6 +276,9 @@ class Metaserver:
             return
         if self._reach(group.master.hostname) is None or self._events.chance(0.03):
             self._fail_over(group)
+
+    def look_after(self) -> None:
+        """What an operator does in peace, besides."""
 
     def _reach(self, name: str) -> Process | None:
         process = self._world.machine(name).process

@@ -10,9 +10,10 @@ import time
 from collections import Counter
 from functools import partial
 from multiprocessing import Pool
+from typing import Any
 
 from tests.simulation.nemesis import FAULTS
-from tests.simulation.world import Outcome, simulate
+from tests.simulation.world import Outcome, copies_of, simulate
 
 MUST_OCCUR = (
     *FAULTS,
@@ -30,22 +31,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     parser.add_argument("--seed", type=int, help="run this one only, and print its last events")
     parser.add_argument("--moves", action="store_true", help="with an operator who moves consumer groups")
+    parser.add_argument("--copies", type=int, help="of each group (default: a mix of two and three)")
+    parser.add_argument("--min-copies", type=int, default=2, help="how many acknowledge (default 2)")
     parser.add_argument("--failover", action="store_true", help="the metaserver makes slaves masters by itself")
     options = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
+    kinds: dict[str, Any] = {"moves": options.moves, "fails_over": options.failover}
+    if options.copies is not None or options.moves or options.failover:
+        kinds |= {"copies": options.copies or 2, "min_copies": options.min_copies}
     if options.seed is not None:
-        outcome = simulate(options.seed, moves=options.moves, fails_over=options.failover)
+        outcome = of_mix(options.seed, **kinds)
         print_outcome(outcome)
         return bool(outcome.failure)
-    seeds = range(options.first, options.first + options.seeds)
-    return run(seeds, options.jobs, moves=options.moves, fails_over=options.failover)
+    return run(range(options.first, options.first + options.seeds), options.jobs, **kinds)
 
 
-def run(seeds: range, jobs: int, *, moves: bool = False, fails_over: bool = False) -> int:
+def of_mix(seed: int, **kinds: Any) -> Outcome:
+    return simulate(seed, **(kinds if "copies" in kinds else kinds | copies_of(seed)))
+
+
+def run(seeds: range, jobs: int, **kinds: Any) -> int:
     began, counts, failed = time.monotonic(), Counter[str](), []
     steps = acknowledged = delivered = 0
     with Pool(jobs, initializer=logging.disable, initargs=(logging.CRITICAL,)) as pool:
-        for outcome in pool.imap_unordered(partial(simulate, moves=moves, fails_over=fails_over), seeds, chunksize=4):
+        for outcome in pool.imap_unordered(partial(of_mix, **kinds), seeds, chunksize=4):
             counts += outcome.counts
             steps += outcome.steps
             acknowledged += outcome.acknowledged

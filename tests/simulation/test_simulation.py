@@ -22,6 +22,7 @@ from tests.simulation.world import Outcome, simulate
 SEEDS = range(10_001, 10_161)
 MOVES = range(10_001, 10_041)
 FAILOVERS = range(10_001, 10_013)
+COPIES = range(10_001, 10_021)
 FOUND_WITHIN = 500
 
 
@@ -75,6 +76,17 @@ def test_every_promise_is_kept_while_the_metaserver_makes_slaves_masters() -> No
         assert not outcome.failure, f"{events}\nseed {outcome.seed}: {outcome.failure}"
         counts += outcome.counts
     assert counts["failed over"] > 0
+
+
+def test_every_promise_is_kept_with_three_copies() -> None:
+    counts: Counter[str] = Counter()
+    for seed in COPIES:
+        outcome = simulate(seed, copies=3, min_copies=2 if seed % 4 else 3)
+        events = "\n".join(outcome.recent)
+        assert not outcome.failure, f"{events}\nseed {outcome.seed}: {outcome.failure}"
+        counts += outcome.counts
+    names = ("failed over", "swapped", "promised", "row raised", "cut_off_master", "batch acknowledged")
+    assert [name for name in names if not counts[name]] == []
 
 
 @pytest.mark.parametrize("seed", [3, 7, 11])

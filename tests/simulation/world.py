@@ -16,6 +16,7 @@ from qmq.types import Role
 from tests.simulation.clients import Client, Consumer, Producer
 from tests.simulation.events import Events, Violation
 from tests.simulation.machine import Limits, Machine
+from tests.simulation.many_copies import ManyCopies, ManyNemesis
 from tests.simulation.nemesis import Nemesis
 from tests.simulation.network import End, Network
 from tests.simulation.operator import Operator
@@ -111,7 +112,9 @@ class Outcome:
 class World:
     """Everything that belongs to one seed."""
 
-    def __init__(self, seed: int, *, moves: bool = False, fails_over: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, moves: bool = False, fails_over: bool = False, copies: int = 2, min_copies: int = 2
+    ) -> None:
         self.events = Events(seed)
         self._moves, self._fails_over = moves, fails_over
         self.swarm = swarm = Swarm.draw(self.events.rng)
@@ -120,15 +123,16 @@ class World:
         self.oracle.is_counted = not moves and not swarm.unsubscribe
         # A master that is cut off answers acks alone until it hears of its successor; these are taken back, after later
         # messages of the same key were done.
-        self.oracle.is_ordered = swarm.keys and not moves and not fails_over
+        self.oracle.is_ordered = swarm.keys and not moves and not fails_over and copies == 2
         self.oracle.choosy = {"g1"} if swarm.tagged else set()
         self.network = Network(self.events, delay_ms=swarm.delay_ms, stall=swarm.stall, keepalive_ms=swarm.keepalive_ms)
         self.network.on_answer = self._on_answer
-        self.machines = [Machine(self, "a"), Machine(self, "b")]
-        self.oracle.machines = self.machines
+        self.machines = [Machine(self, name) for name in "abcde"[:copies]]
+        self.oracle.machines, self.oracle.min_copies = self.machines, min_copies
         for machine in self.machines:
             self.network.listen(machine)
-        self.metaserver = Metaserver(self, "a", "b")
+        names = [machine.name for machine in self.machines]
+        self.metaserver = Metaserver(self, "a", "b") if copies == 2 else ManyCopies(self, names, min_copies)
         self.metaserver.fails_over = fails_over
         self.producers = [Producer(self, f"p{i}", i + 1) for i in range(swarm.producers)]
         self.consumers = [
@@ -140,7 +144,7 @@ class World:
         self.clients: list[Client] = [*self.producers, *self.consumers]
 
     def machine(self, name: str) -> Machine:
-        return self.machines[0] if name == "a" else self.machines[1]
+        return next(machine for machine in self.machines if machine.name == name)
 
     def is_held_by_other(self, name: str) -> bool:
         """Whether the other machine has a whole log with everything that was committed."""
@@ -160,8 +164,9 @@ class World:
         for machine in self.machines:
             machine.start()
         self.events.run_until(int(self.swarm.war_ms * 100))
-        nemesis, operator = Nemesis(self), Operator(self) if self._moves else None
-        if self._fails_over:
+        nemesis = Nemesis(self) if len(self.machines) == 2 else ManyNemesis(self)
+        operator = Operator(self) if self._moves else None
+        if self._fails_over or len(self.machines) > 2:
             self.metaserver.look()
         self.events.run_until(int(self.swarm.war_ms * 1000))
         nemesis.stop()
@@ -198,6 +203,7 @@ class World:
         """What operators and the nightly audit do: finish a half-done exchange of roles, read both logs through."""
         self.events.after(1000, self._look_after)
         self.network.heal_all()  # faults that were still under way
+        self.metaserver.look_after()
         if self.metaserver.master_is_refused:
             self.metaserver.replace(Role.MASTER)
         if self.metaserver.master_is_refused:  # still: its disk is lost, and the other copy was never seen in step
@@ -227,7 +233,7 @@ class World:
         if any(process is None or process.log.damage is not None or not process.log.is_idle for process in processes):
             return False
         logs = [process.log for process in processes if process is not None]
-        if (logs[0].end, logs[0].chain) != (logs[1].end, logs[1].chain):
+        if len({(log.end, log.chain) for log in logs}) > 1:
             return False
         master = next((process for process in processes if process is not None and process.node.writable), None)
         if master is None or any(producer.outstanding for producer in self.producers):
@@ -263,10 +269,18 @@ class World:
         return "; ".join(parts)
 
 
-def simulate(seed: int, *, moves: bool = False, fails_over: bool = False) -> Outcome:
+def copies_of(seed: int) -> dict[str, int]:
+    """In the mix of `make simulate`, every fourth group has three copies; in every fourth of these, all acknowledge."""
+    return {} if seed % 4 else {"copies": 3, "min_copies": 2 if seed % 16 else 3}
+
+
+def simulate(
+    seed: int, *, moves: bool = False, fails_over: bool = False, copies: int = 2, min_copies: int = 2
+) -> Outcome:
     """Run one seed to its end; a failure is in the outcome. `moves`: with an operator who moves consumer groups;
-    `fails_over`: with a metaserver that makes the slave the master by itself."""
-    world, failure = World(seed, moves=moves, fails_over=fails_over), ""
+    `fails_over`: with a metaserver that makes the slave the master by itself, as it always does with more `copies`."""
+    world = World(seed, moves=moves, fails_over=fails_over, copies=copies, min_copies=min_copies)
+    failure = ""
     try:
         world.run()
     except Violation as error:

@@ -27,14 +27,14 @@ def test_slave_of_an_older_row_does_not_count():
     group.cut()
     group.connect()
     group.settle()
-    assert group.a.master.gate.no_slave_in_sync and not group.a.master.has_begun
+    assert group.a.master.gate.too_few_in_sync and not group.a.master.has_begun
     late = client.produce("m1")
     group.settle()
     assert not client.answered(late) or client.code(late) == ErrorCode.READ_ONLY
     group.b.assign(Role.SLAVE, 2)
     group.connect()
     group.settle()
-    assert not group.a.master.gate.no_slave_in_sync and group.a.master.has_begun
+    assert not group.a.master.gate.too_few_in_sync and group.a.master.has_begun
 
 
 def test_pull_that_asks_for_nothing_is_refused_and_waits_nowhere():

@@ -267,7 +267,7 @@ def test_slave_that_says_hello_again_counts_for_nothing_before_it_matched():
     group.at_slave.told.clear()
     group.b.slave.connected(group.at_slave)
     group.deliver_hello()
-    assert group.a.master.gate.no_slave_in_sync and not client.answered(stored)
+    assert group.a.master.gate.too_few_in_sync and not client.answered(stored)
     group.settle()
     assert client.receipt(stored).stored == 1 and equal(group)
 
@@ -362,8 +362,8 @@ def test_slave_that_catches_up_counts_for_nothing_before_it_has_what_is_acknowle
             group.to_master()
             if high // 4 < group.b.log.end < high // 2:
                 break
-            assert group.a.master.gate.no_slave_in_sync or group.b.log.flushed_end >= high
-        assert group.a.master.gate.no_slave_in_sync and not group.a.node.writable
+            assert group.a.master.gate.too_few_in_sync or group.b.log.flushed_end >= high
+        assert group.a.master.gate.too_few_in_sync and not group.a.node.writable
         assert client.code(client.produce("n")) == ErrorCode.READ_ONLY
         if not restarts:
             group.cut()

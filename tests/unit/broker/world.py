@@ -179,9 +179,9 @@ class Broker:
         assert self.node.slave is not None
         return self.node.slave
 
-    def assign(self, role: Role, term: int = 1, **fields) -> None:
+    def assign(self, role: Role, term: int = 1, *, slaves: int = 1, **fields) -> None:
         address = Address("127.0.0.1", 1, 2, 3)
-        self.node.assign(Assignment("g1", term, role, address, (address,), **fields))
+        self.node.assign(Assignment("g1", term, role, address, (address,) * slaves, **fields))
 
     def wait(self, ms: int) -> None:
         """Let time go by, in steps in which nobody takes this broker for one that stood still."""

@@ -55,13 +55,13 @@ def test_high_watermark_never_decreases_and_stays_within_both_disks():
                 case "flush":
                     ours += rng.randrange(20)
                     gate.flushed(ours, 0)
-                case "confirm" if not gate.no_slave_in_sync:
+                case "confirm" if not gate.too_few_in_sync:
                     theirs = min(theirs + rng.randrange(20), ours + 10)
                     gate.confirmed(theirs, 0)
                 case "gone":
                     theirs = 0
                     gate.slave_gone()
-                case "matched" if gate.no_slave_in_sync:
+                case "matched" if gate.too_few_in_sync:
                     theirs = rng.randrange(ours + 1)
                     gate.slave_matched(theirs, 0)
             known_safe = max(known_safe, min(ours, theirs))

@@ -15,7 +15,7 @@ S = FollowerState
 
 
 def states(group: Group) -> list[FollowerState]:
-    return [move.after for move in group.a.master.follower.history]
+    return [move.after for move in group.a.master.slaves.all[0].follower.history]
 
 
 def test_a_slave_joins_lags_catches_up_and_is_lost():
@@ -26,10 +26,10 @@ def test_a_slave_joins_lags_catches_up_and_is_lost():
     group.a.host.settle()
     group.a.wait(100)
     group.a.wait(1100)
-    assert master.follower.state is S.LAGGING and master.readonly.reasons == [Reason.SLAVE_LAG]
+    assert master.slaves.all[0].follower.state is S.LAGGING and master.readonly.reasons == [Reason.SLAVE_LAG]
     group.settle()
     group.a.wait(100)
-    assert master.follower.state is S.IN_SYNC and not master.readonly.reasons
+    assert master.slaves.all[0].follower.state is S.IN_SYNC and not master.readonly.reasons
     group.cut()
     assert states(group)[2:] == [S.LAGGING, S.IN_SYNC, S.ABSENT]
     assert master.readonly.reasons == [Reason.SLAVE_DOWN]
@@ -42,11 +42,11 @@ def test_a_confirmation_of_another_log_ends_what_the_slave_counts_for():
     group.a.host.settle()
     slave._confirm(group.a.log.end, 0xBAD)
     group.to_master()
-    assert group.a.master.follower.state is S.DIVERGED and gate.no_slave_in_sync
+    assert group.a.master.slaves.all[0].follower.state is S.DIVERGED and gate.too_few_in_sync
     assert group.a.master.readonly.reasons == [Reason.DIVERGED, Reason.SLAVE_DOWN]
     group.connect()
     group.settle()
-    assert group.a.master.follower.state is S.IN_SYNC and not group.a.master.readonly.reasons
+    assert group.a.master.slaves.all[0].follower.state is S.IN_SYNC and not group.a.master.readonly.reasons
 
 
 def test_a_move_that_the_table_lacks_ends_the_mastership_and_not_the_process(monkeypatch):

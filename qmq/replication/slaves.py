@@ -1,0 +1,259 @@
+"""Core. A master's slaves, up to four: who says what, whether enough of them count, and when the mastership begins.
+
+Before it begins, slaves restore what the master lost, one after the other; then the master writes its epoch frame, and
+from there on its bytes are its own. It waits for all slaves of its row a moment, because what one of them has more than
+the others is in the way later: a slave that confirmed it never gives it up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from qmq.errors import InvalidRequest
+from qmq.log.frame import FrameKind, encode_json_body
+from qmq.remoting import commands
+from qmq.remoting.packet import Packet
+from qmq.replication.agreement import Hello
+from qmq.replication.clocks import SLAVE
+from qmq.replication.follower import FollowerState
+from qmq.replication.identity import IdentityFile
+from qmq.replication.mastership import Mastership
+from qmq.replication.ports import Link
+from qmq.replication.readonly import Reason
+from qmq.replication.slave_watch import SlaveWatch
+from qmq.types import Epoch
+
+log = logging.getLogger(__name__)
+
+OTHERS_WAIT_MS = 1_000
+"""How long the slaves that have not said hello keep up a mastership to which enough have: they connect again within a
+tenth of that, if they are there."""
+
+
+class Slaves:
+    """Made by the master; ends with the mastership.
+
+    Args:
+        matched: called when a slave begins to count.
+        wait_ms: how long to wait before going on without any slave.
+        count: slaves in the metaserver's row.
+    """
+
+    def __init__(
+        self, mastership: Mastership, identity: IdentityFile, matched: Callable[[], None], *, wait_ms: int, count: int
+    ) -> None:
+        self._mastership, self._identity, self._on_match, self._wait_ms = mastership, identity, matched, wait_ms
+        self._count = max(1, count)
+        self.fenced_by: Epoch | None = None
+        self.yields_from: int | None = None
+        self._must_match = mastership.log.is_empty or mastership.log.is_tail_cut or not identity.value.complete
+        self._began_ms = mastership.host.monotonic_ms()
+        self._begins_at = 0
+        """Offset of our epoch frame, once we have begun."""
+        self._held_end = 0
+        """Before it, a slave has what we have: it confirmed that in this mastership, or sends it."""
+        self._watches: dict[str, SlaveWatch] = {}
+        if self._count == 1:
+            self._watch("")
+        mastership.readonly.change(Reason.SLAVE_DOWN, True)
+
+    @property
+    def all(self) -> list[SlaveWatch]:
+        return list(self._watches.values())
+
+    def of(self, link: Link) -> SlaveWatch | None:
+        """Return the slave to which frames go on this link."""
+        for watch in self._watches.values():
+            if watch.is_of(link):
+                return watch
+        return None
+
+    @property
+    def in_step(self) -> list[SlaveWatch]:
+        """The slaves that count."""
+        return [watch for watch in self._watches.values() if watch.follower.in_sync is not None]
+
+    @property
+    def confirmed_end(self) -> int | None:
+        """Offset from which a slave still needs the log; None: none is connected."""
+        ends = [watch.confirmed_end for watch in self._watches.values() if watch.confirmed_end is not None]
+        return min(ends, default=None)
+
+    @property
+    def are_level(self) -> bool:
+        """Whether enough slaves count, and each that is there has all and knows what was acknowledged."""
+        there = [watch for watch in self._watches.values() if watch.is_there]
+        return not self._mastership.gate.too_few_in_sync and all(watch.is_level for watch in there)
+
+    def clock(self, watch: SlaveWatch) -> str:
+        """Return the name of a slave's clock (`qmq.replication.clocks`)."""
+        return f"{SLAVE} {watch.name}" if watch.name else SLAVE
+
+    def _watch(self, name: str) -> SlaveWatch:
+        return self._watches.setdefault(name, SlaveWatch(name, self._mastership, self._identity, self))
+
+    # Requests.
+
+    def hello(self, link: Link, packet: Packet) -> None:
+        mastership = self._mastership
+        hello = Hello.decode(packet.body)
+        if hello.group != mastership.group or hello.incarnation == self._identity.value.incarnation:
+            raise InvalidRequest(f"this is the master of {mastership.group}; you are of {hello.group!r}, or myself")
+        if hello.assigned_term != mastership.epoch.term and hello.known <= mastership.epoch:
+            # It follows an older row, or a newer one: another broker may be the slave by now, and this one's copy must
+            # not be what an acknowledgement rests on.
+            raise InvalidRequest(
+                f"you are the slave of term {hello.assigned_term}, this is the master of term {mastership.epoch.term}: "
+                "ask the metaserver again"
+            )
+        # A broker counts once, whichever disks it has had; the only slave of a group is the only one.
+        name = "" if self._count == 1 else hello.owner or hello.incarnation
+        self._watch(name).hello(link, packet, hello)
+
+    def confirm(self, link: Link, packet: Packet) -> None:
+        if (watch := self.of(link)) is None:
+            link.close("a confirmation of another link or epoch proves nothing here")
+        else:
+            watch.confirm(link, packet)
+
+    def restore(self, link: Link, packet: Packet) -> None:
+        """Frames that we lost and a slave still has."""
+        if (watch := self._restoring_on(link)) is None:
+            link.close("nobody asked for these frames")
+        else:
+            watch.restore(packet)
+
+    def restore_snapshot(self, link: Link, packet: Packet) -> None:
+        mastership, watch = self._mastership, self._restoring_on(link)
+        base, snapshot = commands.split_offset(packet.body)
+        if watch is None or not (mastership.log.is_empty or base > mastership.log.end):
+            link.close("nobody asked for this snapshot")
+            return
+        if not mastership.log.is_idle:
+            link.close("what an earlier link sent is still being written: say hello again")
+            return
+        for other in self._watches.values():
+            if other is not watch:
+                other.drop("the master's log begins anew: say hello again")
+        # What was restored on an earlier link may end before the slave's log begins by now: retention went on there.
+        mastership.log.seed(base, snapshot, "taken-back")
+        watch.confirm_restored(base, mastership.log.chain)
+
+    def _restoring_on(self, link: Link) -> SlaveWatch | None:
+        return next((watch for watch in self._watches.values() if watch.is_restoring(link)), None)
+
+    # What a slave's watch tells.
+
+    def changed(self) -> None:
+        needed, watches = self._mastership.gate.min_copies - 1, self._watches.values()
+        connected = sum(watch.follower.connected is not None for watch in watches)
+        timely = sum(watch.follower.state is FollowerState.IN_SYNC for watch in watches)
+        readonly = self._mastership.readonly
+        readonly.change(Reason.SLAVE_DOWN, connected < needed)
+        readonly.change(Reason.SLAVE_LAG, timely < needed <= connected)
+        has_parted = any(watch.has_parted for watch in watches)
+        readonly.change(Reason.DIVERGED, has_parted and len(self.in_step) < needed)
+
+    def matched(self) -> None:
+        self._on_match()
+
+    def compared(self) -> None:
+        self._begin_if_due(self._mastership.host.monotonic_ms())
+
+    def fenced(self, known: Epoch) -> None:
+        self._mastership.readonly.change(Reason.FENCED, True)
+        self.fenced_by = known
+        log.warning("master fenced group=%s epoch=%s by=%s", self._mastership.group, self._mastership.epoch, known)
+
+    def may_yield(self, offset: int) -> bool:
+        """The only slave knows best. One of several does not: another may have confirmed what an earlier mastership of
+        ours wrote there."""
+        mine = self._mastership.has_begun and offset >= self._begins_at and self._held_end <= offset
+        return self._count == 1 or mine
+
+    def is_restoring_from(self, other: SlaveWatch) -> bool:
+        return any(watch.follower.restoring is not None for watch in self._watches.values() if watch is not other)
+
+    def yields(self, offset: int) -> None:
+        self.yields_from = offset
+
+    def holds(self, end: int) -> None:
+        self._held_end = max(self._held_end, end)
+
+    # Events.
+
+    def ship(self) -> None:
+        for watch in self._watches.values():
+            watch.ship()
+
+    def committed(self, end: int, chain: int) -> None:
+        """Our disk has everything before `end`."""
+        for watch in self._watches.values():
+            watch.committed(end, chain)
+
+    def link_lost(self, link: Link) -> None:
+        for watch in self._watches.values():
+            watch.link_lost(link)
+
+    def tick(self, now_ms: int) -> None:
+        for watch in self._watches.values():
+            watch.tick(now_ms)
+        self.remember_point()
+        self._begin_if_due(now_ms)
+
+    def remember_point(self) -> None:
+        """Note up to where we acknowledged, and tell the slaves: all remember it outside the log."""
+        if (point := self._mastership.gate.point) is not None:
+            self._identity.points.acknowledged(point)
+            for watch in self._watches.values():
+                watch.tell(point)
+
+    def step_down(self) -> None:
+        self.remember_point()
+        for watch in self._watches.values():
+            watch.drop("the mastership is over")
+
+    # The beginning.
+
+    def _begin_if_due(self, now_ms: int) -> None:
+        """Begin once all slaves were heard, or enough of them and the rest does not come, or none comes."""
+        watches, points = self._watches.values(), self._identity.points
+        if self._mastership.has_begun or points.lacks is not None:
+            return
+        if any(watch.follower.restoring is not None for watch in watches):
+            return
+        heard = sum(watch.follower.connected is not None for watch in watches)
+        waited_ms = now_ms - self._began_ms
+        if heard >= self._count:
+            self._begin("its slave matched" if heard == 1 else "its slaves matched")
+        elif heard >= self._enough and waited_ms >= min(OTHERS_WAIT_MS, self._wait_ms):
+            self._begin(f"{heard} of its {self._count} slaves matched")
+        elif not self._must_match and waited_ms >= self._wait_ms:
+            self._begin("went on without its slave")
+
+    @property
+    def _enough(self) -> int:
+        """Slaves without which a mastership does not begin early. What was acknowledged is on `min_copies` copies; if
+        our own disk may have lost it, so many slaves are needed that one of them has it."""
+        min_copies = self._mastership.gate.min_copies
+        needed = min_copies - 1
+        return max(needed, self._count + 1 - needed) if self._must_match else needed
+
+    def _begin(self, why: str) -> None:
+        """Write the epoch frame: from here on this mastership's bytes are its own."""
+        mastership = self._mastership
+        mastership.has_begun = True
+        self._begins_at = mastership.log.end
+        self._identity.completed(True)
+        self._identity.points.beginning(mastership.log.end)
+        mastership.log.tail_is_whole()
+        mastership.append(FrameKind.EPOCH, "", encode_json_body(broker=self._identity.value.incarnation, why=why))
+        mastership.gate.counts_from = mastership.log.end
+        log.info(
+            "mastership begins group=%s epoch=%s offset=%d: %s",
+            mastership.group,
+            mastership.epoch,
+            mastership.log.end,
+            why,
+        )

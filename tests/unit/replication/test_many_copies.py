@@ -1,0 +1,321 @@
+"""Core. Three copies of a group: two, or all three, acknowledge; each slave has a link of its own to the master."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from qmq.errors import ErrorCode, OperatorError
+from qmq.replication.clocks import METASERVER, SLAVE
+from qmq.replication.follower import FollowerState
+from qmq.replication.readonly import Reason
+from qmq.replication.slaves import OTHERS_WAIT_MS
+from qmq.types import Role
+from tests.unit.broker.world import SETTINGS, Broker, Client, Group
+
+
+class Copies:
+    """A master `a` and the slaves `b` and `c`, each with a wire to it."""
+
+    def __init__(self, *, min_copies: int = 2, **changes) -> None:
+        settings = replace(SETTINGS, **changes)
+        self.a, self.b, self.c = (Broker(name, settings) for name in "abc")
+        self.min_copies = min_copies
+        self.wires = {"b": Group(self.a, self.b), "c": Group(self.a, self.c)}
+
+    def start(self, *, connected: str | None = None, term: int = 1, master: Broker | None = None) -> Copies:
+        master = master or self.a
+        for broker in (self.a, self.b, self.c):
+            role = Role.MASTER if broker is master else Role.SLAVE
+            broker.assign(role, term, slaves=2, min_copies=self.min_copies)
+        slaves = [broker for broker in (self.a, self.b, self.c) if broker is not master]
+        self.wires = {slave.name: Group(master, slave) for slave in slaves}
+        self.connect("".join(self.wires) if connected is None else connected)
+        return self
+
+    def connect(self, names: str) -> None:
+        for name in names:
+            self.wires[name].connect()
+        self.settle()
+
+    def cut(self, names: str = "bc") -> None:
+        for name in names:
+            if self.wires[name].at_master is not None:
+                self.wires[name].cut()
+                self.wires[name].at_master = self.wires[name].at_slave = None
+
+    def settle(self) -> None:
+        before = None
+        while before != (before := [broker.log.end for broker in (self.a, self.b, self.c)] + [self.high]):
+            for wire in self.wires.values():
+                wire.settle()
+
+    @property
+    def high(self) -> int:
+        masters = [broker.node.master for broker in (self.a, self.b, self.c) if broker.node.master]
+        return masters[0].gate.high_watermark if masters else 0
+
+    def state(self, name: str) -> FollowerState:
+        (watch,) = [watch for watch in self.a.master.slaves.all if watch.owner.startswith(f"{name}:")]
+        return watch.follower.state
+
+
+def test_one_of_three_may_go_and_producing_goes_on():
+    copies = Copies().start()
+    client = Client(copies.a)
+    first = client.produce("m1")
+    copies.settle()
+    copies.cut("c")
+    second = client.produce("m2")
+    copies.settle()
+    assert client.receipt(first).stored == client.receipt(second).stored == 1 and copies.a.node.writable
+    copies.cut("b")
+    refused = client.produce("m3")
+    copies.settle()
+    assert client.code(refused) == ErrorCode.READ_ONLY
+    assert copies.a.node.readonly_reasons == [Reason.SLAVE_DOWN]
+    copies.connect("c")  # which lacked a message until now
+    third = client.produce("m4")
+    copies.settle()
+    assert client.receipt(third).stored == 1 and copies.c.log.chain == copies.a.log.chain
+
+
+@pytest.mark.parametrize("min_copies, is_stored", [(2, True), (3, False)])
+def test_as_many_copies_acknowledge_as_the_row_says(min_copies, is_stored):
+    copies = Copies(min_copies=min_copies).start()
+    client = Client(copies.a)
+    stored = client.produce("m1")
+    copies.wires["b"].settle()  # what is sent to c stays on its way
+    assert client.answered(stored) == is_stored
+    copies.settle()
+    assert client.receipt(stored).stored == 1
+
+
+def test_all_three_acknowledge_and_one_goes():
+    copies = Copies(min_copies=3).start()
+    copies.cut("c")
+    assert copies.a.node.readonly_reasons == [Reason.SLAVE_DOWN] and copies.a.master.gate.too_few_in_sync
+
+
+def test_a_lagging_third_copy_stops_nobody_and_is_shown():
+    copies = Copies(slave_lag_ms_max=1_000).start()
+    Client(copies.a).produce("m1")
+    copies.wires["b"].settle()
+    copies.a.wait(10)
+    copies.a.wait(1_500)
+    assert copies.state("c") is FollowerState.LAGGING and copies.a.node.writable
+    copies.settle()
+    assert copies.state("c") is FollowerState.IN_SYNC
+
+
+def test_frames_of_an_older_epoch_count_with_the_own_epoch_frame_only():
+    copies = Copies().start()
+    copies.cut()
+    Client(copies.a).produce("m1")  # on a's disk alone
+    copies.a.host.settle()
+    high = copies.a.master.gate.high_watermark
+    alone = copies.a.log.end
+    copies.start(connected="", term=2)
+    copies.wires["b"].connect()
+    copies.a.wait(OTHERS_WAIT_MS)
+    sent = []
+    while copies.a.master.gate.high_watermark == high:
+        copies.a.host.settle()
+        copies.b.host.settle()
+        wire = copies.wires["b"]
+        assert wire.deliver_hello() or wire.to_slave() or wire.to_master()
+        sent.append(copies.a.master.slaves.confirmed_end)
+    assert copies.a.master.gate.high_watermark > alone
+
+
+def test_a_master_takes_back_what_any_slave_has_before_it_begins():
+    copies = Copies().start()
+    Client(copies.a).produce("m1")
+    copies.a.host.turn()  # shipped; its own disk has nothing yet
+    copies.wires["b"].to_slave()
+    copies.b.host.settle()
+    copies.a.crash()
+    end = copies.b.log.end
+    assert copies.a.log.end < end == copies.b.log.flushed_end
+    copies.c.crash()
+    copies.b.crash()
+    copies.start(connected="c")
+    assert not copies.a.master.has_begun  # c has no more, and b may have
+    copies.connect("b")
+    assert copies.a.master.has_begun
+    assert copies.a.log.chain == copies.b.log.chain == copies.c.log.chain and copies.a.log.end > end
+
+
+def test_a_master_waits_a_second_for_the_third_copy():
+    copies = Copies().start()
+    copies.a.crash()
+    copies.start(connected="")
+    copies.connect("b")
+    copies.a.wait(OTHERS_WAIT_MS - 100)
+    assert not copies.a.master.has_begun
+    copies.a.wait(100)
+    copies.settle()
+    assert copies.a.master.has_begun and copies.a.node.writable
+
+
+def test_a_broker_counts_once_whatever_disks_it_had():
+    copies = Copies(min_copies=3).start(connected="b")
+    replaced = Broker("b", copies.b.settings)  # the same place with an empty disk, while the old link still stands
+    replaced.assign(Role.SLAVE, 1, slaves=2, min_copies=3)
+    copies.wires["again"] = Group(copies.a, replaced)
+    copies.connect(["again"])
+    copies.a.wait(OTHERS_WAIT_MS)
+    copies.settle()
+    assert len(copies.a.master.slaves.in_step) <= 1 and copies.a.master.gate.too_few_in_sync
+
+
+def test_what_a_slave_confirmed_is_not_cut_and_stops_nobody_else():
+    copies = Copies().start()
+    Client(copies.a).produce("m1")
+    copies.a.host.turn()
+    copies.wires["b"].to_slave()
+    copies.b.host.settle()  # b has it on its disk, and nobody else
+    copies.a.crash()
+    copies.start(connected="c")
+    copies.a.wait(OTHERS_WAIT_MS)
+    copies.settle()
+    assert copies.a.master.has_begun
+    kept = copies.b.log.end
+    copies.connect("b")
+    assert copies.state("b") is FollowerState.DIVERGED and copies.b.log.end == kept
+    stored = Client(copies.a).produce("m2")
+    copies.settle()
+    assert copies.a.node.writable and copies.a.log.chain == copies.c.log.chain
+    assert "diverged" in copies.b.node.readonly_reasons and not copies.a.node.readonly_reasons
+    assert stored
+
+
+def test_a_slave_that_was_away_was_not_rolled_back():
+    copies = Copies().start()
+    copies.cut("c")
+    Client(copies.a).produce("m1")
+    copies.settle()
+    copies.a.wait(200)  # the point is noted
+    point = copies.a.node.identity.points.own
+    copies.c.node.remembered_elsewhere([point], may_be_behind=True)
+    assert copies.c.node.identity.points.lacks is None
+    wire = copies.wires["c"]
+    wire.connect()
+    copies.c.host.settle()
+    wire.deliver_hello()
+    assert copies.c.node.identity.points.lacks is None
+
+
+# -- promises ------------------------------------------------------------------------------------------------------
+
+
+def promised(copies: Copies, broker: Broker, term: int = 2) -> None:
+    broker.node.prepare_failover(1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None, promised_term=term)
+
+
+def test_a_promise_outlives_a_restart_and_nobody_confirms_to_an_older_master():
+    copies = Copies().start()
+    promised(copies, copies.c)
+    assert copies.c.disk.has("broker.json")
+    copies.c.crash()
+    copies.c.assign(Role.SLAVE, 1, slaves=2)
+    copies.c.wait(5_000)  # the time for which it holds still is over
+    assert copies.c.node.is_held
+    copies.cut("c")
+    copies.wires["c"].connect()
+    copies.settle()
+    assert copies.state("c") is not FollowerState.IN_SYNC
+    copies.c.assign(Role.SLAVE, 2, slaves=2)
+    assert not copies.c.node.is_held
+
+
+def test_who_promised_is_no_master_of_an_older_term():
+    copies = Copies().start()
+    promised(copies, copies.c, 5)
+    copies.c.assign(Role.MASTER, 4, slaves=2)
+    assert copies.c.node.master is None
+    copies.c.assign(Role.MASTER, 5, slaves=2)
+    assert copies.c.node.master is not None
+
+
+def test_two_promise_and_the_third_is_master_of_nobody():
+    copies = Copies().start()
+    client = Client(copies.a)
+    for broker in (copies.b, copies.c):
+        promised(copies, broker)
+    copies.settle()
+    stored = client.produce("m1")
+    copies.settle()
+    assert client.code(stored) == ErrorCode.READ_ONLY
+    copies.cut()
+    copies.start(term=2, master=copies.b)
+    stored = Client(copies.b).produce("m2")
+    copies.settle()
+    assert copies.b.node.writable and stored and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
+
+
+def test_a_swap_waits_for_the_slave_that_is_to_be_the_master():
+    copies = Copies().start()
+    client = Client(copies.a)
+    stored = client.produce("m1")
+    copies.wires["b"].settle()
+    target = copies.c.node.identity.value.incarnation
+    copies.a.node.prepare_swap(1, 1_000, target=target)
+    assert client.answered(stored) and not copies.a.master.is_drained
+    copies.settle()
+    assert copies.a.master.is_drained
+
+
+def test_a_swap_with_a_slave_that_is_not_in_sync_is_refused():
+    copies = Copies().start()
+    copies.cut("c")
+    with pytest.raises(OperatorError, match="not in sync"):
+        copies.a.node.prepare_swap(1, 1_000, target=copies.c.node.identity.value.incarnation)
+
+
+def test_a_master_that_promised_takes_nothing_new_whatever_time_goes_by():
+    copies = Copies().start()
+    copies.a.node.prepare_swap(1, 500, target=copies.b.node.identity.value.incarnation)
+    copies.settle()
+    copies.a.node.promise_swap(2)
+    copies.a.wait(5_000)
+    copies.a.node.cancel_swap()
+    assert Reason.DRAINING in copies.a.master.readonly
+    copies.start(term=2)  # it was not swapped after all: the row has the promised term, and the same master
+    assert copies.a.node.writable
+
+
+def test_a_master_that_took_new_messages_meanwhile_promises_nothing():
+    copies = Copies().start()
+    copies.a.node.prepare_swap(1, 500)
+    copies.a.wait(1_000)
+    Client(copies.a).produce("m1")
+    with pytest.raises(OperatorError, match="took new messages"):
+        copies.a.node.promise_swap(2)
+    assert copies.a.node.identity.value.promised == 0
+
+
+# -- deleting ------------------------------------------------------------------------------------------------------
+
+
+def test_deleting_is_agreed_by_the_clocks_of_all_slaves_in_sync():
+    copies = Copies().start()
+    asked = []
+
+    class Asked:
+        def due(self, message_log, now_ms):
+            asked.append(now_ms)
+
+        def used_from(self, message_log):
+            return 0
+
+    node, watches = copies.a.node, copies.a.master.slaves.all
+    node.heard_metaserver(copies.a.host.now_ms())
+    for watch in watches:
+        node.decide_retention(Asked())
+        assert not asked
+        name = copies.a.master.slaves.clock(watch)
+        node.clocks.heard(name, copies.a.host.now_ms(), monotonic_ms=copies.a.host.monotonic_ms())
+    node.decide_retention(Asked())
+    assert asked and {METASERVER, f"{SLAVE} b:20881", f"{SLAVE} c:20881"} == set(node.clocks_ahead_ms())
