@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-neighbours bench-outbox outbox bench-delay transcripts drawings simulate delay-simulate chaos delay-ledger history proto lock clean
+.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-neighbours bench-outbox outbox bench-delay transcripts drawings simulate delay-simulate mutants chaos delay-ledger history proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -79,6 +79,9 @@ simulate: $(STAMP) ## crashes, partitions and disk faults for SEEDS seeds (defau
 
 delay-simulate: $(STAMP) ## the same of a delay group and all that it talks to, for SEEDS seeds (default 500)
 	@$(PY) -m tests.delay_simulation --seeds "$(or $(SEEDS),500)"
+
+mutants: $(STAMP) ## plant small faults in log, replication and broker, SAMPLE (default 300, 0: all) of them; AREAS="broker/consume.py"
+	@$(PY) -m tests.mutants $(AREAS) --sample "$(or $(SAMPLE),300)"
 
 chaos: $(STAMP) ## real processes killed, stopped and swapped for MINUTES minutes (default 10)
 	@$(PY) -m tests.chaos --minutes "$(or $(MINUTES),10)"

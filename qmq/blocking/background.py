@@ -18,9 +18,12 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from qmq.errors import InvalidRequest
+import grpc.aio
+
+from qmq.errors import ClientClosed, InvalidRequest
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +32,8 @@ T = TypeVar("T")
 
 END_S = 5.0
 """For the loop's thread, after all clients were closed."""
+THREADS = 2
+"""That are there for the end of the program. One would do, but for names whose server is silent."""
 
 
 class Client(Protocol):
@@ -51,6 +56,7 @@ class Background:
         self._loop.set_default_executor(_Threads())
         self._thread = threading.Thread(target=self._loop.run_forever, name="qmq", daemon=True)
         self._thread.start()
+        self.submit(_begin_grpc()).result()
         threading.Thread(target=self._keep, name="qmq keeper").start()
 
     def call_soon(self, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -110,6 +116,11 @@ class Background:
             self._loop.close()
 
 
+async def _begin_grpc() -> None:
+    """Let gRPC begin its thread, for the same reason as `_Threads` begins some."""
+    grpc.aio.init_grpc_aio()
+
+
 async def _end_tasks() -> None:
     """Let everything end that still runs on this loop: gRPC leaves calls behind that were cancelled just now."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -124,7 +135,18 @@ def _is_waited_for(thread: threading.Thread) -> bool:
 
 
 class _Threads(ThreadPoolExecutor):
-    """A thread for each call. The base class takes none once the main thread ended, when others may still send."""
+    """Threads for what blocks: looking up names, an application's database.
+
+    Some begin at once, because from Python 3.12 on none can once the main thread has ended, when others may still send.
+    For the same reason the base class, which takes no calls from then on, does not get to see any.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._idle = threading.Semaphore(THREADS)
+        for _ in range(THREADS):
+            threading.Thread(target=self._serve, name="qmq call", daemon=True).start()
 
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
@@ -136,8 +158,16 @@ class _Threads(ThreadPoolExecutor):
                 except BaseException as error:
                     future.set_exception(error)
 
-        threading.Thread(target=work, name="qmq call", daemon=True).start()
+        self._calls.put(work)
+        if not self._idle.acquire(blocking=False):
+            with contextlib.suppress(RuntimeError):  # the program ends: it has to wait for one that is busy
+                threading.Thread(target=self._serve, name="qmq call", daemon=True).start()
         return future
+
+    def _serve(self) -> None:
+        while True:
+            self._calls.get()()
+            self._idle.release()
 
 
 _background: Background | None = None
@@ -148,10 +178,20 @@ lock = threading.Lock()
 
 
 def background() -> Background:
-    """Return this process's loop; call it with `lock` held."""
+    """Return this process's loop; call it with `lock` held.
+
+    Raises:
+        ClientClosed: from Python 3.12 on, the main thread has ended: no other thread can begin.
+    """
     global _background
     if _background is None:
-        _background = Background()
+        try:
+            _background = Background()
+        except RuntimeError as error:
+            if threading.main_thread().is_alive():
+                raise
+            text = "the program is ending, and no thread can begin any more: use the client before the main thread ends"
+            raise ClientClosed(text) from error
         atexit.register(_end, os.getpid())
     return _background
 

@@ -505,6 +505,7 @@ def test_a_callback_that_exits_is_told_and_ends_nothing(broker, start):
 def test_threads_that_outlive_the_main_thread_lose_nothing(broker, run):
     run(
         """
+        producer.send(message(100))
         def work():
             time.sleep(0.1)
             for n in range(100):
@@ -512,7 +513,27 @@ def test_threads_that_outlive_the_main_thread_lose_nothing(broker, run):
         threading.Thread(target=work).start()
         """,
     )
-    assert numbers(broker.messages("s")) == list(range(100))
+    assert numbers(broker.messages("s")) == [100, *range(100)]
+
+
+def test_a_client_that_begins_after_the_main_thread_works_or_is_refused(broker, run):
+    """From Python 3.12 on, no thread begins once the main thread has ended."""
+    out = run(
+        """
+        def work():
+            threading.main_thread().join()
+            try:
+                producer.send(message(0))
+            except qmq.ClientClosed as error:
+                print(error)
+        threading.Thread(target=work).start()
+        """,
+    )
+    stored = numbers(broker.messages("s"))
+    if sys.version_info >= (3, 12):
+        assert stored == [] and " ".join(out).startswith("the program is ending")
+    else:
+        assert stored == [0] and out == []
 
 
 def test_what_is_sent_while_the_interpreter_ends_is_stored(broker, run):

@@ -68,3 +68,34 @@ def test_once_in_a_while_it_looks_at_everything(monkeypatch):
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
+
+
+def test_it_looks_at_everything_when_memory_has_grown(monkeypatch):
+    """A metaserver whose database was away took 4 GB in half an hour: its attempts to connect were old circles."""
+    monkeypatch.setattr(garbage, "YOUNG_S", 0.001)
+    monkeypatch.setattr(garbage, "LOOK_EVERY", 1)
+
+    async def run():
+        gc.collect()
+        task = asyncio.create_task(garbage.collect_by_the_clock())
+        await asyncio.sleep(0)
+        olds = [Circle() for _ in range(4)]
+        for old in olds:
+            old.data = b"x" * (garbage.memory_bytes() // 8 + garbage.GROWTH_BYTES // 2)
+        gc.collect(1)
+        gc.collect(1)  # they are old now
+        olds.clear()
+        del old
+        async with asyncio.timeout(60):
+            while any(type(one) is Circle for one in gc.get_objects()):
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_memory_is_what_a_process_has_for_itself():
+    before = garbage.memory_bytes()
+    held = bytearray(b"x") * (50 << 20)
+    assert 40 << 20 < garbage.memory_bytes() - before < 80 << 20 and held

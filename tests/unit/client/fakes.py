@@ -303,7 +303,8 @@ class FakeBroker:
             return [part for piece in pieces for part in piece]
         self._bury(key, subscriber)
         if self.returned[group]:
-            sequences = [self.returned[group].pop(0)]
+            sequences = [min(self.returned[group])]
+            self.returned[group].remove(sequences[0])
         else:
             new = (one for one in range(self.positions[group], len(log)) if one not in self.passed)
             sequences = list(islice(new, pull.messages_max))

@@ -1,0 +1,67 @@
+"""`python -m tests.mutants`: plant small faults in the product, and list those that no check notices.
+
+    python -m tests.mutants                             a sample of 300 of all that there are
+    python -m tests.mutants qmq/replication --sample 0  all of a folder
+
+Survivors must be in `tests/mutants/explained.txt`, with the reason why nobody can notice them; else the run fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.mutants.explained import EXPLAINED, read_explained
+from tests.mutants.hunt import ROOT, hunt
+from tests.mutants.operators import Mutant, mutants
+
+AREAS = ("qmq/log", "qmq/replication", "broker")
+APART = {"qmq/log/memory_disk.py", "qmq/log/overlay_disk.py"}
+"""Disks of simulators and of `qmq inspect`: no promise rests on them."""
+TESTS = ["tests/unit/log", "tests/unit/replication", "tests/unit/broker", "tests/transcripts", "tests/property",
+         "tests/golden"]  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("areas", nargs="*", default=AREAS, help="files or folders (default: log, replication, broker)")
+    parser.add_argument("--sample", type=int, default=300, help="so many of all, chosen by --choice (0: all)")
+    parser.add_argument("--choice", type=int, default=1, help="which sample")
+    parser.add_argument("--seeds", type=int, default=500, help="of the simulator, for what the tests miss")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--output", type=Path, default=ROOT / ".run" / "mutants.json")
+    options = parser.parse_args(arguments)
+    found = [mutant for path in product_files(options.areas) for mutant in mutants(ROOT, path)]
+    if options.sample:
+        found = random.Random(options.choice).sample(found, min(options.sample, len(found)))
+    catches = hunt(found, TESTS, seeds=options.seeds, jobs=options.jobs)
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_text(json.dumps([[c.mutant.name, c.mutant.line, c.by, c.took_s] for c in catches], indent=0))
+    return report([c.mutant for c in catches if not c.by], len(catches))
+
+
+def product_files(areas: tuple[str, ...] | list[str]) -> list[str]:
+    listed = subprocess.run(["git", "ls-files", *areas], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [name for name in listed.split() if name.endswith(".py") and name not in APART]
+
+
+def report(survivors: list[Mutant], planted: int) -> int:
+    explained = read_explained(EXPLAINED)
+    unexplained = [mutant for mutant in survivors if mutant.name not in explained]
+    caught = planted - len(survivors)
+    print(
+        f"\n{planted} mutants: {caught} caught ({caught / max(planted, 1):.1%}), "
+        f"{len(survivors) - len(unexplained)} survive and are explained, {len(unexplained)} survive unexplained"
+    )
+    for mutant in sorted(unexplained, key=lambda mutant: (mutant.path, mutant.line)):
+        print(f"{mutant.path}:{mutant.line}  {mutant.name}")
+    return bool(unexplained)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Core. The runner of mutants: what it changes, what it leaves alone, and that a fault is noticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.__main__ import product_files
+from tests.mutants.explained import EXPLAINED, read_explained
+from tests.mutants.operators import Mutant, mutants
+
+ROOT = Path(__file__).parents[2]
+
+
+def made_of(folder: Path, source: str) -> list[Mutant]:
+    (folder / "module.py").write_text(source)
+    return list(mutants(folder, "module.py"))
+
+
+def run(mutant: Mutant, *arguments: object) -> object:
+    """Call the mutated function, which needs nothing from around it."""
+    return eval(mutant.code, {}) if not arguments else type(run)(mutant.code, {})(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("line", "changes"),
+    [
+        ("return a < b", {"`a < b` -> `a <= b`"}),
+        ("return a and b", {"`a and b` -> `True and b`", "`a and b` -> `a and True`"}),
+        ("return not a", {"`not a` -> `not not a`"}),
+        ("return max(a, b)", {"`max(a, b)` -> `min(a, b)`"}),
+        ("return a + 1", {"`a + 1` -> `a - 1`", "`1` -> `2`"}),
+        ("a.sync()", {"without `a.sync()`"}),
+        ("a.end = b", {"without `a.end = b`"}),
+        ("del a[b]", {"without `del a[b]`"}),
+        ("return a if b else 0", {"`if b` -> `if False`", "`if b` -> `if True`", "`0` -> `1`"}),
+    ],
+)
+def test_each_kind_of_fault(tmp_path, line, changes):
+    assert {mutant.change for mutant in made_of(tmp_path, f"def f(a, b):\n    {line}\n")} == changes
+
+
+def test_order_of_two_effects_is_turned_round_where_it_may_matter(tmp_path):
+    effects = "def f(self, a):\n    self.x = a\n    self.sync()\n    self.y = a\n    self.z = a\n"
+    swaps = [mutant.change for mutant in made_of(tmp_path, effects) if " before " in mutant.change]
+    assert swaps == ["`self.sync()` before `self.x = a`", "`self.y = a` before `self.sync()`"]
+
+
+def test_what_is_only_said_is_left_alone(tmp_path):
+    source = 'def f(a):\n    """1"""\n    log.info("%d", a + 1)\n    assert a > 1\n    if a:\n        raise E(1)\n'
+    assert {mutant.change for mutant in made_of(tmp_path, source)} == {"`if a` -> `if False`", "`if a` -> `if True`"}
+
+
+def test_mutated_function_does_what_the_change_says(tmp_path):
+    by_change = {mutant.change: mutant for mutant in made_of(tmp_path, "def f(a, b):\n    return a < b\n")}
+    assert run(by_change["`a < b` -> `a <= b`"], 1, 1) is True
+
+
+def test_tree_is_as_before_after_each_fault(tmp_path):
+    source = "def f(a, b):\n    a.x()\n    b.y()\n    return a < b and b < 3\n"
+    first, again = made_of(tmp_path, source), made_of(tmp_path, source)
+    assert [(m.name, m.code) for m in first] == [(m.name, m.code) for m in again]
+    assert len({m.code for m in first}) == len(first)
+
+
+def test_equal_changes_in_one_function_have_names_of_their_own(tmp_path):
+    names = [m.name for m in made_of(tmp_path, "def f(a):\n    a.x()\n    a.x()\n") if "without" in m.change]
+    assert names == ["module.py:f: without `a.x()`", "module.py:f: without `a.x()` (2)"]
+
+
+def test_table_of_the_explained_names_mutants_that_exist():
+    names = {name.split(":", 1)[0] for name in read_explained(EXPLAINED)}
+    existing = {mutant.name for path in names for mutant in mutants(ROOT, path)}
+    assert sorted(set(read_explained(EXPLAINED)) - existing) == []
+
+
+@pytest.mark.parametrize("text", ["a.py:f: x\n", "    a reason\n", "a.py:f: x\na.py:g: y\n    a reason\n"])
+def test_table_without_reasons_is_refused(tmp_path, text):
+    (tmp_path / "t").write_text(text)
+    with pytest.raises(ValueError, match="reason"):
+        read_explained(tmp_path / "t")
+
+
+def test_areas_are_the_modules_that_promises_rest_on():
+    files = product_files(["qmq/replication", "broker"])
+    assert {"qmq/replication/ack_gate.py", "broker/consume.py"} <= set(files)
