@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-neighbours bench-outbox outbox bench-delay transcripts drawings simulate delay-simulate mutants chaos delay-ledger history proto lock clean
+.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-scrape bench-neighbours bench-outbox outbox bench-delay transcripts drawings simulate delay-simulate mutants chaos delay-ledger history proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -61,6 +61,9 @@ bench-failover: $(STAMP) ## a master that is killed, or silent: time to the next
 
 bench-idle: $(STAMP) ## CPU time of each process of a cluster that has nothing to do, in a minute; .run/bench-idle.json
 	@exec $(PY) -m benchmarks.idle
+
+bench-scrape: $(STAMP) ## a page of metrics of a broker with 10,000 subjects, each with a consumer group; .run/bench-scrape.json
+	@exec $(PY) -m benchmarks.scrape
 
 bench-outbox: $(STAMP) ## ROWS (default 1000000) stuck in an outbox on MariaDB, beside an application; .run/bench-outbox.json
 	@exec $(PY) -m benchmarks.outbox --rows "$(or $(ROWS),1000000)"

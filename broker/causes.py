@@ -169,14 +169,16 @@ class Causes:
         facts = self._facts(key)
         return causes(facts) if facts is not None else []
 
-    def look(self, groups: Iterable[tuple[str, str]]) -> None:
-        """Look at the next ones; `groups` are all of them, of which a round is made when the last one has ended."""
+    def look(self, groups: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Look at the next ones, and return which; `groups` are all of them, of which a round is made when the last one
+        has ended."""
         keys = list(islice(self._round, LOOKED_AT_ONCE))
         if not keys:
             self._round = iter(list(groups))
             keys = list(islice(self._round, LOOKED_AT_ONCE))
         for key in keys:
             self._look(key)
+        return keys
 
     def _look(self, key: tuple[str, str]) -> None:
         found, known = self.of(key), self.found.pop(key, [])

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from qmq.broker import causes, progress
+from qmq.broker.backlogs import Backlogs
 from qmq.broker.choosing import Chosen, choose
 from qmq.broker.consume import Consumption, Subscription, WaitingPull
 from qmq.broker.counters import Counters
@@ -65,6 +66,7 @@ class Delivery:
         self._offline, self._rates = Offline(), Rates()
         self._forgot_ms = 0
         self.causes = causes.Causes(self._facts)
+        self.backlogs = Backlogs(mastership, settings.metrics_subjects)
 
     # Requests.
 
@@ -373,9 +375,12 @@ class Delivery:
         mastership, now_ms = self._mastership, self._mastership.host.monotonic_ms()
         if not mastership.has_begun or self._dead_letters.has_any or self._filtering.has_unwritten:
             return 0
+        if self._rates.has_dry or self.consumption.exclusive_waiting:
+            return 0
         if len(mastership.log.state.groups) > causes.LOOKED_AT_ONCE:  # the causes of so many are looked at in a tick
             return 0
-        return min(self.consumption.quiet_ms(now_ms), self.consumption.due_in_ms(mastership.retry_ms()))
+        due_in_ms = self.consumption.due_in_ms(mastership.retry_ms())
+        return min(self.consumption.quiet_ms(now_ms), due_in_ms, self.pruning.due_in_ms(now_ms))
 
     def tick(self, now_ms: int) -> None:
         """Retries that are due, consumers that are gone, groups that nobody needs. `now_ms` never jumps."""
@@ -392,7 +397,11 @@ class Delivery:
             for slowed in self._rates.take_dry():
                 self._passes.add(slowed)
                 self._mastership.host.pass_soon()
-        self.causes.look(self._mastership.log.state.groups)
+        looked_at = self.causes.look(self._mastership.log.state.groups)
+        try:
+            self.backlogs.look(looked_at)
+        except CorruptFrame as problem:
+            self._mastership.found_damage(problem)
         if self._mastership.may_progress:
             if now_ms - self._forgot_ms >= FORGET_EVERY_MS:
                 self._forgot_ms = now_ms

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from qmq.broker import progress
+from qmq.broker.backlogs import Backlogs
 from qmq.broker.causes import Causes
 from qmq.broker.consume import Subscription
 from qmq.broker.counters import Counters
@@ -95,6 +96,11 @@ class BrokerMaster(Master):
     def expired(self) -> dict[tuple[str, str], int]:
         """Messages that expired, per (subject, consumer group)."""
         return self._delivery.pruning.expired
+
+    @property
+    def backlogs(self) -> Backlogs:
+        """How far behind consumer groups are."""
+        return self._delivery.backlogs
 
     @property
     def skipped(self) -> dict[tuple[str, str], int]:

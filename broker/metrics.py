@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
+from qmq.broker.backlogs import Backlog
 from qmq.broker.counters import Counters
 from qmq.broker.master import BrokerMaster
 from qmq.broker.retention import Retention
 from qmq.broker.settings import BrokerSettings
 from qmq.http_port import HttpPort
-from qmq.server.metrics import CopyCollector, http_port, largest
+from qmq.server.metrics import CopyCollector, http_port
 from qmq.server.service import Service
 
 
@@ -21,9 +22,9 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
 
     def __init__(
         self, service: Service[BrokerMaster], counters: Counters, loop: asyncio.AbstractEventLoop,
-        retention: Retention, shown_max: int,
+        retention: Retention, settings: BrokerSettings,
     ) -> None:  # fmt: skip
-        super().__init__("qmq_broker", service, counters, loop, shown_max)
+        super().__init__("qmq_broker", service, counters, loop, settings)
         self._counters, self._retention = counters, retention
 
     def read(self) -> Iterator[Metric]:
@@ -42,6 +43,7 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
             dropped.add_metric([self.group, subject, consumer_group], messages)
         yield dropped
         if master is not None:
+            yield from self._ages(master)
             text = "Log past retention that is kept because this consumer group has not consumed it"
             held = self.gauges("held_bytes", text, "subject", "consumer_group")
             if self._retention.holder is not None:
@@ -72,19 +74,28 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
         labels = "subject", "consumer_group"
         lag = self.gauges("lag_messages", "Messages not delivered yet", *labels)
         unacked = self.gauges("unacked_messages", "Messages delivered and not acked", *labels)
-        state = self._service.node.log.state
-        behind = {}
-        for (subject, name), progress in state.groups.items():
-            waiting = state.next_sequence.get(subject, 0) - progress.position + progress.requeued.messages
-            held = sum(consumer.unacked_messages for consumer in progress.consumers.values())
-            behind[subject, name] = waiting, held
-        yield self.gauge(("consumer_groups", "Consumer groups; metrics_subjects_max of them are shown", len(behind)))
-        for (subject, name), _ in largest(((key, sum(both)) for key, both in behind.items()), self._shown_max):
-            waiting, held = behind[subject, name]
-            lag.add_metric([self.group, subject, name], waiting)
-            unacked.add_metric([self.group, subject, name], held)
+        known = len(self._service.node.log.state.groups)
+        yield self.gauge(("consumer_groups", "Consumer groups; metrics_subjects_max of them are shown", known))
+        for (subject, name), backlog in self._backlogs().items():
+            lag.add_metric([self.group, subject, name], backlog.waiting)
+            unacked.add_metric([self.group, subject, name], backlog.delivered)
         yield lag
         yield unacked
+
+    def _backlogs(self) -> dict[tuple[str, str], Backlog]:
+        """Of few groups, how it is; of many, how it was at the last look: a page must not walk through all of them."""
+        state, master = self._service.node.log.state, self._service.node.master
+        if len(state.groups) <= self._shown_max:
+            ends = state.next_sequence
+            return {key: Backlog.of(group, ends.get(key[0], 0)) for key, group in state.groups.items()}
+        return master.backlogs.largest(self._shown_max) if master is not None else {}
+
+    def _ages(self, master: BrokerMaster) -> Iterator[Metric]:
+        text = "Age of the oldest message that the group has not acked, of the groups with the oldest ones"
+        ages = self.gauges("oldest_unacked_seconds", text, "subject", "consumer_group")
+        for (subject, name), ms in master.backlogs.ages_ms(self._service.now_ms()).items():
+            ages.add_metric([self.group, subject, name], ms / 1000)
+        yield ages
 
 
 def open_http(
@@ -92,5 +103,4 @@ def open_http(
 ) -> HttpPort:
     """Open the HTTP port."""
     loop = asyncio.get_running_loop()
-    shown_max = settings.metrics_subjects_max
-    return http_port(BrokerCollector(service, counters, loop, retention, shown_max), service, settings)
+    return http_port(BrokerCollector(service, counters, loop, retention, settings), service, settings)

@@ -77,6 +77,10 @@ class Pruning:
             log.warning("messages expire subject=%s consumer_group=%s", *key)
         self.expired[key] = self.expired.get(key, 0) + messages
 
+    def due_in_ms(self, now_ms: int) -> int:
+        """Return for how long nothing is looked at."""
+        return max(0, self._pruned_ms + PRUNE_EVERY_MS - now_ms) if self._limits else PRUNE_EVERY_MS
+
     def tick(self, now_ms: int) -> None:
         """Give up what has expired. `now_ms` never jumps."""
         if now_ms - self._pruned_ms < PRUNE_EVERY_MS:

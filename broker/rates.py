@@ -61,6 +61,11 @@ class Rates:
         if self._buckets and (bucket := self._of(key)) is not None:
             bucket.level -= messages
 
+    @property
+    def has_dry(self) -> bool:
+        """Whether somebody is to be served again with the next tick."""
+        return bool(self._dry)
+
     def take_dry(self) -> list[Key]:
         """Take away and return those who found nothing in their bucket: they are to be served again."""
         dry, self._dry = self._dry, {}

@@ -25,9 +25,9 @@ class DelayCollector(CopyCollector[DelayMaster]):
 
     def __init__(
         self, service: Service[DelayMaster], counters: Counters, filing: Filing, loop: asyncio.AbstractEventLoop,
-        refusals: Callable[[], Sized], shown_max: int,
+        refusals: Callable[[], Sized], settings: DelaySettings,
     ) -> None:  # fmt: skip
-        super().__init__(NAME, service, counters, loop, shown_max)
+        super().__init__(NAME, service, counters, loop, settings)
         self._counters, self._filing, self._refusals = counters, filing, refusals
 
     def read(self) -> Iterator[Metric]:
@@ -106,5 +106,4 @@ def open_http(
 ) -> HttpPort:
     """Open the HTTP port. `refusals`: subjects whose route is refused; called on the loop."""
     loop = asyncio.get_running_loop()
-    shown_max = settings.metrics_subjects_max
-    return http_port(DelayCollector(service, counters, filing, loop, refusals, shown_max), service, settings)
+    return http_port(DelayCollector(service, counters, filing, loop, refusals, settings), service, settings)

@@ -11,6 +11,7 @@ real subject. A retry of a retry keeps the real subject: names are never nested.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from qmq.errors import InvalidName
@@ -112,3 +113,10 @@ def check_subject(name: str) -> str:
     if name != f"{derived.kind}%{derived.real}%{derived.group}":
         raise InvalidName(f"subject {name!r} is not of the form {derived.kind}%subject%group")
     return name
+
+
+def matching(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Return what says whether a name is among `patterns`; one that ends in `*` stands for all that begin so."""
+    names = frozenset(one for one in patterns if not one.endswith("*"))
+    starts = tuple(one[:-1] for one in patterns if one.endswith("*"))
+    return lambda name: name in names or (bool(starts) and name.startswith(starts))

@@ -32,10 +32,10 @@ def recent(metric: str, name: str = "") -> tuple[str, str]:
     return f"sum by (broker_group) (increase({metric}[5m]))", f"{{{{broker_group}}}} {name}".rstrip()
 
 
-def per_consumer_group(metric: str) -> str:
-    """The twenty largest; master and slave of a group say the same, groups add up."""
+def per_consumer_group(metric: str, join: str = "sum") -> str:
+    """The twenty largest; master and slave of a group say the same, groups add up, unless `join` says otherwise."""
     best = f"max by (broker_group, subject, consumer_group) ({metric})"
-    return f"topk(20, sum by (subject, consumer_group) ({best}))"
+    return f"topk(20, {join} by (subject, consumer_group) ({best}))"
 
 
 CLUSTER = Page(
@@ -158,6 +158,15 @@ CONSUMERS = Page(
         panel(
             "Messages delivered and not acked",
             (per_consumer_group(f"qmq_broker_unacked_messages{{{_LAG}}}"), "{{subject}} {{consumer_group}}"),
+        ),
+        panel(
+            "Age of the oldest message not acked",
+            (
+                per_consumer_group(f"qmq_broker_oldest_unacked_seconds{{{_LAG}}}", "max"),
+                "{{subject}} {{consumer_group}}",
+            ),
+            unit=Unit.SECONDS,
+            says="Waiting or delivered; the twenty oldest.",
         ),
         panel(
             "Messages stored, by subject",

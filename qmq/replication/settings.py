@@ -22,6 +22,9 @@ class CopySettings:
     metrics_subjects_max: int = setting(
         2000, least=0, most=1_000_000, why="subjects and consumer groups on that page, those with most; all are counted"
     )
+    metrics_subjects: tuple[str, ...] = setting(
+        (), why="subjects that are always on that page; one that ends in * stands for all that begin so"
+    )
     data: Path = setting(why="directory of the message log; one broker, one directory")
     metaserver: str = setting("http://127.0.0.1:8080", why="HTTP address of the metaserver, or of nginx before several")
     token: str = setting(why="key of the installation, the metaservers' cluster_token; others' are checked there")

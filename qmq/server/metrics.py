@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import accumulate
 from operator import itemgetter
@@ -24,7 +24,7 @@ from qmq.server.http import CopyHttp
 from qmq.server.overload import ConnectionState
 from qmq.server.producing import PRODUCE_MS_BUCKETS, ProduceCounters
 from qmq.server.service import M, Service
-from qmq.subjects import is_dead_letter_subject
+from qmq.subjects import is_dead_letter_subject, matching
 from qmq.version import VERSION
 
 Reading = tuple[str, str, float]
@@ -47,21 +47,24 @@ class CopyCollector(Collector, Generic[M]):
 
     Args:
         prefix: with which all names begin.
-        shown_max: how many subjects, and how many consumer groups, are shown one by one.
+        settings: say how many subjects, and how many consumer groups, are shown one by one, and which always are.
     """
 
     def __init__(
         self, prefix: str, service: Service[M], counters: ProduceCounters, loop: asyncio.AbstractEventLoop,
-        shown_max: int,
+        settings: CopySettings,
     ) -> None:  # fmt: skip
         self._prefix, self._service, self._loop = prefix, service, loop
-        self._produce_counters, self._shown_max = counters, shown_max
+        self._produce_counters, self._shown_max = counters, settings.metrics_subjects_max
+        self._is_always = matching(settings.metrics_subjects)
 
     def collect(self) -> Iterator[Metric]:
-        async def read() -> list[Metric]:
-            return list(self.read())
+        async def read() -> tuple[list[Metric], dict[str, int]]:
+            return list(self.read()), dict(self._service.node.log.state.next_sequence)
 
-        yield from asyncio.run_coroutine_threadsafe(read(), self._loop).result(timeout=5)
+        found, ends = asyncio.run_coroutine_threadsafe(read(), self._loop).result(timeout=5)
+        yield from found
+        yield from self._subjects(ends)  # not on the loop: it is about all subjects
 
     def read(self) -> Iterator[Metric]:
         """What a process of this kind adds comes behind this."""
@@ -84,7 +87,6 @@ class CopyCollector(Collector, Generic[M]):
             "produce_seconds", "Time from a batch's arrival to its acknowledgement", PRODUCE_MS_BUCKETS,
             self._produce_counters.produce_ms_counts, self._produce_counters.produce_ms_sum,
         )  # fmt: skip
-        yield from self._subjects()
 
     def _copies(self) -> Iterator[Metric]:
         """A master's slaves, four at most."""
@@ -184,12 +186,11 @@ class CopyCollector(Collector, Generic[M]):
             yield "scrubbed_bytes", "Bytes of closed segments that were read again", service.scrub.bytes
             yield "scrub_findings", "Damage that this found", service.scrub.findings
 
-    def _subjects(self) -> Iterator[Metric]:
+    def _subjects(self, ends: Mapping[str, int]) -> Iterator[Metric]:
         """Of each subject, how many messages; those of dead letters come first, as alerts watch them."""
-        ends = self._service.node.log.state.next_sequence
         yield self.gauge(("subjects", "Subjects in the log; of so many, metrics_subjects_max are shown", len(ends)))
         received = self.counts("subject_messages", "Messages in the log since its beginning", "subject")
-        ranked = ((name, (is_dead_letter_subject(name), end)) for name, end in ends.items())
+        ranked = ((name, (is_dead_letter_subject(name) or self._is_always(name), end)) for name, end in ends.items())
         for subject, (_, end) in largest(ranked, self._shown_max):
             received.add_metric([self.group, subject], end)
         yield received

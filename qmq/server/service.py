@@ -272,7 +272,8 @@ class Service(Generic[M]):
         """Call into the core every `every_s`; as long as nothing is due there for `quiet_ms`, once a second, and soon
         after something happens."""
         while True:
-            quiet_s = quiet_ms() / 1000
+            await asyncio.sleep(0)  # what the call asked for is done in a pass, which may leave something to do
+            quiet_s = 0.0 if self._pass_is_due else quiet_ms() / 1000
             if quiet_s <= every_s or await self._doze(quiet_s):
                 await asyncio.sleep(every_s)
             self._run_guarded(call)

@@ -64,7 +64,7 @@ class DelayProcess(Process):
         self._master_link = None
         self._connecting = 0
         self.stirs = 0
-        self._tick_doze, self._beat_doze = Doze(self), Doze(self)
+        self._tick_doze, self._beat_doze = Doze(self, lambda: self.node.quiet_ms()), Doze(self, self._quiet_ms)
         self.counters = Counters()
         self.log = WatchedLog(
             machine.disk, owner=machine.name, oracle=world.oracle, segment_bytes=limits.segment_bytes,
@@ -113,7 +113,7 @@ class DelayProcess(Process):
             self.run_guarded(lambda: self.filing.go_on(known_end))
         if self.is_alive:
             self.run_guarded(lambda: self.filing.keep(self.now_ms()))
-            self._beat_doze.begin(self._quiet_ms())
+            self._beat_doze.begin()
 
     def _quiet_ms(self) -> int:
         if self.world.is_quiet:

@@ -203,14 +203,15 @@ class Machine:
 class Doze:
     """The rest of a timer while nothing is due, as `qmq.server.service.Service.repeat` has it."""
 
-    def __init__(self, process: Process) -> None:
-        self._process, self._until_ms, self._stirs = process, 0, 0
+    def __init__(self, process: Process, quiet_ms: Callable[[], int]) -> None:
+        self._process, self._quiet_ms, self._until_ms, self._stirs = process, quiet_ms, 0, 0
 
-    def begin(self, quiet_ms: int) -> None:
-        self._until_ms, self._stirs = self._process.monotonic_ms() + quiet_ms, self._process.stirs
+    def begin(self) -> None:
+        self._until_ms, self._stirs = self._process.monotonic_ms() + self._quiet_ms(), self._process.stirs
 
     def lasts(self) -> bool:
-        return self._process.stirs == self._stirs and self._process.monotonic_ms() < self._until_ms
+        is_over = self._process.stirs != self._stirs or self._process.monotonic_ms() >= self._until_ms
+        return not is_over and self._quiet_ms() > 0  # a pass may have left something to do
 
 
 class Process:
@@ -231,7 +232,7 @@ class Process:
         self._connecting = 0
         self.stirs = 0
         """How often something happened."""
-        self._tick_doze = Doze(self)
+        self._tick_doze = Doze(self, lambda: self.node.quiet_ms())
         identity = IdentityFile(machine.disk, new_incarnation=f"{machine.name}{machine.lives}")
         self.log = WatchedLog(
             machine.disk, owner=machine.name, oracle=self.world.oracle, segment_bytes=limits.segment_bytes,
@@ -421,7 +422,7 @@ class Process:
     def _tick(self) -> None:
         if not self._tick_doze.lasts():
             self.run_guarded(self.node.tick)
-            self._tick_doze.begin(self.node.quiet_ms())
+            self._tick_doze.begin()
 
     def _start_alone(self) -> None:
         if self.node.assignment is None:

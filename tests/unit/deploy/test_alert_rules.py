@@ -70,6 +70,8 @@ WELL = {
     'qmq_broker_subject_messages_total{broker_group="g1",subject="a"}': "0+600x3000",
     'qmq_broker_subject_messages_total{broker_group="g1",subject="%DEAD_RETRY%a%c"}': "3",
     'qmq_broker_skipped_messages_total{broker_group="g1",subject="a",consumer_group="c"}': "5",
+    'qmq_broker_oldest_unacked_seconds{broker_group="g1",subject="a",consumer_group="c"}': "9000x390 10x3000",
+    'qmq_broker_oldest_unacked_seconds{broker_group="g1",subject="b",consumer_group="c"}': "90",
     'qmq_delayserver_due_age_seconds{broker_group="d"}': "0 9 0 59 0",
     'qmq_delayserver_lateness_seconds_bucket{broker_group="d",le="0.1"}': "0+600x3000",
     'qmq_delayserver_lateness_seconds_bucket{broker_group="d",le="10"}': "0+600x3000",
@@ -165,6 +167,11 @@ STORIES = [
     Story("QmqMemoryFull", 5, {readonly("memory"): "1"}),
     Story("QmqConsumerStalled", 6, {LAG: "50+0x500"}, "nobody consumes"),
     Story("QmqConsumerStalled", 6, {LAG: "50+10x500"}, "falls behind"),
+    Story(
+        "QmqMessagesUnacked",
+        5,
+        {'qmq_broker_oldest_unacked_seconds{broker_group="g1",subject="b",consumer_group="c"}': "3601+60x500"},
+    ),
     Story("QmqDeadLetters", 1, {'qmq_broker_subject_messages_total{broker_group="g1",subject="%DEAD_RETRY%a%c"}': "3 4x500"}),
     Story(
         "QmqMessagesSkipped",
