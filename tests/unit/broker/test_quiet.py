@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.replication.ports import QUIET_MS
+from qmq.types import Role
 from tests.unit.broker.world import Client, Group
 
 
@@ -100,3 +102,25 @@ def test_master_is_ticked_often_while_its_roles_are_being_swapped():
     group, _ = a_group()
     group.a.node.prepare_swap(1, 5_000)
     assert group.a.node.quiet_ms() == 0
+
+
+def test_master_is_ticked_often_while_a_rate_slows_a_group():
+    group, client = a_group()
+    group.a.assign(Role.MASTER, limits=(OperatorLimits("s", "g", per_second=5),))
+    client.produce(*(f"n{number}" for number in range(10)))
+    client.pull(most=100)
+    group.settle()
+    settled(group)
+    client.pull(most=100, timeout_ms=60_000)
+    group.settle()
+    assert group.a.node.quiet_ms() == 0
+
+
+def test_what_expires_is_looked_for_each_second():
+    group, _ = a_group()
+    group.a.assign(Role.MASTER, limits=(OperatorLimits("s", OF_SUBJECT, expires_after_s=60),))
+    group.a.wait(1_000)
+    group.settle()
+    settled(group)
+    pruned_ms = group.a.master._delivery.pruning._pruned_ms
+    assert group.a.node.quiet_ms() == pruned_ms + 1_000 - group.a.host.clock_ms
