@@ -1,7 +1,7 @@
 """Shell. A real Prometheus beside a real cluster: what it is told, what the pages ask it, and when it alerts.
 
-The rules are those that ship; only their `for` is a fifteenth of what it is, so that minutes are seconds. All else
-waits for what Prometheus says.
+The rules are those that ship; only each of their times, `for` and the ranges in brackets, is a fifteenth of what it is
+(`faster`), so that minutes are seconds. All else waits for what Prometheus says.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.parse
 import urllib.request
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,12 +32,17 @@ from qmq.deploy.cluster import PROMETHEUS, Cluster
 from qmq.deploy.dashboards.pages import PAGES
 from qmq.deploy.processes import ROOT
 from qmq.deploy.prometheus.config import RULES, find_targets, write_config
-from tests.integration.cluster_world import COPY_SETTINGS, SETTINGS, until
+from tests.integration import broker_with_a_wrong_clock
+from tests.integration.cluster_world import COPY_SETTINGS, SETTINGS, begin, begin_as, end, settings_file, until
 from tests.integration.watchdog_world import KEY, Application, register
 from tests.support.ports import free_ports, run_of_ports
+from tests.support.small_disk import fill, small_disk
 
 SUBJECT = "order.changed"
 FASTER = 15
+STALLED = "stalled"
+"""A consumer group that took one message, acked none, and did not come back."""
+NAMED = ("role", "name", "broker_group")
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 NAME = re.compile(r"\b(?:qmq_(?:\(broker\|delayserver\)_)?|process_)[a-z][a-z_]*")
 
@@ -52,6 +59,11 @@ class Textfile(SimpleHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+def faster(text):
+    number, unit = re.fullmatch(r"(\d+)([mhd])", text).groups()
+    return f"{int(number) * {'m': 60, 'h': 3600, 'd': 86400}[unit] // FASTER}s"
 
 
 class World:
@@ -74,9 +86,9 @@ class World:
             directory, targets, token_file=directory / "token", interval_s=1, node_exporters=[node_exporter]
         )  # fmt: skip
         rules = yaml.safe_load(RULES.read_text())
-        for rule in (rule for group in rules["groups"] for rule in group["rules"] if "for" in rule):
-            number, unit = re.fullmatch(r"(\d+)([mhd])", rule["for"]).groups()
-            rule["for"] = f"{int(number) * {'m': 60, 'h': 3600, 'd': 86400}[unit] // FASTER}s"
+        for rule in (rule for group in rules["groups"] for rule in group["rules"]):
+            rule["for"] = faster(rule.get("for", "0m"))
+            rule["expr"] = re.sub(r"\[(\d+[mhd])\]", lambda found: f"[{faster(found[1])}]", rule["expr"])
         (directory / RULES.name).write_text(yaml.safe_dump(rules))
         self.cluster.service(PROMETHEUS).signal(signal.SIGHUP)
         until(
@@ -92,12 +104,16 @@ class World:
         return float(found[0]["value"][1]) if found else None
 
     def firing(self):
-        found = self.get("query", query='ALERTS{alertstate="firing"}')["result"]
-        return {(one["metric"]["alertname"], one["metric"].get("role", "")) for one in found}
+        """Alerts that fire, each with the role, group or job that it names; without that of the group STALLED, which is
+        behind from the beginning."""
+        found = self.get("query", query=f'ALERTS{{alertstate="firing", consumer_group!="{STALLED}"}}')["result"]
+        return {(one["metric"]["alertname"], next(filter(None, map(one["metric"].get, NAMED)), "")) for one in found}
 
     def ever_fired(self):
-        found = self.get("query", query='count by (alertname) (count_over_time(ALERTS{alertstate="firing"}[10m]))')
-        return {one["metric"]["alertname"] for one in found["result"]}
+        expr = (
+            f'count by (alertname) (count_over_time(ALERTS{{alertstate="firing", consumer_group!="{STALLED}"}}[10m]))'
+        )
+        return {one["metric"]["alertname"] for one in self.get("query", query=expr)["result"]}
 
     def nightly(self, name, *command):
         words = ["nightly", "--name", name, "--textfile", str(self.textfiles), "--", *command]
@@ -113,12 +129,12 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def world(tmp_path_factory, mariadb):
     folder, first = tmp_path_factory.mktemp("prometheus"), run_of_ports()
+    metaserver = {"database": mariadb.create_database(), "database_timeout_ms": 30_000, "password_keys": [KEY]}
     with Cluster(
         folder / "run", groups=("g1",), delay_groups=("d1",), watchdog=True, prometheus=True, broker=SETTINGS,
-        delay_server=COPY_SETTINGS, metaserver={"database_timeout_ms": 30_000, "password_keys": [KEY]},
-        http_port=first, broker_port=first + 4,
+        delay_server=COPY_SETTINGS, metaserver=metaserver, http_port=first, broker_port=first + 4,
     ) as cluster:  # fmt: skip
         made = World(cluster, folder)
         jobs = {
@@ -146,6 +162,7 @@ def use(world):
     register(world.cluster, application.source)
     application.write(SUBJECT, ["row"])
     asyncio.run(send_and_consume(world.cluster))
+    asyncio.run(stall(world.cluster))
     until(lambda: application.count() == 0, "the watchdog has sent the row")
     application.close()
     counted = ["max(qmq_watchdog_rows)", "sum(qmq_delayserver_sent_messages_total)", "sum(qmq_broker_subscriptions)"]
@@ -170,6 +187,12 @@ async def send_and_consume(cluster):
         assert (await producer.send(qmq.Message(SUBJECT, {"n": "late"}), delay=1.0)).is_stored
         async with asyncio.timeout(60):
             await consumer.run()
+
+
+async def stall(cluster):
+    words = {"metaserver": cluster.metaserver, "token": cluster.token, "app": "test"}
+    async with qmq.Consumer(**words).pull(SUBJECT, group=STALLED, start="earliest") as puller:
+        assert await puller.pull(1, timeout=60)
 
 
 def names_in(expr):
@@ -224,12 +247,76 @@ def test_a_slave_that_is_killed_is_alerted_by_its_name_and_nothing_else_is(world
 
 def test_an_audit_with_findings_and_a_night_without_a_watchdog_are_alerted(world):
     assert world.nightly("audit", "sh", "-c", "exit 1").wait(60) == 1
-    until(lambda: world.firing() == {("QmqAuditFoundDifferences", "")}, "somebody is told of the findings")
+    until(lambda: world.firing() == {("QmqAuditFoundDifferences", "audit")}, "somebody is told of the findings")
     watchdog = world.cluster.service("watchdog")
     watchdog.is_held = True
     watchdog.signal(signal.SIGTERM)
-    expected = {("QmqAuditFoundDifferences", ""), ("QmqNoActiveWatchdog", "")}
+    expected = {("QmqAuditFoundDifferences", "audit"), ("QmqNoActiveWatchdog", "")}
     until(lambda: world.firing() == expected, "nobody looks after the outboxes")
     watchdog.is_held = False
     assert world.nightly("audit", "true").wait(60) == 0
     until(lambda: world.firing() == set(), "both are over")
+
+
+@contextmanager
+def disk_that_fills(world, name):
+    """Put a process's data on a small disk; `fill` of the folder that it gives fills it."""
+    service, data = world.cluster.service(name), world.cluster.run_dir / name / "data"
+    end(world.cluster, name)
+    kept = shutil.move(data, world.folder / "kept")
+    with small_disk(data, mib=96):
+        shutil.copytree(kept, data, dirs_exist_ok=True)
+        begin(world.cluster, name)
+        world.cluster.wait_writable()
+        yield data
+        end(world.cluster, name)
+        shutil.copytree(data, kept, dirs_exist_ok=True)
+    shutil.rmtree(data)
+    shutil.move(kept, data)
+    assert service.pid is None
+    begin(world.cluster, name)
+    world.cluster.wait_writable()
+
+
+def test_each_trouble_has_its_alert_and_no_other(world, mariadb):
+    """A database that is stopped, a disk that is full, an audit that did not run, a clock that is wrong."""
+    cluster = world.cluster
+    until(lambda: world.firing() == set(), "all is well")
+    master = cluster.broker("g1", "master").hostname
+    end(cluster, master)
+    begin_as(cluster, "tests.integration.broker_with_a_wrong_clock", master)
+    trigger = settings_file(cluster, master).with_name(broker_with_a_wrong_clock.TRIGGER)
+    with disk_that_fills(world, cluster.broker("d1", "slave").hostname) as data:
+        cluster.wait_writable()
+        until(lambda: world.firing() == set(), "all is well again")
+        audit = world.textfiles / "qmq_nightly_audit.prom"
+        today = audit.read_text()
+        alone = {
+            ("QmqMetadataDatabaseDown", ""): (mariadb.stop, mariadb.start),
+            ("QmqDiskFull", "d1"): (lambda: fill(data), lambda: (data / "filler").unlink()),
+            ("QmqClocksDisagree", "g1"): (trigger.touch, trigger.unlink),
+            ("QmqNightlyJobMissed", "audit"): (
+                lambda: audit.write_text(two_days_old(today)),
+                lambda: audit.write_text(today),
+            ),
+        }
+        for alert, (breaks, mends) in alone.items():
+            breaks()
+            try:
+                until(lambda alert=alert: world.firing() == {alert}, f"{alert} fires, and nothing else")
+            finally:
+                mends()
+            until(lambda: world.firing() == set(), f"{alert} ends")
+
+
+def two_days_old(text):
+    """What a job leaves that ran two days ago, and not since."""
+    return re.sub(r"(timestamp_seconds{.*} )(\d+)", lambda found: found[1] + str(int(found[2]) - 2 * 86_400), text)
+
+
+def test_a_consumer_group_that_does_not_go_on_is_alerted_by_its_name(world):
+    expr = f'ALERTS{{alertstate="firing", consumer_group="{STALLED}"}}'
+    until(lambda: world.get("query", query=expr)["result"], "it fires")
+    (found,) = world.get("query", query=expr)["result"]
+    assert [found["metric"][name] for name in ("alertname", "subject")] == ["QmqConsumerStalled", SUBJECT]
+    assert world.value(f'qmq_broker_oldest_unacked_seconds{{consumer_group="{STALLED}"}}') > 10
