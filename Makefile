@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-scrape bench-neighbours bench-outbox outbox bench-delay transcripts drawings simulate delay-simulate mutants chaos delay-ledger history proto lock clean
+.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-scrape bench-neighbours bench-outbox outbox bench-delay transcripts drawings console-pictures simulate delay-simulate mutants chaos delay-ledger history proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -76,6 +76,9 @@ transcripts: $(STAMP) ## write tests/transcripts/*.txt anew after a change on pu
 
 drawings: $(STAMP) ## write the drawings of docs/states.md anew from the tables
 	@$(PY) -m tests.drawings
+
+console-pictures: $(STAMP) ## draw docs/console-*.png anew, of a real cluster on a bad night (Debian's Chromium)
+	@exec $(PY) -m tests.integration.console_story docs
 
 simulate: $(STAMP) ## crashes, partitions and disk faults for SEEDS seeds (default 2000)
 	@$(PY) -m tests.simulation --seeds "$(or $(SEEDS),2000)"

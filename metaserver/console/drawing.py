@@ -9,24 +9,29 @@ from typing import Any
 from qmq.metaserver.rates import KEPT_MS, SERIES_MAX, Rates
 
 WIDTH, HEIGHT = 720, 160
+SPAN_MS_MIN = 30_000
 
 
 def chart_of(rates: Sequence[Rates], now_ms: int) -> dict[str, Any]:
-    """The last ten minutes: for each series its name, its latest value and the points of its line.
+    """The last ten minutes, or as far back as is known: of each series its name, latest value and line.
 
     Returns:
-        `most`: the value at the upper edge, a round one; `series`; `width`, `height`: of the drawing.
+        `most`: the value at the upper edge, a round one; `seconds`: from edge to edge; `series`; `width`, `height`.
     """
     shown = [one for one in rates if one.at_ms > now_ms - KEPT_MS]
+    span_ms = min(max(now_ms - shown[0].at_ms, SPAN_MS_MIN), KEPT_MS) if shown else KEPT_MS
     names = list(dict.fromkeys(name for one in shown for name in one.values))[: SERIES_MAX + 1]
     most = round_up(max((value for one in shown for value in one.values.values()), default=0.0))
     series = []
     for name in names:
         found = [(one.at_ms, one.values[name]) for one in shown if name in one.values]
-        points = " ".join(f"{_x(at_ms, now_ms):.0f},{HEIGHT - value * HEIGHT / most:.1f}" for at_ms, value in found)
+        points = " ".join(
+            f"{WIDTH - (now_ms - at_ms) * WIDTH / span_ms:.0f},{HEIGHT - value * HEIGHT / most:.1f}"
+            for at_ms, value in found
+        )
         latest = found[-1][1] if found[-1][0] == shown[-1].at_ms else None
         series.append({"name": name, "points": points, "now": latest})
-    return {"most": most, "series": series, "width": WIDTH, "height": HEIGHT}
+    return {"most": most, "seconds": span_ms // 1000, "series": series, "width": WIDTH, "height": HEIGHT}
 
 
 def round_up(value: float) -> int:
@@ -35,7 +40,3 @@ def round_up(value: float) -> int:
         return 1
     power = 10 ** math.floor(math.log10(value))
     return next(int(step * power) for step in (1, 2, 5, 10) if step * power >= value)
-
-
-def _x(at_ms: int, now_ms: int) -> float:
-    return WIDTH - (now_ms - at_ms) * WIDTH / KEPT_MS

@@ -143,6 +143,23 @@ class Chromium:
         self.await_event("Page.loadEventFired")
         return self.text()
 
+    def click(self, text: str) -> str:
+        """Click the first link or button that begins with `text`, which leads to a page; return what is read there."""
+        self.events.clear()
+        found = self.run(
+            "(t => { const e = [...document.querySelectorAll('a, button')]"
+            ".find(e => e.innerText.trim().startsWith(t)); if (e) e.click(); return !!e })"
+            f"({json.dumps(text)})"
+        )
+        assert found, (text, self.text())
+        self.await_event("Page.loadEventFired")
+        return self.text()
+
+    def fill(self, name: str, text: str) -> None:
+        """Put `text` into the field or the choice of this name."""
+        script = "([n, t]) => { document.querySelector(`[name=${n}]:not([type=hidden])`).value = t }"
+        self.run(f"({script})({json.dumps([name, text])})")
+
     def tab_walk(self) -> tuple[list[str], list[str], list[str]]:
         """Press Tab from the top of the page until it ends.
 
