@@ -107,9 +107,9 @@ PICTURES = {
     "subjects": ("/console/subjects", 420),
     "consumers": ("/console/consumers?subject=order.changed", 760),
     "messages": ("/console/messages?subject=order.changed", 520),
-    "dead": ("/console/messages?subject=mail.wanted&dead=mail", 440),
+    "dead": ("/console/messages?subject=mail.wanted&dead=mail", 620),
     "delayed": ("/console/delayed", 860),
-    "outbox": ("/console/outbox", 560),
+    "outbox": ("/console/outbox", 640),
     "trail": ("/console/trail", 560),
     "audit": ("/console/audit", 560),
     "doctor": ("/console/doctor", 560),
@@ -117,6 +117,9 @@ PICTURES = {
 }
 """Page -> its address, and how much of it is shown."""
 WIDTH = 1180
+PLACE = """(w => { while (w.nextNode()) w.currentNode.data = w.currentNode.data.replaceAll('FOLDER', '/srv') })
+    (document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT))"""
+"""The database of this run is in a folder that says nothing to a reader."""
 
 
 def _some_traffic(cluster, browser):
@@ -142,6 +145,7 @@ def draw(into):
             for name, (path, height) in PICTURES.items():
                 with something_late(cluster) if name == "delayed" else nullcontext():
                     browser.open(cluster.metaserver + path)
+                browser.run(PLACE.replace("FOLDER", folder))
                 shown = min(height, browser.run("document.documentElement.scrollHeight"))
                 (into / f"console-{name}.png").write_bytes(browser.picture(WIDTH, shown))
 
