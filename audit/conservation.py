@@ -1,9 +1,10 @@
 """Core. That no message of a consumer group is unaccounted for: each is in one state, and only in one.
 
-    stored = acked + in flight + requeued + passed + expired + never delivered
+    stored = acked + in flight + requeued + passed + expired + overflowed + never delivered
 
-What was acked, passed over and expired is added up from the frames that say so; what is in flight, requeued or not
-delivered yet is what the fold has at the end. A message in none of them, or in two, breaks the equation.
+What was acked, passed over, expired or dropped as too many is added up from the frames that say so; what is in flight,
+requeued or not delivered yet is what the fold has at the end. A message in none of them, or in two, breaks the
+equation.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any, NamedTuple
 
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.group import Consumer, Group
-from qmq.log.progress import EXPIRED, PASSED, Progress
+from qmq.log.progress import EXPIRED, OVERFLOWED, PASSED, Progress
 
-STATES = ("acked", "in_flight", "requeued", "passed", "expired", "never")
-_WITHOUT_A_CONSUMER = {PASSED: "passed", EXPIRED: "expired"}
+STATES = ("acked", "in_flight", "requeued", "passed", "expired", "overflowed", "never")
+_WITHOUT_A_CONSUMER = {PASSED: "passed", EXPIRED: "expired", OVERFLOWED: "overflowed"}
 ENTRIES_MAX = 10_000
 """Ranges of one group that are kept apart; of more, those that touch are joined."""
 

@@ -17,9 +17,15 @@ from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry, known_from
 NIGHTS = 30
 OLD_MS = 36 * 3_600_000
 COLOURS = {PROVEN: "#2e9e5b", FINDINGS: "#d43f3a", NOT_READ: "#e0a100", "": "#e4e7eb"}
-STATE_COLOURS = dict(zip(STATES, ("#2e9e5b", "#3b82c4", "#e0a100", "#9aa5b1", "#7a5195", "#dfe3e8"), strict=True))
+STATE_COLOURS = dict(
+    zip(STATES, ("#2e9e5b", "#3b82c4", "#e0a100", "#9aa5b1", "#7a5195", "#c2497e", "#dfe3e8"), strict=True)
+)
 STATE_NAMES = dict(
-    zip(STATES, ("acked", "in flight", "requeued", "passed over", "expired", "not delivered yet"), strict=True)
+    zip(
+        STATES,
+        ("acked", "in flight", "requeued", "passed over", "expired", "overflowed", "not delivered yet"),
+        strict=True,
+    )  # fmt: skip
 )
 
 _STYLE = """
@@ -142,7 +148,8 @@ def _conserved(last: Sequence[Entry]) -> Iterable[str]:
     yield "<h2>What became of each message</h2>"
     key = "".join(f'<span style="background:{STATE_COLOURS[one]}"></span>{STATE_NAMES[one]}' for one in STATES)
     yield f'<p class="key">stored ={key}</p>'
-    rows = [(entry.group, row) for entry in last for row in entry.conserved]
+    # A run of an earlier version knew fewer states.
+    rows = [(entry.group, dict.fromkeys(STATES, 0) | row) for entry in last for row in entry.conserved]
     if not rows:
         yield '<p class="why">No consumer group was seen.</p>'
         return

@@ -17,7 +17,7 @@ import numpy as np
 from qmq.audit.kinds import Kind
 from qmq.audit.messages import TAGGED, Ints
 from qmq.log.frame import Frame
-from qmq.log.progress import DEFERRED, EXPIRED, PASSED, Progress
+from qmq.log.progress import DEFERRED, EXPIRED, OVERFLOWED, PASSED, Progress
 from qmq.types import Epoch
 
 UNTAGGED = 0
@@ -74,7 +74,7 @@ class Passing:
         passed = []
         for number, sequence, messages in said.entries:
             begin = max(sequence, first)
-            if begin >= sequence + messages or number in (DEFERRED, EXPIRED):
+            if begin >= sequence + messages or number in (DEFERRED, EXPIRED, OVERFLOWED):
                 continue
             tags = self._tags_of(begin, sequence + messages)
             if number == PASSED:

@@ -117,6 +117,7 @@ def _table_of_states(result: Result) -> list[str]:
         "requeued +",
         "passed +",
         "expired +",
+        "overflowed +",
         "never",
         "nacked",
     ]

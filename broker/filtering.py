@@ -30,7 +30,7 @@ from qmq.errors import LogError
 from qmq.log import MessageLog
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer
-from qmq.log.progress import EXPIRED, Entry
+from qmq.log.progress import EXPIRED, OVERFLOWED, Entry
 
 log = logging.getLogger(__name__)
 
@@ -125,8 +125,8 @@ class Filtering:
             return
         group = self._log.state.groups.get(key[:2])
         if kind == FrameKind.PULL:
-            # A scan keeps its own books; what expires frees its key here.
-            if group is not None and any(number == EXPIRED for number, _, _ in entries):
+            # A scan keeps its own books; what expires or overflows frees its key here.
+            if group is not None and any(number in (EXPIRED, OVERFLOWED) for number, _, _ in entries):
                 group_filter.catch_up(group)
                 group_filter.changing += [
                     (first, first + count) for _, first, count in entries if first < group.position

@@ -30,7 +30,7 @@ class BrokerMaster(Master):
     def __init__(self, promotion: Promotion, settings: BrokerSettings, counters: Counters) -> None:
         super().__init__(promotion)
         self._delivery = Delivery(self._mastership, settings, counters, promotion.clocks)
-        producing = Producing(self._mastership, counters, self._delivery.wake)
+        producing = Producing(self._mastership, counters, self._delivery.wake, self._delivery.pruning.check_room)
         self._handlers |= {
             Command.PRODUCE: producing.produce,
             Command.SUBSCRIBE: self._delivery.subscribe,
@@ -101,6 +101,11 @@ class BrokerMaster(Master):
     def backlogs(self) -> Backlogs:
         """How far behind consumer groups are."""
         return self._delivery.backlogs
+
+    @property
+    def overflowed(self) -> dict[tuple[str, str], int]:
+        """Messages that were given up because too many waited, per (subject, consumer group)."""
+        return self._delivery.pruning.overflowed
 
     @property
     def skipped(self) -> dict[tuple[str, str], int]:

@@ -62,6 +62,11 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
             for (subject, consumer_group), messages in master.expired.items():
                 expired.add_metric([self.group, subject, consumer_group], messages)
             yield expired
+            text = "Messages that were given up because more than an operator allows waited for a consumer group"
+            overflowed = self.counts("overflowed_messages", text, "subject", "consumer_group")
+            for (subject, consumer_group), messages in master.overflowed.items():
+                overflowed.add_metric([self.group, subject, consumer_group], messages)
+            yield overflowed
             stopped = self.gauges(
                 "group_cause", "What stops or slows a consumer group", "subject", "consumer_group", "cause"
             )

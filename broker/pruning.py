@@ -1,8 +1,11 @@
-"""Core. What is over for a consumer group without being delivered: it has expired.
+"""Core. What is over for a consumer group without being delivered: it has expired, or too many messages wait.
 
 Once a second each group of a limited subject is looked at, whether it has consumers or not, so that what nobody takes
 keeps no log. What it has not consumed, new or requeued, is given up by a pull frame that says why. If the subject says
 so, it becomes dead letters instead: a consumer of a name that nobody can have gets it, and it is buried.
+
+How many messages wait for a group is what it was not delivered and what is requeued. At the limit the oldest are given
+up, or producers are refused, as the subject says; a broadcast consumer that is away refuses nobody.
 
 A message's age is counted from when it was stored, by the master's clock; nothing expires while that clock disagrees
 with another that was heard.
@@ -16,10 +19,10 @@ from collections.abc import Callable, Iterator
 from qmq.broker import progress
 from qmq.broker.consume import PRUNER
 from qmq.broker.dead_letters import DeadLetters
-from qmq.errors import CorruptFrame
+from qmq.errors import CorruptFrame, SubjectFull
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer, Group
-from qmq.log.progress import EXPIRED, Entry
+from qmq.log.progress import EXPIRED, OVERFLOWED, Entry
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.replication.clocks import Clocks
 from qmq.replication.mastership import Mastership
@@ -52,6 +55,8 @@ class Pruning:
         self._pruned_ms = 0
         self.expired: dict[Key, int] = {}
         """(subject, consumer group) -> messages that expired."""
+        self.overflowed: dict[Key, int] = {}
+        """(subject, consumer group) -> messages that were given up because too many waited."""
 
     def limit(self, limits: dict[Key, OperatorLimits]) -> None:
         self._limits = {subject: one for (subject, group), one in limits.items() if group == OF_SUBJECT}
@@ -87,11 +92,52 @@ class Pruning:
             return
         self._pruned_ms = now_ms
         for subject, limits in self._limits.items():
-            if limits.expires_after_s and subject in self._groups and self._clock_is_right():
+            if subject not in self._groups:
+                continue
+            if limits.messages_max and limits.drops_oldest:
+                self._overflow(subject, limits.messages_max)
+            if limits.expires_after_s and self._clock_is_right():
                 try:
                     self._expire(subject, limits)
                 except CorruptFrame as problem:
                     self._mastership.found_damage(problem)
+
+    def check_room(self, subject: str) -> None:
+        """Raise SubjectFull if as many messages as may wait for one of its consumer groups."""
+        limits = self._limits.get(subject)
+        if limits is None or not limits.messages_max or limits.drops_oldest:
+            return
+        state = self._mastership.log.state
+        end = state.next_sequence.get(subject, 0)
+        for name in self._groups.get(subject, ()):
+            group = state.groups[subject, name]
+            waiting = end - group.position + group.requeued.messages
+            if waiting >= limits.messages_max and not group.is_broadcast:
+                raise SubjectFull(
+                    f"{waiting:,} messages of {subject} wait for {name} at {self._mastership.group}, and "
+                    f"{limits.messages_max:,} may (SetLimits --messagesMax)"
+                )
+
+    def _overflow(self, subject: str, messages_max: int) -> None:
+        end = self._mastership.log.state.next_sequence.get(subject, 0) - messages_max
+        for name in list(self._groups[subject]):
+            if messages := self._give_up((subject, name), OVERFLOWED, end):
+                if (subject, name) not in self.overflowed:
+                    log.warning(
+                        "messages overflow subject=%s consumer_group=%s: more than %d waited",
+                        subject,
+                        name,
+                        messages_max,
+                    )
+                self.overflowed[subject, name] = self.overflowed.get((subject, name), 0) + messages
+
+    def _give_up(self, key: Key, why: int, end: int) -> int:
+        """Give up what a group has to give before sequence `end`; return how many messages that was."""
+        entries = [(why, first, count) for first, count in _before(self._mastership.log.state.groups[key], end)]
+        if entries:
+            self._mastership.append_progress(FrameKind.PULL, (*key, PRUNER), entries)
+            self._wake(key[0])
+        return sum(count for _, _, count in entries)
 
     def _clock_is_right(self) -> bool:
         if self._clocks is None:
@@ -108,10 +154,8 @@ class Pruning:
             group = mastership.log.state.groups[subject, name]
             if limits.expired_die:
                 self._bury(subject, name, group, end)
-            elif entries := [(EXPIRED, first, count) for first, count in _before(group, end)]:
-                mastership.append_progress(FrameKind.PULL, (subject, name, PRUNER), entries)
-                self.note_expired((subject, name), sum(count for _, _, count in entries))
-                self._wake(subject)
+            elif messages := self._give_up((subject, name), EXPIRED, end):
+                self.note_expired((subject, name), messages)
 
     def _bury(self, subject: str, name: str, group: Group, end: int) -> None:
         """Give what has expired to the one who buries it; no more than it can soon be rid of."""

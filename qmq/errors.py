@@ -20,6 +20,7 @@ QmqError
 │   └── NoAnswer              maybe handled: send the request again if it may be handled twice
 ├── NotServed             nobody can serve this now: wait, the client retries by itself
 │   ├── NoRoute               the metaserver knows no broker group for the subject
+│   ├── SubjectFull           a consumer group is so far behind that an operator's limit refuses more
 │   └── QueueFull             the producer's own queue: nothing was taken, send again later
 ├── RolledBack            a message's transaction was rolled back: nothing was written or sent
 ├── RetryLater            raised by a handler: hand the message over again later
@@ -60,6 +61,7 @@ class ErrorCode(IntEnum):
     MISSING_RIGHT = 311
     READ_ONLY = 320
     OVERLOADED = 321
+    SUBJECT_FULL = 322
     OUTCOME_UNKNOWN = 330
     NOT_SERVED = 331
     NO_ROUTE = 332
@@ -186,6 +188,13 @@ class NoRoute(NotServed):
     """The metaserver knows no broker group that serves the subject now."""
 
     code = ErrorCode.NO_ROUTE
+
+
+class SubjectFull(NotServed):
+    """A consumer group has not consumed as many messages of the subject as an operator allows. Nothing was stored; send
+    again when it has caught up."""
+
+    code = ErrorCode.SUBJECT_FULL
 
 
 class QueueFull(NotServed):

@@ -22,6 +22,10 @@ class OperatorLimits(NamedTuple):
     """Of a subject: a group does not get what was stored longer ago."""
     expired_die: bool = False
     """Of a subject: what expires becomes a dead letter of the group."""
+    messages_max: int = 0
+    """Of a subject: so many messages of each broker group may wait for a consumer group."""
+    drops_oldest: bool = False
+    """Of a subject: what is more is over for the consumer group, oldest first; else producers are refused."""
     per_second: int = 0
     """Of a consumer group: so many messages a second, from each broker group."""
 

@@ -293,7 +293,7 @@ _CONSUMERS = (
     Action("ListOffline", "list which consumers are switched off", VIEWER, (_ANY_SUBJECT,)),
     Action(
         "SetLimits",
-        "limit a subject: when its messages expire",
+        "limit a subject: when messages expire, how many wait",
         OPERATOR,
         (
             _SUBJECT,
@@ -308,6 +308,18 @@ _CONSUMERS = (
                 "what becomes of it: drop, or deadLetter, a dead letter of each group",
                 kind=Kind.CHOICE,
                 choices=("drop", "deadLetter"),
+            ),
+            Parameter(
+                "messagesMax",
+                "so many messages of a broker group may wait for a consumer group; 0: no limit",
+                kind=Kind.NUMBER,
+                most=1_000_000_000_000,
+            ),
+            Parameter(
+                "whenFull",
+                "what happens then: refuse producers, or dropOldest for that consumer group",
+                kind=Kind.CHOICE,
+                choices=("refuse", "dropOldest"),
             ),
         ),
         changes=True,

@@ -221,6 +221,10 @@ async def _limit_subject(desk: Desk, words: Words) -> Plan:
         limits = limits._replace(expires_after_s=words.number("expiresAfterS"))
     if words.is_given("expired"):
         limits = limits._replace(expired_die=words["expired"] == group_plans.DEAD_LETTER)
+    if words.is_given("messagesMax"):
+        limits = limits._replace(messages_max=words.number("messagesMax"))
+    if words.is_given("whenFull"):
+        limits = limits._replace(drops_oldest=words["whenFull"] == group_plans.DROP_OLDEST)
     if limits.expired_die and is_dead_letter_subject(subject):
         return refused(f"{subject} has dead letters: what expires there can only be dropped")
     return group_plans.limit(registry.directory, registry.routes, limits)

@@ -23,6 +23,8 @@ from qmq.subjects import real_subject
 Routes = Mapping[str, Route]
 DROP, DEAD_LETTER = "drop", "deadLetter"
 """What becomes of messages that expire."""
+REFUSE, DROP_OLDEST = "refuse", "dropOldest"
+"""What happens when as many messages wait as may."""
 
 
 def mark_readonly(directory: Directory, routes: Routes, subject: str, group: str, *, readonly: bool) -> Plan:
@@ -158,7 +160,8 @@ def limits_of(directory: Directory, key: tuple[str, str]) -> OperatorLimits:
 def limits_json(limits: OperatorLimits) -> dict[str, Any]:
     return {
         "subject": limits.subject, "group": limits.group, "expiresAfterS": limits.expires_after_s,
-        "expired": DEAD_LETTER if limits.expired_die else DROP, "perSecond": limits.per_second,
+        "expired": DEAD_LETTER if limits.expired_die else DROP, "messagesMax": limits.messages_max,
+        "whenFull": DROP_OLDEST if limits.drops_oldest else REFUSE, "perSecond": limits.per_second,
     }  # fmt: skip
 
 

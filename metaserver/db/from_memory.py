@@ -50,6 +50,8 @@ def dump_of(
                 "expires_after_s": one.expires_after_s,
                 "expired_die": one.expired_die,
                 "per_second": one.per_second,
+                "messages_max": one.messages_max,
+                "drops_oldest": one.drops_oldest,
             }
             for one in sorted(directory.limits)
         ],  # fmt: skip

@@ -71,7 +71,15 @@ def unset_offline(connection: Connection, offline: Offline) -> None:
 
 def load_limits(connection: Connection) -> frozenset[OperatorLimits]:
     return frozenset(
-        OperatorLimits(row.subject_info, row.consumer_group, row.expires_after_s, bool(row.expired_die), row.per_second)
+        OperatorLimits(
+            row.subject_info,
+            row.consumer_group,
+            row.expires_after_s,
+            bool(row.expired_die),
+            row.messages_max,
+            bool(row.drops_oldest),
+            row.per_second,
+        )  # fmt: skip
         for row in connection.execute(select(_limits))
     )
 

@@ -199,6 +199,8 @@ operator_limits = Table(
     Column("expires_after_s", BigInteger, nullable=False),
     Column("expired_die", Boolean, nullable=False),
     Column("per_second", BigInteger, nullable=False),
+    Column("messages_max", BigInteger, nullable=False, server_default="0"),
+    Column("drops_oldest", Boolean, nullable=False, server_default=false()),
     UniqueConstraint("subject_info", "consumer_group", name="uniq_limits"),
     **OPTIONS,
 )

@@ -35,7 +35,7 @@ from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
 from qmq.codec import Buffer
-from qmq.errors import AccessError, AskAnotherBroker, CallError, QmqError
+from qmq.errors import AccessError, AskAnotherBroker, CallError, QmqError, SubjectFull
 from qmq.states import Machine, TransitionTable
 
 
@@ -84,7 +84,7 @@ Done = Callable[[Answer], None]
 
 def answer_of(error: QmqError) -> NotStored | Unknown:
     """Say what an error proves about its attempt; neither a refusal nor a fault of the batch: nothing."""
-    if isinstance(error, AskAnotherBroker | CallError | AccessError):
+    if isinstance(error, AskAnotherBroker | CallError | AccessError | SubjectFull):
         return NotStored(error)
     return Unknown(str(error))
 

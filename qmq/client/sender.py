@@ -31,6 +31,7 @@ from qmq.errors import (
     Overloaded,
     QmqError,
     QueueFull,
+    SubjectFull,
 )
 from qmq.log.frame import FLAG_ORDERED
 from qmq.remoting import commands
@@ -394,7 +395,7 @@ class Sender:
         """Not stored, a batch goes to another group, or is refused if that would not help; else it is repeated. The
         repeat of one that may be stored is refused as well if its number is too old: then the outcome stays unknown."""
         is_stored_nowhere = group.batches.answered(batch, answer_of(error)) is BatchState.NOT_STORED
-        if isinstance(error, CallError | AccessError):
+        if isinstance(error, CallError | AccessError | SubjectFull):  # the others are as full, or soon will be
             if is_stored_nowhere:
                 self._end(group, batch, refused(group.name, error))
             else:

@@ -19,7 +19,7 @@ from qmq.errors import CorruptFrame, IllegalTransition, InvalidAck
 from qmq.log.frame import FLAG_ORDERED, NO_CHAIN, Frame, FrameKind
 from qmq.log.group import MASTERSHIP_BITS, Consumer, Group, UnackedRange
 from qmq.log.message_life import LIFE, MessageEvent
-from qmq.log.progress import DEFERRED, EXPIRED, NOT_BEGUN, PASSED, Departure, Progress, decode_progress
+from qmq.log.progress import DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure, Progress, decode_progress
 from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.log.retention import Kept, decode_retention
 from qmq.subjects import is_dead_letter_subject
@@ -146,7 +146,8 @@ def _pull(state: State, frame: Frame, body: Buffer) -> None:
 
 
 _PULL_EVENTS = {
-    DEFERRED: MessageEvent.DEFER, PASSED: MessageEvent.PASS_OVER, EXPIRED: MessageEvent.PASS_OVER
+    DEFERRED: MessageEvent.DEFER, PASSED: MessageEvent.PASS_OVER, EXPIRED: MessageEvent.PASS_OVER,
+    OVERFLOWED: MessageEvent.PASS_OVER,
 }  # fmt: skip
 
 

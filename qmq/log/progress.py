@@ -11,6 +11,7 @@ One layout for all but epoch (integers little-endian), padded with zeros to a mu
                               (PASSED, first sequence, messages): over for the group without being delivered
                               (DEFERRED, first sequence, messages): gone over for now; they wait with what was returned
                               (EXPIRED, first sequence, messages): over for the group, for they have expired
+                              (OVERFLOWED, first sequence, messages): over for the group, for too many waited
     pull       yes        none: this consumer is there, and has nothing yet
     ack        yes        n x (begin, end, settled): pull sequences, half-open, done; settled is 0, or EXPIRED if no
                               handler got them
@@ -36,9 +37,9 @@ _HEAD = struct.Struct("<HHI")
 _ENTRY = struct.Struct("<QQQ")
 
 Entry = tuple[int, int, int]
-PASSED, DEFERRED, EXPIRED = (1 << 64) - 1, (1 << 64) - 2, (1 << 64) - 3
+PASSED, DEFERRED, EXPIRED, OVERFLOWED = (1 << 64) - 1, (1 << 64) - 2, (1 << 64) - 3, (1 << 64) - 4
 """In place of a pull sequence: these messages are not delivered."""
-NUMBERS_END = EXPIRED
+NUMBERS_END = OVERFLOWED
 """Pull sequences are below."""
 NOT_BEGUN = (1 << 64) - 1
 """In place of a due time."""

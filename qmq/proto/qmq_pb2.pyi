@@ -187,18 +187,22 @@ class AcknowledgedPoint(_message.Message):
     def __init__(self, term: _Optional[int] = ..., boot: _Optional[int] = ..., end: _Optional[int] = ..., chain: _Optional[int] = ...) -> None: ...
 
 class OperatorLimits(_message.Message):
-    __slots__ = ("subject", "group", "expires_after_s", "expired_die", "per_second")
+    __slots__ = ("subject", "group", "expires_after_s", "expired_die", "per_second", "messages_max", "drops_oldest")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_DIE_FIELD_NUMBER: _ClassVar[int]
     PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_MAX_FIELD_NUMBER: _ClassVar[int]
+    DROPS_OLDEST_FIELD_NUMBER: _ClassVar[int]
     subject: str
     group: str
     expires_after_s: int
     expired_die: bool
     per_second: int
-    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., expires_after_s: _Optional[int] = ..., expired_die: _Optional[bool] = ..., per_second: _Optional[int] = ...) -> None: ...
+    messages_max: int
+    drops_oldest: bool
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., expires_after_s: _Optional[int] = ..., expired_die: _Optional[bool] = ..., per_second: _Optional[int] = ..., messages_max: _Optional[int] = ..., drops_oldest: _Optional[bool] = ...) -> None: ...
 
 class Offline(_message.Message):
     __slots__ = ("subject", "group", "consumer")

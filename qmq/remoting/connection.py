@@ -48,6 +48,7 @@ class Connection(asyncio.BufferedProtocol):
         self.writable = True
         self.received_bytes = 0
         self.unacked_bytes = self.owed_bytes = 0
+        self.sends_on = False
         """For a broker's core (qmq.replication.ports.Link)."""
         self._is_read = True
         self.peer = "?"

@@ -28,6 +28,9 @@ class Link(Protocol):
     owed_bytes: int
     """Bytes of messages that were delivered to it and not sent yet; kept by `broker.delivery`."""
 
+    sends_on: bool
+    """What comes on it was taken by another process of the installation before, which cannot refuse it any more."""
+
     @property
     def is_open(self) -> bool: ...
 

@@ -148,6 +148,7 @@ class Acceptor:
         (check_client if self._is_client else check_broker)(caller, group)
         if self._is_client and caller.role != TokenRole.CLUSTER:
             self._limits = Limits(caller, self._access.new_subjects)
+        connection.sends_on = caller.role == TokenRole.CLUSTER
         self._is_in, self._token = True, token
         self._login_timer.cancel()
         if self._is_client:

@@ -67,10 +67,17 @@ def _split(produce: Produce) -> tuple[memoryview, Sequence[int]]:
 
 
 class Producing:
-    """Made by the master; ends with the mastership. `wake(subject)` is called when a subject got messages."""
+    """Made by the master; ends with the mastership. `wake(subject)` is called when a subject got messages.
 
-    def __init__(self, mastership: Mastership, counters: ProduceCounters, wake: Callable[[str], None]) -> None:
-        self._mastership, self._counters, self._wake = mastership, counters, wake
+    Args:
+        check_room: raises SubjectFull if a subject takes no more from producers.
+    """
+
+    def __init__(
+        self, mastership: Mastership, counters: ProduceCounters, wake: Callable[[str], None],
+        check_room: Callable[[str], None] = lambda subject: None,
+    ) -> None:  # fmt: skip
+        self._mastership, self._counters, self._wake, self._check_room = mastership, counters, wake, check_room
 
     def produce(self, link: Link, packet: Packet) -> None:
         mastership = self._mastership
@@ -85,6 +92,8 @@ class Producing:
         if produce.subject not in state.next_sequence:
             check_subject(produce.subject)
         mastership.readonly.check(mastership.group, produce.subject)
+        if not link.sends_on:
+            self._check_room(produce.subject)
         self._check_window(link)
         batch, refused = self._storable(produce)
         if batch is None:

@@ -137,6 +137,7 @@ class Wire:
         self._copy = copy
         self.peer, self.writable, self.is_open = peer, True, True
         self.unacked_bytes = self.owed_bytes = 0
+        self.sends_on = False
         self.other: Wire
 
     def tell(self, command: Command, *parts: Buffer) -> None:

@@ -88,6 +88,7 @@ class Hatch:
         self._asked: dict[int, Done] = {}
         self._opaque = 0
         self.unacked_bytes = self.owed_bytes = 0
+        self.sends_on = False
 
     # For the delay servers.
 

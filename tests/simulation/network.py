@@ -52,6 +52,7 @@ class End:
         self.other: End
         self.writable = True
         self.unacked_bytes = self.owed_bytes = 0
+        self.sends_on = False
         self.is_open = True
         self.is_dead = False
         """The connection is broken, whether this end knows it or not."""

@@ -13,7 +13,7 @@ from qmq.audit.conservation import STATES, Range, broken_at, per_hour
 from qmq.audit.kinds import Kind
 from qmq.audit.progress import CONSERVED, Judge
 from qmq.log.frame import FrameKind
-from qmq.log.progress import EXPIRED
+from qmq.log.progress import EXPIRED, OVERFLOWED
 from tests.unit.audit.test_progress import a_history, rows
 from tests.unit.log.logs import Copy, a_frame
 
@@ -46,7 +46,8 @@ def test_each_state_is_counted():
     accounts, broken = judged(copy)
     (account,) = accounts
     assert {name: account[name] for name in ("stored", *STATES, "nacked")} == {
-        "stored": 6, "acked": 1, "in_flight": 2, "requeued": 1, "passed": 0, "expired": 0, "never": 2,
+        "stored": 6, "acked": 1, "in_flight": 2, "requeued": 1, "passed": 0, "expired": 0, "overflowed": 0,
+        "never": 2,
         "nacked": 1,
     }  # fmt: skip
     assert broken == []
@@ -55,9 +56,9 @@ def test_each_state_is_counted():
 def test_what_expired_is_counted_as_such_whoever_found_it():
     copy, first = a_history()
     copy.progress(FrameKind.ACK, "c1", (first, first + 1, EXPIRED), subject="s")
-    copy.progress(FrameKind.PULL, "/expired", (EXPIRED, 4, 2), subject="s")
+    copy.progress(FrameKind.PULL, "/pruned", (EXPIRED, 4, 1), (OVERFLOWED, 5, 1), subject="s")
     (account,), broken = judged(copy)
-    assert (account["stored"], account["acked"], account["expired"], account["never"]) == (6, 0, 3, 0)
+    assert [account[state] for state in ("stored", "acked", "expired", "overflowed", "never")] == [6, 0, 2, 1, 0]
     assert broken == []
 
 

@@ -13,7 +13,7 @@ from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry
 
 DAY_MS = 86_400_000
 NOW_MS = 1_795_000_000_000
-STATES = {"acked": 7, "in_flight": 1, "requeued": 0, "passed": 2, "expired": 0, "never": 0}
+STATES = {"acked": 7, "in_flight": 1, "requeued": 0, "passed": 2, "expired": 0, "overflowed": 0, "never": 0}
 GOOD = Entry(
     "2026-11-21T01:00:00Z", NOW_MS - DAY_MS, "g1", PROVEN, verified=5_000, chain="0f", read={"master": 900},
     conserved=[{"subject": "order.changed", "consumer_group": "billing", "stored": 10, "nacked": 3, **STATES}],
@@ -37,6 +37,11 @@ class _Reader(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+
+
+def test_a_run_of_a_version_that_knew_fewer_states_is_shown() -> None:
+    row = {name: value for name, value in GOOD.conserved[0].items() if name not in ("expired", "overflowed")}
+    assert "10 = 7 acked" in page({"g1": [replace(GOOD, conserved=[row])]}, NOW_MS)
 
 
 def test_page_is_one_file_and_says_what_was_verified() -> None:

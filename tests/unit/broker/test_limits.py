@@ -7,6 +7,7 @@ import pytest
 from qmq.broker import pruning
 from qmq.broker.causes import Cause
 from qmq.codec import decode_message, encode_labels, encode_message, label_of_message, split_batch
+from qmq.errors import ErrorCode
 from qmq.log.frame import NO_CHAIN, FrameKind, decode_frames, label_flags
 from qmq.log.progress import EXPIRED, decode_progress
 from qmq.message import Message
@@ -276,3 +277,61 @@ def test_a_master_remembers_limits_for_a_start_without_the_metaserver():
     fields = assigned.to_json()
     del fields["limits"]
     assert Assignment.from_json(fields).limits == ()
+
+
+# Length.
+
+TEN = OperatorLimits("s", OF_SUBJECT, messages_max=10)
+
+
+def test_producers_are_refused_while_as_many_messages_wait_for_a_group_as_may():
+    group, client = started(TEN)
+    producer = Client(group.a)
+    stored = producer.produce(*(f"m{n}" for n in range(10)))
+    group.settle()
+    refused, other = producer.produce("m10"), producer.produce("n0", subject="t")
+    group.settle()
+    assert producer.receipt(stored).stored == 10 and producer.receipt(other).stored == 1
+    assert producer.code(refused) == ErrorCode.SUBJECT_FULL
+    assert "10 messages of s wait for g at g1" in producer.text(refused)
+    assert len(pulled(group, client, most=1)) == 1
+    again = producer.produce("m11")
+    group.settle()
+    assert producer.receipt(again).stored == 1, "what a consumer has does not wait"
+
+
+def test_what_the_installation_itself_sends_on_is_never_refused():
+    group, _ = started(TEN)
+    delay_server = Client(group.a)
+    delay_server.link.sends_on = True
+    opaques = [delay_server.produce(*(f"m{n}-{k}" for n in range(8))) for k in range(3)]
+    group.settle()
+    assert [delay_server.receipt(one).stored for one in opaques] == [8, 8, 8]
+
+
+def test_a_broadcast_that_is_away_refuses_nobody():
+    group, client = started(TEN)
+    joined(group, "b", group="b", broadcast=True).lost()
+    producer = Client(group.a)
+    for k in range(3):
+        stored = producer.produce(*(f"m{n}-{k}" for n in range(8)))
+        group.settle()
+        assert producer.receipt(stored).stored == 8 and len(pulled(group, client)) == 8
+
+
+def test_of_too_many_the_oldest_are_given_up_for_each_group_by_itself_and_counted():
+    group, client = started(TEN._replace(drops_oldest=True))
+    client.produce(*(f"m{n}" for n in range(8)))
+    group.settle()
+    assert len(pulled(group, client, most=3)) == 3
+    begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+    client.nack(begin, begin + 2)
+    joined(group, "e", group="other").lost()
+    client.produce(*(f"m{n}" for n in range(8, 15)))
+    group.settle()
+    group.a.wait(1_000)
+    group.settle()
+    assert group.a.master.overflowed == {KEY: 2 + 2, ("s", "other"): 5}
+    assert pulled(group, client) == [f"m{n}" for n in range(5, 15)]
+    assert group.a.log.state.groups[KEY] == group.b.log.state.groups[KEY]
+    assert not group.a.master.expired

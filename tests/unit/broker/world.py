@@ -49,6 +49,7 @@ class FakeLink:
     def __init__(self, peer: str) -> None:
         self.peer, self.writable, self.is_open, self.reason = peer, True, True, ""
         self.unacked_bytes = self.owed_bytes = 0
+        self.sends_on = False
         self.answers: dict[int, tuple[int, bytes]] = {}
         self.order: list[int] = []
         self.told: deque[tuple[Command, bytes]] = deque()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
 
 import qmq
 from qmq.client.breaker import FAILURES_MAX, BreakerState
+from qmq.client.routing import REST_MS_MAX
 from qmq.codec import decode_message
 from qmq.errors import (
     BrokerReadOnly,
@@ -21,6 +23,7 @@ from qmq.errors import (
     OutcomeUnknown,
     Overloaded,
     QueueFull,
+    SubjectFull,
 )
 from qmq.message import Message
 from tests.support.waiting import until_async
@@ -405,5 +408,28 @@ def test_a_derived_subject_with_two_long_names_is_sent():
             for illegal in ("s" * 101, "", "a/b", "a\nb", "a\rb", " a", "a\u2028b", f"%RETRY%{'s' * 101}%g"):
                 with pytest.raises(qmq.InvalidName):
                     await producer.send(Message(illegal))
+
+    run(test())
+
+
+def test_a_full_subject_is_refused_at_once_and_no_other_subject_of_the_group_waits():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=60) as producer:
+
+            def on_produce(connection, packet, attempt) -> bool:
+                if attempt.subject == "full":
+                    connection.refuse(packet, SubjectFull("10 messages of full wait for g at g1"))
+                return attempt.subject == "full"
+
+            broker.on_produce = on_produce
+            async with asyncio.timeout(20):
+                full, many = await producer.send(Message("full")), await producer.send_many([Message("full")] * 1)
+                assert [one.outcome for one in (full, *many)] == [qmq.Outcome.REFUSED] * 2
+                assert isinstance(full.error, SubjectFull) and "wait for g" in full.reason
+            begin = time.monotonic()
+            for _ in range(20):
+                await producer.send(Message("full"))
+                assert (await producer.send(Message("other"))).is_stored
+            assert time.monotonic() - begin < 2 * REST_MS_MAX / 1000, "the group does not rest for that"
 
     run(test())
