@@ -16,7 +16,7 @@ from qmq.audit.wanted import Wanted
 from qmq.codec import check_batch, decode_envelope, decode_properties, split_batch
 from qmq.errors import CorruptFrame, QmqError
 from qmq.log.frame import FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
-from qmq.log.progress import DEFERRED, NOT_BEGUN, PASSED, Departure, Entry, decode_progress
+from qmq.log.progress import DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure, Entry, decode_progress
 
 ROWS_MAX, BYTES_MAX = 65_536, 8 << 20
 """Of a batch that is sent to Spark."""
@@ -199,6 +199,9 @@ def _progress(window: Window, found: _Columns, wanted: Wanted, shared: Values) -
             found.add(1, at | event, {})
 
 
+_WITHOUT_A_CONSUMER = {PASSED: "passed", DEFERRED: "deferred", EXPIRED: "expired", OVERFLOWED: "overflowed"}
+
+
 def _events(kind: int, consumer: str, entries: tuple[Entry, ...]) -> Iterator[dict[str, Any]]:
     """Yield what each entry of a progress frame says (qmq.log.progress)."""
     if kind == FrameKind.POSITION:
@@ -208,10 +211,10 @@ def _events(kind: int, consumer: str, entries: tuple[Entry, ...]) -> Iterator[di
         yield {"event": "joined"}
     for one, two, three in entries:
         if kind == FrameKind.PULL:
-            event = {PASSED: "passed", DEFERRED: "deferred"}.get(one, "pull")
+            event = _WITHOUT_A_CONSUMER.get(one, "pull")
             yield {"event": event, "pull": one if event == "pull" else None, "sequence": two, "messages": three}
         elif kind == FrameKind.ACK:
-            yield {"event": "ack", "pull": one, "messages": two - one}
+            yield {"event": "expired" if three == EXPIRED else "ack", "pull": one, "messages": two - one}
         else:
             due_ms = None if three == NOT_BEGUN else three
             yield {"event": "nack", "pull": one, "messages": two - one, "due_ms": due_ms}

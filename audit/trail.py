@@ -26,9 +26,12 @@ STORED_COLUMNS = "broker_group,offset,timestamp_ms,subject,sequence,id,tags,prop
 
 _EVENTS = {
     "pull": MessageEvent.DELIVER, "passed": MessageEvent.PASS_OVER, "deferred": MessageEvent.DEFER,
+    "expired": MessageEvent.PASS_OVER, "overflowed": MessageEvent.PASS_OVER,
     "ack": MessageEvent.ACK, "nack": MessageEvent.NACK, "left": MessageEvent.LEAVE, "vanished": MessageEvent.LEAVE,
 }  # fmt: skip
-_OF_PULLS = ("ack", "nack")
+_GO_OVER = ("pull", "passed", "deferred", "expired", "overflowed")
+_OF_PULLS = ("ack", "nack", "expired")
+"""What expired at a consumer has a pull sequence, what expired at the broker a sequence."""
 _OF_CONSUMERS = ("left", "vanished")
 _OF_GROUPS = ("position", "forgotten")
 
@@ -54,7 +57,7 @@ class Step(NamedTuple):
 
 def deliveries(progress: DataFrame, stored: Iterable[Row]) -> DataFrame:
     """Return the pulls that go over any of these messages. in, out: the table `progress`."""
-    return progress.where(F.col("event").isin("pull", "passed", "deferred")).where(_any(map(_goes_over, stored)))
+    return progress.where(F.col("event").isin(*_GO_OVER)).where(_any(map(_goes_over, stored)))
 
 
 def aftermath(progress: DataFrame, stored: Iterable[Row], pulls: Iterable[Row]) -> DataFrame:
@@ -98,7 +101,7 @@ def _number(one: Row, pull: Row) -> int:
 def _is_of(event: Row, one: Row) -> bool:
     if (event["broker_group"], event["subject"]) != (one["broker_group"], one["subject"]):
         return False
-    if event["event"] in ("pull", "passed", "deferred"):
+    if event["event"] in _GO_OVER and event["sequence"] is not None:
         return bool(event["sequence"] <= one["sequence"] < event["sequence"] + event["messages"])
     return bool(event["offset"] > one["offset"])
 
@@ -141,14 +144,15 @@ def _life(one: Row, events: list[Row], buried: int | None) -> Iterator[Step]:
     state, holder, number = LIFE.initial, "", -1
     for event in events:
         what, consumer = event["event"], event["consumer"] or ""
-        if what in (*_OF_PULLS, *_OF_CONSUMERS) and consumer != holder:
+        by_consumer = what in _OF_PULLS and event["pull"] is not None
+        if (by_consumer or what in _OF_CONSUMERS) and consumer != holder:
             continue  # it has nothing to do with the message any more, or not yet
-        if what in _OF_PULLS and not event["pull"] <= number < event["pull"] + event["messages"]:
+        if by_consumer and not event["pull"] <= number < event["pull"] + event["messages"]:
             continue
         if what in _OF_GROUPS:
             state, text = _moved(one, event)
         else:
-            move = _EVENTS[what]
+            move = MessageEvent.ACK if by_consumer and what == "expired" else _EVENTS[what]
             if what == "ack" and buried is not None and buried < event["offset"]:
                 move = MessageEvent.BURY
             try:

@@ -50,7 +50,7 @@ class MessageEvent(Enum):
     DELIVER = auto()
     """A pull frame numbers it for a consumer."""
     PASS_OVER = auto()
-    """A pull frame goes over it for good: the group's filter does not want it, retention took it, it expired, or too many wait."""
+    """A pull frame goes over it for good: no filter wants it, retention took it, it expired, or too many wait."""
     DEFER = auto()
     """A pull frame goes over it for now: an earlier message of its order key is not settled."""
     ACK = auto()

@@ -14,7 +14,7 @@ from qmq.audit.tables import SCHEMAS
 from qmq.audit.wanted import WrongOption
 from qmq.errors import CorruptFrame
 from qmq.log.frame import FrameKind, find_frame
-from qmq.log.progress import DEFERRED, NOT_BEGUN, PASSED, Departure
+from qmq.log.progress import DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure
 from qmq.types import Epoch
 from tests.unit.audit.logs import BEGIN_MS, HOUR_MS, LogWriter
 
@@ -124,8 +124,18 @@ def test_progress_is_a_row_for_each_thing_that_became_of_messages(tmp_path: Path
     log.batch(A, 30)
     log.progress(FrameKind.POSITION, A, "g", "", (5, 0, 0))
     log.progress(FrameKind.PULL, A, "g", "c")
-    log.progress(FrameKind.PULL, A, "g", "c", (PULL, 5, 10), (PASSED, 15, 2), (DEFERRED, 17, 1))
-    log.progress(FrameKind.ACK, A, "g", "c", (PULL, PULL + 6, 0))
+    log.progress(
+        FrameKind.PULL,
+        A,
+        "g",
+        "c",
+        (PULL, 5, 10),
+        (PASSED, 15, 2),
+        (DEFERRED, 17, 1),
+        (EXPIRED, 18, 1),
+        (OVERFLOWED, 19, 1),
+    )
+    log.progress(FrameKind.ACK, A, "g", "c", (PULL, PULL + 6, 0), (PULL + 9, PULL + 10, EXPIRED))
     log.progress(FrameKind.NACK, A, "g", "c", (PULL + 6, PULL + 8, BEGIN_MS), (PULL + 8, PULL + 9, NOT_BEGUN))
     log.progress(FrameKind.POSITION, A, "g", "c", (Departure.TOLD, 0, 0))
     log.progress(FrameKind.POSITION, A, "g", "d", (Departure.VANISHED, 0, 0))
@@ -138,7 +148,10 @@ def test_progress_is_a_row_for_each_thing_that_became_of_messages(tmp_path: Path
         ("pull", "c", PULL, 5, 10, None),
         ("passed", "c", None, 15, 2, None),
         ("deferred", "c", None, 17, 1, None),
+        ("expired", "c", None, 18, 1, None),
+        ("overflowed", "c", None, 19, 1, None),
         ("ack", "c", PULL, None, 6, None),
+        ("expired", "c", PULL + 9, None, 1, None),
         ("nack", "c", PULL + 6, None, 2, BEGIN_MS),
         ("nack", "c", PULL + 8, None, 1, None),
         ("left", "c", None, None, None, None),
