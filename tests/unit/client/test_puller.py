@@ -532,6 +532,27 @@ def test_a_puller_that_is_offline_holds_nothing_and_goes_on_when_it_is_online():
     run(test())
 
 
+def test_a_class_of_its_own_is_taken_first_however_long_the_other_backlog_is():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(500), "normal")
+            consumer, handled = consumer_of(metaserver), []
+            terms = {"group": "pay", "start": "earliest", "prefetch_messages": 100}
+            async with consumer.pull("urgent", **terms) as urgent, consumer.pull("normal", **terms) as normal:
+                while len(handled) < 505:
+                    for puller in (urgent, normal):
+                        if messages := await puller.pull(10, timeout=0.05 if puller is normal else 0):
+                            handled += [message.subject for message in messages]
+                            await puller.ack(messages)
+                            break
+                    if len(handled) == 100:
+                        fill(broker, range(5), "urgent")
+                        await until_async(lambda: urgent._subscription.next_message() is not None)
+            assert handled.index("urgent") <= 110 and handled.count("urgent") == 5
+
+    run(test())
+
+
 def test_leaving_while_offline_does_not_wait_for_what_was_taken():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
