@@ -23,6 +23,7 @@ from qmq.audit.answers import Answer, together
 from qmq.audit.comparison import compare
 from qmq.audit.conservation import STATES
 from qmq.audit.copies import CannotRead, Copy, Description, open_copy
+from qmq.audit.delay_groups import Source, account_for, is_delay_group, write_by_day
 from qmq.audit.extents import PIECE_BYTES, split_range
 from qmq.audit.history import CHAINS, CONSERVED_KEPT, FINDINGS_KEPT, SHARE, VERDICTS, History, look_back, moment, who
 from qmq.audit.kinds import Kind
@@ -41,7 +42,7 @@ ACCOUNTS_MAX = 5_000
 """Consumer groups whose equation is listed."""
 
 _NO_RANGE = "SELECT '' AS d_copy, 0L AS d_offset, 0L AS d_end WHERE false"
-_OF_HISTORY = frozenset({Kind.REWOUND, Kind.REWRITTEN, Kind.UNREAD, Kind.LOST})
+_OF_HISTORY = frozenset({Kind.REWOUND, Kind.REWRITTEN, Kind.UNREAD, Kind.LOST, Kind.ALTERED})
 """These hold on both copies alike, and yet what they were found in is not verified."""
 Row = dict[str, Any]
 
@@ -68,6 +69,8 @@ class Result:
     notes: list[str] = field(default_factory=list)
     hours: list[Row] = field(default_factory=list)
     conserved: list[Row] = field(default_factory=list)
+    delayed: list[Row] = field(default_factory=list)
+    """Of a delay group: what became of its messages, per subject."""
     epochs: list[str] = field(default_factory=list)
     journal: int | None = None
     unreadable: str | None = None
@@ -132,6 +135,7 @@ def audit_groups(spark: SparkSession, groups: Sequence[Group], options: Options)
         _each(audits, lambda one: _prepare(one, options))
         _ask(spark, audits, options)
         _each(audits, lambda one: _judge(spark, one, options))
+        _each(audits, lambda one: _account_for_delays(spark, one, groups, options))
         _each(audits, lambda one: _finish(spark, one, options))
     finally:
         for one in audits:
@@ -224,6 +228,22 @@ def _judge(spark: SparkSession, one: _Audit, options: Options) -> None:
         if row["what"] in (Kind.BATCH_TWICE, Kind.ID_TWICE):
             is_apart = any(begin <= row["offset"] < until for begin, until in pieces if begin in answer.differing)
             row["copy"] = MASTER if is_apart else BOTH
+
+
+def _account_for_delays(spark: SparkSession, one: _Audit, groups: Sequence[Group], options: Options) -> None:
+    """Account for the messages of a delay group, and look for what it sent in the logs of all groups of this run.
+
+    A directory says nothing of the time when it was copied: what is due by its last frame is due.
+    """
+    place = one.group.places[MASTER]
+    if not is_delay_group(place):
+        return
+    targets = [Source(group.name, group.places[MASTER]) for group in groups]
+    now_ms = None if "path" in place else one.result.until_ms - AHEAD_MS_MAX
+    account = account_for(spark, Source(one.group.name, place), targets, now_ms=now_ms, parquet=options.parquet)
+    one.result.delayed = account.rows
+    for row in account.findings:
+        one.result.add(Kind(row.pop("what")), copy=BOTH, **row)
 
 
 def _finish(spark: SparkSession, one: _Audit, options: Options) -> None:
@@ -488,22 +508,25 @@ def _hold_against(
     spark: SparkSession, group: Group, firsts: dict[str, dict[str, int]], result: Result, journal: Path
 ) -> None:
     """Look for every acknowledged message of the journal in both copies, to the very end of each."""
-    if not journal.is_file():
-        raise CannotRead(f"journal {journal}: there is no such file")
+    if not journal.exists():
+        raise CannotRead(f"journal {journal}: there is no such file, nor a folder of them")
     acked = spark.read.schema(JOURNAL).json(str(journal))
     acked = acked.where(F.col("group").isNull() | (F.col("group") == group.name))
-    acked = acked.select("subject", "sequence", "id").persist(StorageLevel.MEMORY_AND_DISK)
-    result.journal = acked.count()
-    broken = acked.where("subject is null or sequence is null or id is null").count()
-    if broken:
+    acked = acked.select("subject", "sequence", "id", "hash").persist(StorageLevel.MEMORY_AND_DISK)
+    ((lines, broken, hashed),) = acked.agg(
+        F.count("*"), F.count_if(F.expr("subject is null or sequence is null or id is null")), F.count("hash")
+    ).collect()
+    if broken > journals.torn_max(journal):
         raise CannotRead(f"journal {journal}: {broken} lines lack subject, sequence or id")
+    result.journal = lines - broken
+    acked = acked.where("subject is not null and sequence is not null and id is not null")
+    due = journals.due_messages(acked, firsts, result.start)
     sides = [
-        read_copy(spark, place, rows="messages", columns="subject,sequence,id").withColumn("copy", F.lit(name))
+        journals.stored(spark, place, with_hash=hashed > 0).withColumn("copy", F.lit(name))
         for name, place in group.places.items()
     ]
     messages = reduce(DataFrame.unionByName, sides)
-    due = journals.due_messages(acked, firsts, result.start)
-    found = [row.asDict() for row in journals.lost(due, messages).collect()]
+    found = [row.asDict() for row in journals.broken_promises(due, messages, few=lines).collect()]
     _take(list(together(((row["copy"], row) for row in found), tuple(group.places))), result)
     if older := acked.join(due, ["subject", "sequence", "id"], "left_anti").count():
         result.notes.append(f"{older} of the journal's messages may be older than what the copies keep: not looked for")
@@ -548,6 +571,7 @@ def _line(result: Result, entry: Entry | None) -> Entry:
         entry, run=moment(at_ms), at_ms=at_ms, verdict=VERDICTS[result.status], why=result.unreadable or "",
         found=dict(result.found), findings=kept[:FINDINGS_KEPT], places=result.places, by=who(),
         read={name: read["bytes"] for name, read in result.read.items()}, conserved=result.conserved[:CONSERVED_KEPT],
+        delayed=result.delayed[:CONSERVED_KEPT],
     )  # fmt: skip
 
 
@@ -558,9 +582,7 @@ def _store(said: DataFrame, names: tuple[str, ...], folder: Path) -> None:
     of = F.from_json("said", "subject string, hour long, messages long, bytes long")
     hours = rows.where(F.col("kind") == HOUR).select("copy", of.alias("of"))
     hour = F.timestamp_seconds(F.col("of.hour") * 3600).alias("hour")
-    hours.select("copy", "of.subject", hour, "of.messages", "of.bytes").write.mode("overwrite").parquet(
-        str(folder / "hours")
-    )
+    write_by_day(hours.select("copy", "of.subject", hour, "of.messages", "of.bytes"), folder / "hours")
     numbers = ("stored", *STATES, "nacked")
     inner = "hour long, group string, " + ", ".join(f"{name} long" for name in numbers)
     outer = F.from_json("said", "subject string, said string")
@@ -568,4 +590,4 @@ def _store(said: DataFrame, names: tuple[str, ...], folder: Path) -> None:
     kept = kept.select("copy", F.col("by.subject").alias("subject"), F.from_json("by.said", inner).alias("of"))
     columns = [F.col(f"of.{name}").alias(name) for name in numbers]
     group = F.col("of.group").alias("consumer_group")
-    kept.select("copy", "subject", group, hour, *columns).write.mode("overwrite").parquet(str(folder / "conserved"))
+    write_by_day(kept.select("copy", "subject", group, hour, *columns), folder / "conserved")

@@ -1,21 +1,29 @@
-"""Core. What producers were told, held against both copies: two equal logs can both lack a message."""
+"""Shell. What producers were told, held against both copies: two equal logs can both lack a message."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from qmq.audit.comparison import finding
 from qmq.audit.kinds import Kind
+from qmq.audit.spark import read_copy
+
+HASH_DIGITS = 16
+"""As producers write it (qmq.client.journal): the beginning of the SHA-256."""
+BROADCAST_MAX = 1_000_000
+"""So many keys are sent to every task, 100 MB; of more, all messages are shuffled."""
+_KEY = ["copy", "subject", "sequence", "id"]
 
 
 def due_messages(journal: DataFrame, firsts: Mapping[str, Mapping[str, int]], start: int) -> DataFrame:
     """Return what of the journal is due on which copy: not what the copy's retention may have removed.
 
-    in: journal subject string, sequence long, id string; out: the same, copy string. `firsts`: by copy and subject its
-    first sequence, in a log that begins at `start`.
+    in: journal subject string, sequence long, id string, hash string; out: the same, copy string. `firsts`: by copy and
+    subject its first sequence, in a log that begins at `start`.
     """
     spark = journal.sparkSession
     copies = spark.createDataFrame([(copy,) for copy in firsts], "copy string")
@@ -27,11 +35,31 @@ def due_messages(journal: DataFrame, firsts: Mapping[str, Mapping[str, int]], st
     return due
 
 
-def lost(due: DataFrame, messages: DataFrame) -> DataFrame:
-    """Return what was acknowledged to a producer and is not in a copy at its sequence.
+def torn_max(journal: Path) -> int:
+    """Return how many lines may be torn: the last one of each file of a folder, whose producer may have crashed."""
+    return sum(1 for _ in journal.iterdir()) if journal.is_dir() else 0
 
-    in: due copy string, subject string, sequence long, id string; messages the same; out: findings.
+
+def stored(spark: SparkSession, place: Mapping[str, str], *, with_hash: bool) -> DataFrame:
+    """Read the messages of a copy. out: subject string, sequence long, id string, now string: its hash, or null."""
+    columns = "subject,sequence,id,message" if with_hash else "subject,sequence,id"
+    messages = read_copy(spark, dict(place), rows="messages", columns=columns)
+    content = F.substring(F.sha2("message", 256), 1, HASH_DIGITS) if with_hash else F.lit(None).cast("string")
+    return messages.select("subject", "sequence", "id", content.alias("now"))
+
+
+def broken_promises(due: DataFrame, messages: DataFrame, *, few: int) -> DataFrame:
+    """Return what was acknowledged to a producer and is not in a copy at its sequence, or has another content there.
+
+    in: due copy string, subject string, sequence long, id string, hash string, which may be null; messages copy and
+    `stored`; `few`: how many are due; out: findings.
     """
-    absent = due.join(messages, ["copy", "subject", "sequence", "id"], "left_anti")
-    columns = {name: F.col(name) for name in ("subject", "sequence", "id")}
-    return absent.select(*finding(Kind.LOST, "acknowledged, and not in this copy", **columns))
+    wanted = due.select(*_KEY)
+    met = messages.join(F.broadcast(wanted) if few <= BROADCAST_MAX else wanted, _KEY, "left_semi")
+    held = due.join(met.withColumn("is_there", F.lit(True)), _KEY, "left")
+    columns = {name: F.col(name) for name in ("copy", "subject", "sequence", "id")}
+    absent = held.where("is_there is null").select(*finding(Kind.LOST, "acknowledged, and not in this copy", **columns))
+    other = held.where("is_there and hash != now").select(
+        *finding(Kind.ALTERED, "acknowledged, and stored with another content", **columns)
+    )
+    return absent.unionByName(other)

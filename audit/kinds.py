@@ -47,6 +47,8 @@ class Kind(StrEnum):
     """A message id that one producer stored twice in a subject."""
     LOST = "lost"
     """Acknowledged to a producer, and absent."""
+    ALTERED = "altered"
+    """Acknowledged to a producer, and stored with another content."""
 
     # Consumption.
     PROGRESS = "progress"
@@ -63,6 +65,8 @@ class Kind(StrEnum):
     """Planned before it was due."""
     TWICE = "twice"
     """Stored by broker groups in two batches."""
+    UNSENT = "unsent"
+    """Due long ago, and neither sent nor cancelled."""
     RECALLED = "recalled"
     """Planned after it was cancelled or written again."""
 

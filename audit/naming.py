@@ -66,6 +66,8 @@ class _Naming:
             elif row["what"] == Kind.DAMAGED and self._is_repaired():
                 row["what"] = Kind.REPAIRED
                 row["text"] += "; the broker has taken it from the other copy since"
+        if row["what"] == Kind.UNSENT:
+            row["byte"] = row["sequence"]  # a delayed message is known by where it lies
         window = self._whole_window()
         if window is None:
             return

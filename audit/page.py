@@ -1,16 +1,20 @@
 """Core. The morning page: one HTML file that needs nothing else, of what the audit's ledger says.
 
-Up to where each log is verified; 30 runs; the equation of each consumer group; findings and what to do about them.
+Up to where each log is verified; 30 runs; the equation of each consumer group and of delayed messages; findings and
+what to do about them. The same for programs is JSON.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from html import escape
+from shlex import quote
 from typing import Any
 
 from qmq.audit.conservation import STATES
+from qmq.audit.due import STATES as DELAY_STATES
 from qmq.audit.kinds import Kind
 from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry, known_from
 
@@ -27,6 +31,9 @@ STATE_NAMES = dict(
         strict=True,
     )  # fmt: skip
 )
+DELAY_COLOURS = dict(zip(DELAY_STATES, ("#2e9e5b", "#3b82c4", "#9aa5b1", "#c3ccd5", "#dfe3e8", "#d43f3a"), strict=True))
+_DELAYED = ("sent and stored", "under way", "cancelled", "written again", "not due yet", "unsent")
+DELAY_NAMES = dict(zip(DELAY_STATES, _DELAYED, strict=True))
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:0 auto;max-width:1040px;padding:24px;color:#1f2933;background:#fff}
@@ -35,7 +42,8 @@ p.when{color:#616e7c;margin:4px 0 20px}.badge{display:inline-block;border-radius
 table{border-collapse:collapse;width:100%}th{text-align:left;font-weight:600;color:#616e7c;font-size:13px}
 td,th{padding:5px 12px 5px 0;vertical-align:top;border-bottom:1px solid #f0f2f5}
 td.n{text-align:right;white-space:nowrap}
-th.n{text-align:right}code{font:13px ui-monospace,monospace;background:#f5f7fa;padding:1px 4px;overflow-wrap:anywhere}
+th.n{text-align:right}td>code:only-child{display:inline-block;min-width:12em}
+code{font:13px ui-monospace,monospace;background:#f5f7fa;padding:1px 4px;overflow-wrap:anywhere}
 .why{color:#616e7c}.key span{display:inline-block;width:11px;height:11px;margin:0 5px 0 14px}svg{display:block}
 """
 
@@ -48,9 +56,24 @@ def page(groups: dict[str, list[Entry]], now_ms: int) -> str:
         "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\"><title>qmq audit</title>",
         f"<style>{_STYLE}</style><h1>Audit: {_badge(worst)}</h1>",
         f"<p class=\"when\">{len(last)} broker groups; written {_moment(now_ms)}</p>",
-        *_verified(groups, now_ms), *_nights(groups), *_conserved(last), *_findings(last),
+        *_verified(groups, now_ms), *_nights(groups), *_conserved(last), *_delayed(last), *_findings(last),
     ]  # fmt: skip
     return "\n".join(parts) + "\n"
+
+
+def page_json(groups: dict[str, list[Entry]], now_ms: int) -> dict[str, Any]:
+    """Return what the page shows, for programs; what only the next run needs is left out."""
+    shown = {}
+    for name, entries in sorted(groups.items()):
+        anchor = known_from(entries).anchor
+        runs = [{key: value for key, value in asdict(one).items() if key not in _FOR_RUNS} for one in entries[-NIGHTS:]]
+        shown[name] = {
+            "verified": anchor.verified if anchor else 0, "verifiedMs": anchor.at_ms if anchor else None, "runs": runs
+        }  # fmt: skip
+    return {"writtenMs": now_ms, "groups": shown}
+
+
+_FOR_RUNS = frozenset({"pieces", "ends", "chain", "frame"})
 
 
 def _badge(verdict: str) -> str:
@@ -155,20 +178,43 @@ def _conserved(last: Sequence[Entry]) -> Iterable[str]:
         return
     yield '<table><tr><th>broker group<th>subject<th>consumer group<th class="n">stored<th>became'
     for group, row in rows:
-        stored, parts, at = max(row["stored"], 1), [], 0.0
-        for state in STATES:
-            wide = 320 * row[state] / stored
-            parts.append((at, at + wide, STATE_COLOURS[state]))
-            at += wide
-        equation = " + ".join(f"{row[state]:,} {STATE_NAMES[state]}" for state in STATES)
-        holds = row["stored"] == sum(row[state] for state in STATES)
-        text = f"{row['stored']:,} = {equation}" if holds else f"{row['stored']:,} is not {equation}"
-        style = "" if holds else f' style="color:{COLOURS[FINDINGS]};font-weight:600"'
-        yield (
-            f"<tr><td>{escape(group)}<td><code>{escape(row['subject'])}</code><td>{escape(row['consumer_group'])}"
-            f'<td class="n">{row["stored"]:,}<td>{_boxes(parts, 320, text)}<span class="why"{style}>{text}</span>'
-        )
+        who = f"<td>{escape(row['consumer_group'])}"
+        yield _equation(group, row, who, row["stored"], STATE_NAMES, STATE_COLOURS)
     yield "</table>"
+
+
+def _delayed(last: Sequence[Entry]) -> Iterable[str]:
+    """Show what became of the messages of delay groups, if there are any."""
+    rows = [(entry.group, row) for entry in last for row in entry.delayed]
+    if not rows:
+        return
+    yield "<h2>What became of each delayed message</h2>"
+    key = "".join(f'<span style="background:{DELAY_COLOURS[one]}"></span>{DELAY_NAMES[one]}' for one in DELAY_STATES)
+    yield f'<p class="key">taken ={key}</p>'
+    yield '<table><tr><th>delay group<th>subject<th class="n">late<th class="n">taken<th>became'
+    for group, row in rows:
+        late = f'<td class="n">{row["late"]:,}'
+        yield _equation(group, row, late, row["taken"], DELAY_NAMES, DELAY_COLOURS)
+    yield "</table>"
+
+
+def _equation(
+    group: str, row: dict[str, Any], cell: str, whole: int, names: dict[str, str], colours: dict[str, str]
+) -> str:
+    """Draw a row: what `whole` messages became, and whether the sum is right."""
+    parts, at = [], 0.0
+    for state in names:
+        wide = 320 * row[state] / max(whole, 1)
+        parts.append((at, at + wide, colours[state]))
+        at += wide
+    sums = " + ".join(f"{row[state]:,} {name}" for state, name in names.items())
+    holds = whole == sum(row[state] for state in names)
+    text = f"{whole:,} = {sums}" if holds else f"{whole:,} is not {sums}"
+    style = "" if holds else f' style="color:{COLOURS[FINDINGS]};font-weight:600"'
+    return (
+        f"<tr><td>{escape(group)}<td><code>{escape(row['subject'])}</code>{cell}"
+        f'<td class="n">{whole:,}<td>{_boxes(parts, 320, text)}<span class="why"{style}>{text}</span>'
+    )
 
 
 def _findings(last: Sequence[Entry]) -> Iterable[str]:
@@ -203,6 +249,7 @@ def _finding(entry: Entry, row: dict[str, Any]) -> str:
 
 _REPAIRED_BY_READING = frozenset({Kind.DAMAGED, Kind.CHAIN})
 _MOVE_ASIDE = frozenset({Kind.REWOUND, Kind.REWRITTEN})
+_PROMISED = frozenset({Kind.LOST, Kind.ALTERED})
 _SEED = frozenset({Kind.MISSING, Kind.EXTRA, Kind.DIFFERENT, Kind.REORDERED, Kind.SHIFTED, Kind.HISTORY})
 
 
@@ -213,6 +260,10 @@ def what_to_do(row: dict[str, Any]) -> str:
         return "Done: the broker took the range from the other copy. Look at that disk."
     if what in _MOVE_ASIDE:
         return "If it was restored on purpose, move the group's file of the ledger aside. If not, look for who did it."
+    if what == Kind.UNSENT:
+        return "Its delay group has no master, or what is due has nowhere to go."
+    if what in _PROMISED:
+        return "Ask its producer for it, and stop what removes segments, until you have found when the message went:"
     if row.get("copy") == "both":
         return "Both copies have it: nothing can be taken from the other one. Look for the version that wrote it."
     if what in _REPAIRED_BY_READING:
@@ -225,4 +276,8 @@ def what_to_do(row: dict[str, Any]) -> str:
 def _command(row: dict[str, Any]) -> str:
     if row["what"] in _SEED and row.get("copy") != "both" and row.get("group"):
         return f"<code>qmq ListBrokers --brokerGroup={escape(row['group'])}</code>"
+    if row["what"] == Kind.UNSENT:
+        return f"<code>qmq DelayStats --brokerGroup={escape(str(row.get('group') or ''))}</code>"
+    if row["what"] in _PROMISED and row.get("id"):
+        return f"<code>qmq Trail --id={escape(quote(row['id']))}</code>"
     return ""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from qmq.audit.conservation import STATES
+from qmq.audit.due import STATES as DELAY_STATES
 from qmq.audit.group import Result
 from qmq.audit.schema import COPIES
 
@@ -38,7 +39,7 @@ def _group(result: Result) -> dict[str, Any]:
         "ends": {name: log.end for name, log in result.logs.items()}, "read": result.read,
         "found": result.found, "findings": result.findings, "notes": result.notes, "epochs": result.epochs,
         "journal": result.journal, "unreadable": result.unreadable,
-        "hours": result.hours, "begin": result.begin, "conserved": result.conserved,
+        "hours": result.hours, "begin": result.begin, "conserved": result.conserved, "delayed": result.delayed,
     }  # fmt: skip
 
 
@@ -65,6 +66,8 @@ def _section(result: Result) -> list[str]:
         lines += ["### Notes", "", *(f"- {note}" for note in result.notes), ""]
     if result.conserved:
         lines += ["### What became of the messages", "", *_table_of_states(result), ""]
+    if result.delayed:
+        lines += ["### What became of the delayed messages", "", *_table_of_delays(result), ""]
     return [*lines, "### Messages per subject and hour", "", *_table_of_hours(result), ""]
 
 
@@ -122,6 +125,13 @@ def _table_of_states(result: Result) -> list[str]:
         "nacked",
     ]
     return _table(titles, [[row[name] for name in names] for row in result.conserved])
+
+
+def _table_of_delays(result: Result) -> list[str]:
+    titles = ["subject", "taken =", "stored +", "under way +", "cancelled +", "replaced +", "pending +", "unsent",
+              "late", "latest, ms"]  # fmt: skip
+    names = ("subject", "taken", *DELAY_STATES, "late", "late_ms_max")
+    return _table(titles, [[row[name] for name in names] for row in result.delayed])
 
 
 def _table_of_hours(result: Result) -> list[str]:

@@ -19,7 +19,7 @@ FINDINGS = _struct(
     what=StringType, copy=StringType, offset=LongType, end=LongType, subject=StringType, sequence=LongType,
     id=StringType, text=StringType,
 )  # fmt: skip
-JOURNAL = _struct(subject=StringType, group=StringType, sequence=LongType, id=StringType)
+JOURNAL = _struct(subject=StringType, group=StringType, sequence=LongType, id=StringType, hash=StringType)
 
 MASTER, SLAVE = "master", "slave"
 COPIES = (MASTER, SLAVE)

@@ -1,4 +1,4 @@
-"""Core. What a walk over a part of a log becomes as a table: its messages, its frames, or consumers' progress.
+"""Core. What a walk over a part of a log becomes as a table: messages, frames, consumers' progress, or delays.
 
 A range that does not parse is a row of which only `problem` and place are set; so is a message that does not decode.
 """
@@ -13,9 +13,10 @@ import pyarrow as pa
 
 from qmq.audit.walk import Walk, Window
 from qmq.audit.wanted import Wanted
-from qmq.codec import check_batch, decode_envelope, decode_properties, split_batch
+from qmq.codec import check_batch, decode_envelope, decode_properties, due_of, labels_bytes, split_batch
 from qmq.errors import CorruptFrame, QmqError
-from qmq.log.frame import FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
+from qmq.log.delays import Outcome, batch_begin, decode_dispatch, decode_places, decode_settled
+from qmq.log.frame import DELAYS, FLAG_LABELLED, FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
 from qmq.log.progress import DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure, Entry, decode_progress
 
 ROWS_MAX, BYTES_MAX = 65_536, 8 << 20
@@ -37,7 +38,11 @@ PROGRESS_ROWS = pa.schema(
     [*_AT, ("event", pa.string()), ("consumer_group", pa.string()), ("consumer", pa.string()), ("pull", pa.int64()),
      ("sequence", pa.int64()), ("messages", pa.int64()), ("due_ms", pa.int64()), ("problem", pa.string())]
 )  # fmt: skip
-SCHEMAS = {"messages": MESSAGES, "frames": FRAMES, "progress": PROGRESS_ROWS}
+DELAY_ROWS = pa.schema(
+    [*_AT, ("event", pa.string()), ("number", pa.int64()), ("due_ms", pa.int64()), ("target", pa.string()),
+     ("producer", pa.string()), ("batch", pa.int64()), ("problem", pa.string())]
+)  # fmt: skip
+SCHEMAS = {"messages": MESSAGES, "frames": FRAMES, "progress": PROGRESS_ROWS, "delays": DELAY_ROWS}
 _DECODED = ("id", "tags", "created", "properties")
 
 Values = Mapping[str, Any]
@@ -103,8 +108,10 @@ def table_batches(
             _messages(window, found, frozenset(names), wanted, shared)
         elif table == "frames":
             _frames(window, found, wanted, shared)
-        else:
+        elif table == "progress":
             _progress(window, found, wanted, shared)
+        else:
+            _delays(window, found, wanted, shared)
         if found.is_full:
             yield from found.take()
     yield from found.take()
@@ -225,3 +232,52 @@ def _moved(consumer: str, entries: tuple[Entry, ...]) -> dict[str, Any]:
         vanished = not entries or entries[0][0] != Departure.TOLD
         return {"event": "vanished" if vanished else "left"}
     return {"event": "position", "sequence": entries[0][0]} if entries else {"event": "forgotten"}
+
+
+_OF_DELAYS = DELAYS | {FrameKind.MESSAGES}
+
+
+def _delays(window: Window, found: _Columns, wanted: Wanted, shared: Values) -> None:
+    _damage(window, found, shared)
+    for frame in window.frames:
+        if frame.kind not in _OF_DELAYS or frame.offset in window.damaged or not wanted.takes(frame):
+            continue
+        at = _at(frame, shared)
+        try:
+            events = list(_decisions(frame, window.body(frame)))
+        except (QmqError, ValueError) as error:
+            found.add(1, at | {"problem": str(error)}, {})
+            continue
+        for event in events:
+            found.add(1, at | event, {})
+
+
+def _decisions(frame: Frame, body: memoryview) -> Iterator[dict[str, Any]]:
+    """Yield what a frame of a delay server's log says of each message or batch (qmq.log.delays)."""
+    if frame.kind == FrameKind.DISPATCH:
+        group, places = decode_dispatch(body, frame.count)
+        yield from ({"event": "planned", "number": number, "due_ms": due, "target": group} for number, due in places)
+    elif frame.kind == FrameKind.SETTLED:
+        for producer, batch, outcome in decode_settled(body, frame.count):
+            event = "stored" if outcome == Outcome.STORED else "not_stored"
+            yield {"event": event, "producer": f"{producer:016x}", "batch": batch - (1 << 64 if batch >> 63 else 0)}
+    elif frame.kind == FrameKind.CANCEL:
+        yield from ({"event": "cancelled", "number": number} for number, _ in decode_places(body, frame.count))
+    else:
+        is_carry = frame.kind == FrameKind.CARRY
+        if is_carry:
+            yield from (
+                {"event": "replaced", "number": number} for number, _ in decode_places(body, frame.count) if number
+            )
+        yield from _taken(frame, body, batch_begin(frame.count, is_carry))
+
+
+def _taken(frame: Frame, body: memoryview, begin: int) -> Iterator[dict[str, Any]]:
+    """Yield each message that a delay server took; its number is where it lies."""
+    end = len(body) - (labels_bytes(frame.count) if frame.flags & FLAG_LABELLED else 0)
+    ends, _ = check_batch(body[begin:end], frame.count, FRAME_BYTES_MAX)
+    data = begin + 4 * len(ends)
+    for at in ends[:-1]:
+        number, due_ms = frame.offset + frame.body_at + data + at, due_of(body[data + at :])
+        if due_ms is not None:
+            yield {"event": "taken", "number": number, "due_ms": due_ms}

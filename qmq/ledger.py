@@ -76,6 +76,7 @@ class Entry:
     places: dict[str, str] = field(default_factory=dict)
     by: str = ""
     conserved: list[dict[str, Any]] = field(default_factory=list)
+    delayed: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

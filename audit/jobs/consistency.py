@@ -22,7 +22,7 @@ from qmq.audit.copies import CannotRead, place_options
 from qmq.audit.extents import PIECE_BYTES
 from qmq.audit.group import Group, Options, Result, audit_groups
 from qmq.audit.history import SHARE
-from qmq.audit.page import page
+from qmq.audit.page import page, page_json
 from qmq.audit.report import VERDICTS, as_json, as_markdown, status_of
 from qmq.audit.spark import start_spark
 from qmq.errors import QmqError
@@ -38,11 +38,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all-groups", action="store_true", help="ask the metaserver which groups there are")
     parser.add_argument("--metaserver", default="", help="its URL, for --all-groups")
     add_token_options(parser)
-    parser.add_argument("--journal", type=Path, help="NDJSON of acknowledged {subject, group, sequence, id}")
+    parser.add_argument(
+        "--journal", type=Path, help="what producers were told is stored: a file of NDJSON, or a folder"
+    )
     parser.add_argument("--ledger", type=Path, help="directory of what was verified: read what is new, some of the old")
     parser.add_argument("--share", type=int, default=SHARE, help="with --ledger: one part in so many of the old")
     parser.add_argument("--metrics", type=Path, help="with --ledger: write gauges here, for node_exporter (*.prom)")
-    parser.add_argument("--page", type=Path, help="with --ledger: write the morning page here (HTML)")
+    parser.add_argument(
+        "--page", type=Path, help="with --ledger: write the morning page here (HTML), and beside it the same as JSON"
+    )
     parser.add_argument("--spark-master", help="spark://host:port, yarn, …; by default spark-submit's, or local[*]")
     parser.add_argument("--piece-bytes", type=int, default=PIECE_BYTES, help="bytes of log per task")
     parser.add_argument("--report", type=Path, help="write the report for people here (Markdown)")
@@ -82,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_gauges(options.metrics, Ledger(options.ledger), now_ms=now_ms)
         if options.page:
             ledger = Ledger(options.ledger)
-            options.page.write_text(page({name: ledger.entries(name) for name in ledger.groups()}, now_ms))
+            groups = {name: ledger.entries(name) for name in ledger.groups()}
+            options.page.write_text(page(groups, now_ms))
+            options.page.with_suffix(".json").write_text(json.dumps(page_json(groups, now_ms)) + "\n")
     except Exception as error:
         # Python itself would end with status 1, which says that there are findings.
         print(error if isinstance(error, QmqError | OSError) else traceback.format_exc(), file=sys.stderr)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -19,6 +20,7 @@ from qmq.audit.group import Group, Result, audit_group
 from qmq.audit.jobs import consistency, query
 from qmq.audit.report import as_json, as_markdown
 from qmq.audit.spark import read_copy
+from qmq.audit.table import TableReader
 from qmq.codec import encode_message, join_batch
 from qmq.log.delays import Outcome, encode_dispatch, encode_places, encode_settled
 from qmq.log.frame import FrameKind
@@ -341,21 +343,28 @@ def test_tail_past_the_watermark_is_a_note(spark: SparkSession, tmp_path: Path) 
     assert any("1 frames past the high watermark" in note for note in result.notes)
 
 
-def test_acknowledged_message_that_both_copies_lack_is_lost(spark: SparkSession, tmp_path: Path) -> None:
+def test_acknowledged_message_that_both_copies_lack_is_lost_and_one_with_another_content_altered(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Both logs are equal and whole: only who sent the messages can say so. Its last line is torn by a crash."""
     both(tmp_path)
-    lines = [{"subject": A, "group": "g1", "sequence": s, "id": f"{A}-{s}"} for s in range(400)]
+    reader = TableReader({"path": str(tmp_path / "slave"), "subject": A}, ["sequence", "message"])
+    kept = [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
+    hashes = {row["sequence"]: sha256(row["message"]).hexdigest()[:16] for row in kept} | {17: "0" * 16}
+    lines = [{"subject": A, "group": "g1", "sequence": s, "id": f"{A}-{s}", "hash": hashes[s]} for s in range(400)]
     lines += [
         {"subject": A, "group": "g1", "sequence": 399, "id": "never stored"},
-        {"subject": "never.seen", "group": "g1", "sequence": 0, "id": "x"},
+        {"subject": "never.seen", "group": "g1", "sequence": 0, "id": "x", "hash": "1" * 16},
         {"subject": "elsewhere", "group": "g2", "sequence": 0, "id": "y"},
     ]
-    journal = tmp_path / "acknowledged.ndjson"
-    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    journal = tmp_path / "journal"
+    journal.mkdir()
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (journal / "shop-1.ndjson").write_text(text + '{"subject": "torn", "gro')
     result = audit(spark, tmp_path, journal=journal)
-    assert result.journal == 402
-    assert result.found == {"lost": 2}
-    assert {(row["copy"], row["subject"], row["id"]) for row in result.findings} == {
-        ("both", A, "never stored"), ("both", "never.seen", "x")
+    assert (result.unreadable, result.found) == (None, {"lost": 2, "altered": 1})
+    assert {(row["what"], row["copy"], row["subject"], row["id"]) for row in result.findings} == {
+        ("lost", "both", A, "never stored"), ("lost", "both", "never.seen", "x"), ("altered", "both", A, f"{A}-17")
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,21 +11,26 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
+from qmq.audit.due import STATES
+from qmq.audit.group import Group, Options, audit_groups
 from qmq.audit.jobs.find import find
 from qmq.audit.jobs.trail import find_trail
-from qmq.codec import encode_message, with_properties
+from qmq.codec import FLAG_DELAYED, encode_message, join_batch, with_properties
+from qmq.delayserver.due import with_due
+from qmq.log.delays import Outcome, encode_dispatch, encode_places, encode_settled
 from qmq.log.frame import FrameKind
 from qmq.message import Message
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Epoch
 from tests.support.spark import local_spark
-from tests.unit.audit.logs import BEGIN_MS, LogWriter
+from tests.unit.audit.logs import BEGIN_MS, HOUR_MS, LogWriter
 from tests.unit.audit.test_table import A, ruin, write
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
 
 
 PULL = 1 << 32
+NOTEBOOK = Path(__file__).resolve().parents[2] / "docs/examples/logs/questions.py"
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +121,67 @@ def test_what_became_of_a_message_is_found_by_its_id(spark: SparkSession, tmp_pa
     assert [(row["subject"], row["sequence"]) for row in rows] == [
         (A, 3), (A, 9), (dead_letter_subject(A, "g"), 0), (retry_subject(A, "g"), 0)
     ]  # fmt: skip
+
+
+def test_every_cell_of_the_notebook_runs(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lived(tmp_path)
+    monkeypatch.setenv("QMQ_LOG", str(tmp_path))
+    cells: dict[str, object] = {}
+    for number, cell in enumerate(re.split("^# %%.*$", NOTEBOOK.read_text(), flags=re.MULTILINE)):
+        exec(compile(cell, f"{NOTEBOOK.name}, cell {number}", "exec"), cells)
+    shown = {line.replace(" ", "") for line in capsys.readouterr().out.splitlines()}
+    assert {f"|{A}|10|2023-11-1422:00:00|", "|g|2|0.0|", "|%DEAD_RETRY%order.changed%g|no|1|"} <= shown
+
+
+def delayed(data: Path) -> tuple[LogWriter, list[int]]:
+    """Write a delay group's log with seven messages due at once; return their numbers.
+
+    Of 0 to 2 the batch is stored, of 3 nobody knows, 4 is cancelled, 5 written again for tomorrow, 6 forgotten.
+    """
+    log = LogWriter(data)
+    log.mastership(Epoch(1, 1))
+    due_ms = log.timestamp_ms + 1_000
+    encoded = [encode_message(Message(A, {}, id=f"m{n}"), 0) for n in range(7)]
+    messages = [with_due(bytes([one[0] | FLAG_DELAYED]) + one[1:], due_ms) for one in encoded]
+    frame = log.messages(A, messages)
+    first = frame.offset + frame.body_at + 4 * (len(messages) + 1)
+    numbers = [first + n * len(messages[0]) for n in range(7)]
+    log.timestamp_ms += 2 * HOUR_MS
+    for chosen in (numbers[:3], numbers[3:4]):
+        places = [(number, due_ms) for number in chosen]
+        log.frame(FrameKind.DISPATCH, A, encode_dispatch("g1", encode_places(places)), count=len(places))
+    sent = log.frames[-2]
+    log.frame(FrameKind.SETTLED, "", encode_settled([(sent.producer, sent.batch, Outcome.STORED)]), count=1)
+    log.frame(FrameKind.CANCEL, A, encode_places([(numbers[4], due_ms)]), count=1)
+    tomorrow = join_batch([with_due(messages[5], due_ms + 24 * HOUR_MS)])
+    log.frame(FrameKind.CARRY, A, encode_places([(numbers[5], due_ms)]) + tomorrow, count=1)
+    log.close()
+    return log, numbers
+
+
+def test_every_delayed_message_is_in_one_state_and_what_was_sent_is_where_it_was_sent_to(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """By the audit of both groups, whose copies are equal. A directory is judged at the time of its last decision."""
+    places = {}
+    for copy in ("master", "slave"):
+        log, numbers = delayed(tmp_path / "d1" / copy)
+        (tmp_path / "d1" / copy / "segments").mkdir()
+        target = LogWriter(tmp_path / "g1" / copy)
+        target.mastership(Epoch(1, 1))
+        target.batch(A, 1)
+        target.close()
+    for name in ("d1", "g1"):
+        places[name] = {copy: {"path": str(tmp_path / name / copy)} for copy in ("master", "slave")}
+    groups = [Group(name, of) for name, of in places.items()]
+    result, _ = audit_groups(spark, groups, Options(parquet=tmp_path / "parquet"))
+    sums = [tuple(row[name] for name in ("subject", "taken", *STATES, "late")) for row in result.delayed]
+    assert (result.unreadable, sums) == (None, [(A, 8, 3, 1, 1, 1, 1, 1, 3)])
+    assert [(row["what"], row["copy"], row["sequence"], row["id"], row["offset"]) for row in result.findings] == [
+        ("unsent", "both", 6, "m6", log.frames[1].offset), ("lost", "both", numbers[0], None, log.frames[2].offset)
+    ]  # fmt: skip
+    assert "3 messages" in result.findings[1]["text"] and "log of g1" in result.findings[1]["text"]
+    kept = sorted(path.name for path in (tmp_path / "parquet/d1/delayed").glob("day=*"))
+    assert kept == ["day=2023-11-14", "day=2023-11-15"]

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from qmq.audit.kinds import Kind
-from qmq.audit.page import page, what_to_do
+from qmq.audit.page import page, page_json, what_to_do
 from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry
 
 DAY_MS = 86_400_000
@@ -82,3 +82,33 @@ def test_group_that_was_never_verified_is_not_called_so() -> None:
 @pytest.mark.parametrize("copy", ["slave", "both"])
 def test_every_finding_says_what_to_do(kind: Kind, copy: str) -> None:
     assert what_to_do({"what": kind, "copy": copy}).endswith((".", ":"))
+
+
+DELAYED = {"subject": "order.unpaid", "taken": 12, "stored": 5, "under_way": 0, "cancelled": 2, "replaced": 1,
+           "pending": 3, "unsent": 1, "late": 2, "late_ms_max": 70_000}  # fmt: skip
+UNSENT = {"what": "unsent", "copy": "both", "group": "d1", "subject": "order.unpaid", "sequence": 900, "offset": 840,
+          "text": "due at 2026-11-21 01:00:00, and neither sent nor cancelled"}  # fmt: skip
+
+
+def test_delayed_messages_have_an_equation_and_what_was_not_sent_a_command() -> None:
+    late = replace(BAD, group="d1", delayed=[DELAYED], findings=[UNSENT], found={"unsent": 1})
+    shown = _Reader(page({"d1": [late]}, NOW_MS)).text
+    assert "12 = 5 sent and stored + 0 under way + 2 cancelled + 1 written again + 3 not due yet + 1 unsent" in shown
+    assert "qmq DelayStats" in shown
+    assert "delayed message" not in _Reader(page({"g1": [GOOD]}, NOW_MS)).text
+    wrong = replace(late, delayed=[DELAYED | {"pending": 2}])
+    assert "12 is not 5 sent" in _Reader(page({"d1": [wrong]}, NOW_MS)).text
+
+
+def test_what_a_producer_was_told_is_looked_for_by_its_id() -> None:
+    lost = ROW | {"what": "lost", "copy": "both", "id": "m 5"}
+    assert "qmq Trail --id='m 5'" in _Reader(page({"g1": [replace(BAD, findings=[lost])]}, NOW_MS)).text
+
+
+def test_programs_get_what_the_page_shows() -> None:
+    said = page_json({"g1": [GOOD, BAD], "g2": []}, NOW_MS)
+    assert said["groups"]["g2"] == {"verified": 0, "verifiedMs": None, "runs": []}
+    group = said["groups"]["g1"]
+    assert (group["verified"], group["verifiedMs"]) == (5_000, NOW_MS - DAY_MS)
+    assert [(run["verdict"], run["found"]) for run in group["runs"]] == [(PROVEN, {}), (FINDINGS, {"damaged": 1})]
+    assert not {"pieces", "ends"} & group["runs"][0].keys()

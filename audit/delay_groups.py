@@ -1,0 +1,122 @@
+"""Shell. Holds the logs of delay groups against those of the broker groups that they send to (`qmq.audit.due`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.storagelevel import StorageLevel
+
+from qmq.audit import due
+from qmq.audit.copies import CannotRead, open_copy
+from qmq.audit.extents import CLOCK_MS
+from qmq.audit.kinds import Kind
+from qmq.audit.spark import read_copy
+from qmq.audit.walk import HEADER_BYTES_MAX
+from qmq.errors import CorruptFrame
+from qmq.log.frame import decode_header
+from qmq.types import Role
+
+SCHEDULE = "segments"
+"""The folder beside the log that only a delay server has."""
+FINDINGS_MAX = 1_000
+SUBJECTS_MAX = 5_000
+_DELAYS = frozenset({Role.DELAY_MASTER, Role.DELAY_SLAVE})
+
+
+class Source(NamedTuple):
+    """One copy of a broker group's log."""
+
+    group: str
+    place: Mapping[str, str]
+
+
+class Account(NamedTuple):
+    """The equation per subject, and what breaks it: {what, subject, sequence, offset, text}."""
+
+    rows: list[dict[str, Any]]
+    findings: list[dict[str, Any]]
+
+
+def is_delay_group(place: Mapping[str, str]) -> bool:
+    """Return whether a copy is a delay server's; raises CannotRead."""
+    if path := place.get("path"):
+        return (Path(path) / SCHEDULE).is_dir()
+    with closing(open_copy(place)) as copy:
+        return copy.owner().role in _DELAYS
+
+
+def account_for(
+    spark: SparkSession,
+    delays: Source,
+    targets: Sequence[Source],
+    *,
+    now_ms: int | None = None,
+    parquet: Path | None = None,
+) -> Account:
+    """Account for each delayed message of a delay group, at a time; by default, that of its last decision.
+
+    Raises CannotRead.
+
+    `targets`: of all broker groups; what went to another one is not looked for.
+    """
+    rows = _table(spark, delays, "delays").persist(StorageLevel.MEMORY_AND_DISK)
+    try:
+        if now_ms is None:
+            now_ms = rows.agg(F.max("timestamp_ms")).collect()[0][0] or 0
+        found = due.fates(rows, now_ms)
+        hours = due.account(found)
+        if parquet is not None:
+            write_by_day(hours, parquet / delays.group / "delayed")
+        names = ("taken", *due.STATES, "late")
+        sums = [F.sum(name).alias(name) for name in names] + [F.max("late_ms_max").alias("late_ms_max")]
+        listed = hours.groupBy("subject").agg(*sums).orderBy("subject").limit(SUBJECTS_MAX).collect()
+        return Account([row.asDict() for row in listed], [*_unsent(found), *_not_there(spark, rows, targets)])
+    finally:
+        rows.unpersist()
+
+
+def write_by_day(hours: DataFrame, folder: Path) -> None:
+    """Write rows that have an `hour`, in a folder per day of it, in place of what is there."""
+    hours.withColumn("day", F.to_date("hour")).write.mode("overwrite").partitionBy("day").parquet(str(folder))
+
+
+def _table(spark: SparkSession, source: Source, rows: str, **options: object) -> DataFrame:
+    return read_copy(spark, dict(source.place), rows=rows, **options).withColumn("broker_group", F.lit(source.group))
+
+
+def _unsent(found: DataFrame) -> Iterator[dict[str, Any]]:
+    for row in due.unsent(found).orderBy("sequence").limit(FINDINGS_MAX).collect():
+        yield row.asDict() | {"what": Kind.UNSENT.value}
+
+
+def _not_there(spark: SparkSession, rows: DataFrame, targets: Sequence[Source]) -> Iterator[dict[str, Any]]:
+    asked = {row["target"]: row["at_ms"] for row in rows.where("event = 'planned'").groupBy("target").agg(
+        F.min("timestamp_ms").alias("at_ms")).collect()}  # fmt: skip
+    sources = [source for source in targets if source.group in asked]
+    if not sources:
+        return
+    since = [(source.group, _kept_since(source)) for source in sources]
+    frames = reduce(DataFrame.unionByName, [
+        _table(spark, source, "frames", since=max(0, asked[source.group] - CLOCK_MS)) for source in sources
+    ])  # fmt: skip
+    missing = due.not_there(rows, frames, spark.createDataFrame(since, "target string, since_ms long"))
+    for row in missing.orderBy("sequence").limit(FINDINGS_MAX).collect():
+        yield row.asDict() | {"what": Kind.LOST.value}
+
+
+def _kept_since(source: Source) -> int:
+    """Return when the oldest frame was stored that a log has, and a little later; 0 if nothing was ever removed."""
+    with closing(open_copy(source.place)) as copy:
+        start = copy.describe().start
+        if start == 0:
+            return 0
+        try:
+            return decode_header(copy.window(start, HEADER_BYTES_MAX), 0, start, None).timestamp_ms + CLOCK_MS
+        except (CorruptFrame, OSError) as error:
+            raise CannotRead(f"the oldest frame of {source.group} cannot be read: {error}") from None

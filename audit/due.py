@@ -1,0 +1,100 @@
+"""Core. That no delayed message is unaccounted for: each is in one state, and what was sent is in its target's log.
+
+    taken = stored + under way + cancelled + replaced + pending + unsent
+
+A message is taken when a delay group stores it, or writes it again in place of another one; under way while nobody
+knows what became of the batch that it was planned for; unsent, if it was due `UNSENT_MS` ago and is in no other state.
+What a target acknowledged is looked for in that group's log, by producer id and batch number.
+
+    delays     the table `delays` of one delay group (audit.tables)
+    frames     the table `frames` of the broker groups that it sends to
+"""
+
+from __future__ import annotations
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+STATES = ("stored", "under_way", "cancelled", "replaced", "pending", "unsent")
+UNSENT_MS = 3_600_000
+"""What a group without a master, or a full disk, held up is sent when that has ended; longer is worth a look."""
+LATE_MS = 60_000
+HOUR_MS = 3_600_000
+MESSAGES = 1
+"""The kind of a messages frame."""
+
+
+def fates(delays: DataFrame, now_ms: int) -> DataFrame:
+    """Return each message that was taken, with its state.
+
+    out: subject string, number long, due_ms long, offset long, late_ms long (null unless it was sent), state string.
+    """
+    planned = delays.where("event = 'planned'").select("number", "producer", "batch", "timestamp_ms")
+    settled = delays.where("event in ('stored', 'not_stored')").select("producer", "batch", F.col("event").alias("as"))
+    tries = planned.join(settled, ["producer", "batch"], "left").groupBy("number").agg(
+        F.min(F.when(F.col("as") == "stored", F.col("timestamp_ms"))).alias("sent_ms"),
+        F.max(F.col("as").isNull()).alias("is_open"),
+    )  # fmt: skip
+    gone = delays.where("event in ('cancelled', 'replaced')").groupBy("number").agg(F.max("event").alias("gone"))
+    taken = delays.where("event = 'taken'").select("subject", "number", "due_ms", "offset")
+    found = taken.join(tries, "number", "left").join(gone, "number", "left")
+    state = (
+        F.when(F.col("sent_ms").isNotNull(), "stored").when(F.col("gone").isNotNull(), F.col("gone"))
+        .when(F.col("is_open"), "under_way").when(F.col("due_ms") >= now_ms - UNSENT_MS, "pending").otherwise("unsent")
+    )  # fmt: skip
+    return found.select(
+        "subject", "number", "due_ms", "offset", (F.col("sent_ms") - F.col("due_ms")).alias("late_ms"),
+        state.alias("state"),
+    )  # fmt: skip
+
+
+def account(found: DataFrame) -> DataFrame:
+    """Return the equation: per subject and hour in which its messages were due, how many are in each state.
+
+    in: `fates`; out: subject string, hour timestamp, taken long, a long for each of STATES, late long (sent more than
+    LATE_MS after they were due), late_ms_max long.
+    """
+    hour = F.timestamp_millis(F.floor(F.col("due_ms") / HOUR_MS) * HOUR_MS).alias("hour")
+    counts = [F.count_if(F.col("state") == state).alias(state) for state in STATES]
+    late = F.count_if(F.col("late_ms") > LATE_MS).alias("late")
+    return found.groupBy("subject", hour).agg(
+        F.count("*").alias("taken"), *counts, late, F.max("late_ms").alias("late_ms_max")
+    )
+
+
+def unsent(found: DataFrame) -> DataFrame:
+    """Return messages that were due long ago and never sent.
+
+    in: `fates`; out: subject string, sequence long (its number), offset long, text string.
+    """
+    text = F.concat(F.lit("due at "), _moment(F.col("due_ms")), F.lit(", and neither sent nor cancelled"))
+    return found.where("state = 'unsent'").select(
+        "subject", F.col("number").alias("sequence"), "offset", text.alias("text")
+    )
+
+
+def not_there(delays: DataFrame, frames: DataFrame, since: DataFrame) -> DataFrame:
+    """Return batches that a broker group acknowledged, and of which its log has no frame.
+
+    Left out are those that were planned before the oldest frame that the group's log still has.
+    in: since: target string, since_ms long; out: as `unsent`, of the first message.
+    """
+    stored = delays.where("event = 'stored'").select("producer", "batch").distinct()
+    batches = delays.where("event = 'planned'").groupBy("target", "subject", "producer", "batch", "offset").agg(
+        F.min("number").alias("sequence"), F.count("*").alias("messages"), F.min("timestamp_ms").alias("at_ms")
+    )  # fmt: skip
+    due = batches.join(stored, ["producer", "batch"]).join(since, "target").where("at_ms > since_ms")
+    kept = frames.where(f"kind = {MESSAGES}").select(
+        F.col("broker_group").alias("target"), "producer", "batch"
+    ).distinct()  # fmt: skip
+    text = F.format_string(
+        "%d messages, batch %d of producer %s: acknowledged, and not in the log of %s", "messages", "batch", "producer",
+        "target",
+    )  # fmt: skip
+    return due.join(kept, ["target", "producer", "batch"], "left_anti").select(
+        "subject", "sequence", "offset", text.alias("text")
+    )
+
+
+def _moment(ms: Column) -> Column:
+    return F.date_format(F.timestamp_millis(ms), "yyyy-MM-dd HH:mm:ss")

@@ -1,0 +1,77 @@
+# %% [markdown]
+# # Questions to the logs
+#
+# A notebook in cells (jupytext, or a `.py` file that VS Code and PyCharm open as one). It needs `pip install
+# 'qmq[audit]'` and a data directory of a broker, or a metaserver: `QMQ_LOG=/data/b1`, or
+# `QMQ_METASERVER=http://127.0.0.1:8080` and `QMQ_TOKEN`. A test runs every cell.
+
+# %%
+import os
+
+from pyspark.sql import SparkSession
+
+import qmq.audit
+
+spark = SparkSession.builder.getOrCreate()
+qmq.audit.register(spark)
+
+if "QMQ_LOG" in os.environ:
+    where = {"path": os.environ["QMQ_LOG"]}
+else:
+    where = {"metaserver": os.environ["QMQ_METASERVER"], "token": os.environ["QMQ_TOKEN"]}
+
+
+def view(name: str, **options: str) -> None:
+    """Make a view of a table; a damaged range makes its queries fail, as half an answer is none."""
+    spark.read.format("qmq").options(**where, rows=name, damage="fail", **options).load().createOrReplaceTempView(name)
+
+
+view("messages")
+view("progress")
+
+# %% [markdown]
+# How much is in each subject, and since when? Only headers are needed: naming the columns saves decoding messages.
+
+# %%
+stored = spark.read.format("qmq").options(**where, columns="subject,sequence,timestamp_ms").load()
+stored.createOrReplaceTempView("stored")
+per_subject = spark.sql("""
+    SELECT subject, count(*) AS messages, timestamp_millis(min(timestamp_ms)) AS since
+    FROM stored GROUP BY subject ORDER BY messages DESC
+""")
+per_subject.show(truncate=False)
+
+# %% [markdown]
+# The messages of one order. `subject = …` reaches the reader, which reads that subject's frames alone.
+
+# %%
+order = spark.sql("""
+    SELECT timestamp_millis(timestamp_ms) AS stored, sequence, id, properties
+    FROM messages WHERE subject = 'order.changed' AND properties['orderNo'] = '42' ORDER BY offset, sequence
+""")
+order.show(truncate=False)
+
+# %% [markdown]
+# How long did consumers take, from delivery to ack? A pull delivers `messages` under pull sequences from `pull` on, an
+# ack names such numbers.
+
+# %%
+waited = spark.sql("""
+    SELECT d.consumer_group, count(*) AS acks, percentile(a.timestamp_ms - d.timestamp_ms, 0.99) AS p99_ms
+    FROM progress a JOIN progress d
+      ON a.event = 'ack' AND d.event = 'pull' AND a.broker_group = d.broker_group AND a.subject = d.subject
+     AND a.consumer_group = d.consumer_group AND a.consumer = d.consumer
+     AND a.pull >= d.pull AND a.pull < d.pull + d.messages
+    GROUP BY d.consumer_group
+""")
+waited.show()
+
+# %% [markdown]
+# Which messages died of what?
+
+# %%
+dead = spark.sql("""
+    SELECT subject, properties['qmq_deadReason'] AS reason, count(*) AS messages
+    FROM messages WHERE subject LIKE '\\%DEAD_RETRY\\%%' GROUP BY ALL ORDER BY messages DESC
+""")
+dead.show(truncate=False)
