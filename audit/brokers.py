@@ -16,17 +16,23 @@ CALL_TIMEOUT_S = 10.0
 def find_places(metaserver: str, token: str) -> dict[str, dict[str, dict[str, str]]]:
     """Return by broker group and copy where its brokers are, as options of `open_copy`, as far as it has them.
 
+    Copies are master, slave, and slave2, slave3, … of a group with more.
+
     Raises:
         CannotRead: the metaserver gives no answer, or knows no group.
     """
     found: dict[str, dict[str, dict[str, str]]] = {}
-    for broker in _list_brokers(metaserver, token):
+    for broker in sorted(_list_brokers(metaserver, token), key=lambda broker: str(broker.get("name"))):
         place = {"broker": f"{broker['ip']}:{broker['controlPort']}", "token": token}
-        copy = str(broker["role"]).lower().removeprefix("delay_")  # a group of delay servers has a log as others have
-        found.setdefault(broker["group"], {})[copy] = place
+        role = str(broker["role"]).lower().removeprefix("delay_")  # a group of delay servers has a log as others have
+        places = found.setdefault(broker["group"], {})
+        places[role if role not in places else f"{role}{sum(name.startswith(role) for name in places) + 1}"] = place
     if not found:
         raise CannotRead(f"{metaserver} knows no broker group")
-    return {name: {copy: places[copy] for copy in COPIES if copy in places} for name, places in sorted(found.items())}
+    return {
+        name: {copy: places[copy] for copy in sorted(places) if copy.startswith(COPIES)}
+        for name, places in sorted(found.items())
+    }
 
 
 def _list_brokers(metaserver: str, token: str) -> list[dict[str, Any]]:

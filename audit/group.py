@@ -38,6 +38,8 @@ from qmq.audit.schema import BOTH, FINDINGS, JOURNAL, MASTER, SLAVE
 from qmq.audit.spark import read_copy
 from qmq.ledger import Entry, Ledger, Piece, known_from
 
+COPIES_MIN = 2
+"""So many copies acknowledge (`min_copies`): of a group with more, the others may be behind."""
 ACCOUNTS_MAX = 5_000
 """Consumer groups whose equation is listed."""
 
@@ -81,6 +83,11 @@ class Result:
         """Add a finding that the driver itself made."""
         self.findings.append(dict.fromkeys(FINDINGS.fieldNames()) | {"what": what.value} | fields)
         self.found[what] = self.found.get(what, 0) + 1
+
+    def is_behind(self, copy: str) -> bool:
+        """Return whether a copy ends too early to have acknowledged all, and enough others did (decision 42)."""
+        whole = sum(log.end >= self.watermark for log in self.logs.values())
+        return self.logs[copy].end < self.watermark and whole >= COPIES_MIN
 
     @property
     def status(self) -> int:
@@ -319,6 +326,9 @@ def _freeze(group: Group, result: Result) -> None:
             result.notes.append(f"the {name} keeps {kept}, which the other's retention removed: not compared")
         if log.torn_bytes:
             result.notes.append(f"{log.torn_bytes} bytes behind the {name}'s end at {log.end} are no frame (torn tail)")
+        if result.is_behind(name):
+            behind = result.watermark - log.end
+            result.notes.append(f"the {name} ends at {log.end}, {behind} bytes behind what was acknowledged without it")
         if log.end > result.watermark:
             past = log.end - result.watermark
             result.notes.append(f"the {name} goes on to {log.end}, {past} bytes past the high watermark")
@@ -411,8 +421,10 @@ def _compare(
             for copy in sides.values()
         )  # fmt: skip
         damaged = _damaged(spark, sides, result)
-        found = compare(master, slave, damaged, result.watermark).collect()
-        _take_differences([row.asDict() | {"copy": name} for row in found], result)
+        found = [row.asDict() | {"copy": name} for row in compare(master, slave, damaged, result.watermark).collect()]
+        if result.is_behind(name):
+            found = [row for row in found if row["what"] != Kind.MISSING or row["offset"] < result.logs[name].end]
+        _take_differences(found, result)
         master.unpersist()
         slave.unpersist()
     _explain(pieces, result)
@@ -481,7 +493,7 @@ def _check_all_was_read(result: Result) -> None:
         return
     due = result.watermark - result.begin
     for name, read in result.read.items():
-        if read["due_bytes"] != due:
+        if read["due_bytes"] != due and not result.is_behind(name):
             text = f"{read['due_bytes']} bytes of the {due} that are due were read, and no damage was met"
             result.add(Kind.UNREAD, copy=name, text=text)
 
@@ -490,6 +502,7 @@ def _explain(pieces: list[tuple[int, int]], result: Result) -> None:
     """Make a finding of every piece whose bytes differ though nothing above says why: no difference is dropped."""
     changed = result.history if result.history is not None else result.watermark
     spans = [(row["offset"], row["end"] or row["offset"] + 1) for row in result.findings if row["offset"] is not None]
+    spans += [(log.end, result.watermark) for name, log in result.logs.items() if result.is_behind(name)]
     for begin, until in pieces:
         if begin >= min(changed, result.watermark) or any(at < until and end > begin for at, end in spans):
             continue

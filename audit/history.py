@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 
 from qmq.audit.copies import CannotRead, Copy, Description, open_copy
 from qmq.audit.kinds import Kind
-from qmq.audit.schema import BOTH, COPIES
+from qmq.audit.schema import BOTH
 from qmq.audit.walk import WINDOW_BYTES
 from qmq.errors import CorruptFrame
 from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry, Known, Piece, pieces_due
@@ -91,7 +91,7 @@ def look_back(
     if anchor is None:
         return History(known, start)
     if all(log.end < anchor.verified for log in logs.values()):
-        ends = " and ".join(str(logs[name].end) for name in COPIES)
+        ends = " and ".join(str(logs[name].end) for name in logs)
         text = f"the logs end at {ends}; the run of {anchor.run} verified them up to {anchor.verified}"
         return History(known, start, broken=(Kind.REWOUND, BOTH, text))
     wrong = [
@@ -100,7 +100,7 @@ def look_back(
     ]  # fmt: skip
     if wrong:
         text = f"the frame at {anchor.frame} is not the one that the run of {anchor.run} verified"
-        return History(known, start, broken=(Kind.REWRITTEN, BOTH if len(wrong) == 2 else wrong[0], text))
+        return History(known, start, broken=(Kind.REWRITTEN, BOTH if len(wrong) == len(logs) else wrong[0], text))
     if start >= anchor.verified:
         return History(known, start)  # retention took all that was verified
     return History(known, anchor.verified, pieces_due(known, start, share))

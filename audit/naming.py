@@ -33,15 +33,16 @@ def name_findings(
     """Sort the findings, and add what only the logs can tell: host, segment, epoch, byte, subject, sequence, id."""
     findings.sort(key=lambda row: (row["offset"] is None, row["offset"] or 0, row["what"], row["copy"]))
     for row in findings:
-        names = COPIES if row["copy"] == BOTH else (row["copy"],)
+        names = tuple(places) if row["copy"] == BOTH else (row["copy"],)
         row["group"] = group
         row["host"] = ", ".join(place.get("broker") or place["path"] for name in names if (place := places.get(name)))
         row["segment"] = _segment(logs.get(names[0]), row["offset"])
         row["epoch"] = row["byte"] = None
     with ExitStack() as stack:
-        copies = {name: stack.enter_context(closing(open_copy(places[name]))) for name in COPIES}
+        copies = {name: stack.enter_context(closing(open_copy(place))) for name, place in places.items()}
         for row in [row for row in findings if row["offset"] is not None][:NAMED_MAX]:
-            _Naming(copies, row).name()
+            other = SLAVE if row["copy"] in (MASTER, BOTH) else row["copy"]
+            _Naming({MASTER: copies[MASTER], SLAVE: copies[other]}, row).name()
 
 
 def _segment(log: Description | None, offset: int | None) -> int | None:
@@ -51,7 +52,7 @@ def _segment(log: Description | None, offset: int | None) -> int | None:
 
 
 class _Naming:
-    """Names one finding."""
+    """Names one finding, by the master's copy and the slave's that it is about."""
 
     def __init__(self, copies: Mapping[str, Copy], row: Row) -> None:
         self._copies, self._row = copies, row
@@ -89,7 +90,7 @@ class _Naming:
 
     def _whole_window(self) -> Window | None:
         own = {Kind.MISSING: MASTER, Kind.EXTRA: SLAVE}.get(self._row["what"], self._row["copy"])
-        for name in (SLAVE, MASTER) if own == SLAVE else (MASTER, SLAVE):
+        for name in (MASTER, SLAVE) if own in (MASTER, BOTH) else (SLAVE, MASTER):
             window = self._windows[name]
             if window is not None and window.frames and not window.damaged:
                 return window

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
+from itertools import combinations
 
 from qmq.audit.copies import CannotRead, PathCopy, is_same_place, open_copy
 from qmq.audit.schema import COPIES
@@ -13,26 +14,31 @@ MASTERS = frozenset({Role.MASTER, Role.DELAY_MASTER})
 
 
 def check_places(group: str, places: Mapping[str, dict[str, str]]) -> None:
-    """Raise CannotRead unless the places are two, of two brokers of this group.
+    """Raise CannotRead unless the places are two or more, each of another broker of this group.
 
     An address may be another name of the same broker, a directory another path to the same files: the brokers say who
     they are, and files have numbers.
     """
     if missing := [copy for copy in COPIES if copy not in places]:
         raise CannotRead(f"broker group {group} has no {' and no '.join(missing)}")
-    if is_same_place(*places.values()):
-        raise CannotRead(f"master and slave of {group} are the same place: one copy proves nothing")
-    with closing(open_copy(places[COPIES[0]])) as ours, closing(open_copy(places[COPIES[1]])) as theirs:
+    for one, other in combinations(places, 2):
+        _check_two(group, (one, other), places[one], places[other])
+
+
+def _check_two(group: str, names: tuple[str, str], one: Mapping[str, str], other: Mapping[str, str]) -> None:
+    both = " and ".join(names)
+    if is_same_place(one, other):
+        raise CannotRead(f"{both} of {group} are the same place: one copy proves nothing")
+    with closing(open_copy(one)) as ours, closing(open_copy(other)) as theirs:
         if isinstance(ours, PathCopy) and isinstance(theirs, PathCopy):
             for base in {*ours.bases} & {*theirs.bases}:
                 if ours.file_of(base) == theirs.file_of(base):
-                    raise CannotRead(f"master and slave of {group} share the file of the segment at {base}")
-        owners = dict(zip(COPIES, (ours.owner(), theirs.owner()), strict=True))
-    for name, owner in owners.items():
+                    raise CannotRead(f"{both} of {group} share the file of the segment at {base}")
+        first, second = ours.owner(), theirs.owner()
+    for name, owner in zip(names, (first, second)):
         if owner.group and owner.group != group:
             raise CannotRead(f"the {name}'s place is a broker of {owner.group}, not of {group}")
-    one, other = owners.values()
-    if one.incarnation and one.incarnation == other.incarnation:
-        raise CannotRead(f"master and slave of {group} are one broker, {one.incarnation}, under two names")
-    if one.role in MASTERS and other.role in MASTERS:
+    if first.incarnation and first.incarnation == second.incarnation:
+        raise CannotRead(f"{both} of {group} are one broker, {first.incarnation}, under two names")
+    if first.role in MASTERS and second.role in MASTERS:
         raise CannotRead(f"both places of {group} say that they are its master; look at the group, then audit it again")

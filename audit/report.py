@@ -8,7 +8,6 @@ from typing import Any
 from qmq.audit.conservation import STATES
 from qmq.audit.due import STATES as DELAY_STATES
 from qmq.audit.group import Result
-from qmq.audit.schema import COPIES
 
 NAMED_MAX = 100
 """Findings that the report names; the JSON has up to a thousand of each kind."""
@@ -75,7 +74,7 @@ def _proven(result: Result) -> list[str]:
     span = f"[{result.start}, {result.watermark})"
     if result.status == 0:
         yes = (
-            f"Every byte of {span} was read on both copies, and they are the same bytes; each frame's CRCs and chain "
+            f"Every byte of {span} was read on all copies, and they are the same bytes; each frame's CRCs and chain "
             "were computed again from them. Every message decodes, belongs to its frame's subject and has the labels "
             "of its tags; no batch and no id was stored twice; sequences are dense, epochs only grow, pulls and acks "
             "follow from the log; no delayed message went early, twice, or after it was cancelled."
@@ -92,7 +91,7 @@ def _proven(result: Result) -> list[str]:
 
 def _table_of_copies(result: Result) -> list[str]:
     rows = []
-    for name in COPIES:
+    for name in result.logs:
         log, read = result.logs[name], result.read.get(name, {})
         counts = (read.get(key, 0) for key in ("bytes", "frames", "messages"))
         rows.append([name, log.start, log.end, *counts])
@@ -139,8 +138,9 @@ def _table_of_hours(result: Result) -> list[str]:
     for row in result.hours:
         key = (row["subject"], row["hour"])
         counts.setdefault(key, {})[row["copy"]] = row["messages"]
-    rows = [[subject, hour, *(found.get(name, 0) for name in COPIES)] for (subject, hour), found in counts.items()]
-    return _table(["subject", "hour (UTC)", *COPIES], rows)
+    names = list(result.places)
+    rows = [[subject, hour, *(found.get(name, 0) for name in names)] for (subject, hour), found in counts.items()]
+    return _table(["subject", "hour (UTC)", *names], rows)
 
 
 def _table(names: list[str], rows: list[list[Any]]) -> list[str]:

@@ -34,7 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="qmq audit", description=__doc__.splitlines()[0])
     parser.add_argument("--group", action="append", default=[], help="broker group; repeat with --master and --slave")
     parser.add_argument("--master", action="append", default=[], help="data directory, or ip:control_port of a broker")
-    parser.add_argument("--slave", action="append", default=[], help="the same of the other copy")
+    parser.add_argument(
+        "--slave", action="append", default=[], help="the same of the other copy; of several, with commas between them"
+    )
     parser.add_argument("--all-groups", action="store_true", help="ask the metaserver which groups there are")
     parser.add_argument("--metaserver", default="", help="its URL, for --all-groups")
     add_token_options(parser)
@@ -65,9 +67,15 @@ def groups_of(options: argparse.Namespace) -> list[Group]:
     if not options.group or not len(options.group) == len(options.master) == len(options.slave):
         raise CannotRead("give --group, --master and --slave, each once per group, or --all-groups")
     return [
-        Group(name, {"master": place_options(master, options.token), "slave": place_options(slave, options.token)})
-        for name, master, slave in zip(options.group, options.master, options.slave)
+        Group(name, {"master": place_options(master, options.token)} | _slaves(slaves, options.token))
+        for name, master, slaves in zip(options.group, options.master, options.slave)
     ]
+
+
+def _slaves(places: str, token: str) -> dict[str, dict[str, str]]:
+    """Return the slaves' places by name: slave, slave2, …"""
+    found = enumerate(places.split(","), 1)
+    return {"slave" if number == 1 else f"slave{number}": place_options(place, token) for number, place in found}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

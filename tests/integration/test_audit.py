@@ -169,6 +169,22 @@ def test_truncated_log_lacks_what_was_promised(spark: SparkSession, tmp_path: Pa
     assert result.found["missing"] == 1 and result.findings[0]["text"].startswith(f"{lacking} frames with ")
 
 
+def test_each_copy_of_three_is_held_against_the_master(spark: SparkSession, tmp_path: Path) -> None:
+    """A copy that is behind lacks what two others acknowledged without it: a note. What it has must be right."""
+    for copy in ("master", "slave", "slave2"):
+        slave = write(tmp_path / copy, rounds=24 if copy == "slave2" else 40)
+    broken = slave.frames[40]
+    flip(tmp_path / "slave2", broken.end - 30)
+    places = {copy: place_options(str(tmp_path / copy), "") for copy in ("master", "slave", "slave2")}
+    result = audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES)
+    assert named(result) == {("damaged", "slave2", broken.offset)}
+    assert any(note.startswith(f"the slave2 ends at {slave.end}, ") for note in result.notes)
+    places = {"master": places["slave"], "slave": places["slave2"]}
+    assert "missing" in audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES).found, (
+        "of two, none may lack it"
+    )
+
+
 def test_flipped_bit_is_named_with_its_byte_and_message(spark: SparkSession, tmp_path: Path) -> None:
     _, slave = both(tmp_path)
     frame = next(frame for frame in slave.frames[50:] if frame.subject == A and frame.count)

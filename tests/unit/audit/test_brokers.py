@@ -26,6 +26,11 @@ def test_groups_of_delay_servers_are_audited_as_those_of_brokers(monkeypatch):
     }
 
 
+def test_each_slave_of_a_group_is_a_copy(monkeypatch):
+    rows = [row("g1", role, port) | {"name": f"b{port}"} for role, port in (("SLAVE", 3), ("MASTER", 1), ("SLAVE", 2))]
+    assert groups(monkeypatch, *rows) == {"g1": {"master": "10.0.0.1:1", "slave": "10.0.0.1:2", "slave2": "10.0.0.1:3"}}
+
+
 def test_a_group_that_lacks_a_copy_is_found_with_the_one_it_has(monkeypatch):
     """It cannot be proven, and takes the proof of no other group."""
     rows = [row("d1", "DELAY_MASTER", 3), row("g1", "MASTER", 1), row("g1", "SLAVE", 2)]
