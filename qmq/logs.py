@@ -6,6 +6,8 @@
 What fails is tried again several times a second, by us and by everybody who talks to us. So the same text is logged
 once in `REPEAT_S`, and of one cause, a place in the code that logs, `LINES_MAX` lines; the next line of that cause says
 how many were left out.
+
+SIGUSR1 changes the level while the process runs: everything is logged, until the next one takes that back.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 import sys
 from datetime import UTC, datetime
+from functools import partial
+from types import FrameType
 from typing import Any
 
 REPEAT_S = 60.0
@@ -86,13 +91,21 @@ class Json(logging.Formatter):
 
 
 def configure(level: str = "INFO", format: str = "text") -> None:
-    """Log to stderr; called by a process's main once its settings are read."""
+    """Log to stderr; called by a process's main, in its first thread, once its settings are read."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(Bounded())
     handler.setFormatter(Json() if format == "json" else Text())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for chatty in ("alembic", "uvicorn", "httpx"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    signal.signal(signal.SIGUSR1, partial(_change_level, level))
+
+
+def _change_level(configured: str, number: int, frame: FrameType | None) -> None:
+    root = logging.getLogger()
+    level = configured if root.level == logging.DEBUG else "DEBUG"
+    root.setLevel(level)
+    root.handle(root.makeRecord("qmq", logging.INFO, __file__, 0, "log level is now %s, by SIGUSR1", (level,), None))
 
 
 def _time(record: logging.LogRecord) -> str:

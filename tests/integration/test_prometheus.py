@@ -320,3 +320,13 @@ def test_a_consumer_group_that_does_not_go_on_is_alerted_by_its_name(world):
     (found,) = world.get("query", query=expr)["result"]
     assert [found["metric"][name] for name in ("alertname", "subject")] == ["QmqConsumerStalled", SUBJECT]
     assert world.value(f'qmq_broker_oldest_unacked_seconds{{consumer_group="{STALLED}"}}') > 10
+
+
+@pytest.mark.parametrize("name", ["metaserver", "watchdog", "broker", "delay server"])
+def test_log_level_of_a_running_process_is_changed_by_a_signal(world, name):
+    group = {"broker": "g1", "delay server": "d1"}.get(name)
+    service = world.cluster.service(world.cluster.broker(group, "slave").hostname if group else name)
+    for level in ("DEBUG", "INFO"):
+        service.signal(signal.SIGUSR1)
+        until(lambda level=level: f"log level is now {level}" in service.log.read_text(), f"{name} says so")
+    assert service.pid is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -61,3 +63,16 @@ def test_a_cause_writes_a_bounded_number_of_lines_and_says_how_many_more_there_w
 )
 def test_an_error_without_a_text_has_a_cause_all_the_same(error, text):
     assert cause_of(error) == text
+
+
+def test_signal_makes_a_process_log_everything_and_the_next_one_takes_that_back():
+    program = (
+        "import logging, os, signal; from qmq.logs import configure; configure('WARNING')\n"
+        "for said in ('first', 'second', 'third'):\n"
+        "    logging.getLogger('qmq.x').debug(said)\n"
+        "    said == 'third' or os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert [line.split(" ", 3)[3] for line in ran.stderr.splitlines()] == [
+        "log level is now DEBUG, by SIGUSR1", "second", "log level is now WARNING, by SIGUSR1",
+    ]  # fmt: skip
