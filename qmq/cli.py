@@ -64,6 +64,7 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
                            ("--json", "--verify", "--subjects=", "--above=")),
         "nightly": Program("qmq.deploy.nightly", "", "run a nightly job and tell Prometheus how it ended",
                            ("--name=", "--textfile=")),
+        "try-backup": Program("qmq.metaserver.try_backup", "server", "restore a backup into an empty database, to see"),
         "prometheus": Program("qmq.deploy.prometheus.config", "", "write Prometheus' targets and the alert rules",
                               ("--metaserver=", *_TOKEN, "--scrape-token-file=", "--watchdog=", "--node-exporter=",
                                "--out=")),

@@ -140,7 +140,10 @@ def world(tmp_path_factory, mariadb):
         jobs = {
             "audit": made.nightly("audit", "true"),  # Spark takes its time; test_audit_cluster.py runs it
             "backup": made.nightly(
-                "backup", sys.executable, "-m", "qmq", "Backup", f"--file={folder / 'metadata.json'}"
+                "backup",
+                "sh",
+                "-c",
+                f"F={folder}/b.json; {sys.executable} -m qmq Backup --file=$F && {sys.executable} -m qmq try-backup $F",
             ),
         }
         try:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from qmq.metaserver import roles
+from qmq.errors import QmqError
+from qmq.metaserver import roles, try_backup
 from qmq.metaserver.db.changes import (
     AddSubject,
     AddToken,
@@ -185,3 +186,27 @@ def test_a_restore_keeps_the_rows_of_both_audit_trails(filled, tmp_path):
         assert sorted(trail) == sorted(["AddToken", "Everything", *(f"Old{number}" for number in range(5))])
         assert trail[0] == "AddToken", "newest first"
     engine.dispose()
+
+
+def test_a_backup_is_tried_by_restoring_it(filled, tmp_path, capsys, monkeypatch):
+    whole, cut, foreign = (tmp_path / f"{name}.json" for name in ("whole", "cut", "foreign"))
+    whole.write_text(json.dumps(filled.dump()))
+    cut.write_text(whole.read_text()[:-100])
+    dump = filled.dump()
+    dump["tables"]["broker"][0]["role"] = "king"
+    foreign.write_text(json.dumps(dump))
+    monkeypatch.setattr("sys.argv", ["qmq", str(whole)])
+    assert try_backup.main() == 0
+    assert "can be restored; 1 broker_group, 2 broker" in capsys.readouterr().out
+    for path in (cut, foreign, tmp_path / "none"):
+        monkeypatch.setattr("sys.argv", ["qmq", str(whole), str(path)])
+        assert try_backup.main() == 1
+        assert f"{path}: cannot be restored" in capsys.readouterr().err
+
+
+def test_rows_that_did_not_come_back_are_named(filled, tmp_path, monkeypatch):
+    path = tmp_path / "backup.json"
+    path.write_text(json.dumps(filled.dump()))
+    monkeypatch.setattr(try_backup.Repository, "change", lambda *_: None)
+    with pytest.raises(QmqError, match="2 of broker"):
+        try_backup.try_backup(path)
