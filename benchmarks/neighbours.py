@@ -4,6 +4,9 @@ One broker group and one delay group of two copies each, on this machine. A prod
 slow, steady pace, and its one listener notes how old each message is. That is measured alone and beside each neighbour,
 in turns; a neighbour is a process of its own, so that the quiet clients pay for what brokers do for it and not for its
 Python. The figure is the p99 beside it over the p99 alone just before: the median of some pairs.
+
+The control is the same neighbour at another installation on the same machine: what it costs by taking cores and disk,
+through no broker that it shares with the quiet group.
 """
 
 from __future__ import annotations
@@ -182,7 +185,9 @@ class Quiet:
         return percentile(sorted(self._ages_ms), 0.99)
 
 
-async def measure(cluster: Cluster, names: list[str], sizes: Sizes) -> dict[str, dict[str, float]]:
+async def measure(
+    cluster: Cluster, elsewhere: Cluster, names: list[str], sizes: Sizes
+) -> dict[str, dict[str, float]]:  # fmt: skip
     client: dict[str, Any] = {"metaserver": cluster.metaserver, "token": cluster.token, "app": "quiet"}
     found: dict[str, dict[str, float]] = {}
     async with qmq.Producer(**client) as producer, asyncio.TaskGroup() as tasks:
@@ -191,31 +196,47 @@ async def measure(cluster: Cluster, names: list[str], sizes: Sizes) -> dict[str,
         tasks.create_task(consumer.run())
         await quiet.p99_ms(1.0)
         for name in names:
-            found[name] = figure = await _compared(cluster, quiet, name, sizes)
+            found[name] = figure = await _compared(cluster, elsewhere, quiet, name, sizes)
             print(f"{name:16} {_shown(figure)}", flush=True)
         consumer.stop()
     return found
 
 
-async def _compared(cluster: Cluster, quiet: Quiet, name: str, sizes: Sizes) -> dict[str, float]:
-    """Measure pairs of phases without and with a neighbour; return medians, for this machine has neighbours, too."""
-    alone, beside = [], []
+async def _compared(
+    cluster: Cluster, elsewhere: Cluster, quiet: Quiet, name: str, sizes: Sizes
+) -> dict[str, float]:  # fmt: skip
+    """Measure phases without a neighbour, with it elsewhere and with it here, in turns; return medians, for this
+    machine has neighbours, too."""
+    alone, control, beside = [], [], []
     for _ in range(sizes.pairs):
         alone.append(await quiet.p99_ms(sizes.phase_s))
-        neighbour = await asyncio.to_thread(_begin, cluster, name)
-        try:
-            beside.append(await quiet.p99_ms(sizes.phase_s))
-        finally:
-            neighbour.send_signal(signal.SIGKILL)
-            neighbour.wait()
-        await asyncio.sleep(SETTLED_S)
+        control.append(await _beside(elsewhere, quiet, name, sizes))
+        beside.append(await _beside(cluster, quiet, name, sizes))
     ratios = [after / before for before, after in zip(alone, beside, strict=True)]
-    return {"alone_p99_ms": median(alone), "beside_p99_ms": median(beside), "ratio": median(ratios)}
+    of_control = [after / before for before, after in zip(control, beside, strict=True)]
+    return {
+        "alone_p99_ms": median(alone), "elsewhere_p99_ms": median(control), "beside_p99_ms": median(beside),
+        "ratio": median(ratios), "ratio_to_elsewhere": median(of_control),
+    }  # fmt: skip
+
+
+async def _beside(cluster: Cluster, quiet: Quiet, name: str, sizes: Sizes) -> float:
+    """Return the quiet group's p99 while a neighbour is noisy at `cluster`."""
+    neighbour = await asyncio.to_thread(_begin, cluster, name)
+    try:
+        return await quiet.p99_ms(sizes.phase_s)
+    finally:
+        neighbour.send_signal(signal.SIGKILL)
+        neighbour.wait()
+        await asyncio.sleep(SETTLED_S)
 
 
 def _shown(figure: dict[str, float]) -> str:
-    alone, beside, ratio = figure.values()
-    return f"p99 {alone:8.2f} ms alone {beside:8.2f} ms beside it {ratio:6.2f}"
+    alone, control, beside, ratio, of_control = figure.values()
+    return (
+        f"p99 {alone:8.2f} ms alone {control:8.2f} ms with it elsewhere {beside:8.2f} ms beside it "
+        f"{ratio:6.2f} of alone {of_control:6.2f} of elsewhere"
+    )
 
 
 def _begin(cluster: Cluster, name: str) -> subprocess.Popen[str]:
@@ -242,17 +263,22 @@ def main() -> int:
         return 0
     with (
         TemporaryDirectory(prefix="qmq-bench-") as directory,
-        Cluster(
-            Path(directory), groups=("g1",), delay_groups=("d1",), http_port=PORTS, broker_port=PORTS + 2
-        ) as cluster,
-    ):  # fmt: skip
+        _installation(Path(directory, "here"), PORTS) as cluster,
+        _installation(Path(directory, "elsewhere"), PORTS + 100) as elsewhere,
+    ):
         cluster.wait_writable()
-        found = asyncio.run(measure(cluster, options.only.split(","), QUICK if options.quick else Sizes()))
+        elsewhere.wait_writable()
+        found = asyncio.run(measure(cluster, elsewhere, options.only.split(","), QUICK if options.quick else Sizes()))
     missed = [name for name, figure in found.items() if figure["ratio"] > GOAL]
     print(f"above {GOAL} times: {', '.join(missed) or 'none'}")
     Path(".run").mkdir(exist_ok=True)
     write_atomically(Path(".run/bench-neighbours.json"), json.dumps(found, indent=1))
     return 0
+
+
+def _installation(directory: Path, ports: int) -> Cluster:
+    directory.mkdir()
+    return Cluster(directory, groups=("g1",), delay_groups=("d1",), http_port=ports, broker_port=ports + 2)
 
 
 async def _noise(name: str, noise: Any) -> None:
