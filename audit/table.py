@@ -16,7 +16,6 @@ from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Fil
 from qmq.audit.brokers import find_places
 from qmq.audit.copies import CannotRead, Description, open_copy
 from qmq.audit.extents import PIECE_BYTES, Extent, Plan, extents, parts
-from qmq.audit.schema import COPIES
 from qmq.audit.tables import table_batches
 from qmq.audit.walk import Walk
 from qmq.audit.wanted import WrongOption, from_options, narrow
@@ -84,15 +83,21 @@ def _look_at(options: Mapping[str, str]) -> Place:
 
 
 def _first_of(group: str, copies: Mapping[str, Mapping[str, str]]) -> Place:
-    """Return the slave's copy, whose broker has fewer clients to serve, if it answers; else the master's."""
+    """Return the slave's copy, whose broker has fewer clients to serve, if it answers; else the master's.
+
+    The higher of the two watermarks counts: it is true of both disks, and a slave learns it with the next frame only.
+    """
+    found: list[Place] = []
     why = CannotRead(f"broker group {group} has no copy")
-    for name in reversed(COPIES):
+    for _, options in sorted(copies.items(), reverse=True):
         try:
-            if name in copies:
-                return _look_at(copies[name])._replace(group=group)
+            found.append(_look_at(options))
         except CannotRead as error:
             why = error
-    raise why
+    if not found:
+        raise why
+    watermark = max(place.log.high_watermark for place in found)
+    return found[0]._replace(group=group, log=found[0].log._replace(high_watermark=watermark))
 
 
 class TableReader(DataSourceReader):

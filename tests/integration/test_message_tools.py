@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 import qmq
+from qmq.audit.table import TableReader, TableStream
 from qmq.codec import join_batch
 from qmq.errors import ErrorCode
 from qmq.proto import qmq_pb2 as pb
@@ -392,6 +393,29 @@ def test_without_a_group_everybody_sees_everything(cluster, subject):
         assert sorted(json.loads(line)["n"] for line in seen.stdout.splitlines()) == list("012345"), seen.stderr
     odd = lines(tool(cluster, "Consume", "--json", "--start=1h", "--tags=t1", "--limit=3", subject=subject))
     assert sorted(ids(odd)) == ["m1", "m3", "m5"]
+
+
+def test_the_logs_of_all_groups_are_a_table_and_a_stream(cluster, subject):
+    """As Spark's tasks read them, by the metaserver's word, from brokers over the network."""
+    send_all(cluster, subject, COUNT, name="m")
+    options = {"metaserver": cluster.metaserver, "token": cluster.token, "subject": subject}
+    table = TableReader(options, ["broker_group", "id"])
+    rows = [row for part in table.partitions() for batch in table.read(part) for row in batch.to_pylist()]
+    assert sorted(row["id"] for row in rows) == sorted(f"m-{at}" for at in range(COUNT))
+    assert {row["broker_group"] for row in rows} <= {"g1", "g2"}
+    stream, seen = TableStream(options, ["id"]), []
+    at = stream.initialOffset()
+    assert sorted(at) == ["g1", "g2"]
+
+    def goes_on():
+        nonlocal at
+        start, at = at, stream.latestOffset(at)
+        for part in stream.partitions(start, at):
+            seen.extend(row["id"] for batch in stream.read(part) for row in batch.to_pylist())
+        return len(seen) >= COUNT
+
+    until(goes_on, "the slaves know that both copies have the messages")
+    assert sorted(seen) == sorted(f"m-{at}" for at in range(COUNT)), "each once"
 
 
 # Dead letters.
