@@ -48,6 +48,10 @@ class CopySettings:
     )
     scrub_bytes_per_s: int = setting(16 * MIB, unit="bytes/s", least=1024, why="rate at which it is, beside all else")
 
+    read_log_bytes_per_s: int = setting(
+        256 * MIB, unit="bytes/s", least=1024, why="rate at which an audit, and other copies' repairs, read the log"
+    )
+
     packet_bytes_max: int = setting(16 * MIB, unit="bytes", least=64 * 1024, most=48 * MIB, why="largest packet taken")
     message_bytes_max: int = setting(4 * MIB, unit="bytes", least=1024, most=32 * MIB, why="largest message stored")
     connections_max: int = setting(10_000, least=1, why="open connections; more are closed at once")

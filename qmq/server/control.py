@@ -19,6 +19,7 @@ from qmq.replication.settings import CopySettings
 from qmq.rights import Caller
 from qmq.rpc_access import RpcAcceptor, caller
 from qmq.server.meta_link import state_message
+from qmq.server.pace import Pace
 from qmq.server.rates import Samples
 from qmq.server.service import M, Service
 from qmq.server.tokens import CONTROL_ROLES
@@ -35,6 +36,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
     def __init__(self, service: Service[M], settings: CopySettings, samples: Samples) -> None:
         self._service, self._settings, self._samples = service, settings, samples
         self._loop = asyncio.get_running_loop()
+        self._pace = Pace(settings.read_log_bytes_per_s)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Put what is served on `server`."""
@@ -115,6 +117,8 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
     async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> AsyncIterator[pb.LogChunk]:
         """Stream frames as they are stored. Bytes that are damaged are sent as they are too: the reader names them.
 
+        All who read share `read_log_bytes_per_s`.
+
         PERMISSION_DENIED: the token is limited to some subjects, and these are frames of all.
         """
         await _require_all_subjects(context)
@@ -128,6 +132,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
                 data = await asyncio.to_thread(self._chunk, at)
                 if not data:
                     break  # it was cut meanwhile
+                await asyncio.sleep(self._pace.wait_s(len(data), self._loop.time()))
                 yield pb.LogChunk(offset=at, data=data)
                 at += len(data)
         finally:

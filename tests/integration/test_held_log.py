@@ -3,6 +3,8 @@ keeps it meanwhile. P9."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from qmq.audit.copies import BrokerCopy, CannotRead
@@ -10,11 +12,13 @@ from qmq.log.segments import snapshot_name
 from tests.integration.cluster_world import data_of, running, send_all, until
 
 SEGMENT_BYTES = 64 * 1024
+READ_BYTES_PER_S = 100_000
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("cluster"), segment_bytes=SEGMENT_BYTES, retention_bytes=1) as cluster:
+    settings = {"segment_bytes": SEGMENT_BYTES, "retention_bytes": 1, "read_log_bytes_per_s": READ_BYTES_PER_S}
+    with running(tmp_path_factory.mktemp("cluster"), **settings) as cluster:
         cluster.wait_writable()
         yield cluster
 
@@ -56,6 +60,19 @@ def test_log_is_described_though_its_oldest_snapshot_is_damaged(cluster):
         assert copy.window(before.start, 1)
     finally:
         snapshot.write_bytes(whole)
+        copy.close()
+
+
+def test_all_who_read_share_one_rate(cluster):
+    """So an audit takes no more of a broker's disk and processor than it may."""
+    send_all(cluster, "held", 40, size=600, name="rate")
+    copies = [opened(cluster, "slave") for _ in range(3)]
+    begin = copies[0].describe()
+    until(lambda: copies[0].describe().high_watermark > begin.start, "something to read")
+    began_s = time.monotonic()
+    given = [len(copy.window(copy.describe().start, 1)) for copy in copies]
+    assert time.monotonic() - began_s > sum(given[:-1]) / READ_BYTES_PER_S > 0
+    for copy in copies:
         copy.close()
 
 

@@ -24,6 +24,7 @@ DELAYED = "due messages wait at the delay group; qmq_delayserver_due_messages, a
 
 COPY = {
     "segment_bytes": DISK, "tail_bytes": DISK, "cached_bytes": DISK, "scrub_hours": DISK, "scrub_bytes_per_s": DISK,
+    "read_log_bytes_per_s": "how long an audit takes; clients do not notice it",
     "inline_sync_us_max": DISK, "retention_hours": DISK, "retention_bytes": DISK,
     "metrics_subjects_max": "what /metrics shows; Lag and Doctor have all",
     "clock_difference_ms_max": "nothing is deleted; Doctor's finding `clocks`",

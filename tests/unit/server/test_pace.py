@@ -1,0 +1,23 @@
+"""Core. Readers that share a rate get no more than it together, and nothing is saved up while nobody reads."""
+
+from __future__ import annotations
+
+from qmq.server.pace import Pace
+
+
+def test_two_readers_get_the_rate_together():
+    pace, ready = Pace(1000), {"a": 0.0, "b": 0.0}
+    given = 0
+    while (now_s := min(ready.values())) < 10:
+        who = min(ready, key=lambda name: ready[name])
+        ready[who] = now_s + pace.wait_s(100, now_s)
+        given += 100
+    assert 9_800 <= given <= 10_400
+
+
+def test_nothing_is_saved_up_for_later():
+    pace = Pace(1000)
+    assert pace.wait_s(500, 100.0) == 0.0
+    assert pace.wait_s(500, 100.0) == 0.5
+    assert pace.wait_s(500, 200.0) == 0.0
+    assert pace.wait_s(500, 200.0) == 0.5
