@@ -240,7 +240,7 @@ class Metaserver:
         console = Console(
             self._actions, Sessions(self._access, keys, secrets.token_bytes), self._refusals,
             open_lists=settings.open_lists, database_trouble=lambda: self._database.trouble,
-            ledger=Path(settings.audit_ledger) if settings.audit_ledger else None, provider=_make_provider(settings),
+            ledger=Path(settings.audit_ledger) if settings.audit_ledger else None, provider=make_provider(settings),
         )  # fmt: skip
         return build_app(
             self._actions, self._access, self._metrics, self._refusals,
@@ -250,7 +250,7 @@ class Metaserver:
         )  # fmt: skip
 
 
-def _make_provider(settings: MetaserverSettings) -> ProviderPort | None:
+def make_provider(settings: MetaserverSettings) -> ProviderPort | None:
     """The OpenID provider of the settings; its library is an extra. Raises CannotServe: it is not installed."""
     if not settings.oidc_issuer:
         return None

@@ -66,7 +66,7 @@ class Provider:
     """Made by main; used on the loop."""
 
     def __init__(self, wanted: Wanted) -> None:
-        self._wanted = wanted
+        self.wanted = wanted
         self._used: dict[str, int] = {}
         """States of logins that came back, until they would have ended anyway."""
 
@@ -76,7 +76,7 @@ class Provider:
         attempt = Attempt(
             secrets.token_urlsafe(24), secrets.token_urlsafe(24), generate_token(64), to, now_ms + ATTEMPT_MS
         )
-        wanted = self._wanted
+        wanted = self.wanted
         address = prepare_grant_uri(
             metadata["authorization_endpoint"], wanted.client_id, "code", redirect_uri=wanted.redirect,
             scope="openid profile email", state=attempt.state, nonce=attempt.nonce, code_challenge_method="S256",
@@ -96,7 +96,7 @@ class Provider:
         metadata = await self._metadata()
         token = await self._exchange(metadata["token_endpoint"], query["code"], attempt.verifier)
         claims = await self._claims(metadata["jwks_uri"], token, attempt.nonce, now_ms)
-        return Caller(name_of(claims, self._wanted.name_claim), role_of(claims, self._wanted))
+        return Caller(name_of(claims, self.wanted.name_claim), role_of(claims, self.wanted))
 
     def _use(self, state: str, attempt: Attempt, now_ms: int) -> None:
         """A state is good once, in time, in the browser that began."""
@@ -110,16 +110,16 @@ class Provider:
         self._used[state] = attempt.until_ms
 
     async def _metadata(self) -> Any:
-        metadata = OpenIDProviderMetadata(await _fetch(get_well_known_url(self._wanted.issuer, external=True)))
-        if metadata.get("issuer") != self._wanted.issuer:
-            raise NotServed(f"the provider calls itself {str(metadata.get('issuer'))[:200]}, not {self._wanted.issuer}")
+        metadata = OpenIDProviderMetadata(await _fetch(get_well_known_url(self.wanted.issuer, external=True)))
+        if metadata.get("issuer") != self.wanted.issuer:
+            raise NotServed(f"the provider calls itself {str(metadata.get('issuer'))[:200]}, not {self.wanted.issuer}")
         missing = [name for name in ("authorization_endpoint", "token_endpoint", "jwks_uri") if not metadata.get(name)]
         if missing:
             raise NotServed(f"the provider does not say its {missing[0]}")
         return metadata
 
     async def _exchange(self, address: str, code: str, verifier: str) -> str:
-        wanted = self._wanted
+        wanted = self.wanted
         body = prepare_token_request(
             "authorization_code", code=code, redirect_uri=wanted.redirect, code_verifier=verifier,
             client_id=wanted.client_id,
@@ -134,7 +134,7 @@ class Provider:
         return token
 
     async def _claims(self, keys_at: str, token: str, nonce: str, now_ms: int) -> Mapping[str, Any]:
-        wanted = self._wanted
+        wanted = self.wanted
         try:
             keys = KeySet.import_key_set(await _fetch(keys_at))
             decoded = jwt.decode(token, keys, algorithms=ALGORITHMS)

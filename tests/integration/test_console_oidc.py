@@ -18,6 +18,7 @@ from qmq.http_port import HttpPort, listen
 from qmq.metaserver.console.attempts import ATTEMPT_MS
 from qmq.metaserver.console.oidc import Provider, Wanted, role_of
 from qmq.metaserver.console.routes import LOGIN_COOKIE
+from qmq.metaserver.main import make_provider
 from qmq.metaserver.settings import MetaserverSettings
 from qmq.rights import TokenRole
 from qmq.settings import InvalidSettings
@@ -236,6 +237,18 @@ def test_without_a_provider_there_is_no_such_login(tmp_path):
         world.database.close()
 
     asyncio.run(body())
+
+
+def test_a_metaservers_settings_become_a_provider(issuer):
+    words = {"oidc_issuer": issuer, "oidc_client_id": CLIENT, "oidc_client_secret": SECRET}
+    words["oidc_redirect"] = BACK.replace("metaserver", "localhost")
+    provider = make_provider(MetaserverSettings(cluster_token="a secret of all", oidc_roles=("admin=a=b",), **words))
+    address, attempt = asyncio.run(provider.begin("/console", now_ms=5))
+    query = parse_qs(urlsplit(address).query)
+    assert (query["redirect_uri"], query["client_id"]) == ([words["oidc_redirect"]], [CLIENT])
+    assert (attempt.to, attempt.until_ms, query["state"]) == ("/console", 5 + ATTEMPT_MS, [attempt.state])
+    assert role_of({"groups": ["a=b"]}, provider.wanted) == TokenRole.ADMIN
+    assert make_provider(MetaserverSettings(cluster_token="a secret of all")) is None
 
 
 def test_roles_lie_where_the_setting_says():
