@@ -7,11 +7,11 @@ the clock that are due each second fall on the same moment, the whole seconds of
 from __future__ import annotations
 
 SECOND_S = 1.0
-LEAST_S = 0.2
+LEAST = 0.2
 """A timer that fired a little early does not fire again at once; so two are never further apart than 1.2 s."""
 
 
-def until_next_second(now_s: float) -> float:
-    """Return how long to wait for the next whole second of the clock that says `now_s`."""
-    wait_s = SECOND_S - now_s % SECOND_S
-    return wait_s if wait_s >= LEAST_S else wait_s + SECOND_S
+def until_next_second(now_s: float, second_s: float = SECOND_S) -> float:
+    """Return how long to wait for the next whole second of the clock that says `now_s`, or whole `second_s`."""
+    wait_s = second_s - now_s % second_s
+    return wait_s if wait_s >= LEAST * second_s else wait_s + second_s

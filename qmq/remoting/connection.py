@@ -227,6 +227,8 @@ async def connect(
     except BaseException as error:
         if connection is not None:
             connection.close("not authenticated")
-        if isinstance(error, OSError | TimeoutError | OutcomeUnknown):
+        if isinstance(error, OutcomeUnknown):  # which names the other end
+            raise NotServed(str(error)) from None
+        if isinstance(error, OSError | TimeoutError):
             raise NotServed(f"{endpoint}: {cause_of(error)}") from None
         raise

@@ -138,7 +138,7 @@ class MetaLink:
         try:
             return await asyncio.to_thread(find_metaserver, self._settings.metaserver)
         except (OSError, ValueError) as error:
-            raise NotServed(f"{self._settings.metaserver}: {cause_of(error)}") from None
+            raise NotServed(cause_of(error)) from None
 
     async def _live(self, stub: MetaserverStub) -> None:
         settings = self._settings

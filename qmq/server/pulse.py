@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+BEAT_S = SECOND_S
 SILENT_S = 5.0
 """Longer than a loop stands still while it moves a copy aside or compares a segment; shorter than `slave_lag_ms_max`
 takes to end a link."""
@@ -59,13 +60,13 @@ class Pulse:
             return
         beat = Beat(self._service.now_ms(), self._service.node.is_disk_full)
         self._connection.tell(Command.BEAT, commands.encode_beat(beat))
-        self._loop.call_later(until_next_second(self._loop.time()), self._beat)
+        self._loop.call_later(until_next_second(self._loop.time(), BEAT_S), self._beat)
 
     def _is_silent(self) -> bool:
         now_s, heard_bytes = self._loop.time(), self._connection.received_bytes
         # If our own loop stood still, what came meanwhile is not read yet: that is no silence of the other end.
-        self._silent_s += min(now_s - self._looked_s, 2 * SECOND_S)
+        self._silent_s += min(now_s - self._looked_s, 2 * BEAT_S)
         if heard_bytes != self._heard_bytes or not self._beats_too:
             self._silent_s = 0.0
         self._heard_bytes, self._looked_s = heard_bytes, now_s
-        return self._silent_s >= SILENT_S
+        return self._silent_s >= SILENT_S - BEAT_S / 10  # timers are not exact: five beats may be a little less
