@@ -31,7 +31,6 @@ from qmq.replication.ports import QUIET_MS, Host, Link
 from qmq.replication.readonly import Readonly, Reason
 from qmq.replication.retention import Keeper, decide
 from qmq.replication.settings import CopySettings
-from qmq.replication.slave_watch import SlaveWatch
 from qmq.replication.slaves import Slaves
 from qmq.types import Epoch
 
@@ -86,8 +85,6 @@ class Master:
         self.readonly.change(Reason.CORRUPT, message_log.damage is not None)
         wait_ms = 0 if promotion.is_failover else promotion.settings.slave_wait_ms
         self.slaves = Slaves(self._mastership, promotion.identity, self.go_on, wait_ms=wait_ms, count=promotion.slaves)
-        self.swap_target = ""
-        """Incarnation of the slave that roles are being swapped with; empty: any."""
         self._oldest_unflushed: tuple[int, int] | None = None
         self._handlers: dict[int, Handler] = {
             Command.HELLO: self.slaves.hello,
@@ -244,14 +241,18 @@ class Master:
 
     @property
     def is_drained(self) -> bool:
-        """Whether the slave that is to be the master has everything, so that roles can be swapped."""
-        end, gate = self._mastership.log.end, self.gate
-        has_all = any(watch.confirmed_end == end for watch in self.slaves.in_step if self._is_target(watch))
-        return self.has_begun and not gate.too_few_in_sync and gate.high_watermark == end and has_all
+        """Whether a slave has everything, so that roles can be swapped with it."""
+        return self.is_drained_to("")
 
-    def _is_target(self, watch: SlaveWatch) -> bool:
-        slave = watch.follower.in_sync
-        return not self.swap_target or (slave is not None and slave.incarnation == self.swap_target)
+    def is_drained_to(self, target: str) -> bool:
+        """Whether the slave with this incarnation has everything; empty: any slave."""
+        end, gate = self._mastership.log.end, self.gate
+        has_all = any(
+            watch.confirmed_end == end
+            for watch in self.slaves.in_step
+            if (slave := watch.follower.in_sync) is not None and target in ("", slave.incarnation)
+        )
+        return self.has_begun and not gate.too_few_in_sync and gate.high_watermark == end and has_all
 
     @property
     def shipped_end(self) -> int | None:

@@ -393,11 +393,10 @@ class Node(Generic[M]):
             raise OperatorError(f"the slave of {self.group} is missing: start it first")
         if target and target not in master.in_step:
             raise OperatorError(f"the slave of {self.group} that is to be the master is not in sync")
-        master.swap_target = target
         master.readonly.change(Reason.DRAINING, True)
         self._swap_until_ms = self._host.monotonic_ms() + hold_ms
 
-    def promise_swap(self, term: int) -> None:
+    def promise_swap(self, term: int, *, target: str = "") -> None:
         """Be no master before the row has this term, or a newer one: the slave has everything.
 
         With two copies, the slave's taking of the mastership is enough: nobody else can confirm.
@@ -406,7 +405,7 @@ class Node(Generic[M]):
             OperatorError: it has not, any more.
         """
         master = self.master
-        if master is None or not master.is_drained:
+        if master is None or not master.is_drained_to(target):
             raise OperatorError(f"this broker is not the master of {self.group} any more, or took new messages")
         self._swap_until_ms = 0
         master.readonly.change(Reason.DRAINING, True)

@@ -79,6 +79,8 @@ class SlaveWatch:
         self.has_parted = False
         """Its log was found not to be ours, and it has not matched since."""
         self.is_disk_full = False
+        self.shared_end: int | None = None
+        """Up to where its log was ours at its last hello; None: it said none, or its log was empty."""
         self.owner = ""
         """Its broker, hostname:serve_port; of an older version, its incarnation."""
 
@@ -124,6 +126,7 @@ class SlaveWatch:
                 hello, mastership.log, mastership.epoch, has_begun=mastership.has_begun,
                 kept_end=points.keeps(mastership.log), point=points.own,
             )  # fmt: skip
+            self.shared_end = agreement.offset if hello.end else None
             if isinstance(agreement, Yield) and not self._slaves.may_yield(agreement.offset):
                 raise Diverged(
                     f"the copies part at {agreement.offset}; the slave confirmed all up to {hello.kept_end}, and "

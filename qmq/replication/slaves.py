@@ -168,9 +168,11 @@ class Slaves:
 
     def may_yield(self, offset: int) -> bool:
         """The only slave knows best. One of several does not: another may have confirmed what an earlier mastership of
-        ours wrote there."""
+        ours wrote there, until all of the row have said that they have nothing of it."""
         mine = self._mastership.has_begun and offset >= self._begins_at and self._held_end <= offset
-        return self._count == 1 or mine
+        shared = [watch.shared_end for watch in self._watches.values() if watch.shared_end is not None]
+        nobodys = len(shared) == self._count and max(shared) <= offset and self._held_end <= offset
+        return self._count == 1 or mine or nobodys
 
     def is_restoring_from(self, other: SlaveWatch) -> bool:
         return any(watch.follower.restoring is not None for watch in self._watches.values() if watch is not other)

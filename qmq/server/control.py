@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2 << 20
 POLL_S = 0.005
+FLUSHED_S = 1.0
+"""A disk that takes longer to write down what a copy has is none to choose."""
 
 
 class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generated code has no types
@@ -75,10 +77,10 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         try:
             node.prepare_swap(request.term, request.hold_ms, target=request.target)
             async with asyncio.timeout(request.timeout_ms / 1000):
-                while node.master is None or not node.master.is_drained:
+                while node.master is None or not node.master.is_drained_to(request.target):
                     await asyncio.sleep(POLL_S)
             if request.promised_term:
-                self._service.guarded(partial(node.promise_swap, request.promised_term))
+                self._service.guarded(partial(node.promise_swap, request.promised_term, target=request.target))
         except OperatorError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except TimeoutError:
@@ -97,6 +99,12 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
                 request.term, hold_ms=request.hold_ms, silent_ms=request.silent_ms,
                 heard_ms_ago=self._service.master_heard_ms_ago(), promised_term=request.promised_term,
             )  # fmt: skip
+            if request.promised_term:  # what it says that it has must outlive a power cut, as the promise does
+                async with asyncio.timeout(FLUSHED_S):
+                    while not self._service.node.log.is_idle:
+                        await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "its disk does not finish what it was given")
         except OperatorError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return state_message(self._service, self._settings)

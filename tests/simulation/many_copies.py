@@ -119,9 +119,16 @@ class ManyCopies(Metaserver):
                 )
             except OperatorError:
                 return events.count("no promise")
-            if process.is_alive:
-                events.count("promised")
-                said.append(((process.log.state.epoch, process.log.end), name))
+            answer(process, name)
+
+        def answer(process: Process, name: str) -> None:
+            """Once all that it has is fsynced."""
+            if not process.is_alive:
+                return
+            if not process.log.is_idle:
+                return events.between(1, 5, lambda: answer(process, name))
+            events.count("promised")
+            said.append(((process.log.state.epoch, process.log.end), name))
 
         def choose() -> None:
             if len(said) < len(self._names) - self._min_copies + 1 or group != self.group or not self.is_up:
@@ -146,6 +153,7 @@ class ManyCopies(Metaserver):
         assert group.master is not None
         hold_ms, master = events.rng.choice((50, 300, 2000)), group.master.hostname
         slave = events.rng.choice([name for name in self._names if name != master])
+        target = ""
         deadline_ms = events.now_ms + 2 * hold_ms
 
         def goes_on() -> bool:
@@ -155,6 +163,7 @@ class ManyCopies(Metaserver):
             process, other = self._reach(master), self._reach(slave)
             if process is None or other is None or not goes_on():
                 return
+            nonlocal target
             target = other.node.identity.value.incarnation
             try:
                 process.guarded(lambda: process.node.prepare_swap(group.term, hold_ms, target=target))
@@ -167,10 +176,10 @@ class ManyCopies(Metaserver):
             process = self._reach(master)
             if process is None or not goes_on() or events.now_ms > deadline_ms:
                 return
-            if process.node.master is None or not process.node.master.is_drained:
+            if process.node.master is None or not process.node.master.is_drained_to(target):
                 return events.between(5, 20, drained)
             term = self._next_term()
-            process.guarded(lambda: process.node.promise_swap(term))
+            process.guarded(lambda: process.node.promise_swap(term, target=target))
             events.between(0, 80, lambda: exchange(term))
 
         def exchange(term: int) -> None:

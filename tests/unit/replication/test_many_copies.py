@@ -184,11 +184,34 @@ def test_what_a_slave_confirmed_is_not_cut_and_stops_nobody_else():
     kept = copies.b.log.end
     copies.connect("b")
     assert copies.state("b") is FollowerState.DIVERGED and copies.b.log.end == kept
+    assert copies.a.master.yields_from is None
     stored = Client(copies.a).produce("m2")
     copies.settle()
     assert copies.a.node.writable and copies.a.log.chain == copies.c.log.chain
     assert "diverged" in copies.b.node.readonly_reasons and not copies.a.node.readonly_reasons
     assert stored
+
+
+def test_a_master_gives_way_once_all_slaves_said_that_they_have_nothing_of_its_own():
+    copies = Copies().start()
+    Client(copies.a).produce("m1")
+    copies.a.host.turn()
+    for name in "bc":
+        copies.wires[name].to_slave()
+    copies.b.host.settle()
+    copies.c.host.settle()  # both have it on their disks; it is not on the master's
+    for _ in range(2):  # begun without slaves, and again: what stands there is of an earlier mastership
+        copies.a.crash()
+        copies.start(connected="")
+        copies.a.wait(SETTINGS.slave_wait_ms)
+        copies.a.host.settle()
+    copies.a.crash()
+    copies.start(connected="b")
+    assert copies.state("b") is FollowerState.DIVERGED  # c may have confirmed it
+    copies.connect("c")
+    copies.cut()
+    copies.connect("bc")
+    assert copies.a.master.has_begun and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
 
 
 def test_a_slave_that_was_away_was_not_rolled_back():
@@ -262,9 +285,12 @@ def test_a_swap_waits_for_the_slave_that_is_to_be_the_master():
     copies.wires["b"].settle()
     target = copies.c.node.identity.value.incarnation
     copies.a.node.prepare_swap(1, 1_000, target=target)
-    assert client.answered(stored) and not copies.a.master.is_drained
+    assert client.answered(stored) and not copies.a.master.is_drained_to(target)
+    with pytest.raises(OperatorError, match="took new messages"):
+        copies.a.node.promise_swap(2, target=target)
     copies.settle()
-    assert copies.a.master.is_drained
+    assert copies.a.master.is_drained_to(target)
+    copies.a.node.promise_swap(2, target=target)
 
 
 def test_a_swap_with_a_slave_that_is_not_in_sync_is_refused():
