@@ -508,5 +508,5 @@ BUGS = [
     Bug("a lost slave goes on counting", _a_lost_slave_goes_on_counting),
     Bug("matched by each confirmation", _matched_by_each_confirmation),
     Bug("the largest matched end counts", _largest_matched_end_counts, copies=3, min_copies=3),
-    Bug("promises are forgotten", _promises_are_forgotten, first=70, copies=3),
+    Bug("promises are forgotten", _promises_are_forgotten, first=88, copies=3),
 ]
