@@ -31,6 +31,7 @@ class Refusal(StrEnum):
     """Why there is no failover: the label of the metric, and the first words of what operators read."""
 
     NO_SLAVE = "no_slave"
+    SEVERAL_SLAVES = "several_slaves"
     HALF_SWAPPED = "half_swapped"
     OLD_ROW = "old_row"
     SLAVE_DOWN = "slave_down"
@@ -82,6 +83,11 @@ Condition = tuple[Refusal, Callable[[Facts], bool], str]
 
 CONDITIONS: tuple[Condition, ...] = (
     (Refusal.NO_SLAVE, lambda f: len(f.group.brokers) < 2, "it has no slave; AddBroker adds one"),
+    (
+        Refusal.SEVERAL_SLAVES,
+        lambda f: len(f.group.slaves) > 1,
+        "it has several slaves, and nobody has asked them for promises",
+    ),
     (Refusal.HALF_SWAPPED, lambda f: f.group.half_swapped, "it is half swapped; ReplaceBroker finishes that"),
     (Refusal.OLD_ROW, lambda f: f.reported_term > f.group.term, "its row is older than what its brokers report"),
     (Refusal.SLAVE_DOWN, lambda f: f.slave_said is None, "its slave is down, too"),
@@ -132,7 +138,7 @@ def choose(facts: Facts) -> RoleChange:
     assert refusal(facts) is None and facts.group.master is not None
     change = roles.swap_roles(facts.group, term=facts.group.term)
     assert change.slave is not None
-    return replace(change, slave=replace(change.slave, complete=False), above=facts.term_floor)
+    return replace(change, slaves=(replace(change.slave, complete=False),), above=facts.term_floor)
 
 
 def _is_disk_of_row(facts: Facts) -> bool:

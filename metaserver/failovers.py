@@ -211,6 +211,4 @@ def _audit(facts: Facts, change: RoleChange, cause: str, began: float) -> AuditR
         "acknowledged": list(facts.newest_point.to_list()) if facts.newest_point else [],
         "decidedMs": round((time.monotonic() - began) * 1000),
     }
-    parts = parts_json(before.master, before.slave, before.term)
-    after = parts_json(change.master, change.slave, change.new_term)
-    return AuditRow("metaserver", "", "Failover", found, parts, after, result="done")
+    return AuditRow("metaserver", "", "Failover", found, parts_json(before), parts_json(change), result="done")

@@ -113,7 +113,9 @@ class _Groups(Collector):
         )
         term = GaugeMetricFamily("qmq_metaserver_group_term", "Term of the group's master.", labels=["broker_group"])
         up = GaugeMetricFamily(
-            "qmq_metaserver_broker_up", "1 while the broker sends heartbeats.", labels=["broker_group", "role"]
+            "qmq_metaserver_broker_up",
+            "1 while the broker sends heartbeats; of several slaves, while all do.",
+            labels=["broker_group", "role"],
         )
         old = GaugeMetricFamily(
             "qmq_metaserver_group_row_old",

@@ -15,6 +15,8 @@ from qmq.operator_limits import OperatorLimits
 from qmq.replication.points import Point
 from qmq.types import GroupKind, Role
 
+COPIES_MAX = 2
+"""Of a group, the master among them."""
 ALL_SUBJECTS = "*"
 """As the subject of a readonly mark: the whole broker group."""
 
@@ -82,12 +84,12 @@ class Broker:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The row (group, term, master, slave). It changes only by compare-and-set on the term."""
+    """The row (group, term, master, slaves). It changes only by compare-and-set on the term."""
 
     name: str
     term: int
     master: Broker | None
-    slave: Broker | None
+    slaves: tuple[Broker, ...]
     update_time_ms: int
     half_swapped: bool = False
     """The first of ReplaceBroker's two calls put the slave into the master's place; the slave's place is vacant."""
@@ -98,13 +100,17 @@ class Group:
     """Producers keep away and no route takes it in: it is being emptied."""
     full: bool = False
     """New subjects keep away; those that use it go on."""
+    min_copies: int = 2
+    """So many of them, the master's among them, have a message on disk when it is acknowledged."""
 
     @property
     def brokers(self) -> tuple[Broker, ...]:
-        return tuple(broker for broker in (self.master, self.slave) if broker is not None)
+        return self.slaves if self.master is None else (self.master, *self.slaves)
 
-    def holder(self, role: Role) -> Broker | None:
-        return self.master if role == Role.MASTER else self.slave
+    @property
+    def slave(self) -> Broker | None:
+        """Its one slave; None: it has none, or several."""
+        return self.slaves[0] if len(self.slaves) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,15 +82,16 @@ def _newest_master(said: dict[Broker, ReplicaState | None], reported: int) -> Br
 
 
 def _with_master(group: Group, named: Broker, *, above: int) -> RoleChange:
-    other = next((broker for broker in group.brokers if broker.key != named.key), None)
+    others = tuple(broker for broker in group.brokers if broker.key != named.key)
     return RoleChange(
         group.name,
         group.term,
         group,
         replace(named, role=Role.MASTER, complete=False),
-        replace(other, role=Role.SLAVE, complete=False) if other else None,
-        half_swapped=group.half_swapped and other is None,
+        tuple(replace(other, role=Role.SLAVE, complete=False) for other in others),
+        half_swapped=group.half_swapped and not others,
         above=above,
+        min_copies=group.min_copies,
     )
 
 

@@ -344,19 +344,19 @@ class Registry:
                 self._reported.note(broker.group, row.state.term)
 
     def _note_completeness(self, key: BrokerKey, state: ReplicaState) -> None:
-        """Let it be stored what a heartbeat says about the slave of its group, when that is news."""
+        """Let it be stored what a heartbeat says about slaves of its group, when that is news."""
         broker = self.directory.find(key)
         group = self.directory.groups.get(broker.group) if broker else None
-        if group is None or group.slave is None or not group.slave.incarnation:
-            return
-        complete = roles.slave_complete(group, key, state)
-        if complete is None:
-            return
-        if group.slave.complete == complete:
-            self.completeness.pop(group.slave.key, None)
-            return
-        self.completeness[group.slave.key] = (group.slave, group.term, complete)
-        self.news.set()
+        for slave in group.slaves if group else ():
+            assert group is not None
+            complete = roles.slave_complete(group, slave, key, state) if slave.incarnation else None
+            if complete is None:
+                continue
+            if slave.complete == complete:
+                self.completeness.pop(slave.key, None)
+                continue
+            self.completeness[slave.key] = (slave, group.term, complete)
+            self.news.set()
 
     # -- routes ---------------------------------------------------------------------------------------------------
 
@@ -466,13 +466,18 @@ class Registry:
         self.directory_changes.publish()
         self.changes.publish()
 
+    def _roles_up(self, group: Group) -> dict[str, bool]:
+        """Whether the master is up, and whether all slaves are; a role that nobody has is left out."""
+        roles_of = {"master": [group.master] if group.master else [], "slave": list(group.slaves)}
+        return {role: all(map(self.is_up, brokers)) for role, brokers in roles_of.items() if brokers}
+
     def _read_groups(self) -> list[GroupReading]:
         return [
             (
                 g.name,
                 g.term,
                 self.is_writable(g),
-                {broker.role.name.lower(): self.is_up(broker) for broker in g.brokers},
+                self._roles_up(g),
                 self.reported_term(g.name) > g.term,
             )
             for g in self.directory.groups.values()

@@ -16,7 +16,18 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from qmq.errors import OperatorError
-from qmq.metaserver.model import DELAY, NORMAL, Broker, BrokerKey, Directory, Group, ReplicaState, part, role_and_kind
+from qmq.metaserver.model import (
+    COPIES_MAX,
+    DELAY,
+    NORMAL,
+    Broker,
+    BrokerKey,
+    Directory,
+    Group,
+    ReplicaState,
+    part,
+    role_and_kind,
+)
 from qmq.replication.readonly import Reason
 from qmq.subjects import check_name
 from qmq.types import Role
@@ -41,16 +52,26 @@ class RoleChange:
     """Compared; 0: the group must not exist yet."""
     before: Group | None
     master: Broker | None
-    slave: Broker | None
+    slaves: tuple[Broker, ...] = ()
     half_swapped: bool = False
     kind: int = NORMAL
     """Of a group that does not exist yet. It keeps it for ever."""
+    min_copies: int = 2
     above: int = 0
     """The newest term that any broker of the group reported: the row may be of an old copy of the database."""
 
     @property
     def new_term(self) -> int:
         return max(self.term, self.above) + 1
+
+    @property
+    def brokers(self) -> tuple[Broker, ...]:
+        return self.slaves if self.master is None else (self.master, *self.slaves)
+
+    @property
+    def slave(self) -> Broker | None:
+        """The one slave; None: there is none, or several."""
+        return self.slaves[0] if len(self.slaves) == 1 else None
 
 
 def parse_broker(group: str, role: str, hostname: str, ip: str, serve_port: str, sync_port: str) -> Broker:
@@ -97,17 +118,31 @@ def parse_port(name: str, text: str) -> int:
 
 
 def add_broker(directory: Directory, broker: Broker) -> RoleChange:
-    """Give `broker` a vacant place of its group; the group is created with its first broker."""
+    """Give `broker` a vacant place of its group, or make it a further slave; the first one creates the group."""
     _require_free(directory, broker.key)
     group = directory.groups.get(broker.group)
     if group is None:
-        return _with_holder(RoleChange(broker.group, 0, None, None, None, kind=broker.kind), broker)
+        return _with_holder(RoleChange(broker.group, 0, None, None, kind=broker.kind), broker)
     _require_kind(group, broker)
-    if holder := group.holder(broker.role):
+    if broker.role == Role.MASTER and group.master:
         raise OperatorError(
-            f"{group.name} has a {broker.part.name} already, {holder.key}; ReplaceBroker puts another in its place"
+            f"{group.name} has a {broker.part.name} already, {group.master.key}; ReplaceBroker puts another in its "
+            "place"
         )
+    if len(group.brokers) >= COPIES_MAX:
+        raise OperatorError(f"{group.name} has {len(group.brokers)} copies already, and {COPIES_MAX} are the most")
     return _with_holder(_unchanged(group), broker)
+
+
+def set_copies(group: Group, min_copies: int) -> RoleChange | None:
+    """Let so many copies, the master's among them, have a message on disk when it is acknowledged; None: it is so."""
+    check_not_half_swapped(group)
+    most = max(len(group.brokers), 2)
+    if not 2 <= min_copies <= most:
+        raise OperatorError(
+            f"{group.name} has {len(group.brokers)} copies, so minCopies is 2 to {most}; AddBroker adds a copy"
+        )
+    return None if min_copies == group.min_copies else replace(_unchanged(group), min_copies=min_copies)
 
 
 def replace_broker(
@@ -133,7 +168,7 @@ def replace_broker(
     group = directory.groups.get(broker.group)
     if group is not None:
         _require_kind(group, broker)
-    before = _holder_before(group, broker.role)
+    before = _holder_before(group, broker)
     if group is None or before is None:
         raise OperatorError(
             f"no broker with group {broker.group} and role {broker.part.name}; AddBroker adds one to a vacant place"
@@ -141,12 +176,13 @@ def replace_broker(
     for member in group.brokers:
         if member.key in (before.key, broker.key) and not _stays_master(group, member, broker):
             _require_stopped(group, member, may_be_up)
-    if group.holder(broker.role) and before.key == broker.key:
+    if before in group.brokers and before.key == broker.key:
         if not accept_loss or broker.role != Role.MASTER:
             return None, before
         return replace(_unchanged(group), master=replace(before, incarnation="")), before  # with whatever disk it has
     if broker.role == Role.MASTER:
         return _promote(directory, group, broker, accept_loss, lacking), before
+    check_two_copies(group, "RemoveBroker takes a slave out, AddBroker adds another")
     if group.master and group.master.key == broker.key:
         raise OperatorError(
             f"{broker.key} is the master of {group.name}; for a swap, first put {before.key} in its place with "
@@ -155,7 +191,7 @@ def replace_broker(
     _require_free(directory, broker.key)
     if before == group.slave and not accept_loss:
         require_not_the_last(group, before, may_be_up, master_lacking)
-    return _with_holder(_unchanged(group), broker), before
+    return _with_holder(replace(_unchanged(group), slaves=()), broker), before
 
 
 def require_not_the_last(
@@ -199,10 +235,10 @@ def swap_stopped(
         raise OperatorError(f"there is no broker group {broker.group}; ListBrokerGroups names them")
     _require_kind(group, broker)
     check_not_half_swapped(group)
-    holder = group.holder(broker.role)
+    check_two_copies(group, "start them, and exchange the roles with SwapRoles")
+    holder, other = (group.master, group.slave) if broker.role == Role.MASTER else (group.slave, group.master)
     if holder and holder.key == broker.key:
         return None, holder
-    other = group.holder(Role.SLAVE if broker.role == Role.MASTER else Role.MASTER)
     if holder is None or other is None or other.key != broker.key:
         raise OperatorError(
             f"a swap exchanges the two brokers of {group.name}, and {broker.key} is none of them; without swap=true, "
@@ -214,7 +250,7 @@ def swap_stopped(
     promoted = _promote(directory, group, replace(new_master, role=Role.MASTER), accept_loss, lacking).master
     # What the old master has and the new one lacks is cut when they meet, so it does not count as complete yet.
     demoted = replace(_addressed(group, new_slave), role=Role.SLAVE, complete=False)
-    return replace(_unchanged(group), master=promoted, slave=demoted), holder
+    return replace(_unchanged(group), master=promoted, slaves=(demoted,)), holder
 
 
 def remove_broker(directory: Directory, broker: Broker, may_be_up: MayBeUp) -> RoleChange:
@@ -222,24 +258,36 @@ def remove_broker(directory: Directory, broker: Broker, may_be_up: MayBeUp) -> R
     group = directory.groups[broker.group]
     _require_stopped(group, broker, may_be_up)
     if broker.role == Role.SLAVE:
-        return replace(_unchanged(group), slave=None)
-    if group.slave:
+        if 2 < len(group.brokers) <= group.min_copies:
+            raise OperatorError(
+                f"{group.name} has {len(group.brokers)} copies, and minCopies is {group.min_copies}: without this one "
+                "it could take no messages. First SetCopies with a smaller minCopies, or AddBroker"
+            )
+        return replace(_unchanged(group), slaves=tuple(slave for slave in group.slaves if slave.key != broker.key))
+    if group.slaves:
         raise OperatorError(
-            f"{broker.key} is the master of {group.name}, and {group.slave.key} its slave. Swap them first (SwapRoles; "
-            "ReplaceBroker with swap=true if both are stopped), then remove it as the slave"
+            f"{broker.key} is the master of {group.name}, and {group.slaves[0].key} its slave. Swap them first "
+            "(SwapRoles; ReplaceBroker with swap=true if both are stopped), then remove it as the slave"
         )
-    return replace(_unchanged(group), master=None)
+    return replace(_unchanged(group), master=None, min_copies=2)
 
 
-def swap_roles(group: Group, *, term: int) -> RoleChange:
-    """Exchange master and slave, both proven to hold the same log."""
-    if group.master is None or group.slave is None or group.term != term:
+def swap_roles(group: Group, *, term: int, to: BrokerKey | None = None) -> RoleChange:
+    """Exchange the master and a slave, both proven to hold the same log.
+
+    Args:
+        to: the slave; None: the only one.
+    """
+    slave = group.slave if to is None else next((slave for slave in group.slaves if slave.key == to), None)
+    if group.master is None or slave is None or group.term != term:
         raise OperatorError(f"the roles of {group.name} have changed meanwhile (term {group.term}); look, then repeat")
+    # Both logs are equal, but equal to all that was acknowledged only if no master goes on without its slave. Other
+    # slaves have to be seen in step with the new master.
+    old_master = replace(group.master, role=Role.SLAVE, complete=slave.complete)
     return replace(
         _unchanged(group),
-        master=replace(group.slave, role=Role.MASTER, complete=False),
-        # Both logs are equal, but equal to all that was acknowledged only if no master goes on without its slave.
-        slave=replace(group.master, role=Role.SLAVE, complete=group.slave.complete),
+        master=replace(slave, role=Role.MASTER, complete=False),
+        slaves=tuple(old_master if one is slave else replace(one, complete=False) for one in group.slaves),
     )
 
 
@@ -250,6 +298,11 @@ def check_same_log(master: ReplicaState, slave: ReplicaState) -> None:
             f"the logs differ: the master ends at {master.log_end} with chain {master.chain:016x}, the slave at "
             f"{slave.log_end} with chain {slave.chain:016x}; look with ReplicaStatus, repeat when the slave caught up"
         )
+
+
+def check_two_copies(group: Group, instead: str) -> None:
+    if len(group.slaves) > 1:
+        raise OperatorError(f"{group.name} has {len(group.slaves)} slaves, and this is for groups of two: {instead}")
 
 
 def check_not_half_swapped(group: Group) -> None:
@@ -303,29 +356,39 @@ def is_rolled_back(state: ReplicaState) -> bool:
     return Reason.ROLLED_BACK in state.readonly_reasons
 
 
-def slave_complete(group: Group, key: BrokerKey, state: ReplicaState) -> bool | None:
-    """What the words of the broker `key` say about its group's slave: True, it holds all that was ever acknowledged;
+def slave_complete(group: Group, slave: Broker, key: BrokerKey, state: ReplicaState) -> bool | None:
+    """What the words of the broker `key` say about a slave of its group: True, it holds all that was ever acknowledged;
     False, it does not; None, nothing new.
 
-    A group that takes messages has its slave in step. Only `master` durability acknowledges without the slave. The
-    master must name the very copy that our row names: a slave whose disk was wiped may have registered before the
-    master noticed. A slave that was rolled back says so itself.
+    A group that takes messages has `min_copies` - 1 slaves in step; of more slaves the others may be behind, or fall
+    behind. Only `master` durability acknowledges without a slave. The master must name the very copy that our row
+    names: a slave whose disk was wiped may have registered before the master noticed. A slave that was rolled back says
+    so itself.
     """
-    if group.slave is not None and key == group.slave.key:
+    if key == slave.key:
         return False if is_rolled_back(state) else None
     if group.master is None or key != group.master.key:
         return None
-    if not state.writable or not state.is_master_in(group.term) or group.slave is None:
+    if not state.writable or not state.is_master_in(group.term):
         return None
     if state.durability == "master":
         return False
-    return True if group.slave.incarnation and group.slave.incarnation in state.in_step else None
+    if slave.incarnation and slave.incarnation in state.in_step:
+        return True
+    return False if len(group.brokers) > group.min_copies else None
 
 
 def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bool, lacking: str) -> RoleChange:
-    slave, master = group.slave, group.master
+    slave = next((slave for slave in group.slaves if slave.key == broker.key), None)
+    master, others = group.master, tuple(other for other in group.slaves if other != slave)
     unused = not any(member.incarnation for member in group.brokers)
-    if slave and slave.key == broker.key:
+    if slave:
+        if others and not accept_loss:
+            raise OperatorError(
+                f"{group.name} has {len(group.slaves)} slaves, and another one may hold what {broker.key} lacks. Start "
+                "what is left: SwapRoles or a failover chooses. If that is impossible, --acceptLoss=true makes the "
+                f"best of what {broker.key} has"
+            )
         if master and master.incarnation and not slave.complete and not accept_loss:
             why = lacking or f"{slave.key} was never seen to hold all that {group.name} acknowledged"
             raise OperatorError(
@@ -333,7 +396,8 @@ def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bo
                 f"messages again, then repeat. If the master's disk is lost for good, --acceptLoss=true makes the best "
                 f"of what {slave.key} has"
             )
-        return replace(_unchanged(group), master=_addressed(group, broker), slave=None, half_swapped=True)
+        promoted = replace(_unchanged(group), master=_addressed(group, broker), half_swapped=not others)
+        return replace(promoted, slaves=tuple(replace(other, complete=False) for other in others))
     _require_free(directory, broker.key)
     if not unused:
         raise OperatorError(
@@ -344,12 +408,14 @@ def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bo
     return _with_holder(_unchanged(group), broker)
 
 
-def _holder_before(group: Group | None, role: Role) -> Broker | None:
+def _holder_before(group: Group | None, broker: Broker) -> Broker | None:
     if group is None:
         return None
-    if role == Role.SLAVE and group.half_swapped and group.master:
+    if broker.role == Role.MASTER:
+        return group.master
+    if group.half_swapped and group.master:
         return replace(group.master, role=Role.SLAVE)  # the row before call 1, which call 2 overwrites
-    return group.holder(role)
+    return next((slave for slave in group.slaves if slave.key == broker.key), next(iter(group.slaves), None))
 
 
 def _stays_master(group: Group, member: Broker, broker: Broker) -> bool:
@@ -390,10 +456,12 @@ def _require_free(directory: Directory, key: BrokerKey) -> None:
 
 
 def _unchanged(group: Group) -> RoleChange:
-    return RoleChange(group.name, group.term, group, group.master, group.slave, group.half_swapped)
+    return RoleChange(
+        group.name, group.term, group, group.master, group.slaves, group.half_swapped, min_copies=group.min_copies
+    )
 
 
 def _with_holder(change: RoleChange, broker: Broker) -> RoleChange:
     if broker.role == Role.MASTER:
         return replace(change, master=broker)
-    return replace(change, slave=broker, half_swapped=False)
+    return replace(change, slaves=(*change.slaves, broker), half_swapped=False)

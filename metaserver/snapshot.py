@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("qmq.metaserver")
 
-FORMAT = 2
+FORMAT = 3
 ROWS_AT_ONCE = 100
 """A millisecond's work, during which no other thread runs."""
 
@@ -201,7 +201,7 @@ def _to_json(snapshot: Snapshot) -> dict[str, Any]:
         "saved_ms": snapshot.saved_ms,
         "version": directory.version,
         "groups": (
-            {**_named(group), "master": _optional(group.master), "slave": _optional(group.slave)}
+            {**_named(group), "master": _optional(group.master), "slaves": [_named(slave) for slave in group.slaves]}
             for group in directory.groups.values()
         ),
         "marks": sorted(directory.marks),
@@ -219,7 +219,8 @@ def _to_json(snapshot: Snapshot) -> dict[str, Any]:
 
 def _from_json(body: Any) -> Snapshot:
     groups = [
-        Group(**{**row, "master": _broker(row["master"]), "slave": _broker(row["slave"])}) for row in body["groups"]
+        Group(**{**row, "master": _broker(row["master"]), "slaves": tuple(_one(slave) for slave in row["slaves"])})
+        for row in body["groups"]
     ]
     subjects = [SubjectInfo(*row) for row in body["subjects"]]
     directory = Directory(
@@ -251,7 +252,11 @@ def _with_tuples(row: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _broker(row: dict[str, Any] | None) -> Broker | None:
-    return None if row is None else Broker(**{**row, "role": Role(row["role"])})
+    return None if row is None else _one(row)
+
+
+def _one(row: dict[str, Any]) -> Broker:
+    return Broker(**{**row, "role": Role(row["role"])})
 
 
 def _sighting(row: dict[str, Any]) -> SightingRow:

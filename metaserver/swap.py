@@ -1,10 +1,11 @@
-"""Shell. SwapRoles: exchange master and slave of a group while both go on running.
+"""Shell. SwapRoles: exchange the master and a slave of a group while both go on running.
 
 The master takes nothing new and waits until its slave has everything; both logs must end at the same offset with the
 same chain; one compare-and-set exchanges the roles; the new assignments go out; the new master reports. Up to the
 compare-and-set every failure takes the order back and the group goes on as before. Behind it the roles are changed,
 whatever fails. Were the hold to run out in between, epochs would still keep every acknowledged message: the old
-master acknowledges nothing without the slave, and the slave refuses its epoch from the change on.
+master acknowledges nothing without the slave, and the slave refuses its epoch from the change on. That is so while all
+copies acknowledge; where fewer do, the old master could go on with another slave, and the swap is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.metaserver import roles
 from qmq.metaserver.db.changes import SetRoles
 from qmq.metaserver.db.errors import StaleTerm
-from qmq.metaserver.model import ALL_SUBJECTS, AuditRow, BrokerKey, Group, ReplicaState
+from qmq.metaserver.model import ALL_SUBJECTS, AuditRow, Broker, BrokerKey, Group, ReplicaState
 from qmq.metaserver.registry import Registry
 from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.settings import MetaserverSettings
@@ -37,6 +38,7 @@ class Swapped:
     """A swap that is done."""
 
     group: Group
+    old_master: BrokerKey
     at_end: ReplicaState
     """The old master at the moment of the swap."""
     writable: bool
@@ -52,8 +54,11 @@ class Swaps:
         self._settings = settings
         self._running: set[str] = set()
 
-    async def swap(self, name: str, audit: AuditRow) -> Swapped:
+    async def swap(self, name: str, audit: AuditRow, *, to: str = "") -> Swapped:
         """Exchange the roles of a group's brokers; the exchange and `audit` are one transaction.
+
+        Args:
+            to: the slave, as in `ready`.
 
         Raises:
             OperatorError: refused, the roles are as before.
@@ -63,30 +68,44 @@ class Swaps:
             raise OperatorError(f"a swap of {name} is running; wait for it")
         self._running.add(name)
         try:
-            return await self._swap(name, audit)
+            return await self._swap(name, audit, to)
         finally:
             self._running.discard(name)
 
-    async def _swap(self, name: str, audit: AuditRow) -> Swapped:
+    async def _swap(self, name: str, audit: AuditRow, to: str) -> Swapped:
         began = time.monotonic()
-        group = self.ready(name)
+        group, slave = self.ready(name, to)
+        assert group.master  # `ready` saw to it
         hold_ends = time.monotonic() + self._settings.swap_hold_ms / 1000  # the master counts from its order on
-        at_end = await self._prepare(group)
-        await self._exchange(group, audit, hold_ends=hold_ends)
+        at_end = await self._prepare(group, slave)
+        await self._exchange(group, slave.key, audit, hold_ends=hold_ends)
         writable = await self._finish(name, group.term + 1)
         duration_ms = round((time.monotonic() - began) * 1000)
         log.info("roles swapped broker_group=%s term=%d duration_ms=%d", name, group.term + 1, duration_ms)
-        return Swapped(self._swapped(name), at_end, writable, duration_ms)
+        return Swapped(self._swapped(name), group.master.key, at_end, writable, duration_ms)
 
-    def ready(self, name: str) -> Group:
-        """Return the group if, by all that is known now, its roles can be swapped. Raises OperatorError: why not."""
+    def ready(self, name: str, to: str = "") -> tuple[Group, Broker]:
+        """Return the group and the master to be if, by all that is known now, its roles can be swapped.
+
+        Args:
+            to: hostname, or hostname:port, of the slave; empty: the one that lacks least.
+
+        Raises:
+            OperatorError: why not.
+        """
         group = self._registry.directory.groups.get(name)
         if group is None:
             raise OperatorError(f"there is no broker group {name}; ListBrokerGroups names them")
         roles.check_not_half_swapped(group)
-        if group.master is None or group.slave is None:
+        if group.master is None or not group.slaves:
             raise OperatorError(f"{name} has no {'slave' if group.master else 'master'}; AddBroker adds one")
-        for broker in group.brokers:
+        if group.min_copies < len(group.brokers) and len(group.slaves) > 1:
+            raise OperatorError(
+                f"{name} has {len(group.brokers)} copies, of which {group.min_copies} acknowledge: its old master "
+                f"could go on without the new one. SetCopies --minCopies={len(group.brokers)}, swap, set it back"
+            )
+        slave = self._target(group, to)
+        for broker in (group.master, slave):
             state = self._registry.state(broker)
             who = f"{broker.key} ({broker.part.name} of {name})"
             if state is None:
@@ -96,10 +115,18 @@ class Swaps:
                 raise OperatorError(f"{name}: {old.found if old else who}; {old.remedy if old else 'repeat soon'}")
             if (state.role, state.term) != (broker.role, group.term):
                 raise OperatorError(f"{who} has not taken its part in term {group.term} yet; repeat soon")
-        return group
+        return group, slave
 
-    async def _prepare(self, group: Group) -> ReplicaState:
-        assert group.master and group.slave  # `ready` saw to it
+    def _target(self, group: Group, to: str) -> Broker:
+        named = [slave for slave in group.slaves if to in ("", slave.hostname, str(slave.key))]
+        if not named:
+            slaves = ", ".join(str(slave.key) for slave in group.slaves)
+            raise OperatorError(f"{to} is no slave of {group.name}; its slaves are {slaves}")
+        said = {slave.key: self._registry.state(slave) for slave in named}
+        return max(named, key=lambda slave: state.log_end if (state := said[slave.key]) else -1)
+
+    async def _prepare(self, group: Group, slave: Broker) -> ReplicaState:
+        assert group.master  # `ready` saw to it
         try:
             at_end = await self._brokers.prepare_swap(
                 group.master,
@@ -107,7 +134,7 @@ class Swaps:
                 hold_ms=self._settings.swap_hold_ms,
                 timeout_ms=self._settings.swap_catch_up_ms,
             )
-            roles.check_same_log(at_end, await self._brokers.replica_status(group.slave))
+            roles.check_same_log(at_end, await self._brokers.replica_status(slave))
         except (OperatorError, NotServed) as error:
             await self._cancel(group)
             raise OperatorError(f"{error}. The roles of {group.name} are as before") from error
@@ -116,22 +143,22 @@ class Swaps:
             raise
         return at_end
 
-    async def _exchange(self, group: Group, audit: AuditRow, *, hold_ends: float) -> None:
+    async def _exchange(self, group: Group, to: BrokerKey, audit: AuditRow, *, hold_ends: float) -> None:
         try:
             for attempt in range(1, TRIES_MAX + 1):
                 try:
-                    await self._exchange_once(group, audit, hold_ends=hold_ends)
+                    await self._exchange_once(group, to, audit, hold_ends=hold_ends)
                     break
                 except StaleTerm:  # what brokers say about themselves is stored, too; only a newer term is in the way
                     if attempt == TRIES_MAX:
                         raise
         except OutcomeUnknown as error:
-            await self._settle(group, error)
+            await self._settle(group, to, error)
         except (OperatorError, NotServed) as error:
             await self._cancel(group)
             raise OperatorError(f"{error}. This swap changed nothing") from error
 
-    async def _exchange_once(self, group: Group, audit: AuditRow, *, hold_ends: float) -> None:
+    async def _exchange_once(self, group: Group, to: BrokerKey, audit: AuditRow, *, hold_ends: float) -> None:
         await self._registry.reload()
         current = self._registry.directory.groups.get(group.name)
         if time.monotonic() > hold_ends:
@@ -143,10 +170,10 @@ class Swaps:
                 f"a broker of {group.name} came with another data directory meanwhile; look with ReplicaStatus, repeat "
                 "once its copy is whole"
             )
-        change = roles.swap_roles(current, term=group.term)
+        change = roles.swap_roles(current, term=group.term, to=to)
         await self._registry.change((SetRoles(change),), audit)
 
-    async def _settle(self, group: Group, error: OutcomeUnknown) -> None:
+    async def _settle(self, group: Group, to: BrokerKey, error: OutcomeUnknown) -> None:
         """Find out whether a compare-and-set was stored although its answer got lost."""
         try:
             await self._registry.settle()
@@ -155,7 +182,7 @@ class Swaps:
                 f"the database failed while it stored the roles of {group.name} ({error}); they are exchanged or as "
                 "before. ListBrokers tells once it is back"
             ) from error
-        if not _is_exchanged(group, self._registry.directory.groups.get(group.name)):
+        if not _is_exchanged(group, to, self._registry.directory.groups.get(group.name)):
             await self._cancel(group)
             raise OperatorError(f"the database failed: {error}. This swap changed nothing") from error
 
@@ -209,8 +236,6 @@ def _disks(group: Group) -> set[tuple[BrokerKey, str]]:
     return {(broker.key, broker.incarnation) for broker in group.brokers}
 
 
-def _is_exchanged(before: Group, now: Group | None) -> bool:
+def _is_exchanged(before: Group, to: BrokerKey, now: Group | None) -> bool:
     """Whether the next term began with the slave as the master."""
-    if now is None or now.term != before.term + 1 or now.master is None or before.slave is None:
-        return False
-    return now.master.key == before.slave.key
+    return now is not None and now.term == before.term + 1 and now.master is not None and now.master.key == to

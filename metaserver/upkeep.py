@@ -281,9 +281,8 @@ def _pause_s() -> float:
 def _audit_of(old: OldRow) -> AuditRow:
     change, group = old.change, old.group
     assert change is not None, "the brokers agree"
-    before = parts_json(group.master, group.slave, group.term)
-    after = parts_json(change.master, change.slave, change.new_term)
-    return AuditRow("metaserver", "", "AdoptRoles", {"brokerGroup": group.name}, before, after, result="done")
+    named = {"brokerGroup": group.name}
+    return AuditRow("metaserver", "", "AdoptRoles", named, parts_json(group), parts_json(change), result="done")
 
 
 def _remove(repository: Repository, *, id: str) -> None:

@@ -83,14 +83,14 @@ def remove_broker(
     except OperatorError as refusal:
         return refused(str(refusal))
     data = broker_json(broker)
-    if change.master or change.slave:
+    if change.brokers:
         return replace(_role_plan(change, data=data), objections=_last_copy(change, broker, may_be_up), forced=forced)
     return _remove_last(directory, routes, change, data, forced=forced)
 
 
 def _last_copy(change: RoleChange, slave: Broker, may_be_up: MayBeUp) -> tuple[str, ...]:
     try:
-        if change.before and slave == change.before.slave:
+        if change.before and slave in change.before.slaves:
             roles.require_not_the_last(change.before, slave, may_be_up, anyway="force")
     except OperatorError as objection:
         return (str(objection),)
@@ -125,9 +125,21 @@ def _remove_last(directory: Directory, routes: Routes, change: RoleChange, data:
     )
 
 
-def swap_roles(group: Group, *, term: int) -> Plan:
+def swap_roles(group: Group, *, term: int, to: BrokerKey | None = None) -> Plan:
     """SwapRoles, once both logs are proven equal."""
-    return _role_plan(roles.swap_roles(group, term=term), data=None)
+    return _role_plan(roles.swap_roles(group, term=term, to=to), data=None)
+
+
+def set_copies(group: Group, min_copies: int, *, reported: int = 0) -> Plan:
+    """SetCopies."""
+    try:
+        change = roles.set_copies(group, min_copies)
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    data = {"brokerGroup": group.name, "copies": len(group.brokers), "minCopies": min_copies}
+    if change is None:
+        return Plan((), groups=frozenset({group.name}), before=data, after=data, data=data)
+    return _role_plan(replace(change, above=reported), data=data)
 
 
 def adopt_roles(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, forced: bool) -> Plan:
@@ -147,7 +159,7 @@ def _role_plan(change: RoleChange, *, data: object) -> Plan:
         (SetRoles(change),),
         groups=frozenset({change.group}),
         whole_groups=True,
-        before=parts_json(before.master, before.slave, before.term) if before else None,
-        after=parts_json(change.master, change.slave, change.new_term),
+        before=parts_json(before) if before else None,
+        after=parts_json(change),
         data=data,
     )

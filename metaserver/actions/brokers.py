@@ -34,13 +34,26 @@ async def _replace_broker(desk: Desk, words: Words) -> Plan:
             desk.registry.may_be_up,
             swap=words.flag("swap"),
             accept_loss=words.flag("acceptLoss"),
-            lacking=await desk.registry.lacking(group.slave) if group and group.slave else "",
+            lacking=await _lacking(desk, group, words),
             master_lacking=await desk.registry.lacking(group.master) if group and group.master else "",
             remembered=max(points.by_incarnation.values(), default=None),
             reported=desk.registry.term_floor(words["brokerGroup"]),
         )
 
     return await _asked_first(desk, desk.registry.directory.groups.get(words["brokerGroup"]), plan)
+
+
+async def _lacking(desk: Desk, group: Group | None, words: Words) -> str:
+    """What the slave lacks that the call names; of a group with one slave, that one."""
+    key = BrokerKey(words["hostname"], words.number("servePort"))
+    slaves = group.slaves if group else ()
+    found = next((slave for slave in slaves if slave.key == key), next(iter(slaves), None))
+    return await desk.registry.lacking(found) if found else ""
+
+
+async def _set_copies(desk: Desk, words: Words) -> Plan:
+    group = desk.find_group(words["brokerGroup"])
+    return broker_plans.set_copies(group, words.number("minCopies"), reported=desk.registry.term_floor(group.name))
 
 
 async def _remove_broker(desk: Desk, words: Words) -> Plan:
@@ -78,20 +91,21 @@ async def _asked_first(desk: Desk, group: Group | None, plan: Callable[[], Await
 async def _plan_swap(desk: Desk, words: Words) -> Plan:
     """What SwapRoles would do. Whether the slave catches up in time shows only when it is tried."""
     try:
-        group = desk.swaps.ready(words["brokerGroup"])
+        group, slave = desk.swaps.ready(words["brokerGroup"], words["to"])
     except OperatorError as refusal:
         return refused(str(refusal))
-    return broker_plans.swap_roles(group, term=group.term)
+    return broker_plans.swap_roles(group, term=group.term, to=slave.key)
 
 
 async def _swap(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
-    swapped = await desk.swaps.swap(words["brokerGroup"], audit)
+    swapped = await desk.swaps.swap(words["brokerGroup"], audit, to=words["to"])
     group = swapped.group
+    old_master = next((slave for slave in group.slaves if slave.key == swapped.old_master), None)
     return {
         "brokerGroup": group.name,
         "term": group.term,
         "master": group.master and broker_json(group.master, up=desk.registry.is_up(group.master)),
-        "slave": group.slave and broker_json(group.slave, up=desk.registry.is_up(group.slave)),
+        "slave": old_master and broker_json(old_master, up=desk.registry.is_up(old_master)),
         "logEnd": swapped.at_end.log_end,
         "chain": f"{swapped.at_end.chain:016x}",
         "writable": swapped.writable,
@@ -139,14 +153,16 @@ async def _compare(desk: Desk, group: Group) -> dict[str, Any]:
     replicas = await asyncio.gather(*(_replica(desk, broker) for broker in group.brokers))
     asked = [replica for replica in replicas if replica["reachable"]]
     ends, chains = [replica["logEnd"] for replica in asked], {replica["chain"] for replica in asked}
-    both, comparable = len(asked) == 2, len(asked) == 2 and ends[0] == ends[1]
+    every = len(asked) == max(len(group.brokers), 2)
     return {
         "brokerGroup": group.name,
         "term": group.term,
         "writable": desk.registry.is_writable(group),
         "readonlySubjects": desk.registry.directory.readonly_subjects(group.name),
-        "equal": len(chains) == 1 if comparable else None,  # chains of different ends say nothing
-        "lagBytes": max(ends[0] - ends[1], 0) if both else None,
+        "minCopies": group.min_copies,
+        # Chains of different ends say nothing.
+        "equal": len(chains) == 1 if every and len(set(ends)) == 1 else None,
+        "lagBytes": max(ends[0] - min(ends[1:]), 0) if every else None,
         "replicas": replicas,
     }
 
@@ -181,6 +197,7 @@ HANDLERS = {
     "AddBroker": Handler(plan=_add_broker),
     "ReplaceBroker": Handler(plan=_replace_broker),
     "RemoveBroker": Handler(plan=_remove_broker),
+    "SetCopies": Handler(plan=_set_copies),
     "SwapRoles": Handler(plan=_plan_swap, carry_out=_swap),
     "AdoptRoles": Handler(plan=_adopt_roles),
     "ListBrokers": Handler(look=_list_brokers),

@@ -34,11 +34,11 @@ _WAIT = Parameter(
 )
 _BROKER = (
     _GROUP,
-    Parameter("role", "0 for the master, 1 for the slave; of a group of delay servers 5 and 6", required=True),
+    Parameter("role", "0 for the master, 1 for a slave; of a group of delay servers 5 and 6", required=True),
     Parameter("hostname", "the broker's setting hostname", required=True, kind=Kind.NAME),
     Parameter("ip", "IPv4 address at which the broker is reached", required=True),
     Parameter("servePort", "port for producers and consumers", required=True, kind=Kind.PORT),
-    Parameter("syncPort", "port for the slave", required=True, kind=Kind.PORT),
+    Parameter("syncPort", "port for slaves", required=True, kind=Kind.PORT),
 )
 _PAGE = (
     Parameter("limit", "so many rows at most", kind=Kind.NUMBER, default="100", least=1, most=1000),
@@ -90,10 +90,20 @@ _BROKERS = (
         wait_ms=MANY_WAIT_MS,
     ),
     Action(
-        "SwapRoles",
-        "exchange master and slave of a group while both go on running",
+        "SetCopies",
+        "set how many copies of a group, the master's among them, have a message on disk when it is acknowledged",
         ADMIN,
-        (_GROUP,),
+        (_GROUP, Parameter("minCopies", "2 to the number of copies", required=True, kind=Kind.NUMBER, least=2, most=5)),
+        changes=True,
+    ),
+    Action(
+        "SwapRoles",
+        "exchange the master and a slave of a group while both go on running",
+        ADMIN,
+        (
+            _GROUP,
+            Parameter("to", "hostname, or hostname:port, of the slave; else the one that lacks least", default=""),
+        ),
         changes=True,
         wait_ms=60_000,
     ),
@@ -119,13 +129,13 @@ _BROKERS = (
     ),
     Action(
         "ListBrokerGroups",
-        "list broker groups: term, master and slave, whether they take messages and why not",
+        "list broker groups: term, master and slaves, whether they take messages and why not",
         VIEWER,
         style=Style.RAW,
         needs_token=False,
         result_fields=GROUP_FIELDS,
     ),
-    Action("ReplicaStatus", "ask master and slave where their logs end, and compare them", VIEWER, (_ANY_GROUP,)),
+    Action("ReplicaStatus", "ask master and slaves where their logs end, and compare them", VIEWER, (_ANY_GROUP,)),
     Action("Rates", "say how many messages a second a group took and delivered in the last minutes", VIEWER, (_GROUP,)),
 )
 

@@ -19,6 +19,7 @@ from qmq.metaserver.model import (
     Route,
     SubjectInfo,
 )
+from qmq.metaserver.roles import RoleChange
 from qmq.replication.readonly import explain
 
 SHOWN_MAX = 20
@@ -49,7 +50,7 @@ def group_json(
     return {
         "groupName": group.name,
         "master": _address(group.master),
-        "slaves": [_address(group.slave)] if group.slave else [],
+        "slaves": [_address(slave) for slave in group.slaves],
         "updateTime": group.update_time_ms,
         "brokerState": "RW" if writable else "R" if state else "NRW",
         "tag": group.tag,
@@ -62,6 +63,7 @@ def group_json(
         "halfSwapped": group.half_swapped,
         "draining": group.draining,
         "full": group.full,
+        "minCopies": group.min_copies,
         "why": why_not(group, state, readonly_subjects) if not writable else [],
         "copies": [_copy_json(*copy, state) for copy in copies],
     }
@@ -72,7 +74,7 @@ def why_not(group: Group, state: ReplicaState | None, readonly_subjects: Iterabl
     told = {
         "it has no master: AddBroker or ReplaceBroker gives it one": group.master is None,
         "its master is down or silent: start it; if it is gone for good, ReplaceBroker": group.master and not state,
-        "it has no slave: AddBroker adds one": group.slave is None,
+        "it has no slave: AddBroker adds one": not group.slaves,
         "it is half swapped: finish it with ReplaceBroker": group.half_swapped,
         "an operator drains it: UndrainGroup ends it": group.draining,
         "an operator marked it: UnMarkReadonlyBrokerGroup ends it": ALL_SUBJECTS in readonly_subjects,
@@ -108,12 +110,13 @@ def subject_json(info: SubjectInfo) -> dict[str, Any]:
     return {"name": info.name, "tag": info.tag, "updateTime": info.update_time_ms}
 
 
-def parts_json(master: Broker | None, slave: Broker | None, term: int) -> dict[str, Any]:
+def parts_json(row: Group | RoleChange) -> dict[str, Any]:
     """Who is what in a group, for before and after."""
     return {
-        "term": term,
-        "master": broker_json(master) if master else None,
-        "slave": broker_json(slave) if slave else None,
+        "term": row.term if isinstance(row, Group) else row.new_term,
+        "master": broker_json(row.master) if row.master else None,
+        "slaves": {str(slave.key): broker_json(slave) for slave in row.slaves},
+        "minCopies": row.min_copies,
     }
 
 

@@ -164,7 +164,7 @@ def _group(desk: Desk, group: Group) -> dict[str, Any]:
         )
     if old := desk.registry.old_row(group.name):
         return _check(name, False, old.found, old.remedy)
-    if group.master is None or group.slave is None:
+    if group.master is None or not group.slaves:
         lacks = "slave" if group.master else "master"
         return _check(name, False, f"has no {lacks}", f"AddBroker adds a {lacks}")
     if group.draining or marked:

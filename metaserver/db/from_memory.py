@@ -70,6 +70,7 @@ def _group(group: Group, term: int, now: int) -> dict[str, Any]:
         "tag": group.tag,
         "draining": group.draining,
         "is_full": group.full,
+        "min_copies": group.min_copies,
         "create_time": now,
         "update_time": group.update_time_ms,
     }

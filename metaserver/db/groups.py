@@ -1,4 +1,4 @@
-"""Shell. Broker groups and their brokers: the row (group, term, master, slave), changed only by compare-and-set."""
+"""Shell. Broker groups and their brokers: the row (group, term, master, slaves), changed only by compare-and-set."""
 
 from __future__ import annotations
 
@@ -38,11 +38,15 @@ def load_groups(connection: Connection, bad: BadRows) -> dict[str, Group]:
             bad.note("broker_group", row.group_name, f"{row.term!r} is no term")
         else:
             rows[row.group_name] = row
-    holders: dict[tuple[str, Role], Broker] = {}
-    for row in connection.execute(select(broker)):
+    holders: dict[tuple[str, Role], list[Broker]] = {}
+    for row in connection.execute(select(broker).order_by(broker.c.id)):
         try:
             kind = rows[row.group_name].kind if row.group_name in rows else NORMAL
-            holders[row.group_name, Role(row.role)] = replace(_broker(row), kind=kind)
+            holder = replace(_broker(row), kind=kind)
+            same = holders.setdefault((row.group_name, holder.role), [])
+            if same and holder.role == Role.MASTER:
+                raise ValueError(f"{row.group_name} has another master, {same[0].key}")
+            same.append(holder)
         except (ValueError, TypeError) as error:
             bad.note("broker", f"{row.hostname}:{row.serve_port}", error)
     return {name: _group(row, holders) for name, row in rows.items()}
@@ -54,13 +58,13 @@ def set_roles(connection: Connection, change: RoleChange) -> None:
     try:
         _raise_term(connection, change, now)
         connection.execute(delete(broker).where(broker.c.group_name == change.group))
-        holders = [_broker_values(holder, now) for holder in (change.master, change.slave) if holder]
+        holders = change.brokers
         if holders:
-            connection.execute(insert(broker), holders)
+            connection.execute(insert(broker), [_broker_values(holder, now) for holder in holders])
     except IntegrityError:  # the same broker was added elsewhere, or the same group created, at this moment
         raise StaleTerm(change.group) from None
-    gone = set(change.before.brokers if change.before else ()) - {change.master, change.slave}
-    staying = {holder.key for holder in (change.master, change.slave) if holder}
+    gone = set(change.before.brokers if change.before else ()) - set(holders)
+    staying = {holder.key for holder in holders}
     _forget(connection, [member.key for member in gone if member.key not in staying])
 
 
@@ -145,7 +149,7 @@ def _raise_term(connection: Connection, change: RoleChange, now: int) -> None:
         update(broker_group)
         .where(broker_group.c.group_name == change.group, broker_group.c.term == change.term)
         .where(broker_group.c.kind != REMOVED)
-        .values(term=change.new_term, half_swapped=change.half_swapped, update_time=now)
+        .values(term=change.new_term, half_swapped=change.half_swapped, min_copies=change.min_copies, update_time=now)
     )
     # Registrations change brokers without a new term; overwriting one would forget whose disk it is.
     stored = set(_brokers(connection, change.group).values())
@@ -155,7 +159,7 @@ def _raise_term(connection: Connection, change: RoleChange, now: int) -> None:
 
 def _create(connection: Connection, change: RoleChange, now: int) -> None:
     fresh: dict[str, Any] = {"kind": change.kind, "half_swapped": False, "tag": "", "draining": False, "is_full": False}
-    fresh |= {"create_time": now, "update_time": now}
+    fresh |= {"min_copies": change.min_copies, "create_time": now, "update_time": now}
     removed = (broker_group.c.group_name == change.group, broker_group.c.kind == REMOVED)
     term_before = connection.scalars(select(broker_group.c.term).where(*removed)).one_or_none()
     if term_before is not None:
@@ -212,18 +216,19 @@ def _is(key: BrokerKey) -> Any:
     return and_(broker.c.hostname == key.hostname, broker.c.serve_port == key.serve_port)
 
 
-def _group(row: Row[Any], holders: dict[tuple[str, Role], Broker]) -> Group:
+def _group(row: Row[Any], holders: dict[tuple[str, Role], list[Broker]]) -> Group:
     return Group(
         name=row.group_name,
         term=row.term,
-        master=holders.get((row.group_name, Role.MASTER)),
-        slave=holders.get((row.group_name, Role.SLAVE)),
+        master=next(iter(holders.get((row.group_name, Role.MASTER), ())), None),
+        slaves=tuple(holders.get((row.group_name, Role.SLAVE), ())),
         update_time_ms=row.update_time,
         half_swapped=row.half_swapped,
         kind=row.kind,
         tag=row.tag,
         draining=row.draining,
         full=row.is_full,
+        min_copies=row.min_copies,
     )
 
 

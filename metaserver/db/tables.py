@@ -63,7 +63,7 @@ meta_version = Table(
 )
 
 broker_group = Table(
-    "broker_group",  # with the rows of `broker` that name it: (group, term, master, slave)
+    "broker_group",  # with the rows of `broker` that name it: (group, term, master, slaves)
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=True),
     Column("group_name", name(), nullable=False),
@@ -73,6 +73,7 @@ broker_group = Table(
     Column("tag", name(), nullable=False, server_default=""),
     Column("draining", Boolean, nullable=False, server_default=false()),
     Column("is_full", Boolean, nullable=False, server_default=false()),
+    Column("min_copies", Integer, nullable=False, server_default="2"),
     Column("create_time", BigInteger, nullable=False),
     Column("update_time", BigInteger, nullable=False),
     UniqueConstraint("group_name", name="uniq_group_name"),
@@ -96,7 +97,7 @@ broker = Table(
     Column("create_time", BigInteger, nullable=False),
     Column("update_time", BigInteger, nullable=False),
     UniqueConstraint("hostname", "serve_port", name="uniq_broker"),
-    UniqueConstraint("group_name", "role", name="uniq_group_role"),
+    Index("broker_by_group", "group_name"),  # one master and its slaves
     **OPTIONS,
 )
 

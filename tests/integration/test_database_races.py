@@ -155,7 +155,7 @@ def test_a_group_is_removed_or_a_route_takes_it_in_but_not_both(race, engine):
         name = f"empty{turn}"
         add_group(repository, name)
         group = repository.load().groups[name]
-        repository.change([SetRoles(roles.RoleChange(name, group.term, group, None, None))])
+        repository.change([SetRoles(roles.RoleChange(name, group.term, group, None))])
         term = group.term + 1
 
         def act(own, number):

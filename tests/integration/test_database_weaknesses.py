@@ -267,7 +267,7 @@ def test_group_can_be_removed_once_nothing_uses_it_and_its_term_goes_on(reposito
     group = repository.load().groups["g1"]
     with pytest.raises(GroupInUse, match="has brokers"):
         repository.change([RemoveGroup("g1", group.term)])
-    without = roles.RoleChange("g1", group.term, group, None, None)
+    without = roles.RoleChange("g1", group.term, group, None)
     with pytest.raises(GroupInUse, match="1 routes name g1"):
         repository.change([SetRoles(without), RemoveGroup("g1", group.term + 1)])
     assert repository.load().groups["g1"] == group

@@ -81,7 +81,8 @@ def test_the_slave_of_a_killed_master_goes_on_and_nothing_acknowledged_is_lost(t
         until(lambda: are_equal(cluster), "equal copies")
         (row,) = [row for row in cluster.manage("AuditTrail")["rows"] if row["action"] == "Failover"]
         before, after = row["before"], row["after"]
-        assert [after["master"]["hostname"], after["slave"]["hostname"]] == [slave.hostname, master.hostname]
+        (demoted,) = after["slaves"].values()
+        assert [after["master"]["hostname"], demoted["hostname"]] == [slave.hostname, master.hostname]
         assert state(cluster, slave).term == after["term"] == before["term"] + 1 and state(cluster, master).in_sync
         point = row["parameters"]["acknowledged"]  # a metaserver has the first one a second after the first message
         assert not point or point[2] <= row["parameters"]["slaveEnd"]

@@ -40,7 +40,7 @@ class Metaserver:
         self._said: dict[str, ReplicaState] = {}
         """Hostname -> its newest report."""
         self._masters: dict[int, str] = {1: master}
-        self.group = Group(GROUP, 1, _broker(master, Role.MASTER), _broker(slave, Role.SLAVE), 0)
+        self.group = Group(GROUP, 1, _broker(master, Role.MASTER), (_broker(slave, Role.SLAVE),), 0)
         self._group_before = self.group
 
     # Brokers.
@@ -131,13 +131,14 @@ class Metaserver:
         if broker.role == Role.MASTER:
             self.group = replace(self.group, master=broker)
         else:
-            self.group = replace(self.group, slave=broker)
+            self.group = replace(self.group, slaves=(broker,))
 
     def _note(self, name: str, state: ReplicaState) -> None:
         self._said[name] = state
-        complete, slave = roles.slave_complete(self.group, _key(name), state), self.group.slave
+        slave = self.group.slave
         if slave is None or slave.hostname in self._unseen_disks:
             return
+        complete = roles.slave_complete(self.group, slave, _key(name), state)
         if complete is not None and slave.incarnation:
             self._put_member(replace(slave, complete=complete))
 
@@ -162,7 +163,7 @@ class Metaserver:
             return False
         self._group_before = self.group
         self.master_is_refused = False
-        self.group = Group(GROUP, change.term + 1, change.master, change.slave, 0, change.half_swapped)
+        self.group = Group(GROUP, change.term + 1, change.master, change.slaves, 0, change.half_swapped)
         master = change.master.hostname if change.master else ""
         if self._masters.setdefault(self.group.term, master) != master:
             raise Violation(f"I13: two masters in term {self.group.term}")

@@ -154,7 +154,7 @@ def _incomplete_slaves_are_promoted() -> list[Patch]:
 def _a_new_disk_is_as_complete_as_the_old_one() -> list[Patch]:
     """What a master says is taken to be about whatever disk the slave has by now."""
 
-    def slave_complete(group: Any, key: Any, state: Any) -> bool | None:
+    def slave_complete(group: Any, slave: Any, key: Any, state: Any) -> bool | None:
         if key != group.master.key or not state.writable or not state.is_master_in(group.term):
             return None
         return bool(state.durability != "master")

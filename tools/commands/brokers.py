@@ -12,11 +12,11 @@ _HOSTNAME = Option("hostname", "the broker's setting hostname")
 _SERVE_PORT = Option("servePort", "port for producers and consumers", kind=Kind.PORT)
 _BROKER = (
     GROUP,
-    Option("role", "0 for the master, 1 for the slave; of a group of delay servers 5 and 6"),
+    Option("role", "0 for the master, 1 for a slave; of a group of delay servers 5 and 6"),
     _HOSTNAME,
     Option("ip", "IPv4 address at which the broker is reached"),
     _SERVE_PORT,
-    Option("syncPort", "port for the slave", kind=Kind.PORT),
+    Option("syncPort", "port for slaves", kind=Kind.PORT),
 )
 
 
@@ -50,6 +50,10 @@ def _swapped(data: Any) -> Iterable[Block]:
         yield good("the group takes messages")
     else:
         yield warning("the group does not take messages yet; ListBrokerGroups says why")
+
+
+def _copies(data: Any) -> Iterable[Block]:
+    yield good(f"{data['brokerGroup']}: {data['minCopies']} of {data['copies']} copies acknowledge")
 
 
 def _rates(data: Any) -> Iterable[Block]:
@@ -88,7 +92,7 @@ def _groups(groups: Any) -> Table:
             Column("TERM", "term", drop=5),
             Column("TAKES", _takes),
             Column("MASTER", "master"),
-            Column("SLAVE", lambda group: group.get("slaves")),
+            Column("SLAVES", lambda group: group.get("slaves")),
             Column("WHY NOT", _reasons, fold=12),
             Column("READONLY SUBJECTS", lambda group: group.get("readonlySubjects"), drop=2, fold=20),
             Column("TAG", "tag", drop=4),
@@ -134,8 +138,8 @@ def _verdict(group: Mapping[str, Any]) -> Cell:
     if group["equal"] is not None:
         return _VERDICT[group["equal"]]
     if group["lagBytes"] is not None:
-        return warning(f"ends differ at this moment, the slave lacks {group['lagBytes']} bytes")
-    return bad("not both could be asked")
+        return warning(f"ends differ at this moment, a slave lacks {group['lagBytes']} bytes")
+    return bad("not all could be asked")
 
 
 def _epoch(replica: Mapping[str, Any]) -> str:
@@ -198,10 +202,19 @@ BROKERS = (
         look="ListBrokers",
     ),
     Command(
+        "SetCopies",
+        "set how many copies a message needs",
+        "--brokerGroup=g1 --minCopies=2",
+        (GROUP, Option("minCopies", "2 to the number of copies, the master's among them", kind=Kind.NUMBER)),
+        _copies,
+        changes=True,
+        look="ReplicaStatus --brokerGroup={brokerGroup}",
+    ),
+    Command(
         "SwapRoles",
-        "exchange master and slave of a group while both run",
-        "--brokerGroup=g1",
-        (GROUP,),
+        "exchange master and a slave while both run",
+        "--brokerGroup=g1 --to=mq2",
+        (GROUP, Option("to", "hostname, or hostname:port, of the slave; else the one that lacks least", default="")),
         _swapped,
         changes=True,
         look="ReplicaStatus --brokerGroup={brokerGroup}",
@@ -246,7 +259,7 @@ BROKERS = (
     ),
     Command(
         "ReplicaStatus",
-        "ask master and slave where their logs end, and compare them",
+        "ask master and slaves where their logs end, and compare them",
         "--brokerGroup=g1",
         (ANY_GROUP,),
         _replica_status,

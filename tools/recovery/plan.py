@@ -123,6 +123,14 @@ def _copy(
     )  # fmt: skip
 
 
+MORE_THAN_TWO = (
+    "this plans for two copies, and the group has more. While the master's disk is there, start the master: it goes on "
+    "with whatever slaves it has, and RemoveBroker takes out who never returns. If its disk is lost, `qmq inspect DIR` "
+    "says which copy has most: ReplaceBroker with that one, in the master's role and with --acceptLoss, makes it the "
+    "master"
+)
+
+
 def decide(copies: Sequence[Copy]) -> Decision:
     """Choose the copy that goes on: the master's of the row, unless that is gone, or worse than the slave's."""
     if silent := [copy.who for copy in copies if copy.state == SILENT]:
@@ -131,6 +139,8 @@ def decide(copies: Sequence[Copy]) -> Decision:
             f"--reports; if it never returns, name it in --gone"
         )
         return Decision((step,))
+    if len(copies) > 2:
+        return Decision((MORE_THAN_TWO,))
     master = next((copy for copy in copies if copy.role in MASTERS), None)
     if master is None:
         return Decision(("the group has no master; AddBroker, or the second call of ReplaceBroker, gives it one",))

@@ -80,7 +80,7 @@ def test_restore_takes_back_what_came_since_but_never_terms_nor_revocations(fill
     slave = replace(brokers_of("g1")[1], hostname="third")
     filled.change(
         [
-            SetRoles(replace(roles.swap_roles(group, term=group.term), master=group.master, slave=slave)),
+            SetRoles(replace(roles.swap_roles(group, term=group.term), master=group.master, slaves=(slave,))),
             UnsetMark(MARK),
             SetRoute("s0", ("g2",), 1),
             SetRoute("new", ("g2",), 0),

@@ -14,7 +14,7 @@ from qmq.types import Epoch, Role
 
 A = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, incarnation="disk a")
 B = Broker("g1", Role.SLAVE, "b", "10.0.0.2", 1, 2, incarnation="disk b", complete=True)
-ROW = Group("g1", 4, A, B, 0)
+ROW = Group("g1", 4, A, (B,), 0)
 MASTER_SAID = ReplicaState(Role.MASTER, 4, boot=2, writable=True, incarnation="disk a", in_step=("disk b",))
 SLAVE_SAID = ReplicaState(Role.SLAVE, 4, boot=2, flushed_end=100, incarnation="disk b", in_sync=True)
 POINTS = Points({"disk a": Point(Epoch(4, 2), 100, 7), "disk b": Point(Epoch(4, 2), 90, 8)})
@@ -26,7 +26,7 @@ def row(**fields):
 
 
 def slave_is(**fields):
-    return row(slave=replace(B, **fields))
+    return row(slaves=(replace(B, **fields),))
 
 
 def slave_says(**fields):
@@ -42,8 +42,9 @@ def acknowledged(term, end, *, accepted=0):
 
 
 REFUSED = [
-    pytest.param(row(slave=None), Refusal.NO_SLAVE, id="the slave's place is vacant"),
+    pytest.param(row(slaves=()), Refusal.NO_SLAVE, id="the slave's place is vacant"),
     pytest.param(row(master=None), Refusal.NO_SLAVE, id="the master's place is vacant"),
+    pytest.param(row(slaves=(B, replace(B, hostname="c"))), Refusal.SEVERAL_SLAVES, id="it has two slaves"),
     pytest.param(row(half_swapped=True), Refusal.HALF_SWAPPED, id="an operator is at it"),
     pytest.param(replace(FINE, reported_term=5), Refusal.OLD_ROW, id="a broker reports a newer term than the row"),
     pytest.param(replace(FINE, slave_said=None), Refusal.SLAVE_DOWN, id="the slave does not answer"),

@@ -19,7 +19,7 @@ TIMEOUT = 1000
 
 
 def group(incarnation="x", term=7):
-    return Group("g1", term, Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, incarnation=incarnation), None, 0)
+    return Group("g1", term, Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, incarnation=incarnation), (), 0)
 
 
 def liveness(own="m1"):

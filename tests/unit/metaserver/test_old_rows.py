@@ -16,7 +16,7 @@ from tests.unit.metaserver.actions_world import World, place
 
 A = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, incarnation="disk a")
 B = Broker("g1", Role.SLAVE, "b", "10.0.0.2", 1, 2, incarnation="disk b", complete=True)
-ROW = Group("g1", 2, A, B, 0)
+ROW = Group("g1", 2, A, (B,), 0)
 MASTER, SLAVE = Role.MASTER, Role.SLAVE
 
 
@@ -146,7 +146,7 @@ def test_a_group_that_the_database_lost_is_created_above_what_its_brokers_wrote_
         await world.done("AddBroker", **place("g9", 0, "g9-a"))
         assert world.registry.directory.groups["g9"].term == 7
         group = world.registry.directory.groups["g9"]
-        gone = roles.RoleChange("g9", 7, group, None, None, above=20)
+        gone = roles.RoleChange("g9", 7, group, None, above=20)
         await world.database.write(lambda r: r.change([SetRoles(gone), RemoveGroup("g9", 21)]))
         await world.done("AddBroker", **place("g9", 0, "g9-a"))
         assert world.registry.directory.groups["g9"].term == 22, "a removed group keeps its term"

@@ -264,7 +264,7 @@ def test_sighting_goes_on_only_in_its_own_session(copies):
 def test_sighting_of_a_broker_that_left_its_group_is_forgotten(copies):
     copies.store_sightings([SIGHTING, replace(SIGHTING, key=SLAVE.key)])
     group = copies.load().groups["g1"]
-    copies.change([SetRoles(roles.RoleChange("g1", 2, group, group.master, None))])
+    copies.change([SetRoles(roles.RoleChange("g1", 2, group, group.master))])
     assert [row.key for row in copies.load_sightings()[1]] == [MASTER.key]
 
 
@@ -335,3 +335,17 @@ def test_subject_is_announced_with_its_tag(repository):
     with pytest.raises(AlreadyThere):
         repository.change([AddSubject("s", "hdd")])
     assert {name: info.tag for name, info in repository.load().subjects.items()} == {"s": "ssd"}
+
+
+def test_several_slaves_and_how_many_copies_acknowledge_are_kept(copies):
+    third = replace(SLAVE, hostname="c", ip="10.0.0.3", incarnation="")
+    group = copies.load().groups["g1"]
+    same = roles.RoleChange("g1", group.term, group, group.master, (SLAVE, third), min_copies=3)
+    copies.change([SetRoles(same)])
+    loaded = copies.load().groups["g1"]
+    assert [slave.key for slave in loaded.slaves] == [SLAVE.key, third.key]
+    assert (loaded.min_copies, loaded.term, loaded.slave) == (3, group.term + 1, None)
+    copies.change([SetRoles(roles.swap_roles(loaded, term=loaded.term, to=third.key))])
+    swapped = copies.load().groups["g1"]
+    assert (swapped.master.key, swapped.min_copies) == (third.key, 3)
+    assert {slave.key for slave in swapped.slaves} == {MASTER.key, SLAVE.key}

@@ -23,8 +23,8 @@ SLAVE = broker("b", Role.SLAVE, incarnation="disk b", control_port=2, complete=T
 
 
 def directory(master=MASTER, slave=SLAVE, *, term=7, half_swapped=False):
-    other = Group("g2", 1, broker("z", group="g2"), None, 0)
-    return Directory({"g1": Group("g1", term, master, slave, 0, half_swapped), "g2": other})
+    other = Group("g2", 1, broker("z", group="g2"), (), 0)
+    return Directory({"g1": Group("g1", term, master, (slave,) if slave else (), 0, half_swapped), "g2": other})
 
 
 def delay_server(hostname, role=Role.MASTER, **values):
@@ -33,7 +33,7 @@ def delay_server(hostname, role=Role.MASTER, **values):
 
 def delay_directory():
     master, slave = replace(MASTER, kind=DELAY), replace(SLAVE, kind=DELAY)
-    return Directory({"g1": Group("g1", 7, master, slave, 0, kind=DELAY)})
+    return Directory({"g1": Group("g1", 7, master, (slave,) if slave else (), 0, kind=DELAY)})
 
 
 def nobody(_):
@@ -109,7 +109,7 @@ def test_refusals_name_the_roles_of_delay_servers():
         roles.add_broker(delay_directory(), delay_server("c"))
     with pytest.raises(OperatorError, match="first put b:20881 in its place with ReplaceBroker --role=5"):
         roles.replace_broker(delay_directory(), delay_server("a", Role.SLAVE), nobody)
-    half = replace(delay_directory().groups["g1"], slave=None, half_swapped=True)
+    half = replace(delay_directory().groups["g1"], slaves=(), half_swapped=True)
     with pytest.raises(OperatorError, match="finish that with ReplaceBroker --role=6"):
         roles.check_not_half_swapped(half)
 
@@ -137,7 +137,6 @@ def test_first_broker_creates_its_group():
     "added, complaint",
     [
         pytest.param(broker("c"), "has a MASTER already, a:20881", id="role is taken"),
-        pytest.param(broker("c", Role.SLAVE), "has a SLAVE already, b:20881", id="slave is taken"),
         pytest.param(broker("a", group="g3"), "is the MASTER of g1 already", id="broker serves another group"),
         pytest.param(broker("z", Role.SLAVE), "is the MASTER of g2 already", id="broker of another group as slave"),
     ],
@@ -287,14 +286,14 @@ def test_swap_of_what_changed_meanwhile_is_refused(known, term):
 )
 def test_what_a_masters_words_say_about_its_slave(state, complete):
     group = directory().groups["g1"]
-    assert roles.slave_complete(group, group.master.key, state) is complete
+    assert roles.slave_complete(group, group.slave, group.master.key, state) is complete
 
 
 @pytest.mark.parametrize("reasons, complete", [(("rolled_back",), False), (("corrupt",), None), ((), None)])
 def test_slave_that_was_rolled_back_says_so_itself(reasons, complete):
     group = directory().groups["g1"]
     state = ReplicaState(1, 7, readonly_reasons=reasons)
-    assert roles.slave_complete(group, group.slave.key, state) is complete
+    assert roles.slave_complete(group, group.slave, group.slave.key, state) is complete
 
 
 def test_slave_that_was_rolled_back_is_promoted_by_force_only():
@@ -369,3 +368,82 @@ def test_slave_is_removed_before_the_master():
         roles.remove_broker(directory(), SLAVE, is_up("b"))
     last = roles.remove_broker(directory(slave=None), MASTER, nobody)
     assert (last.master, last.slave) == (None, None)
+
+
+def of_three(*, min_copies=2, term=7):
+    """g1 with a master and two slaves, and g2."""
+    third = replace(SLAVE, hostname="c", ip="10.0.0.3", incarnation="disk c")
+    group = Group("g1", term, MASTER, (SLAVE, third), 0, min_copies=min_copies)
+    return replace(directory(), groups={**directory().groups, "g1": group}), group
+
+
+def test_slaves_are_added_up_to_five_copies(monkeypatch):
+    monkeypatch.setattr(roles, "COPIES_MAX", 5)
+    known = directory()
+    for host in ("c", "d", "e"):
+        change = roles.add_broker(known, broker(host, Role.SLAVE))
+        group = replace(known.groups["g1"], slaves=change.slaves, term=change.new_term)
+        known = replace(known, groups={**known.groups, "g1": group})
+    assert [slave.hostname for slave in known.groups["g1"].slaves] == ["b", "c", "d", "e"]
+    assert known.groups["g1"].term == 10, "each change of members begins a term"
+    with pytest.raises(OperatorError, match="has 5 copies already, and 5 are the most"):
+        roles.add_broker(known, broker("f", Role.SLAVE))
+
+
+@pytest.mark.parametrize("min_copies", [1, 4])
+def test_no_more_copies_acknowledge_than_there_are(min_copies):
+    _, group = of_three()
+    with pytest.raises(OperatorError, match="minCopies is 2 to 3; AddBroker adds a copy"):
+        roles.set_copies(group, min_copies)
+
+
+def test_other_copies_to_acknowledge_begin_a_term():
+    _, group = of_three()
+    assert roles.set_copies(group, 2) is None, "it is so already"
+    change = roles.set_copies(group, 3)
+    assert (change.min_copies, change.new_term, change.brokers) == (3, 8, group.brokers)
+
+
+def test_a_slave_of_several_is_removed_while_enough_acknowledge():
+    known, group = of_three()
+    change = roles.remove_broker(known, group.slaves[0], nobody)
+    assert (change.slaves, change.master, change.min_copies) == (group.slaves[1:], MASTER, 2)
+    known, group = of_three(min_copies=3)
+    with pytest.raises(OperatorError, match="First SetCopies with a smaller minCopies"):
+        roles.remove_broker(known, group.slaves[0], nobody)
+
+
+def test_swap_names_the_slave_of_several():
+    _, group = of_three()
+    change = roles.swap_roles(group, term=7, to=group.slaves[1].key)
+    assert (change.master.hostname, change.master.role) == ("c", Role.MASTER)
+    assert [(slave.hostname, slave.role, slave.complete) for slave in change.slaves] == [
+        ("b", Role.SLAVE, False), ("a", Role.SLAVE, True),
+    ]  # fmt: skip
+    with pytest.raises(OperatorError, match="have changed meanwhile"):
+        roles.swap_roles(group, term=7, to=broker("z").key)
+
+
+def test_what_is_for_two_copies_is_refused_with_more():
+    known, group = of_three()
+    with pytest.raises(OperatorError, match="has 2 slaves, and this is for groups of two: RemoveBroker"):
+        roles.replace_broker(known, broker("d", Role.SLAVE), nobody)
+    with pytest.raises(OperatorError, match="has 2 slaves, and this is for groups of two: start them"):
+        roles.swap_stopped(known, replace(SLAVE, role=Role.MASTER), nobody)
+    with pytest.raises(OperatorError, match="another one may hold what b:20881 lacks"):
+        roles.replace_broker(known, replace(SLAVE, role=Role.MASTER), nobody)
+
+
+def test_a_loss_that_is_accepted_makes_one_slave_of_several_the_master():
+    known, group = of_three()
+    change, before = roles.replace_broker(known, replace(SLAVE, role=Role.MASTER), nobody, accept_loss=True)
+    assert (change.master.key, before, change.half_swapped) == (SLAVE.key, MASTER, False)
+    assert change.slaves == (replace(group.slaves[1], complete=False),), "the old master leaves the group"
+
+
+def test_a_slave_that_is_not_in_step_is_complete_only_while_all_copies_acknowledge():
+    """With three copies of which two acknowledge, the third one may lack what was acknowledged meanwhile."""
+    state = ReplicaState(int(Role.MASTER), 7, writable=True, in_step=("disk b",))
+    for min_copies, third in ((2, False), (3, None)):
+        _, group = of_three(min_copies=min_copies)
+        assert [roles.slave_complete(group, slave, MASTER.key, state) for slave in group.slaves] == [True, third]

@@ -14,7 +14,7 @@ from qmq.types import Role
 
 
 def group(name, term=3, port=1):
-    return Group(name, term, Broker(name, Role.MASTER, name, "10.0.0.1", port, port + 1, 5, 6), None, 0)
+    return Group(name, term, Broker(name, Role.MASTER, name, "10.0.0.1", port, port + 1, 5, 6), (), 0)
 
 
 @pytest.mark.parametrize("seed", range(50))

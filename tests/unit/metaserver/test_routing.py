@@ -19,7 +19,7 @@ def world(writable="", readonly="", masterless="", delay="", draining="", full="
     for name in sorted({*writable, *readonly, *masterless, *delay, *draining, *full}):
         master = Broker(name, Role.MASTER, name, "10.0.0.1", 1, 2)
         groups[name] = Group(
-            name, 3, None if name in masterless else master, None, 0,
+            name, 3, None if name in masterless else master, (), 0,
             kind=DELAY if name in delay else NORMAL, tag=dict(tags).get(name, ""),
             draining=name in draining, full=name in full,
         )  # fmt: skip

@@ -33,7 +33,7 @@ SNAPSHOT = Snapshot(
     "sqlite:///m.db",
     1234,
     Directory(
-        {"g1": Group("g1", 7, MASTER, SLAVE, 99, tag="pay", draining=True), "g2": Group("g2", 1, None, None, 1)},
+        {"g1": Group("g1", 7, MASTER, (SLAVE,), 99, tag="pay", draining=True), "g2": Group("g2", 1, None, (), 1)},
         frozenset({ReadonlyMark("*", "g1"), ReadonlyMark("é subject", "g1")}),
         frozenset({Offline("*", "group", "*")}),
         {"s": SubjectInfo("s", "pay", 5)},

@@ -71,7 +71,7 @@ class Registry:
 
 
 def _group(name, term=1):
-    return Group(name, term, Broker(name, Role.MASTER, name, "10.0.0.1", 1, 2), None, 0)
+    return Group(name, term, Broker(name, Role.MASTER, name, "10.0.0.1", 1, 2), (), 0)
 
 
 class Client:
