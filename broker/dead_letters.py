@@ -16,7 +16,7 @@ from functools import partial
 from hashlib import blake2b
 from zlib import crc32
 
-from qmq.broker.consume import Consumption
+from qmq.broker.consume import PRUNER, Consumption
 from qmq.broker.counters import Counters
 from qmq.codec import Buffer, join_batch, slice_batch, split_batch, with_properties
 from qmq.errors import CorruptFrame, InvalidAck, InvalidMessage, LogError, NotServed, QmqError
@@ -224,7 +224,8 @@ class DeadLetters:
 
     def _times(self, burial: _Burial) -> int:
         consumer = self._consumption.consumer(*burial.key)
-        return consumer.range_of(burial.ranges[0][0]).deliveries if consumer is not None else 0
+        deliveries = consumer.range_of(burial.ranges[0][0]).deliveries if consumer is not None else 0
+        return deliveries - (burial.key[2] == PRUNER)  # no consumer got them for that
 
     def _settle(self, burial: _Burial, messages: int) -> None:
         """Ack the first messages of the burial's first range."""

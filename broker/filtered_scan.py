@@ -124,7 +124,7 @@ class FilteredScan:
             last = min(end, ref.end)
             at = self._take_run(ref, at, last, times) if self._rule is None else self._look(ref, at, last, times)
         for sequence, passed_end in self._passed:
-            self._group_filter.settle(sequence, passed_end)
+            self._group_filter.settle(self._group, sequence, passed_end)
         self._passed.clear()
         return at
 

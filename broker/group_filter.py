@@ -93,16 +93,19 @@ class GroupFilter:
             return
         for begin, end in changed:
             for one in group.requeued.overlapping(begin, end):
-                self.settle(begin, one.first)
+                self.settle(group, begin, one.first)
                 self.note(one.first, one.end, one.due_ms)
                 begin = one.end
-            self.settle(begin, end)
+            self.settle(group, begin, end)
 
-    def settle(self, begin: int, end: int) -> None:
+    def settle(self, group: Group, begin: int, end: int) -> None:
         keys = self.keys
         if keys:
             for sequence in range(begin, end):
-                if (following := keys.settled(sequence)) is not None:
+                following = keys.settled(sequence)
+                while following is not None and not group.requeued.overlapping(following, following + 1):
+                    following = keys.settled(following)  # it was given up while it stood behind the other
+                if following is not None:
                     self.note(following, following + 1, 0)
 
 

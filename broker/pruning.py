@@ -14,7 +14,7 @@ with another that was heard.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from qmq.broker import progress
 from qmq.broker.consume import PRUNER
@@ -111,7 +111,7 @@ class Pruning:
         end = state.next_sequence.get(subject, 0)
         for name in self._groups.get(subject, ()):
             group = state.groups[subject, name]
-            waiting = end - group.position + group.requeued.messages
+            waiting = _waiting(group, end)
             if waiting >= limits.messages_max and not group.is_broadcast:
                 raise SubjectFull(
                     f"{waiting:,} messages of {subject} wait for {name} at {self._mastership.group}, and "
@@ -119,9 +119,12 @@ class Pruning:
                 )
 
     def _overflow(self, subject: str, messages_max: int) -> None:
-        end = self._mastership.log.state.next_sequence.get(subject, 0) - messages_max
+        state = self._mastership.log.state
+        end = state.next_sequence.get(subject, 0)
         for name in list(self._groups[subject]):
-            if messages := self._give_up((subject, name), OVERFLOWED, end):
+            group = state.groups[subject, name]
+            too_many = _oldest(group, _waiting(group, end) - messages_max)
+            if messages := self._give_up((subject, name), OVERFLOWED, too_many):
                 if (subject, name) not in self.overflowed:
                     log.warning(
                         "messages overflow subject=%s consumer_group=%s: more than %d waited",
@@ -131,9 +134,9 @@ class Pruning:
                     )
                 self.overflowed[subject, name] = self.overflowed.get((subject, name), 0) + messages
 
-    def _give_up(self, key: Key, why: int, end: int) -> int:
-        """Give up what a group has to give before sequence `end`; return how many messages that was."""
-        entries = [(why, first, count) for first, count in _before(self._mastership.log.state.groups[key], end)]
+    def _give_up(self, key: Key, why: int, ranges: Iterable[tuple[int, int]]) -> int:
+        """Give up these of what a group has to give, as (first, count); return how many messages that was."""
+        entries = [(why, first, count) for first, count in ranges]
         if entries:
             self._mastership.append_progress(FrameKind.PULL, (*key, PRUNER), entries)
             self._wake(key[0])
@@ -154,7 +157,7 @@ class Pruning:
             group = mastership.log.state.groups[subject, name]
             if limits.expired_die:
                 self._bury(subject, name, group, end)
-            elif messages := self._give_up((subject, name), EXPIRED, end):
+            elif messages := self._give_up((subject, name), EXPIRED, _before(group, end)):
                 self.note_expired((subject, name), messages)
 
     def _bury(self, subject: str, name: str, group: Group, end: int) -> None:
@@ -180,3 +183,19 @@ def _before(group: Group, end: int) -> Iterator[tuple[int, int]]:
         yield one.first, one.count
     if group.position < end:
         yield group.position, end - group.position
+
+
+def _waiting(group: Group, end: int) -> int:
+    """Return how many messages wait for a group of a subject that ends at sequence `end`."""
+    return end - group.position + group.requeued.messages
+
+
+def _oldest(group: Group, messages: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, count) of the oldest that a group has to give, so many of them, as far as that is done at once."""
+    for one in group.requeued.before(group.position, RANGES_AT_ONCE):
+        if messages <= 0:
+            return
+        yield one.first, min(one.count, messages)
+        messages -= one.count
+    if messages > 0 and len(group.requeued) <= RANGES_AT_ONCE:  # else older ones are requeued: they come first
+        yield group.position, messages

@@ -123,9 +123,8 @@ def test_what_expires_becomes_a_dead_letter_if_the_subject_says_so():
     for _ in range(3):
         group.a.wait(200)
         group.settle()
-    assert [(one.id, one.properties["qmq_deadReason"]) for one in dead_letters(group)] == [
-        ("m0", "expired"), ("m1", "expired")
-    ]  # fmt: skip
+    fates = [(one.id, one.properties["qmq_deadReason"], one.properties["qmq_times"]) for one in dead_letters(group)]
+    assert fates == [("m0", "expired", "0"), ("m1", "expired", "0")], "no consumer ever had them"
     assert pulled(group, client) == [] and group.a.master.expired == {KEY: 2}
     assert not group.a.log.state.groups[KEY].consumers[pruning.PRUNER].unacked
 
@@ -163,6 +162,27 @@ def test_an_expired_message_frees_its_order_key():
     Client(group.a).produce_raw([encode_message(new, 0)], after=encode_labels(label), flags=label_flags(label))
     group.settle()
     assert group.a.master.expired == {KEY: 2} and pulled(group, client) == ["m2"]
+
+
+def produce_keyed(group: Group, *ids: str) -> None:
+    messages = [Message("s", {}, id=id, order_key="k") for id in ids]
+    labels, encoded = [label_of_message(one) for one in messages], [encode_message(one, 0) for one in messages]
+    Client(group.a).produce_raw(encoded, after=encode_labels(labels), flags=label_flags(labels))
+    group.settle()
+
+
+def test_what_expires_behind_a_message_in_flight_does_not_hold_their_order_key_for_ever():
+    group, client = started(HOUR)
+    produce_keyed(group, "m0", "m1", "m2")
+    assert pulled(group, client) == ["m0"], "the others wait behind it"
+    hours_pass(group)
+    assert group.a.master.expired == {KEY: 2}
+    produce_keyed(group, "m3")
+    assert pulled(group, client) == []
+    begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+    client.ack(begin, begin + 1)
+    group.settle()
+    assert pulled(group, client) == ["m3"]
 
 
 def expire(group: Group, client: Client, *, subject: str = "s") -> int:
@@ -335,3 +355,39 @@ def test_of_too_many_the_oldest_are_given_up_for_each_group_by_itself_and_counte
     assert pulled(group, client) == [f"m{n}" for n in range(5, 15)]
     assert group.a.log.state.groups[KEY] == group.b.log.state.groups[KEY]
     assert not group.a.master.expired
+
+
+def test_a_message_that_waits_for_its_retry_is_not_given_up_when_many_others_went_past_it():
+    group, client = started(TEN._replace(drops_oldest=True))
+    client.produce("m0")
+    group.settle()
+    assert pulled(group, client) == ["m0"]
+    begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+    client.nack(begin, begin + 1, delay_ms=60_000)
+    for k in range(4):
+        client.produce(*(f"n{k}{n}" for n in range(5)))
+        group.settle()
+        assert len(pulled(group, client)) == 5
+    group.a.wait(1_000)
+    group.settle()
+    state = group.a.log.state.groups[KEY]
+    assert state.requeued.messages == 1 and not group.a.master.overflowed, "one of the ten that may wait does"
+
+
+def test_of_too_many_ranges_the_requeued_ones_go_before_what_is_new(monkeypatch):
+    monkeypatch.setattr(pruning, "RANGES_AT_ONCE", 1)
+    group, client = started(TEN._replace(drops_oldest=True))
+    client.produce(*(f"m{n}" for n in range(8)))
+    group.settle()
+    assert len(pulled(group, client, most=3)) == 3
+    begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+    client.nack(begin, begin + 1)
+    client.nack(begin + 2, begin + 3)
+    client.produce(*(f"m{n}" for n in range(8, 15)))
+    group.settle()
+    seen = []
+    for _ in range(3):
+        group.a.wait(1_000)
+        group.settle()
+        seen.append((group.a.master.overflowed[KEY], group.a.log.state.groups[KEY].position))
+    assert seen == [(1, 3), (4, 5), (4, 5)], "a second later it goes on"
