@@ -70,8 +70,7 @@ class Backlogs:
             group, end = message_log.state.groups.get(key), message_log.state.next_sequence.get(key[0], 0)
             first = group.first_unconsumed(end) if group is not None else None
             if group is None or first is None:
-                self._known.pop(key, None)
-                self._oldest.pop(key, None)
+                self.forget(key)
                 continue
             self._known[key] = Backlog.of(group, end)
             is_known = key in self._oldest and self._oldest[key].sequence == first
@@ -80,6 +79,11 @@ class Backlogs:
                     wanted.append((key, first, refs[0].offset))
         if wanted:
             self._read(wanted)
+
+    def forget(self, key: Key) -> None:
+        """The group is no more."""
+        self._known.pop(key, None)
+        self._oldest.pop(key, None)
 
     def _read(self, wanted: Sequence[tuple[Key, int, int]]) -> None:
         message_log, self._is_reading = self._mastership.log, True

@@ -15,7 +15,7 @@ from functools import partial
 from qmq.broker import causes, progress
 from qmq.broker.backlogs import Backlogs
 from qmq.broker.choosing import Chosen, choose
-from qmq.broker.consume import Consumption, Subscription, WaitingPull
+from qmq.broker.consume import PRUNER, Consumption, Subscription, WaitingPull
 from qmq.broker.counters import Counters
 from qmq.broker.dead_letters import DeadLetters
 from qmq.broker.filtering import Filtering, Reading
@@ -30,7 +30,7 @@ from qmq.broker.tags import TagRule
 from qmq.broker.terms import read_terms
 from qmq.errors import CorruptFrame, ErrorCode, InvalidRequest, LogError, NotServed, OperatorError, QmqError
 from qmq.log.frame import FrameKind
-from qmq.log.group import Consumer
+from qmq.log.group import Consumer, Group
 from qmq.log.progress import EXPIRED, NOT_BEGUN, Entry
 from qmq.operator_limits import OperatorLimits, by_key
 from qmq.remoting import commands
@@ -253,6 +253,11 @@ class Delivery:
         """Progress is about to be written: what is settled frees its key, for others of the group too."""
         self._filtering.changing(kind, key, entries)
         self.pruning.changing(kind, key, entries)
+        if (
+            kind == FrameKind.POSITION and not key[2] and not entries
+        ):  # the group is forgotten: nobody looks at it again
+            self.backlogs.forget(key[:2])
+            self.causes.found.pop(key[:2], None)
         if kind != FrameKind.PULL and key[0] in self._mastership.log.state.ordered:
             self.wake(key[0])
 
@@ -413,7 +418,7 @@ class Delivery:
         oldest_ms = mastership.host.now_ms() - int(self._settings.broadcast_forget_hours * 3_600_000)
         present = self.consumption.groups_present()
         for (subject, name), group in list(mastership.log.state.groups.items()):
-            if group.is_broadcast and group.left_ms < oldest_ms and not group.consumers:
+            if group.is_broadcast and group.left_ms < oldest_ms and not _is_held(group):
                 if (subject, name) not in present:
                     mastership.append_progress(FrameKind.POSITION, (subject, name, ""), [])
 
@@ -541,6 +546,11 @@ class Delivery:
         mastership.append_progress(FrameKind.POSITION, key, self.consumption.departure(key, told=told))
         self.wake(key[0])
         self._counters.returned_consumers += 1
+
+
+def _is_held(group: Group) -> bool:
+    """Return whether the group has a consumer; what expires may be with one that is none."""
+    return any(name != PRUNER or consumer.unacked for name, consumer in group.consumers.items())
 
 
 def _entries(ranges: list[tuple[int, int]]) -> list[Entry]:

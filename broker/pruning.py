@@ -70,6 +70,8 @@ class Pruning:
             self._groups.setdefault(subject, {})[name] = None
         else:
             self._groups.get(subject, {}).pop(name, None)
+            self.expired.pop((subject, name), None)
+            self.overflowed.pop((subject, name), None)
 
     def expired_die(self, subject: str) -> bool:
         """Return whether what expires becomes a dead letter; of a group's mailbox, as of its subject."""

@@ -129,6 +129,23 @@ def test_what_expires_becomes_a_dead_letter_if_the_subject_says_so():
     assert not group.a.log.state.groups[KEY].consumers[pruning.PRUNER].unacked
 
 
+def test_a_broadcast_that_stays_away_is_forgotten_though_its_messages_expire_into_dead_letters():
+    group = Group.made(lease_ms=30_000, broadcast_forget_hours=2.0).start()
+    group.a.assign(Role.MASTER, limits=(HOUR._replace(expired_die=True),))
+    joined(group, "b", group="b", broadcast=True).lost()
+    for _ in range(6):
+        group.a.wait(7_500)  # its lease ends
+        group.settle()
+    for _ in range(5):
+        Client(group.a).produce("m")
+        group.settle()
+        hours_pass(group)
+        group.a.wait(1_000)
+        group.settle()
+    assert 1 <= group.a.log.state.next_sequence[dead_letter_subject("s", "b")] < 5
+    assert not group.a.log.state.groups and not group.a.master.expired
+
+
 def test_dead_letters_of_many_expired_messages_are_made_in_bounded_pieces(monkeypatch):
     monkeypatch.setattr(pruning, "BURIED_AT_ONCE", 3)
     group, client = started(HOUR._replace(expired_die=True))

@@ -238,13 +238,16 @@ def test_groups_that_are_forgotten_are_not_remembered_beside_the_log():
     group, client = a_group(broadcast_forget_hours=0.01)
     for number in range(3):
         client.subscribe(f"c{number}", group=f"c{number}", broadcast=True, tags=["pay"])
+    client.produce("m0")
     group.settle()
     client.lost()
     for _ in range(200):
         group.a.wait(1_000)
         group.settle()
     assert not group.a.log.state.groups
-    assert not group.a.master._delivery._filtering._asked
+    master = group.a.master
+    assert not master._delivery._filtering._asked
+    assert not master.backlogs.ages_ms(group.a.host.now_ms()) and not master.causes.found
 
 
 def dead_of_s(group: Group) -> int:
