@@ -339,8 +339,10 @@ class GroupSession:
             if any(_FOR_GROUP in data for data in batches):
                 messages = self._without_those_of_others(part, messages)
             part.may_expire = self._may_expire and any(_EXPIRES_AFTER in data for data in batches)
+        has_limits = times > 1 and any(_RETRIES_MAX in data for data in batches)
+        part.is_uneven = self.is_mailbox or has_limits
         if times > 1 and not self._owner.terms.most_once:
-            if times > self.policy.deliveries_max or any(_RETRIES_MAX in data for data in batches):
+            if times > self.policy.deliveries_max or has_limits:
                 messages = self._without_worn_out(part, messages)
         if messages:
             size = sum(map(len, batches))

@@ -162,10 +162,13 @@ class Listener(Membership):
         """Take what the next call gets; nothing if there is nothing."""
         if self._batch is not None:
             first = subscription.next_message()
-            most = batch_of(first, self.terms.policy, self._batch) if first is not None else 0
-            return subscription.take(most, alike=True)
+            return subscription.take(self._with_most(first), with_most=self._with_most) if first is not None else []
         message = subscription.take_one()
         return [] if message is None else [message]
+
+    def _with_most(self, message: ReceivedMessage) -> int:
+        """Return how many messages a call has at most that this one is among."""
+        return batch_of(message, self.terms.policy, self._batch or 1)
 
     def _failed(self, taken: list[ReceivedMessage], error: BaseException) -> None:
         """The handler raised: have its messages delivered again, but those that were decided before."""

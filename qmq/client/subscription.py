@@ -124,23 +124,31 @@ class Subscription:
         """Return the message that is taken next; None: none is here."""
         return self._parcels[0].messages[self._parcels[0].at] if self._parcels else None
 
-    def take(self, messages_max: int, *, alike: bool = False) -> list[ReceivedMessage]:
+    def take(
+        self, messages_max: int, *, with_most: Callable[[ReceivedMessage], int] | None = None
+    ) -> list[ReceivedMessage]:
         """Take up to `messages_max` messages of those that are here; of suspected ones, one.
 
         Args:
-            alike: only such as were delivered as often as the first one.
+            with_most: how many messages are taken at most with a given one among them. Then all of them were delivered
+                as often as the first one.
         """
         taken: list[ReceivedMessage] = []
         while self._parcels and len(taken) < messages_max:
             parcel = self._parcels[0]
             piece = parcel.messages[parcel.at]._piece
-            if alike and taken and piece.times != taken[0]._piece.times:
+            if with_most and taken and piece.times != taken[0]._piece.times:
                 break
             if is_suspected := piece.suspected:
                 if taken:
                     break
                 messages_max = 1
             end = min(len(parcel.messages), parcel.at + messages_max - len(taken))
+            if with_most and piece.is_uneven:
+                messages_max = min(messages_max, with_most(parcel.messages[parcel.at]))
+                if len(taken) >= messages_max:
+                    break
+                end = parcel.at + 1
             some = parcel.messages[parcel.at : end]
             taken += [message for message in some if not _has_expired(message)] if piece.may_expire else some
             self._took(parcel, end)

@@ -67,12 +67,13 @@ class UnackedPiece:
 
     `open` counts its messages that are not decided, `unsettled` those whose decision the broker has not confirmed.
     `is_dropped`: they were given back and come again, as other messages. `suspected`: a consumer that had
-    them vanished (qmq.client.solitude). `may_expire`: some of them say when they expire.
+    them vanished (qmq.client.solitude). `may_expire`: some of them say when they expire. `is_uneven`: they
+    differ in how often they were delivered in all, or in how often they may be.
     """
 
     __slots__ = (
         "begin", "end", "times", "states", "open", "unsettled", "acker", "broker_group", "is_dropped", "suspected",
-        "may_expire", "_decided",
+        "may_expire", "is_uneven", "_decided",
     )  # fmt: skip
 
     def __init__(
@@ -83,7 +84,7 @@ class UnackedPiece:
         self.open = self.unsettled = count
         self.acker = acker
         self.broker_group = broker_group
-        self.is_dropped = self.suspected = self.may_expire = False
+        self.is_dropped = self.suspected = self.may_expire = self.is_uneven = False
         self._decided = decided
 
     def mark(self, at: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import qmq
 from qmq.client.retrying import RetryPolicy, batch_of
+from qmq.codec import encode_message, with_properties
 from qmq.errors import InvalidRequest
 from tests.support.waiting import until_async
 from tests.unit.client.consuming import consumer_of, fill, listening, ns
@@ -98,6 +99,45 @@ def test_a_message_that_fails_each_call_it_is_in_is_a_dead_letter_alone(retries_
             async with listening(consumer):
                 await until_async(lambda: buried and settled(broker))
             assert buried == [[17]] and handled == set(range(100)) - {17}
+
+    run(test())
+
+
+def test_a_message_with_a_limit_of_its_own_is_alone_at_its_last_attempt_wherever_in_the_list_it_is():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            for n in range(20):
+                own = 2 if n == 9 else None
+                broker.add("a", encode_message(qmq.Message("a", {"n": n}, id=f"m{n}", retries_max=own), 0))
+            consumer, handled = consumer_of(metaserver, consumer_id="c1"), set()
+
+            @consumer.listen("a", group="g", start="earliest", batch=20, retries_max=8, retry_delay=0.0)
+            async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+                if 8 in (numbers := ns(messages)):
+                    raise ValueError("8 is a poison")
+                handled.update(numbers)
+
+            async with listening(consumer):
+                await until_async(lambda: len(handled) == 19 and settled(broker))
+
+    run(test())
+
+
+def test_what_came_to_the_mailbox_for_its_last_attempt_is_alone():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            for n in range(10):
+                data = encode_message(qmq.Message("a", {"n": n}, id=f"m{n}"), 0)
+                broker.add("%RETRY%a%g", with_properties(data, {"qmq_times": "4"}) if n == 1 else data)
+            consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", start="earliest", batch=10, retries_max=4)
+            async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+                calls.append([(number, message.times) for number, message in zip(ns(messages), messages, strict=True)])
+
+            async with listening(consumer):
+                await until_async(lambda: sum(map(len, calls)) == 10)
+            assert [(1, 4)] in calls
 
     run(test())
 
