@@ -139,9 +139,9 @@ def set_copies(group: Group, min_copies: int) -> RoleChange | None:
     check_not_half_swapped(group)
     most = max(len(group.brokers), 2)
     if not 2 <= min_copies <= most:
-        raise OperatorError(
-            f"{group.name} has {len(group.brokers)} copies, so minCopies is 2 to {most}; AddBroker adds a copy"
-        )
+        allowed = "2" if most == 2 else f"2 to {most}"
+        more = "; AddBroker adds a copy" if len(group.brokers) < COPIES_MAX else ""
+        raise OperatorError(f"{group.name} has {len(group.brokers)} copies, so minCopies is {allowed}{more}")
     return None if min_copies == group.min_copies else replace(_unchanged(group), min_copies=min_copies)
 
 

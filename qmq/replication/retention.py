@@ -4,6 +4,8 @@ It decides only while its slave is in sync and the clocks of both and of the met
 deletes nothing, whoever has it. Nor does it later: a segment's age is counted from the retention frame behind it, whose
 time was agreed on, not from the times in its frames. So each closed segment gets one, which may do no more than state
 the time. A log without them, from before there were any, begins to age with the first.
+
+Keeps I26.
 """
 
 from __future__ import annotations

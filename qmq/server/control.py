@@ -73,35 +73,37 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         return pb.RatesAnswer(samples=[pb.RateSample(**one._asdict()) for one in self._samples.all()])
 
     async def PrepareSwap(self, request: pb.PrepareSwapRequest, context: Any) -> pb.BrokerState:
-        node = self._service.node
+        node, guarded = self._service.node, self._service.guarded
         try:
-            node.prepare_swap(request.term, request.hold_ms, target=request.target)
+            guarded(partial(node.prepare_swap, request.term, request.hold_ms, target=request.target))
             async with asyncio.timeout(request.timeout_ms / 1000):
                 while node.master is None or not node.master.is_drained_to(request.target):
                     await asyncio.sleep(POLL_S)
             if request.promised_term:
-                self._service.guarded(partial(node.promise_swap, request.promised_term, target=request.target))
+                guarded(partial(node.promise_swap, request.promised_term, target=request.target))
         except OperatorError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except TimeoutError:
-            node.cancel_swap()
+            guarded(node.cancel_swap)
             text = f"the slave did not get everything within {request.timeout_ms} ms; nothing was changed"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         return state_message(self._service, self._settings)
 
     async def CancelSwap(self, request: pb.Nothing, context: Any) -> pb.BrokerState:
-        self._service.node.cancel_swap()
+        self._service.guarded(self._service.node.cancel_swap)
         return state_message(self._service, self._settings)
 
     async def PrepareFailover(self, request: pb.PrepareFailoverRequest, context: Any) -> pb.BrokerState:
+        node = self._service.node
+        prepare = partial(
+            node.prepare_failover, request.term, hold_ms=request.hold_ms, silent_ms=request.silent_ms,
+            heard_ms_ago=self._service.master_heard_ms_ago(), promised_term=request.promised_term,
+        )  # fmt: skip
         try:
-            self._service.node.prepare_failover(
-                request.term, hold_ms=request.hold_ms, silent_ms=request.silent_ms,
-                heard_ms_ago=self._service.master_heard_ms_ago(), promised_term=request.promised_term,
-            )  # fmt: skip
+            self._service.guarded(prepare)
             if request.promised_term:  # what it says that it has must outlive a power cut, as the promise does
                 async with asyncio.timeout(FLUSHED_S):
-                    while not self._service.node.log.is_idle:
+                    while not node.log.is_idle:
                         await asyncio.sleep(POLL_S)
         except TimeoutError:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "its disk does not finish what it was given")

@@ -391,10 +391,16 @@ def test_slaves_are_added_up_to_five_copies(monkeypatch):
 
 
 @pytest.mark.parametrize("min_copies", [1, 4])
-def test_no_more_copies_acknowledge_than_there_are(min_copies):
+def test_no_more_copies_acknowledge_than_there_are(min_copies, monkeypatch):
+    monkeypatch.setattr(roles, "COPIES_MAX", 5)
     _, group = of_three()
     with pytest.raises(OperatorError, match="minCopies is 2 to 3; AddBroker adds a copy"):
         roles.set_copies(group, min_copies)
+
+
+def test_nobody_is_sent_to_add_a_copy_that_would_be_refused():
+    with pytest.raises(OperatorError, match="g1 has 2 copies, so minCopies is 2$"):
+        roles.set_copies(directory().groups["g1"], 3)
 
 
 def test_other_copies_to_acknowledge_begin_a_term():
