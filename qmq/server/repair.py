@@ -23,6 +23,10 @@ from qmq.ticking import until_next_second
 
 log = logging.getLogger(__name__)
 
+SILENT_S = 60.0
+"""A copy that sends no frames for so long is asked anew. Not how long all may take: a segment that is gone is a GiB,
+and audits read at the same rate (`read_log_bytes_per_s`)."""
+
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -78,8 +82,15 @@ async def _describe(peer: Address, metadata: Metadata) -> Any | None:
 async def _fetch(peer: Address, metadata: Metadata, begin: int, end: int) -> tuple[int, bytes]:
     """Return the frames that begin in [begin, end), and where the first one does; `end` if there are none."""
     async with _channel(peer) as channel:
-        request = pb.ReadLogRequest(begin=begin, end=end)
-        chunks = [chunk async for chunk in BrokerStub(channel).ReadLog(request, metadata=metadata, timeout=60)]
+        request, loop = pb.ReadLogRequest(begin=begin, end=end), asyncio.get_running_loop()
+        chunks: list[pb.LogChunk] = []
+        try:
+            async with asyncio.timeout(SILENT_S) as silence:
+                async for chunk in BrokerStub(channel).ReadLog(request, metadata=metadata):
+                    chunks.append(chunk)
+                    silence.reschedule(loop.time() + SILENT_S)
+        except TimeoutError:
+            raise NotServed(f"the other copy sent nothing for {SILENT_S:.0f} s") from None
         return chunks[0].offset if chunks else end, b"".join(chunk.data for chunk in chunks)
 
 
