@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import http.client
 import json
 import re
 import secrets
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +43,8 @@ LEEWAY_S = 30
 NAME_CHARS_MAX = 60
 PREFIX = "oidc:"
 """What the names of people who came this way begin with: no token's name has a colon."""
+_THREADS = ThreadPoolExecutor(4, "oidc")
+"""Of our own: nobody is logged in yet who asks, and a provider that stands still must not take those of others."""
 RANKS = (TokenRole.ADMIN, TokenRole.OPERATOR, TokenRole.VIEWER)
 
 
@@ -157,7 +161,8 @@ def role_of(claims: Mapping[str, Any], wanted: Wanted) -> TokenRole:
     found: Any = claims
     for part in wanted.roles_claim.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
-    has = {found} if isinstance(found, str) else {one for one in found or () if isinstance(one, str)}
+    listed = found if isinstance(found, list) else [found]
+    has = {one for one in listed if isinstance(one, str)}
     for role in RANKS:
         if any(mine == role and value in has for mine, value in wanted.roles):
             return role
@@ -174,10 +179,10 @@ async def _fetch(what: str | urllib.request.Request) -> Any:
     """Read a JSON object; raises NotServed."""
     address = what if isinstance(what, str) else what.full_url
     try:
-        answer = await asyncio.to_thread(_read, what)
+        answer = await asyncio.get_running_loop().run_in_executor(_THREADS, _read, what)
     except urllib.error.HTTPError as error:
         raise NotServed(f"the provider answered {error.code} at {address}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise NotServed(f"the provider does not answer at {address}: {cause_of(error)}") from None
     if not isinstance(answer, dict):
         raise NotServed(f"the provider answered no object at {address}")

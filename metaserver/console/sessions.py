@@ -56,7 +56,7 @@ class Sessions:
     def begin_without_token(self, caller: Caller, *, now_ms: int) -> str:
         """As `begin`, for somebody whom an OpenID provider sent."""
         caller.require_role(TokenRole.VIEWER)
-        who = base64.urlsafe_b64encode(json.dumps([caller.name, caller.role]).encode()).decode()
+        who = base64.urlsafe_b64encode(json.dumps([caller.name, caller.role], ensure_ascii=False).encode()).decode()
         return self._cookie(f"{_PERSON}{who}", now_ms)
 
     def _cookie(self, who: str, now_ms: int) -> str:

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from qmq.errors import NotServed
+from qmq.errors import AccessError, NotServed
 from qmq.http_port import HttpPort, listen
 from qmq.metaserver.console.attempts import ATTEMPT_MS
 from qmq.metaserver.console.oidc import Provider, Wanted, role_of
@@ -254,6 +254,10 @@ def test_a_metaservers_settings_become_a_provider(issuer):
 def test_roles_lie_where_the_setting_says():
     keycloak = wanted("http://p", roles_claim="realm_access.roles")
     assert role_of({"realm_access": {"roles": ["on-call"]}}, keycloak) == TokenRole.OPERATOR
+    assert role_of({"groups": "on-call"}, wanted("http://p")) == TokenRole.OPERATOR
+    for groups in (True, 5, None, [["on-call"]], {"on-call": False}):
+        with pytest.raises(AccessError, match="has a role here"):
+            role_of({"groups": groups}, wanted("http://p"))
 
 
 def test_settings_of_a_provider_are_checked_as_a_whole():

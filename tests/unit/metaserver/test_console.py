@@ -14,6 +14,7 @@ from qmq.metaserver.actions import ACTIONS, Answer, Status
 from qmq.metaserver.console import changes, shown
 from qmq.metaserver.console.pages import PAGES
 from qmq.metaserver.console.sessions import LASTS_MS, Sessions
+from qmq.rights import Caller, TokenRole
 from tests.unit.metaserver.console_world import CLUSTER, ConsoleWorld, in_console, text_of
 
 HOSTILE = '<script>alert("1")</script>\'&'
@@ -198,6 +199,9 @@ def test_a_session_ends_and_is_not_forged():
     for forged in (later, foreign, "", "...", "ä.1.x.y", cookie[:-1], cookie + "0", "x" * 10_000):
         with pytest.raises(AccessError):
             sessions.caller(forged, now_ms=6, peer="")
+    for name in ("oidc:" + "Я" * 60, "oidc:" + "\U00020000" * 60):
+        of_a_person = sessions.begin_without_token(Caller(name, TokenRole.OPERATOR), now_ms=5)
+        assert sessions.caller(of_a_person, now_ms=6, peer="").name == name, "as long as a name may be"
     assert sessions.is_csrf(cookie, sessions.csrf(cookie))
     for wrong in ("", "ä", sessions.csrf(of_the_old_key), cookie):
         assert not sessions.is_csrf(cookie, wrong)
