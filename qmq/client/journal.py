@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import re
 from collections.abc import Iterable
@@ -76,11 +77,17 @@ class JournalWriter:
             self.close()
 
     def _write(self, lines: bytes) -> None:
-        if self._file is None or self._size + len(lines) > self._journal.bytes_max // FILES:
+        if self._file is None or self._size + len(lines) > self._journal.bytes_max // FILES or self._is_removed():
             self._next_file()
         assert self._file is not None
-        self._file.write(lines)
         self._size += len(lines)
+        rest = memoryview(lines)
+        while rest:  # a disk that is nearly full takes a part, and fails with the next one
+            rest = rest[self._file.write(rest) :]
+
+    def _is_removed(self) -> bool:
+        """Whether another producer made room, and took this file for an old one: nobody would read what it gets."""
+        return self._file is not None and not os.fstat(self._file.fileno()).st_nlink
 
     def _next_file(self) -> None:
         self.close()

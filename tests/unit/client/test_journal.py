@@ -73,6 +73,15 @@ def test_a_folder_stays_below_its_bound_and_keeps_the_newest(tmp_path: Path) -> 
     assert found == list(range(found[0], 30_000)) and len(found) > 30_000 // 2 // FILES
 
 
+def test_a_file_that_another_producer_removed_is_followed_by_a_new_one(tmp_path: Path) -> None:
+    writer = JournalWriter(qmq.Journal(tmp_path, one_in=1), "quiet")
+    writer.stored(batch_of(1), told(0))
+    (tmp_path / "quiet-000001.ndjson").unlink()
+    writer.stored(batch_of(1), told(1))
+    writer.close()
+    assert [one["sequence"] for one in lines(tmp_path)] == [1]
+
+
 def test_one_batch_in_so_many_is_kept(tmp_path: Path) -> None:
     writer, batch = JournalWriter(qmq.Journal(tmp_path, one_in=10), "shop"), batch_of(2)
     for number in range(2_000):
