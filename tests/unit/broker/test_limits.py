@@ -77,6 +77,33 @@ def test_what_was_stored_too_long_ago_is_over_for_each_group_and_counted():
     assert group.a.log.state.groups[KEY] == group.b.log.state.groups[KEY], "the slave folds the same"
 
 
+def test_of_many_limited_subjects_some_are_looked_at_in_each_tick(monkeypatch):
+    monkeypatch.setattr(pruning, "SUBJECTS_AT_ONCE", 2)
+    subjects = [f"s{number}" for number in range(5)]
+    group, _ = started(*(HOUR._replace(subject=subject) for subject in subjects))
+    for subject in subjects:
+        joined(group, "c", subject=subject).produce("m", subject=subject)
+    group.settle()
+    hours_pass(group)
+    counts = []
+    for _ in range(4):
+        counts.append(len(group.a.master.expired))
+        group.a.node.tick()
+        group.settle()
+    assert counts == [2, 4, 5, 5]
+
+
+def test_nobody_searches_while_the_oldest_message_is_young(monkeypatch):
+    group, client = started(HOUR)
+    client.produce("m0")
+    group.settle()
+    with monkeypatch.context() as searched:
+        searched.setattr(pruning.progress, "first_since", lambda *_: pytest.fail("a search"))
+        hours_pass(group, 0.9)
+    hours_pass(group, 0.2)
+    assert group.a.master.expired == {KEY: 1}
+
+
 def test_a_group_without_consumers_keeps_nothing_that_has_expired():
     group, client = started(HOUR)
     client.produce("m0")
