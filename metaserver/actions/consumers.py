@@ -22,6 +22,7 @@ from qmq.subjects import is_dead_letter_subject, real_subject
 log = logging.getLogger("qmq.metaserver")
 
 _QMQ_CODES = {"1": "latest", "2": "earliest"}
+_ONE_BY_ONE = "subjects and consumer groups are limited one by one: * stands for none of them here"
 _WITH_VALUE = ("sequence", "time")
 
 
@@ -216,6 +217,8 @@ async def _switch(desk: Desk, words: Words) -> Plan:
 
 async def _limit_subject(desk: Desk, words: Words) -> Plan:
     subject, registry = words["subject"], desk.registry
+    if subject == ALL_SUBJECTS:
+        return refused(_ONE_BY_ONE)
     limits = group_plans.limits_of(registry.directory, (subject, OF_SUBJECT))
     if words.is_given("expiresAfterS"):
         limits = limits._replace(expires_after_s=words.number("expiresAfterS"))
@@ -232,6 +235,8 @@ async def _limit_subject(desk: Desk, words: Words) -> Plan:
 
 async def _limit_group(desk: Desk, words: Words) -> Plan:
     registry = desk.registry
+    if ALL_SUBJECTS in (words["subject"], words["group"]):
+        return refused(_ONE_BY_ONE)
     limits = group_plans.limits_of(registry.directory, (words["subject"], words["group"]))
     limits = limits._replace(per_second=words.number("perSecond"))
     return group_plans.limit(registry.directory, registry.routes, limits)

@@ -213,6 +213,9 @@ async def test_subjects_and_groups_are_limited_and_what_is_not_named_stays(world
     await world.done("SetLimits", subject="s1", expiresAfterS="0", expired="drop")
     await world.done("LimitGroup", subject="s1", group="shop", perSecond="0")
     assert world.registry.directory.limits == frozenset() and await world.done("ListLimits") == []
+    for words in ({"subject": "*", "group": "shop"}, {"subject": "s1", "group": "*"}):
+        assert "one by one" in await world.refused("LimitGroup", perSecond="5", **words)
+    assert "one by one" in await world.refused("SetLimits", subject="*", expiresAfterS="60")
     dead = "%DEAD_RETRY%s1%shop"
     assert "only be dropped" in await world.refused("SetLimits", subject=dead, expired="deadLetter")
     await world.done("SetLimits", subject=dead, expiresAfterS="60")
