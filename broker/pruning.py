@@ -121,12 +121,24 @@ class Pruning:
         end = state.next_sequence.get(subject, 0)
         for name in self._groups.get(subject, ()):
             group = state.groups[subject, name]
-            waiting = _waiting(group, end)
-            if waiting >= limits.messages_max and not group.is_broadcast:
+            if (waiting := _waiting(group, end)) < limits.messages_max or group.is_broadcast:
+                continue
+            waiting -= self._gone(subject, group)
+            if waiting >= limits.messages_max:
                 raise SubjectFull(
                     f"{waiting:,} messages of {subject} wait for {name} at {self._mastership.group}, and "
                     f"{limits.messages_max:,} may (SetLimits --messagesMax)"
                 )
+
+    def _gone(self, subject: str, group: Group) -> int:
+        """Return how many of those that wait are none any more, because retention took them."""
+        try:
+            first, _ = progress.sequences_kept(self._mastership.log, subject)
+        except CorruptFrame as problem:
+            self._mastership.found_damage(problem)
+            return 0
+        requeued = sum(one.count for one in group.requeued.before(first, RANGES_AT_ONCE))
+        return max(first - group.position, 0) + requeued
 
     def _overflow(self, subject: str, messages_max: int) -> None:
         state = self._mastership.log.state

@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 
 from qmq.broker import retention
+from qmq.errors import ErrorCode
 from qmq.log.frame import FrameKind
 from qmq.log.retention import RetentionDecision, decode_retention, encode_retention
+from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.replication.retention import HOUR_MS, old_segments
+from qmq.types import Role
 from tests.unit.broker.world import SETTINGS, Client, Group
 from tests.unit.log.logs import Copy
 
@@ -193,6 +196,22 @@ def test_what_a_group_has_not_consumed_is_dropped_only_as_set_and_then_counted(l
         assert broker.log.state.kept.unconsumed == {("s", "g"): lost}
         broker.crash()
         assert broker.log.state.kept.unconsumed == {("s", "g"): lost}
+
+
+def test_what_was_dropped_waits_for_no_group_and_keeps_no_producer_out():
+    group = a_group(unconsumed="drop", retention_bytes=100_000)
+    consume_nothing(group)
+    produce(group)
+    assert group.look_after_logs() > 10
+    left = 1_600 - group.a.log.frames("s", 0, 1)[0].begin
+    outcomes = []
+    for most in (left, left + 1):
+        group.a.assign(Role.MASTER, limits=(OperatorLimits("s", OF_SUBJECT, messages_max=most),))
+        producer = Client(group.a)
+        outcomes.append((producer, producer.produce("m")))
+        group.settle()
+    (full, refused), (other, stored) = outcomes
+    assert full.code(refused) == ErrorCode.SUBJECT_FULL and other.receipt(stored).stored == 1
 
 
 def test_an_acked_message_is_not_counted_as_lost():
