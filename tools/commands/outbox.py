@@ -1,13 +1,16 @@
 """Core. Commands about outboxes of applications: what is stuck there, sending it again, holding it against the logs.
 
-They ask the active watchdog of a room, which the metaserver names: the tools need no access to any database.
+Those that look ask the active watchdog of a room, which the metaserver names; the metaserver has rows sent again, and
+writes that down. The tools need no access to any database.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from qmq.tools.command import Command, Kind, Option
+from qmq.tools.command import Command, Kind, Option, good
+from qmq.tools.table import Block, Cell
 
 _ROOM = Option("room", "namespace of the watchdog", default="default")
 _DATABASE = Option("database", "only this one, as ListDbs names it", default="")
@@ -22,6 +25,13 @@ def _retries_something(words: Mapping[str, str]) -> str:
     if not all(word.isascii() and word.isdecimal() for word in ids.split(",") if word):
         return "--ids are whole numbers with commas between them"
     return ""
+
+
+def _retried(data: Mapping[str, Any]) -> Iterator[Block]:
+    for database, rows in data["retried"].items():
+        yield good(f"{database}: {rows} rows are to be sent again")
+    if not data["retried"]:
+        yield Cell("no row is parked")
 
 
 OUTBOX = (
@@ -47,9 +57,8 @@ OUTBOX = (
             _ROOM,
             _DATABASE,
             Option("ids", "only these rows, as OutboxStuck shows them: 1,2", default=""),
-            _WATCHDOG,
         ),
-        runs="qmq.tools.outbox.retry",
+        show=_retried,
         changes=True,
         look="OutboxStuck --room={room}",
         needs=_retries_something,

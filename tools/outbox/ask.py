@@ -20,29 +20,26 @@ ANSWER_S = 45.0
 
 
 class Unanswered(Exception):
-    """No watchdog gave what was asked for; the text says why. `sent`: it may have done it all the same."""
+    """No watchdog gave what was asked for; the text says why."""
 
-    def __init__(self, exit_status: Exit, text: str, *, sent: bool = False) -> None:
+    def __init__(self, exit_status: Exit, text: str) -> None:
         super().__init__(text)
-        self.exit, self.sent = exit_status, sent
+        self.exit = exit_status
 
 
-def ask_watchdog(session: Session, path: str, *, method: str = "GET", **words: str) -> Any:
+def ask_watchdog(session: Session, path: str, **words: str) -> Any:
     """Return what the watchdog answers, read from JSON. Raises Unanswered."""
     address = session.values["watchdog"] or _active(session)
     query = urlencode({name: value for name, value in words.items() if value})
-    request = urllib.request.Request(
-        f"http://{address}{path}?{query}", headers={"X-Api-Token": session.token}, method=method
-    )
+    request = urllib.request.Request(f"http://{address}{path}?{query}", headers={"X-Api-Token": session.token})
     try:
         with DIRECT.open(request, timeout=ANSWER_S) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
         exit_status = Exit.UNREACHABLE if error.code >= 500 else Exit.REFUSED
-        raise Unanswered(exit_status, _problem(error), sent=error.code >= 500 and error.code != 503) from None
+        raise Unanswered(exit_status, _problem(error)) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        sent = not isinstance(getattr(error, "reason", None), ConnectionRefusedError)
-        raise Unanswered(Exit.UNREACHABLE, f"the watchdog at {address} does not answer: {error}", sent=sent) from None
+        raise Unanswered(Exit.UNREACHABLE, f"the watchdog at {address} does not answer: {error}") from None
 
 
 def _active(session: Session) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from qmq.tools.command import bad, good, warning
+from qmq.tools.command import bad, warning
 from qmq.tools.table import Block, Cell, Column, Table
 
 _ROW = (
@@ -45,10 +45,6 @@ def _reconciled(one: Mapping[str, Any]) -> Iterator[Block]:
     more = (Column("LOG", "log"), Column("WHERE", lambda row: row["where"] or row["why"], fold=20))
     if one["rows"]:
         yield Table((*_ROW, *more), one["rows"])
-
-
-def retried_blocks(answer: Mapping[str, Any]) -> Iterator[Block]:
-    yield from _each(answer, lambda one: iter([good(f"{one['database']}: {one['retried']} rows are to be sent again")]))
 
 
 def problems_of(answer: Mapping[str, Any]) -> list[str]:

@@ -70,9 +70,9 @@ def test_qmqs_defaults_are_kept():
 
 def test_every_action_has_a_command():
     """Some ask brokers or watchdogs themselves; the console asks the actions."""
-    assert sorted(
-        {*(command.asks for command in ASKING.values()), "Browse", "Redrive", "OutboxStuck", "OutboxRetry"}
-    ) == sorted(ACTIONS)
+    assert sorted({*(command.asks for command in ASKING.values()), "Browse", "Redrive", "OutboxStuck"}) == sorted(
+        ACTIONS
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - set(ASKING)))
