@@ -7,7 +7,7 @@ import urllib.request
 from typing import Any
 
 from qmq.audit.copies import CannotRead
-from qmq.audit.schema import COPIES
+from qmq.audit.schema import COPIES, COPIES_MIN
 from qmq.control_plane import DIRECT
 
 CALL_TIMEOUT_S = 10.0
@@ -35,16 +35,32 @@ def find_places(metaserver: str, token: str) -> dict[str, dict[str, dict[str, st
     }
 
 
+def find_min_copies(metaserver: str, token: str) -> dict[str, int]:
+    """Return by broker group how many copies acknowledge. Raises CannotRead: the metaserver gives no answer."""
+    return {str(row["groupName"]): int(row.get("minCopies", COPIES_MIN)) for row in _list_groups(metaserver, token)}
+
+
 def _list_brokers(metaserver: str, token: str) -> list[dict[str, Any]]:
+    result = _ask("ListBrokers", metaserver, token)
+    if not isinstance(result, dict) or result.get("status") != 0:
+        raise CannotRead(f"ListBrokers at {metaserver}: {result}")
+    return list(result["data"])
+
+
+def _list_groups(metaserver: str, token: str) -> list[dict[str, Any]]:
+    result = _ask("ListBrokerGroups", metaserver, token)
+    if not isinstance(result, list):
+        raise CannotRead(f"ListBrokerGroups at {metaserver}: {result}")
+    return result
+
+
+def _ask(action: str, metaserver: str, token: str) -> Any:
     url = metaserver if "://" in metaserver else f"http://{metaserver}"
     request = urllib.request.Request(
-        f"{url.rstrip('/')}/management?action=ListBrokers&details=true", data=b"", headers={"X-Api-Token": token}
+        f"{url.rstrip('/')}/management?action={action}&details=true", data=b"", headers={"X-Api-Token": token}
     )
     try:
         with DIRECT.open(request, timeout=CALL_TIMEOUT_S) as answer:
-            result = json.load(answer)
+            return json.load(answer)
     except (OSError, ValueError) as error:
-        raise CannotRead(f"ListBrokers at {url}: {error}") from None
-    if not isinstance(result, dict) or result.get("status") != 0:
-        raise CannotRead(f"ListBrokers at {url}: {result}")
-    return list(result["data"])
+        raise CannotRead(f"{action} at {url}: {error}") from None

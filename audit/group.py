@@ -34,18 +34,20 @@ from qmq.audit.plan import FINDINGS_MAX, HOURS_MAX, Job, judged
 from qmq.audit.progress import CONSERVED
 from qmq.audit.reading import LogRange, Reading
 from qmq.audit.said import HOUR
-from qmq.audit.schema import BOTH, FINDINGS, JOURNAL, MASTER, SLAVE
+from qmq.audit.schema import BOTH, COPIES_MIN, FINDINGS, JOURNAL, MASTER, SLAVE
 from qmq.audit.spark import read_copy
 from qmq.ledger import Entry, Ledger, Piece, known_from
 
-COPIES_MIN = 2
-"""So many copies acknowledge (`min_copies`): of a group with more, the others may be behind."""
 ACCOUNTS_MAX = 5_000
 """Consumer groups whose equation is listed."""
 
 _NO_RANGE = "SELECT '' AS d_copy, 0L AS d_offset, 0L AS d_end WHERE false"
 _OF_HISTORY = frozenset({Kind.REWOUND, Kind.REWRITTEN, Kind.UNREAD, Kind.LOST, Kind.ALTERED})
 """These hold on both copies alike, and yet what they were found in is not verified."""
+_SHORT = _OF_HISTORY | {
+    Kind.DAMAGED, Kind.REPAIRED, Kind.MISSING, Kind.EXTRA, Kind.SHIFTED, Kind.DIFFERENT, Kind.REORDERED, Kind.HISTORY,
+}  # fmt: skip
+"""These say why less was read than is due; what other findings are about was read."""
 Row = dict[str, Any]
 
 
@@ -78,6 +80,7 @@ class Result:
     unreadable: str | None = None
     history: int | None = None
     """Offset from which on frames differ in their chain, as they follow a difference."""
+    min_copies: int = COPIES_MIN
 
     def add(self, what: Kind, **fields: Any) -> None:
         """Add a finding that the driver itself made."""
@@ -87,7 +90,11 @@ class Result:
     def is_behind(self, copy: str) -> bool:
         """Return whether a copy ends too early to have acknowledged all, and enough others did (decision 42)."""
         whole = sum(log.end >= self.watermark for log in self.logs.values())
-        return self.logs[copy].end < self.watermark and whole >= COPIES_MIN
+        return self.logs[copy].end < self.watermark and whole >= self.min_copies
+
+    def whole_until(self) -> int:
+        """Return up to where every copy goes, of what is due. What lies behind was not read on all of them."""
+        return min([self.watermark, *(log.end for name, log in self.logs.items() if self.is_behind(name))])
 
     @property
     def status(self) -> int:
@@ -99,10 +106,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What to audit: the place of each copy, as options of the data source."""
+    """What to audit: the place of each copy, as options of the data source, and how many of them acknowledge."""
 
     name: str
     places: dict[str, dict[str, str]]
+    min_copies: int = COPIES_MIN
 
 
 @dataclass(slots=True)
@@ -155,7 +163,8 @@ def audit_groups(spark: SparkSession, groups: Sequence[Group], options: Options)
 
 def _new(group: Group) -> Result:
     places = {copy: place.get("path") or place["broker"] for copy, place in group.places.items()}
-    return Result(group.name, places, until_ms=int(time.time() * 1000) + AHEAD_MS_MAX)
+    until_ms = int(time.time() * 1000) + AHEAD_MS_MAX
+    return Result(group.name, places, until_ms=until_ms, min_copies=group.min_copies)
 
 
 def _each(audits: Sequence[_Audit], step: Callable[[_Audit], None]) -> None:
@@ -185,7 +194,7 @@ def _prepare(one: _Audit, options: Options) -> None:
             {name: LogRange(log.start, log.end, log.chain) for name, log in result.logs.items()}, result.until_ms,
             result.begin,
         ),
-        _pieces(result, options.piece_bytes), frozenset(begins), result.watermark,
+        _pieces(result, options.piece_bytes), frozenset(begins), result.whole_until(),
         dict(anchor.ends) if anchor is not None and result.begin == anchor.verified else None,
     )  # fmt: skip
 
@@ -245,7 +254,7 @@ def _account_for_delays(spark: SparkSession, one: _Audit, groups: Sequence[Group
     place = one.group.places[MASTER]
     if not is_delay_group(place):
         return
-    targets = [Source(group.name, group.places[MASTER]) for group in groups]
+    targets = [Source(group.name, group.places[MASTER]) for group in groups if MASTER in group.places]
     now_ms = None if "path" in place else one.result.until_ms - AHEAD_MS_MAX
     account = account_for(spark, Source(one.group.name, place), targets, now_ms=now_ms, parquet=options.parquet)
     one.result.delayed = account.rows
@@ -258,7 +267,10 @@ def _finish(spark: SparkSession, one: _Audit, options: Options) -> None:
     if options.journal is not None:
         subjects = {name: one.answer.subjects[name] for name in group.places}
         firsts = {name: {subject: row["first"] for subject, row in rows.items()} for name, rows in subjects.items()}
-        _hold_against(spark, group, firsts, result, options.journal)
+        ends = {name: {subject: row["end"] for subject, row in rows.items()} for name, rows in subjects.items()}
+        if (anchor := one.history.anchor) is not None:
+            ends = {name: dict(anchor.ends) | rows for name, rows in ends.items()}
+        _hold_against(spark, group, firsts, ends, result, options.journal)
     if result.found:
         _check_kept(group, result)
     name_findings(group.name, group.places, result.logs, result.findings)
@@ -282,15 +294,18 @@ def _hold(group: Group, held: ExitStack) -> None:
 
 
 def _check_kept(group: Group, result: Result) -> None:
-    """Raise CannotRead if a copy has no longer what was to be read: what was found may be just that.
+    """Raise CannotRead if a copy no longer has what was to be read: what was found may be just that.
 
     A broker that was restarted does not know who held its log, and of a directory that is in use nobody asks.
     """
     for name, place in group.places.items():
         with closing(open_copy(place)) as copy:
-            start = copy.describe().start
-        if start > result.start:
-            raise CannotRead(f"the {name} let go of [{result.start}, {start}) while it was read: audit it again")
+            now = copy.describe()
+        if now.start > result.start:
+            raise CannotRead(f"the {name} let go of [{result.start}, {now.start}) while it was read: audit it again")
+        if now.end < result.logs[name].end:
+            span = f"[{now.end}, {result.logs[name].end})"
+            raise CannotRead(f"the {name} cut off {span} while it was read, as after a failover: audit it again")
 
 
 def _cause(error: Exception) -> str:
@@ -352,10 +367,12 @@ def _look_back(group: Group, result: Result, ledger: Ledger | None, share: int) 
 
 
 def _ranges(result: Result) -> str:
-    """Return what is read of both copies, cut at the high watermark, so that no piece lies on both sides of it."""
+    """Return what is read of both copies, cut at the high watermark, and where a copy that is behind ends, so that no
+    piece lies on both sides."""
     end = max(log.end for log in result.logs.values())
     parts = [(piece.begin, piece.end) for piece in result.again]
-    cuts = [result.begin, *(cut for cut in result.cuts if result.begin < cut < result.watermark), result.watermark]
+    inner = sorted(cut for cut in {*result.cuts, result.whole_until()} if result.begin < cut < result.watermark)
+    cuts = [result.begin, *inner, result.watermark]
     parts += [*pairwise(cuts), (result.watermark, end)]
     return ",".join(f"{begin}-{until}" for begin, until in parts if begin < until)
 
@@ -448,7 +465,9 @@ def _take_differences(found: Sequence[Row], result: Result) -> None:
     after = [row for row in promised if row["what"] == Kind.HISTORY]
     if after:
         first = min(row["offset"] for row in after)
-        if not any(row["offset"] is not None and row["offset"] < first for row in result.findings):
+        sides = MASTER, after[0]["copy"]
+        before = (row for row in result.findings if row["copy"] in sides and row["offset"] is not None)
+        if not any(row["offset"] < first for row in before):
             _take([row for row in after if row["offset"] == first], result)
         result.history = first
         result.notes.append(
@@ -489,7 +508,7 @@ def _digests(answer: Answer, result: Result) -> dict[int, tuple[int, int]]:
 
 def _check_all_was_read(result: Result) -> None:
     """Make a finding of a copy of which not every byte was read, if nothing else says so: both may lack the same."""
-    if result.found:
+    if not _SHORT.isdisjoint(result.found):
         return
     due = result.watermark - result.begin
     for name, read in result.read.items():
@@ -501,7 +520,8 @@ def _check_all_was_read(result: Result) -> None:
 def _explain(pieces: list[tuple[int, int]], result: Result) -> None:
     """Make a finding of every piece whose bytes differ though nothing above says why: no difference is dropped."""
     changed = result.history if result.history is not None else result.watermark
-    spans = [(row["offset"], row["end"] or row["offset"] + 1) for row in result.findings if row["offset"] is not None]
+    told = [row for row in result.findings if row["copy"] != BOTH or row["what"] == Kind.DAMAGED]
+    spans = [(row["offset"], row["end"] or row["offset"] + 1) for row in told if row["offset"] is not None]
     spans += [(log.end, result.watermark) for name, log in result.logs.items() if result.is_behind(name)]
     for begin, until in pieces:
         if begin >= min(changed, result.watermark) or any(at < until and end > begin for at, end in spans):
@@ -518,12 +538,13 @@ def _count_repaired(result: Result) -> None:
 
 
 def _hold_against(
-    spark: SparkSession, group: Group, firsts: dict[str, dict[str, int]], result: Result, journal: Path
-) -> None:
+    spark: SparkSession, group: Group, firsts: dict[str, dict[str, int]], ends: dict[str, dict[str, int]],
+    result: Result, journal: Path,
+) -> None:  # fmt: skip
     """Look for every acknowledged message of the journal in both copies, to the very end of each."""
     if not journal.exists():
         raise CannotRead(f"journal {journal}: there is no such file, nor a folder of them")
-    acked = spark.read.schema(JOURNAL).json(str(journal))
+    acked = spark.read.schema(JOURNAL).json(str(journal), recursiveFileLookup=True)
     acked = acked.where(F.col("group").isNull() | (F.col("group") == group.name))
     acked = acked.select("subject", "sequence", "id", "hash").persist(StorageLevel.MEMORY_AND_DISK)
     ((lines, broken, hashed),) = acked.agg(
@@ -540,6 +561,7 @@ def _hold_against(
     ]
     messages = reduce(DataFrame.unionByName, sides)
     found = [row.asDict() for row in journals.broken_promises(due, messages, few=lines).collect()]
+    found = journals.not_behind(found, ends, min_copies=group.min_copies)
     _take(list(together(((row["copy"], row) for row in found), tuple(group.places))), result)
     if older := acked.join(due, ["subject", "sequence", "id"], "left_anti").count():
         result.notes.append(f"{older} of the journal's messages may be older than what the copies keep: not looked for")
@@ -548,30 +570,34 @@ def _hold_against(
 
 def verified(answer: Answer, result: Result, history: History, piece_bytes: int) -> Entry | None:
     """Return what the next run may build on; None if there is something that one copy alone has wrong, or is not as it
-    was: what was verified before stays what is verified."""
+    was: what was verified before stays what is verified. So it does if a copy does not even reach that far."""
+    anchor, until = history.anchor, result.whole_until()
     if any(row["copy"] != BOTH or row["what"] in _OF_HISTORY for row in result.findings):
         return None
-    anchor = history.anchor
+    if any(begin in answer.differing and end <= until for begin, end in _pieces(result, piece_bytes)):
+        return None  # each copy may have its own damage there
+    again = [piece for piece in history.read_again(_digests(answer, result)) if piece.end <= until]
+    if until < result.begin:
+        return Entry("", 0, result.group, "", start=result.start, begin=result.begin, pieces=again)
     ends = dict(anchor.ends) if anchor is not None and anchor.verified == result.begin else {}
     for subject, end in answer.ends("due_end").items():
         ends[subject] = max(end, ends.get(subject, 0))
     read = _digests(answer, result)
     pieces = [
-        Piece(begin, until, read[begin][0], f"{CHAINS}{read[begin][1]:016x}")
-        for begin, until in _pieces(result, piece_bytes) if begin in read and result.begin <= begin
-        and until <= result.watermark
+        Piece(begin, end, read[begin][0], f"{CHAINS}{read[begin][1]:016x}")
+        for begin, end in _pieces(result, piece_bytes) if begin in read and result.begin <= begin and end <= until
     ]  # fmt: skip
-    rows = [copies[MASTER] for at, copies in answer.pieces.items() if result.begin <= at < result.watermark]
-    last = next((row for row in rows if row.get("end") == result.watermark), None)
+    rows = [copies[MASTER] for at, copies in answer.pieces.items() if result.begin <= at < until]
+    last = next((row for row in rows if row.get("end") == until), None)
     if last is not None:
         chain, frame = f"{last['chain']:016x}", last["size"]
-    elif anchor is not None:
+    elif anchor is not None and anchor.verified == until:
         chain, frame = anchor.chain, anchor.frame
     else:
         return None
     return Entry(
-        "", 0, result.group, "", start=result.start, begin=result.begin, verified=result.watermark, chain=chain,
-        frame=frame, ends=ends, pieces=sorted([*history.read_again(_digests(answer, result)), *pieces]),
+        "", 0, result.group, "", start=result.start, begin=result.begin, verified=until, chain=chain, frame=frame,
+        ends=ends, pieces=sorted([*again, *pieces]),
     )  # fmt: skip
 
 

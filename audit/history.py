@@ -58,11 +58,14 @@ class History:
         return sorted({at for piece, _ in self.known.pieces.values() for at in (piece.begin, piece.end)})
 
     def exchanged(self, digests: Digests) -> list[Piece]:
-        """Return what was read again and is not what was read before."""
+        """Return what was read again and is not what was read before, or gave nothing at all."""
+        again = set(self.again)
         found = []
         for piece, _ in sorted(self.known.pieces.values()):
             now = _now(piece, digests)
-            if piece.digest.startswith(CHAINS) and now is not None and now != piece:
+            if (now is None and piece in again) or (
+                piece.digest.startswith(CHAINS) and now is not None and now != piece
+            ):
                 found.append(piece)
         return found
 

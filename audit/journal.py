@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -35,9 +37,25 @@ def due_messages(journal: DataFrame, firsts: Mapping[str, Mapping[str, int]], st
     return due
 
 
+def not_behind(
+    found: Iterable[dict[str, Any]], ends: Mapping[str, Mapping[str, int]], *, min_copies: int
+) -> list[dict[str, Any]]:
+    """Leave out what a copy lacks behind its end, if enough others have it: it was acknowledged without this one.
+
+    in: findings; `ends`: by copy and subject, the sequence behind its last message when the copies were looked at.
+    """
+    rows = list(found)
+    lacking = Counter((row["subject"], row["sequence"], row["id"]) for row in rows if row["what"] == Kind.LOST)
+    return [
+        row for row in rows
+        if row["what"] != Kind.LOST or row["sequence"] < ends[row["copy"]].get(row["subject"], 0)
+        or len(ends) - lacking[row["subject"], row["sequence"], row["id"]] < min_copies
+    ]  # fmt: skip
+
+
 def torn_max(journal: Path) -> int:
-    """Return how many lines may be torn: the last one of each file of a folder, whose producer may have crashed."""
-    return sum(1 for _ in journal.iterdir()) if journal.is_dir() else 0
+    """Return how many lines may be torn: the last one of each file below a folder, whose producer may have crashed."""
+    return sum(path.is_file() for path in journal.rglob("*")) if journal.is_dir() else 0
 
 
 def stored(spark: SparkSession, place: Mapping[str, str], *, with_hash: bool) -> DataFrame:

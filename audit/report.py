@@ -73,8 +73,12 @@ def _section(result: Result) -> list[str]:
 def _proven(result: Result) -> list[str]:
     span = f"[{result.start}, {result.watermark})"
     if result.status == 0:
+        behind = [
+            f"{name} as far as it goes, to {log.end}" for name, log in result.logs.items() if result.is_behind(name)
+        ]
+        all_copies = ", ".join(["all copies", *behind])
         yes = (
-            f"Every byte of {span} was read on all copies, and they are the same bytes; each frame's CRCs and chain "
+            f"Every byte of {span} was read on {all_copies}, and they are the same bytes; each frame's CRCs and chain "
             "were computed again from them. Every message decodes, belongs to its frame's subject and has the labels "
             "of its tags; no batch and no id was stored twice; sequences are dense, epochs only grow, pulls and acks "
             "follow from the log; no delayed message went early, twice, or after it was cancelled."

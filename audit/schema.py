@@ -24,3 +24,5 @@ JOURNAL = _struct(subject=StringType, group=StringType, sequence=LongType, id=St
 MASTER, SLAVE = "master", "slave"
 COPIES = (MASTER, SLAVE)
 BOTH = "both"
+COPIES_MIN = 2
+"""So many copies acknowledge (`min_copies`), if nobody says otherwise; of a group with more, others may be behind."""

@@ -42,3 +42,9 @@ def test_a_group_that_lacks_a_copy_is_found_with_the_one_it_has(monkeypatch):
 def test_an_installation_without_groups_cannot_be_audited(monkeypatch):
     with pytest.raises(CannotRead, match="knows no broker group"):
         groups(monkeypatch)
+
+
+def test_how_many_copies_acknowledge_is_the_metaservers_word(monkeypatch):
+    rows = [{"groupName": "g1", "minCopies": 3}, {"groupName": "g2"}]
+    monkeypatch.setattr(brokers, "_list_groups", lambda metaserver, token: rows)
+    assert brokers.find_min_copies("http://m", "t") == {"g1": 3, "g2": 2}

@@ -1,0 +1,142 @@
+"""Core. Up to where an audit says that a log is verified, and what it may not take for read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qmq.audit.answers import Answer
+from qmq.audit.copies import Description
+from qmq.audit.group import Result, _check_all_was_read, _explain, _take_differences, verified
+from qmq.audit.history import History
+from qmq.audit.journal import not_behind
+from qmq.audit.kinds import Kind
+from qmq.audit.report import as_markdown
+from qmq.audit.said import PIECE
+from qmq.audit.schema import BOTH, FINDINGS, MASTER
+from qmq.ledger import PROVEN, Entry, Piece, known_from
+
+NAMES = ("master", "slave", "slave2")
+WATERMARK = 1000
+
+
+def result_of(*ends: int, min_copies: int = 2, begin: int = 0) -> Result:
+    logs = {name: Description(0, end, WATERMARK, 0, (0,)) for name, end in zip(NAMES, ends)}
+    result = Result("g1", dict.fromkeys(logs, ""), watermark=WATERMARK, min_copies=min_copies, begin=begin)
+    result.logs = logs
+    return result
+
+
+def answer_of(result: Result, *pieces: tuple[int, int], apart: frozenset[int] = frozenset()) -> Answer:
+    answer = Answer(tuple(result.logs))
+    for begin, end in pieces:
+        row = {
+            "begin": begin,
+            "bytes": end - begin,
+            "digest": "0f",
+            "frames": 1,
+            "messages": 0,
+            "apart": begin in apart,
+        }
+        answer.take("", PIECE, row | ({"end": end, "chain": end, "size": begin} if end > begin else {}))
+    result.read = answer.read(result.begin, result.watermark)
+    return answer
+
+
+def row_of(what: Kind, copy: str, offset: int, end: int | None = None) -> dict[str, Any]:
+    about = {"what": what.value, "copy": copy, "offset": offset, "end": end, "text": "", "frames": 1}
+    return dict.fromkeys(FINDINGS.fieldNames()) | about
+
+
+def known(*pieces: Piece) -> History:
+    entry = Entry("r1", 1, "g1", PROVEN, verified=500, chain="00aa", frame=480, ends={"a": 3}, pieces=list(pieces))
+    return History(known_from([entry]), 500, list(pieces))
+
+
+@pytest.mark.parametrize("min_copies, is_behind", [(2, True), (3, False)])
+def test_a_copy_may_be_behind_if_as_many_others_acknowledged_as_the_group_asks_for(
+    min_copies: int, is_behind: bool
+) -> None:
+    result = result_of(WATERMARK, WATERMARK, 600, min_copies=min_copies)
+    assert result.is_behind("slave2") is is_behind
+
+
+def test_what_a_copy_that_is_behind_does_not_have_is_not_verified() -> None:
+    """The next run reads it, when that copy has caught up."""
+    result = result_of(WATERMARK, WATERMARK, 600)
+    answer = answer_of(result, (0, 600), (600, WATERMARK), apart=frozenset({600}))
+    entry = verified(answer, result, History(known_from([]), 0), 10_000)
+    assert entry is not None and (entry.verified, entry.chain, entry.frame) == (600, f"{600:016x}", 0)
+    assert [(piece.begin, piece.end) for piece in entry.pieces] == [(0, 600)]
+    assert "read on all copies, slave2 as far as it goes, to 600, and they are" in as_markdown([result], 1.0)
+
+
+def test_the_verified_point_stays_if_a_copy_does_not_reach_it() -> None:
+    result = result_of(WATERMARK, WATERMARK, 300, begin=500)
+    old = [Piece(0, 200, 200, "c0f"), Piece(200, 500, 300, "c0f")]
+    result.again = old
+    answer = answer_of(result, (0, 200), (200, 500), (500, WATERMARK), apart=frozenset({200, 500}))
+    entry = verified(answer, result, known(*old), 10_000)
+    assert entry is not None and entry.verified == 0
+    assert [(piece.begin, piece.end) for piece in entry.pieces] == [(0, 200)]
+
+
+def test_copies_that_are_damaged_in_two_ways_are_not_verified() -> None:
+    result = result_of(WATERMARK, WATERMARK)
+    answer = answer_of(result, (0, WATERMARK), apart=frozenset({0}))
+    result.findings.append(row_of(Kind.DAMAGED, BOTH, 100, 200))
+    assert verified(answer, result, History(known_from([]), 0), 10_000) is None
+
+
+def test_no_point_is_verified_at_which_no_frame_ends() -> None:
+    result = result_of(WATERMARK, WATERMARK, begin=500)
+    answer = answer_of(result, (500, 800))
+    assert verified(answer, result, known(Piece(0, 500, 500, "c0f")), 10_000) is None
+
+
+@pytest.mark.parametrize("digest", ["c000000000000000f", "1234"])
+def test_an_old_piece_of_which_both_copies_gave_nothing_is_not_what_it_was(digest: str) -> None:
+    old = Piece(0, 500, 500, digest)
+    assert known(old).exchanged({}) == [old]
+    assert known(old).exchanged({0: (500, 15)}) == []
+
+
+def test_less_than_is_due_is_a_finding_though_an_id_was_stored_twice() -> None:
+    result = result_of(WATERMARK, WATERMARK)
+    answer_of(result, (0, 600))
+    result.add(Kind.ID_TWICE, copy=BOTH, offset=10)
+    _check_all_was_read(result)
+    assert result.found == {Kind.ID_TWICE: 1, Kind.UNREAD: 2}
+    damaged = result_of(WATERMARK, WATERMARK)
+    answer_of(damaged, (0, 600))
+    damaged.add(Kind.DAMAGED, copy=BOTH, offset=600)
+    _check_all_was_read(damaged)
+    assert damaged.found == {Kind.DAMAGED: 1}
+
+
+def test_what_both_copies_have_wrong_explains_no_difference_between_them() -> None:
+    result = result_of(WATERMARK, WATERMARK)
+    result.findings.append(row_of(Kind.TIME, BOTH, 10, 20))
+    _explain([(0, 500)], result)
+    assert result.found == {Kind.DIFFERENT: 1}
+    result = result_of(WATERMARK, WATERMARK)
+    result.findings.append(row_of(Kind.TIME, BOTH, 10, 20))
+    _take_differences([row_of(Kind.HISTORY, "slave", 500, 510)], result)
+    assert result.found == {Kind.HISTORY: 1}
+    result.findings, result.found = [row_of(Kind.DAMAGED, MASTER, 10, 20)], {}
+    _take_differences([row_of(Kind.HISTORY, "slave", 500, 510)], result)
+    assert not result.found
+
+
+def lost(copy: str, sequence: int) -> dict[str, Any]:
+    return row_of(Kind.LOST, copy, 0) | {"subject": "a", "sequence": sequence, "id": f"m{sequence}"}
+
+
+def test_a_copy_that_is_behind_has_lost_nothing_that_enough_others_have() -> None:
+    ends = {"master": {"a": 9}, "slave": {"a": 9}, "slave2": {"a": 5}}
+    found = [lost("slave2", 4), lost("slave2", 7), lost("slave2", 8), lost("slave", 8)]
+    assert not_behind(found, ends, min_copies=2) == [lost("slave2", 4), lost("slave2", 8), lost("slave", 8)]
+    assert not_behind(found, ends, min_copies=3) == found
+    two = {name: ends[name] for name in ("master", "slave")}
+    assert not_behind([lost("slave", 12)], two, min_copies=2) == [lost("slave", 12)]
