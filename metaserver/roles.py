@@ -118,7 +118,10 @@ def parse_port(name: str, text: str) -> int:
 
 
 def add_broker(directory: Directory, broker: Broker) -> RoleChange:
-    """Give `broker` a vacant place of its group, or make it a further slave; the first one creates the group."""
+    """Give `broker` a vacant place of its group, or make it a further slave; the first one creates the group.
+
+    One place is the master's, so slaves never take all.
+    """
     _require_free(directory, broker.key)
     group = directory.groups.get(broker.group)
     if group is None:
@@ -131,6 +134,11 @@ def add_broker(directory: Directory, broker: Broker) -> RoleChange:
         )
     if len(group.brokers) >= COPIES_MAX:
         raise OperatorError(f"{group.name} has {len(group.brokers)} copies already, and {COPIES_MAX} are the most")
+    if broker.role == Role.SLAVE and group.master is None and len(group.slaves) == COPIES_MAX - 1:
+        raise OperatorError(
+            f"{group.name} has no master, and its last place is the master's: AddBroker "
+            f"--role={part(Role.MASTER, group.kind):d} adds one; ReplaceBroker puts another in a slave's place"
+        )
     return _with_holder(_unchanged(group), broker)
 
 

@@ -132,7 +132,11 @@ async def test_swap_loses_against_a_change_made_while_it_prepared(world):
             change, _ = replace_broker(known, third, lambda member: member.role == Role.MASTER)
             await other.server.registry.change([SetRoles(change)], AuditRow("otto", "", "ReplaceBroker"))
 
-        await until_async(lambda: other.server.registry.directory == world.server.registry.directory)
+        def knows_all():  # that the slave is complete is stored some time after the group takes messages
+            known = other.server.registry.directory
+            return known == world.server.registry.directory and known.groups["g1"].slave.complete
+
+        await until_async(knows_all)
         slave.before_status = change_elsewhere
         assert "changed" in await world.refused("SwapRoles", brokerGroup="g1")
     finally:

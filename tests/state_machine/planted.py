@@ -45,8 +45,9 @@ def _terms_are_not_compared() -> list[Patch]:
         term = groups._term(connection, change.group)
         if change.before is not None and term is not None:
             stored = tuple(groups._brokers(connection, change.group).values())
-            holders = {broker.role: broker for broker in stored}
-            before = replace(change.before, master=holders.get(roles.Role.MASTER), slave=holders.get(roles.Role.SLAVE))
+            master = next((broker for broker in stored if broker.role == roles.Role.MASTER), None)
+            slaves = tuple(broker for broker in stored if broker.role == roles.Role.SLAVE)
+            before = replace(change.before, master=master, slaves=slaves)
             change = replace(change, term=term, before=before)
         real(connection, change, now)
 
@@ -166,6 +167,11 @@ def _a_master_may_come_back_with_another_disk() -> list[Patch]:
     return [mock.patch.object(roles, "check_registration", lambda broker, incarnation: None)]
 
 
+def _a_group_takes_one_copy_too_many() -> list[Patch]:
+    """Two slaves, of which one may lack what the other one acknowledged."""
+    return [mock.patch.object(roles, "COPIES_MAX", roles.COPIES_MAX + 1)]
+
+
 def _changes_are_not_announced() -> list[Patch]:
     """The version that other metaservers poll is not raised."""
     real = transactions.raise_versions
@@ -208,6 +214,7 @@ BUGS = [
     Bug("incomplete slaves are promoted", _incomplete_slaves_are_promoted, first=20),
     Bug("a new disk is as complete as the old one", _a_new_disk_is_as_complete_as_the_old_one, first=32),
     Bug("a master may come back with another disk", _a_master_may_come_back_with_another_disk),
+    Bug("a group takes one copy too many", _a_group_takes_one_copy_too_many),
     Bug("changes are not announced", _changes_are_not_announced),
     Bug("a mark is forgotten", _a_mark_is_forgotten),
     Bug("terms begin anew with a group", _terms_begin_anew_with_a_group),

@@ -146,6 +146,16 @@ def test_add_refuses_what_is_taken(added, complaint):
         roles.add_broker(directory(), added)
 
 
+@pytest.mark.parametrize("copies_max", [2, 3])
+def test_slaves_leave_the_master_its_place(copies_max, monkeypatch):
+    monkeypatch.setattr(roles, "COPIES_MAX", copies_max)
+    slaves = tuple(broker(host, Role.SLAVE) for host in ("b", "c")[: copies_max - 1])
+    known = Directory({"g1": Group("g1", 7, None, slaves, 0)})
+    with pytest.raises(OperatorError, match="g1 has no master, and its last place is the master's: .* --role=0 adds"):
+        roles.add_broker(known, broker("d", Role.SLAVE))
+    assert roles.add_broker(known, broker("d")).brokers == (broker("d"), *slaves)
+
+
 def test_added_slave_finishes_a_half_swap():
     change = roles.add_broker(directory(slave=None, half_swapped=True), broker("c", Role.SLAVE))
     assert change.slave == broker("c", Role.SLAVE) and not change.half_swapped
