@@ -101,7 +101,7 @@ def _same(one: CodeType, other: CodeType) -> bool:
 def _edits(function: Function) -> Iterator[tuple[ast.AST, str, Edit]]:
     """Yield (where, what in words, how) for each fault that fits somewhere in the function."""
     for statements in _bodies(function):
-        yield from _of_statements(statements)
+        yield from _of_statements(statements, ordered=function.name != "__init__")
     for node in _seen_nodes(function):
         yield from _of_expression(node)
 
@@ -114,12 +114,13 @@ def _bodies(function: Function) -> Iterator[list[ast.stmt]]:
                 yield statements
 
 
-def _of_statements(statements: list[ast.stmt]) -> Iterator[tuple[ast.AST, str, Edit]]:
+def _of_statements(statements: list[ast.stmt], *, ordered: bool) -> Iterator[tuple[ast.AST, str, Edit]]:
     for place, node in enumerate(statements):
         if _is_effect(node):
             yield node, f"without `{_text(node)}`", _replaced(statements, place, ast.copy_location(ast.Pass(), node))
         following = statements[place + 1] if place + 1 < len(statements) else None
-        if following is not None and _is_effect(node) and _is_effect(following) and _calls(node, following):
+        effects = ordered and following is not None and _is_effect(node) and _is_effect(following)
+        if effects and following is not None and _calls(node, following):
             yield node, f"`{_text(following)}` before `{_text(node)}`", _swapped(statements, place)
 
 

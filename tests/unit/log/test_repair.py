@@ -120,3 +120,26 @@ def test_subject_that_no_index_could_take_is_still_no_danger_to_the_log(subject)
     (ref,) = copy.reopen().frames(subject, 0, 10)
     assert copy.log.read_bodies([ref])[0][0].subject == subject
     assert all("/" not in name and len(name) < 40 for name in copy.disk.names("log"))
+
+
+@pytest.mark.parametrize(("behind", "is_known"), [(-1, False), (0, False), (1, True)])
+def test_damage_below_a_known_high_watermark_may_have_been_acknowledged(behind, is_known):
+    """Exactly at it is not below it: what begins there was never safe."""
+    copy = Copy(MemoryDisk(), tail_bytes=0)
+    copy.begin_epoch()
+    copy.messages("a", size=100)
+    offset = copy.log.end
+    copy.messages("b", size=100)
+    copy.messages("c", size=100, high_watermark=offset + behind)
+    copy.flush()
+    damage(copy, offset)
+    log = copy.reopen()
+    assert log.damage is not None and log.damage.begin == offset
+    assert log.may_be_acknowledged(log.damage) is is_known
+
+
+def test_a_segment_that_is_still_written_is_not_verified():
+    copy = a_copy(10)
+    newest = copy.log.bases[-1]
+    with pytest.raises(CorruptFrame, match="went meanwhile"):
+        copy.log.verify(newest, newest, None, 1 << 20)

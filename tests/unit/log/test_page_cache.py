@@ -1,0 +1,67 @@
+"""Core. What of a log stays in the system's memory: the newest part, whatever was written before and read since."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from qmq.log import page_cache
+from qmq.log.page_cache import STEP_BYTES, PageCache
+
+KEEP = 4 * STEP_BYTES
+
+
+class File:
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+
+@pytest.fixture
+def dropped(monkeypatch):
+    """Ranges (fd, begin, end) that the system was told to forget."""
+    ranges = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, size, advice: ranges.append((fd, at, at + size)))
+    return ranges
+
+
+def written(cache: PageCache, file: File, *, pieces: int, of: int = STEP_BYTES, at: int = 0) -> None:
+    for piece in range(pieces):
+        cache.synced(file, at + piece * of, at + (piece + 1) * of)
+
+
+def test_nothing_is_dropped_while_it_fits(dropped):
+    written(PageCache(KEEP), File(1), pieces=5, at=1 << 40)
+    assert dropped == []
+
+
+def test_what_is_too_far_behind_is_dropped_oldest_first(dropped):
+    cache = PageCache(KEEP)
+    written(cache, File(1), pieces=8, at=1 << 40)
+    begin = 1 << 40
+    assert dropped == [(1, begin + n * STEP_BYTES, begin + (n + 1) * STEP_BYTES) for n in range(3)]
+
+
+def test_many_small_writes_are_dropped_as_one_range(dropped):
+    cache, small = PageCache(KEEP), STEP_BYTES // 8
+    written(cache, File(1), pieces=8 * 6, of=small)
+    assert dropped == [(1, 0, STEP_BYTES)]
+
+
+def test_a_new_segment_is_a_range_of_its_own(dropped):
+    cache = PageCache(KEEP)
+    cache.synced(File(1), 0, 100)
+    written(cache, File(2), pieces=6, at=100)
+    assert dropped == [(1, 0, 100), (2, 100, 100 + STEP_BYTES)]
+
+
+@pytest.mark.parametrize(
+    ("fd", "begin", "end", "is_dropped"),
+    [(1, 0, 50, True), (1, 50, 101, False), (1, 150, 250, False), (1, 200, 300, True), (2, 100, 200, True)],
+)
+def test_what_was_read_stays_only_if_it_is_of_the_newest_part(dropped, fd, begin, end, is_dropped):
+    files = {1: File(1), 2: File(2)}
+    cache = page_cache.PageCache(KEEP)
+    cache.synced(files[1], 100, 200)
+    cache.was_read(files[fd], begin, end)
+    assert dropped == ([(fd, begin, end)] if is_dropped else [])
