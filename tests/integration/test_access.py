@@ -67,10 +67,8 @@ def test_no_method_answers_without_a_token_and_each_asks_for_its_role(tmp_path):
     in_world(body)(tmp_path)
 
 
-OPEN = {
-    ("GET", path)
-    for path in ("/meta/address", "/health/live", "/health/ready", "/console/login", "/console/console.css")
-}
+STATIC = tuple(f"/console/{name}" for name in ("console.css", "console.js", "icon.svg"))
+OPEN = {("GET", path) for path in ("/meta/address", "/health/live", "/health/ready", "/console/login", *STATIC)}
 
 
 @in_world
