@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import asynccontextmanager, suppress
+from email.utils import parsedate_to_datetime
 
 import httpx
 import pytest
@@ -48,6 +50,18 @@ async def opened(port, begun=b"GET / HT"):
 
 async def ok(request):
     return PlainTextResponse("ok")
+
+
+def test_each_answer_says_what_time_it_is():
+    """Doctor compares the machines' clocks by it."""
+
+    async def test():
+        async with port_of(Starlette(routes=[Route("/", ok)])) as port:
+            for path in ("/", "/nothing"):
+                date = parsedate_to_datetime((await get(port, path)).headers["date"])
+                assert abs(date.timestamp() - time.time()) < 60
+
+    asyncio.run(test())
 
 
 def test_half_open_connections_keep_nobody_out_and_write_no_line(caplog):
