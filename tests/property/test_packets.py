@@ -151,7 +151,8 @@ def test_ranges_that_overlap_are_refused():
 
 
 @pytest.mark.parametrize(
-    "entry", [commands.NackEntry(0, 1, commands.DELAY_MS_MAX + 1, 0), commands.NackEntry(0, 1, 0, 3)]
+    "entry",
+    [commands.NackEntry(0, 1, commands.DELAY_MS_MAX + 1, 0), commands.NackEntry(0, 1, 0, max(commands.Verdict) + 1)],
 )
 def test_a_delay_or_verdict_that_nobody_knows_is_refused(entry):
     with pytest.raises(InvalidRequest):

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
+from typing import NamedTuple
 
 from qmq.codec import Buffer
 from qmq.errors import DiskFailed
 from qmq.log.memory_disk import FaultyDisk
 from qmq.log.segments import log_name
+
+
+class Image(NamedTuple):
+    """A disk at some moment."""
+
+    files: dict[str, bytes]
+    flipped: list[tuple[str, int]]
 
 
 class SimulatedDisk(FaultyDisk):
@@ -56,16 +64,16 @@ class SimulatedDisk(FaultyDisk):
         where = {log_name(base): base for base in bases}
         return any(name in where and begin <= where[name] + byte < end for name, byte in self.flipped)
 
-    def image(self) -> dict[str, bytes]:
+    def image(self) -> Image:
         """Return what a backup of the machine would hold: all that survives a power cut right now."""
-        return {name: bytes(file.durable) for name, file in self._files.items()}
+        return Image({name: bytes(file.durable) for name, file in self._files.items()}, list(self.flipped))
 
-    def put_back(self, image: dict[str, bytes]) -> None:
-        """Replace everything by an older image."""
+    def put_back(self, image: Image) -> None:
+        """Replace everything by an older image, in which bits may be flipped that were mended since."""
         self._files.clear()
-        self.flipped.clear()
-        for name, data in image.items():
+        for name, data in image.files.items():
             self.put(name, data)
+        self.flipped = list(image.flipped)
 
     def wipe(self) -> None:
         self._files.clear()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from qmq.errors import CorruptFrame
 from qmq.types import Role
+from tests.simulation.disk import Image
 from tests.simulation.registry import META
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Nemesis:
         self._weights = [self._rng.random() * WEIGHTS.get(name, 1.0) + 0.02 for name in enabled]
         self.victim = self._rng.choice(world.machines)
         """The only machine whose disk loses what was fsynced: two lost disks are not covered."""
-        self._image: dict[str, bytes] | None = None
+        self._image: Image | None = None
         self._image_of = ""
         self._again()
 
