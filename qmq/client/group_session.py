@@ -411,7 +411,12 @@ class GroupSession:
 
     def begin(self, piece: UnackedPiece, at: int) -> asyncio.Future[memoryview] | None:
         """Say that a handler begins with this message now; return the answer to wait for, None if nobody can be
-        told."""
+        told.
+
+        What was decided before goes first: whatever becomes of this process then, only this message has begun and is
+        not done. Else its neighbours, whose acks the process took with it, would count as its victims each time."""
+        self._urgent.add(Urgency.SWEEP)
+        self._send()
         connection, here = self._link.connection, self._life.now
         if connection is None or not isinstance(here, Subscribed) or not here.takes_begins or piece.is_dropped:
             return None

@@ -42,6 +42,26 @@ def test_a_suspected_message_is_handled_alone_after_its_broker_knows(suspected):
     run(test())
 
 
+def test_what_was_decided_is_acked_before_a_suspected_message_begins():
+    """A process that dies with one takes no acks of its neighbours along: they would die with it in the end."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins, broker.suspected = True, set(range(5))
+            fill(broker, range(5))
+            consumer, acked = consumer_of(metaserver), []
+
+            @consumer.listen("a", group="g", start="earliest")
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                acked.append(sum(end - begin for ranges in broker.acks for begin, end in ranges))
+
+            async with listening(consumer):
+                await until_async(lambda: len(acked) == 5)
+            assert acked == list(range(5))
+
+    run(test())
+
+
 def test_a_puller_gets_suspected_messages_one_at_a_time():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
