@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from qmq.audit.copies import CannotRead
 from qmq.audit.schema import COPIES, COPIES_MIN
 from qmq.control_plane import DIRECT
 
 CALL_TIMEOUT_S = 10.0
+
+
+class Standing(NamedTuple):
+    """A broker group: how many copies acknowledge, and why it takes no messages, a sentence each; empty if it does."""
+
+    min_copies: int = COPIES_MIN
+    why: tuple[str, ...] = ()
 
 
 def find_places(metaserver: str, token: str) -> dict[str, dict[str, dict[str, str]]]:
@@ -35,9 +43,14 @@ def find_places(metaserver: str, token: str) -> dict[str, dict[str, dict[str, st
     }
 
 
-def find_min_copies(metaserver: str, token: str) -> dict[str, int]:
-    """Return by broker group how many copies acknowledge. Raises CannotRead: the metaserver gives no answer."""
-    return {str(row["groupName"]): int(row.get("minCopies", COPIES_MIN)) for row in _list_groups(metaserver, token)}
+def find_standing(metaserver: str, token: str) -> dict[str, Standing]:
+    """Return by broker group what the metaserver says of it. Raises CannotRead: it gives no answer."""
+    return {str(row["groupName"]): _standing(row) for row in _list_groups(metaserver, token)}
+
+
+def _standing(row: Mapping[str, Any]) -> Standing:
+    closed = row.get("writable") is False
+    return Standing(int(row.get("minCopies", COPIES_MIN)), tuple(row.get("why") or ("unknown",)) if closed else ())
 
 
 def _list_brokers(metaserver: str, token: str) -> list[dict[str, Any]]:

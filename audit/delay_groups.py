@@ -37,10 +37,11 @@ class Source(NamedTuple):
 
 
 class Account(NamedTuple):
-    """The equation per subject, and what breaks it: {what, subject, sequence, offset, text}."""
+    """The equation per subject, and what breaks it: {what, subject, sequence, offset, text}; notes say what waits."""
 
     rows: list[dict[str, Any]]
     findings: list[dict[str, Any]]
+    notes: list[str]
 
 
 def is_delay_group(place: Mapping[str, str]) -> bool:
@@ -58,12 +59,14 @@ def account_for(
     *,
     now_ms: int | None = None,
     parquet: Path | None = None,
+    closed: Mapping[str, Sequence[str]] | None = None,
 ) -> Account:
     """Account for each delayed message of a delay group, at a time; by default, that of its last decision.
 
     Raises CannotRead.
 
-    `targets`: of all broker groups; what went to another one is not looked for.
+    `targets`: of all broker groups; what went to another one is not looked for. `closed`: of those that take
+    no messages, why; what waits for them is a note.
     """
     rows = _table(spark, delays, "delays").persist(StorageLevel.MEMORY_AND_DISK)
     try:
@@ -76,7 +79,8 @@ def account_for(
         names = ("taken", *due.STATES, "late")
         sums = [F.sum(name).alias(name) for name in names] + [F.max("late_ms_max").alias("late_ms_max")]
         listed = hours.groupBy("subject").agg(*sums).orderBy("subject").limit(SUBJECTS_MAX).collect()
-        return Account([row.asDict() for row in listed], [*_unsent(found), *_not_there(spark, rows, targets)])
+        findings = [*_unsent(found, closed or {}), *_not_there(spark, rows, targets)]
+        return Account([row.asDict() for row in listed], findings, [*_waiting(found, closed or {})])
     finally:
         rows.unpersist()
 
@@ -90,9 +94,20 @@ def _table(spark: SparkSession, source: Source, rows: str, **options: object) ->
     return read_copy(spark, dict(source.place), rows=rows, **options).withColumn("broker_group", F.lit(source.group))
 
 
-def _unsent(found: DataFrame) -> Iterator[dict[str, Any]]:
-    for row in due.unsent(found).orderBy("sequence").limit(FINDINGS_MAX).collect():
+def _unsent(found: DataFrame, closed: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Any]]:
+    rows = due.unsent(found).where(~due.waits_for(closed)).drop("targets")
+    for row in rows.orderBy("sequence").limit(FINDINGS_MAX).collect():
         yield row.asDict() | {"what": Kind.UNSENT.value}
+
+
+def _waiting(found: DataFrame, closed: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    if not closed:
+        return
+    rows = due.unsent(found).where(due.waits_for(closed)).groupBy(F.array_sort("targets").alias("targets")).count()
+    for row in sorted(rows.collect()):
+        names = "; ".join(f"{name} ({', '.join(closed[name])})" for name in row["targets"])
+        messages = f"{row['count']} messages that were due an hour ago or earlier"
+        yield f"{messages} wait for broker groups that take none: {names}"
 
 
 def _not_there(spark: SparkSession, rows: DataFrame, targets: Sequence[Source]) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,8 @@
     taken = stored + under way + cancelled + replaced + pending + unsent
 
 A message is taken when a delay group stores it, or writes it again in place of another one; under way while nobody
-knows what became of the batch that it was planned for; unsent, if it was due `UNSENT_MS` ago and is in no other state.
+knows what became of the batch that it was planned for, for `UNSENT_MS` at most; unsent, if it was due so long ago and
+is in no other state.
 What a target acknowledged is looked for in that group's log, by producer id and batch number.
 
     delays     the table `delays` of one delay group (audit.tables)
@@ -11,6 +12,8 @@ What a target acknowledged is looked for in that group's log, by producer id and
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -27,24 +30,30 @@ MESSAGES = 1
 def fates(delays: DataFrame, now_ms: int) -> DataFrame:
     """Return each message that was taken, with its state.
 
-    out: subject string, number long, due_ms long, offset long, late_ms long (null unless it was sent), state string.
+    out: subject string, number long, due_ms long, offset long, late_ms long (null unless it was sent), open_ms long
+    (when it was planned for a batch that nobody knows about), targets array<string>: the broker group of that batch,
+    or those that messages of its subject went to; null if there was none; state string.
     """
-    planned = delays.where("event = 'planned'").select("number", "producer", "batch", "timestamp_ms")
+    planned = delays.where("event = 'planned'").select("number", "producer", "batch", "target", "timestamp_ms")
     settled = delays.where("event in ('stored', 'not_stored')").select("producer", "batch", F.col("event").alias("as"))
     tries = planned.join(settled, ["producer", "batch"], "left").groupBy("number").agg(
         F.min(F.when(F.col("as") == "stored", F.col("timestamp_ms"))).alias("sent_ms"),
-        F.max(F.col("as").isNull()).alias("is_open"),
+        F.max(F.when(F.col("as").isNull(), F.col("timestamp_ms"))).alias("open_ms"),
+        F.max_by("target", "timestamp_ms").alias("target"),
     )  # fmt: skip
     gone = delays.where("event in ('cancelled', 'replaced')").groupBy("number").agg(F.max("event").alias("gone"))
+    usual = delays.where("event = 'planned'").groupBy("subject").agg(F.collect_set("target").alias("usual"))
     taken = delays.where("event = 'taken'").select("subject", "number", "due_ms", "offset")
-    found = taken.join(tries, "number", "left").join(gone, "number", "left")
+    found = taken.join(tries, "number", "left").join(gone, "number", "left").join(F.broadcast(usual), "subject", "left")
+    targets = F.when(F.col("open_ms").isNotNull(), F.array("target")).otherwise(F.col("usual"))
     state = (
         F.when(F.col("sent_ms").isNotNull(), "stored").when(F.col("gone").isNotNull(), F.col("gone"))
-        .when(F.col("is_open"), "under_way").when(F.col("due_ms") >= now_ms - UNSENT_MS, "pending").otherwise("unsent")
+        .when(F.col("open_ms") >= now_ms - UNSENT_MS, "under_way")
+        .when(F.col("due_ms") >= now_ms - UNSENT_MS, "pending").otherwise("unsent")
     )  # fmt: skip
     return found.select(
-        "subject", "number", "due_ms", "offset", (F.col("sent_ms") - F.col("due_ms")).alias("late_ms"),
-        state.alias("state"),
+        "subject", "number", "due_ms", "offset", (F.col("sent_ms") - F.col("due_ms")).alias("late_ms"), "open_ms",
+        targets.alias("targets"), state.alias("state"),
     )  # fmt: skip
 
 
@@ -65,12 +74,25 @@ def account(found: DataFrame) -> DataFrame:
 def unsent(found: DataFrame) -> DataFrame:
     """Return messages that were due long ago and never sent.
 
-    in: `fates`; out: subject string, sequence long (its number), offset long, text string.
+    in: `fates`; out: subject string, sequence long (its number), offset long, text string, targets array<string>.
     """
-    text = F.concat(F.lit("due at "), _moment(F.col("due_ms")), F.lit(", and neither sent nor cancelled"))
+    due = F.concat(F.lit("due at "), _moment(F.col("due_ms")))
+    planned = F.concat(
+        F.lit(", planned for "), F.col("targets")[0], F.lit(" at "), _moment(F.col("open_ms")),
+        F.lit(", and what became of that is unknown"),
+    )  # fmt: skip
+    text = F.concat(due, F.coalesce(planned, F.lit(", and neither sent nor cancelled")))
     return found.where("state = 'unsent'").select(
-        "subject", F.col("number").alias("sequence"), "offset", text.alias("text")
+        "subject", F.col("number").alias("sequence"), "offset", text.alias("text"), "targets"
     )
+
+
+def waits_for(closed: Collection[str]) -> Column:
+    """Return whether `targets` are there, and are all of these broker groups."""
+    if not closed:
+        return F.lit(False)
+    are_closed = F.forall("targets", lambda name: name.isin(list(closed)))
+    return F.coalesce((F.size("targets") > 0) & are_closed, F.lit(False))
 
 
 def not_there(delays: DataFrame, frames: DataFrame, since: DataFrame) -> DataFrame:

@@ -111,6 +111,8 @@ class Group:
     name: str
     places: dict[str, dict[str, str]]
     min_copies: int = COPIES_MIN
+    closed: tuple[str, ...] = ()
+    """Why it takes no messages, if it is known to take none."""
 
 
 @dataclass(slots=True)
@@ -256,8 +258,12 @@ def _account_for_delays(spark: SparkSession, one: _Audit, groups: Sequence[Group
         return
     targets = [Source(group.name, group.places[MASTER]) for group in groups if MASTER in group.places]
     now_ms = None if "path" in place else one.result.until_ms - AHEAD_MS_MAX
-    account = account_for(spark, Source(one.group.name, place), targets, now_ms=now_ms, parquet=options.parquet)
+    closed = {group.name: group.closed for group in groups if group.closed}
+    account = account_for(
+        spark, Source(one.group.name, place), targets, now_ms=now_ms, parquet=options.parquet, closed=closed
+    )
     one.result.delayed = account.rows
+    one.result.notes += account.notes
     for row in account.findings:
         one.result.add(Kind(row.pop("what")), copy=BOTH, **row)
 

@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qmq.access import add_token_options, find_token
-from qmq.audit.brokers import find_min_copies, find_places
+from qmq.audit.brokers import Standing, find_places, find_standing
 from qmq.audit.copies import CannotRead, place_options
 from qmq.audit.extents import PIECE_BYTES
 from qmq.audit.group import Group, Options, Result, audit_groups
 from qmq.audit.history import SHARE
 from qmq.audit.page import page, page_json
 from qmq.audit.report import VERDICTS, as_json, as_markdown, status_of
-from qmq.audit.schema import COPIES_MIN
 from qmq.audit.spark import start_spark
 from qmq.errors import QmqError
 from qmq.ledger import Ledger
@@ -64,8 +63,8 @@ def groups_of(options: argparse.Namespace) -> list[Group]:
         if not options.metaserver:
             raise CannotRead("--all-groups needs --metaserver")
         found = find_places(options.metaserver, options.token)
-        least = find_min_copies(options.metaserver, options.token)
-        return [Group(name, places, least.get(name, COPIES_MIN)) for name, places in found.items()]
+        standing = find_standing(options.metaserver, options.token)
+        return [Group(name, places, *standing.get(name, Standing())) for name, places in found.items()]
     if not options.group or not len(options.group) == len(options.master) == len(options.slave):
         raise CannotRead("give --group, --master and --slave, each once per group, or --all-groups")
     return [

@@ -11,6 +11,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
+from qmq.audit.delay_groups import Source, account_for
 from qmq.audit.due import STATES
 from qmq.audit.group import Group, Options, audit_groups
 from qmq.audit.jobs.find import find
@@ -183,5 +184,19 @@ def test_every_delayed_message_is_in_one_state_and_what_was_sent_is_where_it_was
         ("unsent", "both", 6, "m6", log.frames[1].offset), ("lost", "both", numbers[0], None, log.frames[2].offset)
     ]  # fmt: skip
     assert "3 messages" in result.findings[1]["text"] and "log of g1" in result.findings[1]["text"]
+    later = account_for(
+        spark, Source("d1", places["d1"]["master"]), [], now_ms=log.timestamp_ms + 2 * HOUR_MS,
+        closed={"g1": ["it has no slave"]},
+    )  # fmt: skip
+    assert (later.rows[0]["under_way"], later.rows[0]["unsent"], later.findings) == (0, 2, [])
+    assert later.notes == [
+        "2 messages that were due an hour ago or earlier wait for broker groups that take none: g1 (it has no slave)"
+    ]
+    later = account_for(
+        spark, Source("d1", places["d1"]["master"]), [], now_ms=log.timestamp_ms + 2 * HOUR_MS, closed={"g2": ["full"]}
+    )
+    assert [("planned for g1 at" in row["text"], row["sequence"]) for row in later.findings] == [
+        (True, numbers[3]), (False, numbers[6])
+    ]  # fmt: skip
     kept = sorted(path.name for path in (tmp_path / "parquet/d1/delayed").glob("day=*"))
     assert kept == ["day=2023-11-14", "day=2023-11-15"]
