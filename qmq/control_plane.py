@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import urllib.error
 import urllib.request
 
 from qmq.types import Endpoint
@@ -83,6 +84,10 @@ def get(request: str | urllib.request.Request, *, timeout_s: float, bytes_max: i
         with DIRECT.open(request, timeout=timeout_s) as response:
             data: bytes = response.read(bytes_max)
             return data
+    except urllib.error.HTTPError:
+        raise
+    except urllib.error.URLError as error:  # its text is "<urlopen error …>"
+        raise error.reason if isinstance(error.reason, OSError) else OSError(error.reason) from None
     except http.client.HTTPException as error:
         if isinstance(error, OSError):
             raise

@@ -49,3 +49,10 @@ def test_what_is_no_metaserver_is_said_to_be_none(data):
 def test_a_metaserver_that_says_nothing_is_not_there():
     with answering(b"") as url, pytest.raises(OSError):
         find_metaserver(url)
+
+
+def test_an_address_where_nobody_listens_says_so_in_the_systems_words():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(ConnectionRefusedError, match=r"^\[Errno 111\] Connection refused$"):
+        find_metaserver(url)
