@@ -19,7 +19,7 @@ RECUR_NAME, RECUR_OWNER, RECUR_CRON, RECUR_ZONE = "qmq_recurName", "qmq_recurOwn
 """What each occurrence of a recurring schedule says about where it comes from."""
 RECUR_SKIPPED = "qmq_recurSkipped"
 """How many occurrences before this one were missed, and are not sent any more; only if there are some."""
-EXPIRES_AFTER = "qmq_expiresAfter"
+EXPIRES_AFTER = "qmq_consumerExpiresAfter"
 """How many ms after it was sent, or was due, no handler gets a message any more. QMQ's own qmq_expireTime is in each
 message of its clients, and nobody acts on it."""
 TIMES = "qmq_times"

@@ -32,7 +32,7 @@ from qmq.client.unacked import Refusal, SentAck, SentNack, Unacked, UnackedPiece
 from qmq.codec import batch_ends
 from qmq.errors import AccessError, CallError, ClientClosed, InvalidAck, NotServed, QmqError, UnknownSubscription
 from qmq.log.frame import FLAG_ORDERED
-from qmq.message import EXPIRES_AFTER, RESERVED, RETRIES_MAX
+from qmq.message import EXPIRES_AFTER, RETRIES_MAX
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Nack, Piece, Pull, Verdict
 from qmq.states import Transition
@@ -59,7 +59,8 @@ MANY_TIMES = 5
 FOR_GROUP = "qmq_consumerGroupName"
 """QMQ's way to send a message to one group of a subject. The others take it as done."""
 _FOR_GROUP, _RETRIES_MAX, _EXPIRES_AFTER = FOR_GROUP.encode(), RETRIES_MAX.encode(), EXPIRES_AFTER.encode()
-_RESERVED = RESERVED.encode()
+_OF_CONSUMERS = b"qmq_consumer"
+"""How the names of both properties begin that a consumer heeds whatever a message was delivered before: one search."""
 
 
 class Parcel:
@@ -335,7 +336,7 @@ class GroupSession:
                 "messages come again and again subject=%s group=%s broker_group=%s sequence=%d messages=%d times=%d",
                 self.source, self._owner.terms.group, part.broker_group, sequences[0], len(messages), times,
             )  # fmt: skip
-        if any(_RESERVED in data for data in batches):  # a fifteenth of all that a message costs: no such search more
+        if any(_OF_CONSUMERS in data for data in batches):  # a fifteenth of what a message costs: no such search more
             if any(_FOR_GROUP in data for data in batches):
                 messages = self._without_those_of_others(part, messages)
             part.may_expire = self._may_expire and any(_EXPIRES_AFTER in data for data in batches)

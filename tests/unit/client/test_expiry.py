@@ -131,7 +131,8 @@ def test_send_many_says_it_too():
                 await producer.send_many(Message("a", {"n": n}, expires_after=60 if n else None) for n in range(3))
                 await producer.send(Message("a", {"n": 3}, expires_after=61))
             found = [decode_message(bytes(data)) for data in broker.subjects["a"]]
-            assert [one.properties.get("qmq_expiresAfter") for one in found] == [None, "60000", "60000", "61000"]
+            name = "qmq_consumerExpiresAfter"
+            assert [one.properties.get(name) for one in found] == [None, "60000", "60000", "61000"]
 
     run(test())
 
