@@ -28,6 +28,15 @@ def young():
     return sum(type(one) is Circle for one in gc.get_objects(0))
 
 
+async def collected(task):
+    """Wait until no circle is left, then end the collector."""
+    async with asyncio.timeout(60):
+        while any(type(one) is Circle for one in gc.get_objects()):
+            await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 def test_the_collector_comes_by_the_clock_and_by_itself_only_afterwards(monkeypatch):
     monkeypatch.setattr(garbage, "YOUNG_S", 0.01)
 
@@ -61,11 +70,7 @@ def test_once_in_a_while_it_looks_at_everything(monkeypatch):
         gc.collect()  # they are old now
         olds.clear()
         task = asyncio.create_task(garbage.collect_by_the_clock())
-        async with asyncio.timeout(60):
-            while any(type(one) is Circle for one in gc.get_objects()):
-                await asyncio.sleep(0.01)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await collected(task)
 
     asyncio.run(run())
 
@@ -86,11 +91,7 @@ def test_it_looks_at_everything_when_memory_has_grown(monkeypatch):
         gc.collect(1)  # they are old now
         olds.clear()
         del old
-        async with asyncio.timeout(60):
-            while any(type(one) is Circle for one in gc.get_objects()):
-                await asyncio.sleep(0.01)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await collected(task)
 
     asyncio.run(run())
 
