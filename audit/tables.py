@@ -5,7 +5,7 @@ A range that does not parse is a row of which only `problem` and place are set; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
@@ -46,6 +46,7 @@ SCHEMAS = {"messages": MESSAGES, "frames": FRAMES, "progress": PROGRESS_ROWS, "d
 _DECODED = ("id", "tags", "created", "properties")
 
 Values = Mapping[str, Any]
+EventsOf = Callable[[Frame, memoryview], Iterator[dict[str, Any]]]
 Lists = Mapping[str, Iterable[Any]]
 
 
@@ -109,9 +110,9 @@ def table_batches(
         elif table == "frames":
             _frames(window, found, wanted, shared)
         elif table == "progress":
-            _progress(window, found, wanted, shared)
+            _events(window, found, PROGRESS, _progress, wanted, shared)
         else:
-            _delays(window, found, wanted, shared)
+            _events(window, found, _OF_DELAYS, _decisions, wanted, shared)
         if found.is_full:
             yield from found.take()
     yield from found.take()
@@ -190,27 +191,36 @@ def _frames(window: Window, found: _Columns, wanted: Wanted, shared: Values) -> 
             found.add(1, _at(frame, shared) | more, {})
 
 
-def _progress(window: Window, found: _Columns, wanted: Wanted, shared: Values) -> None:
+def _events(
+    window: Window, found: _Columns, kinds: Container[int], events_of: EventsOf, wanted: Wanted, shared: Values
+) -> None:
+    """Add a row for each event of the frames of these kinds."""
     _damage(window, found, shared)
     for frame in window.frames:
-        if frame.kind not in PROGRESS or frame.offset in window.damaged or not wanted.takes(frame):
+        if frame.kind not in kinds or frame.offset in window.damaged or not wanted.takes(frame):
             continue
         at = _at(frame, shared)
         try:
-            said = decode_progress(window.body(frame))
-        except ValueError as error:
+            events = list(events_of(frame, window.body(frame)))
+        except (QmqError, ValueError) as error:
             found.add(1, at | {"problem": str(error)}, {})
             continue
-        at |= {"consumer_group": said.group, "consumer": said.consumer or None}
-        for event in _events(frame.kind, said.consumer, said.entries):
+        for event in events:
             found.add(1, at | event, {})
+
+
+def _progress(frame: Frame, body: memoryview) -> Iterator[dict[str, Any]]:
+    """Yield what a progress frame says (qmq.log.progress)."""
+    said = decode_progress(body)
+    of = {"consumer_group": said.group, "consumer": said.consumer or None}
+    for event in _entries(frame.kind, said.consumer, said.entries):
+        yield of | event
 
 
 _WITHOUT_A_CONSUMER = {PASSED: "passed", DEFERRED: "deferred", EXPIRED: "expired", OVERFLOWED: "overflowed"}
 
 
-def _events(kind: int, consumer: str, entries: tuple[Entry, ...]) -> Iterator[dict[str, Any]]:
-    """Yield what each entry of a progress frame says (qmq.log.progress)."""
+def _entries(kind: int, consumer: str, entries: tuple[Entry, ...]) -> Iterator[dict[str, Any]]:
     if kind == FrameKind.POSITION:
         yield _moved(consumer, entries)
         return
@@ -235,21 +245,6 @@ def _moved(consumer: str, entries: tuple[Entry, ...]) -> dict[str, Any]:
 
 
 _OF_DELAYS = DELAYS | {FrameKind.MESSAGES}
-
-
-def _delays(window: Window, found: _Columns, wanted: Wanted, shared: Values) -> None:
-    _damage(window, found, shared)
-    for frame in window.frames:
-        if frame.kind not in _OF_DELAYS or frame.offset in window.damaged or not wanted.takes(frame):
-            continue
-        at = _at(frame, shared)
-        try:
-            events = list(_decisions(frame, window.body(frame)))
-        except (QmqError, ValueError) as error:
-            found.add(1, at | {"problem": str(error)}, {})
-            continue
-        for event in events:
-            found.add(1, at | event, {})
 
 
 def _decisions(frame: Frame, body: memoryview) -> Iterator[dict[str, Any]]:
