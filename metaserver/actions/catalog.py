@@ -508,11 +508,12 @@ _MESSAGES = (
     ),
     Action(
         "Redrive",
-        "give dead letters back to the consumer group that could not handle them",
+        "give dead letters back to the consumer group that could not handle them, or to another subject",
         OPERATOR,
         (
             _SUBJECT,
             _CONSUMER_GROUP,
+            Parameter("to", "a subject, with a route, to whose consumer groups they go instead", kind=Kind.NAME),
             Parameter("reason", "only those whose reason has this text in it", chars_max=1000),
             Parameter("id", "only the message with this id"),
             Parameter("brokerGroup", "only in this broker group of its route", kind=Kind.NAME),

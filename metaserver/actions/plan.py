@@ -34,8 +34,9 @@ class Plan:
     """Groups whose clients it reaches, if these are not the ones of `groups`."""
     whole_groups: bool = False
     """It reaches whatever `groups` serve: the runner adds their subjects."""
-    right: str = ""
-    """Which right on its subjects a token needs that is limited to some; empty: to produce or to consume."""
+    needs: tuple[tuple[str, str], ...] = ()
+    """Rights with their subjects that a token needs which is limited to some; empty: to produce to or to consume from
+    each of `subjects`."""
     everything: bool = False
     """It concerns the installation as a whole: a token that is limited to subjects or groups is not enough."""
     before: Any = None

@@ -1,4 +1,5 @@
-"""Shell. Redrive: gives dead letters back to the consumer group that could not handle them, as the tools' command does.
+"""Shell. Redrive: gives dead letters back to the consumer group that could not handle them, as the tools' command does,
+or to a subject that is named.
 
 Dead letters are taken, those that were chosen go back in their order, a batch at a time: stored for the group first, no
 dead letters after that. Whatever ends this in between, none is lost; those of the batch under way may go back twice,
@@ -22,8 +23,8 @@ from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import AuditRow, Group
 from qmq.redrive.dead_letters import DeadLetters
 from qmq.redrive.redriving import Choice, Chosen, Receipt, batches_of
-from qmq.rights import REDRIVE
-from qmq.subjects import retry_subject
+from qmq.rights import PRODUCE, REDRIVE
+from qmq.subjects import is_derived_name, retry_subject
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -50,11 +51,15 @@ class _Taken:
 @asynccontextmanager
 async def _taking(desk: Desk, words: Words, groups: Sequence[Group]) -> AsyncIterator[_Taken]:
     taken, choice = _Taken(), Choice(id=words["id"], reason=words["reason"])
+    to = words["to"]
+    at = [desk.master_of(group) for group in groups_of_subject(desk, to, "")] if to else []
     async with AsyncExitStack() as stack:
         for group in groups:
             try:
                 master = desk.master_of(group)
-                source = await desk.brokers.dead_letters(master, subject=words["subject"], group=words["group"])
+                source = await desk.brokers.dead_letters(
+                    master, subject=words["subject"], group=words["group"], to=to, at=at
+                )
                 stack.push_async_callback(source.close)
                 await _take(taken, source, choice, words.number("limit"))
             except QmqError as error:
@@ -71,8 +76,12 @@ async def _take(taken: _Taken, source: DeadLetters, choice: Choice, limit: int) 
 
 
 async def _plan(desk: Desk, words: Words) -> Plan:
+    mailbox, to = retry_subject(words["subject"], words["group"]), words["to"]
+    if is_derived_name(to):
+        return refused(f"{to} is written by brokers alone; without a subject they go back to their group")
     try:
         groups = groups_of_subject(desk, words["subject"], words["brokerGroup"])
+        others = groups_of_subject(desk, to, "") if to else []
     except OperatorError as refusal:
         return refused(str(refusal))
     async with _taking(desk, words, groups) as taken:
@@ -80,9 +89,9 @@ async def _plan(desk: Desk, words: Words) -> Plan:
     after = {"deadLetters": taken.looked_at - taken.count, "goBack": taken.count, "among them": rows[:SHOWN_MAX]}
     return Plan(
         orders=taken.count > 0,
-        subjects=frozenset({retry_subject(words["subject"], words["group"])}),
-        groups=frozenset(group.name for group in groups),
-        right=REDRIVE,
+        subjects=frozenset({to or mailbox}),
+        groups=frozenset(group.name for group in (*groups, *others)),
+        needs=((REDRIVE, mailbox), (PRODUCE, to)) if to else ((REDRIVE, mailbox),),
         before={"deadLetters": taken.looked_at},
         after=after | ({"notAsked": taken.unasked} if taken.unasked else {}),
     )

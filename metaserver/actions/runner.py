@@ -200,9 +200,10 @@ def _require_scope(caller: Caller, plan: Plan) -> None:
         caller.require_group(group)
     if caller.scope.subjects and plan.groups and not plan.subjects:
         raise MissingRight(f"token {caller.name!r} is limited to some subjects; this concerns whole broker groups")
-    for subject in plan.subjects if caller.scope.subjects else ():
-        rights = (plan.right,) if plan.right else (PRODUCE, CONSUME)
-        if not any(caller.scope.may(right, subject) for right in rights):
+    for right, subject in plan.needs:
+        caller.require_subject(right, subject)
+    for subject in plan.subjects if caller.scope.subjects and not plan.needs else ():
+        if not any(caller.scope.may(right, subject) for right in (PRODUCE, CONSUME)):
             raise MissingRight(f"token {caller.name!r} may not change {subject!r}: it is limited to other subjects")
 
 

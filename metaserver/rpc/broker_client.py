@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from qmq.metaserver.model import Broker, ReplicaState
 from qmq.metaserver.rpc.convert import state_from_message
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
-from qmq.redrive.dead_letters import DeadLetters, Master
+from qmq.redrive.dead_letters import DeadLetters, Destination, Master
 
 _SILENT = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 """Nobody answered, or not in time."""
@@ -89,11 +89,18 @@ class Brokers:
             answer: pb.ResetOffsetAnswer = await self._call(broker, call, silent=lambda code: code not in _REFUSALS)
             return answer
 
-    async def dead_letters(self, broker: Broker, *, subject: str, group: str) -> DeadLetters:
-        """Subscribe to the dead letters that a master has for a consumer group; close what is returned."""
-        master = Master(broker.group, broker.ip, broker.serve_port, broker.control_port)
+    async def dead_letters(
+        self, broker: Broker, *, subject: str, group: str, to: str = "", at: Sequence[Broker] = ()
+    ) -> DeadLetters:
+        """Subscribe to the dead letters that a master has for a consumer group; close what is returned.
+
+        Args:
+            to: the subject to which they go in place of their group.
+            at: the masters that serve it.
+        """
+        way = Destination.of(to, [_master(one) for one in at], broker.group) if to else None
         try:
-            return await DeadLetters.open(master, self._metadata[0][1], subject, group)
+            return await DeadLetters.open(_master(broker), self._metadata[0][1], subject, group, way)
         except (AccessError, CallError) as error:
             raise OperatorError(f"{broker.group} refused: {error}") from error
         except QmqError as error:
@@ -145,3 +152,7 @@ class Brokers:
                 where = f"{broker.ip}:{broker.control_port}"
                 raise NotServed(f"{text} did not answer at {where}: {error.details() or error.code().name}") from error
             raise OperatorError(f"{text} refused: {error.details()}") from error
+
+
+def _master(broker: Broker) -> Master:
+    return Master(broker.group, broker.ip, broker.serve_port, broker.control_port)

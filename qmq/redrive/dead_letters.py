@@ -2,6 +2,7 @@
 
 It speaks to the broker itself, not through a consumer and a producer: a pull that waits for nothing is answered with
 "no message", so it is certain when all were delivered; and what goes back goes to the same broker, as the same bytes.
+To another subject they go over a connection to one master that serves it, one batch after the other: in their order.
 """
 
 from __future__ import annotations
@@ -48,37 +49,63 @@ class Master(NamedTuple):
     control_port: int
 
 
+class Destination(NamedTuple):
+    """Where dead letters go in place of their consumer group."""
+
+    subject: str
+    master: Master
+
+    @classmethod
+    def of(cls, subject: str, masters: Sequence[Master], broker_group: str) -> Destination:
+        """Choose of the masters that serve `subject`, not empty: the one of `broker_group`, else always the same."""
+        return cls(subject, next((one for one in masters if one.broker_group == broker_group), min(masters)))
+
+
 class DeadLetters:
     """Dead letters of (subject, group) that one master delivers to us. Made by `open`; `close` gives back all that did
     not go back to the group."""
 
-    def __init__(self, master: Master, subject: str, group: str) -> None:
-        self.broker_group = master.broker_group
-        self._dead, self._mailbox = dead_letter_subject(subject, group), retry_subject(subject, group)
+    def __init__(self, broker_group: str, subject: str, group: str, to: str) -> None:
+        self.broker_group = broker_group
+        self._dead, self._goes_to = dead_letter_subject(subject, group), to or retry_subject(subject, group)
         self._producer, self._batch = secrets.randbits(63) | 1, 0
         self._subscription = 0
         self.batch_bytes_max = BATCH_BYTES_MAX
         self._connection: Connection
+        self._way: Connection
+        """Over which they go."""
         self._beat: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, master: Master, token: str, subject: str, group: str) -> DeadLetters:
-        """Connect and subscribe. Raises QmqError."""
-        self = cls(master, subject, group)
-        self._connection, welcome = await connect(
-            Endpoint(master.ip, master.serve_port), handler=self, token=token, app=APP,
-            packet_bytes_max=PACKET_BYTES_MAX, timeout_s=ANSWER_S,
-        )  # fmt: skip
-        limits = [int(str(welcome[name])) for name in ("packet_bytes_max", "window_bytes")]
-        self.batch_bytes_max = min(BATCH_BYTES_MAX, min(limits) - OVERHEAD_BYTES)
+    async def open(
+        cls, master: Master, token: str, subject: str, group: str, to: Destination | None = None
+    ) -> DeadLetters:
+        """Connect and subscribe; `to`: where they go in place of their group. Raises QmqError."""
+        self = cls(master.broker_group, subject, group, to.subject if to is not None else "")
+        self._connection = self._way = await self._connect(master, token)
         try:
+            if to is not None and to.master.broker_group != master.broker_group:
+                self._way = await self._connect(to.master, token)
             answer = commands.decode_json(await self._ask(Command.SUBSCRIBE, self._terms()), subscription=int)
         except BaseException:
-            self._connection.close("not subscribed")
+            self._disconnect("not subscribed")
             raise
         self._subscription = answer["subscription"]
         self._beat = asyncio.create_task(self._renew_lease(int(answer["lease_ms"]) / 3_000))
         return self
+
+    async def _connect(self, master: Master, token: str) -> Connection:
+        connection, welcome = await connect(
+            Endpoint(master.ip, master.serve_port), handler=self, token=token, app=APP,
+            packet_bytes_max=PACKET_BYTES_MAX, timeout_s=ANSWER_S,
+        )  # fmt: skip
+        limits = [int(str(welcome[name])) for name in ("packet_bytes_max", "window_bytes")]
+        self.batch_bytes_max = min(self.batch_bytes_max, min(limits) - OVERHEAD_BYTES)
+        return connection
+
+    def _disconnect(self, why: str) -> None:
+        for connection in {self._connection, self._way}:
+            connection.close(why)
 
     def _terms(self) -> bytes:
         # A name of its own: two Redrives at once share the dead letters, and none of them is handed to both.
@@ -91,7 +118,7 @@ class DeadLetters:
         return list(commands.decode_pulled(await self._ask(Command.PULL, commands.encode_pull(pull))))
 
     async def send_back(self, letters: Sequence[Chosen]) -> Produced:
-        """Store the messages for the group; say with which sequences, and which are refused.
+        """Store the messages where they go; say with which sequences, and which are refused.
 
         Raises:
             OutcomeUnknown: maybe they are stored.
@@ -102,8 +129,8 @@ class DeadLetters:
         labels = [one.label for one in letters]
         if any(labels):
             body, flags = body + encode_labels(labels), label_flags(labels)
-        head = commands.produce_header(self._producer, self._batch, len(letters), crc32(body), self._mailbox, flags)
-        return commands.decode_produced(await self._ask(Command.PRODUCE, head, body))
+        head = commands.produce_header(self._producer, self._batch, len(letters), crc32(body), self._goes_to, flags)
+        return commands.decode_produced(await self._ask(Command.PRODUCE, head, body, way=self._way))
 
     async def settle(self, letters: Sequence[Chosen]) -> None:
         """They are no dead letters any more. Raises QmqError: maybe they still are."""
@@ -125,19 +152,20 @@ class DeadLetters:
                 await self._connection.request(Command.UNSUBSCRIBE, leave)
         except (QmqError, TimeoutError):
             pass  # they are given back when the lease ends
-        self._connection.close("done")
+        self._disconnect("done")
 
-    async def _ask(self, command: Command, *parts: bytes) -> memoryview:
+    async def _ask(self, command: Command, *parts: bytes, way: Connection | None = None) -> memoryview:
         try:
             async with asyncio.timeout(ANSWER_S):
-                return await self._connection.request(command, *parts)
+                return await (way or self._connection).request(command, *parts)
         except TimeoutError:
             raise OutcomeUnknown(f"{self.broker_group} did not answer within {ANSWER_S:.0f} s") from None
 
     async def _renew_lease(self, every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
-            self._connection.request(Command.HEARTBEAT)
+            for connection in {self._connection, self._way}:
+                connection.request(Command.HEARTBEAT)
 
     # Called by the connection: what breaks it is raised at the next call.
 

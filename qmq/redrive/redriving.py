@@ -130,9 +130,11 @@ class Receipt:
 
     subject: str
     group: str
+    to: str = ""
+    """The subject they went to; empty: back to the group."""
     looked_at: int = 0
     moved: list[dict[str, Any]] = field(default_factory=list)
-    """With the sequence that each has among the messages for the group."""
+    """With the sequence that each has where it went."""
     unknown: list[dict[str, Any]] = field(default_factory=list)
     """Sent, or moved and maybe still dead letters: another Redrive may move them once more."""
     left: list[dict[str, Any]] = field(default_factory=list)
@@ -140,10 +142,15 @@ class Receipt:
     unasked: dict[str, str] = field(default_factory=dict)
     """Broker groups that did not answer."""
 
+    @property
+    def goes_to(self) -> str:
+        return f"to {self.to}" if self.to else f"back to {self.group}"
+
     def json(self) -> dict[str, Any]:
         return {
             "subject": self.subject,
             "group": self.group,
+            "to": self.to,
             "deadLetters": self.looked_at,
             "moved": self.moved,
             "unknown": self.unknown,

@@ -625,6 +625,37 @@ def test_a_redrive_needs_a_right_of_its_own(cluster, subject):
     assert len(receipt["moved"]) == len(mailbox(cluster, subject)) == 2
 
 
+def test_dead_letters_go_to_another_subject_in_their_order_also_at_another_broker_group(cluster, subject):
+    """Of one broker group, as of one order key; the other subject is at the other group alone."""
+    elsewhere = f"{subject}.repaired"
+    send(cluster, *[qmq.Message(subject, {"n": n}, id=f"m{n}", order_key="k") for n in range(6)])
+    send_all(cluster, elsewhere, 1)
+    assert bury(cluster, subject, "g", ["timeout"]) == 6
+    [[here], found] = [
+        {one["brokerGroup"] for one in browse(cluster, *words, subject=subject)}
+        for words in (["--deadLetters", "--group=g"], [])
+    ]
+    assert {here} == found
+    tool(cluster, "RemoveSubjectBrokerGroup", "--yes", "--force", subject=elsewhere, brokerGroup=here)
+
+    def token(*patterns):
+        return cluster.manage("AddToken", name="t", role="client", subjects=",".join(patterns))["token"]
+
+    refused = redrive(cluster, subject, "--yes", to=elsewhere, token=token(f"consume:{subject}", f"redrive:{subject}"))
+    assert refused.returncode == REFUSED and f"may not produce to '{elsewhere}'" in refused.stderr + refused.stdout
+    assert len(browse(cluster, subject=elsewhere)) == 1
+    [receipt] = lines(
+        redrive(cluster, subject, "--yes", to=elsewhere, token=token(f"consume:{subject}", f"produce:{elsewhere}"))
+    )
+    assert ids(receipt["moved"]) == [f"m{n}" for n in range(6)] and receipt["to"] == elsewhere
+    found = browse(cluster, "--order=oldest", subject=elsewhere)[1:]
+    assert [(one["id"], one["orderKey"], list(one["properties"])) for one in found] == [
+        (f"m{n}", "k", ["n"]) for n in range(6)
+    ]
+    assert {one["brokerGroup"] for one in found} == {"g1", "g2"} - {here}
+    assert mailbox(cluster, subject) == [] and lines(redrive(cluster, subject, "--yes"))[0]["deadLetters"] == 0
+
+
 def test_at_a_terminal_the_plan_is_shown_and_asked_for(cluster, subject):
     failed(cluster, subject, 3)
     for answer in ("n", ""):

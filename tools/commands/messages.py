@@ -48,6 +48,14 @@ def _dead_letters(words: Mapping[str, str]) -> Iterator[str]:
         yield "--deadLetters and --group go together: the dead letters of a consumer group"
 
 
+def _goes_elsewhere(words: Mapping[str, str]) -> Iterator[str]:
+    if words.get("to"):
+        try:
+            check_name("subject", words["to"])
+        except InvalidName as error:
+            yield str(error)
+
+
 def _positive(words: Mapping[str, str]) -> Iterator[str]:
     for name in ("limit", "count", "rate"):
         if name in words and int(words[name]) == 0:
@@ -149,11 +157,12 @@ MESSAGES = (
     ),
     Command(
         "Redrive",
-        "give dead letters back to their consumer group; those that are not chosen stay",
+        "give dead letters back to their consumer group, or to a subject; those that are not chosen stay",
         "--subject=order.changed --group=billing --reason=timeout --rate=100 --out=receipt.json",
         (
             SUBJECT,
             Option("group", "the consumer group that could not handle them"),
+            Option("to", "the subject that they go to; default: back to that consumer group alone", default=""),
             ID,
             PROPERTY,
             TAG,
@@ -167,6 +176,6 @@ MESSAGES = (
         runs="qmq.tools.messages.redrive",
         changes=True,
         look="Browse --subject={subject} --deadLetters --group={group}",
-        needs=lambda words: _first(names_are_legal(words), *_positive(words)),
+        needs=lambda words: _first(names_are_legal(words), *_goes_elsewhere(words), *_positive(words)),
     ),
 )  # fmt: skip

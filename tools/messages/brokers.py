@@ -79,7 +79,7 @@ async def find_masters(session: Session, subject: str) -> list[Master]:
     if answer.exit in (Exit.UNREACHABLE, Exit.UNKNOWN):
         raise Unanswered(Exit.UNREACHABLE, answer.message)
     if answer.exit is not Exit.DONE:
-        return await _of_the_route(session, subject)
+        return await masters_of_route(session, subject)
     return [
         Master(row["group"], row["ip"], row["servePort"], row["controlPort"])
         for row in answer.data
@@ -87,12 +87,17 @@ async def find_masters(session: Session, subject: str) -> list[Master]:
     ]
 
 
-async def _of_the_route(session: Session, subject: str) -> list[Master]:
+async def masters_of_route(session: Session, subject: str, *, produces: bool = False) -> list[Master]:
+    """Return the masters of a subject's route, which a new subject gets by that; `produces`: to write to it.
+
+    Raises:
+        Unanswered: the metaserver does not answer, or does not accept the token.
+    """
     try:
         address = await asyncio.to_thread(find_metaserver, session.metaserver.url)
         async with asyncio.timeout(ANSWER_S), grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
             stream = MetaserverStub(channel).WatchRoutes(metadata=_metadata(session))
-            await stream.write(pb.RouteRequest(subjects=[subject], app=APP, client_id=APP))
+            await stream.write(pb.RouteRequest(subjects=[subject], app=APP, client_id=APP, produces=produces))
             update = await stream.read()
             stream.cancel()
     except grpc.aio.AioRpcError as error:

@@ -1,4 +1,4 @@
-"""Shell. Redrive: gives dead letters back to the consumer group that could not handle them.
+"""Shell. Redrive: gives dead letters back to the consumer group that could not handle them, or to another subject.
 
 All dead letters of the group are taken, one after the other; those that were chosen go back, in their order, a batch
 at a time: stored for the group first, no dead letters after that. Whatever ends this in between, none is lost; those of
@@ -10,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, nullcontext
 
 from qmq.errors import AccessError, CallError, OutcomeUnknown, Overloaded, QmqError
 from qmq.proto import qmq_pb2 as pb
-from qmq.redrive.dead_letters import DeadLetters, Master
+from qmq.redrive.dead_letters import DeadLetters, Destination, Master
 from qmq.redrive.redriving import Choice, Chosen, Receipt, batches_of, others_of
 from qmq.remoting.commands import Produced
 from qmq.subjects import dead_letter_subject
 from qmq.tools.answer import Exit
 from qmq.tools.command import bad, good, warning
 from qmq.tools.files import PrivateFile
-from qmq.tools.messages.brokers import Looker, Unanswered, ended, looking
+from qmq.tools.messages.brokers import Looker, Unanswered, ended, looking, masters_of_route
 from qmq.tools.messages.lines import words_of
 from qmq.tools.messages.shown import to_json
 from qmq.tools.session import Session
@@ -65,7 +65,7 @@ class _Redrive:
         self._rate, self._left_to_choose = int(values["rate"]), int(values["limit"] or 0) or CHOSEN_MAX
         self._chosen: list[tuple[DeadLetters, list[Chosen]]] = []
         self._chosen_bytes = 0
-        self._receipt = Receipt(values["subject"], values["group"])
+        self._receipt = Receipt(values["subject"], values["group"], values["to"])
         self._why_left = "not reached"
 
     async def run(self) -> Exit:
@@ -99,12 +99,13 @@ class _Redrive:
         sources = []
         async with looking(self._session, self._dead) as lookers:
             found = await asyncio.gather(*(self._bounds(looker) for looker in lookers))
+        destinations = await self._destinations()
         for looker, bounds in zip(lookers, found):
             try:
                 if isinstance(bounds, Unanswered):
                     raise bounds
                 if bounds[0] < bounds[1]:
-                    source = await _open(looker.master, self._session, self._values)
+                    source = await self._open(looker.master, destinations)
                     stack.push_async_callback(source.close)
                     sources.append((source, bounds))
             except Unanswered as why:
@@ -112,6 +113,22 @@ class _Redrive:
                     raise
                 self._receipt.unasked[looker.broker_group] = str(why)
         return sources
+
+    async def _destinations(self) -> list[Master]:
+        """Return the masters of the subject that they go to; none: they go back."""
+        if not (to := self._values["to"]):
+            return []
+        if masters := await masters_of_route(self._session, to, produces=True):
+            return masters
+        raise Unanswered(Exit.UNREACHABLE, f"no broker group of {to} has a master")
+
+    async def _open(self, master: Master, destinations: Sequence[Master]) -> DeadLetters:
+        values = self._values
+        to = Destination.of(values["to"], destinations, master.broker_group) if destinations else None
+        try:
+            return await DeadLetters.open(master, self._session.token, values["subject"], values["group"], to)
+        except QmqError as error:
+            raise _unanswered(master.broker_group, error) from None
 
     async def _bounds(self, looker: Looker) -> Bounds | Unanswered:
         """Say which dead letters are there now, and were stored in the time that is asked for."""
@@ -172,9 +189,9 @@ class _Redrive:
         return None
 
     def _planned(self, chosen: Sequence[Chosen]) -> list[Block]:
-        count, group = len(chosen), self._values["group"]
+        count, group, goes_to = len(chosen), self._values["group"], self._receipt.goes_to
         blocks: list[Block] = [
-            f"{self._receipt.looked_at:,} dead letters of {group} looked at; {count:,} of them go back to {group}"
+            f"{self._receipt.looked_at:,} dead letters of {group} looked at; {count:,} of them go {goes_to}"
         ]
         if chosen:
             rows = [one.json() for one in chosen[:SHOWN_MAX]]
@@ -238,13 +255,14 @@ class _Redrive:
 
     def _shown(self) -> list[Block]:
         receipt, out = self._receipt, self._values["out"]
-        text = f"{len(receipt.moved):,} dead letters went back to {receipt.group}"
+        text = f"{len(receipt.moved):,} dead letters went {receipt.goes_to}"
         blocks: list[Block] = [good(text) if receipt.moved else text]
         if receipt.moved:
             blocks.append(Table((*_LETTER[:3], Column("NEW SEQUENCE", "newSequence")), receipt.moved[:SHOWN_MAX]))
         if len(receipt.moved) > SHOWN_MAX:
             blocks.append(f"and {len(receipt.moved) - SHOWN_MAX:,} more{f': see {out}' if out else ''}")
-        for rows, what in ((receipt.unknown, "may have gone back"), (receipt.left, "stayed dead letters")):
+        unknown = f"may have gone {receipt.goes_to}"
+        for rows, what in ((receipt.unknown, unknown), (receipt.left, "stayed dead letters")):
             if rows:
                 blocks.append(bad(f"{len(rows):,} {what}: {rows[0].get('why') or self._why_left}"))
         return blocks + self._warnings()
@@ -285,13 +303,6 @@ class _Pace:
         await asyncio.sleep(max(due_s - asyncio.get_running_loop().time(), 0))
 
 
-async def _open(master: Master, session: Session, values: Mapping[str, str]) -> DeadLetters:
-    try:
-        return await DeadLetters.open(master, session.token, values["subject"], values["group"])
-    except QmqError as error:
-        raise _unanswered(master.broker_group, error) from None
-
-
 async def _send_back(source: DeadLetters, batch: Sequence[Chosen]) -> Produced:
     """A broker that is busy is asked again, a little later."""
     for _ in range(OVERLOADED_TRIES):
@@ -306,7 +317,7 @@ async def _settle(source: DeadLetters, stored: Sequence[Chosen]) -> None:
     try:
         await source.settle(stored)
     except QmqError as error:
-        raise OutcomeUnknown(f"they went back, but may be dead letters still: {error}") from None
+        raise OutcomeUnknown(f"they were sent, but may be dead letters still: {error}") from None
 
 
 def _unanswered(broker_group: str, error: QmqError) -> Unanswered:

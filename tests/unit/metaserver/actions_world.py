@@ -137,6 +137,7 @@ class Brokers:
         self.states, self.progress, self.silent, self.resets, self.cancelled = {}, {}, set(), [], []
         self.held, self.hears_its_master = [], False
         self.stored, self.browsed, self.dead, self.samples = [], [], [], {}
+        self.destinations = []
 
     def _reach(self, broker):
         if broker.key not in self.states or broker.group in self.silent:
@@ -174,8 +175,9 @@ class Brokers:
             rows = sorted((row for row in rows if row.lag), key=lambda row: -row.lag)[:behind_max]
         return pb.ConsumersAnswer(groups=rows)
 
-    async def dead_letters(self, broker, *, subject, group):
+    async def dead_letters(self, broker, *, subject, group, to="", at=()):
         self._reach(broker)
+        self.destinations.append((to, [one.group for one in at]))
         return DeadLetters(broker.group, self.dead)
 
     async def browse(self, broker, request):

@@ -58,6 +58,23 @@ async def test_a_token_for_some_subjects_needs_the_right_to_redrive(world):
     assert "needs operator" in await world.refused("Redrive", caller("viewer"), **WORDS)
 
 
+@in_world
+async def test_dead_letters_go_to_a_subject_that_has_a_route_by_who_may_redrive_and_produce(world):
+    await with_dead_letters(world, "a")
+    words = {**WORDS, "to": "repaired"}
+    assert "repaired has no route" in await world.refused("Redrive", **words)
+    assert "written by brokers alone" in await world.refused("Redrive", **{**words, "to": "%RETRY%t%g"})
+    await world.routed("repaired")
+    redrive, both = ("redrive:s",), ("redrive:s", "produce:repaired")
+    assert "may not produce" in await world.refused("Redrive", caller("operator", subjects=redrive), **words)
+    assert "may not redrive" in await world.refused("Redrive", caller("operator", subjects=("repaired",)), **words)
+    assert world.brokers.dead
+    answer = await world.run("Redrive", caller("operator", subjects=both), **words)
+    assert answer.done and answer.data["moved"] == 1, answer
+    assert world.brokers.destinations[-1] == ("repaired", ["g1"]) and not world.brokers.dead
+    assert (await world.audit())[0].parameters["to"] == "repaired"
+
+
 @in_console
 async def test_dead_letters_go_back_through_the_console_once_that_is_confirmed(world):
     await world.log_in("operator")
