@@ -4,8 +4,9 @@ Once a second each group of a limited subject is looked at, whether it has consu
 keeps no log. What it has not consumed, new or requeued, is given up by a pull frame that says why. If the subject says
 so, it becomes dead letters instead: a consumer of a name that nobody can have gets it, and it is buried.
 
-How many messages wait for a group is what it was not delivered and what is requeued. At the limit the oldest are given
-up, or producers are refused, as the subject says; a broadcast consumer that is away refuses nobody.
+How many messages wait for a group is what it was not delivered and what is requeued. At the limit, of messages or of
+bytes, the oldest are given up, or producers are refused, as the subject says; a broadcast consumer that is away refuses
+nobody.
 
 A message's age is counted from when it was stored, by the master's clock; nothing expires while that clock disagrees
 with another that was heard.
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from qmq.broker import progress
 from qmq.broker.consume import PRUNER
 from qmq.broker.dead_letters import DeadLetters
+from qmq.broker.lengths import Lengths
 from qmq.errors import CorruptFrame, SubjectFull
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer, Group
@@ -55,6 +57,7 @@ class Pruning:
         """Subject -> its consumer groups: those of a few limited subjects are found among 100,000."""
         for subject, name in mastership.log.state.groups:
             self._groups.setdefault(subject, {})[name] = None
+        self._lengths = Lengths(mastership.log)
         self._pruned_ms = 0
         self._left: deque[str] = deque()
         """Subjects that are still looked at in this round."""
@@ -77,6 +80,7 @@ class Pruning:
             self._groups.get(subject, {}).pop(name, None)
             self.expired.pop((subject, name), None)
             self.overflowed.pop((subject, name), None)
+            self._lengths.forget((subject, name))
 
     def expired_die(self, subject: str) -> bool:
         """Return whether what expires becomes a dead letter; of a group's mailbox, as of its subject."""
@@ -97,6 +101,7 @@ class Pruning:
 
     def tick(self, now_ms: int) -> None:
         """Give up what has expired. `now_ms` never jumps."""
+        self._lengths.new_tick()
         if not self._left and now_ms - self._pruned_ms >= PRUNE_EVERY_MS:
             self._pruned_ms, self._left = now_ms, deque(self._limits)
         for _ in range(min(SUBJECTS_AT_ONCE, len(self._left))):
@@ -104,8 +109,8 @@ class Pruning:
             limits = self._limits.get(subject)
             if limits is None or subject not in self._groups:
                 continue
-            if limits.messages_max and limits.drops_oldest:
-                self._overflow(subject, limits.messages_max)
+            if limits.drops_oldest:
+                self._overflow(subject, limits)
             if limits.expires_after_s and self._clock_is_right():
                 try:
                     self._expire(subject, limits)
@@ -115,20 +120,33 @@ class Pruning:
     def check_room(self, subject: str) -> None:
         """Raise SubjectFull if as many messages as may wait for one of its consumer groups."""
         limits = self._limits.get(subject)
-        if limits is None or not limits.messages_max or limits.drops_oldest:
+        if limits is None or limits.drops_oldest or not (limits.messages_max or limits.bytes_max):
             return
         state = self._mastership.log.state
         end = state.next_sequence.get(subject, 0)
         for name in self._groups.get(subject, ()):
             group = state.groups[subject, name]
-            if (waiting := _waiting(group, end)) < limits.messages_max or group.is_broadcast:
+            if group.is_broadcast:
                 continue
-            waiting -= self._gone(subject, group)
-            if waiting >= limits.messages_max:
-                raise SubjectFull(
-                    f"{waiting:,} messages of {subject} wait for {name} at {self._mastership.group}, and "
-                    f"{limits.messages_max:,} may (SetLimits --messagesMax)"
-                )
+            if limits.messages_max and (waiting := _waiting(group, end)) >= limits.messages_max:
+                waiting -= self._gone(subject, group)
+                self._check_room(waiting, limits.messages_max, "messages", subject, name)
+            if limits.bytes_max:
+                self._check_room(self._bytes((subject, name), group), limits.bytes_max, "bytes", subject, name)
+
+    def _check_room(self, waiting: int, most: int, what: str, subject: str, name: str) -> None:
+        if waiting >= most:
+            raise SubjectFull(
+                f"{waiting:,} {what} of {subject} wait for {name} at {self._mastership.group}, and "
+                f"{most:,} may (SetLimits --{what}Max)"
+            )
+
+    def _bytes(self, key: Key, group: Group) -> int:
+        try:
+            return self._lengths.waiting(key, group)
+        except CorruptFrame as problem:
+            self._mastership.found_damage(problem)
+            return 0
 
     def _gone(self, subject: str, group: Group) -> int:
         """Return how many of those that wait are none any more, because retention took them."""
@@ -140,20 +158,19 @@ class Pruning:
         requeued = sum(one.count for one in group.requeued.before(first, RANGES_AT_ONCE))
         return max(first - group.position, 0) + requeued
 
-    def _overflow(self, subject: str, messages_max: int) -> None:
+    def _overflow(self, subject: str, limits: OperatorLimits) -> None:
         state = self._mastership.log.state
         end = state.next_sequence.get(subject, 0)
         for name in list(self._groups[subject]):
             group = state.groups[subject, name]
-            too_many = _oldest(group, _waiting(group, end) - messages_max)
-            if messages := self._give_up((subject, name), OVERFLOWED, too_many):
+            waiting = _waiting(group, end)
+            too_many = waiting - limits.messages_max if limits.messages_max else 0
+            if limits.bytes_max and waiting > 0:
+                size = self._bytes((subject, name), group)
+                too_many = max(too_many, -(-(size - limits.bytes_max) * waiting // max(size, 1)))
+            if messages := self._give_up((subject, name), OVERFLOWED, _oldest(group, too_many)):
                 if (subject, name) not in self.overflowed:
-                    log.warning(
-                        "messages overflow subject=%s consumer_group=%s: more than %d waited",
-                        subject,
-                        name,
-                        messages_max,
-                    )
+                    log.warning("messages overflow subject=%s consumer_group=%s: more waited than may", subject, name)
                 self.overflowed[subject, name] = self.overflowed.get((subject, name), 0) + messages
 
     def _give_up(self, key: Key, why: int, ranges: Iterable[tuple[int, int]]) -> int:

@@ -28,6 +28,8 @@ class OperatorLimits(NamedTuple):
     """Of a subject: what is more is over for the consumer group, oldest first; else producers are refused."""
     per_second: int = 0
     """Of a consumer group: so many messages a second, from each broker group."""
+    bytes_max: int = 0
+    """As `messages_max`, in bytes."""
 
     @property
     def key(self) -> tuple[str, str]:

@@ -326,6 +326,12 @@ _CONSUMERS = (
                 most=1_000_000_000_000,
             ),
             Parameter(
+                "bytesMax",
+                "so many bytes of messages of a broker group may wait for a consumer group; 0: no limit",
+                kind=Kind.NUMBER,
+                most=1_000_000_000_000_000,
+            ),
+            Parameter(
                 "whenFull",
                 "what happens then: refuse producers, or dropOldest for that consumer group",
                 kind=Kind.CHOICE,

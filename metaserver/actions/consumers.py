@@ -226,6 +226,8 @@ async def _limit_subject(desk: Desk, words: Words) -> Plan:
         limits = limits._replace(expired_die=words["expired"] == group_plans.DEAD_LETTER)
     if words.is_given("messagesMax"):
         limits = limits._replace(messages_max=words.number("messagesMax"))
+    if words.is_given("bytesMax"):
+        limits = limits._replace(bytes_max=words.number("bytesMax"))
     if words.is_given("whenFull"):
         limits = limits._replace(drops_oldest=words["whenFull"] == group_plans.DROP_OLDEST)
     if limits.expired_die and is_dead_letter_subject(subject):

@@ -162,6 +162,7 @@ def limits_json(limits: OperatorLimits) -> dict[str, Any]:
         "subject": limits.subject, "group": limits.group, "expiresAfterS": limits.expires_after_s,
         "expired": DEAD_LETTER if limits.expired_die else DROP, "messagesMax": limits.messages_max,
         "whenFull": DROP_OLDEST if limits.drops_oldest else REFUSE, "perSecond": limits.per_second,
+        "bytesMax": limits.bytes_max,
     }  # fmt: skip
 
 

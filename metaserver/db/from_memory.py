@@ -52,6 +52,7 @@ def dump_of(
                 "per_second": one.per_second,
                 "messages_max": one.messages_max,
                 "drops_oldest": one.drops_oldest,
+                "bytes_max": one.bytes_max,
             }
             for one in sorted(directory.limits)
         ],  # fmt: skip

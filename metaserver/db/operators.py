@@ -79,6 +79,7 @@ def load_limits(connection: Connection) -> frozenset[OperatorLimits]:
             row.messages_max,
             bool(row.drops_oldest),
             row.per_second,
+            row.bytes_max,
         )  # fmt: skip
         for row in connection.execute(select(_limits))
     )

@@ -202,6 +202,7 @@ operator_limits = Table(
     Column("per_second", BigInteger, nullable=False),
     Column("messages_max", BigInteger, nullable=False, server_default="0"),
     Column("drops_oldest", Boolean, nullable=False, server_default=false()),
+    Column("bytes_max", BigInteger, nullable=False, server_default="0"),
     UniqueConstraint("subject_info", "consumer_group", name="uniq_limits"),
     **OPTIONS,
 )

@@ -187,7 +187,7 @@ class AcknowledgedPoint(_message.Message):
     def __init__(self, term: _Optional[int] = ..., boot: _Optional[int] = ..., end: _Optional[int] = ..., chain: _Optional[int] = ...) -> None: ...
 
 class OperatorLimits(_message.Message):
-    __slots__ = ("subject", "group", "expires_after_s", "expired_die", "per_second", "messages_max", "drops_oldest")
+    __slots__ = ("subject", "group", "expires_after_s", "expired_die", "per_second", "messages_max", "drops_oldest", "bytes_max")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_AFTER_S_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,7 @@ class OperatorLimits(_message.Message):
     PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_MAX_FIELD_NUMBER: _ClassVar[int]
     DROPS_OLDEST_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     subject: str
     group: str
     expires_after_s: int
@@ -202,7 +203,8 @@ class OperatorLimits(_message.Message):
     per_second: int
     messages_max: int
     drops_oldest: bool
-    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., expires_after_s: _Optional[int] = ..., expired_die: _Optional[bool] = ..., per_second: _Optional[int] = ..., messages_max: _Optional[int] = ..., drops_oldest: _Optional[bool] = ...) -> None: ...
+    bytes_max: int
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., expires_after_s: _Optional[int] = ..., expired_die: _Optional[bool] = ..., per_second: _Optional[int] = ..., messages_max: _Optional[int] = ..., drops_oldest: _Optional[bool] = ..., bytes_max: _Optional[int] = ...) -> None: ...
 
 class Offline(_message.Message):
     __slots__ = ("subject", "group", "consumer")

@@ -206,8 +206,11 @@ async def test_subjects_and_groups_are_limited_and_what_is_not_named_stays(world
     ]  # fmt: skip
     await world.done("SetLimits", subject="s2", messagesMax="5")
     await world.done("SetLimits", subject="s2", whenFull="dropOldest")
-    assert OperatorLimits("s2", "*", messages_max=5, drops_oldest=True) in world.registry.directory.limits
-    await world.done("SetLimits", subject="s2", messagesMax="0", whenFull="refuse")
+    await world.done("SetLimits", subject="s2", bytesMax="7000000000")
+    assert OperatorLimits("s2", "*", messages_max=5, drops_oldest=True, bytes_max=7_000_000_000) in (
+        world.registry.directory.limits
+    )
+    await world.done("SetLimits", subject="s2", messagesMax="0", bytesMax="0", whenFull="refuse")
     plan = await world.done("SetLimits", subject="s1", expiresAfterS="0", dryRun="true")
     assert (plan["before"]["expiresAfterS"], plan["after"]["expiresAfterS"], plan["wouldChange"]) == (60, 0, True)
     await world.done("SetLimits", subject="s1", expiresAfterS="0", expired="drop")
