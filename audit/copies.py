@@ -17,13 +17,14 @@ from typing import Any, NamedTuple, Protocol
 
 import grpc
 
+from qmq.audit.derived import Derived
 from qmq.audit.walk import Storage, tail_of
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import QmqError
 from qmq.log.index import ClosedIndex
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 
-SEGMENT_SUFFIX, INDEX_SUFFIX = ".log", ".idx"
+SEGMENT_SUFFIX, INDEX_SUFFIX, SNAPSHOT_SUFFIX = ".log", ".idx", ".snap"
 IDENTITY = "broker.json"
 OFFSET_MAX = (1 << 63) - 1
 CALL_TIMEOUT_S = 60.0
@@ -75,6 +76,9 @@ class Copy(Storage, Protocol):
 
     def index(self, base: int) -> ClosedIndex | None:
         """Return the index of the closed segment at `base`; None if there is none that is whole."""
+
+    def derived(self, base: int) -> Derived:
+        """Return what is stored beside the segment at `base`; raises CannotRead, OSError."""
 
     def close(self) -> None: ...
 
@@ -168,6 +172,15 @@ class PathCopy:
         except (OSError, ValueError):
             return None
 
+    def derived(self, base: int) -> Derived:
+        return Derived(self._content(base, INDEX_SUFFIX), self._content(base, SNAPSHOT_SUFFIX))
+
+    def _content(self, base: int, suffix: str) -> bytes:
+        try:
+            return (self._folder / f"{base:020d}{suffix}").read_bytes()
+        except FileNotFoundError:
+            return b""
+
     def _stored_behind(self, end: int, limit: int) -> int:
         """Count the bytes from `end` to the last one that is not zero."""
         torn, at = 0, end
@@ -241,6 +254,17 @@ class BrokerCopy:
 
     def index(self, base: int) -> ClosedIndex | None:
         return None
+
+    def derived(self, base: int) -> Derived:
+        """Ask the broker; one of an earlier version gives nothing."""
+        request = qmq_pb2.ReadDerivedRequest(base=base)
+        try:
+            parts = list(self._stub.ReadDerived(request, metadata=self._metadata))
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                return Derived(b"", b"")
+            raise CannotRead(self._said(error)) from None
+        return Derived(b"".join(part.index for part in parts), b"".join(part.snapshot for part in parts))
 
     def window(self, offset: int, size: int) -> bytes:
         """Return whole frames from `offset` on; none if the next frame stands elsewhere. See `Storage.window`."""

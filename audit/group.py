@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -26,7 +26,7 @@ from qmq.audit.copies import CannotRead, Copy, Description, open_copy
 from qmq.audit.delay_groups import Source, account_for, is_delay_group, write_by_day
 from qmq.audit.extents import PIECE_BYTES, split_range
 from qmq.audit.history import CHAINS, CONSERVED_KEPT, FINDINGS_KEPT, SHARE, VERDICTS, History, look_back, moment, who
-from qmq.audit.kinds import Kind
+from qmq.audit.kinds import DERIVED, Kind
 from qmq.audit.line import AHEAD_MS_MAX, FOREVER_MS
 from qmq.audit.naming import name_findings
 from qmq.audit.places import check_places
@@ -190,6 +190,7 @@ def _prepare(one: _Audit, options: Options) -> None:
     one.history = history = _look_back(group, result, options.ledger, options.share)
     begins = {begin for begin, _ in _reads(result)} - {until for _, until in _reads(result)}
     anchor = history.anchor
+    bases = {name: [base for base in log.segments if base <= result.watermark] for name, log in result.logs.items()}
     one.job = Job(
         group.places,
         Reading(
@@ -198,6 +199,7 @@ def _prepare(one: _Audit, options: Options) -> None:
         ),
         _pieces(result, options.piece_bytes), frozenset(begins), result.whole_until(),
         dict(anchor.ends) if anchor is not None and result.begin == anchor.verified else None,
+        bases, _segments(result, bases),
     )  # fmt: skip
 
 
@@ -392,6 +394,13 @@ def _pieces(result: Result, piece_bytes: int) -> list[tuple[int, int]]:
     return [piece for begin, until in _reads(result) for piece in split_range(begin, until, piece_bytes)]
 
 
+def _segments(result: Result, bases: Mapping[str, Sequence[int]]) -> list[int]:
+    """Return which closed segments are among what is read; beside them, and where they end, lie other files."""
+    reads = _reads(result)
+    closed = {pair for places in bases.values() for pair in pairwise(places)}
+    return sorted({base for base, end in closed if any(begin < end <= until for begin, until in reads)})
+
+
 def _count(answer: Answer, result: Result) -> None:
     """Count what was read; an audit that read nothing fails."""
     result.read = answer.read(result.begin, result.watermark)
@@ -472,7 +481,7 @@ def _take_differences(found: Sequence[Row], result: Result) -> None:
     if after:
         first = min(row["offset"] for row in after)
         sides = MASTER, after[0]["copy"]
-        before = (row for row in result.findings if row["copy"] in sides and row["offset"] is not None)
+        before = (row for row in _of_log(result.findings) if row["copy"] in sides and row["offset"] is not None)
         if not any(row["offset"] < first for row in before):
             _take([row for row in after if row["offset"] == first], result)
         result.history = first
@@ -528,7 +537,7 @@ def _check_all_was_read(result: Result) -> None:
 def _explain(pieces: list[tuple[int, int]], result: Result) -> None:
     """Make a finding of every piece whose bytes differ though nothing above says why: no difference is dropped."""
     changed = result.history if result.history is not None else result.watermark
-    told = [row for row in result.findings if row["copy"] != BOTH or row["what"] == Kind.DAMAGED]
+    told = [row for row in _of_log(result.findings) if row["copy"] != BOTH or row["what"] == Kind.DAMAGED]
     spans = [(row["offset"], row["end"] or row["offset"] + 1) for row in told if row["offset"] is not None]
     spans += [(log.end, result.watermark) for name, log in result.logs.items() if result.is_behind(name)]
     for begin, until in pieces:
@@ -536,6 +545,10 @@ def _explain(pieces: list[tuple[int, int]], result: Result) -> None:
             continue
         text = "bytes differ, the frames' headers do not"
         result.add(Kind.DIFFERENT, copy=SLAVE, text=text, offset=begin, end=until)
+
+
+def _of_log(findings: Sequence[Row]) -> list[Row]:
+    return [row for row in findings if row["what"] not in DERIVED]
 
 
 def _count_repaired(result: Result) -> None:

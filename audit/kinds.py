@@ -33,6 +33,10 @@ class Kind(StrEnum):
     """The log is not the one that an earlier run verified."""
     RETENTION = "retention"
     """Frames are gone that no retention frame gave up, or one gives back what an earlier one gave up."""
+    INDEX = "index"
+    """An index beside a segment that does not follow from it."""
+    SNAPSHOT = "snapshot"
+    """A snapshot beside a segment that does not follow from the log before it."""
 
     # Messages.
     UNDECODABLE = "undecodable"
@@ -83,3 +87,7 @@ class Kind(StrEnum):
     """The same frames, all of them by one distance further on or back."""
     HISTORY = "history"
     """Equal frames whose chains differ: the difference lies before what was compared."""
+
+
+DERIVED = frozenset({Kind.INDEX, Kind.SNAPSHOT})
+"""These are about files beside the log, at the offset of their segment, and about no frame."""

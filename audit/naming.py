@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from qmq.audit.copies import CannotRead, Copy, Description, open_copy
-from qmq.audit.kinds import Kind
+from qmq.audit.kinds import DERIVED, Kind
 from qmq.audit.schema import BOTH, COPIES, MASTER, SLAVE
 from qmq.audit.walk import Walk, Window
 from qmq.codec import batch_ends, decode_envelope, labels_bytes
@@ -40,7 +40,8 @@ def name_findings(
         row["epoch"] = row["byte"] = None
     with ExitStack() as stack:
         copies = {name: stack.enter_context(closing(open_copy(place))) for name, place in places.items()}
-        for row in [row for row in findings if row["offset"] is not None][:NAMED_MAX]:
+        of_frames = [row for row in findings if row["offset"] is not None and row["what"] not in DERIVED]
+        for row in of_frames[:NAMED_MAX]:
             other = SLAVE if row["copy"] in (MASTER, BOTH) else row["copy"]
             _Naming({MASTER: copies[MASTER], SLAVE: copies[other]}, row).name()
 

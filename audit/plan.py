@@ -15,7 +15,7 @@ import pickle
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from qmq.audit.copies import CannotRead, open_copy
 from qmq.audit.delays import OfDelays, spread_delayed
+from qmq.audit.derived import OfDerived, check_segment
 from qmq.audit.progress import CONSERVED
 from qmq.audit.reading import ALL, Reading
 from qmq.audit.rules import Apart, OfGroup, OfStored, OfSubject, spread_stored
@@ -37,7 +38,7 @@ BUCKET_BYTES = 2 << 30
 """Of so much log, one task compares the ids: of messages of 1 KiB it holds 40 MB, of the smallest ones 300."""
 ROWS_MAX = 10_000
 
-GROUP, PROBLEM, SUBJECT, STORED, DELAYED = "group", "unread", "subject:", "stored:", "delayed:"
+GROUP, PROBLEM, DERIVED, SUBJECT, STORED, DELAYED = "group", "unread", "derived", "subject:", "stored:", "delayed:"
 """Keys, or what they begin with."""
 
 _FACTS = "job int, key string, piece long, copy string, said binary"
@@ -50,6 +51,8 @@ _JUDGED_ROWS = pa.schema(
 )
 
 Row = dict[str, Any]
+Task = tuple[int, int, int | None]
+"""(job, begin, end) of a piece; (job, base, None) of a segment, of what is stored beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,10 @@ class Job:
     watermark: int
     ends: Mapping[str, int] | None = None
     """Where each subject ended at `reading.begin`, if that was verified; those that are not in it did not exist."""
+    bases: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of each copy, where its segments begin, up to the watermark."""
+    segments: Sequence[int] = ()
+    """Those beside which index and snapshot are looked at."""
 
     @property
     def buckets(self) -> int:
@@ -71,16 +78,17 @@ class Job:
 
 def judged(spark: SparkSession, jobs: Sequence[Job], piece_bytes: int) -> DataFrame:
     """Return what the judges say of all broker groups; see the module's text."""
-    tasks = list(_tasks(jobs, piece_bytes))
+    tasks: list[list[Task]] = [[(number, base, None)] for number, job in enumerate(jobs) for base in job.segments]
+    tasks += _tasks(jobs, piece_bytes)
     parts = int(str(spark.conf.get("spark.sql.shuffle.partitions")))
     facts = spark.range(0, len(tasks), 1, len(tasks)).mapInArrow(partial(_read, tuple(jobs), tasks), _FACTS)
     ordered = facts.repartition(parts, "job", "key").sortWithinPartitions("job", "key", "piece", "copy")
     return ordered.mapInArrow(partial(_judge, tuple(jobs)), _JUDGED)
 
 
-def _tasks(jobs: Sequence[Job], piece_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Return (job, begin, end) of pieces per task: small ones go together, as a task costs more than they do."""
-    task: list[tuple[int, int, int]] = []
+def _tasks(jobs: Sequence[Job], piece_bytes: int) -> Iterator[list[Task]]:
+    """Return pieces per task: small ones go together, as a task costs more than they do."""
+    task: list[Task] = []
     size = 0
     for number, job in enumerate(jobs):
         for begin, end in job.pieces:
@@ -93,12 +101,13 @@ def _tasks(jobs: Sequence[Job], piece_bytes: int) -> Iterator[list[tuple[int, in
         yield task
 
 
-def _read(jobs: Sequence[Job], tasks: list[list[tuple[int, int, int]]], batches: Iterable[Any]) -> Iterator[Any]:
+def _read(jobs: Sequence[Job], tasks: list[list[Task]], batches: Iterable[Any]) -> Iterator[Any]:
     for batch in batches:
         for number in batch.column(0).to_pylist():
             for job, begin, end in tasks[number]:
-                rows = list(_facts_of(jobs[job], begin, end))
-                columns = list(zip(*((job, key, begin, copy, pickle.dumps(said, 5)) for key, copy, said in rows)))
+                rows = list(_derived_of(jobs[job], begin) if end is None else _facts_of(jobs[job], begin, end))
+                packed = ((job, key, begin, copy, pickle.dumps(said, 5)) for key, copy, said in rows)
+                columns = list(zip(*packed)) or [()] * len(_FACT_ROWS)
                 arrays = [pa.array(column, field.type) for column, field in zip(columns, _FACT_ROWS)]
                 yield pa.RecordBatch.from_arrays(arrays, schema=_FACT_ROWS)
 
@@ -126,6 +135,17 @@ def _facts_of(job: Job, begin: int, end: int) -> Iterator[tuple[str, str, Any]]:
                 yield f"{DELAYED}{bucket}", copy, delayed
 
 
+def _derived_of(job: Job, base: int) -> Iterator[tuple[str, str, Any]]:
+    """Yield what is wrong with the files beside one segment, as `_facts_of`."""
+    try:
+        with ExitStack() as stack:
+            copies = {name: stack.enter_context(closing(open_copy(place))) for name, place in job.places.items()}
+            for name, wrong in check_segment(copies, job.bases, base):
+                yield DERIVED, name, wrong
+    except CannotRead as error:
+        yield PROBLEM, ALL, str(error)
+
+
 class _Unread:
     """Passes on why a piece was not read."""
 
@@ -141,6 +161,8 @@ def _judge_of(job: Job, key: str) -> Judging:
         return OfGroup(job.reading.until_ms, job.begins, job.reading.begin)
     if key == PROBLEM:
         return _Unread()
+    if key == DERIVED:
+        return OfDerived()
     if key.startswith(STORED):
         return OfStored()
     if key.startswith(DELAYED):

@@ -292,6 +292,11 @@ def encode_snapshot(state: State) -> bytes:
     return zlib.crc32(packed).to_bytes(4, "little") + packed
 
 
+def is_current_snapshot(data: Buffer) -> bool:
+    """Return whether this version wrote it: an older one knew less, a newer one more."""
+    return bytes(data[4:8]) == _VERSION.to_bytes(4, "little")
+
+
 def decode_snapshot(data: Buffer) -> State:
     """Read a snapshot back; raises ValueError if it is damaged: replay from an earlier one."""
     data = bytes(data)

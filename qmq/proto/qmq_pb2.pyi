@@ -697,6 +697,20 @@ class ReadLogRequest(_message.Message):
     end: int
     def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
+class ReadDerivedRequest(_message.Message):
+    __slots__ = ("base",)
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    base: int
+    def __init__(self, base: _Optional[int] = ...) -> None: ...
+
+class DerivedPart(_message.Message):
+    __slots__ = ("index", "snapshot")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    index: bytes
+    snapshot: bytes
+    def __init__(self, index: _Optional[bytes] = ..., snapshot: _Optional[bytes] = ...) -> None: ...
+
 class LogChunk(_message.Message):
     __slots__ = ("offset", "data")
     OFFSET_FIELD_NUMBER: _ClassVar[int]

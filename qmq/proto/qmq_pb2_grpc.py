@@ -414,6 +414,11 @@ class BrokerStub:
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.ReadLogRequest.SerializeToString,
                 response_deserializer=qmq_dot_proto_dot_qmq__pb2.LogChunk.FromString,
                 _registered_method=True)
+        self.ReadDerived = channel.unary_stream(
+                '/qmq.Broker/ReadDerived',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.ReadDerivedRequest.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.DerivedPart.FromString,
+                _registered_method=True)
         self.HoldLog = channel.unary_stream(
                 '/qmq.Broker/HoldLog',
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
@@ -498,6 +503,13 @@ class BrokerServicer:
 
     def ReadLog(self, request, context):
         """Whole frames that begin in [begin, end), as stored, in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadDerived(self, request, context):
+        """The files beside a segment as they are stored, in parts; no part: there is none. An audit holds them against the log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -591,6 +603,11 @@ def add_BrokerServicer_to_server(servicer, server):
                     servicer.ReadLog,
                     request_deserializer=qmq_dot_proto_dot_qmq__pb2.ReadLogRequest.FromString,
                     response_serializer=qmq_dot_proto_dot_qmq__pb2.LogChunk.SerializeToString,
+            ),
+            'ReadDerived': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadDerived,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.ReadDerivedRequest.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.DerivedPart.SerializeToString,
             ),
             'HoldLog': grpc.unary_stream_rpc_method_handler(
                     servicer.HoldLog,
@@ -817,6 +834,33 @@ class Broker:
             '/qmq.Broker/ReadLog',
             qmq_dot_proto_dot_qmq__pb2.ReadLogRequest.SerializeToString,
             qmq_dot_proto_dot_qmq__pb2.LogChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadDerived(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/qmq.Broker/ReadDerived',
+            qmq_dot_proto_dot_qmq__pb2.ReadDerivedRequest.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.DerivedPart.FromString,
             options,
             channel_credentials,
             insecure,

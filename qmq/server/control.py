@@ -148,6 +148,15 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         finally:
             del positions[me]
 
+    async def ReadDerived(self, request: pb.ReadDerivedRequest, context: Any) -> AsyncIterator[pb.DerivedPart]:
+        """Send index and snapshot of a segment, as ReadLog sends frames. PERMISSION_DENIED: as of ReadLog."""
+        await _require_all_subjects(context)
+        index, snapshot = await asyncio.to_thread(self._service.node.log.derived_files, request.base)
+        for at in range(0, max(len(index), len(snapshot)), CHUNK_BYTES):
+            part = pb.DerivedPart(index=index[at : at + CHUNK_BYTES], snapshot=snapshot[at : at + CHUNK_BYTES])
+            await asyncio.sleep(self._pace.wait_s(len(part.index) + len(part.snapshot), self._loop.time()))
+            yield part
+
     async def HoldLog(self, request: pb.Nothing, context: Any) -> AsyncIterator[pb.Nothing]:
         """Let retention take nothing while the call lasts and the disk has room. PERMISSION_DENIED: as of ReadLog."""
         await _require_all_subjects(context)

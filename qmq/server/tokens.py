@@ -31,6 +31,7 @@ CONTROL_ROLES: Mapping[str, frozenset[TokenRole]] = {
     "Rates": frozenset({TokenRole.OPERATOR}),
     "DescribeLog": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
     "ReadLog": frozenset({TokenRole.OPERATOR, TokenRole.BROKER}),
+    "ReadDerived": frozenset({TokenRole.OPERATOR}),
     "HoldLog": frozenset({TokenRole.OPERATOR}),
     "Consumers": frozenset({TokenRole.OPERATOR}),
     "DelayStats": frozenset({TokenRole.OPERATOR}),

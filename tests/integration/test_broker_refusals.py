@@ -222,9 +222,14 @@ def test_unknown_token_is_refused(cluster, master, unchanged, heard, port, token
 
 
 @pytest.mark.parametrize("metadata", [(), (("x-api-token", "wrong"),)], ids=["no token", "wrong token"])
-@pytest.mark.parametrize("call", ["ReplicaStatus", "PrepareSwap", "CancelSwap", "DescribeLog", "ReadLog", "HoldLog"])
+@pytest.mark.parametrize(
+    "call", ["ReplicaStatus", "PrepareSwap", "CancelSwap", "DescribeLog", "ReadLog", "ReadDerived", "HoldLog"]
+)
 def test_broker_control_asks_for_the_token_in_every_call(cluster, master, unchanged, call, metadata):
-    requests = {"PrepareSwap": pb.PrepareSwapRequest(term=99), "ReadLog": pb.ReadLogRequest(begin=0, end=100)}
+    requests = {
+        "PrepareSwap": pb.PrepareSwapRequest(term=99), "ReadLog": pb.ReadLogRequest(begin=0, end=100),
+        "ReadDerived": pb.ReadDerivedRequest(base=0),
+    }  # fmt: skip
     with grpc.insecure_channel(f"{HOST}:{master.control_port}") as channel:
         with pytest.raises(grpc.RpcError) as refused:
             answer = getattr(BrokerStub(channel), call)(

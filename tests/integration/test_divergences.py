@@ -12,6 +12,7 @@ from pyspark.sql import SparkSession
 from qmq.audit.copies import place_options
 from qmq.audit.group import Group, Result, audit_group
 from tests.support.spark import local_spark
+from tests.unit.audit.beside import WRONG, bases_of
 from tests.unit.audit.divergences import RIGHT_BUT_OTHER, TWO_SIDED, Expected, Plant
 from tests.unit.audit.forged import forged, write_world
 
@@ -65,6 +66,14 @@ def plant_on_both(folder: Path, plants: Iterable[Plant]) -> Found:
     return expected
 
 
+def plant_beside(folder: Path) -> Found:
+    """An index is wrong on both copies, a snapshot on the slave alone."""
+    bases = bases_of(folder / "master")
+    index = [WRONG["a frame left out"](folder / copy, bases[1]) for copy in ("master", "slave")]
+    snapshot = WRONG["another position"](folder / "slave", bases[2])
+    return {(index[0], "both", bases[1], None, None), (snapshot, "slave", bases[2], None, None)}
+
+
 OTHER_IDS = {"undecodable", "batch_twice", "id_twice", "sequence"}
 
 
@@ -76,7 +85,7 @@ EIGHT_MORE = ("a message that is cut", "a watermark that goes back", "a time two
 
 @pytest.mark.parametrize("names", [EIGHT, EIGHT_MORE], ids=["some", "others"])
 def test_eight_at_once_hide_nothing_of_each_other(spark: SparkSession, tmp_path: Path, names: tuple[str, ...]) -> None:
-    expected = plant_on_both(tmp_path, [TWO_SIDED[name] for name in names])
+    expected = plant_on_both(tmp_path, [TWO_SIDED[name] for name in names]) | plant_beside(tmp_path)
     assert without_id(found(audit(spark, tmp_path)), OTHER_IDS) == without_id(expected, OTHER_IDS)
 
 

@@ -1,0 +1,229 @@
+"""Core. Whether the index and the snapshot beside a segment say what follows from the log.
+
+A snapshot is the state at its segment's base. So the state that the brokers' own fold makes of one snapshot and of the
+frames behind it must be the next snapshot; in a log that begins at 0, the first state is empty. Each segment is folded
+by itself, from its own snapshot, by any task.
+
+A file that is not there, an index of a segment that has grown since, and a snapshot of another place or version are
+what brokers pass over, or make again: nobody is misled by them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+from qmq.audit.kinds import Kind
+from qmq.audit.said import Said, finding
+from qmq.audit.walk import HEADER_BYTES_MAX
+from qmq.codec import Buffer
+from qmq.errors import CorruptFrame
+from qmq.log.fold import State, apply, decode_snapshot, is_current_snapshot
+from qmq.log.frame import HEADER_BYTES, Frame, FrameKind, check_body, decode_header
+from qmq.log.index import ClosedIndex, SegmentIndex
+
+HEADERS_BYTES = 32 << 10
+"""Read at once. The messages of a frame are not needed, so larger ones are passed over."""
+_DAMAGE = (ValueError, LookupError, TypeError, zlib.error)
+"""What a snapshot raises that is none."""
+_FIELDS = ("chain", "high_watermark", "timestamp_ms", "epochs", "next_sequence", "groups", "producers", "ordered",
+           "kept", "retry_ms")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """The files beside a segment, as they are stored; empty: there is none."""
+
+    index: bytes
+    snapshot: bytes
+
+
+class Segments(Protocol):
+    """One copy of a log."""
+
+    def window(self, offset: int, size: int) -> bytes:
+        """Return bytes that stand at `offset`, as `audit.walk.Storage`."""
+
+    def derived(self, base: int) -> Derived:
+        """Return what is stored beside the segment at `base`."""
+
+
+class Wrong(NamedTuple):
+    """A file that does not say what follows from the log: that of the segment at `base`.
+
+    `since`: the snapshot that it was held against; if that is wrong itself, this says nothing.
+    """
+
+    what: Kind
+    base: int
+    text: str
+    since: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Folded:
+    """What follows from the snapshot `start` and the segment `[begin, end)`."""
+
+    start: bytes
+    begin: int
+    end: int
+    index: bytes
+    state: State | None
+
+
+def check_segment(
+    copies: Mapping[str, Segments], bases: Mapping[str, Sequence[int]], base: int
+) -> Iterator[tuple[str, Wrong]]:
+    """Yield (copy, what is wrong) of what is stored beside the segment at `base`: its index, and the snapshot behind.
+
+    `bases` of each copy, ascending: of its segments, and where the last one of them ends.
+    """
+    known: list[_Folded] = []
+    for name, copy in copies.items():
+        if base in bases[name]:
+            at = bases[name].index(base)
+            for wrong in _check(copy, bases[name][at:], at == 0, known):
+                yield name, wrong
+
+
+def _check(copy: Segments, bases: Sequence[int], is_first: bool, known: list[_Folded]) -> Iterator[Wrong]:
+    """Check one copy, up to the next snapshot that a broker would start from."""
+    start = copy.derived(bases[0]).snapshot
+    if is_first and bases[0] == 0:
+        state: State | None = State()
+    else:
+        state = _state_of(start, bases[0])
+    if state is None:
+        if not is_first and not _is_of_other_version(start):
+            return  # who began before comes by here
+        if (problem := _damage(start, bases[0])) is not None:
+            yield problem
+    since = bases[0]
+    for begin, end in pairwise(bases):
+        after = copy.derived(end).snapshot
+        found = _state_of(after, end)
+        folded = next((one for one in known if _is_same(one, start, begin, end, found)), None)
+        if folded is None:
+            try:
+                index = _fold(copy, begin, end, state)
+            except (CorruptFrame, ValueError, LookupError, OSError):
+                return  # it is no log: what is wrong with that is for others to say
+            folded = _Folded(start, begin, end, index, state)
+            known.append(folded)
+        yield from _of_index(copy.derived(begin).index, folded)
+        if (problem := _damage(after, end)) is not None:
+            yield problem
+        if found is not None and folded.state is not None and (fields := _different(found, folded.state)):
+            text = f"it says something else of {fields} than the log from the snapshot at {since} on"
+            yield Wrong(Kind.SNAPSHOT, end, text, since)
+        if found is not None or _is_of_other_version(after):
+            return
+
+
+def _is_same(one: _Folded, start: bytes, begin: int, end: int, found: State | None) -> bool:
+    """Return whether a copy, whose snapshot at `end` is `found`, has the log that was folded: equal chains mean so."""
+    here = one.start, one.begin, one.end
+    return here == (start, begin, end) and None not in (found, one.state) and found.chain == one.state.chain  # type: ignore[union-attr]
+
+
+def _fold(copy: Segments, begin: int, end: int, state: State | None) -> bytes:
+    """Fold a segment into `state`, and return its index. Raises CorruptFrame, ValueError, LookupError, OSError."""
+    index = SegmentIndex(begin)
+    for frame, body in _frames(copy, begin, end, state):
+        if state is not None:
+            apply(state, frame, body)
+        if frame.kind == FrameKind.MESSAGES:
+            index.add(frame)
+    return index.encode(end)
+
+
+def _frames(copy: Segments, begin: int, end: int, state: State | None) -> Iterator[tuple[Frame, Buffer]]:
+    """Yield the frames of a segment, those of messages without their body."""
+    at = base = begin
+    data = memoryview(b"")
+
+    def read(size: int) -> None:
+        nonlocal base, data
+        base, data = at, memoryview(copy.window(at, size))
+
+    while at < end:
+        if len(data) - (at - base) < HEADER_BYTES_MAX:
+            read(HEADERS_BYTES)
+        frame = decode_header(data, at - base, at, state.chain if state is not None else None)
+        body = memoryview(b"")
+        if frame.kind != FrameKind.MESSAGES:
+            if frame.end - base > len(data):
+                read(max(HEADERS_BYTES, frame.end - at))
+            body = data[at - base + frame.body_at : frame.end - base]
+            check_body(frame, body)
+        yield frame, body
+        at = frame.end
+    if at != end:
+        raise CorruptFrame(at, f"a frame goes on past the segment's end at {end}")
+
+
+def _of_index(data: bytes, due: _Folded) -> Iterator[Wrong]:
+    if not data or data == due.index:
+        return
+    try:
+        end = ClosedIndex(data, due.begin).end
+    except ValueError as error:
+        yield Wrong(Kind.INDEX, due.begin, str(error))
+        return
+    if end == due.end:
+        yield Wrong(Kind.INDEX, due.begin, "it names other frames than its segment has")
+
+
+def _is_of_other_version(snapshot: bytes) -> bool:
+    """Return whether what it says may be true and not all: nothing is held against it, nor it against anything."""
+    return bool(snapshot) and not is_current_snapshot(snapshot)
+
+
+def _state_of(snapshot: bytes, base: int) -> State | None:
+    """Return the state that a broker of this version would start from; None: there is none."""
+    if not snapshot or _is_of_other_version(snapshot):
+        return None
+    try:
+        state = decode_snapshot(snapshot)
+    except _DAMAGE:
+        return None
+    return state if state.end == base else None
+
+
+def _damage(snapshot: bytes, base: int) -> Wrong | None:
+    if not snapshot or _is_of_other_version(snapshot):
+        return None
+    try:
+        decode_snapshot(snapshot)
+    except _DAMAGE as error:
+        return Wrong(Kind.SNAPSHOT, base, str(error))
+    return None
+
+
+def _different(found: State, due: State) -> str:
+    """Return the names of what the states do not share."""
+    return ", ".join(name for name in _FIELDS if getattr(found, name) != getattr(due, name))
+
+
+class OfDerived:
+    """Judges one copy: says what is wrong, if what it was held against is right."""
+
+    def __init__(self) -> None:
+        self._wrong: set[int] = set()
+        """Where a snapshot is."""
+
+    def take(self, piece: int, said: Wrong, /) -> Iterator[Said]:
+        """Take what was found from the segment at `piece` on."""
+        if said.since not in self._wrong:
+            yield finding(said.what, said.text, offset=said.base, seen=said.base)
+        if said.what is Kind.SNAPSHOT:
+            self._wrong.add(said.base)
+
+    def finish(self) -> Iterable[Said]:
+        return ()
+
+
+assert HEADERS_BYTES > HEADER_BYTES_MAX > HEADER_BYTES

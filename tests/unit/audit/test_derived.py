@@ -1,0 +1,108 @@
+"""Core. Indexes and snapshots beside segments are held against the log, each copy's by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qmq.audit.copies import PathCopy
+from qmq.audit.derived import OfDerived, check_segment
+from tests.unit.audit.beside import LEGAL, WRONG, bases_of
+from tests.unit.audit.forged import A, forged, write_world
+from tests.unit.audit.test_walk import flip
+
+Found = set[tuple[str, str, int]]
+"""(copy, kind, segment)"""
+
+
+def found(folder: Path, *names: str) -> Found:
+    """Check every segment of the copies, as the tasks of an audit do."""
+    copies = {name: PathCopy(folder / name) for name in names}
+    bases = {name: copy.bases for name, copy in copies.items()}
+    judges = {name: OfDerived() for name in names}
+    rows: Found = set()
+    try:
+        for base in sorted({base for of in bases.values() for base in of}):
+            for name, wrong in check_segment(copies, bases, base):
+                rows |= {(name, said.row["what"], said.row["offset"]) for said in judges[name].take(base, wrong)}
+    finally:
+        for copy in copies.values():
+            copy.close()
+    return rows
+
+
+def worlds(folder: Path) -> None:
+    write_world(folder / "master")
+    write_world(folder / "slave")
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("copy", ["master", "slave"])
+def test_what_does_not_follow_from_the_log_is_named_with_copy_kind_and_segment(
+    tmp_path: Path, name: str, copy: str
+) -> None:
+    worlds(tmp_path)
+    base = bases_of(tmp_path / copy)[2]
+    kind = WRONG[name](tmp_path / copy, base)
+    assert found(tmp_path, "master", "slave") == {(copy, kind, base)}
+
+
+def test_what_is_wrong_on_both_copies_is_found_on_both(tmp_path: Path) -> None:
+    worlds(tmp_path)
+    base = bases_of(tmp_path / "master")[3]
+    for copy in ("master", "slave"):
+        WRONG["another position"](tmp_path / copy, base)
+    assert found(tmp_path, "master", "slave") == {(copy, "snapshot", base) for copy in ("master", "slave")}
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_what_brokers_pass_over_or_make_again_is_no_finding(tmp_path: Path, name: str) -> None:
+    worlds(tmp_path)
+    LEGAL[name](tmp_path / "slave", bases_of(tmp_path / "slave")[2])
+    assert found(tmp_path, "master", "slave") == set()
+
+
+def test_what_lies_behind_a_missing_snapshot_is_judged_from_the_one_before(tmp_path: Path) -> None:
+    worlds(tmp_path)
+    bases = bases_of(tmp_path / "slave")
+    LEGAL["no snapshot"](tmp_path / "slave", bases[2])
+    wrong = {
+        (WRONG["a frame left out"](tmp_path / "slave", bases[2]), bases[2]),
+        (WRONG["another position"](tmp_path / "slave", bases[3]), bases[3]),
+    }
+    assert found(tmp_path, "master", "slave") == {("slave", *one) for one in wrong}
+
+
+def test_what_follows_from_a_wrong_snapshot_is_not_named_again(tmp_path: Path) -> None:
+    """A broker that started from it writes what follows; where it was right all the while, the next one contradicts."""
+    worlds(tmp_path)
+    bases = bases_of(tmp_path / "slave")
+    WRONG["another end"](tmp_path / "slave", bases[2])
+    WRONG["another position"](tmp_path / "slave", bases[4])
+    assert found(tmp_path, "slave") == {("slave", "snapshot", bases[2]), ("slave", "snapshot", bases[4])}
+
+
+def test_each_copy_is_judged_by_its_own_log(tmp_path: Path) -> None:
+    worlds(tmp_path)
+    with forged(tmp_path / "slave") as frames:
+        frame = next(one for one in frames if one.subject == A and one.first_sequence == 100)
+        frame.batch += 1_000_000
+    assert found(tmp_path, "master", "slave") == set()
+
+
+def test_log_that_begins_behind_its_retention_is_judged_from_its_first_snapshot(tmp_path: Path) -> None:
+    worlds(tmp_path)
+    bases = bases_of(tmp_path / "slave")
+    for path in (tmp_path / "slave" / "log").glob(f"{0:020d}.*"):
+        path.unlink()
+    WRONG["another position"](tmp_path / "slave", bases[2])
+    assert found(tmp_path, "master", "slave") == {("slave", "snapshot", bases[2])}
+    WRONG["a damaged snapshot"](tmp_path / "slave", bases[1])
+    assert ("slave", "snapshot", bases[1]) in found(tmp_path, "master", "slave")
+
+
+def test_damage_of_the_log_is_no_finding_about_what_is_beside_it(tmp_path: Path) -> None:
+    worlds(tmp_path)
+    flip(tmp_path / "slave", bases_of(tmp_path / "slave")[2] + 150)
+    assert found(tmp_path, "master", "slave") == set()
