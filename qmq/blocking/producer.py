@@ -50,11 +50,13 @@ class Producer:
         self, *, metaserver: str, app: str, token: str | None = None, timeout_s: float = 30.0,
         answer_timeout_s: float = 5.0, in_flight_max: int = 16, queue_messages_max: int = 100_000,
         queue_bytes_max: int = 64 << 20, outbox_table: str = DEFAULT_TABLE, journal: Journal | None = None,
+        readonly_wait_s: float | None = None,
     ) -> None:  # fmt: skip
         self._make = partial(
             AsyncProducer, metaserver=metaserver, app=app, token=token, timeout_s=timeout_s,
             answer_timeout_s=answer_timeout_s, in_flight_max=in_flight_max, queue_messages_max=queue_messages_max,
             queue_bytes_max=queue_bytes_max, outbox_table=outbox_table, journal=journal,
+            readonly_wait_s=readonly_wait_s,
         )  # fmt: skip
         self._make()  # wrong arguments are refused here, not in a worker an hour later
         self._messages_max, self._bytes_max = queue_messages_max, queue_bytes_max

@@ -43,6 +43,8 @@ class Producer:
         app: name of the application, for the operators.
         token: API token; if it is not given: of the variable QMQ_TOKEN, or the file that QMQ_TOKEN_FILE names.
         timeout_s: how long a message may wait for its outcome, retries included.
+        readonly_wait_s: how long a message may wait while all broker groups of its subject are readonly; then it is
+            refused with their reasons, 0: at once. By default `timeout_s`, as most reasons end by themselves.
         answer_timeout_s: a connection that owes an answer for longer is given up, and the batch repeated on a new one.
         in_flight_max: produce requests in flight per subject and broker group; what arrives meanwhile gathers to the
             next batch. Over all subjects a broker group has up to 64.
@@ -58,14 +60,18 @@ class Producer:
         self, *, metaserver: str, app: str, token: str | None = None, timeout_s: float = 30.0,
         answer_timeout_s: float = 5.0, in_flight_max: int = 16, queue_messages_max: int = 100_000,
         queue_bytes_max: int = 64 << 20, outbox_table: str = DEFAULT_TABLE, journal: Journal | None = None,
+        readonly_wait_s: float | None = None,
     ) -> None:  # fmt: skip
         if not 0 < in_flight_max <= 64:
             raise InvalidRequest("in_flight_max must be 1 to 64: a broker remembers 64 batches of a producer")
+        if readonly_wait_s is not None and not readonly_wait_s >= 0:
+            raise InvalidRequest("readonly_wait_s must be 0 or more; leave it out to wait for timeout_s")
         self.id = random.SystemRandom().randrange(1, 1 << 64)
         self._metaserver, self._app = metaserver, app
         self._token = find_token(token)
         self._timeout_ms = int(timeout_s * 1000)
         self._answer_timeout_s = answer_timeout_s
+        self._readonly_wait_ms = None if readonly_wait_s is None else int(min(readonly_wait_s, timeout_s) * 1000)
         self._in_flight_max = in_flight_max
         self._backlog = Backlog(queue_messages_max, queue_bytes_max)
         self._outbox_table, self._outbox_messages_max = table_name(outbox_table), queue_messages_max
@@ -131,7 +137,7 @@ class Producer:
         return Sender(
             metaserver=self._metaserver, token=self._token, app=self._app, producer_id=self.id,
             in_flight_max=self._in_flight_max, answer_timeout_s=self._answer_timeout_s, backlog=self._backlog,
-            kind=kind, moves=moves, journal=self._journal,
+            kind=kind, moves=moves, journal=self._journal, readonly_wait_ms=self._readonly_wait_ms,
         )  # fmt: skip
 
     @property

@@ -14,6 +14,7 @@ from hashlib import blake2b
 
 from qmq.types import Endpoint
 
+READ_ONLY = "read only"
 REST_MS_MIN, REST_MS_MAX = 100, 2_000
 """How long a group rests after it refused or failed: doubled with each failure in a row. The metaserver tells of
 a change within a second, so that resting longer than two would only delay what already works again."""
@@ -67,6 +68,8 @@ class _Health:
     until_ms: int = 0
     failures: int = 0
     reason: str = ""
+    is_readonly: bool = False
+    """It answered, and takes no messages now."""
 
 
 class Routing:
@@ -150,14 +153,24 @@ class Routing:
         health = self._health.get(broker_group)
         return health is not None and now_ms < health.until_ms
 
-    def failed(self, broker_group: str, reason: str, *, now_ms: int) -> int:
+    def failed(self, broker_group: str, reason: str, *, now_ms: int, is_readonly: bool = False) -> int:
         """Let a group rest after it refused a batch or could not be reached; return until when."""
         health = self._health.setdefault(broker_group, _Health())
         if now_ms >= health.until_ms:  # many batches of one connection fail at once: that is one failure
             health.until_ms = now_ms + min(REST_MS_MIN << min(health.failures, 10), REST_MS_MAX)
             health.failures += 1
-        health.reason = reason
+        health.reason, health.is_readonly = reason, is_readonly
         return health.until_ms
+
+    def all_refuse(self, subject: str, only: str = "") -> bool:
+        """Return whether all broker groups of a subject, or only this one of them, take no messages now, as the route
+        or the groups themselves say; not that they cannot be reached."""
+        groups = [one for one in self.groups_of(subject) if only in ("", one.broker_group)]
+        return bool(groups) and all(map(self._refuses, groups))
+
+    def _refuses(self, group: GroupRoute) -> bool:
+        health = self._health.get(group.broker_group)
+        return group.master is not None and (not group.writable or (health is not None and health.is_readonly))
 
     def worked(self, broker_group: str) -> None:
         """The group stored a batch."""
@@ -179,7 +192,7 @@ class Routing:
         reasons = []
         for group in route.groups:
             health = self._health.get(group.broker_group)
-            reason = health.reason if health else ("no connection" if group.writable else "read only")
+            reason = health.reason if health else ("no connection" if group.writable else READ_ONLY)
             reasons.append(f"{group.broker_group}: {reason}")
         if route.refused:
             reasons.append(f"the metaserver: {route.refused}")

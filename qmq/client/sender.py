@@ -18,6 +18,7 @@ from qmq.client.journal import JournalWriter
 from qmq.client.link import Link
 from qmq.client.moves import Moves
 from qmq.client.queues import Backlog, Lanes, SubjectQueue, Waiting
+from qmq.client.refusing import Refusing
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routing import Routing, SubjectRoute
 from qmq.errors import (
@@ -77,12 +78,13 @@ class Sender:
         kind: of the groups that it sends to: brokers, or delay servers.
         moves: of the producer's other sender, with which it shares the backlog.
         journal: takes what was acknowledged.
+        readonly_wait_ms: for how long a message waits while all groups are readonly; None: until its deadline.
     """
 
     def __init__(
         self, *, metaserver: str, token: str, app: str, producer_id: int, in_flight_max: int, answer_timeout_s: float,
         backlog: Backlog, kind: GroupKind = GroupKind.NORMAL, moves: Moves | None = None,
-        journal: JournalWriter | None = None,
+        journal: JournalWriter | None = None, readonly_wait_ms: int | None = None,
     ) -> None:  # fmt: skip
         self._token, self._app = token, app
         self._producer_id, self._journal = producer_id, journal
@@ -90,6 +92,7 @@ class Sender:
         self._answer_timeout_s = answer_timeout_s
         self._loop = asyncio.get_running_loop()
         self._routing = Routing()
+        self._refusing = Refusing(self._routing, readonly_wait_ms) if readonly_wait_ms is not None else None
         self._groups: dict[str, _Group] = {}
         self._queues: dict[str, SubjectQueue] = {}
         self._lanes: dict[str, Lanes] = {}
@@ -407,7 +410,8 @@ class Sender:
             queue.put_back(batch)
             self._note(queue)
             self._lane_is_free(batch)
-        self._routing.failed(group.name, str(error), now_ms=self.now_ms())
+        is_readonly = isinstance(error, BrokerReadOnly)
+        self._routing.failed(group.name, str(error), now_ms=self.now_ms(), is_readonly=is_readonly)
         if not isinstance(error, BrokerReadOnly | Overloaded):
             self._watch.refresh()
 
@@ -461,6 +465,8 @@ class Sender:
     def _expire(self, queue: SubjectQueue, now_ms: int) -> None:
         if self._watch.refused is not None and self._routing.route(queue.subject) is None:
             queue.expire(_NEVER_MS, self._watch.refused)  # waiting would not make the token valid
+        elif self._refusing is not None and self._refusing.is_over(queue.subject, queue.group or "", now_ms):
+            queue.expire(_NEVER_MS, self._why_not(queue.subject))
         elif (deadline_ms := queue.first_deadline_ms()) is not None and deadline_ms <= now_ms:
             queue.expire(now_ms, self._why_not(queue.subject))
         if not queue:
@@ -494,6 +500,8 @@ class Sender:
             self._queues.pop(subject, None)
             self._lanes.pop(subject, None)
         self._routing.forget(gone)
+        if self._refusing is not None:
+            self._refusing.forget(gone)
         return gone
 
     def link_opened(self, link: Link) -> None:

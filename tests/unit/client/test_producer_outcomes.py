@@ -127,6 +127,30 @@ def test_what_a_readonly_group_did_not_take_in_time_is_not_served():
     run(test())
 
 
+@pytest.mark.parametrize("is_told", [False, True], ids=["the broker says so", "the route says so"])
+def test_who_does_not_want_to_wait_for_a_readonly_group_is_told_its_reason_at_once(is_told):
+    async def test() -> None:
+        options = {"timeout_s": 3_600.0, "readonly_wait_s": 0.0}
+        async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver, **options) as producer:
+            assert (await producer.send(Message("a"))).is_stored
+            for broker in brokers:
+                broker.refuse_with = BrokerReadOnly(f"{broker.name} is readonly: disk, make room")
+                if is_told:
+                    metaserver.set_group(broker, writable=False)
+            receipt = await producer.send(Message("a"))
+            assert isinstance(receipt.error, NotServed) and receipt.outcome is qmq.Outcome.REFUSED
+            assert all(f"{one.name}: " in receipt.reason for one in brokers)
+            ordered = await producer.send(Message("a", order_key="k"))
+            assert isinstance(ordered.error, NotServed), "also where one group alone may take it"
+            for broker in brokers:
+                broker.refuse_with = None
+                metaserver.set_group(broker, writable=True)
+            while not (await producer.send(Message("a"))).is_stored:
+                pass
+
+    run(test())
+
+
 def test_what_a_broker_refuses_on_its_own_is_an_invalid_message_with_its_id():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
