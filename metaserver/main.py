@@ -66,6 +66,7 @@ MOVE_S = 0.3
 """How long a metaserver that stops goes on answering, so that nginx has noticed before the port is closed."""
 RPC_OPTIONS = [
     *SERVER_OPTIONS,
+    ("grpc.max_allowed_incoming_connections", 50_000),  # 20,000 clients are served
     # Else each message of a client is answered with a PING, to find out how much it could send ahead: it says little,
     # and 20,000 clients that confirm a change would cost a quarter more.
     ("grpc.http2.bdp_probe", 0),

@@ -9,6 +9,7 @@ import urllib.request
 
 from qmq.types import Endpoint
 
+HANDSHAKE_MS = "grpc.server_handshake_timeout_ms"
 CHANNEL_OPTIONS = [
     # Brokers are neighbours: a proxy of the environment is for the world outside.
     ("grpc.enable_http_proxy", 0),
@@ -24,6 +25,8 @@ SERVER_OPTIONS = [
     ("grpc.max_send_message_length", 80 << 20),
     # Who asks sends a few kilobytes; a client that watches 10,000 subjects sends one megabyte.
     ("grpc.max_receive_message_length", 4 << 20),
+    # Who opens a connection and says nothing has no token, and holds it no longer than this.
+    (HANDSHAKE_MS, 5_000),
     # A caller whose machine is gone is noticed within 15 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),

@@ -54,7 +54,10 @@ class CopySettings:
 
     packet_bytes_max: int = setting(16 * MIB, unit="bytes", least=64 * 1024, most=48 * MIB, why="largest packet taken")
     message_bytes_max: int = setting(4 * MIB, unit="bytes", least=1024, most=32 * MIB, why="largest message stored")
-    connections_max: int = setting(10_000, least=1, why="open connections; more are closed at once")
+    connections_max: int = setting(
+        10_000, least=1, why="open connections; of more, those that did not say who they are end first, then the newest"
+    )
+    token_connections_max: int = setting(5_000, least=1, why="connections of clients with one token; more are refused")
     new_subjects_per_minute: int = setting(
         1000, least=1, most=1_000_000, why="subjects that the clients of one token may begin; more wait"
     )

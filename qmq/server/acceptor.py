@@ -15,6 +15,7 @@ from qmq.errors import (
     InvalidRequest,
     MissingRight,
     NotServed,
+    Overloaded,
     QmqError,
 )
 from qmq.remoting.commands import Command, decode_json, encode_json
@@ -75,7 +76,11 @@ class Acceptor:
         service.connections += 1
         loop = asyncio.get_running_loop()
         if service.connections > settings.connections_max:
-            loop.call_soon(self.connection.close, f"more than {settings.connections_max} connections")
+            # Anybody can open connections: whoever has a token must get in all the same.
+            last = next(iter(service.strangers), self)
+            service.strangers.pop(last, None)
+            loop.call_soon(last.connection.close, f"more than {settings.connections_max} connections")
+        service.strangers[self] = None
         self._login_timer = loop.call_later(LOGIN_S, self.connection.close, "it did not say who it is in time")
 
     def tell_once(self, connection: Connection, error: QmqError) -> None:
@@ -137,7 +142,7 @@ class Acceptor:
             self._turn_away(connection, packet, error)
         except AccessError as error:
             self._turn_away(connection, packet, AccessError(f"the token of {self.app!r} is not valid here: {error}"))
-        except NotServed as error:
+        except (NotServed, Overloaded) as error:
             self._turn_away(connection, packet, error)
         finally:
             self._login = None
@@ -146,11 +151,17 @@ class Acceptor:
         """Open the connection for what this caller may do; raises MissingRight."""
         group, settings = self._service.node.group, self._settings
         (check_client if self._is_client else check_broker)(caller, group)
+        if self._is_client and self._access.connections_of(token) >= settings.token_connections_max:
+            raise Overloaded(
+                f"token {caller.name!r} has {settings.token_connections_max:,} connections to {group}, and may have no "
+                "more (token_connections_max)"
+            )
         if self._is_client and caller.role != TokenRole.CLUSTER:
             self._limits = Limits(caller, self._access.new_subjects)
         connection.sends_on = caller.role == TokenRole.CLUSTER
         self._is_in, self._token = True, token
         self._login_timer.cancel()
+        self._service.strangers.pop(self, None)
         if self._is_client:
             self._service.acceptors[self] = None
         self._access.entered(token, self)
@@ -178,6 +189,7 @@ class Acceptor:
     def connection_lost(self, connection: Connection, reason: str) -> None:
         self._login_timer.cancel()
         self._service.connections -= 1
+        self._service.strangers.pop(self, None)
         self._service.acceptors.pop(self, None)
         self._access.left(self._token, self)
         self._service.guarded(lambda: self._service.node.link_lost(connection))

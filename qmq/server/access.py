@@ -82,6 +82,10 @@ class Access:
         if not self._cache.is_own(token):
             self._guests.setdefault(token, set()).add(guest)
 
+    def connections_of(self, token: str) -> int:
+        """Return how many connections a token has opened; of the broker's own, 0."""
+        return len(self._guests.get(token, ()))
+
     def left(self, token: str, guest: Guest) -> None:
         guests = self._guests.get(token, set())
         guests.discard(guest)

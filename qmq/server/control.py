@@ -27,6 +27,8 @@ from qmq.server.tokens import CONTROL_ROLES
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2 << 20
+CONNECTIONS_MAX = 1_000
+"""Of a control port: metaservers, the other copies, audits and tools."""
 POLL_S = 0.005
 FLUSHED_S = 1.0
 """A disk that takes longer to write down what a copy has is none to choose."""
@@ -47,7 +49,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
     async def serve(self) -> None:
         server = grpc.aio.server(
             interceptors=[RpcAcceptor(CONTROL_ROLES, self._check, _refused)],
-            options=SERVER_OPTIONS,
+            options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX)],
         )
         self.add_to(server)
         address = f"{self._settings.ip}:{self._settings.control_port}"

@@ -93,6 +93,8 @@ class Service(Generic[M]):
         self.commits = 0
         self.sync_seconds = 0.0
         self.connections = 0
+        self.strangers: dict[Acceptor, None] = {}
+        """Of the connections those that have not said who they are, the oldest first."""
         self.acceptors: dict[Acceptor, None] = {}
         """Of clients; of those that are blocked, the one read longest ago comes first."""
         self.memory_alarm = MemoryAlarm(int(settings.memory_limit * memory.ram_bytes()))

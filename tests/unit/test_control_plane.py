@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import grpc.aio
 import pytest
 
 from qmq.client import route_poll
-from qmq.control_plane import find_metaserver
+from qmq.control_plane import HANDSHAKE_MS, SERVER_OPTIONS, find_metaserver
 
 
 @contextmanager
@@ -56,3 +58,25 @@ def test_an_address_where_nobody_listens_says_so_in_the_systems_words():
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(ConnectionRefusedError, match=r"^\[Errno 111\] Connection refused$"):
         find_metaserver(url)
+
+
+@pytest.mark.parametrize("said", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"], ids=["nothing", "half of a handshake"])
+def test_a_grpc_port_of_ours_closes_a_connection_that_says_no_more(said):
+    assert dict(SERVER_OPTIONS)[HANDSHAKE_MS] <= 10_000
+
+    async def test() -> None:
+        server = grpc.aio.server(
+            options=[(name, 50 if name == HANDSHAKE_MS else value) for name, value in SERVER_OPTIONS]
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(said)
+            async with asyncio.timeout(15.0):
+                await reader.read()  # until it is closed
+        finally:
+            writer.close()
+            await server.stop(None)
+
+    asyncio.run(test())

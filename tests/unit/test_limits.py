@@ -31,7 +31,7 @@ COPY = {
     "packet_bytes_max": "a packet beyond it is refused; what is delivered is cut to 8 MiB",
     "message_bytes_max": PRODUCERS, "new_subjects_per_minute": PRODUCERS, "new_subjects_max": PRODUCERS,
     "window_bytes": PRODUCERS, "memory_limit": PRODUCERS,
-    "connections_max": Cause.NO_CONSUMER,
+    "connections_max": Cause.NO_CONSUMER, "token_connections_max": Cause.NO_CONSUMER,
     "slave_lag_bytes_max": Reason.SLAVE_LAG, "slave_lag_ms_max": Reason.SLAVE_LAG,
     "slave_wait_ms": Cause.MASTER, "catch_up_bytes_per_s": Cause.NO_SLAVE, "disk_free_limit": Reason.DISK,
 }  # fmt: skip
