@@ -12,7 +12,6 @@ The route for an orchestrator's health checks is the application's own, and may 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -20,8 +19,9 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 
 from qmq.client.consumer import Consumer
+from qmq.logs import bounded
 
-log = logging.getLogger(__name__)
+log = bounded(__name__)
 
 
 class Clients:

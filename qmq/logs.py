@@ -34,10 +34,14 @@ _FIELD = re.compile(r"(?:^|\s)([a-z][a-z0-9_]*)=(\S+)")
 
 
 class Bounded(logging.Filter):
-    """Drops what was logged already, and what one cause has too much of. One for each process."""
+    """Drops what was logged already, and what one cause has too much of."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
         self._said: dict[tuple[str, str], float] = {}
         self._causes: dict[tuple[str, int], tuple[float, int, int]] = {}
         """Of each place: when its time began, lines since then, lines left out."""
@@ -61,6 +65,17 @@ class Bounded(logging.Filter):
         self._said[text] = now
         self._causes[cause] = began, lines + 1, 0
         return True
+
+
+LIBRARY = Bounded()
+"""Of what a process uses of this library: its handlers are the application's, so each logger has the bound."""
+
+
+def bounded(name: str) -> logging.Logger:
+    """Return the logger of a module that applications use."""
+    logger = logging.getLogger(name)
+    logger.addFilter(LIBRARY)
+    return logger
 
 
 class Text(logging.Formatter):

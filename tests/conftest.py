@@ -6,7 +6,10 @@ import os
 import signal
 
 import hypothesis
+import pytest
 from hypothesis.internal.conjecture import providers
+
+from qmq import logs
 
 pytest_plugins = ["tests.support.databases", "tests.support.failures"]
 
@@ -45,3 +48,9 @@ for name in [name for name in os.environ if name.lower() in ("http_proxy", "http
 # A shell makes commands in the background deaf to Ctrl-C, and whom they start: tests of Ctrl-C would wait for nothing.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _each_test_logs_by_itself() -> None:
+    """What the library logs is bounded for the whole process."""
+    logs.LIBRARY.forget()

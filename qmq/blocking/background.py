@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -24,8 +23,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import grpc.aio
 
 from qmq.errors import ClientClosed, InvalidRequest
+from qmq.logs import bounded
 
-log = logging.getLogger(__name__)
+log = bounded(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")

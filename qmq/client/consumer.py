@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import os
 import secrets
 import socket
@@ -24,9 +23,10 @@ from qmq.client.puller import Puller
 from qmq.client.signals import on_sigterm
 from qmq.client.terms import Terms, check_batch, check_concurrency, make_terms
 from qmq.errors import InvalidRequest
+from qmq.logs import bounded
 from qmq.subjects import check_name
 
-log = logging.getLogger(__name__)
+log = bounded(__name__)
 
 H = TypeVar("H", bound=Handler)
 C = TypeVar("C", bound=Callable[[MasterChanged], object])

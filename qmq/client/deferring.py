@@ -7,7 +7,6 @@ message was delivered. If an answer is lost, both may come: at least once, as ev
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from qmq.client.batching import Done, Outcome, unstored
@@ -16,9 +15,10 @@ from qmq.client.received import ReceivedMessage
 from qmq.client.sender import Sender
 from qmq.codec import delayed_copy
 from qmq.errors import QmqError
+from qmq.logs import bounded
 from qmq.message import EXPIRES_AFTER, TIMES
 
-log = logging.getLogger(__name__)
+log = bounded(__name__)
 
 TIMEOUT_MS = 10_000
 """Until a delay group must have stored a copy; otherwise the broker keeps the message for as long as it does."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -32,13 +31,14 @@ from qmq.client.unacked import Refusal, SentAck, SentNack, Unacked, UnackedPiece
 from qmq.codec import batch_ends
 from qmq.errors import AccessError, CallError, ClientClosed, InvalidAck, NotServed, QmqError, UnknownSubscription
 from qmq.log.frame import FLAG_ORDERED
+from qmq.logs import bounded
 from qmq.message import EXPIRES_AFTER, RETRIES_MAX
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Nack, Piece, Pull, Verdict
 from qmq.states import Transition
 from qmq.subjects import is_dead_letter_subject
 
-log = logging.getLogger(__name__)
+log = bounded(__name__)
 
 PULLS_IN_FLIGHT = 4
 """Pulls that a session's share of the prefetch is asked for in: one is worked on, one waits, two are on their way."""

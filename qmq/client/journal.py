@@ -12,7 +12,6 @@ oldest files go first. A line that a crash tears off is one message that is not 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import re
@@ -25,8 +24,9 @@ from pathlib import Path
 from qmq.client.batching import Batch, Outcome, Result
 from qmq.codec import labels_bytes, split_batch
 from qmq.errors import InvalidRequest
+from qmq.logs import bounded
 
-log = logging.getLogger(__name__)
+log = bounded(__name__)
 
 SUFFIX = ".ndjson"
 HASH_DIGITS = 16

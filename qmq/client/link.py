@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from typing import Protocol
 
 from qmq.client.routing import Routing
 from qmq.errors import AccessError, NotServed, QmqError
+from qmq.logs import bounded
 from qmq.remoting.connection import Connection, connect
 from qmq.remoting.packet import Packet
 from qmq.types import Endpoint
 
-log = logging.getLogger(__name__)
+log = bounded(__name__)
 
 CONNECT_TIMEOUT_S = 3.0
 PACKET_BYTES_MAX = 64 << 20

@@ -9,7 +9,6 @@ process dies with it, nothing else is to blame (qmq.client.solitude).
 from __future__ import annotations
 
 import asyncio
-import logging
 from datetime import UTC, datetime
 from typing import cast
 
@@ -21,9 +20,10 @@ from qmq.client.retrying import Refused, batch_of, refused_by_error
 from qmq.client.solitude import Solitude
 from qmq.client.subscription import Subscription
 from qmq.client.terms import Terms, check_concurrency
+from qmq.logs import bounded
 from qmq.remoting.commands import Verdict
 
-log = logging.getLogger(__name__)
+log = bounded(__name__)
 
 HANDLED_IN_A_ROW = 64
 """A handler that never waits for anything would keep the loop from reading; after so many it has its turn."""

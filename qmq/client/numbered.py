@@ -8,7 +8,6 @@ with one answer, and what follows from it is its owner's rule (qmq.client.batch_
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Callable
 from functools import partial
@@ -28,12 +27,13 @@ from qmq.errors import (
     Overloaded,
     QmqError,
 )
+from qmq.logs import bounded
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection
 from qmq.subjects import check_subject
 
-log = logging.getLogger(__name__)
+log = bounded(__name__)
 
 TICK_S = 0.05
 """How often connections that owe an answer, and groups whose rest is over, are looked at."""

@@ -14,7 +14,6 @@ not used for a while are forgotten. A subject that the metaserver refuses is ask
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterable
 from itertools import islice
@@ -27,11 +26,12 @@ from qmq.client import route_poll
 from qmq.client.routing import GroupRoute, SubjectRoute
 from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver, grpc_begins, has_grpc
 from qmq.errors import AccessError
+from qmq.logs import bounded
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from qmq.types import Endpoint, GroupKind
 
-log = logging.getLogger(__name__)
+log = bounded(__name__)
 
 V = TypeVar("V")
 

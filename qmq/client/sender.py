@@ -6,7 +6,6 @@ The rules are in `qmq.client.batching` and `qmq.client.routing`; here they meet 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import OrderedDict
 from functools import partial
 
@@ -35,13 +34,14 @@ from qmq.errors import (
     SubjectFull,
 )
 from qmq.log.frame import FLAG_ORDERED
+from qmq.logs import bounded
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection
 from qmq.subjects import check_subject
 from qmq.types import GroupKind
 
-log = logging.getLogger(__name__)
+log = bounded(__name__)
 
 NO_DELAY_GROUP = (
     "nobody keeps delayed messages: an operator starts a pair of delay servers and adds them with AddBroker, roles 5 "

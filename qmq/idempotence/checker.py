@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -11,8 +10,9 @@ from contextlib import asynccontextmanager
 from qmq.client.received import ReceivedMessage
 from qmq.errors import DeadLetter, InvalidRequest, RetryLater
 from qmq.idempotence.keys import Claim, KeyOf, KeyStore, State, message_key
+from qmq.logs import bounded
 
-log = logging.getLogger(__name__)
+log = bounded(__name__)
 
 RENEWALS_PER_LEASE = 3
 """Two of them may fail or be late before anybody else takes the message."""

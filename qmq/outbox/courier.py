@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from qmq.client.batching import Outcome, Receipt, unstored
 from qmq.codec import batch_encoder
 from qmq.errors import ClientClosed, InvalidMessage, InvalidRequest, NotServed, OutcomeUnknown, QmqError, QueueFull
+from qmq.logs import bounded
 from qmq.message import Message
 from qmq.outbox.row import decode_row, encode_row
 from qmq.outbox.session import find
@@ -23,7 +23,7 @@ from qmq.outbox.table import table_name
 from qmq.outbox.unit import AsyncTransaction, Database, Item, Transaction, Written, are_unknown
 from qmq.subjects import check_subject
 
-log = logging.getLogger(__name__)
+log = bounded(__name__)
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 

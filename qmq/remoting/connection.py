@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Callable
 from typing import Protocol, cast
 
 from qmq.codec import Buffer
 from qmq.errors import ErrorCode, InvalidRequest, NotServed, OutcomeUnknown, QmqError, cause_of, from_code
+from qmq.logs import bounded
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import ONE_WAY, RESPONSE, Packet, PacketReader, PacketTooLarge, packet_header
 from qmq.types import Endpoint
 
-log = logging.getLogger(__name__)
+log = bounded(__name__)
 
 Answered = Callable[[memoryview | QmqError], None]
 

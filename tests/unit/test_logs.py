@@ -6,11 +6,13 @@ import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import qmq
 from qmq.errors import NotServed, cause_of
-from qmq.logs import LINES_MAX, REPEAT_S, Bounded, Json, Text
+from qmq.logs import LINES_MAX, REPEAT_S, Bounded, Json, Text, bounded
 
 
 def record(text, *values, lineno=1, at=1000.0, exc_info=None):
@@ -55,6 +57,22 @@ def test_a_cause_writes_a_bounded_number_of_lines_and_says_how_many_more_there_w
     later = record("bad request peer=%d", 1, at=1000 + REPEAT_S)
     assert bounded.filter(later)
     assert later.getMessage() == f"bad request peer=1 left_out={7_700 - LINES_MAX}"
+
+
+def test_what_applications_use_logs_no_more_than_that_to_handlers_of_theirs(caplog):
+    """10,000 handlers that fail wrote 10,000 tracebacks."""
+    log = bounded("qmq.client.example")
+    for number in range(10 * LINES_MAX):
+        log.warning("handler failed sequence=%d", number)
+    assert len(caplog.records) == LINES_MAX
+
+
+@pytest.mark.parametrize("folder", ["client", "remoting", "outbox", "blocking", "redrive", "idempotence"])
+def test_each_module_that_applications_use_has_a_bounded_logger(folder):
+    unbounded = [
+        path.name for path in (Path(qmq.__file__).parent / folder).rglob("*.py") if "getLogger" in path.read_text()
+    ]
+    assert unbounded == []
 
 
 @pytest.mark.parametrize(
