@@ -109,17 +109,19 @@ class Consumption:
         """(ms of `Mastership.retry_ms`, subject, group): when requeued messages may come again, soonest first."""
         self._soonest: dict[tuple[str, str], int] = {}
         """(subject, group) -> the entry of `_due` that counts: a group has one, however much of it waits."""
-        for (subject, name), group in log.state.groups.items():
-            self.note_due(subject, name, group.requeued.next_due_ms(0))
         self._silent: set[tuple[str, str, str]] = set()
         """(subject, group, consumer) of clients that do not say what they begin with."""
         self._begun: dict[tuple[str, str, str], list[Range]] = {}
         """Pull sequences of suspected messages that consumers began with, as far as they said so to this master."""
-        self._seen = {
-            (subject, name, consumer): now_ms
-            for (subject, name), group in log.state.groups.items()
-            for consumer in group.consumers
-        }
+        self._seen: dict[tuple[str, str, str], int] = {}
+        """(subject, group, consumer) -> when its lease began, in ms of the host's monotonic clock."""
+
+    def take_over(self, now_ms: int) -> None:
+        """The mastership begins, and with it the leases of all consumers that the log knows, and their retries."""
+        for (subject, name), group in self._log.state.groups.items():
+            self.note_due(subject, name, group.requeued.next_due_ms(0))
+            for consumer in group.consumers:
+                self._seen[subject, name, consumer] = now_ms
 
     # Subscriptions and leases.
 

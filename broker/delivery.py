@@ -59,7 +59,7 @@ class Delivery:
         self._dead_letters = DeadLetters(mastership, counters, self.consumption, self.wake)
         self.pruning = Pruning(mastership, clocks, self._dead_letters, self.wake)
         self._filtering = Filtering(mastership.log, lambda: self.consumption.connected)
-        mastership.before_progress = self._changing
+        mastership.before_progress, mastership.at_begin = self._changing, self._take_over
         self._woken: dict[str, None] = {}
         self._passes = Passes()
         self._sending = Sending(mastership, counters, self._passes, self.writable_again)
@@ -67,6 +67,10 @@ class Delivery:
         self._forgot_ms = 0
         self.causes = causes.Causes(self._facts)
         self.backlogs = Backlogs(mastership, settings.metrics_subjects)
+
+    def _take_over(self) -> None:
+        self.consumption.take_over(self._mastership.host.monotonic_ms())
+        self.pruning.take_over()
 
     # Requests.
 

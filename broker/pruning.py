@@ -55,8 +55,6 @@ class Pruning:
         self._limits: dict[str, OperatorLimits] = {}
         self._groups: dict[str, dict[str, None]] = {}
         """Subject -> its consumer groups: those of a few limited subjects are found among 100,000."""
-        for subject, name in mastership.log.state.groups:
-            self._groups.setdefault(subject, {})[name] = None
         self._lengths = Lengths(mastership.log)
         self._pruned_ms = 0
         self._left: deque[str] = deque()
@@ -65,6 +63,11 @@ class Pruning:
         """(subject, consumer group) -> messages that expired."""
         self.overflowed: dict[Key, int] = {}
         """(subject, consumer group) -> messages that were given up because too many waited."""
+
+    def take_over(self) -> None:
+        """The mastership begins: these are the groups that the log knows."""
+        for subject, name in self._mastership.log.state.groups:
+            self._groups.setdefault(subject, {})[name] = None
 
     def limit(self, limits: dict[Key, OperatorLimits]) -> None:
         self._limits = {subject: one for (subject, group), one in limits.items() if group == OF_SUBJECT}

@@ -40,6 +40,8 @@ class Mastership:
     """Whether the epoch frame is written: before that, this master stores nothing."""
     before_progress: Callable[[FrameKind, tuple[str, str, str], list[Entry]], None] | None = None
     """Called right before progress is written down, while the state is still the one before it."""
+    at_begin: Callable[[], None] | None = None
+    """Called when the mastership begins: until then, slaves may give the log back what it had lost."""
 
     retry_begin_ms: int | None = None
     """What `retry_ms` counts from; set when it is first asked for, acting as master."""

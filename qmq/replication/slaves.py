@@ -246,6 +246,8 @@ class Slaves:
         """Write the epoch frame: from here on this mastership's bytes are its own."""
         mastership = self._mastership
         mastership.has_begun = True
+        if mastership.at_begin is not None:
+            mastership.at_begin()
         self._begins_at = mastership.log.end
         self._identity.completed(True)
         self._identity.points.beginning(mastership.log.end)

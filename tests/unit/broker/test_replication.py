@@ -672,3 +672,44 @@ def test_two_copies_that_both_confirmed_what_they_have_both_keep_it():
     assert "diverged" in group.a.node.readonly_reasons and not group.a.node.writable
     assert group.b.log.end == ends[1] and group.a.log.end >= ends[0]
     assert group.a.disk.names("quarantine") == group.b.disk.names("quarantine") == []
+
+
+def given_back(*, nacked: bool):
+    """A group whose master's disk was put back to before a consumer that is gone pulled, and what there is to get."""
+    group, client = a_group()
+    client.produce("m")
+    group.settle()
+    older = group.a.disk.copy()
+    subscribed = client.subscribe("gone")
+    group.settle()
+    client.subscription(subscribed)
+    pulled = client.pull()
+    group.settle()
+    (begin, _, _), *_ = client.pulled(pulled)
+    if nacked:
+        client.nack(begin, begin + 1, delay_ms=SETTINGS.lease_ms)
+        group.settle()
+    group.cut()
+    group.a.disk._files = older._files
+    group.a.start()
+    group.a.assign(Role.MASTER, 1)
+    group.connect()
+    group.settle()
+    assert group.a.node.writable and equal(group)
+    return group
+
+
+@pytest.mark.parametrize("nacked", [False, True], ids=["un-acked", "nacked"])
+def test_a_master_that_got_its_log_back_delivers_again_what_it_learned_from_that(nacked):
+    """Of consumers and retries that only the slave knew when the master began."""
+    group = given_back(nacked=nacked)
+    client = Client(group.a, "other")
+    subscribed = client.subscribe("c2")
+    group.settle()
+    client.subscription(subscribed)
+    pulled = client.pull(timeout_ms=10 * SETTINGS.lease_ms)
+    for _ in range(30):
+        group.a.wait(SETTINGS.lease_ms // 10)
+        client.send(Command.HEARTBEAT, b"")
+        group.settle()
+    assert [id for _, _, id in client.pulled(pulled)] == ["m"]
