@@ -90,7 +90,7 @@ mutants: $(STAMP) ## plant small faults in log, replication and broker, SAMPLE (
 	@$(PY) -m tests.mutants $(AREAS) --sample "$(or $(SAMPLE),300)"
 
 chaos: $(STAMP) ## real processes killed, stopped and swapped for MINUTES minutes (default 10)
-	@$(PY) -m tests.chaos --minutes "$(or $(MINUTES),10)"
+	@$(PY) -m qmq chaos --minutes "$(or $(MINUTES),10)"
 
 delay-ledger: $(STAMP) ## MESSAGES (default 100000) come due while delay servers are killed 20 times and swapped 5 times
 	@$(PY) -m tests.chaos.delay_trial --messages "$(or $(MESSAGES),100000)"

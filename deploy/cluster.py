@@ -188,7 +188,7 @@ class Cluster:
                 "sync_port": broker.sync_port,
                 "control_port": broker.control_port,
                 "metrics_port": broker.metrics_port,
-                "data": str(self._folder(broker) / "data"),
+                "data": str(self.data(broker)),
             }
         return {
             "metaserver": self.metaserver,
@@ -210,6 +210,25 @@ class Cluster:
         self._services[broker.hostname].signal(number)
         return broker
 
+    def end(self, *names: str) -> None:
+        """Kill processes with SIGKILL; they stay down until `begin`."""
+        for name in names:
+            self.service(name).is_held = True
+        for name in names:
+            self.service(name).kill()
+
+    def begin(self, *names: str) -> None:
+        """Start processes that `end` took down."""
+        for name in names:
+            service = self.service(name)
+            if service.pid is None:
+                service.start()
+            service.is_held = False
+
+    def data(self, broker: BrokerPlan) -> Path:
+        """A broker's data directory."""
+        return self._folder(broker) / "data"
+
     def swap_roles(self, group: str, timeout_s: float = SWAP_S) -> None:
         """Exchange master and slave, as an operator does: repeat it while it is refused because one just came back."""
         deadline = time.monotonic() + timeout_s
@@ -230,9 +249,10 @@ class Cluster:
     def wait_writable(self, *groups: str, timeout_s: float = START_S) -> None:
         """Wait until the groups (none named: all) take messages; raises NotServed with the reasons if they do not."""
         for group in groups or (*self._groups.brokers, *self._groups.delay):
-            self._wait(partial(self.writable, group), f"group {group} is not writable", timeout_s)
+            self.wait(partial(self.writable, group), f"group {group} is not writable", timeout_s)
 
-    def _wait(self, ready: Callable[[], bool], complaint: str, timeout_s: float) -> None:
+    def wait(self, ready: Callable[[], bool], complaint: str, timeout_s: float = START_S) -> None:
+        """Wait until `ready`; raises NotServed with the complaint and the ends of the logs if it takes too long."""
         deadline = time.monotonic() + timeout_s
         while not ready():
             if ended := [s for s in self._services.values() if s.exit_status == 2]:
@@ -259,7 +279,7 @@ class Cluster:
             "database": f"sqlite:///{self.run_dir / 'metaserver' / 'metaserver.db'}", "cluster_token": self.token,
         }  # fmt: skip
         self._service("metaserver", "metaserver", settings | self._metaserver_settings).start()
-        self._wait(lambda: answers(f"{self.metaserver}/meta/address"), "the metaserver does not answer", START_S)
+        self.wait(lambda: answers(f"{self.metaserver}/meta/address"), "the metaserver does not answer", START_S)
 
     def _add_brokers(self) -> None:
         """Make each broker known once; after a swap its role is another one, which must stay."""
@@ -277,7 +297,7 @@ class Cluster:
             settings = {
                 "hostname": broker.hostname, "ip": HOST, "serve_port": broker.serve_port,
                 "sync_port": broker.sync_port, "control_port": broker.control_port,
-                "metrics_port": broker.metrics_port, "data": str(self._folder(broker) / "data"),
+                "metrics_port": broker.metrics_port, "data": str(self.data(broker)),
                 "metaserver": self.metaserver, "token": self.token,
             }  # fmt: skip
             self._service(broker.hostname, broker.module, settings | self._settings[broker.module]).start()
@@ -287,7 +307,7 @@ class Cluster:
             port = self.plan.others[WATCHDOG]
             settings = {"metaserver": self.metaserver, "token": self.token, "host": HOST, "http_port": port}
             self._service(WATCHDOG, WATCHDOG, settings).start()
-            self._wait(lambda: answers(f"http://{HOST}:{port}/health"), "the watchdog does not answer", START_S)
+            self.wait(lambda: answers(f"http://{HOST}:{port}/health"), "the watchdog does not answer", START_S)
 
     def _start_prometheus(self) -> None:
         if PROMETHEUS not in self._groups.others:
@@ -302,7 +322,7 @@ class Cluster:
         log = self.run_dir / "logs" / f"{PROMETHEUS}.log"
         self._services[PROMETHEUS] = Service(PROMETHEUS, prometheus_command(config, directory / "data", port), log)
         self._services[PROMETHEUS].start()
-        self._wait(lambda: answers(f"http://{HOST}:{port}/-/ready"), "Prometheus does not answer", START_S)
+        self.wait(lambda: answers(f"http://{HOST}:{port}/-/ready"), "Prometheus does not answer", START_S)
 
     def _refresh_roles(self) -> None:
         """Ask the metaserver who is what; while it is down, what was known stays."""

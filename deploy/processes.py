@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +45,8 @@ class Service:
     log: Path
     is_held: bool = False
     """Stays down when it ends, until somebody starts it: what a test or an operator does needs it down."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Over this process' own."""
     starts: int = 0
     died_at: float | None = None
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
@@ -64,7 +66,8 @@ class Service:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self.command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                self.command, cwd=ROOT, env={**os.environ, **self.environ}, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, start_new_session=True,
             )  # fmt: skip
         self.starts += 1
         self.died_at = None
@@ -84,6 +87,12 @@ class Service:
     def signal(self, number: int) -> None:
         if self._process is not None:
             self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it with SIGKILL, and see it ended, also if it was being started again."""
+        while self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
 
     def stop(self, deadline: float) -> None:
         """Wait until `deadline` (of `time.monotonic`) for its end, which was asked for; then kill it."""

@@ -12,6 +12,8 @@ command -v nginx >/dev/null || [ -x /usr/sbin/nginx ] || packages+=(nginx)
 command -v redis-server >/dev/null || packages+=(redis-server)
 command -v chromium >/dev/null || packages+=(chromium)
 command -v promtool >/dev/null || packages+=(prometheus)
+command -v nft >/dev/null || [ -x /usr/sbin/nft ] || packages+=(nftables)
+compgen -G '/usr/lib/*/faketime/libfaketimeMT.so.1' >/dev/null || packages+=(faketime)
 command -v curl >/dev/null || packages+=(curl) # docs/install.md uses it, and a test does what that says
 [ ${#packages[@]} -gt 0 ] || exit 0
 

@@ -47,6 +47,9 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
         "hello": Program("qmq.deploy.hello", "", "send a message and take it out again", ("--metaserver=", *_TOKEN)),
         "demo": Program("qmq.deploy.demo", "server,audit,demo", "send real rows, lose a master, swap roles, prove it",
                         ("--input=", "--dir="), starts=("uvicorn", "pyspark")),
+        "chaos": Program("qmq.deploy.chaos.main", "server", "strike a cluster with faults, and judge it",
+                         ("--minutes=", "--seed=", "--faults=", "--settings=", "--dir=", "--list"),
+                         starts=("uvicorn",)),
     },
     "processes": {
         "metaserver": Program("qmq.metaserver", "server", "run a metaserver", _CONFIG),

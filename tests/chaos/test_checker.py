@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from qmq.deploy.chaos.checker import CAUSE_S, HELD_S, Logs, check
+from qmq.deploy.chaos.history import REFUSED, STORED, UNKNOWN, Acked, Delivered, Fault, History, Sent
+from qmq.deploy.copies import Copy
 from qmq.log.fold import State
 from qmq.log.group import Consumer, Group, UnackedRange
 from qmq.log.requeued import Requeued, RequeuedRange
-from tests.chaos.checker import CAUSE_S, HELD_S, Logs, check
-from tests.chaos.history import REFUSED, STORED, UNKNOWN, Acked, Delivered, Fault, History, Sent
-from tests.integration.cluster_world import Copy
 
 
 class Frames(Copy):
@@ -97,7 +97,7 @@ def test_a_second_delivery_needs_a_cause(history):
     assert findings(history) == {"duplicate-no-cause"}, "another group's fault explains nothing"
     history.faults.append(Fault("kill master", "g1", 10.0, 11.0))
     assert findings(history) == set()
-    history.faults[-1] = Fault("kill master", "g1", 0.0, 1.9 - CAUSE_S)
+    history.faults[-1] = Fault("kill master", "g1", 0.0, 1.9 - CAUSE_S - history.lease_s)
     assert findings(history) == {"duplicate-no-cause"}
 
 

@@ -14,10 +14,10 @@ from math import inf
 from pathlib import Path
 
 import qmq
+from qmq.deploy.chaos.history import History as Faults
+from qmq.deploy.chaos.nemesis import WELL_S, Nemesis
 from qmq.deploy.cluster import Cluster
 from qmq.subjects import dead_letter_subject
-from tests.chaos.history import History as Faults
-from tests.chaos.nemesis import WELL_S, Nemesis
 from tests.history.checker import Finding, check
 from tests.history.clients import Clients, records_in
 from tests.history.history import History

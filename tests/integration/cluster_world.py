@@ -11,20 +11,16 @@ import sqlite3
 import time
 import urllib.request
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 from zlib import crc32
 
 import qmq
-from qmq.codec import batch_encoder, decode_envelope, join_batch, split_batch
+from qmq.codec import batch_encoder, join_batch
+from qmq.deploy import copies
 from qmq.deploy.cluster import Cluster
-from qmq.deploy.control import broker_state
+from qmq.deploy.copies import state
 from qmq.deploy.processes import module_command
-from qmq.log import RealDisk
-from qmq.log.fold import State, apply
-from qmq.log.frame import FrameKind, decode_frames
-from qmq.log.segments import log_name, segment_bases
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Pull
 from qmq.remoting.packet import ONE_WAY, packet_header, read_packet
@@ -55,25 +51,11 @@ def running(run_dir, *, groups=("g1",), delay_groups=(), restart_s=0.1, metaserv
 
 def end(cluster, *names):
     """Kill processes with SIGKILL; nobody starts them again until `begin`."""
-    for name in names:
-        cluster.service(name).is_held = True
-    for name in names:
-        service = cluster.service(name)
-
-        def is_down(service=service):
-            if service.pid is not None:
-                service.signal(9)
-            return service.pid is None
-
-        until(is_down, f"{name} ends")
+    cluster.end(*names)
 
 
 def begin(cluster, *names):
-    for name in names:
-        service = cluster.service(name)
-        if service.pid is None:
-            service.start()
-        service.is_held = False
+    cluster.begin(*names)
 
 
 def begin_as(cluster, module, *names):
@@ -91,11 +73,6 @@ def log_of(cluster, name):
     return cluster.service(name).log.read_text()
 
 
-def state(cluster, plan):
-    """What a broker says of itself; None while it is down or stopped. One that is only slow is waited for."""
-    return broker_state(f"127.0.0.1:{plan.control_port}", cluster.token, timeout_s=10.0)
-
-
 def reasons(cluster, plan):
     said = state(cluster, plan)
     return None if said is None else list(said.readonly_reasons)
@@ -103,13 +80,11 @@ def reasons(cluster, plan):
 
 def ends(cluster, group="g1"):
     """Log end and chain of master and slave."""
-    said = [state(cluster, cluster.broker(group, role)) for role in ("master", "slave")]
-    return [(one.log_end, one.chain) if one else None for one in said]
+    return copies.ends(cluster, group)
 
 
 def are_equal(cluster, group="g1"):
-    master, slave = ends(cluster, group)
-    return master is not None and master == slave
+    return copies.are_equal(cluster, group)
 
 
 def metrics(cluster, plan):
@@ -125,54 +100,13 @@ def metrics(cluster, plan):
 
 
 def data_of(cluster, plan):
-    return cluster.run_dir / plan.hostname / "data"
+    return cluster.data(plan)
 
 
 def row(cluster, query, *values):
     """What the metaserver's database says."""
     with closing(sqlite3.connect(cluster.run_dir / "metaserver" / "metaserver.db")) as database:
         return database.execute(query, values).fetchone()
-
-
-@dataclass
-class Copy:
-    """One copy of a log, read with the product's parser, and the state that follows from it."""
-
-    start: int
-    frames: list = field(default_factory=list)
-    messages: list = field(default_factory=list)
-    """(subject, sequence, message id), in the order of the log."""
-    state: State = field(default_factory=State)
-
-    @property
-    def end(self):
-        return self.frames[-1].end if self.frames else self.start
-
-    @property
-    def chain(self):
-        return self.frames[-1].chain if self.frames else 0
-
-
-def read_copy(data: Path) -> Copy:
-    """Read a whole copy of a stopped broker across its segments; raises at any byte that is neither frame nor tail."""
-    disk = RealDisk(data)
-    bases = segment_bases(disk)
-    copy = Copy(start=bases[0])
-    for base in bases:
-        assert base == copy.end, f"segment {base} does not begin where the one before ends, at {copy.end}"
-        raw = memoryview(disk.read(log_name(base), 0, disk.size(log_name(base))))
-        frames = decode_frames(raw, base, copy.chain if copy.frames or base == 0 else None)
-        while any(raw[copy.end - base : copy.end - base + 8]):
-            frame, body = next(frames)
-            apply(copy.state, frame, body)
-            copy.frames.append(frame)
-            if frame.kind == FrameKind.MESSAGES:
-                for at, message in enumerate(split_batch(body, frame.count)):
-                    sequence = frame.first_sequence + at
-                    copy.messages.append((frame.subject, sequence, decode_envelope(bytes(message)).id))
-        assert not any(raw[copy.end - base :]), f"bytes that are no frame at {copy.end} of {data}"
-    disk.close()
-    return copy
 
 
 def flip_bit(path: Path, at: int) -> None:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from qmq.deploy.copies import read_copy
 from qmq.log import RealDisk
 from qmq.log.segments import log_name, segment_bases
 from tests.integration.broker_on_a_disk_with_bad_blocks import BAD_BLOCKS, BLOCK
@@ -17,7 +18,6 @@ from tests.integration.cluster_world import (
     data_of,
     end,
     log_of,
-    read_copy,
     running,
     send_all,
     settings_file,

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from qmq.deploy.copies import read_copy
 from qmq.errors import CorruptFrame
 from qmq.log import RealDisk
 from qmq.log.frame import FrameKind
@@ -20,7 +21,6 @@ from tests.integration.cluster_world import (
     flip_bit,
     log_of,
     metrics,
-    read_copy,
     reasons,
     running,
     send_all,

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 import qmq
-from tests.chaos.history import REFUSED
+from qmq.deploy.chaos.history import REFUSED
+from qmq.deploy.copies import read_copy
 from tests.integration.broker_on_a_failing_disk import TRIGGER
 from tests.integration.cluster_world import (
     are_equal,
@@ -18,7 +19,6 @@ from tests.integration.cluster_world import (
     end,
     log_of,
     producer,
-    read_copy,
     reasons,
     running,
     send_all,

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 import qmq
+from qmq.deploy.copies import read_copy
 from tests.integration.cluster_world import (
     WAIT_S,
     are_equal,
@@ -16,7 +17,6 @@ from tests.integration.cluster_world import (
     consumer,
     data_of,
     producer,
-    read_copy,
     reasons,
     running,
     until,

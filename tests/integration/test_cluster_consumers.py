@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.chaos.consumers import Consumers
+from qmq.deploy.chaos.consumers import Consumers
 from tests.integration.cluster_world import (
     Wire,
     begin,

@@ -13,6 +13,7 @@ import time
 import pytest
 
 import qmq
+from qmq.deploy.copies import read_copy
 from qmq.deploy.plan import HOST
 from qmq.errors import ErrorCode, OperatorError
 from qmq.log.frame import FLAG_NO_SLAVE_IN_SYNC, FrameKind
@@ -33,7 +34,6 @@ from tests.integration.cluster_world import (
     produce_body,
     producer,
     pull,
-    read_copy,
     reasons,
     running,
     send_all,

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from qmq.deploy.copies import read_copy
 from qmq.errors import OperatorError
 from qmq.log import RealDisk
 from qmq.log.segments import log_name, segment_bases
@@ -18,7 +19,6 @@ from tests.integration.cluster_world import (
     data_of,
     end,
     log_of,
-    read_copy,
     reasons,
     row,
     running,

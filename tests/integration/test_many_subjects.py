@@ -13,9 +13,10 @@ from sqlalchemy.exc import OperationalError
 
 import qmq
 import qmq.blocking
+from qmq.deploy.copies import read_copy
 from qmq.outbox.row import encode_row
 from tests.integration import cluster_world
-from tests.integration.cluster_world import data_of, log_of, metrics, read_copy, until
+from tests.integration.cluster_world import data_of, log_of, metrics, until
 from tests.integration.watchdog_world import KEY, Application, WatchdogProcess, register
 
 SUBJECTS = int(os.environ.get("SUBJECTS", "120"))

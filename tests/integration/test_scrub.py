@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from qmq.deploy.copies import read_copy
 from qmq.log import RealDisk
 from qmq.log.segments import log_name, segment_bases
 from tests.integration.cluster_world import (
@@ -13,7 +14,6 @@ from tests.integration.cluster_world import (
     flip_bit,
     log_of,
     metrics,
-    read_copy,
     running,
     send_all,
     until,

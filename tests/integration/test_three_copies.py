@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qmq.deploy.control import broker_state
+from qmq.deploy.copies import read_copy
 from qmq.deploy.plan import write_settings
 from qmq.deploy.processes import Service, module_command, stop_all
 from qmq.log.disk import RealDisk
@@ -16,7 +17,7 @@ from qmq.remoting.commands import Command
 from qmq.replication.assignment import Address, Assignment
 from qmq.replication.identity import IdentityFile
 from qmq.types import Role
-from tests.integration.cluster_world import SETTINGS, Wire, produce_body, read_copy
+from tests.integration.cluster_world import SETTINGS, Wire, produce_body
 from tests.support.ports import free_ports
 from tests.support.waiting import until
 

@@ -11,19 +11,20 @@ import threading
 import time
 from pathlib import Path
 
+from qmq.deploy.chaos.history import Fault, History
 from qmq.deploy.processes import ROOT
-from tests.chaos.history import Fault, History
 
 GROUP = "g"
-LEASE_S = 2.0
 
 
 class Consumers:
     """Owned by one run; its nemesis thread strikes consumers, never the last one."""
 
-    def __init__(self, folder: Path, count: int, *, metaserver: str, token: str, subjects: list[str]) -> None:
+    def __init__(
+        self, folder: Path, count: int, *, metaserver: str, token: str, subjects: list[str], lease_s: float = 2.0
+    ) -> None:
         folder.mkdir()
-        self._folder, self._count = folder, count
+        self._folder, self._count, self._lease_s = folder, count, lease_s
         self._arguments = ["--metaserver", metaserver, "--group", GROUP]
         self._environ = os.environ | {"QMQ_TOKEN": token}
         self._arguments += ["--subjects", ",".join(subjects)]
@@ -32,10 +33,18 @@ class Consumers:
         self.faults: list[Fault] = []
 
     def start(self, name: str) -> None:
-        command = [sys.executable, "-m", "tests.chaos.consumer_process", "--id", name, "--journal", self._journal(name)]
+        command = [
+            sys.executable,
+            "-m",
+            "qmq.deploy.chaos.consumer_process",
+            "--id",
+            name,
+            "--journal",
+            self._journal(name),
+        ]
         with (self._folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                [*command, *self._arguments],
+                [*command, "--journal", self._journal(name), *self._arguments],
                 cwd=ROOT,
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
@@ -61,18 +70,18 @@ class Consumers:
             kind = rng.choice(["comes back", "another comes", "stands still"])
             if kind == "stands still":
                 process.send_signal(signal.SIGSTOP)
-                stop.wait(rng.uniform(0.2, 2 * LEASE_S))
+                stop.wait(rng.uniform(0.2, 2 * self._lease_s))
                 process.send_signal(signal.SIGCONT)
             else:
                 process.kill()
                 process.wait()
-                stop.wait(rng.uniform(0, 1.5 * LEASE_S))
+                stop.wait(rng.uniform(0, 1.5 * self._lease_s))
                 if kind == "another comes":
                     del self._processes[name]
                     self._made += 1
                     name = f"c{self._made}"
                 self.start(name)
-            self.faults.append(Fault(f"consumer {kind}", "", begin, time.monotonic() + LEASE_S))
+            self.faults.append(Fault(f"consumer {kind}", "", begin, time.monotonic() + self._lease_s))
 
     def end(self, *, timeout_s: float = 60.0) -> None:
         """Ask all to finish; afterwards none runs."""

@@ -8,7 +8,7 @@ refused-stored       a message whose producer was told "not stored" is in a log
 unsent               a log holds a message that nobody sent
 order                a producer's messages, sent one call after the other, stand in another order
 readonly-leak        a group that was marked readonly acknowledged a message
-never-consumed       an acknowledged message was handed to nobody
+never-consumed       an acknowledged message was delivered to nobody
 consumed-unsent      a consumer got a message that is not in the log at that place
 ack-went-back        a message came again although its ack had been answered
 duplicate-no-cause   a message was delivered twice without any fault in between
@@ -20,14 +20,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tests.chaos.history import REFUSED, STORED, Delivered, History
+from qmq.deploy.chaos.history import REFUSED, STORED, Delivered, History
+from qmq.deploy.copies import Copy
 
 HELD_S = 15.0
 """A consumer that lives on may hold a message this long before its application takes it."""
-CAUSE_S = 5.0
-"""A fault can cause a second delivery this long after its end: leases and reconnects."""
+CAUSE_S = 3.0
+"""A fault can cause a second delivery for a lease and this long after its end: reconnects."""
 SHOWN_MAX = 5
 
 
@@ -38,9 +39,9 @@ class Finding(NamedTuple):
 
 @dataclass
 class Logs:
-    """Both copies of each group: what `read_copy` of `tests.integration.cluster_world` returned."""
+    """Both copies of each group: what `qmq.deploy.copies.read_copy` returned."""
 
-    copies: dict[str, tuple[Any, Any]]
+    copies: dict[str, tuple[Copy, Copy]]
 
 
 def check(history: History, logs: Logs) -> list[Finding]:
@@ -149,7 +150,9 @@ def _repeated(history: History, logs: Logs) -> Iterator[Finding]:
                 yield Finding("ack-went-back", f"{last}, acked at {acked[id]}")
         for before, after in zip(deliveries, deliveries[1:], strict=False):
             if not any(
-                fault.begin <= after.at and fault.end + CAUSE_S >= before.at and fault.group in ("", after.group)
+                fault.begin <= after.at
+                and fault.end + history.lease_s + CAUSE_S >= before.at
+                and fault.group in ("", after.group)
                 for fault in history.faults
             ):
                 yield Finding("duplicate-no-cause", f"{before} and {after}")

@@ -52,6 +52,8 @@ class Fault(NamedTuple):
 
 @dataclass
 class History:
+    lease_s: float = 2.0
+    """Of consumers: what they hold comes again when they were silent for so long."""
     sent: list[Sent] = field(default_factory=list)
     delivered: list[Delivered] = field(default_factory=list)
     acked: list[Acked] = field(default_factory=list)

@@ -6,9 +6,11 @@ import asyncio
 import random
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import qmq
-from tests.chaos.history import History, Sent
+from qmq.deploy.chaos.history import History, Sent
+from qmq.message import Value
 
 SINGLE_SENDERS = 6
 PAUSE_S = 0.02
@@ -20,7 +22,7 @@ class Senders:
 
     def __init__(self, history: History, *, metaserver: str, token: str, subjects: list[str], seed: int) -> None:
         self._history, self._subjects, self._seed = history, subjects, seed
-        self._options = {"metaserver": metaserver, "token": token, "app": "chaos"}
+        self._options: dict[str, Any] = {"metaserver": metaserver, "token": token, "app": "chaos"}
         self.stop = asyncio.Event()
 
     async def run(self) -> None:
@@ -40,7 +42,7 @@ class Senders:
             messages = []
             for _ in range(rng.randint(1, 60)):
                 made += 1
-                body = {"n": made, "x": "x" * rng.randint(0, 400)}
+                body: dict[str, Value] = {"n": made, "x": "x" * rng.randint(0, 400)}
                 messages.append(qmq.Message(rng.choice(self._subjects), body, id=f"many-{made}"))
             begun = time.monotonic()
             receipts = await producer.send_many(messages)

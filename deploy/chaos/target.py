@@ -1,0 +1,56 @@
+"""Shell. What faults strike: a running cluster, the dice, and what was done to it so far."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from qmq.deploy.chaos.history import History
+from qmq.deploy.cluster import Cluster
+from qmq.deploy.plan import BrokerPlan
+from qmq.errors import OperatorError
+
+
+@dataclass
+class Target:
+    """Made for one run; used by one thread."""
+
+    cluster: Cluster
+    history: History
+    rng: random.Random
+    refused: list[str] = field(default_factory=list)
+    """Operators' commands that were refused, with the reason. Some are meant to be."""
+
+    def pause(self, least_s: float, most_s: float) -> None:
+        time.sleep(self.rng.uniform(least_s, most_s))
+
+    def copies(self, group: str) -> tuple[BrokerPlan, BrokerPlan]:
+        """Return master and slave of a group, as they are now."""
+        return self.cluster.broker(group, "master"), self.cluster.broker(group, "slave")
+
+    def any_copy(self, group: str) -> BrokerPlan:
+        return self.rng.choice(self.copies(group))
+
+    def command(self, action: str, **parameters: object) -> bool:
+        """Give an operator's command; return whether it was carried out."""
+        try:
+            self.cluster.manage(action, **parameters)
+        except OperatorError as error:
+            self.refused.append(str(error))
+            return False
+        return True
+
+
+def nothing_is_missing() -> str:
+    return ""
+
+
+class Strike(NamedTuple):
+    """One kind of fault. `hit` strikes a broker group and returns when nothing more is done to it."""
+
+    hit: Callable[[Target, str], None]
+    missing: Callable[[], str] = nothing_is_missing
+    """Says what this machine lacks for it; empty: nothing."""

@@ -1,0 +1,85 @@
+"""Shell. `qmq chaos`: a verdict, a picture, and a run that is told why it cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from qmq.deploy.chaos.nemesis import STRIKES
+from qmq.deploy.chaos.sandbox import INSIDE
+from qmq.deploy.chaos.trial import attempt
+from tests.integration.cluster_world import begin_as, end
+from tests.support.ports import run_of_ports
+
+RUN_S = 300
+NETWORK = "cut the copies apart,cut the copies in one direction,cut clients off,slow link,lose packets"
+BIT = 3
+"""Runs in which a broken promise shows."""
+
+
+def qmq(*arguments):
+    environ = {name: value for name, value in os.environ.items() if name != INSIDE}
+    command = [sys.executable, "-m", "qmq", "chaos", *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=RUN_S)
+
+
+@pytest.fixture(scope="module")
+def possible():
+    """Faults that a run of its own has all for."""
+    listed = qmq("--list").stdout.splitlines()
+    assert len(listed) == len(STRIKES)
+    return {name for name in STRIKES if name in listed}
+
+
+@pytest.mark.parametrize("faults", [NETWORK, "fill a disk", "wrong clock"])
+def test_a_run_ends_with_a_verdict_and_a_picture(tmp_path, possible, faults):
+    if missing := set(faults.split(",")) - possible:
+        pytest.skip(f"this machine lacks what is needed for {missing}: see `qmq chaos --list`")
+    folder = tmp_path / "run"
+    run = qmq("--minutes", "0.1", "--faults", faults, "--dir", str(folder))
+    assert run.returncode == 0, run.stdout + run.stderr
+    verdict = json.loads((folder / "seed-1" / "verdict.json").read_text())
+    assert verdict["findings"] == [] and len(verdict["sent"]) > 100
+    assert {name for name, *_ in verdict["faults"] if not name.startswith("consumer ")} <= set(faults.split(","))
+    assert "every promise was kept" in (folder / "seed-1" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        (["--faults", "earthquake"], "there is no fault 'earthquake'; --list names all of them"),
+        (["--settings", "no such file.toml"], "No such file"),
+    ],
+)
+def test_a_run_that_cannot_be_is_told_why(tmp_path, arguments, why):
+    run = qmq(*arguments, "--dir", str(tmp_path / "run"))
+    assert run.returncode == 2 and why in run.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_that_brokers_refuse_are_named(tmp_path):
+    settings = tmp_path / "broker.toml"
+    settings.write_text('hostname = "mine"\nlease_ms = -1\n')
+    run = qmq("--settings", str(settings), "--faults", "kill slave", "--dir", str(tmp_path / "run"))
+    assert run.returncode == 2 and "lease_ms" in run.stderr
+
+
+def test_what_was_acknowledged_early_is_found_missing(tmp_path):
+    """The check bites: a master that does not wait for its slave, whose disk is lost."""
+
+    def strike(nemesis, stop):
+        cluster = nemesis.target.cluster
+        names = [broker.hostname for broker in cluster.plan.brokers]
+        end(cluster, *names)
+        begin_as(cluster, "tests.chaos.broker_that_acknowledges_early", *names)
+        cluster.wait_writable()
+        for _ in range(BIT):
+            nemesis.strike("lose the master's disk")
+
+    outcome = asyncio.run(attempt(tmp_path, seed=1, strike=strike, http_port=run_of_ports()))
+    assert "lost-copy" in {finding.rule for finding in outcome.findings}, outcome.summary()
