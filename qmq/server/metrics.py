@@ -154,6 +154,9 @@ class CopyCollector(Collector, Generic[M]):
         if service.scrub is not None:
             text = "Time since the closed segment that was read again longest ago was"
             yield "scrub_oldest_seconds", text, service.scrub.oldest_s
+            yield "scrub_every_seconds", "So often each closed segment is to be read again", service.scrub.every_s
+            if (ago_s := service.scrub.last_finding_s) is not None:
+                yield "scrub_last_finding_seconds", "Time since that found damage; none: not in this process", ago_s
         yield "memory_bytes", "Memory of this process alone", service.memory_bytes
         yield "memory_limit_bytes", "Memory above which producers wait", service.memory_alarm.limit_bytes
         yield "sync_cost_seconds", "Recent mean time of a small fsync", service.sync_us / 1e6

@@ -30,13 +30,14 @@ class Scrub:
 
     def __init__(self, service: Service[Any], settings: CopySettings) -> None:
         self._service, self._log = service, service.node.log
-        self._every_s, self._bytes_per_s = settings.scrub_hours * 3600, settings.scrub_bytes_per_s
+        self.every_s, self._bytes_per_s = settings.scrub_hours * 3600, settings.scrub_bytes_per_s
         self._loop = asyncio.get_running_loop()
         self._began_s = self._loop.time()
         self._verified_s: dict[int, float] = {}
         self._older = set(self._log.bases[:-1])
         """Segments that this process did not write: nobody has read them since it began."""
         self.bytes = self.findings = 0
+        self._found_s: float | None = None
         service.scrub = self
 
     async def run(self) -> None:
@@ -53,6 +54,11 @@ class Scrub:
         self._note_segments()
         return self._loop.time() - min(self._verified_s.values(), default=self._loop.time())
 
+    @property
+    def last_finding_s(self) -> float | None:
+        """Time since it last found damage; None: not since this process began."""
+        return None if self._found_s is None else self._loop.time() - self._found_s
+
     def _note_segments(self) -> None:
         """What this process wrote counts as read when it was closed; what it found here, as read before it began."""
         closed, now_s = self._log.bases[:-1], self._loop.time()
@@ -62,7 +68,7 @@ class Scrub:
     def _due(self) -> int | None:
         self._note_segments()
         base = min(self._verified_s, key=lambda one: (one not in self._older, self._verified_s[one]), default=None)
-        if base is None or (base not in self._older and self._loop.time() - self._verified_s[base] < self._every_s):
+        if base is None or (base not in self._older and self._loop.time() - self._verified_s[base] < self.every_s):
             return None
         return base
 
@@ -75,7 +81,7 @@ class Scrub:
                 at, chain, is_whole = await asyncio.to_thread(self._log.verify, base, at, chain, PIECE_BYTES)
             except CorruptFrame as problem:
                 if self._log.is_damaged(problem.offset):
-                    self.findings += 1
+                    self.findings, self._found_s = self.findings + 1, self._loop.time()
                     log.error("scrub found damage offset=%d reason=%s", problem.offset, problem.reason)
                     self._service.guarded(partial(self._service.node.found_damage, problem))
                     return

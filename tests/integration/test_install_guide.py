@@ -200,7 +200,8 @@ def test_reader_comes_from_nothing_to_messages_a_swap_an_upgrade_one_metaserver_
 
     pending = reader.follow(16)
     assert re.search(r"^delay +0 ", pending, re.MULTILINE), "the group answers, and nothing pends"
-    assert 'qmq_nightly_exit_status{name="backup"} 0' in reader.follow(17)
+    nights = reader.follow(17)
+    assert all(f'qmq_nightly_exit_status{{name="{name}"}} 0' in nights for name in ("backup", "scrub"))
 
 
 def masters(reader):

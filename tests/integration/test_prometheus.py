@@ -145,12 +145,13 @@ def world(tmp_path_factory, mariadb):
                 "-c",
                 f"F={folder}/b.json; {sys.executable} -m qmq Backup --file=$F && {sys.executable} -m qmq try-backup $F",
             ),
+            "scrub": made.nightly("scrub", sys.executable, "-m", "qmq", "ScrubReport"),
         }
         try:
             use(made)
             for name, job in jobs.items():
                 assert made.ended(name, job) == 0
-            until(lambda: made.value("count(qmq_nightly_exit_status == 0)") == 2, "both jobs have ended well")
+            until(lambda: made.value("count(qmq_nightly_exit_status == 0)") == 3, "all jobs have ended well")
             yield made
         finally:
             for job in jobs.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from qmq.deploy.copies import read_copy
@@ -9,8 +11,10 @@ from qmq.log import RealDisk
 from qmq.log.segments import log_name, segment_bases
 from tests.integration.cluster_world import (
     are_equal,
+    begin,
     consume_all,
     data_of,
+    end,
     flip_bit,
     log_of,
     metrics,
@@ -18,6 +22,7 @@ from tests.integration.cluster_world import (
     send_all,
     until,
 )
+from tests.integration.tools_world import DONE, REFUSED, UNREACHABLE, run
 
 COUNT = 200
 
@@ -28,6 +33,24 @@ def cluster(tmp_path_factory):
     with running(folder, segment_bytes=64 * 1024, tail_bytes=0, scrub_hours=0.0002) as cluster:
         cluster.wait_writable()
         yield cluster
+
+
+def report(cluster):
+    """ScrubReport: how it ends, and what it says of each copy."""
+    ended = run("ScrubReport", cluster.metaserver, "--json", token=cluster.token)
+    return ended.returncode, {row["role"]: row for row in json.loads(ended.stdout)}
+
+
+def test_a_report_of_copies_that_are_whole_is_clean_and_one_that_is_silent_is_no_finding(cluster):
+    status, rows = report(cluster)
+    assert status == DONE and rows.keys() == {"MASTER", "SLAVE"}
+    assert all(row["why"] == "" and not row["damaged"] and not row["late"] for row in rows.values())
+    slave = cluster.broker("g1", "slave").hostname
+    end(cluster, slave)
+    status, rows = report(cluster)
+    begin(cluster, slave)
+    cluster.wait_writable()
+    assert status == UNREACHABLE and rows["MASTER"]["why"] == "" and "does not answer" in rows["SLAVE"]["why"]
 
 
 @pytest.mark.parametrize("role", ["master", "slave"])
@@ -57,6 +80,8 @@ def test_damage_that_nobody_reads_is_found_and_mended_by_name(cluster, role, wha
     said = metrics(cluster, broker)
     assert said['qmq_broker_scrub_findings_total{broker_group="g1"}'] >= 1
     assert said['qmq_broker_scrubbed_bytes_total{broker_group="g1"}'] > 0
+    status, rows = report(cluster)
+    assert status == REFUSED and rows[role.upper()]["damaged"] and rows[role.upper()]["findings"] >= 1
     assert 0 < said['qmq_broker_scrub_oldest_seconds{broker_group="g1"}'] < 600
     assert [id for _, id in consume_all(cluster, subject, "g", COUNT)] == sent
     mine, other = (read_copy(data_of(cluster, cluster.broker("g1", one))) for one in ("master", "slave"))

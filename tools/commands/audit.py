@@ -1,4 +1,4 @@
-"""Core. What the nightly audit verified, as its ledger says; what the logs say of single messages."""
+"""Core. What was verified, by the audit and by copies that read their disks again; what logs say of messages."""
 
 from __future__ import annotations
 
@@ -49,6 +49,37 @@ def show_status(rows: list[dict[str, Any]]) -> Iterable[Block]:
         yield good(f"all proven equal; last run {newest:%Y-%m-%d %H:%M} UTC")
 
 
+def _read_again(row: Mapping[str, Any]) -> Cell:
+    if row["why"]:
+        return warning(f"not known: {row['why']}")
+    text = f"{row['oldestS'] / 3600:.1f} h ago, due every {row['everyS'] / 3600:g} h"
+    return warning(text) if row["late"] else good(text)
+
+
+def _damage(row: Mapping[str, Any]) -> Cell:
+    text = f"{row['findings']} since its start"
+    return bad(f"{text}, the last one since the report before") if row["damaged"] else good(text)
+
+
+def show_scrubs(rows: list[dict[str, Any]]) -> Iterable[Block]:
+    """Show each copy of each group."""
+    columns = (
+        Column("BROKER GROUP", "group"), Column("COPY", "copy"), Column("ROLE", "role", drop=1),
+        Column("OLDEST READING", _read_again, fold=20), Column("DAMAGE FOUND", _damage),
+        Column("BYTES READ", "readBytes", drop=2),
+    )  # fmt: skip
+    yield Table(columns, rows, empty="no broker is added")
+    yield ""
+    wrong = sum(row["damaged"] or row["late"] for row in rows)
+    silent = sum(row["why"] != "" for row in rows)
+    if wrong:
+        yield bad(f"{wrong} of {len(rows)} copies were damaged, or are not read again in time")
+    if silent:
+        yield warning(f"of {silent} of {len(rows)} copies nothing is known")
+    if not wrong and not silent and rows:
+        yield good("all copies are read again in time, and none was damaged")
+
+
 _SOURCES = (
     Option("source", "instead of a metaserver: data directories, or ip:controlPort of brokers, with commas; "
            "one copy per broker group", default="", local=True),
@@ -80,6 +111,15 @@ AUDIT = (
         show_status,
         runs="qmq.tools.audit_status",
         is_local=True,
+    ),
+    Command(
+        "ScrubReport",
+        "show what copies found when reading disks again. "
+        "Ends with 1 if one was damaged since yesterday, or is not read again in time; with 3 if one does not answer",
+        "",
+        (),
+        show_scrubs,
+        runs="qmq.tools.scrub_report",
     ),
     Command(
         "Trail",

@@ -93,6 +93,7 @@ WELL = {
     'qmq_metaserver_management_actions_total{action="SwapRoles",result="unknown"}': "1",
     'qmq_nightly_exit_status{name="audit"}': "0",
     'qmq_nightly_exit_status{name="backup"}': "0",
+    'qmq_nightly_exit_status{name="scrub"}': "0",
     'qmq_nightly_last_success_timestamp_seconds{name="audit"}': "0+60x3000",
     'qmq_nightly_last_success_timestamp_seconds{name="backup"}': "0+60x3000",
 }
@@ -188,6 +189,15 @@ STORIES = [
         "QmqLogHeld", DAY_M, {'qmq_broker_held_bytes{broker_group="g1",subject="s",consumer_group="c",instance="b1"}': "9"}
     ),
     Story("QmqDamageFound", 1, {'qmq_broker_scrub_findings_total{broker_group="g1",instance="b1"}': "0 1x3000"}),
+    Story(
+        "QmqDamageFound",
+        1,
+        {
+            'qmq_broker_scrub_findings_total{broker_group="g1",instance="b1"}': "0 1x3000",
+            'qmq_nightly_exit_status{name="scrub"}': "0 1x3000",
+        },
+        "and the report says so as well",
+    ),
     Story("QmqDelayClockOff", 5, {'qmq_delayserver_clock_difference_seconds{broker_group="d",instance="d1"}': "-3"}),
     Story("QmqNoActiveWatchdog", 1, {'qmq_watchdog_leader{instance="w1"}': "0"}, "all wait"),
     Story(
@@ -222,6 +232,8 @@ STORIES = [
     Story("QmqAuditFoundDifferences", 0, {'qmq_nightly_exit_status{name="audit"}': "1"}),
     Story("QmqNightlyJobFailed", 0, {'qmq_nightly_exit_status{name="backup"}': "1"}, "backup"),
     Story("QmqNightlyJobFailed", 0, {'qmq_nightly_exit_status{name="audit"}': "2"}, "audit read nothing"),
+    Story("QmqScrubFindings", 0, {'qmq_nightly_exit_status{name="scrub"}': "1"}),
+    Story("QmqNightlyJobFailed", 0, {'qmq_nightly_exit_status{name="scrub"}': "3"}, "a copy is silent"),
     Story("QmqNightlyJobFailed", 0, {'kube_job_status_failed{job_name="qmq-backup-29"}': "1"}, "on Kubernetes"),
     Story(
         "QmqNightlyJobMissed", 26 * 60 + 1, {'qmq_nightly_last_success_timestamp_seconds{name="backup"}': "0"}, "backup"

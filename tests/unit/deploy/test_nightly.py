@@ -74,7 +74,7 @@ def test_a_name_that_metrics_cannot_have_is_refused(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["audit", "backup"])
+@pytest.mark.parametrize("name", ["audit", "backup", "scrub"])
 def test_units_run_the_jobs_that_kubernetes_runs(name):
     unit, timer = (RawConfigParser(strict=False) for _ in range(2))
     for parser, kind in ((unit, "service"), (timer, "timer")):
@@ -93,7 +93,7 @@ def test_units_run_the_jobs_that_kubernetes_runs(name):
     assert cron["kind"] == "CronJob" and cron["spec"]["schedule"] == f"{int(minute)} {int(hour)} * * *"
     (container,) = cron["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
     typed = " ".join(container["command"])
-    asked = "audit" if name == "audit" else "Backup"
+    asked = {"audit": "audit", "backup": "Backup", "scrub": "ScrubReport"}[name]
     assert asked in {**PROGRAMS, **COMMANDS} and f"qmq {asked} " in typed and f"qmq {asked} " in command
     kept = [re.search(rf"{option} (\S+)", said) for option in ("--ledger", "--page") for said in (typed, command)]
     assert all(kept) is (name == "audit") is any(kept), "the audit goes on where the night before ended"
