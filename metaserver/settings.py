@@ -47,7 +47,9 @@ class MetaserverSettings:
     oidc_roles: tuple[str, ...] = setting(
         (), why="who may what: viewer=VALUE, operator=VALUE, admin=VALUE, of the claim that oidc_roles_claim names"
     )
-    oidc_roles_claim: str = setting("groups", why="claim with a person's groups or roles; dots lead into objects")
+    oidc_roles_claim: str = setting(
+        "groups", why="claim with a person's groups or roles; dots lead into objects, or are part of its name"
+    )
     oidc_name_claim: str = setting("preferred_username", why="claim that names a person in the audit trail; else sub")
     trusted_proxies: tuple[str, ...] = setting(
         ("127.0.0.1",), why="addresses and networks of nginx: whose X-Forwarded-For counts, for the audit trail"

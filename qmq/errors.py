@@ -287,7 +287,9 @@ class DeadLetter(QmqError):
 
 
 def cause_of(error: BaseException) -> str:
-    """Say why, also of an error that has no text of its own, such as a TimeoutError."""
+    """Say why, also of an error that has no text of its own, such as a TimeoutError, or only wraps another one."""
+    if isinstance(inner := getattr(error, "reason", None), BaseException):
+        return cause_of(inner)  # urllib's: its own text is "<urlopen error …>"
     if text := str(error).strip():
         return text
     return "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__

@@ -54,7 +54,7 @@ class Wanted:
 
     Args:
         roles: (role, value of the claim that has it).
-        roles_claim: the claim with a person's groups or roles; dots lead into objects.
+        roles_claim: the claim with a person's groups or roles; dots lead into objects, or are part of its name.
     """
 
     issuer: str
@@ -158,15 +158,25 @@ class Provider:
 
 def role_of(claims: Mapping[str, Any], wanted: Wanted) -> TokenRole:
     """The highest role that a person's claims have; raises AccessError."""
-    found: Any = claims
-    for part in wanted.roles_claim.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
+    found = _claim(claims, wanted.roles_claim)
     listed = found if isinstance(found, list) else [found]
     has = {one for one in listed if isinstance(one, str)}
     for role in RANKS:
         if any(mine == role and value in has for mine, value in wanted.roles):
             return role
     raise AccessError(f"nothing in the claim {wanted.roles_claim} has a role here; an admin of the provider gives it")
+
+
+def _claim(claims: object, path: str) -> Any:
+    """Find a claim. Dots lead into objects, or are part of a name (`https://x.org/roles`), which comes first."""
+    if not isinstance(claims, Mapping):
+        return None
+    if path in claims:
+        return claims[path]
+    for dot in [at for at, character in enumerate(path) if character == "."]:
+        if (found := _claim(claims.get(path[:dot]), path[dot + 1 :])) is not None:
+            return found
+    return None
 
 
 def name_of(claims: Mapping[str, Any], claim: str) -> str:

@@ -254,6 +254,10 @@ def test_a_metaservers_settings_become_a_provider(issuer):
 def test_roles_lie_where_the_setting_says():
     keycloak = wanted("http://p", roles_claim="realm_access.roles")
     assert role_of({"realm_access": {"roles": ["on-call"]}}, keycloak) == TokenRole.OPERATOR
+    auth0 = wanted("http://p", roles_claim="https://shop.example/roles")
+    assert role_of({"https://shop.example/roles": ["on-call"]}, auth0) == TokenRole.OPERATOR
+    nested = wanted("http://p", roles_claim="resource_access.shop.web.roles")
+    assert role_of({"resource_access": {"shop.web": {"roles": ["on-call"]}}}, nested) == TokenRole.OPERATOR
     assert role_of({"groups": "on-call"}, wanted("http://p")) == TokenRole.OPERATOR
     for groups in (True, 5, None, [["on-call"]], {"on-call": False}):
         with pytest.raises(AccessError, match="has a role here"):

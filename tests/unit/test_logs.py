@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import urllib.error
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,13 @@ def test_each_module_that_applications_use_has_a_bounded_logger(folder):
 
 @pytest.mark.parametrize(
     ("error", "text"),
-    [(TimeoutError(), "no answer in time"), (ConnectionResetError(), "ConnectionResetError"), (NotServed("x"), "x")],
+    [
+        (TimeoutError(), "no answer in time"),
+        (ConnectionResetError(), "ConnectionResetError"),
+        (NotServed("x"), "x"),
+        (urllib.error.URLError(TimeoutError()), "no answer in time"),
+        (urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")), "[Errno 111] Connection refused"),
+    ],
 )
 def test_an_error_without_a_text_has_a_cause_all_the_same(error, text):
     assert cause_of(error) == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import random
 import re
 
@@ -199,6 +200,16 @@ def test_a_session_ends_and_is_not_forged():
     for forged in (later, foreign, "", "...", "ä.1.x.y", cookie[:-1], cookie + "0", "x" * 10_000):
         with pytest.raises(AccessError):
             sessions.caller(forged, now_ms=6, peer="")
+    for signed in (
+        sessions.sealed("an attempt"),  # signed, and no session
+        sessions._cookie("~not base64 of a list", 5),
+        sessions._cookie(f"~{base64.urlsafe_b64encode(b'5').decode()}", 5),
+        sessions._cookie(f"~{base64.urlsafe_b64encode(b'[1, 2]').decode()}", 5),
+        sessions._cookie(f"a.dot.{row.id}", 5),
+        f"form of {cookie}.{sessions.csrf(cookie)}",
+    ):
+        with pytest.raises(AccessError, match="log in"):
+            sessions.caller(signed, now_ms=6, peer="")
     for name in ("oidc:" + "Я" * 60, "oidc:" + "\U00020000" * 60):
         of_a_person = sessions.begin_without_token(Caller(name, TokenRole.OPERATOR), now_ms=5)
         assert sessions.caller(of_a_person, now_ms=6, peer="").name == name, "as long as a name may be"
