@@ -4,7 +4,8 @@ for, but what they got.
 A consumer gets what has its tags, any of them or all. So whoever got a message without tags asked for none, and is
 given every message; and of two messages with the same tags, both are for it or none. A pull that passes messages over
 and delivers such ones beside them contradicts itself. So does one between two others of the same consumer and epoch
-that both delivered such: what it asks for may change once in between, not twice.
+that both delivered such: what it asks for may change once in between, not twice, unless a pull without entries says
+that it changed, or the consumer left.
 """
 
 from __future__ import annotations
@@ -60,6 +61,13 @@ class Passing:
         found = np.frombuffer(packed, TAGGED)
         self._sequences.append(found["sequence"].astype(np.int64))
         self._tags.append(found["tags"].astype(np.int64))
+
+    def forget(self, group: str, consumer: str, epoch: Epoch) -> None:
+        """The consumer left, or asks for other messages from here on; without a name: all of the group."""
+        gone = [(group, consumer, epoch)] if consumer else [key for key in self._got if key[0] == group]
+        for key in gone:
+            self._got.pop(key, None)
+            self._open.pop(key, None)
 
     def pull(self, frame: Frame, said: Progress, first: int, position: int) -> Iterator[Complaint]:
         """Take a pull; yield what it, or one before, passed over for no reason.

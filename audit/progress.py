@@ -104,10 +104,14 @@ class Judge:
                 if subject_end is not None and sequence + messages > subject_end:
                     text = f"{name}: pulled to sequence {sequence + messages}, the subject ends at {subject_end}"
                     yield Complaint(Kind.PROGRESS, text)
+            if not said.entries:
+                self._passing.forget(said.group, said.consumer, frame.epoch)
             group = self._state.groups.get((frame.subject, said.group))
             position = ANY if group is None else group.position
             for complaint in self._passing.pull(frame, said, self._first, position):
                 yield complaint._replace(text=f"{name}: {complaint.text}")
+        if frame.kind == FrameKind.POSITION:
+            self._passing.forget(said.group, said.consumer, frame.epoch)
         if frame.kind == FrameKind.POSITION and not said.consumer and said.entries and subject_end is not None:
             if (position := said.entries[0][0]) > subject_end:
                 text = f"{name}: put at sequence {position}, the subject ends at {subject_end}"

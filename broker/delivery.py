@@ -525,7 +525,11 @@ class Delivery:
     def _write_down(self, subscription: Subscription, chosen: Chosen) -> None:
         mastership = self._mastership
         if chosen.entries:
+            if self._filtering.asks_for_others(subscription):
+                # Or nobody who reads the log could tell why it is not given what it was given before.
+                mastership.append_progress(FrameKind.PULL, subscription.key, [])
             mastership.append_progress(FrameKind.PULL, subscription.key, chosen.entries)
+            self._filtering.delivered(subscription)
         if chosen.gone:  # or they would be looked for and counted again by every consumer that comes back
             mastership.append_progress(FrameKind.ACK, subscription.key, _entries(chosen.gone))
         if chosen.skipped:

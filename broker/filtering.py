@@ -55,6 +55,8 @@ class Filtering:
         self._filters: dict[tuple[str, str], GroupFilter] = {}
         self._asked: dict[tuple[str, str], TagRule | None] = {}
         """What the last consumer that subscribed asked for, per group."""
+        self._rules: dict[tuple[str, str], dict[str, TagRule | None]] = {}
+        """What consumers asked for when they were last delivered anything, by group, until they leave."""
         self._warned: set[tuple[str, str]] = set()
         self._readings: list[Reading] = []
         self._tired: dict[str, None] = {}
@@ -85,6 +87,17 @@ class Filtering:
             self._warned.add(key)
             log.warning("consumers of one group ask for different tags subject=%s group=%s consumer=%s: what one of "
                         "them passes over is over for all", *subscription.key)  # fmt: skip
+
+    def asks_for_others(self, subscription: Subscription) -> bool:
+        """Return whether this consumer asks for other messages than when it was last delivered any."""
+        rules = self._rules.get(subscription.key[:2])
+        return rules is not None and rules.get(subscription.consumer, subscription.rule) != subscription.rule
+
+    def delivered(self, subscription: Subscription) -> None:
+        """A pull of this consumer was written down."""
+        key, consumer = subscription.key[:2], subscription.consumer
+        if consumer in self._log.state.groups[key].consumers:  # so that a frame will say when it leaves
+            self._rules.setdefault(key, {})[consumer] = subscription.rule
 
     def choose(self, subscription: Subscription, now_ms: int, cut: Budget, made: Chosen) -> None:
         """Add to `made` what this subscription gets; its caller writes that down at once."""
@@ -120,6 +133,11 @@ class Filtering:
         if not key[2] and not entries:  # the group is forgotten
             self._asked.pop(key[:2], None)
             self._warned.discard(key[:2])
+        if kind == FrameKind.POSITION:
+            if not key[2]:
+                self._rules.pop(key[:2], None)
+            elif key[:2] in self._rules:
+                self._rules[key[:2]].pop(key[2], None)
         group_filter = self._filters.get(key[:2])
         if group_filter is None:
             return

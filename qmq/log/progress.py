@@ -12,7 +12,7 @@ One layout for all but epoch (integers little-endian), padded with zeros to a mu
                               (DEFERRED, first sequence, messages): gone over for now; they wait with what was returned
                               (EXPIRED, first sequence, messages): over for the group, for they have expired
                               (OVERFLOWED, first sequence, messages): over for the group, for too many waited
-    pull       yes        none: this consumer is there, and has nothing yet
+    pull       yes        none: this consumer is there, and has nothing yet; or asks for other messages from here on
     ack        yes        n x (begin, end, settled): pull sequences, half-open, done; settled is 0, or EXPIRED if no
                               handler got them
     nack       yes        n x (begin, end, due): pull sequences, half-open; they come again, not before due (ms; 0: now;

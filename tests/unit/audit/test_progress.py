@@ -124,3 +124,31 @@ def test_what_came_back_does_not_tell_what_a_consumer_asks_for(new, found):
     handed_out = [(number, 0, 4), *((number + sequence, sequence, 1) for sequence in new)]
     entries = [*handed_out, (PASSED, 4 + len(new), 6 - 4 - len(new))]
     assert [one["what"] for one in judge.judge(forged(copy, FrameKind.PULL, "c2", entries))] == found
+
+
+def changed_back(copy: Copy, *, says: str) -> list[dict[str, Any]]:
+    """A consumer gets messages, passes over such ones, and gets such ones again; in between it `says` something."""
+    copy.begin_epoch()
+    copy.messages("a", "b", "c", subject="s", size=0)
+    copy.progress(FrameKind.POSITION, "", (0, 0, 0), subject="s")
+    number = copy.log.state.next_pull(copy.log.state.groups["s", "g"], "c1")
+    copy.progress(FrameKind.PULL, "c1", (number, 0, 1), subject="s")
+    if says == "changed":
+        copy.progress(FrameKind.PULL, "c1", subject="s")
+    if says == "left":
+        copy.progress(FrameKind.POSITION, "c1", (0, 0, 0), subject="s")
+    if says == "another changed":
+        copy.progress(FrameKind.PULL, "c2", subject="s")
+    copy.progress(FrameKind.PULL, "c1", (PASSED, 1, 1), subject="s")
+    copy.progress(FrameKind.PULL, "c1", (number + 1, 2, 1), subject="s")
+    copy.flush()
+    judge = Judge()
+    return [found for row in rows(copy) for found in judge.judge(row)]
+
+
+@pytest.mark.parametrize(
+    "says, found",
+    [("nothing", [Kind.PASSED]), ("changed", []), ("left", []), ("another changed", [Kind.PASSED])],
+)
+def test_who_says_that_it_asks_for_others_may_be_passed_over(says, found):
+    assert [one["what"] for one in changed_back(Copy(segment_bytes=1 << 20), says=says)] == found

@@ -9,7 +9,8 @@ import pytest
 from qmq.broker import filtered_scan, filtering
 from qmq.codec import encode_labels, label_of
 from qmq.errors import ErrorCode
-from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
+from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind, decode_frames
+from qmq.log.progress import decode_progress
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from tests.unit.broker.selecting import Consumer, Sent, produce
@@ -381,3 +382,32 @@ def test_a_message_that_is_refused_takes_its_label_along():
     assert consumer.sequences() == [0]
     consumer.ack()
     assert consumer.sequences() == [1]
+
+
+# What the log says of it.
+
+
+def pulls_of(group: Group, name: str) -> list[list[tuple[int, int, int]]]:
+    """The entries of each pull frame of a consumer, as the log has them."""
+    log = group.a.node.log
+    data = log.read(0, log.end, 1 << 30).data
+    pulls = [decode_progress(body) for frame, body in decode_frames(data, 0, 0) if frame.kind == FrameKind.PULL]
+    return [[tuple(entry) for entry in one.entries] for one in pulls if one.consumer == name]
+
+
+@pytest.mark.parametrize("moves_on", ["changed", "the same", "left"])
+def test_consumer_that_asks_for_other_tags_is_written_down_before_its_next_pull(moves_on):
+    group = stored(PAY, CANCEL, PAY, CANCEL)
+    first = Consumer(group, "c1", tags=["pay"])
+    assert first.sequences() == [0, 2]
+    first.ack(0)
+    first.ack(2)
+    before = len(pulls_of(group, "c1"))
+    if moves_on == "left":
+        first.leave()
+    more(group, PAY, CANCEL, first=4)
+    again = Consumer(group, "c1", tags=["pay" if moves_on == "the same" else "cancel"])
+    again.held = dict(first.held)
+    assert again.sequences() == ([4] if moves_on == "the same" else [5])
+    written = pulls_of(group, "c1")[before:]
+    assert [not entries for entries in written] == ([True, False] if moves_on == "changed" else [False])
