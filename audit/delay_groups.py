@@ -37,11 +37,15 @@ class Source(NamedTuple):
 
 
 class Account(NamedTuple):
-    """The equation per subject, and what breaks it: {what, subject, sequence, offset, text}; notes say what waits."""
+    """The equation per subject, and what breaks it: {what, subject, sequence, offset, text}; notes say what waits.
+
+    `more`: findings of a kind that are counted and not listed.
+    """
 
     rows: list[dict[str, Any]]
     findings: list[dict[str, Any]]
     notes: list[str]
+    more: dict[str, int]
 
 
 def is_delay_group(place: Mapping[str, str]) -> bool:
@@ -79,8 +83,10 @@ def account_for(
         names = ("taken", *due.STATES, "late")
         sums = [F.sum(name).alias(name) for name in names] + [F.max("late_ms_max").alias("late_ms_max")]
         listed = hours.groupBy("subject").agg(*sums).orderBy("subject").limit(SUBJECTS_MAX).collect()
-        findings = [*_unsent(found, closed or {}), *_not_there(spark, rows, targets)]
-        return Account([row.asDict() for row in listed], findings, [*_waiting(found, closed or {})])
+        unsent = due.unsent(found).where(~due.waits_for(closed or {})).drop("targets")
+        broken = {Kind.UNSENT: unsent, Kind.LOST: _not_there(spark, rows, targets)}
+        findings, more = _listed({kind: table for kind, table in broken.items() if table is not None})
+        return Account([row.asDict() for row in listed], findings, [*_waiting(found, closed or {})], more)
     finally:
         rows.unpersist()
 
@@ -94,10 +100,15 @@ def _table(spark: SparkSession, source: Source, rows: str, **options: object) ->
     return read_copy(spark, dict(source.place), rows=rows, **options).withColumn("broker_group", F.lit(source.group))
 
 
-def _unsent(found: DataFrame, closed: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Any]]:
-    rows = due.unsent(found).where(~due.waits_for(closed)).drop("targets")
-    for row in rows.orderBy("sequence").limit(FINDINGS_MAX).collect():
-        yield row.asDict() | {"what": Kind.UNSENT.value}
+def _listed(tables: Mapping[Kind, DataFrame]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Return the first findings of each kind, and how many more there are."""
+    findings, more = [], {}
+    for kind, table in tables.items():
+        rows = table.orderBy("sequence").limit(FINDINGS_MAX + 1).collect()
+        if len(rows) > FINDINGS_MAX:
+            more[kind.value] = table.count() - FINDINGS_MAX
+        findings += [row.asDict() | {"what": kind.value} for row in rows[:FINDINGS_MAX]]
+    return findings, more
 
 
 def _waiting(found: DataFrame, closed: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -110,19 +121,18 @@ def _waiting(found: DataFrame, closed: Mapping[str, Sequence[str]]) -> Iterator[
         yield f"{messages} wait for broker groups that take none: {names}"
 
 
-def _not_there(spark: SparkSession, rows: DataFrame, targets: Sequence[Source]) -> Iterator[dict[str, Any]]:
+def _not_there(spark: SparkSession, rows: DataFrame, targets: Sequence[Source]) -> DataFrame | None:
+    """Return batches that targets acknowledged and lack (`due.not_there`); None if there is none to be looked for."""
     asked = {row["target"]: row["at_ms"] for row in rows.where("event = 'planned'").groupBy("target").agg(
         F.min("timestamp_ms").alias("at_ms")).collect()}  # fmt: skip
     sources = [source for source in targets if source.group in asked]
     if not sources:
-        return
+        return None
     since = [(source.group, _kept_since(source)) for source in sources]
     frames = reduce(DataFrame.unionByName, [
         _table(spark, source, "frames", since=max(0, asked[source.group] - CLOCK_MS)) for source in sources
     ])  # fmt: skip
-    missing = due.not_there(rows, frames, spark.createDataFrame(since, "target string, since_ms long"))
-    for row in missing.orderBy("sequence").limit(FINDINGS_MAX).collect():
-        yield row.asDict() | {"what": Kind.LOST.value}
+    return due.not_there(rows, frames, spark.createDataFrame(since, "target string, since_ms long"))
 
 
 def _kept_since(source: Source) -> int:

@@ -84,8 +84,13 @@ class Result:
 
     def add(self, what: Kind, **fields: Any) -> None:
         """Add a finding that the driver itself made."""
-        self.findings.append(dict.fromkeys(FINDINGS.fieldNames()) | {"what": what.value} | fields)
-        self.found[what] = self.found.get(what, 0) + 1
+        self.count(what, 1)
+        if self.found[what] <= FINDINGS_MAX:
+            self.findings.append(dict.fromkeys(FINDINGS.fieldNames()) | {"what": what.value} | fields)
+
+    def count(self, what: str, times: int) -> None:
+        """Count findings, listed or not."""
+        self.found[what] = self.found.get(what, 0) + times
 
     def is_behind(self, copy: str) -> bool:
         """Return whether a copy ends too early to have acknowledged all, and enough others did (decision 42)."""
@@ -238,7 +243,7 @@ def _judge(spark: SparkSession, one: _Audit, options: Options) -> None:
     found, more = answer.findings()
     _take(found, result)
     for kind, times in more.items():
-        result.found[kind] = result.found.get(kind, 0) + times
+        result.count(kind, times)
     _account(answer, result)
     _hold_against_before(answer, result, one.history)
     if answer.differing:
@@ -268,6 +273,8 @@ def _account_for_delays(spark: SparkSession, one: _Audit, groups: Sequence[Group
     one.result.notes += account.notes
     for row in account.findings:
         one.result.add(Kind(row.pop("what")), copy=BOTH, **row)
+    for kind, times in account.more.items():
+        one.result.count(kind, times)
 
 
 def _finish(spark: SparkSession, one: _Audit, options: Options) -> None:
@@ -283,6 +290,7 @@ def _finish(spark: SparkSession, one: _Audit, options: Options) -> None:
         _check_kept(group, result)
     name_findings(group.name, group.places, result.logs, result.findings)
     _count_repaired(result)
+    _note_unlisted(result)
     if options.parquet is not None:
         rows = [{name: row.get(name) for name in FINDINGS.fieldNames()} for row in result.findings]
         path = options.parquet / group.name / "findings"
@@ -425,7 +433,7 @@ def _take(found: Sequence[Row], result: Result) -> None:
     kept = Counter(row["what"] for row in result.findings)
     for row in found:
         kept[row["what"]] += 1
-        result.found[row["what"]] = result.found.get(row["what"], 0) + 1
+        result.count(row["what"], 1)
         if kept[row["what"]] <= FINDINGS_MAX:
             result.findings.append(row)
 
@@ -558,6 +566,13 @@ def _count_repaired(result: Result) -> None:
         result.found |= {Kind.REPAIRED: repaired} | ({Kind.DAMAGED: damaged} if damaged else {})
 
 
+def _note_unlisted(result: Result) -> None:
+    listed = Counter(row["what"] for row in result.findings)
+    for kind, times in result.found.items():
+        if times > listed[kind]:
+            result.notes.append(f"{times} findings are {kind}; the first {listed[kind]} of them are listed")
+
+
 def _hold_against(
     spark: SparkSession, group: Group, firsts: dict[str, dict[str, int]], ends: dict[str, dict[str, int]],
     result: Result, journal: Path,
@@ -595,6 +610,8 @@ def verified(answer: Answer, result: Result, history: History, piece_bytes: int)
     anchor, until = history.anchor, result.whole_until()
     if any(row["copy"] != BOTH or row["what"] in _OF_HISTORY for row in result.findings):
         return None
+    if sum(result.found.values()) > len(result.findings):
+        return None  # what is not listed may be wrong on one copy alone
     if any(begin in answer.differing and end <= until for begin, end in _pieces(result, piece_bytes)):
         return None  # each copy may have its own damage there
     again = [piece for piece in history.read_again(_digests(answer, result)) if piece.end <= until]

@@ -48,6 +48,8 @@ class History:
     again: list[Piece] = field(default_factory=list)
     broken: tuple[Kind, str, str] | None = None
     """(kind, copy, why): the log is not the one that was verified."""
+    start: int = 0
+    """Where both logs begin by now: of a piece that retention entered, what is left is another piece."""
 
     @property
     def anchor(self) -> Entry | None:
@@ -61,7 +63,7 @@ class History:
         """Return what was read again and is not what was read before, or gave nothing at all."""
         again = set(self.again)
         found = []
-        for piece, _ in sorted(self.known.pieces.values()):
+        for piece in sorted(again | {piece for piece, _ in self.known.pieces.values() if piece.begin >= self.start}):
             now = _now(piece, digests)
             if (now is None and piece in again) or (
                 piece.digest.startswith(CHAINS) and now is not None and now != piece
@@ -92,21 +94,23 @@ def look_back(
     start = max(log.start for log in logs.values())
     anchor = known.anchor
     if anchor is None:
-        return History(known, start)
+        return History(known, start, start=start)
     if all(log.end < anchor.verified for log in logs.values()):
         ends = " and ".join(str(logs[name].end) for name in logs)
         text = f"the logs end at {ends}; the run of {anchor.run} verified them up to {anchor.verified}"
-        return History(known, start, broken=(Kind.REWOUND, BOTH, text))
+        return History(known, start, start=start, broken=(Kind.REWOUND, BOTH, text))
     wrong = [
         name for name, log in logs.items()
         if log.start <= anchor.frame and log.end >= anchor.verified and not _has(places[name], anchor)
     ]  # fmt: skip
     if wrong:
         text = f"the frame at {anchor.frame} is not the one that the run of {anchor.run} verified"
-        return History(known, start, broken=(Kind.REWRITTEN, BOTH if len(wrong) == len(logs) else wrong[0], text))
+        return History(
+            known, start, start=start, broken=(Kind.REWRITTEN, BOTH if len(wrong) == len(logs) else wrong[0], text)
+        )
     if start >= anchor.verified:
-        return History(known, start)  # retention took all that was verified
-    return History(known, anchor.verified, pieces_due(known, start, share))
+        return History(known, start, start=start)  # retention took all that was verified
+    return History(known, anchor.verified, pieces_due(known, start, share), start=start)
 
 
 def _has(place: dict[str, str], anchor: Entry) -> bool:

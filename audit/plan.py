@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -105,25 +105,31 @@ def _read(jobs: Sequence[Job], tasks: list[list[Task]], batches: Iterable[Any]) 
     for batch in batches:
         for number in batch.column(0).to_pylist():
             for job, begin, end in tasks[number]:
-                rows = list(_derived_of(jobs[job], begin) if end is None else _facts_of(jobs[job], begin, end))
+                rows = _rows_of(jobs[job], begin, end)
                 packed = ((job, key, begin, copy, pickle.dumps(said, 5)) for key, copy, said in rows)
                 columns = list(zip(*packed)) or [()] * len(_FACT_ROWS)
                 arrays = [pa.array(column, field.type) for column, field in zip(columns, _FACT_ROWS)]
                 yield pa.RecordBatch.from_arrays(arrays, schema=_FACT_ROWS)
 
 
+def _rows_of(job: Job, begin: int, end: int | None) -> list[tuple[str, str, Any]]:
+    """Return (key, copy, what is said) of a task. What cannot be read is the answer of one broker group: the others are
+    judged all the same."""
+    try:
+        return list(_derived_of(job, begin) if end is None else _facts_of(job, begin, end))
+    except Exception as error:
+        return [(PROBLEM, ALL, _why(error, f"read at {begin}"))]
+
+
+def _why(error: Exception, what: str) -> str:
+    return str(error) if isinstance(error, CannotRead) else f"it could not be {what}: {type(error).__name__}: {error}"
+
+
 def _facts_of(job: Job, begin: int, end: int) -> Iterator[tuple[str, str, Any]]:
     """Yield (key, copy, what is said) of one piece."""
-    try:
-        with ExitStack() as stack:
-            copies = {
-                name: stack.enter_context(closing(open_copy(place, limit=end))) for name, place in job.places.items()
-            }
-            found = job.reading.read(copies, begin, end)
-    except CannotRead as error:
-        # It is the answer of one broker group; the others are judged all the same.
-        yield PROBLEM, ALL, str(error)
-        return
+    with ExitStack() as stack:
+        copies = {name: stack.enter_context(closing(open_copy(place, limit=end))) for name, place in job.places.items()}
+        found = job.reading.read(copies, begin, end)
     for bucket, stored in spread_stored(next(iter(found.values())), job.buckets):
         yield f"{STORED}{bucket}", ALL, stored
     for copy, facts in found.items():
@@ -137,13 +143,10 @@ def _facts_of(job: Job, begin: int, end: int) -> Iterator[tuple[str, str, Any]]:
 
 def _derived_of(job: Job, base: int) -> Iterator[tuple[str, str, Any]]:
     """Yield what is wrong with the files beside one segment, as `_facts_of`."""
-    try:
-        with ExitStack() as stack:
-            copies = {name: stack.enter_context(closing(open_copy(place))) for name, place in job.places.items()}
-            for name, wrong in check_segment(copies, job.bases, base):
-                yield DERIVED, name, wrong
-    except CannotRead as error:
-        yield PROBLEM, ALL, str(error)
+    with ExitStack() as stack:
+        copies = {name: stack.enter_context(closing(open_copy(place))) for name, place in job.places.items()}
+        for name, wrong in check_segment(copies, job.bases, base):
+            yield DERIVED, name, wrong
 
 
 class _Unread:
@@ -174,25 +177,45 @@ def _judge_of(job: Job, key: str) -> Judging:
 
 def _judge(jobs: Sequence[Job], batches: Iterable[Any]) -> Iterator[Any]:
     listing = _Listing()
-    at: tuple[int, str] | None = None
-    judge: Apart | None = None
+    judge: _OneJudge | None = None
     for batch in batches:
         numbers, keys, pieces, copies = (batch.column(column).to_pylist() for column in range(4))
         for place, here in enumerate(zip(numbers, keys)):
-            if here != at:
-                if at is not None and judge is not None:
-                    listing.add(at[0], judge.finish())
-                at, job = here, jobs[here[0]]
-                judge = Apart(tuple(job.places), partial(_judge_of, job, here[1]))
-            assert judge is not None
-            said = pickle.loads(batch.column(4)[place].as_py())
-            listing.add(here[0], judge.take(copies[place], pieces[place], said))
+            if judge is None or here != judge.at:
+                if judge is not None:
+                    judge.finish()
+                judge = _OneJudge(here, jobs[here[0]], listing)
+            judge.take(copies[place], pieces[place], batch.column(4)[place].as_py())
             if len(listing.rows) >= ROWS_MAX:
                 yield listing.batch()
-    if at is not None and judge is not None:
-        listing.add(at[0], judge.finish())
+    if judge is not None:
+        judge.finish()
     listing.end()
     yield listing.batch()
+
+
+class _OneJudge:
+    """Judges one key of a broker group. If that fails, nothing is proven of this group, and of the others it is."""
+
+    def __init__(self, at: tuple[int, str], job: Job, listing: _Listing) -> None:
+        self.at, self._listing = at, listing
+        self._judge: Apart | None = Apart(tuple(job.places), partial(_judge_of, job, at[1]))
+
+    def take(self, copy: str, piece: int, packed: bytes) -> None:
+        self._add(lambda judge: judge.take(copy, piece, pickle.loads(packed)))
+
+    def finish(self) -> None:
+        self._add(lambda judge: judge.finish())
+
+    def _add(self, step: Callable[[Apart], Iterable[tuple[str, Said]]]) -> None:
+        if self._judge is None:
+            return
+        number, key = self.at
+        try:
+            self._listing.add(number, step(self._judge))
+        except Exception as error:
+            self._judge = None
+            self._listing.add(number, [(ALL, Said(UNREAD, {"text": _why(error, f"judged ({key})")}))])
 
 
 class _Listing:

@@ -164,10 +164,15 @@ def known_from(entries: Iterable[Entry]) -> Known:
 
 def pieces_due(known: Known, start: int, share: int) -> list[Piece]:
     """Return what of the old is to be read again now: those that nobody has read for longest, up to one part in `share`
-    of what there is; at least one. `start`: where the logs begin by now."""
-    old = sorted(
-        (run, piece) for piece, run in known.pieces.values() if piece.begin >= start
-    )  # fmt: skip
+    of what there is; at least one. `start`: where the logs begin by now; what a piece still has behind it has no
+    digest before it was read as a piece of its own."""
+    kept: dict[tuple[int, int], tuple[int, Piece]] = {}
+    for piece, run in sorted(known.pieces.values(), key=lambda one: (one[1], one[0].begin)):
+        if piece.begin < start < piece.end:
+            piece = Piece(start, piece.end, piece.end - start, "")
+        if piece.begin >= start:
+            kept[piece.begin, piece.end] = run, piece  # who read it last, and read no more than this of it
+    old = sorted(kept.values())
     left = sum(piece.bytes for _, piece in old) // share
     chosen: list[Piece] = []
     for _, piece in old:

@@ -163,7 +163,7 @@ def delayed(data: Path) -> tuple[LogWriter, list[int]]:
 
 
 def test_every_delayed_message_is_in_one_state_and_what_was_sent_is_where_it_was_sent_to(
-    spark: SparkSession, tmp_path: Path
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the audit of both groups, whose copies are equal. A directory is judged at the time of its last decision."""
     places = {}
@@ -198,5 +198,8 @@ def test_every_delayed_message_is_in_one_state_and_what_was_sent_is_where_it_was
     assert [("planned for g1 at" in row["text"], row["sequence"]) for row in later.findings] == [
         (True, numbers[3]), (False, numbers[6])
     ]  # fmt: skip
+    monkeypatch.setattr("qmq.audit.delay_groups.FINDINGS_MAX", 1)
+    few = account_for(spark, Source("d1", places["d1"]["master"]), [], now_ms=log.timestamp_ms + 2 * HOUR_MS)
+    assert (few.findings, few.more) == (later.findings[:1], {"unsent": 1})
     kept = sorted(path.name for path in (tmp_path / "parquet/d1/delayed").glob("day=*"))
     assert kept == ["day=2023-11-14", "day=2023-11-15"]

@@ -67,6 +67,16 @@ def test_all_old_pieces_come_round_the_longest_unread_first() -> None:
     assert all(piece.begin >= 650 for piece in pieces_due(known_from(entries), 650, 7))
 
 
+def test_of_a_piece_that_retention_entered_the_rest_is_read_again() -> None:
+    entries = [replace(FIRST, pieces=[Piece(0, 100, 100, "x"), Piece(100, 200, 100, "y"), Piece(200, 300, 100, "z")])]
+    rest = Piece(130, 200, 70, "")
+    assert pieces_due(known_from(entries), 130, 1) == [rest, Piece(200, 300, 100, "z")]
+    entries.append(replace(FIRST, pieces=[rest._replace(digest="r")]))
+    assert pieces_due(known_from(entries), 130, 1) == [rest._replace(digest="r"), Piece(200, 300, 100, "z")]
+    assert pieces_due(known_from(entries), 130, 7) == [Piece(200, 300, 100, "z")], "it was read last"
+    assert pieces_due(known_from(entries), 150, 1)[0] == Piece(150, 200, 50, "")
+
+
 def test_one_piece_at_least_is_read_again() -> None:
     assert pieces_due(known_from([FIRST]), 0, 7) == [Piece(0, 400, 400, "1")]
 

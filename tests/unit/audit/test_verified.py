@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from qmq.audit.answers import Answer
 from qmq.audit.copies import Description
-from qmq.audit.group import Result, _check_all_was_read, _explain, _take_differences, verified
+from qmq.audit.group import Result, _check_all_was_read, _explain, _note_unlisted, _take_differences, verified
 from qmq.audit.history import History
 from qmq.audit.journal import not_behind
 from qmq.audit.kinds import Kind
@@ -19,6 +20,7 @@ from qmq.ledger import PROVEN, Entry, Piece, known_from
 
 NAMES = ("master", "slave", "slave2")
 WATERMARK = 1000
+BEFORE = Entry("r1", 1, "g1", PROVEN, verified=500, chain="00aa", frame=480, ends={"a": 3})
 
 
 def result_of(*ends: int, min_copies: int = 2, begin: int = 0) -> Result:
@@ -50,7 +52,7 @@ def row_of(what: Kind, copy: str, offset: int, end: int | None = None) -> dict[s
 
 
 def known(*pieces: Piece) -> History:
-    entry = Entry("r1", 1, "g1", PROVEN, verified=500, chain="00aa", frame=480, ends={"a": 3}, pieces=list(pieces))
+    entry = replace(BEFORE, pieces=list(pieces))
     return History(known_from([entry]), 500, list(pieces))
 
 
@@ -100,6 +102,27 @@ def test_an_old_piece_of_which_both_copies_gave_nothing_is_not_what_it_was(diges
     old = Piece(0, 500, 500, digest)
     assert known(old).exchanged({}) == [old]
     assert known(old).exchanged({0: (500, 15)}) == []
+
+
+def test_what_is_left_of_a_piece_that_retention_entered_is_no_exchange_and_is_missed_if_it_gives_nothing() -> None:
+    entry = replace(BEFORE, pieces=[Piece(0, 500, 500, "c000000000000000f")])
+    rest = Piece(200, 500, 300, "")
+    history = History(known_from([entry]), 500, [rest], start=200)
+    assert history.exchanged({200: (300, 7)}) == []
+    assert history.read_again({200: (300, 7)}) == [Piece(200, 500, 300, "c0000000000000007")]
+    assert history.exchanged({}) == [rest]
+
+
+def test_findings_that_are_not_listed_are_counted_noted_and_keep_the_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qmq.audit.group.FINDINGS_MAX", 3)
+    result = result_of(WATERMARK, WATERMARK)
+    answer = answer_of(result, (0, WATERMARK))
+    for number in range(5):
+        result.add(Kind.TIME, copy=BOTH, offset=number)
+        assert (verified(answer, result, History(known_from([]), 0), 10_000) is None) == (number >= 3)
+    _note_unlisted(result)
+    assert (result.found, len(result.findings)) == ({Kind.TIME: 5}, 3)
+    assert result.notes == ["5 findings are time; the first 3 of them are listed"]
 
 
 def test_less_than_is_due_is_a_finding_though_an_id_was_stored_twice() -> None:
