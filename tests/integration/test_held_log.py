@@ -8,7 +8,8 @@ import time
 import pytest
 
 from qmq.audit.copies import BrokerCopy, CannotRead
-from qmq.log.segments import snapshot_name
+from qmq.audit.derived import check_segment
+from qmq.log.segments import index_name, snapshot_name
 from tests.integration.cluster_world import data_of, running, send_all, until
 
 SEGMENT_BYTES = 64 * 1024
@@ -81,3 +82,24 @@ def test_log_is_held_for_nobody_whose_token_is_unknown(cluster):
     with pytest.raises(CannotRead, match="UNAUTHENTICATED"):
         copy.hold()
     copy.close()
+
+
+def test_brokers_send_what_lies_beside_their_segments_and_it_follows_from_the_log(cluster):
+    copies = {role: opened(cluster, role) for role in ("master", "slave")}
+    for copy in copies.values():
+        copy.hold()
+    begin = {role: copy.describe() for role, copy in copies.items()}
+    for turn in range(8):
+        send_all(cluster, "held", 40, size=600, name=f"beside{turn}")
+    for role, copy in copies.items():
+        until(lambda copy=copy, role=role: len(copy.describe().segments) > len(begin[role].segments) + 1, "segments")
+    bases = {role: copy.describe().segments[-3:] for role, copy in copies.items()}
+    for role, copy in copies.items():
+        base, folder = bases[role][0], data_of(cluster, cluster.broker("g1", role))
+        files = [(folder / name(base)).read_bytes() for name in (index_name, snapshot_name)]
+        derived = copy.derived(base)
+        assert all(files) and files == [derived.index, derived.snapshot]
+    for base in sorted({base for of in bases.values() for base in of[:-1]}):
+        assert list(check_segment(copies, bases, base)) == []
+    for copy in copies.values():
+        copy.close()

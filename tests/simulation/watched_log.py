@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from qmq.audit.derived import Derived
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame
 from qmq.log import MessageLog
@@ -86,3 +87,16 @@ def frame_on_disk(disk: Disk, bases: list[int], offset: int) -> Frame | None:
         return decode_header(disk.read(log_name(base), offset - base, 4096), 0, offset, None)
     except CorruptFrame:
         return None
+
+
+class BesideLog:
+    """A log as `audit.derived` reads it."""
+
+    def __init__(self, log: WatchedLog) -> None:
+        self._log = log
+
+    def window(self, offset: int, size: int) -> bytes:
+        return bytes(self._log.read(offset, self._log.flushed_end, size).data)
+
+    def derived(self, base: int) -> Derived:
+        return Derived(*self._log.derived_files(base))

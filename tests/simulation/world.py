@@ -8,9 +8,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from random import Random
 
+from qmq.audit.derived import check_segment
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame, QmqError
 from qmq.log.fold import State
+from qmq.log.segments import index_name, snapshot_name
 from qmq.remoting.packet import Packet
 from qmq.types import Role
 from tests.simulation.clients import Client, Consumer, Producer
@@ -22,7 +24,7 @@ from tests.simulation.network import End, Network
 from tests.simulation.operator import Operator
 from tests.simulation.oracle import Oracle
 from tests.simulation.registry import Metaserver
-from tests.simulation.watched_log import WatchedLog
+from tests.simulation.watched_log import BesideLog, WatchedLog
 
 PEACE_S = 60
 """Virtual seconds after the last fault within which everything is well again (I20)."""
@@ -176,6 +178,18 @@ class World:
         if not self.events.run_until(self.events.now_us + PEACE_S * 1_000_000, self._is_well):
             raise Violation(f"I20: not well {PEACE_S} s after the last fault: {self.describe()}")
         self.oracle.check_end(["g0", "g1"])
+        self._check_beside()
+
+    def _check_beside(self) -> None:
+        """What the audit looks at: index and snapshot beside each segment follow from the log, whatever happened."""
+        logs = {machine.name: machine.process.log for machine in self.machines if machine.process is not None}
+        copies = {name: BesideLog(log) for name, log in logs.items()}
+        bases = {name: list(log.bases) for name, log in logs.items()}
+        for base in sorted({base for of in bases.values() for base in of}):
+            for name, wrong in check_segment(copies, bases, base):
+                flipped = {file for file, _ in self.machine(name).disk.flipped}
+                if flipped.isdisjoint({index_name(wrong.base), snapshot_name(wrong.base)}):
+                    raise Violation(f"I17: {wrong.what} beside the segment of {name} at {wrong.base}: {wrong.text}")
 
     def _make_peace(self) -> None:
         events = self.events
