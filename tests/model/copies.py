@@ -73,8 +73,8 @@ class Rules(NamedTuple):
     """A broker that restarts takes no part before it has heard of the row."""
     row: bool = True
     """A master that hears of an acknowledged point which it lacks does not begin before it has it."""
-    raised: bool = True
-    """A master that takes back frames of its epoch, or of a newer one, takes a newer one: its disk forgot the other."""
+    new_life: bool = True
+    """A master that restarts begins in a new term, which the row has before: its disk may have forgotten its epoch."""
     chosen_point: bool = True
     """What a master was chosen with counts as acknowledged for it: its disk may be put back before it begins."""
     above: bool = True
@@ -283,7 +283,7 @@ def steps(state: State, bounds: Bounds, rules: Rules) -> Steps:
     """Yield everything that can happen next, as (words, state)."""
     for i, me in enumerate(state.copies):
         others = state.copies[:i] + state.copies[i + 1 :]
-        yield from hears(state, me, others, bounds, rules)
+        yield from (begins_anew if is_new_life(me, rules) else hears)(state, me, others, bounds, rules)
         yield from promises(state, me, others, bounds, rules)
         if is_at_work(me):
             yield from as_master(state, me, others, bounds, rules)
@@ -319,6 +319,25 @@ def hears(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds, rule
         after = after._replace(config=state.config, lacks=is_lacking(state, after.log, rules))
     words = ("a broker with {} hears that it is {} of term {}", me.log, ROLES[after.role], state.term)
     yield words, after_step(state, [after, *others], rules)
+
+
+def is_new_life(me: Copy, rules: Rules) -> bool:
+    """Whether it is a broker that restarted, and the row's master."""
+    return rules.new_life and not me.heard and me.is_master_in_row
+
+
+def begins_anew(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds, rules: Rules) -> Steps:
+    """It asks for its part. The row gets a term that no other life of it can have been master in, and then it hears."""
+    term = max(state.term + 1, *(c.promised for c in state.copies))
+    if term > bounds.terms or (rules.above and any(c.epoch // 10 > state.term for c in state.copies)):
+        return
+    copies = list(state.copies)
+    row = with_row(state, copies, bounds, term=term)
+    i = state.copies.index(me)
+    after = copies[i]._replace(role=MASTER, epoch=term * 10 + 1, heard=True, config=state.config)
+    copies[i] = after._replace(lacks=is_lacking(state, after.log, rules))
+    words = ("a broker with {} restarted: it is the master of term {}", me.log, term)
+    yield words, after_step(state, copies, rules, **row)
 
 
 def is_lacking(state: State, log: Log, rules: Rules) -> bool:
@@ -363,8 +382,6 @@ def as_master(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds, 
         if other.role == SLAVE and other.epoch // 10 == me.epoch // 10 and other.promised <= me.epoch // 10:
             if other.heard and len(other.log) > n and other.log[:n] == me.log:
                 after = me._replace(log=other.log, lacks=me.lacks and is_lacking(state, other.log, rules))
-                if rules.raised:
-                    after = after._replace(epoch=max(me.epoch, epoch_of(other.log) + 1))
                 words = ("the master of {} takes back what a slave has: {}", me.epoch / 10, after.log)
                 yield words, after_step(state, [after, *others], rules)
     if not me.lacks:
@@ -436,6 +453,7 @@ def row_changes(state: State, bounds: Bounds, rules: Rules) -> Steps:
         yield from adopted(state, bounds, rules)
     if not (rules.above and newest > state.term):
         yield from chosen(state, bounds, rules)
+        yield from swapped(state, bounds, rules)
         if state.term < bounds.terms:
             yield from renewed(state, bounds, rules)
     if state.faults < bounds.faults and state.before:
@@ -462,11 +480,26 @@ def chosen(state: State, bounds: Bounds, rules: Rules) -> Steps:
         keeps = bounds.faults and rules.chosen_point
         row = with_row(state, copies, bounds, term=state.asked, chosen_with=me.answer if keeps else ())
         words = ("metaserver: the broker with {} is the master of term {}", me.log, state.asked)
-        has_all = me.answer[: len(state.safe)] == state.safe
-        broken = (
-            "" if has_all else f"choice: {show(state.safe)} was acknowledged, and who has {show(me.answer)} is chosen"
-        )
-        yield words, after_step(state, copies, rules, broken=broken, **row)
+        yield words, after_step(state, copies, rules, broken=lost(state, me.answer), **row)
+
+
+def lost(state: State, log: Log) -> str:
+    if log[: len(state.safe)] == state.safe:
+        return ""
+    return f"choice: {show(state.safe)} was acknowledged, and who has {show(log)} is chosen"
+
+
+def swapped(state: State, bounds: Bounds, rules: Rules) -> Steps:
+    """SwapRoles: the old master's promise is enough for a slave that has all that it had then."""
+    old = next((me for me in state.copies if me.is_master_in_row and me.role == FENCED), None)
+    if old is None or old.answer == NO_ANSWER or not has_begun(old):
+        return
+    for me in set_of(state.copies, state.config):
+        if me.role == SLAVE and me.heard and me.fit and me.epoch // 10 == state.term and me.log == old.answer:
+            copies = [c._replace(is_master_in_row=c is me) for c in state.copies]
+            row = with_row(state, copies, bounds, term=state.asked, chosen_with=me.log if bounds.faults else ())
+            words = ("metaserver: roles are swapped, who has {} is the master of term {}", me.log, state.asked)
+            yield words, after_step(state, copies, rules, broken=lost(state, me.log), **row)
 
 
 def renewed(state: State, bounds: Bounds, rules: Rules) -> Steps:
