@@ -1,9 +1,10 @@
 """Shell. `make bench-failover`: how long a group stands still when its master is killed, or its machine falls silent.
 
-One group of two copies on this machine, producers that send all the time, a consumer with a backlog. Each round ends
-the master, alternately one broker and the other: with SIGKILL, after which its process is started again as a service
-manager does; or with SIGSTOP, which closes no connection. From that moment on is measured until the consumer gets the
-next message from the new master, and until a producer gets the next acknowledgement: that takes the second copy.
+One group of two copies, then one of three, two of which acknowledge, on this machine; producers that send all the
+time, a consumer with a backlog. Each round ends the master, once all copies are in sync: with SIGKILL, after which its
+process is started again as a service manager does; or with SIGSTOP, which closes no connection. From that moment on is
+measured until the consumer gets the next message from the new master, and until a producer gets the next
+acknowledgement behind that: of two copies, that takes the second one, which is started again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tempfile import TemporaryDirectory
 import qmq
 from benchmarks.figures import percentile
 from qmq.deploy.cluster import Cluster
+from qmq.deploy.control import broker_state
 from qmq.deploy.plan import write_atomically
 
 PORTS = 24_800
@@ -72,6 +74,18 @@ class Load:
         return self.acknowledged_at
 
 
+def wait_in_sync(cluster: Cluster) -> None:
+    """Wait until the group takes messages and each slave is in sync."""
+    cluster.wait_writable()
+    deadline, slaves = time.monotonic() + ROUND_S, len(cluster.plan.brokers) - 1
+    while time.monotonic() < deadline:
+        said = broker_state(f"127.0.0.1:{cluster.broker('g1', 'master').control_port}", cluster.token)
+        if said is not None and len(said.in_step) == slaves:
+            return
+        time.sleep(0.05)
+    raise TimeoutError("a slave is not in sync")
+
+
 async def measure(cluster: Cluster, kills: int, stops: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"kill to delivery": [], "kill to acknowledgement": [], "silence to delivery": []}
     metaserver, token = cluster.metaserver, cluster.token
@@ -84,7 +98,7 @@ async def measure(cluster: Cluster, kills: int, stops: int) -> dict[str, list[fl
             consuming = tasks.create_task(load.consume(qmq.Consumer(metaserver=metaserver, token=token, app="bench")))
             for number in range(kills + stops):
                 await asyncio.sleep(SETTLED_S)
-                await asyncio.to_thread(cluster.wait_writable)
+                await asyncio.to_thread(wait_in_sync, cluster)
                 await asyncio.sleep(SETTLED_S)
                 is_kill = number < kills
                 master = await asyncio.to_thread(cluster.broker, "g1", "master")
@@ -110,15 +124,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.failover", description=__doc__)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--stops", type=int, default=10)
+    parser.add_argument("--copies", type=int, nargs="+", default=[2, 3])
     options = parser.parse_args()
+    figures = {f"{copies} copies": run(copies, options.kills, options.stops) for copies in options.copies}
+    Path(".run").mkdir(exist_ok=True)
+    write_atomically(Path(".run/bench-failover.json"), json.dumps(figures, indent=1))
+    return 0
+
+
+def run(copies: int, kills: int, stops: int) -> dict[str, dict[str, int]]:
+    print(f"{copies} copies; per round, until the next delivery and the next acknowledgement:")
     with (
         TemporaryDirectory(prefix="qmq-bench-") as directory,
         Cluster(
-            Path(directory), groups=("g1",), metaserver={"failover": True}, restart_s=RESTART_S, http_port=PORTS,
-            broker_port=PORTS + 2,
+            Path(directory), groups=("g1",), copies=copies, metaserver={"failover": True}, restart_s=RESTART_S,
+            http_port=PORTS, broker_port=PORTS + 2,
         ) as cluster,
     ):  # fmt: skip
-        found = asyncio.run(measure(cluster, options.kills, options.stops))
+        found = asyncio.run(measure(cluster, kills, stops))
     figures = {
         name: {f"p{part}_ms": round(percentile(sorted(times), part / 100) * 1000) for part in (50, 99)}
         for name, times in found.items()
@@ -126,9 +149,7 @@ def main() -> int:
     }
     for name, figure in figures.items():
         print(f"{name:26} p50 {figure['p50_ms']:6} ms   p99 {figure['p99_ms']:6} ms   of {len(found[name])}")
-    Path(".run").mkdir(exist_ok=True)
-    write_atomically(Path(".run/bench-failover.json"), json.dumps(figures, indent=1))
-    return 0
+    return figures
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ class Cluster:
     """Runs a cluster in `run_dir` from `start` to `stop`. Its methods may be called from any one thread at a time.
 
     Args:
-        groups: names of the broker groups; each has a master and a slave.
+        groups: names of the broker groups.
+        copies: of each group: a master, and slaves.
         watchdog: run one, for databases that AddDb names.
         prometheus: run one, with the alert rules and all processes as targets.
         broker: settings for every broker's file, over the defaults.
@@ -80,6 +81,7 @@ class Cluster:
         *,
         groups: tuple[str, ...] = ("g1", "g2"),
         delay_groups: tuple[str, ...] = (),
+        copies: int = 2,
         watchdog: bool = False,
         prometheus: bool = False,
         broker: dict[str, Any] | None = None,
@@ -93,7 +95,7 @@ class Cluster:
     ) -> None:
         self.run_dir = run_dir.resolve()
         self._restart_s, self._refresh_s, self._ports = restart_s, refresh_s, (http_port, broker_port)
-        self._groups = Groups(groups, delay_groups, (WATCHDOG,) * watchdog + (PROMETHEUS,) * prometheus)
+        self._groups = Groups(groups, delay_groups, (WATCHDOG,) * watchdog + (PROMETHEUS,) * prometheus, copies)
         self._settings = {"broker": broker or {}, DELAY_SERVER: delay_server or {}}
         self._metaserver_settings = metaserver or {}
         self._say = say
@@ -181,7 +183,9 @@ class Cluster:
         groups: dict[str, dict[str, Any]] = {group: {} for group in self._groups.brokers}
         delay: dict[str, dict[str, Any]] = {group: {} for group in self._groups.delay}
         for broker in self.plan.brokers:
-            (delay if broker.is_delay_server else groups).setdefault(broker.group, {})[self._roles[broker.hostname]] = {
+            members = (delay if broker.is_delay_server else groups).setdefault(broker.group, {})
+            role = self._roles[broker.hostname]
+            members[role if role not in members else f"{role} {broker.hostname}"] = {
                 "pid": self._services[broker.hostname].pid,
                 "hostname": broker.hostname,
                 "port": broker.serve_port,
@@ -229,12 +233,13 @@ class Cluster:
         """A broker's data directory."""
         return self._folder(broker) / "data"
 
-    def swap_roles(self, group: str, timeout_s: float = SWAP_S) -> None:
-        """Exchange master and slave, as an operator does: repeat it while it is refused because one just came back."""
+    def swap_roles(self, group: str, timeout_s: float = SWAP_S, *, to: str = "") -> None:
+        """Exchange master and slave (`to`: which one of several), as an operator does: repeat it while it is refused
+        because one just came back."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                self.manage("SwapRoles", brokerGroup=group)
+                self.manage("SwapRoles", brokerGroup=group, to=to)
                 return
             except OperatorError:
                 if time.monotonic() > deadline:

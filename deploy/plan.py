@@ -29,6 +29,8 @@ class Groups(NamedTuple):
     delay: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     """Processes that are there once and have one HTTP port."""
+    copies: int = 2
+    """Of each group."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,19 @@ def make_plan(groups: Groups, http_port: int, broker_port: int) -> Plan:
 def _plan_groups(groups: Groups, ports: Iterator[int]) -> list[BrokerPlan]:
     kinds = ((groups.brokers, "broker", 0), (groups.delay, DELAY_SERVER, DELAY_MASTER))
     return [
-        BrokerPlan(group, f"{group}-{letter}", role, next(ports), next(ports), next(ports), next(ports), module)
-        for names, module, first in kinds
+        BrokerPlan(
+            group,
+            f"{group}-{letter}",
+            role + (letter != "a"),
+            next(ports),
+            next(ports),
+            next(ports),
+            next(ports),
+            module,
+        )  # fmt: skip
+        for names, module, role in kinds
         for group in names
-        for role, letter in enumerate("ab", first)
+        for letter in "abcde"[: groups.copies]
     ]
 
 
@@ -126,7 +137,9 @@ def load_plan(path: Path, groups: Groups, http_port: int, broker_port: int) -> P
     delay = tuple(name for name in groups.delay if name not in known)
     others = [name for name in groups.others if name not in plan.others]
     if delay or others:
-        plan.brokers.extend(_plan_groups(Groups((), delay), _free_ports(broker_port, set(plan.ports))))
+        plan.brokers.extend(
+            _plan_groups(Groups((), delay, copies=groups.copies), _free_ports(broker_port, set(plan.ports)))
+        )
         plan.others.update(zip(others, _free_ports(http_port, set(plan.ports))))
         write_atomically(path, json.dumps(asdict(plan), indent=2))
     if busy := [port for port in plan.ports if not is_free(port)]:

@@ -1,10 +1,13 @@
-"""Shell. Automatic failover: notice that a master is gone, ask its slave, exchange the roles, report it.
+"""Shell. Automatic failover: notice that a master is gone, ask its slaves, exchange the roles, report it.
 
 Every metaserver does so for every group; there is no leader among them, as one compare-and-set decides. So nothing
 depends on who of them heard the master last, or was paused meanwhile: the loser finds that the row has changed.
 
-    master gone ─► read the row and the points ─► ask the slave ─► may it? ─► let it follow nobody ─► may it still?
-                                                                    └─ no: say why, look again       ─► compare-and-set
+    master gone ─► read the row and the points ─► ask the slaves ─► may one? ─► let them follow nobody ─► and now?
+                                                                     └─ no: say why, look again     ─► compare-and-set
+
+With several slaves, following nobody is a promise for ever: `failover` says of how many. One that leads to nothing is
+ended by `metaserver.renewals`.
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.metaserver import failover
 from qmq.metaserver.actions.shapes import parts_json
 from qmq.metaserver.database import DatabaseAway
-from qmq.metaserver.db.changes import SetRoles
+from qmq.metaserver.db.changes import RememberPoint, SetRoles
 from qmq.metaserver.db.errors import CommitUnknown, StaleTerm
-from qmq.metaserver.failover import HEARS_ITS_MASTER, NOT_STORED, Facts, Refusal
-from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group, Points, ReplicaState
+from qmq.metaserver.failover import NOT_STORED, Facts, Refusal, chosen_with
+from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group, ReplicaState
 from qmq.metaserver.registry import Registry
 from qmq.metaserver.roles import RoleChange
 from qmq.metaserver.rpc.broker_client import Brokers
@@ -34,9 +37,9 @@ LOOK_S = 0.1
 """So often silence is looked for, when there may be some; what is said wakes at once."""
 AGAIN_S = 1.0
 HOLD_MS = 3000
-"""The slave follows nobody for so long; a compare-and-set takes a few ms."""
+"""A slave follows nobody for so long; a compare-and-set takes a few ms."""
 NOT_STORED_AGAIN_S = 3 * HOLD_MS / 1000
-"""Behind a failed commit the slave gets the time to follow its master, should that be there for it."""
+"""Behind a failed commit a slave gets the time to follow its master, should that be there for it."""
 REPORT_S = 10.0
 
 
@@ -108,7 +111,7 @@ class Failovers:
             log.exception("failover not tried broker_group=%s", name)
 
     async def fail_over(self, name: str) -> None:
-        """Make the slave of a group whose master is gone its master, or note why not.
+        """Make a slave of a group whose master is gone its master, or note why not.
 
         Raises:
             DatabaseAway, OutcomeUnknown, StaleTerm: not stored, maybe stored, or the row has changed meanwhile.
@@ -119,42 +122,54 @@ class Failovers:
         if group is None or not (cause := self._cause(group)):
             return
         reported, floor = registry.reported_term(name), registry.term_floor(name)
-        facts = Facts(group, reported, floor, _said_by_master(registry, group), None, Points())
-        if group.slave is not None:
-            facts = replace(facts, slave_said=await self._ask(group), points=await registry.points_of(name))
+        said, points = await asyncio.gather(self._ask_all(group), registry.points_of(name))
+        facts = Facts(group, reported, floor, _said_by_master(registry, group), said, points)
         if refused := failover.refusal(facts):
             return self._refuse(name, *refused)
-        facts = replace(facts, slave_said=await self._hold(group))
-        if facts.slave_said is None:
-            return self._refuse(name, Refusal.HEARS_ITS_MASTER, HEARS_ITS_MASTER)
+        facts = await self._hold_all(facts)
         if refused := failover.refusal(facts):
             return self._refuse(name, *refused)
-        change = failover.choose(facts)
-        await self._exchange(change, _audit(facts, change, cause, began))
+        await self._exchange(facts, cause, began)
         await self._report(facts, cause, began)
 
-    async def _ask(self, group: Group) -> ReplicaState | None:
-        assert group.slave is not None
+    async def _ask_all(self, group: Group) -> dict[BrokerKey, ReplicaState]:
+        answers = await asyncio.gather(*map(self._ask, group.slaves))
+        return {slave.key: said for slave, said in zip(group.slaves, answers, strict=True) if said is not None}
+
+    async def _ask(self, slave: Broker) -> ReplicaState | None:
         try:
-            return await self._brokers.replica_status(group.slave)
+            return await self._brokers.replica_status(slave)
         except (NotServed, OperatorError):
             return None
 
-    async def _hold(self, group: Group) -> ReplicaState | None:
-        """Let the slave follow nobody; None: it still hears its master. Raises NotServed."""
-        assert group.slave is not None
-        silence_ms = self._settings.failover_silence_ms
+    async def _hold_all(self, facts: Facts) -> Facts:
+        """Let the slaves that may be chosen follow nobody; return what they say then, and who hears its master."""
+        term, slaves = facts.new_term, facts.eligible
+        held = await asyncio.gather(*(self._hold(slave, facts.group, term) for slave in slaves))
+        answers = dict(zip((slave.key for slave in slaves), held, strict=True))
+        said = {key: one for key, one in facts.slaves_said.items() if key not in answers}
+        said |= {key: one for key, one in answers.items() if isinstance(one, ReplicaState)}
+        hear = frozenset(key for key, one in answers.items() if isinstance(one, OperatorError))
+        return replace(facts, slaves_said=said, hear_master=hear)
+
+    async def _hold(self, slave: Broker, group: Group, term: int) -> ReplicaState | OperatorError | None:
+        silent_ms = self._settings.failover_silence_ms * 3 // 4
+        promised_term = term if len(group.slaves) > 1 else 0
         try:
             return await self._brokers.prepare_failover(
-                group.slave, term=group.term, hold_ms=HOLD_MS, silent_ms=silence_ms * 3 // 4
+                slave, term=group.term, hold_ms=HOLD_MS, silent_ms=silent_ms, promised_term=promised_term
             )
-        except OperatorError:
+        except OperatorError as refused:
+            return refused
+        except NotServed:
             return None
 
-    async def _exchange(self, change: RoleChange, audit: AuditRow) -> None:
-        registry = self._registry
+    async def _exchange(self, facts: Facts, cause: str, began: float) -> None:
+        registry, change, name = self._registry, failover.choose(facts), facts.group.name
+        has_several = len(facts.group.slaves) > 1
+        with_it = (RememberPoint(name, facts.best.incarnation, chosen_with(facts.best_said)),) if has_several else ()
         try:
-            await registry.change((SetRoles(change),), audit)
+            await registry.change((SetRoles(change), *with_it), _audit(facts, change, cause, began))
         except OutcomeUnknown:
             await registry.settle()
             now = registry.directory.groups.get(change.group)
@@ -176,8 +191,8 @@ class Failovers:
             log.error("new master did not report broker_group=%s: look with ReplicaStatus", name)
         log.warning(
             "failover broker_group=%s from=%s to=%s term=%d end=%d acknowledged=%s duration_ms=%d: of the master, %s",
-            name, facts.group.master and facts.group.master.key, facts.slave.key, now.term if now else 0,
-            facts.said.flushed_end, facts.newest_point, round((time.monotonic() - began) * 1000), cause,
+            name, facts.group.master and facts.group.master.key, facts.best.key, now.term if now else 0,
+            facts.best_said.flushed_end, facts.newest_point, round((time.monotonic() - began) * 1000), cause,
         )  # fmt: skip
 
     def _refuse(self, name: str, why: Refusal, text: str) -> None:
@@ -207,7 +222,8 @@ def _audit(facts: Facts, change: RoleChange, cause: str, began: float) -> AuditR
         "brokerGroup": before.name,
         "cause": cause,
         "epoch": [said.term, said.boot],
-        "slaveEnd": facts.said.flushed_end,
+        "slaveEnd": facts.best_said.flushed_end,
+        "promised": [str(slave.key) for slave in facts.eligible],
         "acknowledged": list(facts.newest_point.to_list()) if facts.newest_point else [],
         "decidedMs": round((time.monotonic() - began) * 1000),
     }

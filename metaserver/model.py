@@ -15,7 +15,7 @@ from qmq.operator_limits import OperatorLimits
 from qmq.replication.points import Point
 from qmq.types import GroupKind, Role
 
-COPIES_MAX = 2
+COPIES_MAX = 5
 """Of a group, the master among them."""
 ALL_SUBJECTS = "*"
 """As the subject of a readonly mark: the whole broker group."""
@@ -242,6 +242,16 @@ class ReplicaState:
     """The newest acknowledged point that its copy knows."""
     in_sync: bool = False
     """A slave's words: since its process began, it has reached the end of the log of this term's master."""
+    promised_term: int = 0
+    """It follows no master of an older term, and is none."""
+    last_term: int = 0
+    last_boot: int = 0
+    """Of its log's last frame."""
+
+    @property
+    def reach(self) -> tuple[int, int, int]:
+        """Of copies whose logs grew by the same rules, the one with the most has everything."""
+        return self.last_term, self.last_boot, self.flushed_end
 
     def is_master_in(self, term: int) -> bool:
         """Whether this broker is at work as the master of that term."""

@@ -287,6 +287,7 @@ class Registry:
             return False
         if broker := self.directory.find(key):
             self._reported.note(broker.group, state.term)
+            self._reported.note_promise(broker.group, state.promised_term)
             place = broker.group, state.incarnation
             if state.point is not None and state.point != self.stored_points.get(place):
                 self.points[place] = state.point

@@ -27,6 +27,11 @@ class ReportedTerms:
         for group in groups:
             self._given[group.name] = max(group.term, self._given.get(group.name, 0))
 
+    def note_promise(self, group: str, term: int) -> None:
+        """Take in that a broker promised to be no part of older terms than this one, which no row may have yet."""
+        if group in self._given:
+            self._given[group] = max(term, self._given[group])
+
     def newest(self, group: str) -> int:
         return self._newest.get(group, 0)
 

@@ -299,6 +299,20 @@ def swap_roles(group: Group, *, term: int, to: BrokerKey | None = None) -> RoleC
     )
 
 
+def renew(group: Group, *, above: int) -> RoleChange:
+    """The same roles in a new term, over `above`."""
+    return replace(_unchanged(group), above=above)
+
+
+def needs_new_life(group: Group, key: BrokerKey) -> bool:
+    """Whether a broker that starts may act in a new term only: as the master of several slaves.
+
+    Its disk may have been put back to before its mastership. It would use the same epoch again, and a slave that has
+    frames of the first one would be compared by that epoch with those that have frames of the second.
+    """
+    return len(group.slaves) > 1 and group.master is not None and group.master.key == key
+
+
 def check_same_log(master: ReplicaState, slave: ReplicaState) -> None:
     """Refuse a swap unless both logs end at the same offset with the same chain, hence are equal in every byte."""
     if (master.log_end, master.chain) != (slave.log_end, slave.chain):

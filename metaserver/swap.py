@@ -4,8 +4,8 @@ The master takes nothing new and waits until its slave has everything; both logs
 same chain; one compare-and-set exchanges the roles; the new assignments go out; the new master reports. Up to the
 compare-and-set every failure takes the order back and the group goes on as before. Behind it the roles are changed,
 whatever fails. Were the hold to run out in between, epochs would still keep every acknowledged message: the old
-master acknowledges nothing without the slave, and the slave refuses its epoch from the change on. That is so while all
-copies acknowledge; where fewer do, the old master could go on with another slave, and the swap is refused.
+master acknowledges nothing without the slave, and the slave refuses its epoch from the change on. With several slaves
+it could go on with another one; so it promises, once the slave has everything, to be no master of an older term.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.metaserver import roles
-from qmq.metaserver.db.changes import SetRoles
+from qmq.metaserver.db.changes import RememberPoint, SetRoles
 from qmq.metaserver.db.errors import StaleTerm
+from qmq.metaserver.failover import chosen_with
 from qmq.metaserver.model import ALL_SUBJECTS, AuditRow, Broker, BrokerKey, Group, ReplicaState
 from qmq.metaserver.registry import Registry
 from qmq.metaserver.rpc.broker_client import Brokers
@@ -43,6 +44,23 @@ class Swapped:
     """The old master at the moment of the swap."""
     writable: bool
     duration_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """A swap that is under way."""
+
+    group: Group
+    slave: Broker
+    """The master to be."""
+    term: int
+    """The new row's."""
+    audit: AuditRow
+
+    @property
+    def promised_term(self) -> int:
+        """What the old master promises; 0: with one slave, nobody but that could confirm anything to it."""
+        return self.term if len(self.group.slaves) > 1 else 0
 
 
 class Swaps:
@@ -77,11 +95,12 @@ class Swaps:
         group, slave = self.ready(name, to)
         assert group.master  # `ready` saw to it
         hold_ends = time.monotonic() + self._settings.swap_hold_ms / 1000  # the master counts from its order on
-        at_end = await self._prepare(group, slave)
-        await self._exchange(group, slave.key, audit, hold_ends=hold_ends)
-        writable = await self._finish(name, group.term + 1)
+        exchange = _Exchange(group, slave, max(group.term, self._registry.term_floor(name)) + 1, audit)
+        at_end = await self._prepare(exchange)
+        await self._exchange(exchange, at_end, hold_ends=hold_ends)
+        writable = await self._finish(name, exchange.term)
         duration_ms = round((time.monotonic() - began) * 1000)
-        log.info("roles swapped broker_group=%s term=%d duration_ms=%d", name, group.term + 1, duration_ms)
+        log.info("roles swapped broker_group=%s term=%d duration_ms=%d", name, exchange.term, duration_ms)
         return Swapped(self._swapped(name), group.master.key, at_end, writable, duration_ms)
 
     def ready(self, name: str, to: str = "") -> tuple[Group, Broker]:
@@ -99,11 +118,6 @@ class Swaps:
         roles.check_not_half_swapped(group)
         if group.master is None or not group.slaves:
             raise OperatorError(f"{name} has no {'slave' if group.master else 'master'}; AddBroker adds one")
-        if group.min_copies < len(group.brokers) and len(group.slaves) > 1:
-            raise OperatorError(
-                f"{name} has {len(group.brokers)} copies, of which {group.min_copies} acknowledge: its old master "
-                f"could go on without the new one. SetCopies --minCopies={len(group.brokers)}, swap, set it back"
-            )
         slave = self._target(group, to)
         for broker in (group.master, slave):
             state = self._registry.state(broker)
@@ -125,7 +139,8 @@ class Swaps:
         said = {slave.key: self._registry.state(slave) for slave in named}
         return max(named, key=lambda slave: state.log_end if (state := said[slave.key]) else -1)
 
-    async def _prepare(self, group: Group, slave: Broker) -> ReplicaState:
+    async def _prepare(self, exchange: _Exchange) -> ReplicaState:
+        group = exchange.group
         assert group.master  # `ready` saw to it
         try:
             at_end = await self._brokers.prepare_swap(
@@ -133,8 +148,10 @@ class Swaps:
                 term=group.term,
                 hold_ms=self._settings.swap_hold_ms,
                 timeout_ms=self._settings.swap_catch_up_ms,
+                target=exchange.slave.incarnation,
+                promised_term=exchange.promised_term,
             )
-            roles.check_same_log(at_end, await self._brokers.replica_status(slave))
+            roles.check_same_log(at_end, await self._brokers.replica_status(exchange.slave))
         except (OperatorError, NotServed) as error:
             await self._cancel(group)
             raise OperatorError(f"{error}. The roles of {group.name} are as before") from error
@@ -143,22 +160,23 @@ class Swaps:
             raise
         return at_end
 
-    async def _exchange(self, group: Group, to: BrokerKey, audit: AuditRow, *, hold_ends: float) -> None:
+    async def _exchange(self, exchange: _Exchange, at_end: ReplicaState, *, hold_ends: float) -> None:
         try:
             for attempt in range(1, TRIES_MAX + 1):
                 try:
-                    await self._exchange_once(group, to, audit, hold_ends=hold_ends)
+                    await self._exchange_once(exchange, at_end, hold_ends=hold_ends)
                     break
                 except StaleTerm:  # what brokers say about themselves is stored, too; only a newer term is in the way
                     if attempt == TRIES_MAX:
                         raise
         except OutcomeUnknown as error:
-            await self._settle(group, to, error)
+            await self._settle(exchange, error)
         except (OperatorError, NotServed) as error:
-            await self._cancel(group)
+            await self._cancel(exchange.group)
             raise OperatorError(f"{error}. This swap changed nothing") from error
 
-    async def _exchange_once(self, group: Group, to: BrokerKey, audit: AuditRow, *, hold_ends: float) -> None:
+    async def _exchange_once(self, exchange: _Exchange, at_end: ReplicaState, *, hold_ends: float) -> None:
+        group, slave = exchange.group, exchange.slave
         await self._registry.reload()
         current = self._registry.directory.groups.get(group.name)
         if time.monotonic() > hold_ends:
@@ -170,11 +188,14 @@ class Swaps:
                 f"a broker of {group.name} came with another data directory meanwhile; look with ReplicaStatus, repeat "
                 "once its copy is whole"
             )
-        change = roles.swap_roles(current, term=group.term, to=to)
-        await self._registry.change((SetRoles(change),), audit)
+        change = replace(roles.swap_roles(current, term=group.term, to=slave.key), above=exchange.term - 1)
+        has_several = exchange.promised_term > 0
+        remembered = (RememberPoint(group.name, slave.incarnation, chosen_with(at_end)),) if has_several else ()
+        await self._registry.change((SetRoles(change), *remembered), exchange.audit)
 
-    async def _settle(self, group: Group, to: BrokerKey, error: OutcomeUnknown) -> None:
+    async def _settle(self, exchange: _Exchange, error: OutcomeUnknown) -> None:
         """Find out whether a compare-and-set was stored although its answer got lost."""
+        group = exchange.group
         try:
             await self._registry.settle()
         except (NotServed, OutcomeUnknown):
@@ -182,7 +203,7 @@ class Swaps:
                 f"the database failed while it stored the roles of {group.name} ({error}); they are exchanged or as "
                 "before. ListBrokers tells once it is back"
             ) from error
-        if not _is_exchanged(group, to, self._registry.directory.groups.get(group.name)):
+        if not _is_exchanged(exchange, self._registry.directory.groups.get(group.name)):
             await self._cancel(group)
             raise OperatorError(f"the database failed: {error}. This swap changed nothing") from error
 
@@ -236,6 +257,11 @@ def _disks(group: Group) -> set[tuple[BrokerKey, str]]:
     return {(broker.key, broker.incarnation) for broker in group.brokers}
 
 
-def _is_exchanged(before: Group, to: BrokerKey, now: Group | None) -> bool:
-    """Whether the next term began with the slave as the master."""
-    return now is not None and now.term == before.term + 1 and now.master is not None and now.master.key == to
+def _is_exchanged(exchange: _Exchange, now: Group | None) -> bool:
+    """Whether the new term began with the slave as the master."""
+    return (
+        now is not None
+        and now.term == exchange.term
+        and now.master is not None
+        and now.master.key == exchange.slave.key
+    )

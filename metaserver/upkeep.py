@@ -22,6 +22,7 @@ from qmq.metaserver.liveness import Question
 from qmq.metaserver.model import AuditRow, Broker, BrokerKey, MetaserverRow, ReplicaState
 from qmq.metaserver.old_rows import OldRow
 from qmq.metaserver.registry import Registry
+from qmq.metaserver.renewals import Promises
 from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.snapshot import Snapshots
 from qmq.ticking import until_next_second
@@ -50,6 +51,7 @@ class Upkeep:
         self._registry, self._brokers, self._snapshots, self._own = registry, brokers, snapshots, own
         self._poll_s = poll_ms / 1000
         self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._promises = Promises(registry)
         self._named: dict[str, str] = {}
         """Groups whose row is old and whose brokers do not agree, with what was logged of them."""
 
@@ -239,7 +241,16 @@ class Upkeep:
                     log.warning("row of a group not raised broker_group=%s error=%s", name, error)
                 except Exception:
                     log.exception("row of a group not raised broker_group=%s", name)
+            await self._end_promises()
             await asyncio.sleep(_pause_s())
+
+    async def _end_promises(self) -> None:
+        try:
+            await self._promises.look()
+        except (NotServed, OperatorError, OutcomeUnknown) as error:
+            log.warning("promised term not begun: %s", error)
+        except Exception:
+            log.exception("promised term not begun")
 
     async def raise_row(self, name: str) -> None:
         """Raise a row to what all brokers of its group agree on, by compare-and-set; if they do not, say so once."""

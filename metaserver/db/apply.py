@@ -68,6 +68,8 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
     match change:
         case c.SetRoles():
             groups.set_roles(connection, change.change)
+        case c.RememberPoint():
+            points.store_points(connection, {(change.group, change.incarnation): change.point})
         case c.AcceptLoss():
             points.accept_loss(connection, change.group, change.term)
         case c.StoreAddresses():

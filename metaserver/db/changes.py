@@ -12,6 +12,7 @@ from typing import Any
 from qmq.metaserver.model import Broker, DataSource, Offline, ReadonlyMark, TokenRow
 from qmq.metaserver.roles import RoleChange
 from qmq.operator_limits import OperatorLimits
+from qmq.replication.points import Point
 
 
 class Order:
@@ -26,6 +27,15 @@ class SetRoles:
     """Compare the term, raise it, set both roles at once. Raises StaleTerm."""
 
     change: RoleChange
+
+
+@dataclass(frozen=True, slots=True)
+class RememberPoint:
+    """What a copy has that was chosen as the master of several counts as acknowledged."""
+
+    group: str
+    incarnation: str
+    point: Point
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +203,7 @@ class RestoreAll:
 
 Change = (
     SetRoles
+    | RememberPoint
     | AcceptLoss
     | StoreAddresses
     | SetMark

@@ -53,9 +53,14 @@ class Brokers:
             answer: pb.RatesAnswer = await self._call(broker, call)
             return answer
 
-    async def prepare_swap(self, broker: Broker, *, term: int, hold_ms: int, timeout_ms: int) -> ReplicaState:
-        """Let a master stop taking messages and wait until its slave has everything."""
-        request = pb.PrepareSwapRequest(term=term, hold_ms=hold_ms, timeout_ms=timeout_ms)
+    async def prepare_swap(
+        self, broker: Broker, *, term: int, hold_ms: int, timeout_ms: int, target: str = "", promised_term: int = 0
+    ) -> ReplicaState:
+        """Let a master stop taking messages and wait until the slave with the incarnation `target` (empty: its only
+        one) has everything; then let it promise to be no master of a term older than `promised_term`."""
+        request = pb.PrepareSwapRequest(
+            term=term, hold_ms=hold_ms, timeout_ms=timeout_ms, target=target, promised_term=promised_term
+        )
         limit = (timeout_ms + self._timeout_ms) / 1000
         async with self._stub(broker) as (stub, metadata):
             return await self._ask(broker, stub.PrepareSwap(request, **metadata, timeout=limit))
@@ -65,9 +70,14 @@ class Brokers:
             call = stub.CancelSwap(pb.Nothing(), **metadata, timeout=self._timeout_ms / 1000)
             return await self._ask(broker, call)
 
-    async def prepare_failover(self, broker: Broker, *, term: int, hold_ms: int, silent_ms: int) -> ReplicaState:
-        """Let a slave follow nobody for a while, and say what it has; it refuses while it hears its master."""
-        request = pb.PrepareFailoverRequest(term=term, hold_ms=hold_ms, silent_ms=silent_ms)
+    async def prepare_failover(
+        self, broker: Broker, *, term: int, hold_ms: int, silent_ms: int, promised_term: int = 0
+    ) -> ReplicaState:
+        """Let a slave follow nobody for a while, and say what it has; it refuses while it hears its master. With
+        `promised_term` it follows nobody in any older term, ever."""
+        request = pb.PrepareFailoverRequest(
+            term=term, hold_ms=hold_ms, silent_ms=silent_ms, promised_term=promised_term
+        )
         async with self._stub(broker) as (stub, metadata):
             call = stub.PrepareFailover(request, **metadata, timeout=self._timeout_ms / 1000)
             return await self._ask(broker, call)

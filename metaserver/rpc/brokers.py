@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from qmq.errors import MissingRight, NotServed, OperatorError, QmqError
+from qmq.metaserver import renewals
 from qmq.metaserver.db.errors import CommitUnknown
 from qmq.metaserver.liveness import PlaceTaken
 from qmq.metaserver.metrics import Metrics
@@ -70,6 +71,8 @@ class BrokerRpc:
             convert.broker_from_identity(request), self._ask, term=max(request.term, 0)
         )
         caller().require_group(broker.group)
+        if request.begins:
+            await renewals.begin_life(self._registry, broker)
         if request.broker_group not in ("", broker.group):
             raise OperatorError(f"{key} belongs to {broker.group}, not to {request.broker_group}")
         return broker

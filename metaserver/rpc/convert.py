@@ -60,6 +60,9 @@ def state_from_message(message: pb.BrokerState) -> ReplicaState:
         in_step=tuple(message.in_step),
         point=_point(message.acknowledged) if message.HasField("acknowledged") else None,
         in_sync=message.in_sync,
+        promised_term=message.promised_term,
+        last_term=message.last_term,
+        last_boot=message.last_boot,
     )
 
 

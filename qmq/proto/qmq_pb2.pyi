@@ -107,7 +107,7 @@ class OldRoutesAnswer(_message.Message):
     def __init__(self, producers: _Optional[int] = ..., consumers: _Optional[int] = ..., watchers: _Optional[int] = ...) -> None: ...
 
 class BrokerIdentity(_message.Message):
-    __slots__ = ("broker_group", "hostname", "ip", "serve_port", "sync_port", "control_port", "metrics_port", "incarnation", "version", "kind", "term")
+    __slots__ = ("broker_group", "hostname", "ip", "serve_port", "sync_port", "control_port", "metrics_port", "incarnation", "version", "kind", "term", "begins")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     HOSTNAME_FIELD_NUMBER: _ClassVar[int]
     IP_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class BrokerIdentity(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     hostname: str
     ip: str
@@ -130,7 +131,8 @@ class BrokerIdentity(_message.Message):
     version: str
     kind: int
     term: int
-    def __init__(self, broker_group: _Optional[str] = ..., hostname: _Optional[str] = ..., ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ..., kind: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
+    begins: bool
+    def __init__(self, broker_group: _Optional[str] = ..., hostname: _Optional[str] = ..., ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ..., kind: _Optional[int] = ..., term: _Optional[int] = ..., begins: _Optional[bool] = ...) -> None: ...
 
 class BrokerAddress(_message.Message):
     __slots__ = ("ip", "serve_port", "sync_port", "control_port", "metrics_port")

@@ -124,9 +124,16 @@ class Node(Generic[M]):
         self._begin_role(is_failover=held)
 
     def start_without_metaserver(self) -> bool:
-        """Take up the last part we had; epochs keep that safe. Returns whether there was one."""
+        """Take up the last part we had; epochs keep that safe. Returns whether there was one.
+
+        Of more than two copies, another one may be the master by now without this one; and as a master, this one gets
+        a term that its disk cannot have forgotten (`metaserver.lives`).
+        """
         remembered = self._remembered()
         if remembered is None or self.assignment is not None:
+            return False
+        if len(remembered.slaves) > 1:
+            log.warning("part not taken up without the metaserver group=%s: it has several slaves", remembered.group)
             return False
         if self.is_of_another:
             log.error("part of another broker not taken up: the directory belongs to %s", self.owner)

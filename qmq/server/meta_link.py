@@ -88,6 +88,8 @@ class MetaLink:
         self._metadata = (("x-api-token", settings.token),)
         self._is_refused = False
         self._failures = 0
+        self._has_part = False
+        """Whether a metaserver gave this process its part; one that it remembers may be of an earlier life."""
         self._last: pb.Assignment | None = None
         self._served_since: float | None = None
         """On the clock of the loop; None: not since the last failure."""
@@ -147,6 +149,7 @@ class MetaLink:
             serve_port=settings.serve_port, sync_port=settings.sync_port, control_port=settings.control_port,
             metrics_port=settings.metrics_port, incarnation=self._service.node.identity.value.incarnation,
             version=VERSION, kind=self._kind, term=self._service.node.identity.value.term,
+            begins=not self._has_part,
         )  # fmt: skip
         self._last = None
         self._heard(await stub.Register(identity, metadata=self._metadata, timeout=REGISTER_S))
@@ -198,6 +201,7 @@ class MetaLink:
             )
         )
         self._service.guarded(lambda: node.assign(assignment))
+        self._has_part = self._has_part or (node.assignment is not None and node.assignment.term == assignment.term)
         self._service.state_changed.set()
 
 

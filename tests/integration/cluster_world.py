@@ -35,11 +35,12 @@ SETTINGS = COPY_SETTINGS | {"lease_ms": 10_000}
 
 
 @contextmanager
-def running(run_dir, *, groups=("g1",), delay_groups=(), restart_s=0.1, metaserver=None, **broker):
+def running(run_dir, *, groups=("g1",), delay_groups=(), copies=2, restart_s=0.1, metaserver=None, **broker):
     """Run a cluster with small segments, on ports that nobody else uses."""
     first = run_of_ports()
     with Cluster(
-        run_dir, groups=groups, delay_groups=delay_groups, broker=SETTINGS | broker, delay_server=COPY_SETTINGS,
+        run_dir, groups=groups, delay_groups=delay_groups, copies=copies,
+        broker=SETTINGS | broker, delay_server=COPY_SETTINGS,
         metaserver={"database_timeout_ms": 30_000} | (metaserver or {}), restart_s=restart_s,
         http_port=first, broker_port=first + 2,
     ) as cluster:  # fmt: skip

@@ -1,115 +1,182 @@
-"""Shell. Three brokers of one group, two of which acknowledge: one is killed, and producing goes on.
-
-They run without a metaserver, in the parts that their directories remember.
-"""
+"""Shell. Three brokers of one group, two of which acknowledge: one is killed, and producing goes on."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from pathlib import Path
+import asyncio
 
-from qmq.deploy.control import broker_state
+import qmq
 from qmq.deploy.copies import read_copy
-from qmq.deploy.plan import write_settings
-from qmq.deploy.processes import Service, module_command, stop_all
-from qmq.log.disk import RealDisk
 from qmq.remoting.commands import Command
-from qmq.replication.assignment import Address, Assignment
-from qmq.replication.identity import IdentityFile
-from qmq.types import Role
-from tests.integration.cluster_world import SETTINGS, Wire, produce_body
-from tests.support.ports import free_ports
-from tests.support.waiting import until
+from tests.integration.cluster_world import (
+    Wire,
+    begin,
+    consume_all,
+    data_of,
+    end,
+    log_of,
+    produce_body,
+    producer,
+    running,
+    state,
+)
+from tests.support.waiting import until, until_async
 
-TOKEN, MORE = "secret", 200
-
-
-class Copies:
-    """The processes `a`, the master, `b` and `c`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.places = {name: Address("127.0.0.1", *free_ports(3)) for name in "abc"}
-        self.data = {name: folder / name / "data" for name in "abc"}
-        self.services = {name: self._prepared(folder / name, name) for name in "abc"}
-
-    def _prepared(self, folder: Path, name: str) -> Service:
-        place, [metrics_port] = self.places[name], free_ports(1)
-        settings = {
-            "hostname": name, "ip": place.ip, "serve_port": place.serve_port, "sync_port": place.sync_port,
-            "control_port": place.control_port, "metrics_port": metrics_port, "data": str(self.data[name]),
-            "metaserver": "http://127.0.0.1:1", "token": TOKEN,
-        }  # fmt: skip
-        write_settings(folder / "broker.toml", settings | SETTINGS)
-        self.data[name].mkdir()
-        disk = RealDisk(self.data[name])
-        slaves = self.places["b"], self.places["c"]
-        role = Role.MASTER if name == "a" else Role.SLAVE
-        part = Assignment("g1", 1, role, self.places["a"], slaves, min_copies=2)
-        IdentityFile(disk, new_incarnation=name).assigned("g1", part.to_json(), f"{name}:{place.serve_port}")
-        disk.close()
-        return Service(name, module_command("qmq.broker", folder / "broker.toml"), folder / "log")
-
-    def state(self, name):
-        return broker_state(f"127.0.0.1:{self.places[name].control_port}", TOKEN, timeout_s=10.0)
-
-    def in_step(self):
-        said = self.state("a")
-        return set(said.in_step) if said else set()
-
-    def kill(self, name):
-        service = self.services[name]
-        service.signal(9)
-        until(lambda: service.pid is None, f"{name} ends")
-
-    def ends(self):
-        said = [self.state(name) for name in "abc"]
-        return {one and (one.log_end, one.chain) for one in said}
+MORE = 200
+FAILOVER = {"failover": True}
 
 
-@contextmanager
-def three_copies(folder):
-    copies = Copies(folder)
-    try:
-        for service in copies.services.values():
-            service.start()
-        until(lambda: copies.in_step() == {"b", "c"}, "both slaves are in sync")
-        yield copies
-    finally:
-        stop_all(list(copies.services.values()))
+def in_step(cluster):
+    """Names of the slaves that are in sync."""
+    said = state(cluster, cluster.broker("g1", "master"))
+    told = {plan.hostname: state(cluster, plan) for plan in cluster.plan.brokers}
+    return {name for name, one in told.items() if one and said and one.incarnation in said.in_step}
 
 
-def test_of_three_copies_one_is_killed_and_producing_goes_on(tmp_path):
-    with three_copies(tmp_path) as copies, Wire(copies.places["a"].serve_port, token=TOKEN) as wire:
+def slaves(cluster):
+    master = cluster.broker("g1", "master").hostname
+    return [plan.hostname for plan in cluster.plan.brokers if plan.hostname != master]
 
-        def produce():
-            for at in range(MORE):
-                answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": str(at)}))
-                assert answer.code == 0, bytes(answer.body)
 
-        produce()
-        for slave in "bc":
-            copies.kill(slave)
-            produce()  # each was acknowledged; none was refused for a moment
-            until(lambda slave=slave: copies.in_step() == {"b", "c"} - {slave}, f"{slave} is missed")
+def ends(cluster):
+    said = [state(cluster, plan) for plan in cluster.plan.brokers]
+    return {one and (one.log_end, one.chain) for one in said}
+
+
+def all_in_step(cluster):
+    until(lambda: in_step(cluster) == set(slaves(cluster)), "both slaves are in sync")
+
+
+def check_copies(cluster):
+    """All three copies are equal, byte by byte; return one of them."""
+    until(lambda: len(ends(cluster)) == 1 and None not in ends(cluster), "equal copies")
+    end(cluster, *(plan.hostname for plan in cluster.plan.brokers))
+    first, *others = [read_copy(data_of(cluster, plan)) for plan in cluster.plan.brokers]
+    assert all(other == first for other in others)
+    return first
+
+
+def test_a_slave_is_killed_and_producing_goes_on_at_once(tmp_path):
+    with running(tmp_path / "cluster", copies=3) as cluster:
+        all_in_step(cluster)
+        master = cluster.broker("g1", "master")
+        with Wire(master.serve_port, token=cluster.token) as wire:
+
+            def produce():
+                for at in range(MORE):
+                    answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": str(at)}))
+                    assert answer.code == 0, bytes(answer.body)
+
             produce()
-            assert copies.state("a").writable and not copies.state("a").readonly_reasons
-            copies.services[slave].start()
-            until(lambda: copies.in_step() == {"b", "c"}, f"{slave} catches up")
-        until(lambda: len(copies.ends()) == 1, "equal copies")
-        for name in "abc":
-            copies.kill(name)
-        first, *others = [read_copy(copies.data[name]) for name in "abc"]
-        assert all(other == first for other in others)
-        assert len([one for one in first.messages if one[0] == "s"]) == 5 * MORE
+            for slave in slaves(cluster):
+                end(cluster, slave)
+                produce()  # each was acknowledged; none was refused for a moment
+                until(lambda slave=slave: in_step(cluster) == set(slaves(cluster)) - {slave}, f"{slave} is missed")
+                produce()
+                assert state(cluster, master).writable and not state(cluster, master).readonly_reasons
+                begin(cluster, slave)
+                all_in_step(cluster)
+        assert len([one for one in check_copies(cluster).messages if one[0] == "s"]) == 5 * MORE
 
 
-def test_of_three_copies_two_are_killed_and_nothing_more_is_stored(tmp_path):
-    with three_copies(tmp_path) as copies, Wire(copies.places["a"].serve_port, token=TOKEN) as wire:
-        assert wire.ask(Command.PRODUCE, produce_body("s", {"n": "1"})).code == 0
-        for slave in "bc":
-            copies.kill(slave)
-        until(lambda: copies.state("a").readonly_reasons == ["slave_down"], "readonly")
-        assert wire.ask(Command.PRODUCE, produce_body("s", {"n": "2"})).code != 0
-        copies.services["c"].start()
-        until(lambda: copies.state("a").writable, "two are enough")
-        assert wire.ask(Command.PRODUCE, produce_body("s", {"n": "3"})).code == 0
+def test_both_slaves_are_killed_and_nothing_more_is_stored_until_one_is_back(tmp_path):
+    with running(tmp_path / "cluster", copies=3) as cluster:
+        all_in_step(cluster)
+        master, (first, second) = cluster.broker("g1", "master"), slaves(cluster)
+        with Wire(master.serve_port, token=cluster.token) as wire:
+            assert wire.ask(Command.PRODUCE, produce_body("s", {"n": "1"})).code == 0
+            end(cluster, first, second)
+            until(lambda: list(state(cluster, master).readonly_reasons) == ["slave_down"], "readonly")
+            assert wire.ask(Command.PRODUCE, produce_body("s", {"n": "2"})).code != 0
+            begin(cluster, second)
+            until(lambda: state(cluster, master).writable, "two are enough")
+            assert wire.ask(Command.PRODUCE, produce_body("s", {"n": "3"})).code == 0
+
+
+async def send_until(cluster, is_over, stored):
+    async def send(sender, name):
+        at = 0
+        while not is_over.is_set():
+            at += 1
+            receipt = await sender.send(qmq.Message("s", {"n": at}, id=f"{name}-{at}"))
+            assert receipt.is_stored
+            stored.append(receipt.message_id)
+
+    async with producer(cluster) as sender, asyncio.TaskGroup() as tasks:
+        for name in "wxyz":
+            tasks.create_task(send(sender, name))
+
+
+async def more(stored, what):
+    enough = len(stored) + 300
+    await until_async(lambda: len(stored) >= enough, what)
+
+
+async def kill_under_load(cluster, kills):
+    """Kill the master for good, again and again; each time producing goes on before it is back."""
+    stored, is_over = [], asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(send_until(cluster, is_over, stored))
+        for _ in range(kills):
+            await more(stored, "messages")
+            master = (await asyncio.to_thread(cluster.broker, "g1", "master")).hostname
+            await asyncio.to_thread(end, cluster, master)
+            await more(stored, "two copies go on by themselves")
+            now = await asyncio.to_thread(cluster.broker, "g1", "master")
+            assert now.hostname != master
+            await asyncio.to_thread(begin, cluster, master)
+            await asyncio.to_thread(all_in_step, cluster)
+        is_over.set()
+    return stored
+
+
+def test_the_master_is_killed_under_load_and_producing_goes_on_without_it(tmp_path):
+    with running(tmp_path / "cluster", copies=3, metaserver=FAILOVER) as cluster:
+        all_in_step(cluster)
+        stored = asyncio.run(kill_under_load(cluster, 3))
+        assert len(stored) == len(set(stored))
+        assert set(stored) <= {id for _, id in consume_all(cluster, "s", "g", len(stored))}
+        trail = [row for row in cluster.manage("AuditTrail")["rows"] if row["action"] == "Failover"]
+        assert len(trail) == 3 and all(len(row["parameters"]["promised"]) == 2 for row in trail)
+        check_copies(cluster)
+
+
+def test_a_copy_that_is_down_stops_the_failover_until_it_is_back(tmp_path):
+    """Of three, two have to promise: the one that is there may lack what the dead ones acknowledged."""
+    with running(tmp_path / "cluster", copies=3, metaserver=FAILOVER) as cluster:
+        all_in_step(cluster)
+        master, (first, second) = cluster.broker("g1", "master").hostname, slaves(cluster)
+        end(cluster, first)
+        until(lambda: in_step(cluster) == {second}, "it is missed")
+        end(cluster, master)
+        until(lambda: "no failover broker_group=g1 reason=slave_down" in log_of(cluster, "metaserver"), "it is refused")
+        assert cluster.broker("g1", "master").hostname == master
+        begin(cluster, master)
+        cluster.wait_writable()
+
+
+def test_roles_are_swapped_with_each_slave_and_a_master_restarts_in_a_new_term(tmp_path):
+    with running(tmp_path / "cluster", copies=3) as cluster:
+        all_in_step(cluster)
+        for target in [*slaves(cluster), cluster.broker("g1", "master").hostname]:
+            cluster.swap_roles("g1", to=target)
+            assert cluster.broker("g1", "master").hostname == target
+            all_in_step(cluster)
+        master = cluster.broker("g1", "master")
+        term = state(cluster, master).term
+        cluster.kill("g1", "master")
+        until(lambda: (said := state(cluster, master)) and said.writable and said.term == term + 1, "a new term")
+        (row,) = [row for row in cluster.manage("AuditTrail")["rows"] if row["action"] == "NewTerm"][:1]
+        assert row["parameters"]["cause"].endswith("has started") and row["after"]["term"] == term + 1
+
+
+def test_a_broker_of_three_copies_waits_for_the_metaserver(tmp_path):
+    with running(tmp_path / "cluster", copies=3) as cluster:
+        all_in_step(cluster)
+        names = [plan.hostname for plan in cluster.plan.brokers]
+        end(cluster, *names, "metaserver")
+        begin(cluster, *names)
+        for name in names:
+            until(lambda name=name: "part not taken up without the metaserver" in log_of(cluster, name), "it waits")
+        assert not any((said := state(cluster, plan)) and said.term for plan in cluster.plan.brokers)
+        begin(cluster, "metaserver")
+        cluster.wait_writable()

@@ -35,6 +35,8 @@ class ManyCopies(Metaserver):
         self._names, self._min_copies = names, min_copies
         self._promised_looks = 0
         self.is_in_peace = False
+        self._lives: dict[str, Process] = {}
+        """Who has registered: only such a process is told of the row."""
 
     # Brokers.
 
@@ -48,7 +50,20 @@ class ManyCopies(Metaserver):
         )
 
     def _register(self, name: str, incarnation: str) -> bool:
+        process = self._world.machine(name).process
+        assert process is not None and self.group.master is not None, "it is alive"
+        if self._lives.get(name) is process:
+            return True
+        if name == self.group.master.hostname:  # as metaserver.renewals
+            if not self._elect(name, before=self.group.term, after=self._next_term()):
+                return False
+            self._events.count("master began a new life")
+        self._lives[name] = process
         return True
+
+    def push(self, process: Process) -> None:
+        if self._lives.get(process.name) is process:
+            super().push(process)
 
     def _note(self, name: str, state: ReplicaState) -> None:
         self._said[name] = state

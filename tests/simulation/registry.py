@@ -293,7 +293,7 @@ class Metaserver:
         reported = max((state.term for state in self._said.values()), default=0)
         return Facts(
             group, reported, max(reported, group.term), self._said.get(group.master.hostname),
-            _full_state(slave) if slave else None, Points(dict(self.points)),
+            {group.slave.key: _full_state(slave)} if slave else {}, Points(dict(self.points)),
         )  # fmt: skip
 
     def _fail_over(self, group: Group) -> None:
@@ -304,7 +304,7 @@ class Metaserver:
             return
         if refused := failover.refusal(facts):
             return events.count(f"no failover: {refused[0].value}")
-        slave = self._reach(facts.slave.hostname)
+        slave = self._reach(facts.best.hostname)
         assert slave is not None, "it answered"
         hold_ms = rng.choice((50, 500, 3000))
         try:
@@ -318,7 +318,7 @@ class Metaserver:
             facts = self._facts(group)
             if facts is None or failover.refusal(facts) is not None:
                 return events.count("no failover: it is too late")
-            chosen = self._reach(facts.slave.hostname)
+            chosen = self._reach(facts.best.hostname)
             if chosen is not None:
                 self._world.oracle.chosen(chosen.log)
             if self.change(failover.choose(facts)):

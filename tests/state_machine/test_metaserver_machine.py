@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from qmq.metaserver import roles
 from tests.state_machine.database import Template
 from tests.state_machine.machine import Machine, walk
 from tests.state_machine.oracle import Violation
@@ -29,6 +30,12 @@ MUST_OCCUR = [
     "RemoveSubjectBrokerGroup DONE", "ExtendSubjectRoute DONE", "DrainGroup DONE", "OnOffline DONE",
     "SwapRoles WAIT", "ReplaceBroker WAIT",
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The brokers that are played here are of groups of two copies."""
+    monkeypatch.setattr(roles, "COPIES_MAX", 2)
 
 
 @pytest.fixture(autouse=True)

@@ -173,7 +173,9 @@ class Calls:
     async def replica_status(self, broker: Broker) -> ReplicaState:
         return await self._ask(broker, lambda box: None)
 
-    async def prepare_swap(self, broker: Broker, *, term: int, hold_ms: int, timeout_ms: int) -> ReplicaState:
+    async def prepare_swap(
+        self, broker: Broker, *, term: int, hold_ms: int, timeout_ms: int, target: str = "", promised_term: int = 0
+    ) -> ReplicaState:
         def prepare(box: Box) -> None:
             process = box.process
             assert process

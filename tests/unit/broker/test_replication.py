@@ -81,6 +81,20 @@ def test_a_disk_that_was_moved_to_another_machine_takes_the_part_of_a_newer_row(
     assert moved.node.start_without_metaserver(), "it is this one's own by now"
 
 
+def test_a_broker_of_more_than_two_copies_takes_no_part_without_the_metaserver():
+    group = filled()
+    a = group.a
+    assert a.node.assignment is not None
+    [slave] = a.node.assignment.slaves
+    another = replace(slave, ip="10.0.0.3")
+    a.node.assign(replace(a.node.assignment, term=2, slaves=(slave, another)))
+    a.crash()
+    assert not a.node.start_without_metaserver() and a.node.role is None
+    a.assign(Role.MASTER, 3)
+    a.crash()
+    assert a.node.start_without_metaserver(), "of two copies again"
+
+
 def equal(group: Group) -> bool:
     a, b = group.a.log, group.b.log
     return (a.end, a.chain, a.state) == (b.end, b.chain, b.state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from qmq.codec import encode_message, join_batch, with_properties
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown
@@ -151,14 +152,19 @@ class Brokers:
         self._reach(broker)
         return pb.RatesAnswer(samples=self.samples.get(broker.group, []))
 
-    async def prepare_swap(self, broker, *, term, hold_ms, timeout_ms):
-        return self._reach(broker)
+    async def prepare_swap(self, broker, *, term, hold_ms, timeout_ms, target="", promised_term=0):
+        return self._promise(broker, promised_term)
 
-    async def prepare_failover(self, broker, *, term, hold_ms, silent_ms):
+    async def prepare_failover(self, broker, *, term, hold_ms, silent_ms, promised_term=0):
         if self.hears_its_master:
             raise OperatorError(f"{broker.key} refused: the master was heard 300 ms ago")
         self.held.append(broker.hostname)
-        return self._reach(broker)
+        return self._promise(broker, promised_term)
+
+    def _promise(self, broker, term):
+        said = self._reach(broker)
+        self.states[broker.key] = replace(said, promised_term=max(said.promised_term, term))
+        return self.states[broker.key]
 
     async def cancel_swap(self, broker):
         self.cancelled.append(broker.hostname)

@@ -7,18 +7,19 @@ from dataclasses import replace
 import pytest
 
 from qmq.metaserver import failover
-from qmq.metaserver.failover import CONDITIONS, Facts, Refusal
+from qmq.metaserver.failover import BEHIND, CONDITIONS, SLAVE_CONDITIONS, Facts, Refusal
 from qmq.metaserver.model import Broker, Group, Points, ReplicaState
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
 
+C = Broker("g1", Role.SLAVE, "c", "10.0.0.3", 1, 2, incarnation="disk c")
 A = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, incarnation="disk a")
 B = Broker("g1", Role.SLAVE, "b", "10.0.0.2", 1, 2, incarnation="disk b", complete=True)
 ROW = Group("g1", 4, A, (B,), 0)
 MASTER_SAID = ReplicaState(Role.MASTER, 4, boot=2, writable=True, incarnation="disk a", in_step=("disk b",))
 SLAVE_SAID = ReplicaState(Role.SLAVE, 4, boot=2, flushed_end=100, incarnation="disk b", in_sync=True)
 POINTS = Points({"disk a": Point(Epoch(4, 2), 100, 7), "disk b": Point(Epoch(4, 2), 90, 8)})
-FINE = Facts(ROW, 4, 4, MASTER_SAID, SLAVE_SAID, POINTS)
+FINE = Facts(ROW, 4, 4, MASTER_SAID, {B.key: SLAVE_SAID}, POINTS)
 
 
 def row(**fields):
@@ -30,7 +31,7 @@ def slave_is(**fields):
 
 
 def slave_says(**fields):
-    return replace(FINE, slave_said=replace(SLAVE_SAID, **fields))
+    return replace(FINE, slaves_said={B.key: replace(SLAVE_SAID, **fields)})
 
 
 def master_said(**fields):
@@ -44,13 +45,18 @@ def acknowledged(term, end, *, accepted=0):
 REFUSED = [
     pytest.param(row(slaves=()), Refusal.NO_SLAVE, id="the slave's place is vacant"),
     pytest.param(row(master=None), Refusal.NO_SLAVE, id="the master's place is vacant"),
-    pytest.param(row(slaves=(B, replace(B, hostname="c"))), Refusal.SEVERAL_SLAVES, id="it has two slaves"),
+    pytest.param(row(master=None, slaves=(B, C)), Refusal.NO_SLAVE, id="two slaves, and the master's place is vacant"),
     pytest.param(row(half_swapped=True), Refusal.HALF_SWAPPED, id="an operator is at it"),
     pytest.param(replace(FINE, reported_term=5), Refusal.OLD_ROW, id="a broker reports a newer term than the row"),
-    pytest.param(replace(FINE, slave_said=None), Refusal.SLAVE_DOWN, id="the slave does not answer"),
+    pytest.param(replace(FINE, slaves_said={}), Refusal.SLAVE_DOWN, id="the slave does not answer"),
+    pytest.param(replace(FINE, hear_master=frozenset({B.key})), Refusal.HEARS_ITS_MASTER, id="it hears its master"),
     pytest.param(slave_says(incarnation="empty"), Refusal.OTHER_DISK, id="its disk was replaced"),
     pytest.param(slave_says(incarnation=""), Refusal.OTHER_DISK, id="it does not name its disk"),
-    pytest.param(slave_is(incarnation=""), Refusal.OTHER_DISK, id="the row names no disk"),
+    pytest.param(
+        replace(slave_is(incarnation=""), master_said=replace(MASTER_SAID, in_step=("",))),
+        Refusal.OTHER_DISK,
+        id="the row names no disk",
+    ),
     pytest.param(slave_says(term=3), Refusal.OTHER_TERM, id="it followed an older master last"),
     pytest.param(slave_says(term=5), Refusal.OTHER_TERM, id="it is ahead of the row"),
     pytest.param(slave_says(role=Role.MASTER), Refusal.OTHER_TERM, id="it is a master"),
@@ -76,11 +82,14 @@ REFUSED = [
 @pytest.mark.parametrize(("facts", "why"), REFUSED)
 def test_each_condition_alone_is_in_the_way(facts, why):
     refused, text = failover.refusal(facts)
-    assert (refused, text) == (why, next(text for one, _, text in CONDITIONS if one == why))
+    of_slave = {one: f"1 of its 1 slaves would have to promise, and b:1 {told}" for one, _, told in SLAVE_CONDITIONS}
+    texts = {one: told for one, _, told in CONDITIONS} | of_slave | {Refusal.BEHIND: BEHIND}
+    assert (refused, text) == (why, texts[why])
 
 
 def test_each_condition_has_an_example():
-    assert {param.values[1] for param in REFUSED} == {why for why, _, _ in CONDITIONS}
+    every = {why for why, _, _ in (*CONDITIONS, *SLAVE_CONDITIONS)} | {Refusal.BEHIND}
+    assert {param.values[1] for param in REFUSED} == every
 
 
 @pytest.mark.parametrize(
@@ -101,3 +110,87 @@ def test_a_slave_that_has_everything_is_chosen_in_the_next_term(facts):
     assert failover.choose(replace(facts, term_floor=7)).new_term == 8
     assert (change.master.key, change.master.role) == (B.key, Role.MASTER)
     assert (change.slave.key, change.slave.role, change.slave.complete) == (A.key, Role.SLAVE, False)
+
+
+# Three copies and more.
+
+
+def copies(count, m, *, ends=None, in_step="bcde", epochs=None, **fields):
+    """`count` copies, of which m acknowledge; the slaves are named b to e."""
+    names = "bcde"[: count - 1]
+    slaves = tuple(replace(B, hostname=name, incarnation=f"disk {name}", complete=False) for name in names)
+    said = {
+        slave.key: replace(
+            SLAVE_SAID, incarnation=slave.incarnation, flushed_end=(ends or {}).get(slave.hostname, 100),
+            last_term=(epochs or {}).get(slave.hostname, 4), last_boot=1,
+        )
+        for slave in slaves
+    }  # fmt: skip
+    master_said = replace(MASTER_SAID, in_step=tuple(f"disk {name}" for name in in_step if name in names))
+    group = replace(ROW, slaves=slaves, min_copies=m)
+    return replace(FINE, group=group, master_said=master_said, slaves_said=said, **fields)
+
+
+def without(facts, *names):
+    left = {key: said for key, said in facts.slaves_said.items() if key.hostname not in names}
+    return replace(facts, slaves_said=left)
+
+
+@pytest.mark.parametrize(
+    ("count", "m", "enough"), [(3, 2, 2), (3, 3, 1), (4, 2, 3), (4, 3, 2), (5, 2, 4), (5, 3, 3), (5, 5, 1)]
+)
+def test_so_many_promise_that_one_of_them_has_all_that_was_acknowledged(count, m, enough):
+    facts = copies(count, m)
+    if m == count:
+        complete = tuple(replace(slave, complete=True) for slave in facts.group.slaves)
+        facts = replace(facts, group=replace(facts.group, slaves=complete))
+    names = "bcde"[: count - 1]
+    assert facts.promises_needed == enough
+    assert failover.refusal(without(facts, *names[enough:])) is None
+    refused, text = failover.refusal(without(facts, *names[enough - 1 :]))
+    assert refused == Refusal.SLAVE_DOWN
+    assert text.startswith(f"{enough} of its {count - 1} slaves would have to promise, and ")
+
+
+@pytest.mark.parametrize(
+    ("ends", "epochs", "best"),
+    [
+        ({"b": 100, "c": 200}, {}, "c"),
+        ({"b": 200, "c": 100}, {}, "b"),
+        ({"b": 300, "c": 200}, {"b": 3}, "c"),  # of an older epoch, a longer log has less
+    ],
+)
+def test_who_has_most_of_those_that_promised_is_the_master(ends, epochs, best):
+    change = failover.choose(copies(3, 2, ends=ends, epochs=epochs))
+    others = {"a", "b", "c"} - {best}
+    assert change.master.hostname == best and {slave.hostname for slave in change.slaves} == others
+    assert not any(slave.complete for slave in change.slaves) and change.min_copies == 2
+
+
+def test_the_row_gets_the_term_that_was_promised():
+    facts = copies(3, 2)
+    promised = {key: replace(said, promised_term=facts.new_term) for key, said in facts.slaves_said.items()}
+    assert facts.new_term == 5 and failover.choose(replace(facts, slaves_said=promised)).new_term == 5
+    earlier = {key: replace(said, promised_term=9) for key, said in facts.slaves_said.items()}
+    assert failover.choose(replace(facts, slaves_said=earlier)).new_term == 9, "no slave refuses the row"
+    assert failover.choose(replace(facts, term_floor=11, slaves_said=earlier)).new_term == 12
+
+
+def test_one_slave_may_be_behind_but_not_the_one_that_has_most():
+    assert failover.refusal(copies(3, 2, ends={"c": 40})) is None
+    assert failover.refusal(copies(3, 2, ends={"b": 99, "c": 40}))[0] == Refusal.BEHIND
+
+
+def test_a_master_that_lost_too_many_slaves_answered_acks_alone():
+    assert failover.refusal(copies(3, 2, in_step="c")) is None
+    assert failover.refusal(copies(3, 2, in_step=""))[0] == Refusal.NOT_IN_SYNC_AT_THE_END
+    assert failover.refusal(copies(5, 3, in_step="c"))[0] == Refusal.NOT_IN_SYNC_AT_THE_END
+
+
+def test_a_slave_that_restarted_or_hears_the_master_does_not_promise():
+    facts = copies(3, 2)
+    (b, c) = facts.slaves_said
+    restarted = {**facts.slaves_said, c: replace(facts.slaves_said[c], in_sync=False)}
+    refused, text = failover.refusal(replace(facts, slaves_said=restarted))
+    assert refused == Refusal.NOT_IN_SYNC_SINCE_START and "c:1 has not been in sync since" in text
+    assert failover.refusal(replace(facts, hear_master=frozenset({b})))[0] == Refusal.HEARS_ITS_MASTER

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from qmq.errors import OutcomeUnknown
+from qmq.errors import OperatorError, OutcomeUnknown
+from qmq.metaserver.database import DatabaseAway
 from qmq.metaserver.db.errors import StaleTerm
 from qmq.metaserver.failover import Refusal
 from qmq.metaserver.failovers import Failovers
-from tests.unit.metaserver.actions_world import World
+from qmq.metaserver.model import BrokerKey
+from qmq.metaserver.renewals import Promises, begin_life
+from qmq.replication.points import Point
+from qmq.types import Epoch, Role
+from tests.unit.metaserver.actions_world import World, place
 
 
 async def a_master_is_gone(path):
@@ -137,5 +144,154 @@ def test_a_silent_machine_is_noticed_without_a_closed_connection(tmp_path):
         assert world.registry.is_gone(master, 2000) == ""
         world.registry.now_ms = lambda: now_ms + 2500
         assert world.registry.is_gone(master, 2000).startswith("it is silent for")
+
+    asyncio.run(test())
+
+
+# Three copies.
+
+
+async def a_master_of_two_slaves_is_gone(path):
+    world = World(path / "database")
+    await world.open()
+    await world.running_copies()
+    await world.done("AddBroker", **place("g1", 1, "g1-c"))
+    await world.start("g1-c")
+    slaves = {"g1-b": 4096, "g1-c": 5000}
+    world.beat("g1-a", incarnation="disk of g1-a", in_step=tuple(f"disk of {name}" for name in slaves))
+    for name, end in slaves.items():
+        world.beat(name, incarnation=f"disk of {name}", in_sync=True, flushed_end=end, last_term=2, last_boot=1)
+    world.stop("g1-a")
+    return world, failovers_of(world)
+
+
+def row_of_three(world):
+    group = world.registry.directory.groups["g1"]
+    return group.term, group.master.hostname, {slave.hostname for slave in group.slaves}
+
+
+def test_of_two_slaves_that_promised_the_one_with_more_is_the_master(tmp_path, monkeypatch):
+    async def test() -> None:
+        world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
+        before, _, _ = row_of_three(world)
+        await fail_over(world, failovers, monkeypatch)
+        assert row_of_three(world) == (before + 1, "g1-c", {"g1-a", "g1-b"})
+        assert sorted(world.brokers.held) == ["g1-b", "g1-c"]
+        assert {said.promised_term for said in world.brokers.states.values()} == {before + 1}
+        points = await world.registry.points_of("g1")
+        assert points.by_incarnation["disk of g1-c"] == Point(Epoch(2, 1), 5000, 77), "what it was chosen with"
+        assert (await world.audit())[0].parameters["promised"] == ["g1-b:20881", "g1-c:20881"]
+
+    asyncio.run(test())
+
+
+def test_nobody_promises_when_too_few_can(tmp_path, monkeypatch):
+    async def test() -> None:
+        world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
+        world.stop("g1-b")
+        before = row_of_three(world)
+        await fail_over(world, failovers, monkeypatch)
+        assert row_of_three(world) == before and not world.brokers.held
+        assert world.registry.no_failover["g1"][0] == Refusal.SLAVE_DOWN
+
+    asyncio.run(test())
+
+
+def test_a_promise_that_led_to_no_choice_ends_in_a_term_of_the_same_master(tmp_path, monkeypatch):
+    async def test() -> None:
+        world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+        await world.start("g1-a")
+        before, master, slaves = row_of_three(world)
+        world.beat("g1-b", incarnation="disk of g1-b", promised_term=before + 3)
+        now_s = time.monotonic()
+        monkeypatch.setattr("qmq.metaserver.renewals.time", SimpleNamespace(monotonic=lambda: now_s))
+        promises = Promises(world.registry)
+        await promises.look()
+        now_s += 2.9
+        await promises.look()
+        assert row_of_three(world)[0] == before, "its choice may come yet"
+        now_s += 0.1
+        await promises.look()
+        assert row_of_three(world) == (before + 3, master, slaves)
+        await promises.look()
+        assert row_of_three(world)[0] == before + 3
+
+    asyncio.run(test())
+
+
+def test_a_promise_waits_for_a_master_that_is_gone(tmp_path, monkeypatch):
+    async def test() -> None:
+        world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+        before = row_of_three(world)
+        world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 1)
+        monkeypatch.setattr("qmq.metaserver.renewals.PROMISE_S", 0.0)
+        promises = Promises(world.registry)
+        await promises.look()
+        await promises.look()
+        assert row_of_three(world) == before
+
+    asyncio.run(test())
+
+
+def test_a_master_that_starts_gets_a_new_term_if_it_has_several_slaves(tmp_path):
+    async def test() -> None:
+        world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+        directory = world.registry.directory
+        before, *rest = row_of_three(world)
+        a, b = (directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g1-b"))
+        await begin_life(world.registry, b)
+        assert row_of_three(world)[0] == before, "a slave follows whoever is the master"
+        await begin_life(world.registry, a)
+        await begin_life(world.registry, a)
+        assert list(row_of_three(world)) == [before + 2, *rest]
+        assert [row.action for row in await world.audit()][:2] == ["NewTerm", "NewTerm"]
+
+    asyncio.run(test())
+
+
+def test_a_master_of_an_old_row_does_not_begin(tmp_path):
+    """A term above it would have the old row's master, while another one is at work in the newest."""
+
+    async def test() -> None:
+        world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+        before = row_of_three(world)
+        world.beat("g1-b", incarnation="disk of g1-b", role=Role.MASTER, term=before[0] + 5)
+        with pytest.raises(OperatorError, match="is the master of an old row"):
+            await begin_life(world.registry, world.registry.directory.find(BrokerKey("g1-a", 20881)))
+        assert row_of_three(world) == before
+
+    asyncio.run(test())
+
+
+def test_whoever_was_a_slave_a_moment_ago_is_looked_up(tmp_path, monkeypatch):
+    """Another metaserver made it the master, it acted, and was started again before this one read the row."""
+
+    async def test() -> None:
+        world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
+        other = World(tmp_path / "database")
+        await other.open()
+        await fail_over(world, failovers, monkeypatch)
+        term, master, _ = row_of_three(world)
+        assert row_of_three(other)[:2] == (term - 1, "g1-a") and master == "g1-c"
+        await begin_life(other.registry, other.registry.directory.find(BrokerKey("g1-c", 20881)))
+        assert row_of_three(other)[:2] == (term + 1, "g1-c")
+
+    asyncio.run(test())
+
+
+def test_without_the_database_no_broker_of_several_slaves_begins(tmp_path, monkeypatch):
+    async def test() -> None:
+        world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+        await world.running_copies("g2")
+        brokers = [world.registry.directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g1-b", "g2-a")]
+
+        async def away():
+            raise DatabaseAway("it does not answer")
+
+        monkeypatch.setattr(world.registry, "catch_up", away)
+        for broker in brokers[:2]:
+            with pytest.raises(DatabaseAway):
+                await begin_life(world.registry, broker)
+        await begin_life(world.registry, brokers[2])
 
     asyncio.run(test())

@@ -387,8 +387,7 @@ def of_three(*, min_copies=2, term=7):
     return replace(directory(), groups={**directory().groups, "g1": group}), group
 
 
-def test_slaves_are_added_up_to_five_copies(monkeypatch):
-    monkeypatch.setattr(roles, "COPIES_MAX", 5)
+def test_slaves_are_added_up_to_five_copies():
     known = directory()
     for host in ("c", "d", "e"):
         change = roles.add_broker(known, broker(host, Role.SLAVE))
@@ -401,16 +400,17 @@ def test_slaves_are_added_up_to_five_copies(monkeypatch):
 
 
 @pytest.mark.parametrize("min_copies", [1, 4])
-def test_no_more_copies_acknowledge_than_there_are(min_copies, monkeypatch):
-    monkeypatch.setattr(roles, "COPIES_MAX", 5)
+def test_no_more_copies_acknowledge_than_there_are(min_copies):
     _, group = of_three()
     with pytest.raises(OperatorError, match="minCopies is 2 to 3; AddBroker adds a copy"):
         roles.set_copies(group, min_copies)
 
 
 def test_nobody_is_sent_to_add_a_copy_that_would_be_refused():
-    with pytest.raises(OperatorError, match="g1 has 2 copies, so minCopies is 2$"):
-        roles.set_copies(directory().groups["g1"], 3)
+    _, group = of_three()
+    more = tuple(replace(SLAVE, hostname=name) for name in "de")
+    with pytest.raises(OperatorError, match="g1 has 5 copies, so minCopies is 2 to 5$"):
+        roles.set_copies(replace(group, slaves=(*group.slaves, *more)), 6)
 
 
 def test_other_copies_to_acknowledge_begin_a_term():
@@ -463,3 +463,11 @@ def test_a_slave_that_is_not_in_step_is_complete_only_while_all_copies_acknowled
     for min_copies, third in ((2, False), (3, None)):
         _, group = of_three(min_copies=min_copies)
         assert [roles.slave_complete(group, slave, MASTER.key, state) for slave in group.slaves] == [True, third]
+
+
+def test_only_a_master_of_several_slaves_needs_a_new_life():
+    _, group = of_three()
+    assert roles.needs_new_life(group, MASTER.key) and not roles.needs_new_life(group, SLAVE.key)
+    assert not roles.needs_new_life(directory().groups["g1"], MASTER.key)
+    change = roles.renew(group, above=9)
+    assert (change.term, change.new_term, change.brokers) == (7, 10, group.brokers)

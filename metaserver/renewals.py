@@ -1,0 +1,103 @@
+"""Shell. A row gets a new term although its roles stay: in groups with several slaves, for one of two reasons.
+
+the master has started     its disk may have been put back, and forgotten which epochs it used
+a promise led to nothing   the slaves that promised follow no master of the row's term any more
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from qmq.errors import OperatorError
+from qmq.metaserver import roles
+from qmq.metaserver.actions.shapes import parts_json
+from qmq.metaserver.database import DatabaseAway
+from qmq.metaserver.db.changes import SetRoles
+from qmq.metaserver.db.errors import StaleTerm
+from qmq.metaserver.model import AuditRow, Broker, Group
+from qmq.metaserver.registry import Registry
+
+log = logging.getLogger("qmq.metaserver")
+
+TRIES_MAX = 3
+PROMISE_S = 3.0
+"""So long a promise may wait for its choice."""
+
+
+async def begin_life(registry: Registry, broker: Broker) -> None:
+    """Let a broker that has just started be the master of several slaves in a new term only.
+
+    Raises:
+        OperatorError: the row is older than what brokers report, or keeps changing.
+        DatabaseAway, OutcomeUnknown: the term is not stored, or maybe.
+    """
+    try:
+        await registry.catch_up()  # that it is a slave may have been true a moment ago
+    except DatabaseAway:
+        known = registry.directory.groups.get(broker.group)
+        if known is None or len(known.slaves) > 1:
+            raise
+        return
+    for attempt in range(1, TRIES_MAX + 1):
+        group = registry.directory.groups.get(broker.group)
+        if group is None or not roles.needs_new_life(group, broker.key):
+            return
+        if (old := registry.old_row(group.name)) is not None:
+            raise OperatorError(f"{broker.key} is the master of an old row: {old.found}; {old.remedy}")
+        try:
+            return await _renew(registry, group, registry.term_floor(group.name), f"{broker.key} has started")
+        except StaleTerm:  # what we know of it is a moment old
+            if attempt == TRIES_MAX:
+                raise
+            await registry.catch_up()
+
+
+class Promises:
+    """Made by the upkeep, which looks each second."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._open: dict[str, tuple[int, int, float]] = {}
+        """By group: the row's term, the promised one above it, since when."""
+
+    async def look(self) -> None:
+        """Begin the promised term with the same master, where that is there and nobody else was chosen.
+
+        Raises:
+            NotServed, OperatorError, OutcomeUnknown: not stored, or maybe.
+        """
+        for name, group in self._registry.directory.groups.items():
+            promised = self._promised(group)
+            if promised <= group.term:
+                self._open.pop(name, None)
+                continue
+            known, now_s = self._open.get(name), time.monotonic()
+            if known is None or known[:2] != (group.term, promised):
+                self._open[name] = group.term, promised, now_s
+            elif now_s - known[2] >= PROMISE_S:
+                del self._open[name]
+                await self._end(group, promised)
+
+    def _promised(self, group: Group) -> int:
+        """The newest term that its brokers promised; 0: there is no master to go on with."""
+        if len(group.slaves) < 2 or group.master is None or self._registry.state(group.master) is None:
+            return 0
+        said = (self._registry.own_state(broker) for broker in group.brokers)
+        return max((state.promised_term for state in said if state is not None), default=0)
+
+    async def _end(self, group: Group, promised: int) -> None:
+        if self._registry.old_row(group.name) is not None:
+            return
+        try:
+            await _renew(self._registry, group, promised - 1, f"term {promised} was promised, and nobody chosen")
+        except StaleTerm:
+            pass  # somebody was
+
+
+async def _renew(registry: Registry, group: Group, above: int, cause: str) -> None:
+    change = roles.renew(group, above=above)
+    found = {"brokerGroup": group.name, "cause": cause}
+    audit = AuditRow("metaserver", "", "NewTerm", found, parts_json(group), parts_json(change), result="done")
+    await registry.change((SetRoles(change),), audit)
+    log.warning("new term broker_group=%s term=%d: %s", group.name, change.new_term, cause)
