@@ -23,6 +23,8 @@ class Cable:
         """Cut a connection, once, as soon as its server says something, before the client hears it."""
         self.hold_questions = False
         """Cut a connection, once, as soon as its client says something; the server hears it after `deliver`."""
+        self.swallow_questions = self.swallow_answers = False
+        """Carry nothing in this direction, and tell neither end: a hole in a firewall."""
         self._generation = 0
         """Of the connections that are made now; older ones are forgotten."""
         self.is_holding = threading.Event()
@@ -68,7 +70,7 @@ class Cable:
 
     def _questions(self, client: socket.socket, server: socket.socket, generation: int) -> None:
         for piece in _pieces(client):
-            if generation < self._generation:
+            if generation < self._generation or self.swallow_questions:
                 continue
             if self.cut_questions:
                 self.cut_questions = False
@@ -90,7 +92,7 @@ class Cable:
 
     def _answers(self, client: socket.socket, server: socket.socket, generation: int) -> None:
         for piece in _pieces(server):
-            if generation < self._generation:
+            if generation < self._generation or self.swallow_answers:
                 continue
             if self.cut_answers:
                 self.cut_answers = False
