@@ -5,7 +5,8 @@ may take long on a thread. An error of the disk is DiskFailed: whoever gets it e
 after a failed write or fsync nobody knows what the file holds (I15). A block that cannot be read is no such error: it
 is read as UNREADABLE, which no CRC matches, so it is found and mended as any other damage is.
 
-`qmq.log.memory_disk` has the other two implementations: one in memory, one that is faulty on purpose.
+`RealDisk` is the only implementation that keeps anything. Tests and simulators run it on `qmq.log.memory_disk`'s file
+system in memory, which forgets, tears and refuses on purpose.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from qmq.codec import Buffer
 from qmq.errors import DiskFailed
 from qmq.log.page_cache import PageCache
+from qmq.log.system import System
 
 log = logging.getLogger(__name__)
 
@@ -95,44 +96,45 @@ class _Descriptor:
     """An open file. It is closed when the last reader lets go of it, not while one still reads: its number would soon
     stand for another file."""
 
-    __slots__ = ("fd",)
+    __slots__ = ("_system", "fd")
 
-    def __init__(self, path: Path, flags: int) -> None:
+    def __init__(self, system: System, path: str, flags: int) -> None:
         self.fd = -1
-        self.fd = os.open(path, flags | os.O_RDWR, 0o644)
+        self._system = system
+        self.fd = system.open(path, flags | os.O_RDWR)
 
     def __del__(self) -> None:
         if self.fd >= 0:
-            os.close(self.fd)
+            self._system.close(self.fd)
 
 
 class RealDisk:
     """Files below one directory. Reads and writes may run on different threads; one writer at a time per file."""
 
-    def __init__(self, root: Path, *, cached_bytes: int | None = 256 << 20) -> None:
+    def __init__(self, root: Path, *, cached_bytes: int | None = 256 << 20, system: System | None = None) -> None:
         """`cached_bytes`: the newest bytes written that stay in the system's memory (qmq.log.page_cache); None: the
         system decides."""
-        self._root = root
-        self._cache = PageCache(cached_bytes) if cached_bytes is not None else None
+        self._root = str(root)
+        self._system = system or System()
+        self._cache = PageCache(self._system, cached_bytes) if cached_bytes is not None else None
         self._written: dict[str, tuple[int, int]] = {}
         self._descriptors: dict[str, _Descriptor] = {}
-        root.mkdir(parents=True, exist_ok=True)
+        with failing(self._root):
+            self._make_folder(self._root)
+            self._sync_all_folders()
 
     def close(self) -> None:
         self._descriptors.clear()
+        self._written.clear()
 
     def names(self, folder: str) -> list[str]:
-        path = self._root / folder
-        return sorted(entry.name for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
+        return sorted(self._system.names(self._path(folder)))
 
     def has(self, name: str) -> bool:
-        return (self._root / name).is_file()
+        return self._system.size(self._path(name)) is not None
 
     def size(self, name: str) -> int:
-        try:
-            return (self._root / name).stat().st_size
-        except FileNotFoundError:
-            return 0
+        return self._system.size(self._path(name)) or 0
 
     def look_again(self, name: str) -> None:
         self._forget(name)
@@ -145,7 +147,8 @@ class RealDisk:
             file, used = self._open(name), 0
             while used < size:
                 try:
-                    used = os.lseek(file.fd, os.lseek(file.fd, used, os.SEEK_DATA), os.SEEK_HOLE)
+                    data = self._system.seek(file.fd, used, os.SEEK_DATA)
+                    used = self._system.seek(file.fd, data, os.SEEK_HOLE)
                 except OSError as error:
                     if error.errno == errno.ENXIO:  # nothing but a hole up to the end
                         return used
@@ -158,7 +161,7 @@ class RealDisk:
                 file = self._open(name)
             except FileNotFoundError:
                 return b""
-            data = read_over_bad_blocks(file.fd, name, offset, size)
+            data = read_over_bad_blocks(self._system, file.fd, name, offset, size)
         if size >= COLD_READ_BYTES and self._cache is not None:
             self._cache.was_read(file, offset, offset + len(data))
         return data
@@ -166,24 +169,25 @@ class RealDisk:
     def map(self, name: str) -> Buffer:
         if not (size := self.size(name)):
             return b""
-        with failing(name), open(self._root / name, "rb") as file:
-            if _has_bad_blocks(file.fileno(), size):
+        with failing(name):
+            file = _Descriptor(self._system, self._path(name), 0)
+            if _has_bad_blocks(self._system, file.fd, size):
                 return b""  # whoever touches one of a mapped file is killed (SIGBUS)
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            return self._system.map(file.fd)
 
     def create(self, name: str, size: int, *, lasting: bool = True) -> None:
         with failing(name):
             self._forget(name)
-            path = self._root / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._descriptors[name] = _Descriptor(path, os.O_CREAT | os.O_TRUNC)
+            path = self._path(name)
+            self._make_folder(_folder_of(path))
+            file = self._descriptors[name] = _Descriptor(self._system, path, os.O_CREAT | os.O_TRUNC)
             self._close_some()
             # A nearly full disk keeps its rest for what must go on: a segment that grows with its frames of progress
             # needs a part of it, one that is reserved ahead would take all, or find too little and end the process.
             if size and self.free_bytes() >= 2 * size:
-                os.posix_fallocate(file.fd, 0, size)
+                self._system.reserve(file.fd, size)
             if lasting:
-                os.fsync(file.fd)
+                self._system.fsync(file.fd)
                 self._sync_folders(path)
 
     def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
@@ -191,63 +195,78 @@ class RealDisk:
             file = self._open(name)
             if self._cache is not None:
                 self._written[name] = (self._written.get(name, (offset, 0))[0], offset + sum(map(len, buffers)))
-            for begin in range(0, len(buffers), _IOV_MAX):
-                some = buffers[begin : begin + _IOV_MAX]
-                total = sum(map(len, some))
-                written = os.pwritev(file.fd, some, offset)
-                while written < total:  # a signal or a nearly full disk cut it short: the rest, or its error
-                    written += os.pwrite(file.fd, b"".join(some)[written:], offset + written)
-                offset += total
+            self._write_all(file, offset, buffers)
+
+    def _write_all(self, file: _Descriptor, offset: int, buffers: Sequence[Buffer]) -> None:
+        for begin in range(0, len(buffers), _IOV_MAX):
+            some = buffers[begin : begin + _IOV_MAX]
+            total = sum(map(len, some))
+            written = self._system.pwritev(file.fd, some, offset)
+            while written < total:  # a signal or a nearly full disk cut it short: the rest, or its error
+                written += self._system.pwritev(file.fd, [b"".join(some)[written:]], offset + written)
+            offset += total
 
     def sync(self, name: str) -> None:
         with failing(name):
             file = self._open(name)
-            os.fdatasync(file.fd)
+            self._sync(file, self._system.fdatasync)
             if self._cache is not None and (written := self._written.pop(name, None)) is not None:
                 self._cache.synced(file, *written)
+
+    def _sync(self, file: _Descriptor, call: Callable[[int], None]) -> None:
+        """Linux gives up what it could not write, but readers see it until it leaves the system's memory, and the next
+        fsync succeeds. A process that started soon after would confirm it."""
+        try:
+            call(file.fd)
+        except OSError:
+            self._system.drop_cached(file.fd, 0, 1 << 62)
+            raise
 
     def truncate(self, name: str, size: int) -> None:
         with failing(name):
             file = self._open(name)
-            os.ftruncate(file.fd, size)
-            os.fsync(file.fd)
+            self._system.truncate(file.fd, size)
+            self._sync(file, self._system.fsync)
 
     def put(self, name: str, data: Buffer) -> None:
         with failing(name):
-            path = self._root / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            beside = path.with_name(path.name + ".new")
-            with open(beside, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            path = self._path(name)
+            self._make_folder(_folder_of(path))
+            beside = f"{path}.new"
+            file = _Descriptor(self._system, beside, os.O_CREAT | os.O_TRUNC)
+            self._write_all(file, 0, [data])
+            self._system.fsync(file.fd)
             self._forget(name)  # a descriptor of the file that was there before would still read that one
-            os.replace(beside, path)
+            self._system.rename(beside, path)
             self._sync_folders(path)
 
     def move(self, name: str, to: str) -> None:
         with failing(name):
             self._forget(name)
-            (self._root / to).parent.mkdir(parents=True, exist_ok=True)
-            os.rename(self._root / name, self._root / to)
-            self._sync_folders(self._root / to)
-            self._sync_folders(self._root / name)
+            path, to_path = self._path(name), self._path(to)
+            self._make_folder(_folder_of(to_path))
+            self._sync_folders(to_path)  # else its old name may be gone before the folder of the new one is lasting
+            self._system.rename(path, to_path)
+            self._sync_folders(to_path)
+            self._sync_folders(path)
 
     def remove(self, name: str) -> None:
         with failing(name):
             self._forget(name)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._root / name)
-                self._sync_folders(self._root / name)
+                self._system.unlink(self._path(name))
+                self._sync_folders(self._path(name))
 
     def free_bytes(self) -> int:
-        status = os.statvfs(self._root)
-        return status.f_bavail * status.f_frsize
+        return self._system.free_bytes(self._root)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
 
     def _open(self, name: str) -> _Descriptor:
         file = self._descriptors.get(name)
         if file is None:
-            file = self._descriptors.setdefault(name, _Descriptor(self._root / name, 0))
+            file = self._descriptors.setdefault(name, _Descriptor(self._system, self._path(name), 0))
             self._close_some()
         return file
 
@@ -260,19 +279,43 @@ class RealDisk:
     def _forget(self, name: str) -> None:
         self._descriptors.pop(name, None)
 
-    def _sync_folders(self, path: Path) -> None:
+    def _make_folder(self, folder: str) -> None:
+        """Make it, and those above it that are not there."""
+        try:
+            self._system.mkdir(folder)
+        except FileExistsError:
+            pass
+        except FileNotFoundError:
+            self._make_folder(_folder_of(folder))
+            self._system.mkdir(folder)
+
+    def _sync_folders(self, path: str) -> None:
         """Make a name durable: fsync its folder and those above it, up to the data directory."""
-        for folder in path.parents:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            if folder == self._root:
-                break
+        while path != self._root:
+            path = _folder_of(path)
+            self._sync_folder(path)
+
+    def _sync_all_folders(self) -> None:
+        """Make the names lasting that are here: a process may have been killed before it did, or just made the root."""
+        inside = map(self._path, self._system.folders(self._root))
+        for folder in (_folder_of(self._root), self._root, *inside):
+            with contextlib.suppress(PermissionError):  # not ours: somebody made it for us, or it is lost+found
+                self._sync_folder(folder)
+
+    def _sync_folder(self, folder: str) -> None:
+        descriptor = self._system.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._system.fsync(descriptor)
+        finally:
+            self._system.close(descriptor)
 
 
-def read_over_bad_blocks(fd: int, name: str, offset: int, size: int) -> bytes:
+def _folder_of(path: str) -> str:
+    above, slash, _ = path.rpartition("/")
+    return above or slash or "."
+
+
+def read_over_bad_blocks(system: System, fd: int, name: str, offset: int, size: int) -> bytes:
     """Read until `size` bytes are there or the file ends; go over blocks that cannot be read.
 
     Raises:
@@ -281,7 +324,7 @@ def read_over_bad_blocks(fd: int, name: str, offset: int, size: int) -> bytes:
     data, end, wanted, bad = b"", offset + size, size, 0
     while (at := offset + len(data)) < end:
         try:
-            more = os.pread(fd, wanted, at)
+            more = system.pread(fd, wanted, at)
         except OSError as error:
             block_end = min(at - at % BLOCK_BYTES + BLOCK_BYTES, end)
             if error.errno not in _MEDIUM_ERRORS or bad == UNREADABLE_BLOCKS_MAX:
@@ -290,7 +333,7 @@ def read_over_bad_blocks(fd: int, name: str, offset: int, size: int) -> bytes:
                 wanted = block_end - at
                 continue
             bad += 1
-            more = UNREADABLE[: max(min(block_end, os.fstat(fd).st_size) - at, 0)]
+            more = UNREADABLE[: max(min(block_end, system.open_size(fd)) - at, 0)]
             log.error("disk cannot read file=%s offset=%d bytes=%d: %s", name, at, len(more), error)
         if not more:
             break
@@ -299,10 +342,10 @@ def read_over_bad_blocks(fd: int, name: str, offset: int, size: int) -> bytes:
     return data
 
 
-def _has_bad_blocks(fd: int, size: int) -> bool:
+def _has_bad_blocks(system: System, fd: int, size: int) -> bool:
     at = 0
     try:
-        while at < size and (read := len(os.pread(fd, 1 << 20, at))):
+        while at < size and (read := len(system.pread(fd, 1 << 20, at))):
             at += read
     except OSError as error:
         if error.errno not in _MEDIUM_ERRORS:

@@ -619,7 +619,10 @@ class MessageLog:
             base = segment_at(self._bases, at)
             later = [other for other in self._bases if other > base]
             stop = min(end, later[0]) if later else end
-            self._overwrite(base, at, data[at - damage.begin : stop - damage.begin], is_last=stop in later)
+            piece = data[at - damage.begin : stop - damage.begin]
+            if end < damage.end and stop == end:
+                piece += self._rest_of_block(base, end, damage.end)
+            self._overwrite(base, at, piece, is_last=stop in later)
             at = stop
         if in_recovery:
             self._reload()
@@ -627,6 +630,11 @@ class MessageLog:
         self.damage = Damage(end, damage.end, damage.reason) if end < damage.end else missing(self._disk, self._bases)
         if self.damage is None:
             self._not_damaged()
+
+    def _rest_of_block(self, base: int, begin: int, damage_end: int) -> bytes:
+        """Return what is read behind `begin`, up to its block's end: a bad block is written whole, or not at all."""
+        end = min(begin + (base - begin) % BLOCK_BYTES, damage_end)
+        return self._disk.read(log_name(base), begin - base, end - begin)
 
     def _overwrite(self, base: int, at: int, data: bytes, *, is_last: bool) -> None:
         """Write over damage in the segment at `base`; `is_last`: the segment is closed and ends there.

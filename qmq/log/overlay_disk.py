@@ -14,6 +14,7 @@ from pathlib import Path
 from qmq.codec import Buffer
 from qmq.errors import DiskFailed
 from qmq.log.disk import failing, read_over_bad_blocks
+from qmq.log.system import System
 
 
 class OverlayDisk:
@@ -69,7 +70,7 @@ class OverlayDisk:
         if size <= 0:
             return b""
         with failing(name), open(self._root / name, "rb") as file:
-            return read_over_bad_blocks(file.fileno(), name, offset, size)
+            return read_over_bad_blocks(System(), file.fileno(), name, offset, size)
 
     def map(self, name: str) -> Buffer:
         return self.read(name, 0, self.size(name))

@@ -9,9 +9,10 @@ behind than `keep_bytes` is dropped. Measured, 1 KiB messages through master and
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from typing import NamedTuple, Protocol
+
+from qmq.log.system import System
 
 STEP_BYTES = 8 << 20
 """Ranges are dropped in steps of this size: a call per commit would cost more than it gives."""
@@ -31,7 +32,8 @@ class _Range(NamedTuple):
 class PageCache:
     """The window of one disk. Made by it; `synced` on the thread that writes."""
 
-    def __init__(self, keep_bytes: int) -> None:
+    def __init__(self, system: System, keep_bytes: int) -> None:
+        self._system = system
         self._keep_bytes = keep_bytes
         self._ranges: deque[_Range] = deque()
         self._bytes = 0
@@ -47,7 +49,7 @@ class PageCache:
         while self._bytes > self._keep_bytes + STEP_BYTES and len(self._ranges) > 1:
             oldest = self._ranges.popleft()
             self._bytes -= oldest.end - oldest.begin
-            _drop(oldest)
+            self._drop(oldest)
 
     def was_read(self, file: OpenFile, begin: int, end: int) -> None:
         """`[begin, end)` was read; drop it unless it belongs to the newest part."""
@@ -57,8 +59,7 @@ class PageCache:
         except RuntimeError:  # the writer's thread changed them just now; what stays in the cache does no harm
             return
         if not is_new:
-            _drop(_Range(file, begin, end))
+            self._drop(_Range(file, begin, end))
 
-
-def _drop(gone: _Range) -> None:
-    os.posix_fadvise(gone.file.fd, gone.begin, gone.end - gone.begin, os.POSIX_FADV_DONTNEED)
+    def _drop(self, gone: _Range) -> None:
+        self._system.drop_cached(gone.file.fd, gone.begin, gone.end)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -44,17 +44,6 @@ class Clock:
         return time.monotonic_ns() // 1_000_000 + self.skipped_ms
 
 
-class Shelf(MemoryDisk):
-    """A memory disk that nobody unplugs: it need not know what would be lost."""
-
-    def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
-        super().write(name, offset, buffers)
-        self._files[name].unsynced.clear()
-
-    def sync(self, name: str) -> None:
-        """All of it is kept already."""
-
-
 class Copy(Generic[M]):
     """One process of the copies, and the world around its core (`qmq.replication.ports.Host`).
 
@@ -66,7 +55,7 @@ class Copy(Generic[M]):
         self, name: str, *, settings: CopySettings, clock: Clock, happened: Callable[[], None],
         failed: Callable[[Exception], None], promote: Callable[[Promotion], M],
     ) -> None:  # fmt: skip
-        disk = Shelf()
+        disk = MemoryDisk()
         self._loop = asyncio.get_running_loop()
         self._clock, self._happened, self._failed = clock, happened, failed
         self._pass_is_due = False

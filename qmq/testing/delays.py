@@ -24,13 +24,14 @@ from qmq.delayserver.messages import Messages, read_messages
 from qmq.delayserver.schedule import Schedule, discard
 from qmq.delayserver.settings import DelaySettings
 from qmq.errors import AccessError, AskAnotherBroker, CallError, QmqError, from_code
+from qmq.log.memory_disk import MemoryDisk
 from qmq.message import Message
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import Packet
 from qmq.replication.master import Promotion
 from qmq.testing.acceptor import Acceptor
-from qmq.testing.copies import Clock, Copies, Copy, Shelf
+from qmq.testing.copies import Clock, Copies, Copy
 
 COMMANDS = frozenset({Command.PRODUCE, Command.CANCEL, Command.RESCHEDULE, Command.RECUR})
 TURNS_MAX = 2_000
@@ -56,7 +57,7 @@ class DelayCopy(Copy[DelayMaster]):
         super().__init__(
             name, settings=SETTINGS, clock=clock, happened=happened, failed=failed, promote=promote
         )  # fmt: skip
-        shelf, message_log = Shelf(), self.node.log
+        shelf, message_log = MemoryDisk(), self.node.log
         segment_ms, keep_ms = SETTINGS.segment_minutes * 60_000, int(SETTINGS.sent_hours * 3_600_000)
 
         def make(log_start: int) -> Schedule:

@@ -37,6 +37,7 @@ class DelayMachine(Machine):
 
     def make_process(self) -> DelayProcess:
         self.shelf.heal()
+        self.shelf.reopen()
         return DelayProcess(self)
 
     def _lose_unsynced(self) -> None:

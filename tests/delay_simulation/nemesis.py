@@ -40,7 +40,7 @@ class DelayNemesis(Nemesis):
     def shelf_refuses(self) -> bool:
         """The disk fails within a flush or a checkpoint."""
         shelf = self._machine().shelf
-        shelf.fail_at = shelf.calls + self._rng.randint(1, 12)
+        shelf.fail_after(self._rng.randint(1, 40))
         return True
 
     def shelf_lost(self) -> bool:
@@ -48,7 +48,7 @@ class DelayNemesis(Nemesis):
         machine = self._machine()
         machine.die("its schedule is lost", power=self._rng.random() < 0.5)
         machine.shelf.heal()
-        names = sorted(machine.shelf._files)
+        names = machine.shelf.all_names()
         for name in names if self._rng.random() < 0.3 else self._rng.sample(names, len(names) // 2):
             machine.shelf.remove(name)
         return bool(names)
@@ -56,12 +56,11 @@ class DelayNemesis(Nemesis):
     def shelf_flips(self) -> bool:
         """One bit of the schedule, whether a process uses it or not."""
         shelf = self._machine().shelf
-        names = sorted(name for name, file in shelf._files.items() if len(file.durable))
+        names = [name for name in shelf.all_names() if shelf.file_bytes(name)]
         if not names:
             return False
         name = self._rng.choice(names)
-        file = shelf._files[name]
-        file.data[self._rng.randrange(len(file.data))] ^= 1 << self._rng.randrange(8)
+        shelf.flip(name, self._rng.randrange(8 * shelf.file_bytes(name)))
         return True
 
     def group_away(self) -> bool:

@@ -12,6 +12,7 @@ from multiprocessing import Pool
 
 from tests.delay_simulation.nemesis import FAULTS
 from tests.delay_simulation.world import simulate
+from tests.simulation.coverage import Met, never_met
 from tests.simulation.run import print_outcome
 
 MUST_OCCUR = (
@@ -40,10 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(seeds: range, jobs: int) -> int:
     began, counts, failed = time.monotonic(), Counter[str](), []
+    met: Met = Counter()
     steps = acknowledged = stored = 0
     with Pool(jobs, initializer=logging.disable, initargs=(logging.CRITICAL,)) as pool:
         for outcome in pool.imap_unordered(simulate, seeds, chunksize=4):
             counts += outcome.counts
+            met.update(outcome.met)
             steps += outcome.steps
             acknowledged += outcome.acknowledged
             stored += outcome.delivered
@@ -53,6 +56,7 @@ def run(seeds: range, jobs: int) -> int:
     took_s = time.monotonic() - began
     for name in sorted(counts):
         print(f"{counts[name]:>10}  {name}")
+    print("\n".join(["states that a fault never met:", *never_met(met, FAULTS)]))
     missing = [name for name in MUST_OCCUR if not counts[name]]
     print(
         f"{len(seeds)} seeds in {took_s:.1f} s: {len(seeds) / took_s:.1f} seeds/s with {jobs} jobs, "

@@ -251,5 +251,5 @@ def simulate(seed: int) -> Outcome:
     events, oracle = world.events, world.oracle
     return Outcome(
         seed, events.hash, events.steps, len(oracle.acked), sum(map(len, oracle.places.values())), events.counts,
-        failure, tuple(f"{at_us / 1000:10.2f}  {what}" for at_us, what in events.recent) if failure else (),
+        events.met, failure, tuple(f"{at_us / 1000:10.2f}  {what}" for at_us, what in events.recent) if failure else (),
     )  # fmt: skip

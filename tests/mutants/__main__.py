@@ -21,7 +21,7 @@ from tests.mutants.hunt import ROOT, hunt
 from tests.mutants.operators import Mutant, mutants
 
 AREAS = ("qmq/log", "qmq/replication", "broker")
-APART = {"qmq/log/memory_disk.py", "qmq/log/overlay_disk.py"}
+APART = {"qmq/log/memory_disk.py", "qmq/log/memory_system.py", "qmq/log/overlay_disk.py"}
 """Disks of simulators and of `qmq inspect`: no promise rests on them."""
 TESTS = ["tests/unit/log", "tests/unit/replication", "tests/unit/broker", "tests/transcripts", "tests/property",
          "tests/golden", "tests/unit/server/test_metrics.py"]  # fmt: skip

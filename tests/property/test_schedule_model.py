@@ -18,7 +18,7 @@ from qmq.delayserver.schedule import DamagedSchedule, Filed, Schedule, State, di
 from qmq.delayserver.wheel import Wheel
 from qmq.errors import DiskFailed
 from qmq.log.delays import Outcome, Place
-from qmq.log.memory_disk import FaultyDisk
+from qmq.log.memory_disk import MemoryDisk
 from tests.unit.delayserver.delay_log import HOUR_MS, DelayLog, delayed, drop_before, places
 
 DUES = st.integers(0, 20).map(lambda step: step * HOUR_MS // 4)
@@ -39,7 +39,7 @@ class Known:
 class ScheduleAndDict(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.log, self.disk = DelayLog(), FaultyDisk()
+        self.log, self.disk = DelayLog(), MemoryDisk()
         self.known: dict[int, Known] = {}
         self.flying: dict[tuple[int, int], list[int]] = {}
         self.count = self.now_ms = self.loaded_until_ms = 0
@@ -204,7 +204,7 @@ class ScheduleAndDict(RuleBasedStateMachine):
     def crash(self, seed: int, calls: int, segment_ms: int) -> None:
         """In the middle of a flush, if there is one."""
         if self.flush is not None:
-            self.disk.fail_at = self.disk.calls + calls
+            self.disk.fail_after(calls)
             try:
                 self.flush.perform()
             except DiskFailed:
@@ -234,7 +234,7 @@ class ScheduleAndDict(RuleBasedStateMachine):
             discard(self.disk)
             self.open()
         else:
-            self.disk._files = image._files
+            self.disk.put_back(image)
 
     @precondition(lambda self: self.flush is None and len(self.log.frames) > 2)
     @rule(part=st.integers(1, 100))

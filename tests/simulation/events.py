@@ -8,6 +8,8 @@ from collections.abc import Callable
 from random import Random
 from zlib import crc32
 
+from tests.simulation.coverage import Met
+
 Call = Callable[[], None]
 KEPT_EVENTS = 60
 
@@ -26,6 +28,7 @@ class Events:
         self.steps = 0
         self.counts: Counter[str] = Counter()
         """Faults injected and situations reached, by name."""
+        self.met: Met = Counter()
         self.recent: deque[tuple[int, str]] = deque(maxlen=KEPT_EVENTS)
         self._hash = 0
         self._queue: list[tuple[int, int, Call]] = []

@@ -88,6 +88,9 @@ class Machine:
         self.is_put_back = False
         """Its disk forgot what it had fsynced, and it has not got all of that again."""
         self.was_put_back = False
+        self.had_end = 0
+        """Where its log ended when it died last, while it is put back: what it confirmed may still be on the way."""
+        self._last_end = 0
         self.forgot = NO_EPOCH
         """The newest epoch that its disk knew when it was put back: up to there, it may use epochs again."""
         self.stays_down = False
@@ -131,12 +134,13 @@ class Machine:
         self.lives += 1
         if events.chance(self.world.swarm.crash_in_recovery):
             events.count("crash in recovery")
-            self.disk.fail_at = self.disk.calls + events.rng.randint(1, 6)
+            self.disk.fail_after(events.rng.randint(1, 20))
         else:
             self.disk.heal()
         if events.chance(0.3):
             self._check_recovery()
         try:
+            self.disk.reopen()
             self.process = self.make_process()
         except DiskFailed:
             events.note(f"{self.name} dies in recovery")
@@ -161,10 +165,12 @@ class Machine:
         events.note(f"{self.name} dies: {why}")
         process.is_alive = False
         self.process = None
+        self._last_end = process.log.flushed_end
         self.world.network.host_died(self.name, power=power)
         if power and process.performing is not None and events.chance(0.7):
             self._die_while_writing(process)
         self.disk.heal()
+        self.disk.close()
         if power:
             self._lose_unsynced()
         self.start_later()
@@ -173,7 +179,7 @@ class Machine:
         """The power goes between two calls of a commit."""
         assert process.performing is not None
         self.disk.heal()
-        self.disk.fail_at = self.disk.calls + self.world.events.rng.randint(1, 8)
+        self.disk.fail_after(self.world.events.rng.randint(1, 25))
         try:
             process.log.perform(process.performing)
         except DiskFailed:
@@ -181,6 +187,13 @@ class Machine:
 
     def _lose_unsynced(self) -> None:
         self.disk.crash(self.world.events.rng if self.world.events.chance(0.8) else None)
+        if self.disk.system.forgot_synced:
+            self.forgot_what_it_had()
+
+    def forgot_what_it_had(self) -> None:
+        """Its disk lost what was fsynced."""
+        self.is_put_back = self.was_put_back = True
+        self.had_end = self._last_end
 
     def _check_recovery(self) -> None:
         """I17: recovering twice gives the same as once, and both the same as folding every frame."""

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from qmq.errors import CorruptFrame
+from qmq.log.disk import BLOCK_BYTES
 from qmq.types import Role
-from tests.simulation.disk import Image
+from tests.simulation.coverage import states_of
+from tests.simulation.disk import SimulatedDisk
 from tests.simulation.registry import META
 
 if TYPE_CHECKING:
@@ -24,12 +26,14 @@ class Nemesis:
         self._is_active = True
         faults = self.faults()
         names = list(faults)
-        enabled = [name for name in names if self._rng.random() < 0.6] or names
+        enabled = [name for name in names if self._rng.random() < 0.6 or name == world.favoured] or names
         self._choices = [(faults[name], name) for name in enabled]
         self._weights = [self._rng.random() * WEIGHTS.get(name, 1.0) + 0.02 for name in enabled]
+        if world.favoured:
+            self._weights[enabled.index(world.favoured)] = sum(self._weights)
         self.victim = self._rng.choice(world.machines)
         """The only machine whose disk loses what was fsynced: two lost disks are not covered."""
-        self._image: Image | None = None
+        self._image: SimulatedDisk | None = None
         self._image_of = ""
         self._again()
 
@@ -47,8 +51,10 @@ class Nemesis:
         if not self._is_active:
             return
         ((fault, name),) = self._rng.choices(self._choices, self._weights)
+        states = [state for machine in self._world.machines for state in states_of(machine)]
         if fault(self):
             self._events.count(name)
+            self._events.met.update((name, state) for state in states)
             self._events.note(f"nemesis: {name}")
         self._again()
 
@@ -74,7 +80,42 @@ class Nemesis:
 
     def refuse(self) -> bool:
         disk = self._machine().disk
-        disk.fail_at = disk.calls + self._rng.randint(1, 25)
+        disk.fail_after(self._rng.randint(1, 80))
+        return True
+
+    def errs_once(self) -> bool:
+        """One call fails; if it is an fsync, what it was to keep may be lost, and the next one does not say so."""
+        system = self._machine().disk.system
+        system.fails_once_at = system.calls + self._rng.randint(1, 80)
+        return True
+
+    def no_space(self) -> bool:
+        """Each call that needs space fails: what is reserved for progress is gone, too."""
+        self._machine().disk.system.is_full = True
+        return True
+
+    def flush_lies(self) -> bool:
+        """A flush says that data is on the disk that is not; then the power goes."""
+        world, victim = self._world, self.victim
+        victim.disk.system.is_lying = True
+        process = victim.process
+
+        def power() -> None:
+            if process is not None and process.is_alive and world.is_held_by_other(victim.name):
+                victim.die("power, and its flushes were lies", power=True)
+            victim.disk.system.is_lying = False
+
+        self._events.between(5, 300, power)
+        return True
+
+    def bad_block(self) -> bool:
+        """A block of one copy cannot be read any more."""
+        disk = self.victim.disk
+        files = [name for name in disk.log_files() if disk.file_bytes(name)]
+        if not files:
+            return False
+        name = self._rng.choice(files)
+        disk.go_bad(name, self._rng.randrange(-(-disk.file_bytes(name) // BLOCK_BYTES)))
         return True
 
     def disk_full(self) -> bool:
@@ -229,7 +270,7 @@ class Nemesis:
         victim.forgot = max(victim.forgot, process.node.identity.value.epoch)
         victim.die("its disk is put back", power=True)
         victim.disk.put_back(backup)
-        victim.is_put_back = victim.was_put_back = True
+        victim.forgot_what_it_had()
         return True
 
     def forgets_last_write(self) -> bool:
@@ -250,7 +291,7 @@ class Nemesis:
         size = victim.disk.file_bytes(f"log/{base:020d}.log")
         victim.disk.write(f"log/{base:020d}.log", begin - base, [bytes(max(0, size - (begin - base)))])
         victim.disk.sync(f"log/{base:020d}.log")
-        victim.is_put_back = victim.was_put_back = True
+        victim.forgot_what_it_had()
         return True
 
     def wipe(self) -> bool:
@@ -278,7 +319,8 @@ class Nemesis:
 FAULTS: dict[str, Callable[[Nemesis], bool]] = {
     name: getattr(Nemesis, name)
     for name in (
-        "kill", "power", "power_everywhere", "refuse", "disk_full", "cut", "cut_one_way", "cut_metaserver",
+        "kill", "power", "power_everywhere", "refuse", "errs_once", "no_space", "flush_lies",
+        "bad_block", "disk_full", "cut", "cut_one_way", "cut_metaserver",
         "cut_client", "slow_path", "reset", "half_open", "clock", "metaserver_down", "swap", "replace", "failover",
         "mark", "flip", "flip_while_down", "rotten_tail", "wipe", "back_up",
         "put_back", "forgets_last_write", "consumer_vanishes", "client_reconnects",
@@ -286,5 +328,6 @@ FAULTS: dict[str, Callable[[Nemesis], bool]] = {
 }  # fmt: skip
 WEIGHTS = {
     "power_everywhere": 0.5, "wipe": 0.3, "swap": 4.0, "replace": 1.5, "flip": 0.3, "flip_while_down": 0.3,
-    "clock": 0.3, "rotten_tail": 0.3, "back_up": 0.3, "put_back": 0.5, "forgets_last_write": 0.4,
+    "clock": 0.3, "rotten_tail": 0.3, "back_up": 0.3, "put_back": 0.5, "forgets_last_write": 0.4, "flush_lies": 0.4,
+    "bad_block": 0.3, "no_space": 0.5,
 }  # fmt: skip

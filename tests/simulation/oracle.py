@@ -190,6 +190,7 @@ class Oracle:
 
     def _is_refilled(self, machine: Machine, end: int) -> bool:
         process = machine.process
+        end = max(end, machine.had_end)
         machine.is_put_back = process is None or process.log.flushed_end < end or not self.has_it_again(process.log)
         return not machine.is_put_back
 

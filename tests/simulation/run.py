@@ -12,6 +12,7 @@ from functools import partial
 from multiprocessing import Pool
 from typing import Any
 
+from tests.simulation.coverage import Met, never_met
 from tests.simulation.nemesis import FAULTS
 from tests.simulation.world import Outcome, copies_of, simulate
 
@@ -52,10 +53,12 @@ def of_mix(seed: int, **kinds: Any) -> Outcome:
 
 def run(seeds: range, jobs: int, **kinds: Any) -> int:
     began, counts, failed = time.monotonic(), Counter[str](), []
+    met: Met = Counter()
     steps = acknowledged = delivered = 0
     with Pool(jobs, initializer=logging.disable, initargs=(logging.CRITICAL,)) as pool:
         for outcome in pool.imap_unordered(partial(of_mix, **kinds), seeds, chunksize=4):
             counts += outcome.counts
+            met.update(outcome.met)
             steps += outcome.steps
             acknowledged += outcome.acknowledged
             delivered += outcome.delivered
@@ -65,6 +68,7 @@ def run(seeds: range, jobs: int, **kinds: Any) -> int:
     took_s = time.monotonic() - began
     for name in sorted(counts):
         print(f"{counts[name]:>10}  {name}")
+    print("\n".join(["states that a fault never met:", *never_met(met, FAULTS)]))
     missing = [name for name in MUST_OCCUR if not counts[name] and kinds.get("copies", 2) == 2]
     print(
         f"{len(seeds)} seeds in {took_s:.1f} s: {len(seeds) / took_s:.1f} seeds/s with {jobs} jobs, "

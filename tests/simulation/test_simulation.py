@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulation.coverage import STATES, Met
 from tests.simulation.planted import BUGS, Bug, search
-from tests.simulation.run import MUST_OCCUR
+from tests.simulation.run import MUST_OCCUR, of_mix
 from tests.simulation.world import Outcome, simulate
 
 SEEDS = range(10_001, 10_161)
@@ -87,6 +88,24 @@ def test_every_promise_is_kept_with_three_copies() -> None:
         counts += outcome.counts
     names = ("failed over", "swapped", "promised", "row raised", "cut_off_master", "batch acknowledged")
     assert [name for name in names if not counts[name]] == []
+
+
+def test_seeds_that_found_something_find_it_no_more() -> None:
+    kept = (Path(__file__).parents[1] / "seeds" / "simulation.txt").read_text().splitlines()
+    seeds = [int(line.split()[0]) for line in kept if not line.startswith("#")]
+    for seed in seeds:
+        outcome = of_mix(seed)
+        events = "\n".join(outcome.recent)
+        assert not outcome.failure, f"{events}\nseed {outcome.seed}: {outcome.failure}"
+    assert seeds
+
+
+def test_each_state_of_a_copy_is_met_by_some_fault(outcomes: list[Outcome]) -> None:
+    met: Met = Counter()
+    for outcome in outcomes:
+        met.update(outcome.met)
+    states = {state for _, state in met}
+    assert [state for state in STATES if state not in states] == []
 
 
 @pytest.mark.parametrize("seed", [3, 7, 11])

@@ -16,6 +16,7 @@ from qmq.log.segments import index_name, snapshot_name
 from qmq.remoting.packet import Packet
 from qmq.types import Role
 from tests.simulation.clients import Client, Consumer, Producer
+from tests.simulation.coverage import Met
 from tests.simulation.events import Events, Violation
 from tests.simulation.machine import Limits, Machine
 from tests.simulation.many_copies import ManyCopies, ManyNemesis
@@ -107,6 +108,7 @@ class Outcome:
     acknowledged: int
     delivered: int
     counts: Counter[str]
+    met: Met
     failure: str = ""
     recent: tuple[str, ...] = ()
 
@@ -114,10 +116,15 @@ class Outcome:
 class World:
     """Everything that belongs to one seed."""
 
+    favoured = ""
+    """The fault that half of the strikes are, if any."""
+
     def __init__(
-        self, seed: int, *, moves: bool = False, fails_over: bool = False, copies: int = 2, min_copies: int = 2
-    ) -> None:
+        self, seed: int, *, moves: bool = False, fails_over: bool = False, copies: int = 2, min_copies: int = 2,
+        favoured: str = "",
+    ) -> None:  # fmt: skip
         self.events = Events(seed)
+        self.favoured = favoured
         self._moves, self._fails_over = moves, fails_over
         self.swarm = swarm = Swarm.draw(self.events.rng)
         self.oracle = Oracle(self.events)
@@ -289,11 +296,13 @@ def copies_of(seed: int) -> dict[str, int]:
 
 
 def simulate(
-    seed: int, *, moves: bool = False, fails_over: bool = False, copies: int = 2, min_copies: int = 2
-) -> Outcome:
+    seed: int, *, moves: bool = False, fails_over: bool = False, copies: int = 2, min_copies: int = 2,
+    favoured: str = "",
+) -> Outcome:  # fmt: skip
     """Run one seed to its end; a failure is in the outcome. `moves`: with an operator who moves consumer groups;
-    `fails_over`: with a metaserver that makes the slave the master by itself, as it always does with more `copies`."""
-    world = World(seed, moves=moves, fails_over=fails_over, copies=copies, min_copies=min_copies)
+    `fails_over`: with a metaserver that makes the slave the master by itself, as it always does with more `copies`;
+    `favoured`: the fault that half of the strikes are."""
+    world = World(seed, moves=moves, fails_over=fails_over, copies=copies, min_copies=min_copies, favoured=favoured)
     failure = ""
     try:
         world.run()
@@ -303,6 +312,7 @@ def simulate(
         failure = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-14)}"
     events = world.events
     return Outcome(
-        seed, events.hash, events.steps, len(world.oracle.acked), len(world.oracle.delivered), events.counts, failure,
+        seed, events.hash, events.steps, len(world.oracle.acked), len(world.oracle.delivered), events.counts,
+        events.met, failure,
         tuple(f"{at_us / 1000:10.2f}  {what}" for at_us, what in events.recent) if failure else (),
     )  # fmt: skip

@@ -401,7 +401,7 @@ def test_slave_never_cuts_below_what_it_knows_to_be_acknowledged():
         group.settle()
     group.cut()
     end = group.b.log.end
-    group.a.disk._files = older._files
+    group.a.disk.put_back(older)
     group.a.start()
     group.a.alone()
     group.connect()
@@ -647,7 +647,7 @@ def test_epoch_that_a_disk_put_back_uses_again_is_told_apart():
         group.settle()
     group.cut()
     end, epoch = group.b.log.end, group.a.master.epoch
-    group.a.disk._files = older._files
+    group.a.disk.put_back(older)
     group.a.start()
     group.a.alone()
     assert group.a.master.epoch == epoch and group.a.master.has_begun
@@ -666,7 +666,8 @@ def test_two_copies_that_both_confirmed_what_they_have_both_keep_it():
     older = group.a.disk.copy(), group.b.disk.copy()
     histories = []
     for name in ("here", "there"):
-        group.a.disk._files, group.b.disk._files = older[0].copy()._files, older[1].copy()._files
+        group.a.disk.put_back(older[0])
+        group.b.disk.put_back(older[1])
         group.a.start()
         group.b.start()
         group.start()
@@ -704,7 +705,7 @@ def given_back(*, nacked: bool):
         client.nack(begin, begin + 1, delay_ms=SETTINGS.lease_ms)
         group.settle()
     group.cut()
-    group.a.disk._files = older._files
+    group.a.disk.put_back(older)
     group.a.start()
     group.a.assign(Role.MASTER, 1)
     group.connect()

@@ -21,7 +21,7 @@ from qmq.broker.settings import BrokerSettings
 from qmq.codec import decode_envelope, encode_message, join_batch, split_batch
 from qmq.errors import ErrorCode, LogError, from_code
 from qmq.log import Commit, MessageLog
-from qmq.log.memory_disk import FaultyDisk
+from qmq.log.memory_disk import MemoryDisk
 from qmq.message import Message
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Nack, NackEntry, Produced, Pull, Verdict
@@ -145,7 +145,7 @@ class Broker:
 
     def __init__(self, name: str, settings: BrokerSettings = SETTINGS) -> None:
         self.name, self.settings = name, replace(settings, hostname=name)
-        self.disk, self.starts = FaultyDisk(), 0
+        self.disk, self.starts = MemoryDisk(), 0
         self.start()
 
     def start(self) -> None:

@@ -12,7 +12,7 @@ from qmq.codec import encode_labels, encode_message, with_properties
 from qmq.delayserver.templates import LABEL
 from qmq.errors import ErrorCode
 from qmq.log.frame import FLAG_LABELLED
-from qmq.log.memory_disk import FaultyDisk
+from qmq.log.memory_disk import MemoryDisk
 from qmq.log.segments import log_name
 from qmq.message import RECUR_CRON, RECUR_NAME, RECUR_OWNER, RECUR_ZONE, Message
 from tests.unit.delayserver.test_master import restart
@@ -392,7 +392,7 @@ def test_schedule_that_is_made_anew_goes_on():
     copies, producer = a_group()
     put(copies, producer, cron="* * * * *")
     run_until(copies, "2023-11-14T22:15")
-    copies.a.shelf = FaultyDisk()
+    copies.a.shelf = MemoryDisk()
     restart(copies)
     run_until(copies, "2023-11-14T22:18")
     assert times(copies) == minutes(14, 5)

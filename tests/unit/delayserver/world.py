@@ -15,7 +15,7 @@ from qmq.delayserver.schedule import Schedule, discard
 from qmq.delayserver.settings import DelaySettings
 from qmq.errors import NotServed
 from qmq.log import MessageLog
-from qmq.log.memory_disk import FaultyDisk
+from qmq.log.memory_disk import MemoryDisk
 from qmq.message import Message
 from qmq.remoting import commands
 from qmq.remoting.commands import Cancel, Command, Recur, RecurAction, Reschedule
@@ -93,7 +93,7 @@ class DelayServer(Broker):
     """One delay server. Its schedule lies on a disk of its own."""
 
     def __init__(self, name, settings=SETTINGS, senders=None):
-        self.shelf, self.senders = FaultyDisk(), senders or Senders()
+        self.shelf, self.senders = MemoryDisk(), senders or Senders()
         super().__init__(name, settings)
 
     def start(self):

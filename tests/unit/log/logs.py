@@ -9,7 +9,7 @@ from qmq.codec import encode_message, join_batch
 from qmq.log import MessageLog
 from qmq.log.fold import State, apply
 from qmq.log.frame import Frame, FrameKind, decode_frames, encode_json_body
-from qmq.log.memory_disk import FaultyDisk, MemoryDisk
+from qmq.log.memory_disk import MemoryDisk
 from qmq.log.progress import DEFERRED, EXPIRED, PASSED, encode_progress
 from qmq.log.retention import RetentionDecision, encode_retention
 from qmq.log.segments import read_raw, segment_bases
@@ -25,7 +25,7 @@ class Copy:
     def __init__(
         self, disk: MemoryDisk | None = None, *, segment_bytes: int = SEGMENT_BYTES, tail_bytes: int = 1 << 20
     ) -> None:
-        self.disk = disk if disk is not None else FaultyDisk()
+        self.disk = disk if disk is not None else MemoryDisk()
         self.segment_bytes, self.tail_bytes, self.epoch = segment_bytes, tail_bytes, Epoch(1, 1)
         self.log = MessageLog(self.disk, segment_bytes=segment_bytes, tail_bytes=tail_bytes)
 

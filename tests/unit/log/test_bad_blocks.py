@@ -141,3 +141,18 @@ def test_index_with_a_bad_block_is_made_again(disk, bad):
     bad(index_name(base), 0)
     log = copy.reopen()
     assert log.frames("s", 0, 100) == found
+
+
+def test_bad_block_of_which_the_other_copy_has_a_part_is_damage_behind_that_part(disk, bad):
+    """A block that cannot be read is written as a whole, or the process would die of it again and again."""
+    copy, other = a_copy(disk)
+    base = copy.log.bases[1]
+    bad(log_name(base), 0)
+    copy.log.damaged_at(base, "unreadable")
+    chunk = other.log.read(base, other.log.end, 1)
+    part = chunk.data[: chunk.frames[0].end - base]
+    assert len(part) < BLOCK_BYTES < copy.log.damage.end - base
+    copy.log.repair(part)
+    assert copy.log.damage.begin == base + len(part)
+    mend(copy, other)
+    assert copy.log.damage is None and copy.whole() == other.whole()

@@ -8,6 +8,7 @@ import pytest
 
 from qmq.log import page_cache
 from qmq.log.page_cache import STEP_BYTES, PageCache
+from qmq.log.system import System
 
 KEEP = 4 * STEP_BYTES
 
@@ -31,25 +32,25 @@ def written(cache: PageCache, file: File, *, pieces: int, of: int = STEP_BYTES, 
 
 
 def test_nothing_is_dropped_while_it_fits(dropped):
-    written(PageCache(KEEP), File(1), pieces=5, at=1 << 40)
+    written(PageCache(System(), KEEP), File(1), pieces=5, at=1 << 40)
     assert dropped == []
 
 
 def test_what_is_too_far_behind_is_dropped_oldest_first(dropped):
-    cache = PageCache(KEEP)
+    cache = PageCache(System(), KEEP)
     written(cache, File(1), pieces=8, at=1 << 40)
     begin = 1 << 40
     assert dropped == [(1, begin + n * STEP_BYTES, begin + (n + 1) * STEP_BYTES) for n in range(3)]
 
 
 def test_many_small_writes_are_dropped_as_one_range(dropped):
-    cache, small = PageCache(KEEP), STEP_BYTES // 8
+    cache, small = PageCache(System(), KEEP), STEP_BYTES // 8
     written(cache, File(1), pieces=8 * 6, of=small)
     assert dropped == [(1, 0, STEP_BYTES)]
 
 
 def test_a_new_segment_is_a_range_of_its_own(dropped):
-    cache = PageCache(KEEP)
+    cache = PageCache(System(), KEEP)
     cache.synced(File(1), 0, 100)
     written(cache, File(2), pieces=6, at=100)
     assert dropped == [(1, 0, 100), (2, 100, 100 + STEP_BYTES)]
@@ -61,7 +62,7 @@ def test_a_new_segment_is_a_range_of_its_own(dropped):
 )
 def test_what_was_read_stays_only_if_it_is_of_the_newest_part(dropped, fd, begin, end, is_dropped):
     files = {1: File(1), 2: File(2)}
-    cache = page_cache.PageCache(KEEP)
+    cache = page_cache.PageCache(System(), KEEP)
     cache.synced(files[1], 100, 200)
     cache.was_read(files[fd], begin, end)
     assert dropped == ([(fd, begin, end)] if is_dropped else [])

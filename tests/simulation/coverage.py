@@ -1,0 +1,40 @@
+"""Which fault met which state of which table: of every copy, whenever something goes wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from qmq.log.health import HEALTH
+from qmq.replication.follower import FOLLOWER
+from qmq.replication.slave_life import SLAVE
+
+if TYPE_CHECKING:
+    from tests.simulation.machine import Machine
+
+STATES = [
+    f"{table.name}.{state.name}" for table in (FOLLOWER, SLAVE, HEALTH) for state in type(table.initial)
+]  # fmt: skip
+
+Met = Counter[tuple[str, str]]
+"""(fault, state) -> how often."""
+
+
+def states_of(machine: Machine) -> Iterator[str]:
+    """Name the states that one copy is in; none while no process runs."""
+    if machine.process is None:
+        return
+    node = machine.process.node
+    yield f"{HEALTH.name}.{node.log.health.state.name}"
+    if node.master is not None:
+        yield from (f"{FOLLOWER.name}.{watch.follower.state.name}" for watch in node.master.slaves.all)
+    elif node.slave is not None:
+        yield f"{SLAVE.name}.{node.slave.life.state.name}"
+
+
+def never_met(met: Met, faults: Iterable[str]) -> Iterator[str]:
+    """Say for each fault which states it never met."""
+    for fault in faults:
+        if missing := [state for state in STATES if not met[fault, state]]:
+            yield f"{fault}: {', '.join(missing)}"
