@@ -93,10 +93,12 @@ class Answer:
                     broken[name].append((row["offset"], row["end"]))
         hurt = {name: min(ranges)[0] for name, ranges in broken.items()}
         due = [
-            (name, row) for copy, row in self._findings for name in self._of(copy)
+            (name, row)
+            for copy, row in self._findings
+            for name in self._of(copy)
             if not (row["seen"] is not None and row["seen"] >= hurt.get(name, 1 << 64))
             and not ("due" in row and _lies_in(broken[name], row["due"], row["offset"]))
-        ]  # fmt: skip
+        ]
         batches = {row["offset"] for _, row in due if row["what"] == Kind.BATCH_TWICE}
         due = [(name, row) for name, row in due if row["what"] != Kind.ID_TWICE or row["offset"] not in batches]
         more: Counter[str] = Counter()

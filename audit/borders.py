@@ -39,9 +39,11 @@ class Borders:
             yield from self._continues(row, first)
         self._end, self._chain = row["end"], row["chain"]
         self._line = Line(
-            self._until_ms, max(self._line.epoch, Epoch(row["first"], row["last"])),
-            max(self._line.watermark, row["value"]), row["total"],
-        )  # fmt: skip
+            self._until_ms,
+            max(self._line.epoch, Epoch(row["first"], row["last"])),
+            max(self._line.watermark, row["value"]),
+            row["total"],
+        )
         self._line.last_epoch = Epoch(*map(int, row["text"].split(".")))
 
     def _continues(self, row: dict[str, Any], first: Frame) -> Iterator[dict[str, Any]]:
@@ -63,6 +65,12 @@ class Borders:
 def _finding(row: dict[str, Any], frame: Frame, what: Kind, text: str) -> dict[str, Any]:
     sequence = frame.first_sequence if frame.kind == FrameKind.MESSAGES else None
     return {
-        "what": what, "copy": "", "offset": frame.offset, "end": frame.end, "subject": frame.subject or None,
-        "sequence": sequence, "id": None, "text": text,
-    }  # fmt: skip
+        "what": what,
+        "copy": "",
+        "offset": frame.offset,
+        "end": frame.end,
+        "subject": frame.subject or None,
+        "sequence": sequence,
+        "id": None,
+        "text": text,
+    }

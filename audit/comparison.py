@@ -11,9 +11,21 @@ from qmq.audit.kinds import Kind
 from qmq.audit.schema import COPIES, FINDINGS, MASTER, SLAVE
 
 _COMPARED = (
-    "end", "kind", "flags", "term", "boot", "subject", "first_sequence", "count", "high_watermark", "timestamp_ms",
-    "producer", "batch", "body_crc", "body_bytes",
-)  # fmt: skip
+    "end",
+    "kind",
+    "flags",
+    "term",
+    "boot",
+    "subject",
+    "first_sequence",
+    "count",
+    "high_watermark",
+    "timestamp_ms",
+    "producer",
+    "batch",
+    "body_crc",
+    "body_bytes",
+)
 _MESSAGES = ("subject", "first_sequence", "count")
 """What names the messages of a frame, wherever it stands."""
 _SAME = ("kind", "subject", "first_sequence", "count", "timestamp_ms", "body_crc", "body_bytes")
@@ -43,8 +55,10 @@ def compare(master: DataFrame, slave: DataFrame, damaged: DataFrame, watermark: 
     """
     sides, shifted = _without_shifted(master, slave)
     hurt = {copy: damaged.where(F.col("d_copy") == copy) for copy in COPIES}
-    only = [_only(sides[MASTER], sides[SLAVE], hurt[SLAVE], Kind.MISSING, watermark),
-            _only(sides[SLAVE], sides[MASTER], hurt[MASTER], Kind.EXTRA, watermark)]  # fmt: skip
+    only = [
+        _only(sides[MASTER], sides[SLAVE], hurt[SLAVE], Kind.MISSING, watermark),
+        _only(sides[SLAVE], sides[MASTER], hurt[MASTER], Kind.EXTRA, watermark),
+    ]
     m, s = sides[MASTER].alias("m"), sides[SLAVE].alias("s")
     named = F.concat_ws(
         ", ", *(F.when(~F.col(f"m.{name}").eqNullSafe(F.col(f"s.{name}")), F.lit(name)) for name in _COMPARED)
@@ -52,9 +66,13 @@ def compare(master: DataFrame, slave: DataFrame, damaged: DataFrame, watermark: 
     pairs = m.join(s, F.col("m.offset") == F.col("s.offset")).withColumn("differs", named)
     pairs = pairs.where((F.col("differs") != "") | (F.col("m.chain") != F.col("s.chain")))
     moved = sides[SLAVE].select(*_MESSAGES, F.lit(True).alias("moved")).where("count > 0")
-    flat = pairs.select("m.offset", "m.end", *(f"m.{name}" for name in _MESSAGES), "differs",
-                        (F.struct("m.subject", "m.first_sequence") != F.struct("s.subject", "s.first_sequence"))
-                        .alias("other"))  # fmt: skip
+    flat = pairs.select(
+        "m.offset",
+        "m.end",
+        *(f"m.{name}" for name in _MESSAGES),
+        "differs",
+        (F.struct("m.subject", "m.first_sequence") != F.struct("s.subject", "s.first_sequence")).alias("other"),
+    )
     flat = flat.join(moved.distinct(), [*_MESSAGES], "left")
     what = (
         F.when(F.col("differs") == "", Kind.HISTORY.value)
@@ -81,7 +99,7 @@ def _without_shifted(master: DataFrame, slave: DataFrame) -> tuple[dict[str, Dat
             *_SAME, F.col("offset").alias(f"{name}_offset"), F.col("end").alias(f"{name}_end")
         )
         for name, side in ((MASTER, master), (SLAVE, slave))
-    )  # fmt: skip
+    )
     both = ours.join(theirs, [*_SAME]).withColumn("by", F.col("slave_offset") - F.col("master_offset"))
     often = both.where("by != 0").groupBy("by").count().where(F.col("count") >= SHIFTED_FRAMES_MIN)
     often = often.orderBy(F.desc("count"), "by").limit(SHIFTS_MAX)
@@ -89,14 +107,20 @@ def _without_shifted(master: DataFrame, slave: DataFrame) -> tuple[dict[str, Dat
     order = Window.partitionBy("master_offset").orderBy(F.desc("of"), "by")
     pairs = pairs.withColumn("nth", F.row_number().over(order)).where("nth = 1")
     spans = pairs.groupBy("by").agg(
-        F.min("master_offset").alias("offset"), F.max("master_end").alias("end"), F.count("*").alias("frames"),
-        F.sum("count").alias("messages"), F.min_by("subject", "master_offset").alias("subject"),
+        F.min("master_offset").alias("offset"),
+        F.max("master_end").alias("end"),
+        F.count("*").alias("frames"),
+        F.sum("count").alias("messages"),
+        F.min_by("subject", "master_offset").alias("subject"),
         F.min_by("first_sequence", "master_offset").alias("first"),
-    )  # fmt: skip
+    )
     text = F.format_string(
-        "%d frames with %d messages stand %d bytes further %s in the slave", "frames", "messages", F.abs("by"),
+        "%d frames with %d messages stand %d bytes further %s in the slave",
+        "frames",
+        "messages",
+        F.abs("by"),
         F.when(F.col("by") > 0, "on").otherwise("back"),
-    )  # fmt: skip
+    )
     columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit(SLAVE)}
     found = spans.select(*finding(Kind.SHIFTED, text, sequence=F.col("first"), **columns), "frames")
     left = {
@@ -120,9 +144,11 @@ def _only(has: DataFrame, lacks: DataFrame, damaged: DataFrame, what: Kind, wate
     alone = alone.withColumn("run", F.sum(F.col("begins").cast("long")).over(order))
     runs = alone.groupBy("what", "due", "run").agg(
         *(F.min_by(name, "offset").alias(name) for name in ("subject", "first_sequence")),
-        F.min("offset").alias("offset"), F.max("end").alias("end"), F.sum("count").alias("messages"),
+        F.min("offset").alias("offset"),
+        F.max("end").alias("end"),
+        F.sum("count").alias("messages"),
         F.count("*").alias("frames"),
-    )  # fmt: skip
+    )
     lacking = SLAVE if what == Kind.MISSING else MASTER
     text = F.format_string(f"%d frames with %d messages; the {lacking} lacks them", "frames", "messages")
     columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit(SLAVE)}

@@ -123,15 +123,18 @@ def _waiting(found: DataFrame, closed: Mapping[str, Sequence[str]]) -> Iterator[
 
 def _not_there(spark: SparkSession, rows: DataFrame, targets: Sequence[Source]) -> DataFrame | None:
     """Return batches that targets acknowledged and lack (`due.not_there`); None if there is none to be looked for."""
-    asked = {row["target"]: row["at_ms"] for row in rows.where("event = 'planned'").groupBy("target").agg(
-        F.min("timestamp_ms").alias("at_ms")).collect()}  # fmt: skip
+    asked = {
+        row["target"]: row["at_ms"]
+        for row in rows.where("event = 'planned'").groupBy("target").agg(F.min("timestamp_ms").alias("at_ms")).collect()
+    }
     sources = [source for source in targets if source.group in asked]
     if not sources:
         return None
     since = [(source.group, _kept_since(source)) for source in sources]
-    frames = reduce(DataFrame.unionByName, [
-        _table(spark, source, "frames", since=max(0, asked[source.group] - CLOCK_MS)) for source in sources
-    ])  # fmt: skip
+    frames = reduce(
+        DataFrame.unionByName,
+        [_table(spark, source, "frames", since=max(0, asked[source.group] - CLOCK_MS)) for source in sources],
+    )
     return due.not_there(rows, frames, spark.createDataFrame(since, "target string, since_ms long"))
 
 

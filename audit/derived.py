@@ -29,8 +29,18 @@ HEADERS_BYTES = 32 << 10
 """Read at once. The messages of a frame are not needed, so larger ones are passed over."""
 _DAMAGE = (ValueError, LookupError, TypeError, zlib.error)
 """What a snapshot raises that is none."""
-_FIELDS = ("chain", "high_watermark", "timestamp_ms", "epochs", "next_sequence", "groups", "producers", "ordered",
-           "kept", "retry_ms")  # fmt: skip
+_FIELDS = (
+    "chain",
+    "high_watermark",
+    "timestamp_ms",
+    "epochs",
+    "next_sequence",
+    "groups",
+    "producers",
+    "ordered",
+    "kept",
+    "retry_ms",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,25 +36,37 @@ def fates(delays: DataFrame, now_ms: int) -> DataFrame:
     """
     planned = delays.where("event = 'planned'").select("number", "producer", "batch", "target", "timestamp_ms")
     settled = delays.where("event in ('stored', 'not_stored')").select("producer", "batch", F.col("event").alias("as"))
-    tries = planned.join(settled, ["producer", "batch"], "left").groupBy("number").agg(
-        F.min(F.when(F.col("as") == "stored", F.col("timestamp_ms"))).alias("sent_ms"),
-        F.max(F.when(F.col("as").isNull(), F.col("timestamp_ms"))).alias("open_ms"),
-        F.max_by("target", "timestamp_ms").alias("target"),
-    )  # fmt: skip
+    tries = (
+        planned.join(settled, ["producer", "batch"], "left")
+        .groupBy("number")
+        .agg(
+            F.min(F.when(F.col("as") == "stored", F.col("timestamp_ms"))).alias("sent_ms"),
+            F.max(F.when(F.col("as").isNull(), F.col("timestamp_ms"))).alias("open_ms"),
+            F.max_by("target", "timestamp_ms").alias("target"),
+        )
+    )
     gone = delays.where("event in ('cancelled', 'replaced')").groupBy("number").agg(F.max("event").alias("gone"))
     usual = delays.where("event = 'planned'").groupBy("subject").agg(F.collect_set("target").alias("usual"))
     taken = delays.where("event = 'taken'").select("subject", "number", "due_ms", "offset")
     found = taken.join(tries, "number", "left").join(gone, "number", "left").join(F.broadcast(usual), "subject", "left")
     targets = F.when(F.col("open_ms").isNotNull(), F.array("target")).otherwise(F.col("usual"))
     state = (
-        F.when(F.col("sent_ms").isNotNull(), "stored").when(F.col("gone").isNotNull(), F.col("gone"))
+        F.when(F.col("sent_ms").isNotNull(), "stored")
+        .when(F.col("gone").isNotNull(), F.col("gone"))
         .when(F.col("open_ms") >= now_ms - UNSENT_MS, "under_way")
-        .when(F.col("due_ms") >= now_ms - UNSENT_MS, "pending").otherwise("unsent")
-    )  # fmt: skip
+        .when(F.col("due_ms") >= now_ms - UNSENT_MS, "pending")
+        .otherwise("unsent")
+    )
     return found.select(
-        "subject", "number", "due_ms", "offset", (F.col("sent_ms") - F.col("due_ms")).alias("late_ms"), "open_ms",
-        targets.alias("targets"), state.alias("state"),
-    )  # fmt: skip
+        "subject",
+        "number",
+        "due_ms",
+        "offset",
+        (F.col("sent_ms") - F.col("due_ms")).alias("late_ms"),
+        "open_ms",
+        targets.alias("targets"),
+        state.alias("state"),
+    )
 
 
 def account(found: DataFrame) -> DataFrame:
@@ -78,9 +90,12 @@ def unsent(found: DataFrame) -> DataFrame:
     """
     due = F.concat(F.lit("due at "), _moment(F.col("due_ms")))
     planned = F.concat(
-        F.lit(", planned for "), F.col("targets")[0], F.lit(" at "), _moment(F.col("open_ms")),
+        F.lit(", planned for "),
+        F.col("targets")[0],
+        F.lit(" at "),
+        _moment(F.col("open_ms")),
         F.lit(", and what became of that is unknown"),
-    )  # fmt: skip
+    )
     text = F.concat(due, F.coalesce(planned, F.lit(", and neither sent nor cancelled")))
     return found.where("state = 'unsent'").select(
         "subject", F.col("number").alias("sequence"), "offset", text.alias("text"), "targets"
@@ -102,17 +117,22 @@ def not_there(delays: DataFrame, frames: DataFrame, since: DataFrame) -> DataFra
     in: since: target string, since_ms long; out: as `unsent`, of the first message.
     """
     stored = delays.where("event = 'stored'").select("producer", "batch").distinct()
-    batches = delays.where("event = 'planned'").groupBy("target", "subject", "producer", "batch", "offset").agg(
-        F.min("number").alias("sequence"), F.count("*").alias("messages"), F.min("timestamp_ms").alias("at_ms")
-    )  # fmt: skip
+    batches = (
+        delays.where("event = 'planned'")
+        .groupBy("target", "subject", "producer", "batch", "offset")
+        .agg(F.min("number").alias("sequence"), F.count("*").alias("messages"), F.min("timestamp_ms").alias("at_ms"))
+    )
     due = batches.join(stored, ["producer", "batch"]).join(since, "target").where("at_ms > since_ms")
-    kept = frames.where(f"kind = {MESSAGES}").select(
-        F.col("broker_group").alias("target"), "producer", "batch"
-    ).distinct()  # fmt: skip
+    kept = (
+        frames.where(f"kind = {MESSAGES}").select(F.col("broker_group").alias("target"), "producer", "batch").distinct()
+    )
     text = F.format_string(
-        "%d messages, batch %d of producer %s: acknowledged, and not in the log of %s", "messages", "batch", "producer",
+        "%d messages, batch %d of producer %s: acknowledged, and not in the log of %s",
+        "messages",
+        "batch",
+        "producer",
         "target",
-    )  # fmt: skip
+    )
     return due.join(kept, ["target", "producer", "batch"], "left_anti").select(
         "subject", "sequence", "offset", text.alias("text")
     )

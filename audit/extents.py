@@ -56,9 +56,15 @@ class Plan(NamedTuple):
 
 
 def extents(
-    copy: Segments, log: Plan, wanted: Wanted, ranges: Iterable[tuple[int, int]], *, grid: int, by_index: bool,
+    copy: Segments,
+    log: Plan,
+    wanted: Wanted,
+    ranges: Iterable[tuple[int, int]],
+    *,
+    grid: int,
+    by_index: bool,
     on_frames: bool = False,
-) -> Iterator[Extent]:  # fmt: skip
+) -> Iterator[Extent]:
     """Yield what is to be read of `ranges`, in order, in parts that end at multiples of `grid` or behind a frame.
 
     `by_index`: messages are asked for, which is what indexes know of. `on_frames`: each range begins with a frame.

@@ -140,9 +140,15 @@ class Gathering:
     def _progress(self, frame: Frame, window: Window) -> None:
         run = self._runs.get(frame.subject)
         self._of(frame.subject)[0].append(
-            {"kind": "progress", "offset": frame.offset, "end": frame.end, "header": bytes(window.head(frame)),
-             "body": bytes(window.body(frame)), "last": run and run["last"]}
-        )  # fmt: skip
+            {
+                "kind": "progress",
+                "offset": frame.offset,
+                "end": frame.end,
+                "header": bytes(window.head(frame)),
+                "body": bytes(window.body(frame)),
+                "last": run and run["last"],
+            }
+        )
 
     def _retention(self, frame: Frame, window: Window) -> None:
         try:
@@ -176,9 +182,17 @@ class Gathering:
             self._facts.more[problem.what] += 1
             return
         self._facts.problems.append(
-            {"kind": "problem", "offset": problem.offset, "end": problem.end, "text": problem.reason,
-             "subject": problem.subject, "first": problem.sequence, "what": problem.what, "id": problem.id}
-        )  # fmt: skip
+            {
+                "kind": "problem",
+                "offset": problem.offset,
+                "end": problem.end,
+                "text": problem.reason,
+                "subject": problem.subject,
+                "first": problem.sequence,
+                "what": problem.what,
+                "id": problem.id,
+            }
+        )
 
     def _lost(self) -> None:
         """Bytes are damaged here: what follows may have jumped, and no rule may count on the frames before."""
@@ -190,9 +204,12 @@ class Gathering:
         facts, line = self._facts, self._line
         if facts.piece is not None:
             facts.piece |= {
-                "text": str(line.last_epoch), "value": line.watermark, "total": line.time_ms,
-                "first": line.epoch.term, "last": line.epoch.boot,
-            }  # fmt: skip
+                "text": str(line.last_epoch),
+                "value": line.watermark,
+                "total": line.time_ms,
+                "first": line.epoch.term,
+                "last": line.epoch.boot,
+            }
         for said, _ in facts.subjects.values():
             said.sort(key=_place)
         return facts

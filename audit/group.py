@@ -45,8 +45,15 @@ _NO_RANGE = "SELECT '' AS d_copy, 0L AS d_offset, 0L AS d_end WHERE false"
 _OF_HISTORY = frozenset({Kind.REWOUND, Kind.REWRITTEN, Kind.UNREAD, Kind.LOST, Kind.ALTERED})
 """These hold on both copies alike, and yet what they were found in is not verified."""
 _SHORT = _OF_HISTORY | {
-    Kind.DAMAGED, Kind.REPAIRED, Kind.MISSING, Kind.EXTRA, Kind.SHIFTED, Kind.DIFFERENT, Kind.REORDERED, Kind.HISTORY,
-}  # fmt: skip
+    Kind.DAMAGED,
+    Kind.REPAIRED,
+    Kind.MISSING,
+    Kind.EXTRA,
+    Kind.SHIFTED,
+    Kind.DIFFERENT,
+    Kind.REORDERED,
+    Kind.HISTORY,
+}
 """These say why less was read than is due; what other findings are about was read."""
 Row = dict[str, Any]
 
@@ -199,13 +206,17 @@ def _prepare(one: _Audit, options: Options) -> None:
     one.job = Job(
         group.places,
         Reading(
-            {name: LogRange(log.start, log.end, log.chain) for name, log in result.logs.items()}, result.until_ms,
+            {name: LogRange(log.start, log.end, log.chain) for name, log in result.logs.items()},
+            result.until_ms,
             result.begin,
         ),
-        _pieces(result, options.piece_bytes), frozenset(begins), result.whole_until(),
+        _pieces(result, options.piece_bytes),
+        frozenset(begins),
+        result.whole_until(),
         dict(anchor.ends) if anchor is not None and result.begin == anchor.verified else None,
-        bases, _segments(result, bases),
-    )  # fmt: skip
+        bases,
+        _segments(result, bases),
+    )
 
 
 def _ask(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
@@ -457,9 +468,10 @@ def _compare(
         sides = {MASTER: MASTER, SLAVE: name}
         master, slave = (
             read_copy(spark, group.places[copy], rows="frames", ranges=text, piece_bytes=options.piece_bytes)
-            .where("kind is not null").persist(StorageLevel.MEMORY_AND_DISK)
+            .where("kind is not null")
+            .persist(StorageLevel.MEMORY_AND_DISK)
             for copy in sides.values()
-        )  # fmt: skip
+        )
         damaged = _damaged(spark, sides, result)
         found = [row.asDict() | {"copy": name} for row in compare(master, slave, damaged, result.watermark).collect()]
         if result.is_behind(name):
@@ -474,9 +486,10 @@ def _damaged(spark: SparkSession, sides: dict[str, str], result: Result) -> Data
     """Return the broken ranges as a table that the comparison joins."""
     ranges = [
         (side, row["offset"], row["end"])
-        for side, name in sides.items() for row in result.findings
+        for side, name in sides.items()
+        for row in result.findings
         if row["what"] == Kind.DAMAGED and row["copy"] in (name, BOTH)
-    ]  # fmt: skip
+    ]
     schema = "d_copy string, d_offset long, d_end long"
     return spark.createDataFrame(ranges, schema) if ranges else spark.sql(_NO_RANGE)
 
@@ -504,9 +517,10 @@ def _hold_against_before(answer: Answer, result: Result, history: History) -> No
     """Make findings of what both copies have alike, and not as it was before: the first range that was exchanged,
     subjects that end lower, frames that are gone although no retention frame gave them up."""
     changed = [
-        piece for piece in history.exchanged(_digests(answer, result))
+        piece
+        for piece in history.exchanged(_digests(answer, result))
         if not any(piece.begin <= begin < piece.end for begin in answer.differing) and piece.end <= result.watermark
-    ]  # fmt: skip
+    ]
     before = history.known.anchor
     if before is not None and result.begin == result.start:
         now = answer.ends()
@@ -574,9 +588,13 @@ def _note_unlisted(result: Result) -> None:
 
 
 def _hold_against(
-    spark: SparkSession, group: Group, firsts: dict[str, dict[str, int]], ends: dict[str, dict[str, int]],
-    result: Result, journal: Path,
-) -> None:  # fmt: skip
+    spark: SparkSession,
+    group: Group,
+    firsts: dict[str, dict[str, int]],
+    ends: dict[str, dict[str, int]],
+    result: Result,
+    journal: Path,
+) -> None:
     """Look for every acknowledged message of the journal in both copies, to the very end of each."""
     if not journal.exists():
         raise CannotRead(f"journal {journal}: there is no such file, nor a folder of them")
@@ -623,8 +641,9 @@ def verified(answer: Answer, result: Result, history: History, piece_bytes: int)
     read = _digests(answer, result)
     pieces = [
         Piece(begin, end, read[begin][0], f"{CHAINS}{read[begin][1]:016x}")
-        for begin, end in _pieces(result, piece_bytes) if begin in read and result.begin <= begin and end <= until
-    ]  # fmt: skip
+        for begin, end in _pieces(result, piece_bytes)
+        if begin in read and result.begin <= begin and end <= until
+    ]
     rows = [copies[MASTER] for at, copies in answer.pieces.items() if result.begin <= at < until]
     last = next((row for row in rows if row.get("end") == until), None)
     if last is not None:
@@ -634,9 +653,18 @@ def verified(answer: Answer, result: Result, history: History, piece_bytes: int)
     else:
         return None
     return Entry(
-        "", 0, result.group, "", start=result.start, begin=result.begin, verified=until, chain=chain, frame=frame,
-        ends=ends, pieces=sorted([*again, *pieces]),
-    )  # fmt: skip
+        "",
+        0,
+        result.group,
+        "",
+        start=result.start,
+        begin=result.begin,
+        verified=until,
+        chain=chain,
+        frame=frame,
+        ends=ends,
+        pieces=sorted([*again, *pieces]),
+    )
 
 
 def _line(result: Result, entry: Entry | None) -> Entry:
@@ -645,11 +673,19 @@ def _line(result: Result, entry: Entry | None) -> Entry:
     kept = [{name: value for name, value in row.items() if value is not None} for row in result.findings]
     entry = entry or Entry("", 0, result.group, "", start=result.start, begin=result.begin)
     return replace(
-        entry, run=moment(at_ms), at_ms=at_ms, verdict=VERDICTS[result.status], why=result.unreadable or "",
-        found=dict(result.found), findings=kept[:FINDINGS_KEPT], places=result.places, by=who(),
-        read={name: read["bytes"] for name, read in result.read.items()}, conserved=result.conserved[:CONSERVED_KEPT],
+        entry,
+        run=moment(at_ms),
+        at_ms=at_ms,
+        verdict=VERDICTS[result.status],
+        why=result.unreadable or "",
+        found=dict(result.found),
+        findings=kept[:FINDINGS_KEPT],
+        places=result.places,
+        by=who(),
+        read={name: read["bytes"] for name, read in result.read.items()},
+        conserved=result.conserved[:CONSERVED_KEPT],
         delayed=result.delayed[:CONSERVED_KEPT],
-    )  # fmt: skip
+    )
 
 
 def _store(said: DataFrame, names: tuple[str, ...], folder: Path) -> None:

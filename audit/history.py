@@ -100,9 +100,10 @@ def look_back(
         text = f"the logs end at {ends}; the run of {anchor.run} verified them up to {anchor.verified}"
         return History(known, start, start=start, broken=(Kind.REWOUND, BOTH, text))
     wrong = [
-        name for name, log in logs.items()
+        name
+        for name, log in logs.items()
         if log.start <= anchor.frame and log.end >= anchor.verified and not _has(places[name], anchor)
-    ]  # fmt: skip
+    ]
     if wrong:
         text = f"the frame at {anchor.frame} is not the one that the run of {anchor.run} verified"
         return History(

@@ -47,10 +47,12 @@ def not_behind(
     rows = list(found)
     lacking = Counter((row["subject"], row["sequence"], row["id"]) for row in rows if row["what"] == Kind.LOST)
     return [
-        row for row in rows
-        if row["what"] != Kind.LOST or row["sequence"] < ends[row["copy"]].get(row["subject"], 0)
+        row
+        for row in rows
+        if row["what"] != Kind.LOST
+        or row["sequence"] < ends[row["copy"]].get(row["subject"], 0)
         or len(ends) - lacking[row["subject"], row["sequence"], row["id"]] < min_copies
-    ]  # fmt: skip
+    ]
 
 
 def torn_max(journal: Path) -> int:

@@ -85,9 +85,13 @@ class _Naming:
         """Return whether both copies give the same whole frame at the place that was damaged when it was read."""
         ours, theirs = (self._windows[name] for name in COPIES)
         return (
-            ours is not None and theirs is not None and not ours.damaged and not theirs.damaged
-            and bool(ours.frames) and ours.frames[:1] == theirs.frames[:1]
-        )  # fmt: skip
+            ours is not None
+            and theirs is not None
+            and not ours.damaged
+            and not theirs.damaged
+            and bool(ours.frames)
+            and ours.frames[:1] == theirs.frames[:1]
+        )
 
     def _whole_window(self) -> Window | None:
         own = {Kind.MISSING: MASTER, Kind.EXTRA: SLAVE}.get(self._row["what"], self._row["copy"])

@@ -29,7 +29,7 @@ STATE_NAMES = dict(
         STATES,
         ("acked", "in flight", "requeued", "passed over", "expired", "overflowed", "not delivered yet"),
         strict=True,
-    )  # fmt: skip
+    )
 )
 DELAY_COLOURS = dict(zip(DELAY_STATES, ("#2e9e5b", "#3b82c4", "#9aa5b1", "#c3ccd5", "#dfe3e8", "#d43f3a"), strict=True))
 _DELAYED = ("sent and stored", "under way", "cancelled", "written again", "not due yet", "unsent")
@@ -53,11 +53,15 @@ def page(groups: dict[str, list[Entry]], now_ms: int) -> str:
     last = [entries[-1] for entries in groups.values() if entries]
     worst = next((text for text in (NOT_READ, FINDINGS, PROVEN) if any(one.verdict == text for one in last)), NOT_READ)
     parts = [
-        "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\"><title>qmq audit</title>",
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>qmq audit</title>',
         f"<style>{_STYLE}</style><h1>Audit: {_badge(worst)}</h1>",
-        f"<p class=\"when\">{len(last)} broker groups; written {_moment(now_ms)}</p>",
-        *_verified(groups, now_ms), *_nights(groups), *_conserved(last), *_delayed(last), *_findings(last),
-    ]  # fmt: skip
+        f'<p class="when">{len(last)} broker groups; written {_moment(now_ms)}</p>',
+        *_verified(groups, now_ms),
+        *_nights(groups),
+        *_conserved(last),
+        *_delayed(last),
+        *_findings(last),
+    ]
     return "\n".join(parts) + "\n"
 
 
@@ -68,8 +72,10 @@ def page_json(groups: dict[str, list[Entry]], now_ms: int) -> dict[str, Any]:
         anchor = known_from(entries).anchor
         runs = [{key: value for key, value in asdict(one).items() if key not in _FOR_RUNS} for one in entries[-NIGHTS:]]
         shown[name] = {
-            "verified": anchor.verified if anchor else 0, "verifiedMs": anchor.at_ms if anchor else None, "runs": runs
-        }  # fmt: skip
+            "verified": anchor.verified if anchor else 0,
+            "verifiedMs": anchor.at_ms if anchor else None,
+            "runs": runs,
+        }
     return {"writtenMs": now_ms, "groups": shown}
 
 
@@ -133,9 +139,10 @@ def _bar(start: int, verified: int, end: int, width: int = 320) -> str:
 
 def _boxes(parts: Iterable[tuple[float, float, str]], width: int, title: str) -> str:
     boxes = "".join(
-        f"<rect x=\"{low:.1f}\" y=\"4\" width=\"{high - low:.1f}\" height=\"12\" fill=\"{colour}\"/>"
-        for low, high, colour in parts if high > low
-    )  # fmt: skip
+        f'<rect x="{low:.1f}" y="4" width="{high - low:.1f}" height="12" fill="{colour}"/>'
+        for low, high, colour in parts
+        if high > low
+    )
     return f'<svg width="{width}" height="20"><title>{escape(title)}</title>{boxes}</svg>'
 
 

@@ -33,9 +33,17 @@ ANY = 1 << 63
 """No subject has so many messages."""
 
 FINDING_ROWS = pa.schema(
-    [("what", pa.string()), ("copy", pa.string()), ("offset", pa.int64()), ("end", pa.int64()),
-     ("subject", pa.string()), ("sequence", pa.int64()), ("id", pa.string()), ("text", pa.string())]
-)  # fmt: skip
+    [
+        ("what", pa.string()),
+        ("copy", pa.string()),
+        ("offset", pa.int64()),
+        ("end", pa.int64()),
+        ("subject", pa.string()),
+        ("sequence", pa.int64()),
+        ("id", pa.string()),
+        ("text", pa.string()),
+    ]
+)
 
 
 class Judge:
@@ -86,10 +94,15 @@ class Judge:
         frame, body = decode_header(row["header"], 0, row["offset"], None), row["body"]
         for complaint in self._complaints(frame, body, row):
             yield {
-                "what": complaint.what, "copy": row["copy"], "offset": complaint.offset or frame.offset,
-                "end": complaint.end or frame.end, "subject": frame.subject, "sequence": complaint.sequence, "id": None,
+                "what": complaint.what,
+                "copy": row["copy"],
+                "offset": complaint.offset or frame.offset,
+                "end": complaint.end or frame.end,
+                "subject": frame.subject,
+                "sequence": complaint.sequence,
+                "id": None,
                 "text": complaint.text,
-            }  # fmt: skip
+            }
 
     def _complaints(self, frame: Frame, body: bytes, row: dict[str, Any]) -> Iterator[Complaint]:
         try:

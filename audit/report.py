@@ -33,13 +33,25 @@ def as_json(results: list[Result], seconds: float) -> dict[str, Any]:
 
 def _group(result: Result) -> dict[str, Any]:
     return {
-        "group": result.group, "status": result.status, "verdict": VERDICTS[result.status],
-        "places": result.places, "start": result.start, "high_watermark": result.watermark,
-        "ends": {name: log.end for name, log in result.logs.items()}, "read": result.read,
-        "found": result.found, "findings": result.findings, "notes": result.notes, "epochs": result.epochs,
-        "journal": result.journal, "unreadable": result.unreadable,
-        "hours": result.hours, "begin": result.begin, "conserved": result.conserved, "delayed": result.delayed,
-    }  # fmt: skip
+        "group": result.group,
+        "status": result.status,
+        "verdict": VERDICTS[result.status],
+        "places": result.places,
+        "start": result.start,
+        "high_watermark": result.watermark,
+        "ends": {name: log.end for name, log in result.logs.items()},
+        "read": result.read,
+        "found": result.found,
+        "findings": result.findings,
+        "notes": result.notes,
+        "epochs": result.epochs,
+        "journal": result.journal,
+        "unreadable": result.unreadable,
+        "hours": result.hours,
+        "begin": result.begin,
+        "conserved": result.conserved,
+        "delayed": result.delayed,
+    }
 
 
 def as_markdown(results: list[Result], seconds: float) -> str:
@@ -131,8 +143,18 @@ def _table_of_states(result: Result) -> list[str]:
 
 
 def _table_of_delays(result: Result) -> list[str]:
-    titles = ["subject", "taken =", "stored +", "under way +", "cancelled +", "replaced +", "pending +", "unsent",
-              "late", "latest, ms"]  # fmt: skip
+    titles = [
+        "subject",
+        "taken =",
+        "stored +",
+        "under way +",
+        "cancelled +",
+        "replaced +",
+        "pending +",
+        "unsent",
+        "late",
+        "latest, ms",
+    ]
     names = ("subject", "taken", *DELAY_STATES, "late", "late_ms_max")
     return _table(titles, [[row[name] for name in names] for row in result.delayed])
 

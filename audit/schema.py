@@ -16,9 +16,15 @@ def _struct(**fields: type[LongType] | type[StringType]) -> StructType:
 
 
 FINDINGS = _struct(
-    what=StringType, copy=StringType, offset=LongType, end=LongType, subject=StringType, sequence=LongType,
-    id=StringType, text=StringType,
-)  # fmt: skip
+    what=StringType,
+    copy=StringType,
+    offset=LongType,
+    end=LongType,
+    subject=StringType,
+    sequence=LongType,
+    id=StringType,
+    text=StringType,
+)
 JOURNAL = _struct(subject=StringType, group=StringType, sequence=LongType, id=StringType, hash=StringType)
 
 MASTER, SLAVE = "master", "slave"

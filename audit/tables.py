@@ -22,26 +22,70 @@ from qmq.log.progress import DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, D
 ROWS_MAX, BYTES_MAX = 65_536, 8 << 20
 """Of a batch that is sent to Spark."""
 
-_AT = [("broker_group", pa.string()), ("offset", pa.int64()), ("term", pa.int64()), ("boot", pa.int64()),
-       ("timestamp_ms", pa.int64()), ("subject", pa.string())]  # fmt: skip
+_AT = [
+    ("broker_group", pa.string()),
+    ("offset", pa.int64()),
+    ("term", pa.int64()),
+    ("boot", pa.int64()),
+    ("timestamp_ms", pa.int64()),
+    ("subject", pa.string()),
+]
 MESSAGES = pa.schema(
-    [*_AT, ("sequence", pa.int64()), ("message", pa.binary()), ("id", pa.string()), ("tags", pa.list_(pa.string())),
-     ("created", pa.timestamp("us", "UTC")), ("properties", pa.map_(pa.string(), pa.string())),
-     ("producer", pa.string()), ("batch", pa.int64()), ("problem", pa.string())]
-)  # fmt: skip
+    [
+        *_AT,
+        ("sequence", pa.int64()),
+        ("message", pa.binary()),
+        ("id", pa.string()),
+        ("tags", pa.list_(pa.string())),
+        ("created", pa.timestamp("us", "UTC")),
+        ("properties", pa.map_(pa.string(), pa.string())),
+        ("producer", pa.string()),
+        ("batch", pa.int64()),
+        ("problem", pa.string()),
+    ]
+)
 FRAMES = pa.schema(
-    [*_AT, ("end", pa.int64()), ("kind", pa.int32()), ("flags", pa.int32()), ("first_sequence", pa.int64()),
-     ("count", pa.int64()), ("high_watermark", pa.int64()), ("producer", pa.string()), ("batch", pa.int64()),
-     ("chain", pa.string()), ("body_crc", pa.int64()), ("body_bytes", pa.int64()), ("problem", pa.string())]
-)  # fmt: skip
+    [
+        *_AT,
+        ("end", pa.int64()),
+        ("kind", pa.int32()),
+        ("flags", pa.int32()),
+        ("first_sequence", pa.int64()),
+        ("count", pa.int64()),
+        ("high_watermark", pa.int64()),
+        ("producer", pa.string()),
+        ("batch", pa.int64()),
+        ("chain", pa.string()),
+        ("body_crc", pa.int64()),
+        ("body_bytes", pa.int64()),
+        ("problem", pa.string()),
+    ]
+)
 PROGRESS_ROWS = pa.schema(
-    [*_AT, ("event", pa.string()), ("consumer_group", pa.string()), ("consumer", pa.string()), ("pull", pa.int64()),
-     ("sequence", pa.int64()), ("messages", pa.int64()), ("due_ms", pa.int64()), ("problem", pa.string())]
-)  # fmt: skip
+    [
+        *_AT,
+        ("event", pa.string()),
+        ("consumer_group", pa.string()),
+        ("consumer", pa.string()),
+        ("pull", pa.int64()),
+        ("sequence", pa.int64()),
+        ("messages", pa.int64()),
+        ("due_ms", pa.int64()),
+        ("problem", pa.string()),
+    ]
+)
 DELAY_ROWS = pa.schema(
-    [*_AT, ("event", pa.string()), ("number", pa.int64()), ("due_ms", pa.int64()), ("target", pa.string()),
-     ("producer", pa.string()), ("batch", pa.int64()), ("problem", pa.string())]
-)  # fmt: skip
+    [
+        *_AT,
+        ("event", pa.string()),
+        ("number", pa.int64()),
+        ("due_ms", pa.int64()),
+        ("target", pa.string()),
+        ("producer", pa.string()),
+        ("batch", pa.int64()),
+        ("problem", pa.string()),
+    ]
+)
 SCHEMAS = {"messages": MESSAGES, "frames": FRAMES, "progress": PROGRESS_ROWS, "delays": DELAY_ROWS}
 _DECODED = ("id", "tags", "created", "properties")
 
@@ -120,17 +164,20 @@ def table_batches(
 
 def _at(frame: Frame, shared: Values) -> dict[str, Any]:
     return {
-        **shared, "offset": frame.offset, "term": frame.epoch.term, "boot": frame.epoch.boot,
-        "timestamp_ms": frame.timestamp_ms, "subject": frame.subject, "producer": f"{frame.producer:016x}",
+        **shared,
+        "offset": frame.offset,
+        "term": frame.epoch.term,
+        "boot": frame.epoch.boot,
+        "timestamp_ms": frame.timestamp_ms,
+        "subject": frame.subject,
+        "producer": f"{frame.producer:016x}",
         "batch": frame.batch - (1 << 64) if frame.batch >> 63 else frame.batch,
-    }  # fmt: skip
+    }
 
 
 def _damage(window: Window, found: _Columns, shared: Values) -> None:
     for problem in window.problems:
-        found.add(
-            1, {**shared, "offset": problem.offset, "subject": problem.subject, "problem": problem.reason}, {}
-        )  # fmt: skip
+        found.add(1, {**shared, "offset": problem.offset, "subject": problem.subject, "problem": problem.reason}, {})
 
 
 def _messages(window: Window, found: _Columns, names: frozenset[str], wanted: Wanted, shared: Values) -> None:
@@ -183,11 +230,17 @@ def _frames(window: Window, found: _Columns, wanted: Wanted, shared: Values) -> 
     for frame in window.frames:
         if wanted.takes(frame):
             more = {
-                "end": frame.end, "kind": frame.kind, "flags": frame.flags, "first_sequence": frame.first_sequence,
-                "count": frame.count, "high_watermark": frame.high_watermark, "chain": f"{frame.chain:016x}",
-                "body_crc": frame.body_crc, "body_bytes": frame.body_bytes,
+                "end": frame.end,
+                "kind": frame.kind,
+                "flags": frame.flags,
+                "first_sequence": frame.first_sequence,
+                "count": frame.count,
+                "high_watermark": frame.high_watermark,
+                "chain": f"{frame.chain:016x}",
+                "body_crc": frame.body_crc,
+                "body_bytes": frame.body_bytes,
                 "problem": "; ".join(reasons.get(frame.offset, [])) or None,
-            }  # fmt: skip
+            }
             found.add(1, _at(frame, shared) | more, {})
 
 

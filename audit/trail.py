@@ -25,10 +25,16 @@ STORED_COLUMNS = "broker_group,offset,timestamp_ms,subject,sequence,id,tags,prop
 """What `steps` needs of a stored message."""
 
 _EVENTS = {
-    "pull": MessageEvent.DELIVER, "passed": MessageEvent.PASS_OVER, "deferred": MessageEvent.DEFER,
-    "expired": MessageEvent.PASS_OVER, "overflowed": MessageEvent.PASS_OVER,
-    "ack": MessageEvent.ACK, "nack": MessageEvent.NACK, "left": MessageEvent.LEAVE, "vanished": MessageEvent.LEAVE,
-}  # fmt: skip
+    "pull": MessageEvent.DELIVER,
+    "passed": MessageEvent.PASS_OVER,
+    "deferred": MessageEvent.DEFER,
+    "expired": MessageEvent.PASS_OVER,
+    "overflowed": MessageEvent.PASS_OVER,
+    "ack": MessageEvent.ACK,
+    "nack": MessageEvent.NACK,
+    "left": MessageEvent.LEAVE,
+    "vanished": MessageEvent.LEAVE,
+}
 _GO_OVER = ("pull", "passed", "deferred", "expired", "overflowed")
 _OF_PULLS = ("ack", "nack", "expired")
 """What expired at a consumer has a pull sequence, what expired at the broker a sequence."""
@@ -124,8 +130,9 @@ def _stored(one: Row) -> Step:
     if derived is not None:
         reason = (one["properties"] or {}).get(DEAD_REASON, "")
         text = f"dead letter of {derived.group}: {reason}" if derived.kind == DEAD_LETTER else f"for {derived.group}"
-    return Step(one["timestamp_ms"], one["broker_group"], one["offset"], one["subject"], one["sequence"], "stored",
-                text=text)  # fmt: skip
+    return Step(
+        one["timestamp_ms"], one["broker_group"], one["offset"], one["subject"], one["sequence"], "stored", text=text
+    )
 
 
 def _buried(one: Row, group: str, stored: Iterable[Row]) -> int | None:
@@ -165,8 +172,18 @@ def _life(one: Row, events: list[Row], buried: int | None) -> Iterator[Step]:
             text = f"pull sequence {number}"
         elif what == "nack" and event["due_ms"]:
             text = f"not before {event['due_ms']}"
-        yield Step(event["timestamp_ms"], one["broker_group"], event["offset"], one["subject"], one["sequence"], what,
-                   event["consumer_group"], consumer, state.name.lower(), text)  # fmt: skip
+        yield Step(
+            event["timestamp_ms"],
+            one["broker_group"],
+            event["offset"],
+            one["subject"],
+            one["sequence"],
+            what,
+            event["consumer_group"],
+            consumer,
+            state.name.lower(),
+            text,
+        )
 
 
 def _moved(one: Row, event: Row) -> tuple[MessageState, str]:

@@ -79,9 +79,13 @@ class Bench:
         shutil.rmtree(self._dir / name, ignore_errors=True)
         self._say(f"starting a metaserver, a master and a slave in {self._dir / name}/")
         return Cluster(
-            self._dir / name, groups=(GROUP,), http_port=HTTP_PORT, broker_port=BROKER_PORT, restart_s=0.0,
+            self._dir / name,
+            groups=(GROUP,),
+            http_port=HTTP_PORT,
+            broker_port=BROKER_PORT,
+            restart_s=0.0,
             say=self._say,
-        )  # fmt: skip
+        )
 
     def _remove(self, name: str) -> None:
         """Remove data and keep logs: a backlog is 10 GiB per copy."""
@@ -137,8 +141,11 @@ def report(bench: Bench, machine: dict[str, object], names: list[str], quick: bo
         print(f"NOT MEASURED {name}: {reason}")
     about = {
         **{name: rounded(ratio) for name, ratio in ratios.items()},
-        "machine": machine, "quick": quick, "measured": names, "not_measured": bench.skipped,
-    }  # fmt: skip
+        "machine": machine,
+        "quick": quick,
+        "measured": names,
+        "not_measured": bench.skipped,
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, json.dumps(result(bench.figures, about), indent=2) + "\n")
     print(f"written to {out}")

@@ -65,12 +65,22 @@ def write_log(data: Path, size: int, count: int = 100) -> None:
             is_first = offset == 0
             stored, subject = (b"", "") if is_first else (bytes(body), SUBJECT)
             head, frame = encode_header(
-                kind=FrameKind.EPOCH if is_first else FrameKind.MESSAGES, flags=0, subject=subject,
-                field=subject_field(subject), count=0 if is_first else count, body_bytes=len(stored),
-                body_crc=crc32(stored), epoch=Epoch(1, 1), offset=offset, high_watermark=offset,
-                timestamp_ms=1_700_000_000_000 + sequence // 100, first_sequence=sequence, producer=not is_first,
-                batch=sequence, previous_chain=chain,
-            )  # fmt: skip
+                kind=FrameKind.EPOCH if is_first else FrameKind.MESSAGES,
+                flags=0,
+                subject=subject,
+                field=subject_field(subject),
+                count=0 if is_first else count,
+                body_bytes=len(stored),
+                body_crc=crc32(stored),
+                epoch=Epoch(1, 1),
+                offset=offset,
+                high_watermark=offset,
+                timestamp_ms=1_700_000_000_000 + sequence // 100,
+                first_sequence=sequence,
+                producer=not is_first,
+                batch=sequence,
+                previous_chain=chain,
+            )
             file.write(head + stored)
             offset, chain, sequence = frame.end, frame.chain, sequence + frame.count
 

@@ -55,8 +55,10 @@ class Backlog:
         first, last = mean(rates[: STEPS // 10]), mean(rates[-STEPS // 10 :])
         tenths = f"{self.shortened}first tenth {first:,.0f}/s, last tenth {last:,.0f}/s"
         raised = {role: memory.raised(role) / MIB for role in ("master", "slave")}
-        note = f"{self.shortened}{self._messages:,} messages; master +{raised['master']:.0f} MB, " \
-               f"slave +{raised['slave']:.0f} MB at most"  # fmt: skip
+        note = (
+            f"{self.shortened}{self._messages:,} messages; master +{raised['master']:.0f} MB, "
+            f"slave +{raised['slave']:.0f} MB at most"
+        )
         return [
             Figure("backlog_rss_mb", [max(raised.values())], note=note, more_is_better=False),
             Figure("backlog_per_s", rates, elsewhere, cpu, note=tenths),

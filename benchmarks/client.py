@@ -32,12 +32,18 @@ class Client:
         async with self._open:
             await answer(
                 {
-                    "produce": self.produce, "send_each": self.send_each, "send_one": self.send_one,
-                    "pace": self.pace, "drain": self.drain, "listen": self.listen, "latency": self.latency,
-                    "pace_subjects": self.pace_subjects, "latency_subjects": self.latency_subjects,
+                    "produce": self.produce,
+                    "send_each": self.send_each,
+                    "send_one": self.send_one,
+                    "pace": self.pace,
+                    "drain": self.drain,
+                    "listen": self.listen,
+                    "latency": self.latency,
+                    "pace_subjects": self.pace_subjects,
+                    "latency_subjects": self.latency_subjects,
                     "produce_tagged": self.produce_tagged,
                 }
-            )  # fmt: skip
+            )
 
     async def _opened(self) -> qmq.Producer:
         if self._producer is None:

@@ -31,9 +31,13 @@ class Consuming:
                 producer.run("pace_subjects", prefix=prefix, subjects=count, messages=count, per_second=count)
                 before = count * (1 + SETTLE_S)
                 listener.begin(
-                    "latency_subjects", prefix=prefix, subjects=count, group="g", messages=before + messages,
+                    "latency_subjects",
+                    prefix=prefix,
+                    subjects=count,
+                    group="g",
+                    messages=before + messages,
                     skipped=before,
-                )  # fmt: skip
+                )
                 # While it subscribes a thousand times, and takes what waited for that, it is no steady state yet.
                 producer.run(
                     "pace_subjects", prefix=prefix, subjects=count, messages=count * SETTLE_S, per_second=count

@@ -124,8 +124,15 @@ class Crowd:
 
     async def serve(self) -> None:
         beating = asyncio.create_task(self._beat())
-        await answer({"join": self.join, "stall": self.stall, "drain": self.drain, "leave": self.leave,
-                      "latencies": self.latencies})  # fmt: skip
+        await answer(
+            {
+                "join": self.join,
+                "stall": self.stall,
+                "drain": self.drain,
+                "leave": self.leave,
+                "latencies": self.latencies,
+            }
+        )
         beating.cancel()
 
     async def join(self, name: str, subject: str, groups: int, consumers: int, is_measured: bool) -> dict[str, Any]:

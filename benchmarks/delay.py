@@ -78,9 +78,15 @@ class Delay:
     def _fresh(self, **settings: object) -> Iterator[None]:
         shutil.rmtree(self._dir / "cluster", ignore_errors=True)
         with Cluster(
-            self._dir / "cluster", groups=(BROKERS,), delay_groups=(DELAY,), delay_server=dict(settings),
-            http_port=HTTP_PORT, broker_port=BROKER_PORT, restart_s=0.0, say=self._say,
-        ) as self._cluster:  # fmt: skip
+            self._dir / "cluster",
+            groups=(BROKERS,),
+            delay_groups=(DELAY,),
+            delay_server=dict(settings),
+            http_port=HTTP_PORT,
+            broker_port=BROKER_PORT,
+            restart_s=0.0,
+            say=self._say,
+        ) as self._cluster:
             yield
         shutil.rmtree(self._dir / "cluster", ignore_errors=True)
 
@@ -130,14 +136,21 @@ class Delay:
             before = {role: resident_bytes(pid) for role, pid in self._pids().items()}
             clock = Clock(self._pids())
             filled = sender.run(
-                "fill", subject="pending", messages=self._sizes.pending, begin_ms=_now_ms() + DAY_MS,
-                span_ms=30 * DAY_MS, timeout_s=1_200.0,
-            )  # fmt: skip
+                "fill",
+                subject="pending",
+                messages=self._sizes.pending,
+                begin_ms=_now_ms() + DAY_MS,
+                span_ms=30 * DAY_MS,
+                timeout_s=1_200.0,
+            )
             cpu = {role: spent / self._sizes.pending * 1e6 for role, spent in clock.spent().cpu_s.items()}
         self._note(
-            "delayed_per_s", filled["messages"] / filled["seconds"], more=True, cpu=cpu,
+            "delayed_per_s",
+            filled["messages"] / filled["seconds"],
+            more=True,
+            cpu=cpu,
             note=f"{filled['message_bytes']} bytes each, in batches of 100, due within 30 days",
-        )  # fmt: skip
+        )
         time.sleep(5)
         grown = {role: (resident_bytes(pid) - before[role]) / MIB for role, pid in self._pids().items()}
         self._note("pending_memory_mib", max(grown.values()), note=f"{self._sizes.pending:,} messages pend: {grown}")
@@ -193,9 +206,13 @@ class Delay:
             sender.run("fill", subject=name, messages=count, begin_ms=at_ms, span_ms=span_ms)
             seconds = 2 * LEAD_S + count / 20_000
             receiver.begin(
-                "receive", subject="beside", messages=-(-int(OTHERS_PER_S * seconds) // 100) * 100,
-                timeout_s=seconds + 300, from_ms=at_ms, until_ms=at_ms + BURST_MS,
-            )  # fmt: skip
+                "receive",
+                subject="beside",
+                messages=-(-int(OTHERS_PER_S * seconds) // 100) * 100,
+                timeout_s=seconds + 300,
+                from_ms=at_ms,
+                until_ms=at_ms + BURST_MS,
+            )
             while _now_ms() < at_ms - 5_000:
                 time.sleep(0.05)
             other.begin("pace", subject="beside", per_second=OTHERS_PER_S, seconds=seconds, lead_ms=2_000)

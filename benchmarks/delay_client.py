@@ -68,9 +68,13 @@ class Sender:
     async def open(self) -> Connection:
         if self._connection is None or not self._connection.is_open:
             self._connection, _ = await connect(
-                Endpoint("127.0.0.1", self._port), handler=self, token=os.environ["QMQ_TOKEN"], app="delay",
-                packet_bytes_max=PACKET_BYTES_MAX, timeout_s=30.0,
-            )  # fmt: skip
+                Endpoint("127.0.0.1", self._port),
+                handler=self,
+                token=os.environ["QMQ_TOKEN"],
+                app="delay",
+                packet_bytes_max=PACKET_BYTES_MAX,
+                timeout_s=30.0,
+            )
         return self._connection
 
     def packet_received(self, connection: Connection, packet: Packet) -> None: ...
@@ -121,9 +125,12 @@ class Sender:
         took = sorted(await self._send(subject, batches()))
         seconds = time.perf_counter() - began
         return {
-            "messages": messages, "seconds": seconds, "message_bytes": template.bytes,
-            "p50_ms": percentile(took, 0.5) * 1e3, "p99_ms": percentile(took, 0.99) * 1e3,
-        }  # fmt: skip
+            "messages": messages,
+            "seconds": seconds,
+            "message_bytes": template.bytes,
+            "p50_ms": percentile(took, 0.5) * 1e3,
+            "p99_ms": percentile(took, 0.99) * 1e3,
+        }
 
     async def pace(self, subject: str, per_second: float, seconds: float, lead_ms: int) -> dict[str, Any]:
         """Send batches at a steady rate; their messages come due at that rate, `lead_ms` later."""
@@ -177,9 +184,7 @@ async def receive(
         raise QmqError(f"{len(receiver.late_ms)} messages arrived, not {messages}")
     both = zip(receiver.dues_ms, receiver.late_ms, strict=True)
     late = sorted(late_ms for due_ms, late_ms in both if from_ms <= due_ms < until_ms)
-    return {
-        "p50_ms": percentile(late, 0.5), "p99_ms": percentile(late, 0.99), "min_ms": late[0], "max_ms": late[-1]
-    }  # fmt: skip
+    return {"p50_ms": percentile(late, 0.5), "p99_ms": percentile(late, 0.99), "min_ms": late[0], "max_ms": late[-1]}
 
 
 async def main() -> None:

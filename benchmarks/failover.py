@@ -137,10 +137,15 @@ def run(copies: int, kills: int, stops: int) -> dict[str, dict[str, int]]:
     with (
         TemporaryDirectory(prefix="qmq-bench-") as directory,
         Cluster(
-            Path(directory), groups=("g1",), copies=copies, metaserver={"failover": True}, restart_s=RESTART_S,
-            http_port=PORTS, broker_port=PORTS + 2,
+            Path(directory),
+            groups=("g1",),
+            copies=copies,
+            metaserver={"failover": True},
+            restart_s=RESTART_S,
+            http_port=PORTS,
+            broker_port=PORTS + 2,
         ) as cluster,
-    ):  # fmt: skip
+    ):
         found = asyncio.run(measure(cluster, kills, stops))
     figures = {
         name: {f"p{part}_ms": round(percentile(sorted(times), part / 100) * 1000) for part in (50, 99)}

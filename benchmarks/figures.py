@@ -41,11 +41,25 @@ GOALS: dict[str, Goal] = {
     "audit_mb_per_s_core": Goal(150, True),
 }
 REQUIRED = [
-    "produce_1k_per_s", "produce_100b_per_s", "send_each_per_s", "send_one_p50_ms", "consume_1k_per_s", "e2e_p50_ms",
-    "e2e_p99_ms", "listen_1k_per_s", "subjects_p99_ms", "crowd_p99_ms", "tags_cost_ratio", "stalled_p99_ratio",
-    "big_group_p99_ratio", "beside_backlog_p99_ratio", "beside_drain_p99_ratio", "backlog_rss_mb", "restart_s",
+    "produce_1k_per_s",
+    "produce_100b_per_s",
+    "send_each_per_s",
+    "send_one_p50_ms",
+    "consume_1k_per_s",
+    "e2e_p50_ms",
+    "e2e_p99_ms",
+    "listen_1k_per_s",
+    "subjects_p99_ms",
+    "crowd_p99_ms",
+    "tags_cost_ratio",
+    "stalled_p99_ratio",
+    "big_group_p99_ratio",
+    "beside_backlog_p99_ratio",
+    "beside_drain_p99_ratio",
+    "backlog_rss_mb",
+    "restart_s",
     "audit_mb_per_s_core",
-]  # fmt: skip
+]
 """Keys that bench.json always has; null for what was not measured."""
 
 
@@ -85,11 +99,15 @@ class Figure:
     def as_json(self) -> dict[str, Any]:
         bound = self.cpu_bound
         return {
-            "median": rounded(self.value), "best": rounded(self.best), "worst": rounded(self.worst),
-            "repetitions": len(self.values), "elsewhere_cores": [round(cores, 2) for cores in self.elsewhere],
+            "median": rounded(self.value),
+            "best": rounded(self.best),
+            "worst": rounded(self.worst),
+            "repetitions": len(self.values),
+            "elsewhere_cores": [round(cores, 2) for cores in self.elsewhere],
             "cpu_us_per_message": {name: round(us, 3) for name, us in self.cpu_us.items()},
-            "cpu_bound_per_s_core": bound and rounded(bound), "note": self.note,
-        }  # fmt: skip
+            "cpu_bound_per_s_core": bound and rounded(bound),
+            "note": self.note,
+        }
 
 
 def percentile(sorted_values: Sequence[float], part: float) -> float:

@@ -191,10 +191,16 @@ async def connect(address: str, path: str, metadata: Iterable[tuple[str, str]]) 
     """
     host, _, port = address.rpartition(":")
     headers = {
-        ":path": path, ":authority": address, ":method": "POST", ":scheme": "http",
-        "content-type": "application/grpc", "te": "trailers", "grpc-accept-encoding": "identity, deflate, gzip",
-        "user-agent": "grpc-python-asyncio/lean", **dict(metadata),
-    }  # fmt: skip
+        ":path": path,
+        ":authority": address,
+        ":method": "POST",
+        ":scheme": "http",
+        "content-type": "application/grpc",
+        "te": "trailers",
+        "grpc-accept-encoding": "identity, deflate, gzip",
+        "user-agent": "grpc-python-asyncio/lean",
+        **dict(metadata),
+    }
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_connection(lambda: Connection(encoded), host, int(port))

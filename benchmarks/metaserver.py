@@ -110,9 +110,12 @@ class Metaserver:
     def start(self) -> float:
         """Start it; return how long it took until it answered with the address that clients ask for."""
         settings = {
-            "DATABASE": f"sqlite:///{self._dir / 'metaserver.db'}", "HTTP_PORT": self.http_port,
-            "GRPC_PORT": self.grpc_port, "CLUSTER_TOKEN": self.token, "LOG_LEVEL": "ERROR",
-        }  # fmt: skip
+            "DATABASE": f"sqlite:///{self._dir / 'metaserver.db'}",
+            "HTTP_PORT": self.http_port,
+            "GRPC_PORT": self.grpc_port,
+            "CLUSTER_TOKEN": self.token,
+            "LOG_LEVEL": "ERROR",
+        }
         environ = os.environ | {f"QMQ_METASERVER_{name}": str(value) for name, value in settings.items()}
         began = time.monotonic()
         with (self._dir / "metaserver.log").open("ab") as log:
@@ -343,15 +346,33 @@ def _groups(count: int) -> dict[str, list[dict[str, Any]]]:
     for number in range(count):
         name = group_name(number)
         groups.append(
-            {"group_name": name, "kind": 1, "term": 1, "half_swapped": False, "tag": "", "draining": False,
-             "is_full": False, **times}
-        )  # fmt: skip
+            {
+                "group_name": name,
+                "kind": 1,
+                "term": 1,
+                "half_swapped": False,
+                "tag": "",
+                "draining": False,
+                "is_full": False,
+                **times,
+            }
+        )
         for role in (0, 1):
             brokers.append(
-                {"group_name": name, "role": role, "hostname": f"host{number:04d}-{role}", "ip": "127.0.0.1",
-                 "serve_port": 20881, "sync_port": 20882, "control_port": 20883, "metrics_port": 20884,
-                 "incarnation": f"disk{number:04d}-{role}", "complete": False, **times}
-            )  # fmt: skip
+                {
+                    "group_name": name,
+                    "role": role,
+                    "hostname": f"host{number:04d}-{role}",
+                    "ip": "127.0.0.1",
+                    "serve_port": 20881,
+                    "sync_port": 20882,
+                    "control_port": 20883,
+                    "metrics_port": 20884,
+                    "incarnation": f"disk{number:04d}-{role}",
+                    "complete": False,
+                    **times,
+                }
+            )
     return {"broker_group": groups, "broker": brokers}
 
 

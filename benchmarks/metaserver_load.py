@@ -188,9 +188,13 @@ class Brokers(Load):
     async def _serve(self, number: int, role: int, ready: asyncio.Queue[int]) -> None:
         """One broker; comes back after a moment whenever the metaserver is away."""
         state = pb.BrokerState(
-            hostname=f"host{number:04d}-{role}", serve_port=20881, boot=1, durability="fsync", log_end=number << 20,
+            hostname=f"host{number:04d}-{role}",
+            serve_port=20881,
+            boot=1,
+            durability="fsync",
+            log_end=number << 20,
             incarnation=f"disk{number:04d}-{role}",
-        )  # fmt: skip
+        )
         while True:
             try:
                 await self._beat(number, state, ready)
@@ -200,9 +204,14 @@ class Brokers(Load):
     async def _beat(self, number: int, state: pb.BrokerState, ready: asyncio.Queue[int]) -> None:
         stub = self.stub(number * 2 + int(state.hostname[-1]))
         identity = pb.BrokerIdentity(
-            hostname=state.hostname, serve_port=20881, sync_port=20882, control_port=20883, metrics_port=20884,
-            ip="127.0.0.1", incarnation=state.incarnation,
-        )  # fmt: skip
+            hostname=state.hostname,
+            serve_port=20881,
+            sync_port=20882,
+            control_port=20883,
+            metrics_port=20884,
+            ip="127.0.0.1",
+            incarnation=state.incarnation,
+        )
         self._take(state, await stub.Register(identity, metadata=self.metadata))
         stream = stub.Heartbeat(metadata=self.metadata)
         listening = asyncio.create_task(self._listen(stream, state))

@@ -153,10 +153,15 @@ class Noise:
 
 
 NEIGHBOURS: dict[str, Callable[[Noise], Awaitable[None]]] = {
-    "hot_subject": Noise.hot_subject, "giant_backlog": Noise.giant_backlog, "retries": Noise.retries,
-    "slow_consumer": Noise.slow_consumer, "reconnects": Noise.reconnects, "huge_messages": Noise.huge_messages,
-    "broken_clients": Noise.broken_clients, "cancels": Noise.cancels,
-}  # fmt: skip
+    "hot_subject": Noise.hot_subject,
+    "giant_backlog": Noise.giant_backlog,
+    "retries": Noise.retries,
+    "slow_consumer": Noise.slow_consumer,
+    "reconnects": Noise.reconnects,
+    "huge_messages": Noise.huge_messages,
+    "broken_clients": Noise.broken_clients,
+    "cancels": Noise.cancels,
+}
 
 
 class Quiet:
@@ -185,9 +190,7 @@ class Quiet:
         return percentile(sorted(self._ages_ms), 0.99)
 
 
-async def measure(
-    cluster: Cluster, elsewhere: Cluster, names: list[str], sizes: Sizes
-) -> dict[str, dict[str, float]]:  # fmt: skip
+async def measure(cluster: Cluster, elsewhere: Cluster, names: list[str], sizes: Sizes) -> dict[str, dict[str, float]]:
     client: dict[str, Any] = {"metaserver": cluster.metaserver, "token": cluster.token, "app": "quiet"}
     found: dict[str, dict[str, float]] = {}
     async with qmq.Producer(**client) as producer, asyncio.TaskGroup() as tasks:
@@ -202,9 +205,7 @@ async def measure(
     return found
 
 
-async def _compared(
-    cluster: Cluster, elsewhere: Cluster, quiet: Quiet, name: str, sizes: Sizes
-) -> dict[str, float]:  # fmt: skip
+async def _compared(cluster: Cluster, elsewhere: Cluster, quiet: Quiet, name: str, sizes: Sizes) -> dict[str, float]:
     """Measure phases without a neighbour, with it elsewhere and with it here, in turns; return medians, for this
     machine has neighbours, too."""
     alone, control, beside = [], [], []
@@ -215,9 +216,12 @@ async def _compared(
     ratios = [after / before for before, after in zip(alone, beside, strict=True)]
     of_control = [after / before for before, after in zip(control, beside, strict=True)]
     return {
-        "alone_p99_ms": median(alone), "elsewhere_p99_ms": median(control), "beside_p99_ms": median(beside),
-        "ratio": median(ratios), "ratio_to_elsewhere": median(of_control),
-    }  # fmt: skip
+        "alone_p99_ms": median(alone),
+        "elsewhere_p99_ms": median(control),
+        "beside_p99_ms": median(beside),
+        "ratio": median(ratios),
+        "ratio_to_elsewhere": median(of_control),
+    }
 
 
 async def _beside(cluster: Cluster, quiet: Quiet, name: str, sizes: Sizes) -> float:

@@ -70,13 +70,23 @@ def mariadb(buffer_mib: int) -> Iterator[Database]:
     port = free_port()
     server = subprocess.Popen(
         [
-            shutil.which("mariadbd") or "/usr/sbin/mariadbd", "--no-defaults", *directories,
-            f"--port={port}", f"--socket={directory}/socket", f"--pid-file={directory}/pid", "--bind-address=127.0.0.1",
-            "--skip-name-resolve", "--character-set-server=utf8mb4", f"--innodb-buffer-pool-size={buffer_mib}M",
-            "--innodb-log-file-size=256M", *root,
+            shutil.which("mariadbd") or "/usr/sbin/mariadbd",
+            "--no-defaults",
+            *directories,
+            f"--port={port}",
+            f"--socket={directory}/socket",
+            f"--pid-file={directory}/pid",
+            "--bind-address=127.0.0.1",
+            "--skip-name-resolve",
+            "--character-set-server=utf8mb4",
+            f"--innodb-buffer-pool-size={buffer_mib}M",
+            "--innodb-log-file-size=256M",
+            *root,
         ],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         _prepare(port)
         url = f"mariadb+pymysql://{USER}:{PASSWORD}@127.0.0.1:{port}/shop"
@@ -196,18 +206,21 @@ class Trial:
         watchdog.stop()
         time.sleep(1)
         return {
-            "seconds": round(seconds, 1), "rows_per_s": round((sent - before) / seconds),
+            "seconds": round(seconds, 1),
+            "rows_per_s": round((sent - before) / seconds),
             "cpu_us_per_row": {name: round(used / (sent - before) * 1e6, 1) for name, used in spent.items()},
-            "share_of_a_core": round(min(sum(spent.values()) / seconds, 1.0), 2), "p99_drain_ms": _p99(took_ms),
-        }  # fmt: skip
+            "share_of_a_core": round(min(sum(spent.values()) / seconds, 1.0), 2),
+            "p99_drain_ms": _p99(took_ms),
+        }
 
     def _used_s(self, watchdog: Watchdog) -> dict[str, float]:
         """CPU time of each part so far."""
         brokers = [self._cluster.service(plan.hostname).pid for plan in self._cluster.plan.brokers]
         return {
-            "database": _cpu_s([self._database.pid]), "watchdog": _cpu_s([watchdog.service.pid]),
+            "database": _cpu_s([self._database.pid]),
+            "watchdog": _cpu_s([watchdog.service.pid]),
             "brokers": _cpu_s(brokers),
-        }  # fmt: skip
+        }
 
 
 def _cpu_s(pids: Sequence[int | None]) -> float:
@@ -224,15 +237,22 @@ def measure(rows: int, *, alone_s: float, per_s: int, rate: int) -> dict[str, An
     # The table fits into the memory of the database, as tables that are worked on do.
     with (
         mariadb(buffer_mib=1_024) as database,
-        Cluster(run_dir, groups=("g1",), metaserver={"password_keys": [KEY]}, http_port=PORTS, broker_port=PORTS + 2)
-        as cluster,
+        Cluster(
+            run_dir, groups=("g1",), metaserver={"password_keys": [KEY]}, http_port=PORTS, broker_port=PORTS + 2
+        ) as cluster,
         ExitStack() as stack,
-    ):  # fmt: skip
+    ):
         fill(database.engine, rows)
         cluster.manage(
-            "AddDb", type="mariadb", host="127.0.0.1", port=database.engine.url.port, username=USER, password=PASSWORD,
-            database="shop", rate=rate,
-        )  # fmt: skip
+            "AddDb",
+            type="mariadb",
+            host="127.0.0.1",
+            port=database.engine.url.port,
+            username=USER,
+            password=PASSWORD,
+            database="shop",
+            rate=rate,
+        )
         trial = Trial(cluster, run_dir, database, per_s, stack)
         alone_ms = trial.alone_ms(alone_s)
         found = trial.drain(rows, rate)
@@ -242,10 +262,18 @@ def measure(rows: int, *, alone_s: float, per_s: int, rate: int) -> dict[str, An
     shutil.rmtree(run_dir, ignore_errors=True)
     drain_ms = found["p99_drain_ms"]
     return {
-        "rows": rows, "left": left, "rate": rate, "transactions_per_s": per_s, **found, "p99_alone_ms": alone_ms,
-        "p99_ratio": round(drain_ms / alone_ms, 2), "p99_computing_ms": computing_ms,
-        "p99_drain_over_computing": round(drain_ms / computing_ms, 2), "load": os.getloadavg()[0], "goals": GOALS,
-    }  # fmt: skip
+        "rows": rows,
+        "left": left,
+        "rate": rate,
+        "transactions_per_s": per_s,
+        **found,
+        "p99_alone_ms": alone_ms,
+        "p99_ratio": round(drain_ms / alone_ms, 2),
+        "p99_computing_ms": computing_ms,
+        "p99_drain_over_computing": round(drain_ms / computing_ms, 2),
+        "load": os.getloadavg()[0],
+        "goals": GOALS,
+    }
 
 
 def main() -> int:

@@ -82,8 +82,11 @@ class RabbitMq:
         """Run rabbitmqctl against a node; raises NotServed with what it printed."""
         done = subprocess.run(
             [SCRIPTS / "rabbitmqctl", "-q", "-n", _name(number), *arguments],
-            env=self._environment(number), capture_output=True, text=True, timeout=START_S,
-        )  # fmt: skip
+            env=self._environment(number),
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+        )
         if done.returncode:
             raise NotServed(f"rabbitmqctl {arguments[0]}: {(done.stderr or done.stdout).strip()}")
         return done.stdout
@@ -116,15 +119,22 @@ class RabbitMq:
         """Erlang's port mapper, in the foreground; a node would leave one behind as a daemon."""
         self._mapper = subprocess.Popen(
             ["epmd", "-port", str(self._ports[0]), "-address", HOST],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     def _start(self, number: int) -> None:
         with (self._dir / f"node{number}.log").open("wb") as log:
             self._nodes[f"rabbitmq{number}"] = subprocess.Popen(
-                [SCRIPTS / "rabbitmq-server"], env=self._environment(number), cwd=self._dir,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                [SCRIPTS / "rabbitmq-server"],
+                env=self._environment(number),
+                cwd=self._dir,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def _join(self) -> None:
         for number in (1, 2):

@@ -45,9 +45,21 @@ class Sizes:
 
 
 QUICK = Sizes(
-    repetitions=2, produce_1k=100_000, produce_100b=200_000, send_each=20_000, send_one=1_000, consume=100_000,
-    e2e_s=3, subjects=100, groups=20, pairs=2, phase_s=3, backlog=400_000, peer=10_000, peer_one=300,
-)  # fmt: skip
+    repetitions=2,
+    produce_1k=100_000,
+    produce_100b=200_000,
+    send_each=20_000,
+    send_one=1_000,
+    consume=100_000,
+    e2e_s=3,
+    subjects=100,
+    groups=20,
+    pairs=2,
+    phase_s=3,
+    backlog=400_000,
+    peer=10_000,
+    peer_one=300,
+)
 
 
 class Speed:

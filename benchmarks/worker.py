@@ -44,9 +44,13 @@ class Worker:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self._module, *self._arguments],
-                cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
                 env=self._environ,
-            )  # fmt: skip
+            )
         return self
 
     def __exit__(

@@ -47,9 +47,12 @@ class Browsing:
             await self._look(browse)
             messages = await asyncio.to_thread(_messages, browse.found, request.with_properties)
         return pb.BrowseAnswer(
-            messages=messages, begin=browse.begin, end=browse.end, first_sequence=first_sequence,
+            messages=messages,
+            begin=browse.begin,
+            end=browse.end,
+            first_sequence=first_sequence,
             end_sequence=end_sequence,
-        )  # fmt: skip
+        )
 
     async def _begin(self, request: pb.BrowseRequest) -> Browse:
         node = self._service.node
@@ -60,9 +63,15 @@ class Browsing:
             end = min(end, await self._stored_since(request.subject, request.until_ms))
         wanted = Filter(request.id, frozenset(request.tags), dict(request.properties))
         return Browse(
-            node.log, request.subject, limit, begin, end, newest_first=request.newest_first, wanted=wanted,
+            node.log,
+            request.subject,
+            limit,
+            begin,
+            end,
+            newest_first=request.newest_first,
+            wanted=wanted,
             messages_max=request.messages_max or MESSAGES_DEFAULT,
-        )  # fmt: skip
+        )
 
     async def _stored_since(self, subject: str, since_ms: int) -> int:
         """Return the first message that was stored at `since_ms` or later; where clocks went back, one of several."""
@@ -109,10 +118,19 @@ def _messages(found: list[Found], with_properties: bool) -> list[pb.BrowsedMessa
     """Write messages for the answer. Runs on a thread, and pauses as `_step` does."""
     messages = []
     for at, one in enumerate(found, start=1):
-        messages.append(pb.BrowsedMessage(
-            sequence=one.sequence, offset=one.offset, stored_ms=one.stored_ms, created_ms=one.created_ms, id=one.id,
-            tags=one.tags, bytes=one.bytes, properties=_properties(one) if with_properties else (), problem=one.problem,
-        ))  # fmt: skip
+        messages.append(
+            pb.BrowsedMessage(
+                sequence=one.sequence,
+                offset=one.offset,
+                stored_ms=one.stored_ms,
+                created_ms=one.created_ms,
+                id=one.id,
+                tags=one.tags,
+                bytes=one.bytes,
+                properties=_properties(one) if with_properties else (),
+                problem=one.problem,
+            )
+        )
         if at % MESSAGES_AT_ONCE == 0:
             time.sleep(PAUSE_S)
     return messages

@@ -93,58 +93,71 @@ def _has_as_many_as_it_may(facts: Facts) -> bool:
 
 CAUSES: dict[Cause, Rule] = {
     Cause.MASTER: Rule(
-        lambda f: f.has_backlog and not f.may_progress, False,
+        lambda f: f.has_backlog and not f.may_progress,
+        False,
         "the master may not deliver now: it was fenced, or waits for what its slave has",
     ),
     Cause.OFFLINE: Rule(
-        lambda f: f.has_backlog and any(map(f.is_offline, f.connected)), True,
+        lambda f: f.has_backlog and any(map(f.is_offline, f.connected)),
+        True,
         "consumers are switched off; OnOffline switches them on",
     ),
     Cause.RATE: Rule(
-        lambda f: f.has_backlog and f.is_slowed, True,
+        lambda f: f.has_backlog and f.is_slowed,
+        True,
         "an operator limits how many messages a second it gets: LimitGroup --perSecond=0 ends that",
     ),
     Cause.EXCLUSIVE: Rule(
-        lambda f: f.has_backlog and bool(f.connected) and f.is_handed_on, False,
+        lambda f: f.has_backlog and bool(f.connected) and f.is_handed_on,
+        False,
         "the exclusive consumer before has un-acked messages and is away: the next one begins when its lease ends",
     ),
     Cause.NO_CONSUMER: Rule(
-        lambda f: f.has_backlog and not f.connected, False,
+        lambda f: f.has_backlog and not f.connected,
+        False,
         "no consumer is connected",
     ),
     Cause.NO_SLAVE: Rule(
-        lambda f: f.has_backlog and not f.has_slave, False,
+        lambda f: f.has_backlog and not f.has_slave,
+        False,
         "no slave is in sync: what only the master has waits for it",
     ),
     Cause.UNACKED: Rule(
-        _has_as_many_as_it_may, True,
+        _has_as_many_as_it_may,
+        True,
         f"a consumer has {UNACKED_MESSAGES_MAX} un-acked messages and gets more when it acks",
     ),
     Cause.POSTPONED: Rule(
-        lambda f: len(f.group.requeued) >= REQUEUED_RANGES_MAX, True,
+        lambda f: len(f.group.requeued) >= REQUEUED_RANGES_MAX,
+        True,
         f"{REQUEUED_RANGES_MAX} ranges wait for their time; what is more stays with its consumers",
     ),
     Cause.NOT_READ: Rule(
-        lambda f: f.has_backlog and _is_not_read(f), False,
+        lambda f: f.has_backlog and _is_not_read(f),
+        False,
         "consumers ask for messages and do not read the answers",
     ),
     Cause.LATER: Rule(
-        lambda f: f.has_backlog and not f.new and not f.due, False,
+        lambda f: f.has_backlog and not f.new and not f.due,
+        False,
         "what waits asked to come again later",
     ),
     Cause.PREFETCH: Rule(
-        lambda f: bool(f.new or f.due) and bool(f.connected) and not any(one.waiting for one in f.connected), False,
+        lambda f: bool(f.new or f.due) and bool(f.connected) and not any(one.waiting for one in f.connected),
+        False,
         "consumers have as many messages as they ask for ahead: their handlers are the bound",
     ),
     Cause.FILTER: Rule(
-        lambda f: f.has_backlog and f.is_looking, False,
+        lambda f: f.has_backlog and f.is_looking,
+        False,
         "messages are read to find those whose tags and order keys fit",
     ),
     Cause.ORDER_KEY: Rule(
-        lambda f: f.is_ordered and bool(f.new or f.due) and bool(f.waiting) and not f.is_looking, False,
+        lambda f: f.is_ordered and bool(f.new or f.due) and bool(f.waiting) and not f.is_looking,
+        False,
         "what waits has order keys of which an earlier message is not settled",
     ),
-}  # fmt: skip
+}
 
 
 def causes(facts: Facts) -> list[Cause]:

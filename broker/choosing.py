@@ -72,9 +72,14 @@ class Chosen:
 
 
 def choose(
-    log: MessageLog, subscription: Subscription, pull: Pull, *, data_limit: int, now_ms: int,
+    log: MessageLog,
+    subscription: Subscription,
+    pull: Pull,
+    *,
+    data_limit: int,
+    now_ms: int,
     single: Callable[[Budget, Chosen], None] | None = None,
-) -> Chosen | None:  # fmt: skip
+) -> Chosen | None:
     """Choose what a pull gets now; None if there is nothing.
 
     Args:
@@ -193,9 +198,16 @@ class Budget:
     """
 
     __slots__ = (
-        "messages", "bytes", "data_limit", "is_untouched", "is_stopped", "_messages_half", "_bytes_half", "_refs",
+        "messages",
+        "bytes",
+        "data_limit",
+        "is_untouched",
+        "is_stopped",
+        "_messages_half",
+        "_bytes_half",
+        "_refs",
         "_ahead",
-    )  # fmt: skip
+    )
 
     def __init__(self, messages: int, bytes_max: int, data_limit: int) -> None:
         self.messages, self.bytes, self.data_limit = messages, bytes_max, data_limit

@@ -126,9 +126,19 @@ class Consumption:
     # Subscriptions and leases.
 
     def subscribe(
-        self, link: Link, *, subject: str, group: str, consumer: str, held_end: int, now_ms: int,
-        deliveries_max: int = 0, begins: bool = False, rule: TagRule | None = None, exclusive_ms: int = 0,
-    ) -> Subscription:  # fmt: skip
+        self,
+        link: Link,
+        *,
+        subject: str,
+        group: str,
+        consumer: str,
+        held_end: int,
+        now_ms: int,
+        deliveries_max: int = 0,
+        begins: bool = False,
+        rule: TagRule | None = None,
+        exclusive_ms: int = 0,
+    ) -> Subscription:
         """Begin to serve `consumer` on this connection; an older connection of it is served no more.
 
         Raises:

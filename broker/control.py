@@ -94,9 +94,13 @@ class Control(CopyControl[BrokerMaster]):
         def move() -> None:
             nonlocal reset
             reset = self._service.node.acting_master().move_group(
-                request.subject, request.group, request.to, request.value, dry_run=request.dry_run,
+                request.subject,
+                request.group,
+                request.to,
+                request.value,
+                dry_run=request.dry_run,
                 answer=lambda error: None if safe.done() else safe.set_result(error),
-            )  # fmt: skip
+            )
 
         try:
             self._service.guarded(move)
@@ -107,8 +111,10 @@ class Control(CopyControl[BrokerMaster]):
             await self._wait_until_safe(safe, context)
             log.warning(
                 "group moved subject=%s consumer_group=%s before=%d after=%d skipped=%d repeated=%d",
-                request.subject, request.group, *reset,
-            )  # fmt: skip
+                request.subject,
+                request.group,
+                *reset,
+            )
         return pb.ResetOffsetAnswer(
             before=reset.before, after=reset.after, skipped=reset.skipped, repeated=reset.repeated
         )
@@ -132,7 +138,14 @@ def _group_message(one: progress.GroupProgress, oldest_ms: int, causes: list[Cau
         for consumer in one.consumers
     ]
     return pb.GroupProgress(
-        subject=one.subject, group=one.group, first_sequence=one.first_sequence, next_sequence=one.next_sequence,
-        position=one.position, returned=one.returned, lag=one.lag, oldest_ms=oldest_ms, consumers=consumers,
+        subject=one.subject,
+        group=one.group,
+        first_sequence=one.first_sequence,
+        next_sequence=one.next_sequence,
+        position=one.position,
+        returned=one.returned,
+        lag=one.lag,
+        oldest_ms=oldest_ms,
+        consumers=consumers,
         causes=causes,
-    )  # fmt: skip
+    )

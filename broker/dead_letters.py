@@ -214,10 +214,18 @@ class DeadLetters:
             pass  # whatever these bytes are, they are kept as they came
         body = join_batch([data])
         mastership.log.append(
-            FrameKind.MESSAGES, name, body, body_crc=crc32(body), epoch=mastership.epoch, count=1,
-            high_watermark=mastership.gate.high_watermark, timestamp_ms=mastership.host.now_ms(),
-            first_sequence=state.next_sequence.get(name, 0), producer=producer, batch=sequence,
-        )  # fmt: skip
+            FrameKind.MESSAGES,
+            name,
+            body,
+            body_crc=crc32(body),
+            epoch=mastership.epoch,
+            count=1,
+            high_watermark=mastership.gate.high_watermark,
+            timestamp_ms=mastership.host.now_ms(),
+            first_sequence=state.next_sequence.get(name, 0),
+            producer=producer,
+            batch=sequence,
+        )
         self._counters.dead_letters += 1
         self._wake(name)
         mastership.host.pass_soon()

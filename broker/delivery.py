@@ -82,10 +82,17 @@ class Delivery:
         is_new = (subject, group) not in mastership.log.state.groups
         position = self._first_position(subject, f["start"], f["since_ms"]) if is_new else 0
         subscription = self.consumption.subscribe(
-            link, subject=subject, group=group, consumer=consumer, held_end=f["held_end"],
-            now_ms=mastership.host.monotonic_ms(), deliveries_max=f["deliveries_max"], begins=f["begins"],
-            rule=TagRule.of(f["tags"], is_all=f["tag_mode"] == "all"), exclusive_ms=f["exclusive_ms"],
-        )  # fmt: skip
+            link,
+            subject=subject,
+            group=group,
+            consumer=consumer,
+            held_end=f["held_end"],
+            now_ms=mastership.host.monotonic_ms(),
+            deliveries_max=f["deliveries_max"],
+            begins=f["begins"],
+            rule=TagRule.of(f["tags"], is_all=f["tag_mode"] == "all"),
+            exclusive_ms=f["exclusive_ms"],
+        )
         self._filtering.joined(subscription)
         known = self.consumption.consumer(*subscription.key)
         if is_new:
@@ -106,9 +113,13 @@ class Delivery:
             mastership.append_progress(FrameKind.PULL, subscription.key, [])
         unacked = known.unacked_below(f["held_end"], subscription.deliveries_max) if known else []
         answer = commands.encode_json(
-            subscription=subscription.id, acked_end=known.acked_end if known else 0, unacked=unacked[:RANGES_MAX],
-            lease_ms=self._settings.lease_ms, begins=True, expires=True,
-        )  # fmt: skip
+            subscription=subscription.id,
+            acked_end=known.acked_end if known else 0,
+            unacked=unacked[:RANGES_MAX],
+            lease_ms=self._settings.lease_ms,
+            begins=True,
+            expires=True,
+        )
         mastership.answer_when_safe(link, packet, answer)
 
     def _first_position(self, subject: str, start: str, since_ms: int) -> int:
@@ -227,13 +238,18 @@ class Delivery:
         connected = self.consumption.connected_to(subject, name)
         may_progress = mastership.may_progress
         return causes.Facts(
-            group, connected, self._is_offline, may_progress, not gate.too_few_in_sync,
+            group,
+            connected,
+            self._is_offline,
+            may_progress,
+            not gate.too_few_in_sync,
             self._rates.is_slowed(key, mastership.host.monotonic_ms()),
             all(one.exclusive_ms and not self.consumption.has_its_turn(one, self._is_offline) for one in connected),
-            any(map(self._filtering.is_looking, connected)), subject in state.ordered,
+            any(map(self._filtering.is_looking, connected)),
+            subject in state.ordered,
             state.next_sequence.get(subject, 0) - group.position,
             len(group.requeued.due(mastership.retry_ms(), 1)) if may_progress else 0,
-        )  # fmt: skip
+        )
 
     def _is_offline(self, subscription: Subscription) -> bool:
         return subscription.key in self._offline

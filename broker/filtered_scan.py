@@ -50,9 +50,17 @@ class FilteredScan:
     """Made for one pull. It changes its group's keys: what it decides is written down, or the filter given up."""
 
     def __init__(
-        self, message_log: MessageLog, label_cache: LabelCache, group_filter: GroupFilter, subscription: Subscription,
-        cut: Budget, made: Chosen, *, now_ms: int, looks: int,
-    ) -> None:  # fmt: skip
+        self,
+        message_log: MessageLog,
+        label_cache: LabelCache,
+        group_filter: GroupFilter,
+        subscription: Subscription,
+        cut: Budget,
+        made: Chosen,
+        *,
+        now_ms: int,
+        looks: int,
+    ) -> None:
         self._log, self._label_cache, self._group_filter, self._subscription = (
             message_log,
             label_cache,

@@ -85,8 +85,11 @@ class Filtering:
             return
         if any(one.rule != subscription.rule for one in self._connected() if one.key[:2] == key):
             self._warned.add(key)
-            log.warning("consumers of one group ask for different tags subject=%s group=%s consumer=%s: what one of "
-                        "them passes over is over for all", *subscription.key)  # fmt: skip
+            log.warning(
+                "consumers of one group ask for different tags subject=%s group=%s consumer=%s: what one of "
+                "them passes over is over for all",
+                *subscription.key,
+            )
 
     def asks_for_others(self, subscription: Subscription) -> bool:
         """Return whether this consumer asks for other messages than when it was last delivered any."""

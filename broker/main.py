@@ -30,7 +30,7 @@ CLIENT_COMMANDS = frozenset(
         Command.BEGIN,
         Command.HEARTBEAT,
         Command.UNSUBSCRIBE,
-    }  # fmt: skip
+    }
 )
 
 
@@ -42,14 +42,23 @@ def main() -> int:
 def _build(settings: BrokerSettings, message_log: MessageLog, disk: RealDisk, identity: IdentityFile) -> Tasks:
     counters, retention = Counters(), Retention(settings)
     service = Service(
-        message_log=message_log, disk=disk, identity=identity, settings=settings, commands=CLIENT_COMMANDS,
-        promote=lambda promotion: BrokerMaster(promotion, settings, counters), keeper=retention,
-    )  # fmt: skip
+        message_log=message_log,
+        disk=disk,
+        identity=identity,
+        settings=settings,
+        commands=CLIENT_COMMANDS,
+        promote=lambda promotion: BrokerMaster(promotion, settings, counters),
+        keeper=retention,
+    )
     samples = Samples(lambda: (counters.produced_messages, counters.pulled_messages))
     tasks = [
-        service.run(), MetaLink(service, settings).run(), Control(service, settings, samples).serve(),
-        keep_whole(service, settings), Scrub(service, settings).run(), samples.run(),
-    ]  # fmt: skip
+        service.run(),
+        MetaLink(service, settings).run(),
+        Control(service, settings, samples).serve(),
+        keep_whole(service, settings),
+        Scrub(service, settings).run(),
+        samples.run(),
+    ]
     return [*tasks, open_http(service, counters, settings, retention).run()]
 
 

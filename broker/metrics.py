@@ -21,9 +21,13 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
     """Made by `open_http`."""
 
     def __init__(
-        self, service: Service[BrokerMaster], counters: Counters, loop: asyncio.AbstractEventLoop,
-        retention: Retention, settings: BrokerSettings,
-    ) -> None:  # fmt: skip
+        self,
+        service: Service[BrokerMaster],
+        counters: Counters,
+        loop: asyncio.AbstractEventLoop,
+        retention: Retention,
+        settings: BrokerSettings,
+    ) -> None:
         super().__init__("qmq_broker", service, counters, loop, settings)
         self._counters, self._retention = counters, retention
 
@@ -36,9 +40,11 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
         yield self.count(("departed_consumers", "Consumers that left or whose lease ended", left))
         yield from self._lags()
         dropped = self.counts(
-            "dropped_messages", "Messages deleted although the consumer group had not consumed them, as set", "subject",
+            "dropped_messages",
+            "Messages deleted although the consumer group had not consumed them, as set",
+            "subject",
             "consumer_group",
-        )  # fmt: skip
+        )
         for (subject, consumer_group), messages in self._service.node.log.state.kept.unconsumed.items():
             dropped.add_metric([self.group, subject, consumer_group], messages)
         yield dropped
@@ -51,9 +57,11 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
             yield held
             yield self.gauge(("subscriptions", "Consumers that are connected", len(master.subscriptions)))
             skipped = self.counts(
-                "skipped_messages", "Messages that retention took before a consumer group acked them", "subject",
+                "skipped_messages",
+                "Messages that retention took before a consumer group acked them",
+                "subject",
                 "consumer_group",
-            )  # fmt: skip
+            )
             for (subject, consumer_group), messages in master.skipped.items():
                 skipped.add_metric([self.group, subject, consumer_group], messages)
             yield skipped

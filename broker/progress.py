@@ -85,9 +85,16 @@ def _of_group(log: MessageLog, key: tuple[str, str], group: Group, peers: dict[s
         for consumer in sorted(group.consumers.keys() | peers.keys())
     ]
     return GroupProgress(
-        subject, name, first, end, group.position, group.requeued.messages,
-        ranges.size(unacked), refs[0].offset if refs else None, consumers,
-    )  # fmt: skip
+        subject,
+        name,
+        first,
+        end,
+        group.position,
+        group.requeued.messages,
+        ranges.size(unacked),
+        refs[0].offset if refs else None,
+        consumers,
+    )
 
 
 def sequences_kept(log: MessageLog, subject: str) -> tuple[int, int]:

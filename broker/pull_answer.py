@@ -21,14 +21,27 @@ class PullAnswer:
     """An answer to a pull that waits for two things: that it is safe, and that its bytes were read."""
 
     __slots__ = (
-        "subscription", "packet", "chosen", "bytes", "bodies", "is_read", "_gate", "_settled", "_flags", "_is_safe",
+        "subscription",
+        "packet",
+        "chosen",
+        "bytes",
+        "bodies",
+        "is_read",
+        "_gate",
+        "_settled",
+        "_flags",
+        "_is_safe",
         "_is_over",
-    )  # fmt: skip
+    )
 
     def __init__(
-        self, subscription: Subscription, packet: Packet, chosen: Chosen, gate: AckGate,
+        self,
+        subscription: Subscription,
+        packet: Packet,
+        chosen: Chosen,
+        gate: AckGate,
         settled: Callable[[Link, int], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.subscription, self.packet, self.chosen = subscription, packet, chosen
         self.bytes = chosen.bytes()
         """About how many it will have."""

@@ -105,6 +105,8 @@ class Retention:
         if holder is not None and self.holder is None:
             log.warning(
                 "log kept past retention subject=%s consumer_group=%s bytes=%d: the group has not consumed it; let it "
-                "consume, or move it with ResetOffset", *holder, held,
-            )  # fmt: skip
+                "consume, or move it with ResetOffset",
+                *holder,
+                held,
+            )
         self.held_bytes, self.holder = held, holder

@@ -14,9 +14,19 @@ from qmq.subjects import is_dead_letter_subject
 def read_terms(packet: Packet) -> dict[str, Any]:
     """Read a SUBSCRIBE; raises InvalidRequest."""
     f = commands.decode_json(
-        packet.body, subject=str, group=str, consumer=str, start=str, since_ms=int, broadcast=bool, held_end=int,
-        is_new=bool, deliveries_max=int, tags=list, tag_mode=str,
-    )  # fmt: skip
+        packet.body,
+        subject=str,
+        group=str,
+        consumer=str,
+        start=str,
+        since_ms=int,
+        broadcast=bool,
+        held_end=int,
+        is_new=bool,
+        deliveries_max=int,
+        tags=list,
+        tag_mode=str,
+    )
     if f["start"] not in ("latest", "earliest", "since"):
         raise InvalidRequest(f"start is 'latest', 'earliest' or 'since', not {f['start']!r}")
     if f["tag_mode"] not in ("any", "all"):

@@ -44,7 +44,7 @@ class DelayControl(CopyControl[DelayMaster]):
 
     def __init__(
         self, service: Service[DelayMaster], settings: DelaySettings, filing: Filing, samples: Samples
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(service, settings, samples)
         self._filing = filing
 
@@ -56,17 +56,22 @@ class DelayControl(CopyControl[DelayMaster]):
         if request.begin_ms < request.end_ms:
             hours = self._filing.schedule.counts(request.begin_ms, request.end_ms, request.subject or None)
         return pb.DelayStatsAnswer(
-            pending_messages=stats["pending_messages"], pending_bytes=stats["pending_bytes"],
-            loaded_messages=stats["loaded_messages"], waiting_messages=stats["waiting_messages"],
-            in_flight_messages=sum(stats["in_flight"].values()), in_flight=stats["in_flight"],
-            next_due_ms=stats["next_due_ms"] or 0, clock_off_ms=stats["clock_off_ms"],
+            pending_messages=stats["pending_messages"],
+            pending_bytes=stats["pending_bytes"],
+            loaded_messages=stats["loaded_messages"],
+            waiting_messages=stats["waiting_messages"],
+            in_flight_messages=sum(stats["in_flight"].values()),
+            in_flight=stats["in_flight"],
+            next_due_ms=stats["next_due_ms"] or 0,
+            clock_off_ms=stats["clock_off_ms"],
             waiting=[
                 pb.WaitingSubject(subject=name, messages=count, why=why, age_ms=age_ms)
                 for name, (count, age_ms, why) in stats["overdue_subjects"].items()
             ],
-            due_messages=stats["overdue_messages"], due_age_ms=stats["overdue_ms"],
+            due_messages=stats["overdue_messages"],
+            due_age_ms=stats["overdue_ms"],
             hours=[pb.HourCount(begin_ms=begin, messages=hours[begin]) for begin in sorted(hours)],
-        )  # fmt: skip
+        )
 
     async def _stats(self) -> dict[str, Any]:
         return self._service.node.acting_master().stats()
@@ -102,9 +107,11 @@ class DelayControl(CopyControl[DelayMaster]):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"name 1 to {NAMED_MAX} messages by id or key")
         states = await self._answered(context, lambda: self._cancel(request.subject, ids, keys, request.due_ms))
         log.warning(
-            "delayed messages cancelled by an operator subject=%s named=%d cancelled=%d", request.subject, len(states),
+            "delayed messages cancelled by an operator subject=%s named=%d cancelled=%d",
+            request.subject,
+            len(states),
             states.count(DelayState.CANCELLED),
-        )  # fmt: skip
+        )
         return pb.CancelDelayedAnswer(ids=states[: len(ids)], keys=states[len(ids) :])
 
     async def _cancel(self, subject: str, ids: list[str], keys: list[str], due_ms: int) -> list[DelayState]:

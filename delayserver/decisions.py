@@ -114,9 +114,14 @@ class Decisions:
         return self._note(frame, records)
 
     def carry(
-        self, subject: str, records: Records, messages: Sequence[bytes], dues: Sequence[int] | None = None, *,
+        self,
+        subject: str,
+        records: Records,
+        messages: Sequence[bytes],
+        dues: Sequence[int] | None = None,
+        *,
         replaces: bool = True,
-    ) -> Frame:  # fmt: skip
+    ) -> Frame:
         """Messages of one subject once more, in place of `records`: due when they were, or at `dues`.
 
         Those that are in flight are replaced by what settles their batch: then `replaces` is false.

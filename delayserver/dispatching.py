@@ -79,9 +79,21 @@ class _Batch:
     """Messages of one subject on their way to one broker group, for ever under the same numbers."""
 
     __slots__ = (
-        "producer", "number", "subject", "group", "records", "oldest_ms", "end", "is_safe", "life", "numbered",
-        "tries", "next_ms", "sent_ms", "unsent_bytes",
-    )  # fmt: skip
+        "producer",
+        "number",
+        "subject",
+        "group",
+        "records",
+        "oldest_ms",
+        "end",
+        "is_safe",
+        "life",
+        "numbered",
+        "tries",
+        "next_ms",
+        "sent_ms",
+        "unsent_bytes",
+    )
 
     def __init__(
         self, producer: int, number: int, subject: str, group: str, records: Records, end: int, life: BatchLife
@@ -121,9 +133,15 @@ class Dispatching:
     """
 
     def __init__(
-        self, mastership: Mastership, senders: BatchSender, decisions: Decisions, counters: Counters,
-        subject_name: Callable[[int], str], planned: Callable[[int, int, Records], None], unknown_ms: int,
-    ) -> None:  # fmt: skip
+        self,
+        mastership: Mastership,
+        senders: BatchSender,
+        decisions: Decisions,
+        counters: Counters,
+        subject_name: Callable[[int], str],
+        planned: Callable[[int, int, Records], None],
+        unknown_ms: int,
+    ) -> None:
         self._mastership, self._senders, self._decisions, self._counters = mastership, senders, decisions, counters
         self._subject_name, self._planned, self._unknown_ms = subject_name, planned, unknown_ms
         self.history: deque[Transition] = deque(maxlen=TRANSITIONS_KEPT)
@@ -240,9 +258,10 @@ class Dispatching:
         """Let all subjects that can send go on in rounds, until nobody can or this pass is long enough."""
         queues, looks, planned = self._queues, 0, 0
         able = [
-            subject for subject in self._shares
+            subject
+            for subject in self._shares
             if queues[subject].rests_until_ms <= now_ms and queues[subject].looks_ms <= now_ms
-        ]  # fmt: skip
+        ]
         for subject in self._shares.rounds(able):
             if looks == LOOKS_MAX or planned >= PASS_MESSAGES:
                 self._mastership.host.pass_soon()
@@ -319,9 +338,10 @@ class Dispatching:
     def _any_group(self, queue: PendingQueue, now_ms: int) -> str | None:
         avoided = queue.avoided
         names = [
-            name for name in self._senders.groups(queue.subject)
+            name
+            for name in self._senders.groups(queue.subject)
             if avoided.get(name, 0) <= now_ms and self._has_room(name, queue)
-        ]  # fmt: skip
+        ]
         return min(names, key=self._senders.in_flight, default=None)
 
     def _takes_keys(self, queue: PendingQueue, home: str | None) -> bool:
@@ -481,8 +501,11 @@ class Dispatching:
         if batch.sent_ms is not None and now_ms - batch.sent_ms >= self._unknown_ms and self._may_go_elsewhere(batch):
             log.warning(
                 "batch of unknown outcome is given up subject=%s group=%s messages=%d: %s",
-                batch.subject, batch.group, len(batch.records), why,
-            )  # fmt: skip
+                batch.subject,
+                batch.group,
+                len(batch.records),
+                why,
+            )
             batch.life.on(BatchEvent.GAVE_UP)
             self._settle(batch, Outcome.NOT_STORED, now_ms)
             if (queue := self._named.get(batch.subject)) is not None:

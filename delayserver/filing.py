@@ -33,9 +33,14 @@ class Filing:
     """
 
     def __init__(
-        self, message_log: MessageLog, host: Host, *, make: Callable[[int], Schedule], discard: Callable[[], None],
+        self,
+        message_log: MessageLog,
+        host: Host,
+        *,
+        make: Callable[[int], Schedule],
+        discard: Callable[[], None],
         found_damage: Callable[[CorruptFrame], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._log, self._host, self._found_damage = message_log, host, found_damage
         self._make, self._discard = make, discard
         self.schedule = make(message_log.start)

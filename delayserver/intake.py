@@ -16,7 +16,7 @@ class Intake(Producing):
 
     def __init__(
         self, mastership: Mastership, counters: ProduceCounters, settings: DelaySettings, wake: Callable[[str], None]
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(mastership, counters, wake)
         self.longest_ms = int(settings.delay_days_max * DAY_MS)
 
@@ -24,6 +24,9 @@ class Intake(Producing):
         """Check each message, and when it is due; a time that has passed is due at once."""
         mastership = self._mastership
         return check_delayed(
-            batch, count, message_bytes_max=mastership.settings.message_bytes_max, now_ms=mastership.retry_ms(),
+            batch,
+            count,
+            message_bytes_max=mastership.settings.message_bytes_max,
+            now_ms=mastership.retry_ms(),
             longest_ms=self.longest_ms,
-        )  # fmt: skip
+        )

@@ -49,19 +49,28 @@ def _build(settings: DelaySettings, message_log: MessageLog, disk: RealDisk, ide
         return DelayMaster(promotion, settings, counters, filing, senders)
 
     service = Service(
-        message_log=message_log, disk=disk, identity=identity, settings=settings, commands=CLIENT_COMMANDS,
-        promote=promote, keeper=Keeping(lambda: filing, settings),
-    )  # fmt: skip
+        message_log=message_log,
+        disk=disk,
+        identity=identity,
+        settings=settings,
+        commands=CLIENT_COMMANDS,
+        promote=promote,
+        keeper=Keeping(lambda: filing, settings),
+    )
     filing = Filing(
         message_log, service, make=make, discard=lambda: discard(shelf), found_damage=service.node.found_damage
     )
     samples = Samples(lambda: (counters.produced_messages, counters.sent_messages))
     tasks = [
-        service.run(), MetaLink(service, settings, kind=GroupKind.DELAY).run(),
-        DelayControl(service, settings, filing, samples).serve(), keep_whole(service, settings), _send(senders),
+        service.run(),
+        MetaLink(service, settings, kind=GroupKind.DELAY).run(),
+        DelayControl(service, settings, filing, samples).serve(),
+        keep_whole(service, settings),
+        _send(senders),
         Scrub(service, settings).run(),
-        _beat(service, filing), samples.run(),
-    ]  # fmt: skip
+        _beat(service, filing),
+        samples.run(),
+    ]
     return [*tasks, open_http(service, counters, filing, settings, lambda: senders.refusals).run()]
 
 

@@ -90,7 +90,7 @@ class DelayMaster(Master):
         self.wheel = Wheel()
         self._loading = Loading(
             self._filing, self.wheel, self._mastership.host, self._settings, self._dispatching.expect
-        )  # fmt: skip
+        )
         self._has_begun = False
 
     def _made_anew(self) -> None:
@@ -192,8 +192,10 @@ class DelayMaster(Master):
             self._has_much_due = True
             log.warning(
                 "due messages pile up group=%s messages=%d: brokers are slower than what comes due, or take none of "
-                "some subjects; DelayStats names them", self._mastership.group, waiting,
-            )  # fmt: skip
+                "some subjects; DelayStats names them",
+                self._mastership.group,
+                waiting,
+            )
         elif waiting < most // 2:
             self._has_much_due = False
 
@@ -208,8 +210,10 @@ class DelayMaster(Master):
             if is_off:
                 log.error(
                     "clock is wrong group=%s by_ms=%d: messages come due by %s; set it right, and run a time service",
-                    self._mastership.group, off_ms, self._due_clock.heard or "what it was before",
-                )  # fmt: skip
+                    self._mastership.group,
+                    off_ms,
+                    self._due_clock.heard or "what it was before",
+                )
             else:
                 log.warning("clock agrees again group=%s", self._mastership.group)
 
@@ -275,9 +279,14 @@ class DelayMaster(Master):
         self._cancelling.cancel(Named(subject, ids, keys, due_ms), answer)
 
     def list(
-        self, begin_ms: int, end_ms: int, subject: str | None, most: int, after: tuple[int, int] | None,
+        self,
+        begin_ms: int,
+        end_ms: int,
+        subject: str | None,
+        most: int,
+        after: tuple[int, int] | None,
         done: Callable[[Records | LogError], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """List what is due in [begin_ms, end_ms), ascending by (due, number); `after` is the last one seen."""
         self._mastership.check_has_begun()
         schedule = self._filing.schedule
@@ -289,9 +298,7 @@ class DelayMaster(Master):
 
         self._mastership.host.read(schedule.list(begin_ms, end_ms, subject, most, after=after), listed)
 
-    def list_recurring(
-        self, subject: str | None, most: int, done: Callable[[Records | LogError], None]
-    ) -> None:  # fmt: skip
+    def list_recurring(self, subject: str | None, most: int, done: Callable[[Records | LogError], None]) -> None:
         """List templates by (due, number); ordinary messages that have their label by mistake are among them."""
         self._mastership.check_has_begun()
         schedule = self._filing.schedule

@@ -24,9 +24,14 @@ class DelayCollector(CopyCollector[DelayMaster]):
     """Made by `open_http`."""
 
     def __init__(
-        self, service: Service[DelayMaster], counters: Counters, filing: Filing, loop: asyncio.AbstractEventLoop,
-        refusals: Callable[[], Sized], settings: DelaySettings,
-    ) -> None:  # fmt: skip
+        self,
+        service: Service[DelayMaster],
+        counters: Counters,
+        filing: Filing,
+        loop: asyncio.AbstractEventLoop,
+        refusals: Callable[[], Sized],
+        settings: DelaySettings,
+    ) -> None:
         super().__init__(NAME, service, counters, loop, settings)
         self._counters, self._filing, self._refusals = counters, filing, refusals
 
@@ -35,9 +40,12 @@ class DelayCollector(CopyCollector[DelayMaster]):
         yield from map(self.gauge, self._schedule())
         yield from map(self.count, self._outcomes())
         yield self.histogram(
-            "lateness_seconds", "Time from when a message was due until a broker group had stored it",
-            LATENESS_MS_BUCKETS, self._counters.lateness_ms_counts, self._counters.lateness_ms_sum,
-        )  # fmt: skip
+            "lateness_seconds",
+            "Time from when a message was due until a broker group had stored it",
+            LATENESS_MS_BUCKETS,
+            self._counters.lateness_ms_counts,
+            self._counters.lateness_ms_sum,
+        )
         if (master := self._service.node.master) is not None:
             yield from self._dispatch(master)
 

@@ -52,9 +52,18 @@ class PendingQueue:
     """Made by Dispatching when something of the subject is due first; ends with it."""
 
     __slots__ = (
-        "subject", "pieces", "count", "homes", "failures", "rests_until_ms", "looks_ms", "avoided", "complained",
-        "_sharers", "_gone",
-    )  # fmt: skip
+        "subject",
+        "pieces",
+        "count",
+        "homes",
+        "failures",
+        "rests_until_ms",
+        "looks_ms",
+        "avoided",
+        "complained",
+        "_sharers",
+        "_gone",
+    )
 
     def __init__(self, subject: str) -> None:
         self.subject = subject

@@ -106,9 +106,14 @@ class Recurring:
     """Made by the master; ends with the mastership. `not_recurring` takes what is due and has the label by mistake."""
 
     def __init__(
-        self, mastership: Mastership, filing: Filing, decisions: Decisions, counters: Counters, settings: DelaySettings,
+        self,
+        mastership: Mastership,
+        filing: Filing,
+        decisions: Decisions,
+        counters: Counters,
+        settings: DelaySettings,
         not_recurring: Callable[[Records], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._mastership, self._filing, self._decisions, self._counters = mastership, filing, decisions, counters
         self._settings, self._not_recurring = settings, not_recurring
         self._due: dict[int, _Waiting] = {}
@@ -220,8 +225,10 @@ class Recurring:
             if skipped:
                 log.warning(
                     "recurring schedule skips what was missed subject=%s name=%s occurrences=%d",
-                    subject, template.name, skipped,
-                )  # fmt: skip
+                    subject,
+                    template.name,
+                    skipped,
+                )
         self._decisions.recur(subject, np.array([record for record, _ in due]), recurrences)
         self._counters.recurred_messages += len(due)
 

@@ -80,9 +80,7 @@ def new_template(recur: Recur, *, message_bytes_max: int) -> Template:
         raise InvalidMessage(f"the message is of subject {envelope.subject!r}, not {recur.subject!r}")
     if DELAY_KEY in decode_properties(recur.message, envelope.body_begin):
         raise InvalidMessage("the message of a recurring schedule has no key for cancelling: delete it by its name")
-    own = {
-        RECUR_NAME: recur.name, RECUR_OWNER: recur.owner, RECUR_CRON: recur.cron, RECUR_ZONE: recur.timezone
-    }  # fmt: skip
+    own = {RECUR_NAME: recur.name, RECUR_OWNER: recur.owner, RECUR_CRON: recur.cron, RECUR_ZONE: recur.timezone}
     message = with_properties(_with_id(recur.message, ID_PREFIX + recur.name), own)
     message = bytes((message[0] | FLAG_DELAYED,)) + message[1:]
     template = Template(recur.subject, recur.name, recur.owner, recur.cron, recur.timezone, message)

@@ -280,9 +280,13 @@ class Cluster:
 
     def _start_metaserver(self) -> None:
         settings = {
-            "host": HOST, "http_port": self.plan.http_port, "grpc_port": self.plan.grpc_port, "advertised_ip": HOST,
-            "database": f"sqlite:///{self.run_dir / 'metaserver' / 'metaserver.db'}", "cluster_token": self.token,
-        }  # fmt: skip
+            "host": HOST,
+            "http_port": self.plan.http_port,
+            "grpc_port": self.plan.grpc_port,
+            "advertised_ip": HOST,
+            "database": f"sqlite:///{self.run_dir / 'metaserver' / 'metaserver.db'}",
+            "cluster_token": self.token,
+        }
         self._service("metaserver", "metaserver", settings | self._metaserver_settings).start()
         self.wait(lambda: answers(f"{self.metaserver}/meta/address"), "the metaserver does not answer", START_S)
 
@@ -292,19 +296,29 @@ class Cluster:
         for broker in self.plan.brokers:
             if broker.hostname not in known:
                 self.manage(
-                    "AddBroker", brokerGroup=broker.group, role=broker.role, hostname=broker.hostname, ip=HOST,
-                    servePort=broker.serve_port, syncPort=broker.sync_port,
-                )  # fmt: skip
+                    "AddBroker",
+                    brokerGroup=broker.group,
+                    role=broker.role,
+                    hostname=broker.hostname,
+                    ip=HOST,
+                    servePort=broker.serve_port,
+                    syncPort=broker.sync_port,
+                )
         self._refresh_roles()
 
     def _start_brokers(self) -> None:
         for broker in self.plan.brokers:
             settings = {
-                "hostname": broker.hostname, "ip": HOST, "serve_port": broker.serve_port,
-                "sync_port": broker.sync_port, "control_port": broker.control_port,
-                "metrics_port": broker.metrics_port, "data": str(self.data(broker)),
-                "metaserver": self.metaserver, "token": self.token,
-            }  # fmt: skip
+                "hostname": broker.hostname,
+                "ip": HOST,
+                "serve_port": broker.serve_port,
+                "sync_port": broker.sync_port,
+                "control_port": broker.control_port,
+                "metrics_port": broker.metrics_port,
+                "data": str(self.data(broker)),
+                "metaserver": self.metaserver,
+                "token": self.token,
+            }
             self._service(broker.hostname, broker.module, settings | self._settings[broker.module]).start()
 
     def _start_watchdog(self) -> None:

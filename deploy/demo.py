@@ -185,9 +185,11 @@ def _number(message: qmq.Message) -> int:
 def _journal_line(receipt: qmq.Receipt) -> str:
     """As the audit reads it."""
     line = {
-        "subject": receipt.subject, "group": receipt.broker_group, "sequence": receipt.sequence,
+        "subject": receipt.subject,
+        "group": receipt.broker_group,
+        "sequence": receipt.sequence,
         "id": receipt.message_id,
-    }  # fmt: skip
+    }
     return json.dumps(line) + "\n"
 
 
@@ -213,10 +215,16 @@ def write_result(path: Path, demo: Demo, proof: Proof, complaints: list[str]) ->
     """The same for machines."""
     tally = demo.tally
     result = {
-        "sent": demo.total, "acknowledged": tally.stored, "consumed": tally.distinct,
-        "duplicates": dict(tally.duplicates), "lost": len(tally.lost), "findings": proof.findings,
-        "counts_agree": proof.counts_agree, "times_s": demo.times | proof.times, "complaints": complaints,
-    }  # fmt: skip
+        "sent": demo.total,
+        "acknowledged": tally.stored,
+        "consumed": tally.distinct,
+        "duplicates": dict(tally.duplicates),
+        "lost": len(tally.lost),
+        "findings": proof.findings,
+        "counts_agree": proof.counts_agree,
+        "times_s": demo.times | proof.times,
+        "complaints": complaints,
+    }
     path.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -45,9 +45,10 @@ def local_cluster() -> tuple[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="qmq hello", description="Send a message and take it out again.")
     parser.add_argument(
-        "--metaserver", default=os.environ.get("QMQ_METASERVER") or None,
+        "--metaserver",
+        default=os.environ.get("QMQ_METASERVER") or None,
         help="host:port of a metaserver, or of nginx before several; default: QMQ_METASERVER, or that of `qmq dev`",
-    )  # fmt: skip
+    )
     add_token_options(parser)
     options = parser.parse_args()
     if options.metaserver is None:

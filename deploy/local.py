@@ -65,7 +65,7 @@ def run(run_dir: Path, port: int | None, *, prometheus: bool) -> int:
     say(f"starting a metaserver, two broker groups, delay servers and a watchdog; data and logs are in {run_dir}/")
     cluster = Cluster(
         run_dir, delay_groups=("d1",), watchdog=True, prometheus=prometheus, http_port=port or HTTP_PORT, say=say
-    )  # fmt: skip
+    )
     try:
         with cluster:
             say(_welcome(cluster))

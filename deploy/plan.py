@@ -112,7 +112,7 @@ def _plan_groups(groups: Groups, ports: Iterator[int]) -> list[BrokerPlan]:
             next(ports),
             next(ports),
             module,
-        )  # fmt: skip
+        )
         for names, module, role in kinds
         for group in names
         for letter in "abcde"[: groups.copies]

@@ -30,9 +30,16 @@ def prometheus_command(config: Path, data: Path, port: int) -> list[str]:
     if not (program := shutil.which("prometheus")):
         raise NotServed("prometheus is not installed (Debian: apt-get install prometheus)")
     return [
-        program, "--config.file", str(config), "--storage.tsdb.path", str(data), "--web.listen-address",
-        f"127.0.0.1:{port}", "--log.level", "warn",
-    ]  # fmt: skip
+        program,
+        "--config.file",
+        str(config),
+        "--storage.tsdb.path",
+        str(data),
+        "--web.listen-address",
+        f"127.0.0.1:{port}",
+        "--log.level",
+        "warn",
+    ]
 
 
 @dataclass
@@ -66,9 +73,14 @@ class Service:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self.command, cwd=ROOT, env={**os.environ, **self.environ}, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True,
-            )  # fmt: skip
+                self.command,
+                cwd=ROOT,
+                env={**os.environ, **self.environ},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         self.starts += 1
         self.died_at = None
 

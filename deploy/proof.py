@@ -104,9 +104,13 @@ def _run_job(
 ) -> subprocess.CompletedProcess[str]:
     began = time.monotonic()
     job = subprocess.run(
-        [sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=JOB_S,
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=JOB_S,
         env=os.environ | {"QMQ_TOKEN": cluster.token},
-    )  # fmt: skip
+    )
     name = module.rpartition(".")[2]
     (run_dir / "logs" / f"{name}.log").write_text(job.stderr)
     proof.times[f"Spark job {name}, its start included"] = time.monotonic() - began

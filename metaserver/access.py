@@ -51,9 +51,17 @@ def hash_of(secret: str, salt: str) -> str:
 
 
 def new_token(
-    name: str, role: str, *, known: Iterable[TokenRow], random_bytes: RandomBytes, now_ms: int, lifetime_ms: int = 0,
-    subjects: Iterable[str] = (), groups: Iterable[str] = (), id: str = "",
-) -> tuple[TokenRow, str]:  # fmt: skip
+    name: str,
+    role: str,
+    *,
+    known: Iterable[TokenRow],
+    random_bytes: RandomBytes,
+    now_ms: int,
+    lifetime_ms: int = 0,
+    subjects: Iterable[str] = (),
+    groups: Iterable[str] = (),
+    id: str = "",
+) -> tuple[TokenRow, str]:
     """Make a token; return its row, and its text, which is shown once and kept nowhere.
 
     Args:
@@ -77,9 +85,16 @@ def new_token(
         raise OperatorError(f"two tokens named {name} are valid already, {ids}; RevokeToken the older one first")
     secret, salt = random_bytes(SECRET_BYTES).hex(), random_bytes(SALT_BYTES).hex()
     row = TokenRow(
-        id or random_bytes(ID_BYTES).hex(), name, str(role), salt, hash_of(secret, salt), subjects, groups,
-        created_ms=now_ms, expires_ms=now_ms + lifetime_ms if lifetime_ms else 0,
-    )  # fmt: skip
+        id or random_bytes(ID_BYTES).hex(),
+        name,
+        str(role),
+        salt,
+        hash_of(secret, salt),
+        subjects,
+        groups,
+        created_ms=now_ms,
+        expires_ms=now_ms + lifetime_ms if lifetime_ms else 0,
+    )
     return row, f"qmq_{row.id}_{secret}"
 
 

@@ -191,9 +191,15 @@ class Failovers:
             log.error("new master did not report broker_group=%s: look with ReplicaStatus", name)
         log.warning(
             "failover broker_group=%s from=%s to=%s term=%d end=%d acknowledged=%s duration_ms=%d: of the master, %s",
-            name, facts.group.master and facts.group.master.key, facts.best.key, now.term if now else 0,
-            facts.best_said.flushed_end, facts.newest_point, round((time.monotonic() - began) * 1000), cause,
-        )  # fmt: skip
+            name,
+            facts.group.master and facts.group.master.key,
+            facts.best.key,
+            now.term if now else 0,
+            facts.best_said.flushed_end,
+            facts.newest_point,
+            round((time.monotonic() - began) * 1000),
+            cause,
+        )
 
     def _refuse(self, name: str, why: Refusal, text: str) -> None:
         if self._registry.no_failover.get(name, ("", ""))[0] != why:

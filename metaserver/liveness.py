@@ -110,10 +110,15 @@ class Liveness:
         before = self._sightings.get(key)
         session = self._new_session()
         self._sightings[key] = Sighting(
-            session, self.own, incarnation, up=True, seen_ms=now_ms, live=True,
+            session,
+            self.own,
+            incarnation,
+            up=True,
+            seen_ms=now_ms,
+            live=True,
             state=before.state if before and before.incarnation == incarnation else None,
             stored=before.stored if before else "",
-        )  # fmt: skip
+        )
         self._changed(key)
         return session
 
@@ -161,9 +166,15 @@ class Liveness:
     def _adopt(self, row: SightingRow, *, now_ms: int) -> None:
         ours = row.up and row.metaserver == self.own  # a session of ours that ended before its row came back to us
         self._sightings[row.key] = Sighting(
-            row.session, row.metaserver, row.incarnation, row.up, row.state, seen_ms=now_ms, stored=row.session,
+            row.session,
+            row.metaserver,
+            row.incarnation,
+            row.up,
+            row.state,
+            seen_ms=now_ms,
+            stored=row.session,
             ask_ms=now_ms if ours else None,
-        )  # fmt: skip
+        )
         self._dirty.pop(row.key, None)
         self.version += 1
 

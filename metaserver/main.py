@@ -98,9 +98,11 @@ class Metaserver:
         self._brokers = Brokers(settings.cluster_token, timeout_ms=settings.broker_timeout_ms)
         allowed = NewSubjects(settings.new_subjects_per_minute, settings.new_subjects_max)
         self.hubs = RouteHubs(
-            self.registry, self._metrics, lambda who, wanted: allowed.allow(who, wanted, now_ms=self.registry.now_ms()),
+            self.registry,
+            self._metrics,
+            lambda who, wanted: allowed.allow(who, wanted, now_ms=self.registry.now_ms()),
             Quotas(Bounds(settings.watch_subjects_max, settings.token_subjects_max, settings.token_watches_max)),
-        )  # fmt: skip
+        )
         self._metrics.observe(StateMetrics(self.registry, self._database, self.hubs).read)
         self._actions = self._make_actions()
         self.grpc_port = 0
@@ -110,22 +112,37 @@ class Metaserver:
         settings = self._settings
         liveness = Liveness(self.id, timeout_ms=settings.heartbeat_timeout_ms)
         return Registry(
-            self._database, liveness, self._metrics, clock, self._access.replace,
-            groups_min=settings.groups_per_subject_min, groups_new=settings.groups_per_subject_new,
-        )  # fmt: skip
+            self._database,
+            liveness,
+            self._metrics,
+            clock,
+            self._access.replace,
+            groups_min=settings.groups_per_subject_min,
+            groups_new=settings.groups_per_subject_new,
+        )
 
     def _make_actions(self) -> Actions:
         settings = self._settings
         clients = Clients(
-            self.hubs, lambda: [row for row in self.registry.peers() if row.id != self.id],
-            token=settings.cluster_token, timeout_ms=settings.broker_timeout_ms,
-        )  # fmt: skip
+            self.hubs,
+            lambda: [row for row in self.registry.peers() if row.id != self.id],
+            token=settings.cluster_token,
+            timeout_ms=settings.broker_timeout_ms,
+        )
         swaps = Swaps(self.registry, self._brokers, settings)
         desk = Desk(
-            self.registry, self._database, self._brokers, swaps, clients, self._vault,
-            Watchdogs(settings.cluster_token), bad_rows=lambda: self._database.bad_rows, refusals=self.hubs.refusals,
-            version=VERSION, own_id=self.id,
-        )  # fmt: skip
+            self.registry,
+            self._database,
+            self._brokers,
+            swaps,
+            clients,
+            self._vault,
+            Watchdogs(settings.cluster_token),
+            bad_rows=lambda: self._database.bad_rows,
+            refusals=self.hubs.refusals,
+            version=VERSION,
+            own_id=self.id,
+        )
         return Actions(desk, self._metrics)
 
     async def serve(self, stop: asyncio.Event, started: asyncio.Event | None = None) -> None:
@@ -239,16 +256,26 @@ class Metaserver:
         limits = Limits(settings.request_bytes_max, RESTORE_BYTES_MAX, BODY_TIMEOUT_MS)
         keys = (settings.cluster_token, settings.cluster_token_before)
         console = Console(
-            self._actions, Sessions(self._access, keys, secrets.token_bytes), self._refusals,
-            open_lists=settings.open_lists, database_trouble=lambda: self._database.trouble,
-            ledger=Path(settings.audit_ledger) if settings.audit_ledger else None, provider=make_provider(settings),
-        )  # fmt: skip
+            self._actions,
+            Sessions(self._access, keys, secrets.token_bytes),
+            self._refusals,
+            open_lists=settings.open_lists,
+            database_trouble=lambda: self._database.trouble,
+            ledger=Path(settings.audit_ledger) if settings.audit_ledger else None,
+            provider=make_provider(settings),
+        )
         return build_app(
-            self._actions, self._access, self._metrics, self._refusals,
+            self._actions,
+            self._access,
+            self._metrics,
+            self._refusals,
             address=f"{settings.advertised}:{self.grpc_port}",
-            database_trouble=lambda: self._database.trouble, is_stopping=lambda: self.registry.is_stopping,
-            limits=limits, open_lists=settings.open_lists, more=[*make_routes(self.hubs), *console.routes()],
-        )  # fmt: skip
+            database_trouble=lambda: self._database.trouble,
+            is_stopping=lambda: self.registry.is_stopping,
+            limits=limits,
+            open_lists=settings.open_lists,
+            more=[*make_routes(self.hubs), *console.routes()],
+        )
 
 
 def make_provider(settings: MetaserverSettings) -> ProviderPort | None:
@@ -262,11 +289,15 @@ def make_provider(settings: MetaserverSettings) -> ProviderPort | None:
     pairs = (text.partition("=") for text in settings.oidc_roles)
     return Provider(
         Wanted(
-            settings.oidc_issuer, settings.oidc_client_id, settings.oidc_client_secret, settings.oidc_redirect,
+            settings.oidc_issuer,
+            settings.oidc_client_id,
+            settings.oidc_client_secret,
+            settings.oidc_redirect,
             tuple((TokenRole(role), value) for role, _, value in pairs),
-            settings.oidc_roles_claim, settings.oidc_name_claim,
+            settings.oidc_roles_claim,
+            settings.oidc_name_claim,
         )
-    )  # fmt: skip
+    )
 
 
 def _port_taken(host: str, port: int, name: str) -> str:

@@ -165,9 +165,14 @@ class Directory:
     limits: frozenset[OperatorLimits] = frozenset()
 
     def beside(
-        self, *, marks: frozenset[ReadonlyMark], offline: frozenset[Offline], limits: frozenset[OperatorLimits],
-        subjects: Mapping[str, SubjectInfo], version: int,
-    ) -> Directory:  # fmt: skip
+        self,
+        *,
+        marks: frozenset[ReadonlyMark],
+        offline: frozenset[Offline],
+        limits: frozenset[OperatorLimits],
+        subjects: Mapping[str, SubjectInfo],
+        version: int,
+    ) -> Directory:
         """The same groups and brokers, with other things beside them."""
         found = replace(self, marks=marks, offline=offline, limits=limits, subjects=subjects, version=version)
         found.__dict__["_by_key"] = self._by_key

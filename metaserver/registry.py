@@ -64,9 +64,16 @@ class Registry:
     """
 
     def __init__(
-        self, database: Database, liveness: Liveness, metrics: Metrics, clock: AwakeClock, take_tokens: TakeTokens, *,
-        groups_min: int, groups_new: int,
-    ) -> None:  # fmt: skip
+        self,
+        database: Database,
+        liveness: Liveness,
+        metrics: Metrics,
+        clock: AwakeClock,
+        take_tokens: TakeTokens,
+        *,
+        groups_min: int,
+        groups_new: int,
+    ) -> None:
         self.database, self.liveness = database, liveness
         self.metrics, self._clock, self._take_tokens = metrics, clock, take_tokens
         self._table = RouteTable(groups_min=groups_min, groups_new=groups_new)

@@ -154,9 +154,14 @@ def set_copies(group: Group, min_copies: int) -> RoleChange | None:
 
 
 def replace_broker(
-    directory: Directory, broker: Broker, may_be_up: MayBeUp, *, accept_loss: bool = False, lacking: str = "",
+    directory: Directory,
+    broker: Broker,
+    may_be_up: MayBeUp,
+    *,
+    accept_loss: bool = False,
+    lacking: str = "",
     master_lacking: str = "",
-) -> tuple[RoleChange | None, Broker]:  # fmt: skip
+) -> tuple[RoleChange | None, Broker]:
     """Put `broker` in the place of who holds its role.
 
     The swap of two stopped brokers is two calls, as QMQ documents it: the slave into the master's place, which

@@ -63,7 +63,7 @@ class RouteHubs:
 
     def __init__(
         self, registry: RouteSource, metrics: Metrics, allow: Callable[[Caller, int], int], quotas: Quotas
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._quotas = quotas
         self._hubs = {
             NORMAL: WatchHub(registry, metrics, allow, quotas),

@@ -58,9 +58,13 @@ class RouteTable:
             if route and not self.is_short(subject, groups, directory):
                 continue
             placement = placement or Placement(
-                directory, is_writable, self._loads, groups_min=self._groups_min, groups_new=self._groups_new,
+                directory,
+                is_writable,
+                self._loads,
+                groups_min=self._groups_min,
+                groups_new=self._groups_new,
                 stored_bytes=stored_bytes,
-            )  # fmt: skip
+            )
             chosen = placement.choose(subject, groups)
             if chosen and set(chosen) != set(groups):
                 orders.append((subject, chosen, route.version if route else 0))

@@ -81,9 +81,15 @@ class Placement:
     """
 
     def __init__(
-        self, directory: Directory, is_writable: IsWritable, loads: Loads, *, groups_min: int, groups_new: int,
+        self,
+        directory: Directory,
+        is_writable: IsWritable,
+        loads: Loads,
+        *,
+        groups_min: int,
+        groups_new: int,
         stored_bytes: Mapping[str, int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._directory = directory
         self._groups_min, self._groups_new = groups_min, max(groups_new, groups_min)
         candidates = [group for group in directory.groups.values() if serves(group) and not group.draining]

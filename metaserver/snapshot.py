@@ -88,9 +88,14 @@ class Snapshots:
         if self._path is None:
             return
         snapshot = Snapshot(
-            self._database, time.time_ns() // 1_000_000, registry.directory, dict(registry.routes),
-            registry.routes_version, registry.liveness.rows(), list(registry.tokens),
-        )  # fmt: skip
+            self._database,
+            time.time_ns() // 1_000_000,
+            registry.directory,
+            dict(registry.routes),
+            registry.routes_version,
+            registry.liveness.rows(),
+            list(registry.tokens),
+        )
         problem = ""
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, write_snapshot, self._path, snapshot)
@@ -233,10 +238,14 @@ def _from_json(body: Any) -> Snapshot:
     )
     routes = [Route(subject, tuple(names), *rest) for subject, names, *rest in body["routes"]]
     return Snapshot(
-        body["database"], body["saved_ms"], directory, {route.subject: route for route in routes},
-        body["routes_version"], [_sighting(row) for row in body["sightings"]],
+        body["database"],
+        body["saved_ms"],
+        directory,
+        {route.subject: route for route in routes},
+        body["routes_version"],
+        [_sighting(row) for row in body["sightings"]],
         [TokenRow(**_with_tuples(row, "subjects", "groups")) for row in body["tokens"]],
-    )  # fmt: skip
+    )
 
 
 def _named(row: Any) -> dict[str, Any]:

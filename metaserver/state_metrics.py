@@ -58,9 +58,10 @@ class StateMetrics:
         yield _gauge("database_bad_rows", "Rows that make no sense and are left out.", database.bad_rows)
         yield _gauge("database_answer_seconds", "How long the newest answer of the database took.", database.answer_s)
         yield _gauge(
-            "database_last_commit_timestamp_seconds", "When this metaserver last stored something; 0: not yet.",
+            "database_last_commit_timestamp_seconds",
+            "When this metaserver last stored something; 0: not yet.",
             database.committed_ms / 1000,
-        )  # fmt: skip
+        )
 
     def _of_clients(self) -> Iterable[Metric]:
         clients = GaugeMetricFamily(
@@ -77,9 +78,10 @@ class StateMetrics:
     def _of_tokens(self) -> Metric:
         now = wall_ms()
         expiry = GaugeMetricFamily(
-            f"{PREFIX}_token_expiry_timestamp_seconds", "When a valid token expires, of the first 100 that do.",
+            f"{PREFIX}_token_expiry_timestamp_seconds",
+            "When a valid token expires, of the first 100 that do.",
             labels=["name", "id"],
-        )  # fmt: skip
+        )
         ending = [row for row in self._registry.tokens if row.expires_ms and is_valid(row, now)]
         for row in sorted(ending, key=lambda row: row.expires_ms)[:TOKENS_MAX]:
             expiry.add_metric([row.name, row.id], row.expires_ms / 1000)

@@ -101,9 +101,13 @@ class WatchHub:
     """
 
     def __init__(
-        self, registry: RouteSource, metrics: Metrics, allow: Callable[[Caller, int], int], quotas: Quotas,
+        self,
+        registry: RouteSource,
+        metrics: Metrics,
+        allow: Callable[[Caller, int], int],
+        quotas: Quotas,
         kind: int = NORMAL,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._registry, self._metrics, self._allow, self._quotas = registry, metrics, allow, quotas
         self._audience = Audience()
         self._views = GroupViews(kind)
@@ -171,9 +175,15 @@ class WatchHub:
     # Watchers that poll.
 
     async def poll(
-        self, subjects: Sequence[str], held: Mapping[str, int], caller: Caller, *, app: str, client_id: str,
+        self,
+        subjects: Sequence[str],
+        held: Mapping[str, int],
+        caller: Caller,
+        *,
+        app: str,
+        client_id: str,
         produces: bool,
-    ) -> list[RouteBytes]:  # fmt: skip
+    ) -> list[RouteBytes]:
         """Return the routes that differ from what is held. The client counts as a watcher for a while.
 
         Raises:

@@ -19,9 +19,12 @@ STANDARD_INPUT = "-"
 
 
 def find_token(
-    given: str | None = None, *, token_file: str | Path | None = None, environ: Mapping[str, str] | None = None,
+    given: str | None = None,
+    *,
+    token_file: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
     stdin: TextIO | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """Return the token to show: `given`, else the file's, else QMQ_TOKEN, else the file that QMQ_TOKEN_FILE names.
 
     Args:

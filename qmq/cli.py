@@ -42,14 +42,28 @@ _TOKEN = ("--token-file=", "--token=")
 
 SECTIONS: Mapping[str, Mapping[str, Program]] = {
     "try it": {
-        "dev": Program("qmq.deploy.local", "server", "run a cluster on this machine, until Ctrl-C",
-                       ("run", "stop", "--dir=", "--port=", "--with-prometheus"), starts=("uvicorn",)),
+        "dev": Program(
+            "qmq.deploy.local",
+            "server",
+            "run a cluster on this machine, until Ctrl-C",
+            ("run", "stop", "--dir=", "--port=", "--with-prometheus"),
+            starts=("uvicorn",),
+        ),
         "hello": Program("qmq.deploy.hello", "", "send a message and take it out again", ("--metaserver=", *_TOKEN)),
-        "demo": Program("qmq.deploy.demo", "server,audit,demo", "send real rows, lose a master, swap roles, prove it",
-                        ("--input=", "--dir="), starts=("uvicorn", "pyspark")),
-        "chaos": Program("qmq.deploy.chaos.main", "server", "strike a cluster with faults, and judge it",
-                         ("--minutes=", "--seed=", "--faults=", "--settings=", "--dir=", "--list"),
-                         starts=("uvicorn",)),
+        "demo": Program(
+            "qmq.deploy.demo",
+            "server,audit,demo",
+            "send real rows, lose a master, swap roles, prove it",
+            ("--input=", "--dir="),
+            starts=("uvicorn", "pyspark"),
+        ),
+        "chaos": Program(
+            "qmq.deploy.chaos.main",
+            "server",
+            "strike a cluster with faults, and judge it",
+            ("--minutes=", "--seed=", "--faults=", "--settings=", "--dir=", "--list"),
+            starts=("uvicorn",),
+        ),
     },
     "processes": {
         "metaserver": Program("qmq.metaserver", "server", "run a metaserver", _CONFIG),
@@ -58,24 +72,40 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
         "watchdog": Program("qmq.watchdog", "server", "run a watchdog", _CONFIG),
     },
     "proof": {
-        "audit": Program("qmq.audit.jobs.consistency", "audit", "prove that both copies of each group are equal",
-                         ("--all-groups", "--metaserver=", "--group=", "--master=", "--slave=", *_TOKEN)),
+        "audit": Program(
+            "qmq.audit.jobs.consistency",
+            "audit",
+            "prove that both copies of each group are equal",
+            ("--all-groups", "--metaserver=", "--group=", "--master=", "--slave=", *_TOKEN),
+        ),
         "query": Program("qmq.audit.jobs.query", "audit", "ask the logs in SQL", ("--source=", "--sql=", *_TOKEN)),
     },
     "on the machines": {
-        "inspect": Program("qmq.tools.inspect", "", "say what a data directory of a stopped broker holds",
-                           ("--json", "--verify", "--subjects=", "--above=")),
-        "nightly": Program("qmq.deploy.nightly", "", "run a nightly job and tell Prometheus how it ended",
-                           ("--name=", "--textfile=")),
+        "inspect": Program(
+            "qmq.tools.inspect",
+            "",
+            "say what a data directory of a stopped broker holds",
+            ("--json", "--verify", "--subjects=", "--above="),
+        ),
+        "nightly": Program(
+            "qmq.deploy.nightly", "", "run a nightly job and tell Prometheus how it ended", ("--name=", "--textfile=")
+        ),
         "try-backup": Program("qmq.metaserver.try_backup", "server", "restore a backup into an empty database, to see"),
-        "prometheus": Program("qmq.deploy.prometheus.config", "", "write Prometheus' targets and the alert rules",
-                              ("--metaserver=", *_TOKEN, "--scrape-token-file=", "--watchdog=", "--node-exporter=",
-                               "--out=")),
+        "prometheus": Program(
+            "qmq.deploy.prometheus.config",
+            "",
+            "write Prometheus' targets and the alert rules",
+            ("--metaserver=", *_TOKEN, "--scrape-token-file=", "--watchdog=", "--node-exporter=", "--out="),
+        ),
         "dashboards": Program("qmq.deploy.dashboards", "", "write Grafana's pages", ("--out=",)),
-        "nginx": Program("qmq.deploy.nginx", "", "print nginx's configuration for several metaservers",
-                         ("--listen=", "--metaserver=")),
+        "nginx": Program(
+            "qmq.deploy.nginx",
+            "",
+            "print nginx's configuration for several metaservers",
+            ("--listen=", "--metaserver="),
+        ),
     },
-}  # fmt: skip
+}
 """In the order in which people look for them."""
 
 PROGRAMS: Mapping[str, Program] = {name: program for section in SECTIONS.values() for name, program in section.items()}

@@ -94,20 +94,32 @@ class HttpPort:
     """What answers on one port, opened with `listen`. Made by a process's main; `run` ends when it is cancelled."""
 
     def __init__(
-        self, app: ASGIApp, listener: socket.socket, *, connections_max: int = CONNECTIONS_MAX,
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        *,
+        connections_max: int = CONNECTIONS_MAX,
         trusted_proxies: Iterable[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._listener = listener
         protocol = type("Connection", (Connection,), {"connections_max": connections_max})
         proxies = list(trusted_proxies)
         logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a line for each request that is none
         self._server = _Server(
             uvicorn.Config(
-                _Dated(app), http=protocol, proxy_headers=bool(proxies), forwarded_allow_ips=proxies, log_config=None,
-                access_log=False, lifespan="off", server_header=False, date_header=False,
-                timeout_graceful_shutdown=STOP_S, ws="none",
+                _Dated(app),
+                http=protocol,
+                proxy_headers=bool(proxies),
+                forwarded_allow_ips=proxies,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                date_header=False,
+                timeout_graceful_shutdown=STOP_S,
+                ws="none",
             )
-        )  # fmt: skip
+        )
 
     async def run(self) -> None:
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))

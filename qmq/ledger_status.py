@@ -24,12 +24,22 @@ def status_of(entries: list[Entry], now_ms: int) -> dict[str, Any]:
     last, known = entries[-1], known_from(entries)
     anchor = known.anchor
     return {
-        "group": last.group, "verdict": last.verdict, "why": last.why, "run": last.run, "runMs": last.at_ms,
-        "verified": anchor.verified if anchor else 0, "verifiedRun": anchor.run if anchor else "",
-        "verifiedMs": anchor.at_ms if anchor else 0, "ageS": (now_ms - anchor.at_ms) // 1000 if anchor else None,
-        "subjects": len(anchor.ends) if anchor else 0, "found": last.found, "findings": last.findings,
-        "readBytes": sum(last.read.values()), "by": last.by, "runs": known.runs,
-    }  # fmt: skip
+        "group": last.group,
+        "verdict": last.verdict,
+        "why": last.why,
+        "run": last.run,
+        "runMs": last.at_ms,
+        "verified": anchor.verified if anchor else 0,
+        "verifiedRun": anchor.run if anchor else "",
+        "verifiedMs": anchor.at_ms if anchor else 0,
+        "ageS": (now_ms - anchor.at_ms) // 1000 if anchor else None,
+        "subjects": len(anchor.ends) if anchor else 0,
+        "found": last.found,
+        "findings": last.findings,
+        "readBytes": sum(last.read.values()),
+        "by": last.by,
+        "runs": known.runs,
+    }
 
 
 def all_status(ledger: Ledger, now_ms: int) -> list[dict[str, Any]]:

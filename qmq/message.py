@@ -103,9 +103,14 @@ class Message:
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidMessage(f"the value for {subject!r} is no JSON: {error}") from None
         message = cls(
-            subject, properties, tags=tags, id=id, order_key=order_key, retries_max=retries_max,
+            subject,
+            properties,
+            tags=tags,
+            id=id,
+            order_key=order_key,
+            retries_max=retries_max,
             expires_after=expires_after,
-        )  # fmt: skip
+        )
         message.set_large(JSON, text)
         return message
 

@@ -145,7 +145,7 @@ class TracedProducer(Sending):
 
     def send_nowait(
         self, message: Message, on_done: Callable[[Receipt], None], **delay: Unpack[DelayArguments]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See `Producer.send_nowait`. The spans end when the outcome is known."""
         with self._until_known(message) as end:
 

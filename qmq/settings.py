@@ -28,9 +28,14 @@ class InvalidSettings(CallError):
 
 
 def setting(
-    default: Any = REQUIRED, *, why: str, unit: str = "", least: float | None = None, most: float | None = None,
+    default: Any = REQUIRED,
+    *,
+    why: str,
+    unit: str = "",
+    least: float | None = None,
+    most: float | None = None,
     one_of: tuple[str, ...] = (),
-) -> Any:  # fmt: skip
+) -> Any:
     """Declare a field of a settings dataclass; `why` says what the value is for and where the default comes from."""
     metadata = {"why": why, "unit": unit, "least": least, "most": most, "one_of": one_of}
     return dataclasses.field(default=default, metadata=metadata, kw_only=True)

@@ -16,9 +16,11 @@ class Waits(NamedTuple):
     def mariadb(self, *session: str) -> dict[str, Any]:
         """Return what pymysql's `connect` takes; `session`: further variables that each session sets."""
         variables = (
-            "sql_mode = 'STRICT_ALL_TABLES'", f"innodb_lock_wait_timeout = {self.lock}",
-            f"wait_timeout = {self.idle}", *session,
-        )  # fmt: skip
+            "sql_mode = 'STRICT_ALL_TABLES'",
+            f"innodb_lock_wait_timeout = {self.lock}",
+            f"wait_timeout = {self.idle}",
+            *session,
+        )
         return {
             "connect_timeout": self.connect,
             "read_timeout": self.answer,

@@ -57,9 +57,12 @@ def _script(equals: str, program: str, others: Mapping[str, Sequence[str]]) -> s
         for option, choices in _choices(command)
     )
     return _BASH.format(
-        program=program, function=_FUNCTIONS[program], names=" ".join([*words, "completion"]), cases=cases,
+        program=program,
+        function=_FUNCTIONS[program],
+        names=" ".join([*words, "completion"]),
+        cases=cases,
         values=values,
-    )  # fmt: skip
+    )
 
 
 _BASH = """\

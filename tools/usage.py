@@ -70,9 +70,13 @@ class _Pairs(argparse.Action):
 
 
 def parse(
-    arguments: Sequence[str], environ: Mapping[str, str], *, now_ms: int, program: str = TOOLS_SH,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    now_ms: int,
+    program: str = TOOLS_SH,
     others: Collection[str] = (),
-) -> argparse.Namespace:  # fmt: skip
+) -> argparse.Namespace:
     """Read a command line: `command` (a Command or None for `completion`), the common options, and `values` by option.
 
     Args:
@@ -170,15 +174,20 @@ def _add_common(sub: argparse.ArgumentParser, command: Command, environ: Mapping
     common = sub.add_argument_group("common options")
     default = environ.get("QMQ_METASERVER") or None
     common.add_argument(
-        "--metaserver", action=_Once, type=_address, required=default is None and not command.is_local,
+        "--metaserver",
+        action=_Once,
+        type=_address,
+        required=default is None and not command.is_local,
         metavar="HOST:PORT",
         default=default,
         help="host:port or URL of a metaserver, or of the balancer before them; default: the variable QMQ_METASERVER",
-    )  # fmt: skip
+    )
     common.add_argument(
-        "--token-file", action=_Once, metavar="PATH",
+        "--token-file",
+        action=_Once,
+        metavar="PATH",
         help="file with the API token, - for standard input; default: QMQ_TOKEN, or the file that QMQ_TOKEN_FILE names",
-    )  # fmt: skip
+    )
     common.add_argument("--token", action=_Once, help="the API token, as QMQ takes it: the process list shows it")
     as_json = "print JSON" if command.runs else "print the metaserver's answer as it is"
     common.add_argument("--json", action="store_true", help=as_json)

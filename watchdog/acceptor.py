@@ -37,7 +37,7 @@ class Acceptor:
 
     def __init__(
         self, settings: WatchdogSettings, leading: Leading, watcher: Watcher, metrics: Metrics, link: MetaLink
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._leading, self._watcher, self._metrics, self._link = leading, watcher, metrics, link
         self._own = settings.token.encode()
         self._known: dict[str, tuple[float, Caller]] = {}
@@ -60,10 +60,15 @@ class Acceptor:
         troubles = {url: drain.trouble for url, drain in leading.drains.items() if drain.trouble} | leading.problems
         is_well = leading.is_leader or not leading.metaserver_trouble
         body = {
-            "leader": leading.is_leader, "term": leading.lease.term, "node": leading.lease.node,
-            "holder": leading.lease.holder, "databases": len(leading.drains), "troubles": troubles,
-            "metaserver": leading.metaserver_trouble, "routes": dict(islice(leading.refusals.items(), REFUSALS_SHOWN)),
-        }  # fmt: skip
+            "leader": leading.is_leader,
+            "term": leading.lease.term,
+            "node": leading.lease.node,
+            "holder": leading.lease.holder,
+            "databases": len(leading.drains),
+            "troubles": troubles,
+            "metaserver": leading.metaserver_trouble,
+            "routes": dict(islice(leading.refusals.items(), REFUSALS_SHOWN)),
+        }
         return JSONResponse(body, 200 if is_well else 503)
 
     async def _live(self, _: Request) -> Response:

@@ -78,9 +78,10 @@ class _Watchdog(Collector):
         rows = GaugeMetricFamily("qmq_watchdog_rows", "Rows by state, up to 100,000.", labels=["database", "state"])
         oldest = GaugeMetricFamily("qmq_watchdog_oldest_seconds", "Age of the oldest row.", labels=["database"])
         aged = GaugeMetricFamily(
-            "qmq_watchdog_rows_older", "Rows to be sent that are older, of the 10,000 that are due longest.",
+            "qmq_watchdog_rows_older",
+            "Rows to be sent that are older, of the 10,000 that are due longest.",
             labels=["database", "seconds"],
-        )  # fmt: skip
+        )
         for url, stats in self._metrics.stats.items():
             for state in ("pending", "claimed", "parked"):
                 rows.add_metric([url, state], getattr(stats, state))

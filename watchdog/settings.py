@@ -41,9 +41,11 @@ class WatchdogSettings:
     )
     stop_ms: int = setting(5000, unit="ms", least=0, most=60_000, why="how long a stop waits for answers of brokers")
     page_rows: int = setting(
-        500, least=1, most=5000, why="rows of a transaction: half of 1,000's burst in the application's database, for "
-        "a fifth more CPU a row"
-    )  # fmt: skip
+        500,
+        least=1,
+        most=5000,
+        why="rows of a transaction: half of 1,000's burst in the application's database, for a fifth more CPU a row",
+    )
     claims_max: int = setting(8, least=1, most=32, why="batches of one database that brokers have not answered")
     errors_max: int = setting(1000, least=1, most=2_000_000_000, why="QMQ's; a row that failed so often is parked")
     release_ms: int = setting(
@@ -77,7 +79,12 @@ class WatchdogSettings:
     def limits(self, rate: int) -> Limits:
         """Bounds of one drain."""
         return Limits(
-            rate=rate, page_rows=self.page_rows, claims_max=self.claims_max, errors_max=self.errors_max,
-            release_ms=self.release_ms, release_ms_max=self.release_ms_max, rest_ms=self.scan_ms,
+            rate=rate,
+            page_rows=self.page_rows,
+            claims_max=self.claims_max,
+            errors_max=self.errors_max,
+            release_ms=self.release_ms,
+            release_ms_max=self.release_ms_max,
+            rest_ms=self.scan_ms,
             unknown_ms_max=self.unknown_s_max * 1000,
-        )  # fmt: skip
+        )

@@ -166,9 +166,14 @@ class Watcher:
 
 def _row_json(row: StuckRow) -> dict[str, Any]:
     return {
-        "id": row.id, "state": row.state, "errors": row.errors, "reason": row.reason, "age": row.age_s,
-        "subject": row.subject, "messageId": row.message_id,
-    }  # fmt: skip
+        "id": row.id,
+        "state": row.state,
+        "errors": row.errors,
+        "reason": row.reason,
+        "age": row.age_s,
+        "subject": row.subject,
+        "messageId": row.message_id,
+    }
 
 
 def _finding_json(finding: Finding) -> dict[str, Any]:

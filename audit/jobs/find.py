@@ -22,9 +22,15 @@ ROWS_MAX = 1_000
 
 
 def find(
-    spark: SparkSession, places: Sequence[Place], *, identity: str = "", properties: Mapping[str, str] | None = None,
-    tags: Sequence[str] = (), limit: int = ROWS_MAX, **options: str,
-) -> Rows:  # fmt: skip
+    spark: SparkSession,
+    places: Sequence[Place],
+    *,
+    identity: str = "",
+    properties: Mapping[str, str] | None = None,
+    tags: Sequence[str] = (),
+    limit: int = ROWS_MAX,
+    **options: str,
+) -> Rows:
     """Return the first messages that have all of this, in the order of time; `options` are the data source's."""
     pairs = dict(properties or {})
     texts = [text for pair in pairs.items() for text in pair] + [*tags, identity]

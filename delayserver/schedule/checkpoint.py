@@ -74,24 +74,35 @@ class Checkpoint:
             "hours": len(hours),
             "stretches": len(self.counts.stretches),
             "segments": [
-                [s.begin_ms, s.end_ms, s.name, s.written, s.marks_bytes, s.undone,
-                 len(s.firsts), len(s.tail), len(s.marks)]
+                [
+                    s.begin_ms,
+                    s.end_ms,
+                    s.name,
+                    s.written,
+                    s.marks_bytes,
+                    s.undone,
+                    len(s.firsts),
+                    len(s.tail),
+                    len(s.marks),
+                ]
                 for s in self.segments
             ],
             "in_flight": [[d.producer, d.batch, d.group, d.subject, len(d.records)] for d in self.in_flight],
-        }  # fmt: skip
+        }
         text = json.dumps(head).encode()
-        rest = b"".join((
-            _MAGIC,
-            len(text).to_bytes(4, "little"),
-            text,
-            _joined((s.firsts for s in self.segments), np.uint64),
-            _joined((s.tail for s in self.segments), RECORD),
-            _joined((s.marks for s in self.segments), np.uint64),
-            _joined((d.records for d in self.in_flight), RECORD),
-            np.array(hours, np.uint64).tobytes(),
-            np.array(list(self.counts.stretches.items()), np.uint64).tobytes(),
-        ))  # fmt: skip
+        rest = b"".join(
+            (
+                _MAGIC,
+                len(text).to_bytes(4, "little"),
+                text,
+                _joined((s.firsts for s in self.segments), np.uint64),
+                _joined((s.tail for s in self.segments), RECORD),
+                _joined((s.marks for s in self.segments), np.uint64),
+                _joined((d.records for d in self.in_flight), RECORD),
+                np.array(hours, np.uint64).tobytes(),
+                np.array(list(self.counts.stretches.items()), np.uint64).tobytes(),
+            )
+        )
         return crc32(rest).to_bytes(4, "little") + rest
 
 

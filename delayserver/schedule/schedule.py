@@ -257,10 +257,12 @@ class Schedule:
             book.filed_chain,
             list(book.subjects),
             [_save(segment, by_name.get(segment.name)) for segment in book.timeline.segments],
-            [SavedDispatch(one.producer, one.batch, one.group, one.subject, one.records)
-             for one in book.in_flight.values()],
+            [
+                SavedDispatch(one.producer, one.batch, one.group, one.subject, one.records)
+                for one in book.in_flight.values()
+            ],
             book.counts.copy(),
-        )  # fmt: skip
+        )
 
     # -- questions
 
@@ -347,6 +349,13 @@ def _save(segment: Segment, write: SegmentWrite | None) -> SavedSegment:
         written, marks_bytes = written + len(write.records), write.marks_end
         marks = marks[len(write.marks) :]
     return SavedSegment(
-        segment.begin_ms, segment.end_ms, segment.name, written, marks_bytes, segment.undone, segment.firsts.view,
-        segment.tail.view, marks,
-    )  # fmt: skip
+        segment.begin_ms,
+        segment.end_ms,
+        segment.name,
+        written,
+        marks_bytes,
+        segment.undone,
+        segment.firsts.view,
+        segment.tail.view,
+        marks,
+    )

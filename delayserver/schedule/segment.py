@@ -116,9 +116,21 @@ class Segment:
     """Messages due in `[begin_ms, end_ms)`. Made and changed by the schedule, on its loop."""
 
     __slots__ = (
-        "begin_ms", "end_ms", "name", "written", "marks_bytes", "undone", "loading", "tail", "flushing", "firsts",
-        "marks", "view", "_disk", "_states",
-    )  # fmt: skip
+        "begin_ms",
+        "end_ms",
+        "name",
+        "written",
+        "marks_bytes",
+        "undone",
+        "loading",
+        "tail",
+        "flushing",
+        "firsts",
+        "marks",
+        "view",
+        "_disk",
+        "_states",
+    )
 
     def __init__(self, disk: Disk, *, begin_ms: int, end_ms: int, name: str) -> None:
         self.begin_ms, self.end_ms, self.name = begin_ms, end_ms, name

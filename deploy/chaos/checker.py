@@ -84,10 +84,13 @@ def _sequences(history: History, logs: Logs) -> Iterator[Finding]:
 
 def _stored(history: History, logs: Logs) -> Iterator[Finding]:
     places = [
-        {(group, subject, sequence): id for group, copies in logs.copies.items() for subject, sequence, id in
-         copies[side].messages}
+        {
+            (group, subject, sequence): id
+            for group, copies in logs.copies.items()
+            for subject, sequence, id in copies[side].messages
+        }
         for side in (0, 1)
-    ]  # fmt: skip
+    ]
     sent = {one.id: one for one in history.sent}
     for one in history.sent:
         if one.outcome == STORED:
@@ -125,8 +128,9 @@ def _readonly(history: History, logs: Logs) -> Iterator[Finding]:
 def _consumed(history: History, logs: Logs) -> Iterator[Finding]:
     there = {
         (id, subject, group, sequence)
-        for group, (master, _) in logs.copies.items() for subject, sequence, id in master.messages
-    }  # fmt: skip
+        for group, (master, _) in logs.copies.items()
+        for subject, sequence, id in master.messages
+    }
     delivered = {one[:4] for one in history.delivered}
     for one in history.sent:
         if one.outcome == STORED and (one.id, one.subject, one.group, one.sequence) not in delivered:

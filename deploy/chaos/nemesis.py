@@ -15,9 +15,7 @@ from qmq.deploy.control import answers
 
 WELL_S = 180.0
 CALM_S = 1.0
-STRIKES: dict[str, Strike] = (
-    processes.STRIKES | operators.STRIKES | disks.STRIKES | network.STRIKES | clocks.STRIKES
-)  # fmt: skip
+STRIKES: dict[str, Strike] = processes.STRIKES | operators.STRIKES | disks.STRIKES | network.STRIKES | clocks.STRIKES
 
 
 def possible() -> list[str]:

@@ -63,7 +63,13 @@ class Senders:
         for receipt in receipts:
             self._history.sent.append(
                 Sent(
-                    receipt.message_id, receipt.subject, sender, begun, done, receipt.outcome.value,
-                    receipt.broker_group, receipt.sequence,
+                    receipt.message_id,
+                    receipt.subject,
+                    sender,
+                    begun,
+                    done,
+                    receipt.outcome.value,
+                    receipt.broker_group,
+                    receipt.sequence,
                 )
-            )  # fmt: skip
+            )

@@ -32,9 +32,12 @@ RESTART_S = 0.3
 METASERVER = {"database_timeout_ms": 30_000}
 """A machine with much to do stands still for seconds, and so does its database."""
 SETTINGS = {
-    "lease_ms": 2000, "segment_bytes": 256 << 10, "slave_wait_ms": 1000, "slave_lag_ms_max": 2000,
+    "lease_ms": 2000,
+    "segment_bytes": 256 << 10,
+    "slave_wait_ms": 1000,
+    "slave_lag_ms_max": 2000,
     "tail_bytes": 64 << 10,
-}  # fmt: skip
+}
 """Of brokers: short times and small segments, so that much happens in a minute."""
 CHOSEN = {"disk_free_limit": 0}
 """Whatever else is asked for: a small disk is filled to the last byte."""
@@ -58,10 +61,14 @@ class Outcome:
 
 
 async def attempt(
-    folder: Path, *, seed: int, strike: Callable[[Nemesis, threading.Event], None],
-    settings: Mapping[str, Any] | None = None, http_port: int = HTTP_PORT,
+    folder: Path,
+    *,
+    seed: int,
+    strike: Callable[[Nemesis, threading.Event], None],
+    settings: Mapping[str, Any] | None = None,
+    http_port: int = HTTP_PORT,
     say: Callable[[str], None] = lambda line: None,
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     """Run a trial; `strike` is called in a thread and decides which faults there are. The seed chooses all the rest.
 
     Args:
@@ -71,9 +78,14 @@ async def attempt(
     broker = {**SETTINGS, **(settings or {}), **CHOSEN}
     lease_s = broker["lease_ms"] / 1000
     with Cluster(
-        folder / "cluster", groups=GROUPS, broker=broker, metaserver=METASERVER, restart_s=RESTART_S,
-        http_port=http_port, broker_port=http_port + 2,
-    ) as cluster:  # fmt: skip
+        folder / "cluster",
+        groups=GROUPS,
+        broker=broker,
+        metaserver=METASERVER,
+        restart_s=RESTART_S,
+        http_port=http_port,
+        broker_port=http_port + 2,
+    ) as cluster:
         reach: dict[str, Any] = {"metaserver": cluster.metaserver, "token": cluster.token, "subjects": SUBJECTS}
         history = History(lease_s)
         consumers = Consumers(folder / "consumers", CONSUMERS, lease_s=lease_s, **reach)
@@ -87,9 +99,13 @@ async def attempt(
 
 
 async def _run(
-    nemesis: Nemesis, consumers: Consumers, senders: Senders, history: History,
-    strike: Callable[[Nemesis, threading.Event], None], seed: int,
-) -> None:  # fmt: skip
+    nemesis: Nemesis,
+    consumers: Consumers,
+    senders: Senders,
+    history: History,
+    strike: Callable[[Nemesis, threading.Event], None],
+    seed: int,
+) -> None:
     stop = threading.Event()
     sending = asyncio.create_task(senders.run())
     consumers.start_all()

@@ -88,32 +88,49 @@ def panel(
 def to_json(page: Page) -> dict[str, Any]:
     """Write a page as Grafana imports it."""
     return {
-        "uid": page.uid, "title": page.title, "tags": ["qmq"], "schemaVersion": SCHEMA_VERSION, "version": 1,
-        "editable": True, "graphTooltip": 1, "refresh": "30s", "time": {"from": "now-6h", "to": "now"}, "timezone": "",
+        "uid": page.uid,
+        "title": page.title,
+        "tags": ["qmq"],
+        "schemaVersion": SCHEMA_VERSION,
+        "version": 1,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "30s",
+        "time": {"from": "now-6h", "to": "now"},
+        "timezone": "",
         "links": [{"type": "dashboards", "tags": ["qmq"], "title": "qmq", "asDropdown": True, "keepTime": True}],
         "templating": {"list": [_source(), *map(_variable, page.variables)]},
         "panels": list(_panels(page.panels)),
-    }  # fmt: skip
+    }
 
 
 def _panels(panels: Sequence[Panel]) -> Iterator[dict[str, Any]]:
     for number, one in enumerate(panels):
         row, column = divmod(number, 2)
         yield {
-            "id": number + 1, "type": one.kind.value, "title": one.title, "description": one.says, "datasource": SOURCE,
+            "id": number + 1,
+            "type": one.kind.value,
+            "title": one.title,
+            "description": one.says,
+            "datasource": SOURCE,
             "gridPos": {"x": column * WIDTH, "y": row * HEIGHT, "w": WIDTH, "h": HEIGHT},
             "fieldConfig": {"defaults": {"unit": one.unit.value, "min": 0}, "overrides": []},
             "targets": list(_targets(one)),
-        }  # fmt: skip
+        }
 
 
 def _targets(one: Panel) -> Iterator[dict[str, Any]]:
     for letter, query in zip("ABCDEFGH", one.queries, strict=False):
         now = one.kind is not Kind.GRAPH
         yield {
-            "refId": letter, "expr": query.expr, "legendFormat": query.legend or "__auto", "datasource": SOURCE,
-            "instant": now, "range": not now, "format": "table" if one.kind is Kind.LIST else "time_series",
-        }  # fmt: skip
+            "refId": letter,
+            "expr": query.expr,
+            "legendFormat": query.legend or "__auto",
+            "datasource": SOURCE,
+            "instant": now,
+            "range": not now,
+            "format": "table" if one.kind is Kind.LIST else "time_series",
+        }
 
 
 def _source() -> dict[str, Any]:
@@ -122,7 +139,16 @@ def _source() -> dict[str, Any]:
 
 def _variable(variable: Variable) -> dict[str, Any]:
     return {
-        "type": "query", "name": variable.name, "label": variable.title, "datasource": SOURCE,
-        "query": {"query": variable.query, "refId": variable.name}, "definition": variable.query, "refresh": 2,
-        "sort": 1, "multi": True, "includeAll": True, "allValue": ".+", "current": {"text": "All", "value": "$__all"},
-    }  # fmt: skip
+        "type": "query",
+        "name": variable.name,
+        "label": variable.title,
+        "datasource": SOURCE,
+        "query": {"query": variable.query, "refId": variable.name},
+        "definition": variable.query,
+        "refresh": 2,
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".+",
+        "current": {"text": "All", "value": "$__all"},
+    }

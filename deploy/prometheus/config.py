@@ -38,11 +38,14 @@ def find_targets(ask: Callable[..., Any], watchdogs: Iterable[str] = ()) -> list
         watchdogs: addresses of standbys: the metaserver knows only the active ones.
     """
     brokers = [
-        _target("delayserver" if row["role"].startswith("DELAY") else "broker", f"{row['ip']}:{row['metricsPort']}",
-                hostname=row["hostname"])
+        _target(
+            "delayserver" if row["role"].startswith("DELAY") else "broker",
+            f"{row['ip']}:{row['metricsPort']}",
+            hostname=row["hostname"],
+        )
         for row in ask("ListBrokers", details="true")
         if row["metricsPort"]
-    ]  # fmt: skip
+    ]
     metaservers = [_target("metaserver", row["http"]) for row in ask("ListMetaservers")]
     active = [row["address"] for row in ask("ListWatchdogs") if row["address"]]
     return [*metaservers, *brokers, *(_target("watchdog", address) for address in sorted({*active, *watchdogs}))]
@@ -53,9 +56,13 @@ def _target(kind: str, address: str, **labels: str) -> Target:
 
 
 def write_config(
-    directory: Path, targets: list[Target], *, token_file: Path, interval_s: int = INTERVAL_S,
+    directory: Path,
+    targets: list[Target],
+    *,
+    token_file: Path,
+    interval_s: int = INTERVAL_S,
     node_exporters: Iterable[str] = (),
-) -> Path:  # fmt: skip
+) -> Path:
     """Write prometheus.yml, the targets and the rules; return the path of the first."""
     directory.mkdir(parents=True, exist_ok=True)
     values: Mapping[str, str] = {
@@ -67,8 +74,10 @@ def write_config(
     for name, value in values.items():
         text = text.replace(f"{{{{{name}}}}}", value)
     files = {
-        "qmq.targets.json": json.dumps(targets, indent=1) + "\n", RULES.name: RULES.read_text(), TEMPLATE.name: text,
-    }  # fmt: skip
+        "qmq.targets.json": json.dumps(targets, indent=1) + "\n",
+        RULES.name: RULES.read_text(),
+        TEMPLATE.name: text,
+    }
     for name, content in files.items():
         write_atomically(directory / name, content, mode=0o644)
     return directory / TEMPLATE.name
@@ -91,9 +100,7 @@ def main(arguments: list[str]) -> int:
         token = find_token(options.token, token_file=options.token_file)
         metaserver = options.metaserver if "://" in options.metaserver else f"http://{options.metaserver}"
         targets = find_targets(partial(manage, metaserver, token), options.watchdog)
-        path = write_config(
-            options.out, targets, token_file=Path(scrape_token), node_exporters=options.node_exporter
-        )  # fmt: skip
+        path = write_config(options.out, targets, token_file=Path(scrape_token), node_exporters=options.node_exporter)
     except (QmqError, OSError, ValueError) as error:
         print(f"qmq prometheus: {error}", file=sys.stderr)
         return 1

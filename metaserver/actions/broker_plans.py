@@ -31,9 +31,17 @@ def add_broker(directory: Directory, broker: Broker, *, reported: int = 0) -> Pl
 
 
 def replace_broker(
-    directory: Directory, broker: Broker, may_be_up: MayBeUp, *, swap: bool = False, accept_loss: bool = False,
-    lacking: str = "", master_lacking: str = "", remembered: Point | None = None, reported: int = 0,
-) -> Plan:  # fmt: skip
+    directory: Directory,
+    broker: Broker,
+    may_be_up: MayBeUp,
+    *,
+    swap: bool = False,
+    accept_loss: bool = False,
+    lacking: str = "",
+    master_lacking: str = "",
+    remembered: Point | None = None,
+    reported: int = 0,
+) -> Plan:
     """ReplaceBroker: one call of QMQ's two, or both as one step. It answers with the row before.
 
     Args:

@@ -42,9 +42,7 @@ class Clients:
         token: the cluster's.
     """
 
-    def __init__(
-        self, hub: Hub, others: Callable[[], Iterable[MetaserverRow]], *, token: str, timeout_ms: int
-    ) -> None:  # fmt: skip
+    def __init__(self, hub: Hub, others: Callable[[], Iterable[MetaserverRow]], *, token: str, timeout_ms: int) -> None:
         self._hub, self._others = hub, others
         self._token, self._timeout_s = token, timeout_ms / 1000
 

@@ -159,11 +159,15 @@ def limits_of(directory: Directory, key: tuple[str, str]) -> OperatorLimits:
 
 def limits_json(limits: OperatorLimits) -> dict[str, Any]:
     return {
-        "subject": limits.subject, "group": limits.group, "expiresAfterS": limits.expires_after_s,
-        "expired": DEAD_LETTER if limits.expired_die else DROP, "messagesMax": limits.messages_max,
-        "whenFull": DROP_OLDEST if limits.drops_oldest else REFUSE, "perSecond": limits.per_second,
+        "subject": limits.subject,
+        "group": limits.group,
+        "expiresAfterS": limits.expires_after_s,
+        "expired": DEAD_LETTER if limits.expired_die else DROP,
+        "messagesMax": limits.messages_max,
+        "whenFull": DROP_OLDEST if limits.drops_oldest else REFUSE,
+        "perSecond": limits.per_second,
         "bytesMax": limits.bytes_max,
-    }  # fmt: skip
+    }
 
 
 def served(routes: Routes, group: str, subject: str) -> frozenset[str]:

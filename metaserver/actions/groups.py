@@ -33,9 +33,11 @@ async def _unmark(desk: Desk, words: Words) -> Plan:
 async def _plan_mark(desk: Desk, words: Words, *, readonly: bool) -> Plan:
     directory, subject, group = desk.registry.directory, words["subject"], words["brokerGroup"]
     return await _on_routes(
-        desk, subject, group,
+        desk,
+        subject,
+        group,
         lambda routes: group_plans.mark_readonly(directory, routes, subject, group, readonly=readonly),
-    )  # fmt: skip
+    )
 
 
 async def _on_routes(desk: Desk, subject: str, group: str, work: Callable[[Mapping[str, Route]], R]) -> R:

@@ -31,10 +31,16 @@ async def _browse(desk: Desk, words: Words, caller: Caller) -> Any:
         subject = dead_letter_subject(subject, words["deadLettersOf"])
     newest_first = not words.is_given("since") and not words.is_given("sequence")
     request = pb.BrowseRequest(
-        subject=subject, begin=words.number("sequence"), since_ms=words.number("since"),
-        until_ms=words.number("until"), id=words["id"], tags=words.names("tag"), newest_first=newest_first,
-        messages_max=limit, with_properties=True,
-    )  # fmt: skip
+        subject=subject,
+        begin=words.number("sequence"),
+        since_ms=words.number("since"),
+        until_ms=words.number("until"),
+        id=words["id"],
+        tags=words.names("tag"),
+        newest_first=newest_first,
+        messages_max=limit,
+        with_properties=True,
+    )
     found = await together([_look(desk, group, request, limit) for group in groups])
     unasked = {group.name: str(one) for group, one in zip(groups, found, strict=True) if isinstance(one, QmqError)}
     messages = [message for one in found if not isinstance(one, QmqError) for message in one]

@@ -86,9 +86,7 @@ def extend(directory: Directory, routes: Routes, subject: str, related: str, new
         reasons.append(_no_route(subject))
     if reasons:
         return refused(*reasons)
-    chosen = [
-        route for route in _chosen(routes, subject) if related in route.groups and new not in route.groups
-    ]  # fmt: skip
+    chosen = [route for route in _chosen(routes, subject) if related in route.groups and new not in route.groups]
     changes = [SetRoute(route.subject, tuple(sorted({*route.groups, new})), route.version) for route in chosen]
     return Plan(
         tuple(changes),
@@ -102,9 +100,15 @@ def extend(directory: Directory, routes: Routes, subject: str, related: str, new
 
 
 def remove_group(
-    directory: Directory, routes: Routes, subject: str, group: str, *, contents: Contents, takes_messages: bool,
+    directory: Directory,
+    routes: Routes,
+    subject: str,
+    group: str,
+    *,
+    contents: Contents,
+    takes_messages: bool,
     forced: bool,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Take a group out of the route of a subject, or of all.
 
     Args:

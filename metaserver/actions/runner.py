@@ -179,8 +179,12 @@ class Actions:
         if not answer.done:
             log.warning(
                 "action not done action=%s status=%s who=%s peer=%s: %s",
-                action.name, answer.status.name.lower(), caller.name, caller.peer, answer.message,
-            )  # fmt: skip
+                action.name,
+                answer.status.name.lower(),
+                caller.name,
+                caller.peer,
+                answer.message,
+            )
 
 
 def _failed(status: Status, error: QmqError, data: Any = None) -> Answer:

@@ -42,9 +42,13 @@ def broker_json(broker: Broker, *, up: bool | None = None) -> dict[str, Any]:
 
 
 def group_json(
-    group: Group, *, state: ReplicaState | None, writable: bool, readonly_subjects: list[str],
+    group: Group,
+    *,
+    state: ReplicaState | None,
+    writable: bool,
+    readonly_subjects: list[str],
     copies: Sequence[tuple[Broker, bool, ReplicaState | None]] = (),
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """QMQ's broker group. `state` is what its master says, None while it is down; `copies`: each broker, whether it is
     up, and what it said last."""
     return {

@@ -29,8 +29,17 @@ def nights_of(folder: Path, only: str, now_ms: int) -> dict[str, Any]:
         "oldest_ms": min((row["runMs"] for row in status), default=0),
         "left_out": len(names) - len(names[:GROUPS_MAX]),
         "runs": [
-            {"run": one.run, "group": one.group, "verdict": one.verdict, "why": one.why, "verified": one.verified,
-             "found": one.found, "findings": one.findings[:FINDINGS_MAX], "read": sum(one.read.values()), "by": one.by}
+            {
+                "run": one.run,
+                "group": one.group,
+                "verdict": one.verdict,
+                "why": one.why,
+                "verified": one.verified,
+                "found": one.found,
+                "findings": one.findings[:FINDINGS_MAX],
+                "read": sum(one.read.values()),
+                "by": one.by,
+            }
             for one in runs[:RUNS_MAX]
         ],
-    }  # fmt: skip
+    }

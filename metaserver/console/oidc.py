@@ -82,10 +82,16 @@ class Provider:
         )
         wanted = self.wanted
         address = prepare_grant_uri(
-            metadata["authorization_endpoint"], wanted.client_id, "code", redirect_uri=wanted.redirect,
-            scope="openid profile email", state=attempt.state, nonce=attempt.nonce, code_challenge_method="S256",
+            metadata["authorization_endpoint"],
+            wanted.client_id,
+            "code",
+            redirect_uri=wanted.redirect,
+            scope="openid profile email",
+            state=attempt.state,
+            nonce=attempt.nonce,
+            code_challenge_method="S256",
             code_challenge=create_s256_code_challenge(attempt.verifier),
-        )  # fmt: skip
+        )
         return str(address), attempt
 
     async def finish(self, query: Mapping[str, str], attempt: Attempt, *, now_ms: int) -> Caller:
@@ -125,9 +131,12 @@ class Provider:
     async def _exchange(self, address: str, code: str, verifier: str) -> str:
         wanted = self.wanted
         body = prepare_token_request(
-            "authorization_code", code=code, redirect_uri=wanted.redirect, code_verifier=verifier,
+            "authorization_code",
+            code=code,
+            redirect_uri=wanted.redirect,
+            code_verifier=verifier,
             client_id=wanted.client_id,
-        )  # fmt: skip
+        )
         headers = {"Content-Type": "application/x-www-form-urlencoded"}
         if wanted.client_secret:
             both = f"{wanted.client_id}:{wanted.client_secret}".encode()
@@ -143,11 +152,14 @@ class Provider:
             keys = KeySet.import_key_set(await _fetch(keys_at))
             decoded = jwt.decode(token, keys, algorithms=ALGORITHMS)
             claims = CodeIDToken(
-                decoded.claims, decoded.header,
-                options={"iss": {"essential": True, "value": wanted.issuer},
-                         "aud": {"essential": True, "value": wanted.client_id}},
+                decoded.claims,
+                decoded.header,
+                options={
+                    "iss": {"essential": True, "value": wanted.issuer},
+                    "aud": {"essential": True, "value": wanted.client_id},
+                },
                 params={"nonce": nonce, "client_id": wanted.client_id},
-            )  # fmt: skip
+            )
             claims.validate(now=now_ms // 1000, leeway=LEEWAY_S)
         except JoseError as error:
             raise AccessError(f"the provider's token is not good: {error}") from None

@@ -54,9 +54,11 @@ async def _overview(asking: Asking, query: Query) -> dict[str, Any]:
 async def _group(asking: Asking, query: Query) -> dict[str, Any]:
     words = {"brokerGroup": query["name"]}
     groups, status, readonly, rates = await asyncio.gather(
-        asking.ask("ListBrokerGroups"), asking.ask("ReplicaStatus", words), asking.ask("ListReadonly", words),
+        asking.ask("ListBrokerGroups"),
+        asking.ask("ReplicaStatus", words),
+        asking.ask("ListReadonly", words),
         group_rates(asking, query["name"]),
-    )  # fmt: skip
+    )
     group = next((row for row in groups.data or () if row["groupName"] == words["brokerGroup"]), None)
     return {"group": group, "groups": groups, "status": status, "readonly": readonly, **rates}
 

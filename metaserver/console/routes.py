@@ -82,10 +82,16 @@ class Console:
     """The console of one metaserver. Made by main; `routes` are for `build_app`."""
 
     def __init__(
-        self, actions: ActionsPort, sessions: Sessions, refusals: Refusals, *, open_lists: bool = False,
-        database_trouble: Callable[[], str] = lambda: "", ledger: Path | None = None,
+        self,
+        actions: ActionsPort,
+        sessions: Sessions,
+        refusals: Refusals,
+        *,
+        open_lists: bool = False,
+        database_trouble: Callable[[], str] = lambda: "",
+        ledger: Path | None = None,
         provider: ProviderPort | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._actions, self._sessions, self._refusals = actions, sessions, refusals
         self._open_lists, self._database_trouble, self._ledger = open_lists, database_trouble, ledger
         loader = PackageLoader("qmq.metaserver.console")
@@ -157,9 +163,14 @@ class Console:
 
     def _logged_in(self, visit: Visit, response: Response, cookie: str) -> Response:
         response.set_cookie(
-            COOKIE, cookie, max_age=LASTS_MS // 1000, path=ROOT, httponly=True, samesite="strict",
+            COOKIE,
+            cookie,
+            max_age=LASTS_MS // 1000,
+            path=ROOT,
+            httponly=True,
+            samesite="strict",
             secure=visit.request.url.scheme == "https",
-        )  # fmt: skip
+        )
         return response
 
     async def _go_to_provider(self, visit: Visit) -> Response:
@@ -170,9 +181,14 @@ class Console:
             return self._refuse_login(visit, str(error), 503)
         response = _go(address)
         response.set_cookie(
-            LOGIN_COOKIE, self._sessions.sealed(attempt.text()), max_age=ATTEMPT_MS // 1000, path=f"{ROOT}/oidc",
-            httponly=True, samesite="lax", secure=visit.request.url.scheme == "https",
-        )  # fmt: skip  # lax: it has to come along when the provider sends the browser back
+            LOGIN_COOKIE,
+            self._sessions.sealed(attempt.text()),
+            max_age=ATTEMPT_MS // 1000,
+            path=f"{ROOT}/oidc",
+            httponly=True,
+            samesite="lax",  # it has to come along when the provider sends the browser back
+            secure=visit.request.url.scheme == "https",
+        )
         return response
 
     async def _come_from_provider(self, visit: Visit) -> Response:
@@ -274,11 +290,23 @@ class Console:
     def _page(self, visit: Visit, template: str, status: int = 200, /, *, title: str, **context: Any) -> Response:
         here = visit.request.url.path
         text = self._templates.get_template(template).render(
-            title=title, pages=[page for page in PAGES if page.in_menu], root=ROOT, here=here,
-            caller=visit.caller, query=visit.query, csrf=self._sessions.csrf(visit.cookie) if visit.cookie else "",
-            now_ms=wall_ms(), version=VERSION, trouble=self._database_trouble(), Status=Status, LOG_IN=LOG_IN,
-            link=_link, has_provider=self._provider is not None, can=lambda name: _may(visit.caller, name), **context,
-        )  # fmt: skip
+            title=title,
+            pages=[page for page in PAGES if page.in_menu],
+            root=ROOT,
+            here=here,
+            caller=visit.caller,
+            query=visit.query,
+            csrf=self._sessions.csrf(visit.cookie) if visit.cookie else "",
+            now_ms=wall_ms(),
+            version=VERSION,
+            trouble=self._database_trouble(),
+            Status=Status,
+            LOG_IN=LOG_IN,
+            link=_link,
+            has_provider=self._provider is not None,
+            can=lambda name: _may(visit.caller, name),
+            **context,
+        )
         return Response(text.encode("utf-8", "replace"), status, media_type="text/html; charset=utf-8")
 
 

@@ -14,9 +14,21 @@ from qmq.metaserver.db.errors import StaleDirectory
 from qmq.metaserver.db.transactions import DIRECTORY, ROUTES, SIGHTINGS, leave_groups, raise_versions
 
 LEAVE_GROUPS = (
-    c.DecidedOn, c.NoRouteSince, c.SetMark, c.UnsetMark, c.SetRoute, c.RemoveRoute, c.AddSubject, c.SetOffline,
-    c.UnsetOffline, c.SetLimits, c.AddDataSource, c.RemoveDataSource, c.AddToken, c.RevokeToken,
-)  # fmt: skip
+    c.DecidedOn,
+    c.NoRouteSince,
+    c.SetMark,
+    c.UnsetMark,
+    c.SetRoute,
+    c.RemoveRoute,
+    c.AddSubject,
+    c.SetOffline,
+    c.UnsetOffline,
+    c.SetLimits,
+    c.AddDataSource,
+    c.RemoveDataSource,
+    c.AddToken,
+    c.RevokeToken,
+)
 """Changes after which each group and each broker is as before."""
 
 

@@ -16,9 +16,12 @@ Rows = list[dict[str, Any]]
 
 
 def dump_of(
-    directory: Directory, routes: Iterable[Route], tokens: Iterable[TokenRow], terms: Mapping[str, int],
+    directory: Directory,
+    routes: Iterable[Route],
+    tokens: Iterable[TokenRow],
+    terms: Mapping[str, int],
     present: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Make a dump that `RestoreAll` takes.
 
     Args:
@@ -55,7 +58,7 @@ def dump_of(
                 "bytes_max": one.bytes_max,
             }
             for one in sorted(directory.limits)
-        ],  # fmt: skip
+        ],
         "api_token": [_token(token) for token in tokens],
         **{name: present["tables"][name] for name in IN_NO_MEMORY},
     }

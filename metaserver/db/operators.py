@@ -80,7 +80,7 @@ def load_limits(connection: Connection) -> frozenset[OperatorLimits]:
             bool(row.drops_oldest),
             row.per_second,
             row.bytes_max,
-        )  # fmt: skip
+        )
         for row in connection.execute(select(_limits))
     )
 
@@ -123,7 +123,7 @@ def load_data_sources(connection: Connection) -> list[DataSource]:
             row.table_name,
             row.rate,
             row.age_s,
-        )  # fmt: skip
+        )
         for row in connection.execute(select(_sources).order_by(_sources.c.id))
     ]
 

@@ -239,7 +239,7 @@ class Repository:
                 since_ms=since_ms,
                 until_ms=until_ms,
                 about=about,
-            )  # fmt: skip
+            )
         )
 
     def data_sources(self) -> list[DataSource]:

@@ -63,9 +63,16 @@ def add_audit(connection: Connection, audit: AuditRow) -> None:
 
 
 def load_audit(
-    connection: Connection, *, before: int | None, limit: int, who: str, action: str, since_ms: int,
-    until_ms: int, about: Iterable[str],
-) -> list[AuditRow]:  # fmt: skip
+    connection: Connection,
+    *,
+    before: int | None,
+    limit: int,
+    who: str,
+    action: str,
+    since_ms: int,
+    until_ms: int,
+    about: Iterable[str],
+) -> list[AuditRow]:
     """Read the newest rows first; `before` is an id, `about`: names that stand in parameters, before or after."""
     columns = audit_trail.c
     query = select(audit_trail).order_by(columns.id.desc()).limit(min(limit, AUDIT_ROWS_MAX))

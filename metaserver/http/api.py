@@ -65,14 +65,20 @@ def handle_errors(app: FastAPI) -> None:
         return _refuse(HttpError(errors.INVALID, f"the body is no JSON: {error.detail}"))
 
 
-def _action_route(
-    method: str, action: Action, endpoint: Endpoint, *, operation_id: str, path: str = ""
-) -> APIRoute:  # fmt: skip
+def _action_route(method: str, action: Action, endpoint: Endpoint, *, operation_id: str, path: str = "") -> APIRoute:
     return make_route(
-        method, path or f"{PREFIX}/{action.name}", endpoint, summary=action.summary, role=action.role, name=action.name,
-        description=f"Needs a token with the role {action.role}.", operation_id=operation_id, response_model=Done,
-        response_description="the answer", dependencies=[Depends(_once)],
-    )  # fmt: skip
+        method,
+        path or f"{PREFIX}/{action.name}",
+        endpoint,
+        summary=action.summary,
+        role=action.role,
+        name=action.name,
+        description=f"Needs a token with the role {action.role}.",
+        operation_id=operation_id,
+        response_model=Done,
+        response_description="the answer",
+        dependencies=[Depends(_once)],
+    )
 
 
 def _endpoint(actions: ActionsPort, action: Action, model: type[BaseModel], source: Any) -> Endpoint:

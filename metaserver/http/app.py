@@ -28,10 +28,18 @@ _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": Fa
 
 
 def build_app(
-    actions: ActionsPort, access: Access, metrics: Metrics, refusals: Refusals, *, address: str,
-    database_trouble: Callable[[], str], limits: Limits, is_stopping: Callable[[], bool] = lambda: False,
-    open_lists: bool = False, more: Iterable[Route] = (),
-) -> FastAPI:  # fmt: skip
+    actions: ActionsPort,
+    access: Access,
+    metrics: Metrics,
+    refusals: Refusals,
+    *,
+    address: str,
+    database_trouble: Callable[[], str],
+    limits: Limits,
+    is_stopping: Callable[[], bool] = lambda: False,
+    open_lists: bool = False,
+    more: Iterable[Route] = (),
+) -> FastAPI:
     """Make the application.
 
     Args:
@@ -39,9 +47,13 @@ def build_app(
         more: routes of other parts; each endpoint says with `needs` whom it lets in.
     """
     app = FastAPI(
-        title="qmq metaserver", version=VERSION, openapi_url=None, docs_url=None, redoc_url=None,
+        title="qmq metaserver",
+        version=VERSION,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
         telemetry=_NO_TELEMETRY,
-    )  # fmt: skip
+    )
     app.add_middleware(Guard, access=access, refusals=refusals, limits=limits)
     api.handle_errors(app)
     # In the order in which they are tried: what clients ask for comes first.

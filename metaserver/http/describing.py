@@ -35,10 +35,18 @@ _ERRORS: Mapping[int | str, Any] = {
 
 
 def make_route(
-    method: str, path: str, endpoint: Any, *, summary: str, role: str = "", content: Mapping[str, Any] | None = None,
-    responses: Mapping[int | str, Any] | None = None, extra: Mapping[str, Any] | None = None,
-    dependencies: Sequence[Depends] = (), **options: Any,
-) -> APIRoute:  # fmt: skip
+    method: str,
+    path: str,
+    endpoint: Any,
+    *,
+    summary: str,
+    role: str = "",
+    content: Mapping[str, Any] | None = None,
+    responses: Mapping[int | str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    dependencies: Sequence[Depends] = (),
+    **options: Any,
+) -> APIRoute:
     """Make a route.
 
     Args:
@@ -54,11 +62,17 @@ def make_route(
         options["response_class"] = Response
     options.setdefault("operation_id", endpoint.__name__)
     return APIRoute(
-        path, endpoint, methods=[method], summary=summary, responses=answers, openapi_extra=said,
+        path,
+        endpoint,
+        methods=[method],
+        summary=summary,
+        responses=answers,
+        openapi_extra=said,
         dependencies=[*(_TOKENS if is_closed else ()), *dependencies],
         # Programs that send JSON without saying so are understood: no browser can send the token by itself.
-        strict_content_type=False, **options,
-    )  # fmt: skip
+        strict_content_type=False,
+        **options,
+    )
 
 
 def describe(app: FastAPI) -> dict[str, Any]:

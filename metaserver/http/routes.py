@@ -36,14 +36,20 @@ def make_routes(hubs: RouteHubs) -> list[APIRoute]:
         request: Request,
         subject: Annotated[list[str], Query(min_length=1)],
         held: Annotated[list[str], Query(default_factory=list, description="subject:version in hexadecimal")],
-        app: str = "", clientId: str = "", produces: Literal["true", "false"] = "false",
+        app: str = "",
+        clientId: str = "",
+        produces: Literal["true", "false"] = "false",
         kind: Literal["NORMAL", "DELAY"] = "NORMAL",
-    ) -> Response:  # fmt: skip
+    ) -> Response:
         try:
             routes = await hubs.of(GroupKind[kind]).poll(
-                subject, _versions(held), caller_of(request), app=app[:CLIENT_TEXT_CHARS_MAX],
-                client_id=clientId[:CLIENT_TEXT_CHARS_MAX], produces=produces == "true",
-            )  # fmt: skip
+                subject,
+                _versions(held),
+                caller_of(request),
+                app=app[:CLIENT_TEXT_CHARS_MAX],
+                client_id=clientId[:CLIENT_TEXT_CHARS_MAX],
+                produces=produces == "true",
+            )
         except TooManyWatches as error:
             raise Refused(errors.NOT_SERVED, str(error)) from None
         answer = {"routes": [as_json(route.message) for route in routes]}

@@ -125,9 +125,13 @@ class BrokerRpc:
             raise
 
     async def _read_beats(
-        self, key: BrokerKey, session: str, first: pb.BrokerState, requests: AsyncIterator[pb.BrokerState],
+        self,
+        key: BrokerKey,
+        session: str,
+        first: pb.BrokerState,
+        requests: AsyncIterator[pb.BrokerState],
         wake: asyncio.Event,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Take in heartbeats until the stream ends; True: because a newer stream took over."""
         message: pb.BrokerState | None = first
         try:

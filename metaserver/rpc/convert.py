@@ -18,9 +18,13 @@ def broker_from_identity(identity: pb.BrokerIdentity) -> Broker:
         OperatorError, InvalidName, InvalidRequest: says which field is wrong.
     """
     broker = parse_broker(
-        identity.broker_group or "unnamed", "1", identity.hostname, identity.ip, str(identity.serve_port),
+        identity.broker_group or "unnamed",
+        "1",
+        identity.hostname,
+        identity.ip,
+        str(identity.serve_port),
         str(identity.sync_port),
-    )  # fmt: skip
+    )
     check_name("incarnation", identity.incarnation)
     for name, port in (("control_port", identity.control_port), ("metrics_port", identity.metrics_port)):
         if not 0 <= port < 65536:

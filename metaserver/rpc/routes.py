@@ -41,9 +41,12 @@ class RouteRpc:
         hub = await self._hub_of(request.kind, context)
         try:
             watch = hub.join(
-                app=request.app[:100], client_id=request.client_id[:100], produces=request.produces,
-                caller=replace(caller(), peer=str(context.peer())), send=context.write,
-            )  # fmt: skip
+                app=request.app[:100],
+                client_id=request.client_id[:100],
+                produces=request.produces,
+                caller=replace(caller(), peer=str(context.peer())),
+                send=context.write,
+            )
         except TooManyWatches as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
             raise  # abort has raised already

@@ -24,9 +24,15 @@ class MetaserverRpc(BrokerRpc, RouteRpc, TokenRpc, WatchdogRpc, MetaserverServic
     """
 
     def __init__(
-        self, registry: Registry, hubs: RouteHubs, access: Access, metrics: Metrics, ask: Ask, database: Database,
+        self,
+        registry: Registry,
+        hubs: RouteHubs,
+        access: Access,
+        metrics: Metrics,
+        ask: Ask,
+        database: Database,
         vault: Vault,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._registry, self._hubs, self._access, self._metrics = registry, hubs, access, metrics
         self._database, self._vault = database, vault
         self._ask = ask

@@ -47,9 +47,13 @@ class TokenRpc:
             raise  # abort has raised already
         left_ms = expires_ms - now_ms if expires_ms else 0
         return pb.TokenAnswer(
-            name=who.name, role=who.role, subjects=who.scope.subjects, groups=who.scope.groups,
-            valid_ms=min(ANSWER_VALID_MS, left_ms) if expires_ms else ANSWER_VALID_MS, expires_in_ms=left_ms,
-        )  # fmt: skip
+            name=who.name,
+            role=who.role,
+            subjects=who.scope.subjects,
+            groups=who.scope.groups,
+            valid_ms=min(ANSWER_VALID_MS, left_ms) if expires_ms else ANSWER_VALID_MS,
+            expires_in_ms=left_ms,
+        )
 
 
 def wall_ms() -> int:

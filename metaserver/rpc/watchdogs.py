@@ -53,9 +53,14 @@ class WatchdogRpc:
         except OperatorError as error:
             password, problem = "", str(error)
         return pb.Source(
-            url=source.url, user=source.user_name, password=password, table=source.table, rate=source.rate,
-            age_s=source.age_s, problem=problem,
-        )  # fmt: skip
+            url=source.url,
+            user=source.user_name,
+            password=password,
+            table=source.table,
+            rate=source.rate,
+            age_s=source.age_s,
+            problem=problem,
+        )
 
 
 def _status(error: QmqError) -> grpc.StatusCode:

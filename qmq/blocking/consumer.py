@@ -39,9 +39,15 @@ class Consumer:
     """
 
     def __init__(
-        self, *, metaserver: str, app: str, token: str | None = None, consumer_id: str | None = None,
-        drain_s: float = 20.0, online: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        metaserver: str,
+        app: str,
+        token: str | None = None,
+        consumer_id: str | None = None,
+        drain_s: float = 20.0,
+        online: bool = True,
+    ) -> None:
         self._make = partial(
             AsyncConsumer, metaserver=metaserver, app=app, token=token, consumer_id=consumer_id, drain_s=drain_s
         )
@@ -68,12 +74,26 @@ class Consumer:
     # Listening.
 
     def listen(
-        self, subject: str, *, group: str = "", broadcast: bool = False, tags: Iterable[str] = (),
-        tag_mode: TagMode = "any", concurrency: int = 1, batch: int | None = None, start: Start = "latest",
-        retries_max: int = 32, retry_delay: float = 5.0, most_once: bool = False, auto_ack: bool = True,
-        filters: Sequence[Filter] = (), prefetch_messages: int | None = None, prefetch_bytes: int = 8 << 20,
-        unacked_max: int = 100_000, exclusive: bool = False,
-    ) -> Callable[[H], H]:  # fmt: skip
+        self,
+        subject: str,
+        *,
+        group: str = "",
+        broadcast: bool = False,
+        tags: Iterable[str] = (),
+        tag_mode: TagMode = "any",
+        concurrency: int = 1,
+        batch: int | None = None,
+        start: Start = "latest",
+        retries_max: int = 32,
+        retry_delay: float = 5.0,
+        most_once: bool = False,
+        auto_ack: bool = True,
+        filters: Sequence[Filter] = (),
+        prefetch_messages: int | None = None,
+        prefetch_bytes: int = 8 << 20,
+        unacked_max: int = 100_000,
+        exclusive: bool = False,
+    ) -> Callable[[H], H]:
         """Decorate the function that handles messages of `subject` for the consumer group `group`.
 
         Each of the `concurrency` handlers has a thread of its own. What it returns and raises, and the arguments, mean
@@ -88,11 +108,24 @@ class Consumer:
 
             def ask(consumer: AsyncConsumer) -> None:
                 consumer.listen(
-                    subject, group=group, broadcast=broadcast, tags=tags, tag_mode=tag_mode, concurrency=concurrency,
-                    batch=batch, start=start, retries_max=retries_max, retry_delay=retry_delay, most_once=most_once,
-                    auto_ack=auto_ack, filters=filters, prefetch_messages=prefetch_messages,
-                    prefetch_bytes=prefetch_bytes, unacked_max=unacked_max, exclusive=exclusive,
-                )(handler)  # fmt: skip
+                    subject,
+                    group=group,
+                    broadcast=broadcast,
+                    tags=tags,
+                    tag_mode=tag_mode,
+                    concurrency=concurrency,
+                    batch=batch,
+                    start=start,
+                    retries_max=retries_max,
+                    retry_delay=retry_delay,
+                    most_once=most_once,
+                    auto_ack=auto_ack,
+                    filters=filters,
+                    prefetch_messages=prefetch_messages,
+                    prefetch_bytes=prefetch_bytes,
+                    unacked_max=unacked_max,
+                    exclusive=exclusive,
+                )(handler)
 
             self._on_loop(ask)
             self._asked.append(ask)
@@ -158,17 +191,38 @@ class Consumer:
     # Pulling.
 
     def pull(
-        self, subject: str, *, group: str = "", broadcast: bool = False, tags: Iterable[str] = (),
-        tag_mode: TagMode = "any", start: Start = "latest", retries_max: int = 32, retry_delay: float = 5.0,
-        most_once: bool = False, prefetch_messages: int = 8_000, prefetch_bytes: int = 16 << 20,
-        unacked_max: int = 1_000_000, exclusive: bool = False,
-    ) -> Puller:  # fmt: skip
+        self,
+        subject: str,
+        *,
+        group: str = "",
+        broadcast: bool = False,
+        tags: Iterable[str] = (),
+        tag_mode: TagMode = "any",
+        start: Start = "latest",
+        retries_max: int = 32,
+        retry_delay: float = 5.0,
+        most_once: bool = False,
+        prefetch_messages: int = 8_000,
+        prefetch_bytes: int = 16 << 20,
+        unacked_max: int = 1_000_000,
+        exclusive: bool = False,
+    ) -> Puller:
         """Return a puller for `with`; the arguments are those of `listen`: see `qmq.Consumer.pull`."""
         puller = self._own.pull(
-            subject, group=group, broadcast=broadcast, tags=tags, tag_mode=tag_mode, start=start,
-            retries_max=retries_max, retry_delay=retry_delay, most_once=most_once, prefetch_messages=prefetch_messages,
-            prefetch_bytes=prefetch_bytes, unacked_max=unacked_max, exclusive=exclusive,
-        )  # fmt: skip
+            subject,
+            group=group,
+            broadcast=broadcast,
+            tags=tags,
+            tag_mode=tag_mode,
+            start=start,
+            retries_max=retries_max,
+            retry_delay=retry_delay,
+            most_once=most_once,
+            prefetch_messages=prefetch_messages,
+            prefetch_bytes=prefetch_bytes,
+            unacked_max=unacked_max,
+            exclusive=exclusive,
+        )
         return Puller(puller)
 
     # Together.

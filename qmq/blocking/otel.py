@@ -61,7 +61,7 @@ class TracedProducer(Sending):
 
     def send_nowait(
         self, message: Message, on_done: Done | None = None, **delay: Unpack[DelayArguments]
-    ) -> Future[Receipt]:  # fmt: skip
+    ) -> Future[Receipt]:
         """See `Producer.send_nowait`. The spans end when the future does."""
         with self._until_known(message) as end:
             future = self._producer.send_nowait(message, on_done, **delay)

@@ -47,17 +47,34 @@ class Producer:
     """
 
     def __init__(
-        self, *, metaserver: str, app: str, token: str | None = None, timeout_s: float = 30.0,
-        answer_timeout_s: float = 5.0, in_flight_max: int = 16, queue_messages_max: int = 100_000,
-        queue_bytes_max: int = 64 << 20, outbox_table: str = DEFAULT_TABLE, journal: Journal | None = None,
+        self,
+        *,
+        metaserver: str,
+        app: str,
+        token: str | None = None,
+        timeout_s: float = 30.0,
+        answer_timeout_s: float = 5.0,
+        in_flight_max: int = 16,
+        queue_messages_max: int = 100_000,
+        queue_bytes_max: int = 64 << 20,
+        outbox_table: str = DEFAULT_TABLE,
+        journal: Journal | None = None,
         readonly_wait_s: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._make = partial(
-            AsyncProducer, metaserver=metaserver, app=app, token=token, timeout_s=timeout_s,
-            answer_timeout_s=answer_timeout_s, in_flight_max=in_flight_max, queue_messages_max=queue_messages_max,
-            queue_bytes_max=queue_bytes_max, outbox_table=outbox_table, journal=journal,
+            AsyncProducer,
+            metaserver=metaserver,
+            app=app,
+            token=token,
+            timeout_s=timeout_s,
+            answer_timeout_s=answer_timeout_s,
+            in_flight_max=in_flight_max,
+            queue_messages_max=queue_messages_max,
+            queue_bytes_max=queue_bytes_max,
+            outbox_table=outbox_table,
+            journal=journal,
             readonly_wait_s=readonly_wait_s,
-        )  # fmt: skip
+        )
         self._make()  # wrong arguments are refused here, not in a worker an hour later
         self._messages_max, self._bytes_max = queue_messages_max, queue_bytes_max
         self._open: _Session | None = None
@@ -74,17 +91,26 @@ class Producer:
 
     @overload
     def send(
-        self, message: Message, *, delay: float | timedelta | None = None, at: datetime | None = None,
+        self,
+        message: Message,
+        *,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
         key: str | None = None,
-    ) -> Receipt: ...  # fmt: skip
+    ) -> Receipt: ...
 
     @overload
     def send(self, message: Message, *, session: object) -> Future[Receipt]: ...
 
     def send(
-        self, message: Message, *, session: object = None, delay: float | timedelta | None = None,
-        at: datetime | None = None, key: str | None = None,
-    ) -> Receipt | Future[Receipt]:  # fmt: skip
+        self,
+        message: Message,
+        *,
+        session: object = None,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+        key: str | None = None,
+    ) -> Receipt | Future[Receipt]:
         """Send one message and wait for its receipt: see `qmq.Producer.send`."""
         later = read_delay(delay, at, key, session)
         if session is not None:
@@ -95,17 +121,26 @@ class Producer:
 
     @overload
     def send_many(
-        self, messages: Iterable[Message], *, delay: float | timedelta | None = None, at: datetime | None = None,
+        self,
+        messages: Iterable[Message],
+        *,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
         key: str | None = None,
-    ) -> Receipts: ...  # fmt: skip
+    ) -> Receipts: ...
 
     @overload
     def send_many(self, messages: Iterable[Message], *, session: object) -> list[Future[Receipt]]: ...
 
     def send_many(
-        self, messages: Iterable[Message], *, session: object = None, delay: float | timedelta | None = None,
-        at: datetime | None = None, key: str | None = None,
-    ) -> Receipts | list[Future[Receipt]]:  # fmt: skip
+        self,
+        messages: Iterable[Message],
+        *,
+        session: object = None,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+        key: str | None = None,
+    ) -> Receipts | list[Future[Receipt]]:
         """Send messages and wait for all receipts, in the order of the messages: see `qmq.Producer.send_many`.
 
         The iterable is read in this thread, up to 10,000 messages or 16 MiB ahead.
@@ -120,9 +155,14 @@ class Producer:
         return receipts
 
     def send_nowait(
-        self, message: Message, on_done: Done | None = None, *, delay: float | timedelta | None = None,
-        at: datetime | None = None, key: str | None = None,
-    ) -> Future[Receipt]:  # fmt: skip
+        self,
+        message: Message,
+        on_done: Done | None = None,
+        *,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+        key: str | None = None,
+    ) -> Future[Receipt]:
         """Queue one message and return at once; the future brings its receipt, or the error of a message that can
         never be sent. It cannot be cancelled.
 
@@ -138,31 +178,39 @@ class Producer:
         return self._session().put(message, on_done, read_delay(delay, at, key))
 
     def cancel(
-        self, receipt: Receipt | None = None, *, subject: str | None = None, id: str | None = None,
+        self,
+        receipt: Receipt | None = None,
+        *,
+        subject: str | None = None,
+        id: str | None = None,
         key: str | None = None,
-    ) -> DelayOutcome:  # fmt: skip
+    ) -> DelayOutcome:
         """Take a delayed message back: see `qmq.Producer.cancel`."""
         own = self._session()
         return own.background.run(own.producer.cancel(receipt, subject=subject, id=id, key=key))
 
     def reschedule(
-        self, receipt: Receipt | None = None, *, subject: str | None = None, id: str | None = None,
-        key: str | None = None, delay: float | timedelta | None = None, at: datetime | None = None,
-    ) -> DelayOutcome:  # fmt: skip
+        self,
+        receipt: Receipt | None = None,
+        *,
+        subject: str | None = None,
+        id: str | None = None,
+        key: str | None = None,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+    ) -> DelayOutcome:
         """Let a delayed message come at another time: see `qmq.Producer.reschedule`."""
         own = self._session()
-        return own.background.run(
-            own.producer.reschedule(receipt, subject=subject, id=id, key=key, delay=delay, at=at)
-        )  # fmt: skip
+        return own.background.run(own.producer.reschedule(receipt, subject=subject, id=id, key=key, delay=delay, at=at))
 
     def put_recurring(
         self, message: Message, *, name: str, cron: str, timezone: str, owner: str | None = None
-    ) -> RecurringSchedule:  # fmt: skip
+    ) -> RecurringSchedule:
         """Send a message again and again: see `qmq.Producer.put_recurring`."""
         own = self._session()
         return own.background.run(
             own.producer.put_recurring(message, name=name, cron=cron, timezone=timezone, owner=owner)
-        )  # fmt: skip
+        )
 
     def delete_recurring(self, *, subject: str, name: str) -> bool:
         """Delete a recurring schedule: see `qmq.Producer.delete_recurring`."""

@@ -96,14 +96,32 @@ class Batch:
     """
 
     __slots__ = (
-        "subject", "ids", "blocks", "flags", "body_bytes", "crc", "deadline_ms", "on_resolved",
-        "order", "number", "life", "result", "halves", "due_ms",
-    )  # fmt: skip
+        "subject",
+        "ids",
+        "blocks",
+        "flags",
+        "body_bytes",
+        "crc",
+        "deadline_ms",
+        "on_resolved",
+        "order",
+        "number",
+        "life",
+        "result",
+        "halves",
+        "due_ms",
+    )
 
     def __init__(
-        self, subject: str, ids: Sequence[str], blocks: Sequence[bytes], deadline_ms: int,
-        on_resolved: Callable[[Batch], None], flags: int = 0, due_ms: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        subject: str,
+        ids: Sequence[str],
+        blocks: Sequence[bytes],
+        deadline_ms: int,
+        on_resolved: Callable[[Batch], None],
+        flags: int = 0,
+        due_ms: int | None = None,
+    ) -> None:
         self.subject = subject
         self.due_ms = due_ms
         self.ids = ids

@@ -39,9 +39,14 @@ class Connections:
     """Made when a consumer begins to listen or pull, closed when it has ended; used on its event loop."""
 
     def __init__(
-        self, *, metaserver: str, token: str, app: str, client_id: str,
+        self,
+        *,
+        metaserver: str,
+        token: str,
+        app: str,
+        client_id: str,
         on_master_changed: Callable[[MasterChanged], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._metaserver, self._token, self._app = metaserver, token, app
         self._on_master_changed = on_master_changed
         self._routing = Routing()
@@ -51,9 +56,14 @@ class Connections:
         self._lease_came, self._next_beat_s = asyncio.Event(), math.inf
         self._deferring = Deferring(self._new_sender)
         self._watch = RouteWatch(
-            metaserver=metaserver, token=token, app=app, client_id=client_id, produces=False,
-            on_routes=self._routes_changed, on_idle=self._forget,
-        )  # fmt: skip
+            metaserver=metaserver,
+            token=token,
+            app=app,
+            client_id=client_id,
+            produces=False,
+            on_routes=self._routes_changed,
+            on_idle=self._forget,
+        )
         self._tasks = [asyncio.create_task(self._watch.run()), asyncio.create_task(self._beat())]
 
     def subscribe(self, terms: Terms, on_failed: Callable[[], None]) -> Subscription:
@@ -79,10 +89,15 @@ class Connections:
 
     def _new_sender(self) -> Sender:
         return Sender(
-            metaserver=self._metaserver, token=self._token, app=self._app,
-            producer_id=random.SystemRandom().randrange(1, 1 << 64), in_flight_max=DEFERS_IN_FLIGHT,
-            answer_timeout_s=ANSWER_TIMEOUT_S, backlog=Backlog(1 << 30, 1 << 40), kind=GroupKind.DELAY,
-        )  # fmt: skip
+            metaserver=self._metaserver,
+            token=self._token,
+            app=self._app,
+            producer_id=random.SystemRandom().randrange(1, 1 << 64),
+            in_flight_max=DEFERS_IN_FLIGHT,
+            answer_timeout_s=ANSWER_TIMEOUT_S,
+            backlog=Backlog(1 << 30, 1 << 40),
+            kind=GroupKind.DELAY,
+        )
 
     def _routes_changed(self, routes: list[SubjectRoute]) -> None:
         for name in self._routing.update(routes):

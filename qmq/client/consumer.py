@@ -49,9 +49,15 @@ class Consumer:
     """
 
     def __init__(
-        self, *, metaserver: str, app: str, token: str | None = None, consumer_id: str | None = None,
-        drain_s: float = 20.0, online: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        metaserver: str,
+        app: str,
+        token: str | None = None,
+        consumer_id: str | None = None,
+        drain_s: float = 20.0,
+        online: bool = True,
+    ) -> None:
         self._metaserver, self._app = metaserver, app
         self._token = find_token(token)
         self.id = check_name("consumer id", consumer_id or _default_id())
@@ -71,12 +77,26 @@ class Consumer:
     # Listening.
 
     def listen(
-        self, subject: str, *, group: str = "", broadcast: bool = False, tags: Iterable[str] = (),
-        tag_mode: TagMode = "any", concurrency: int = 1, batch: int | None = None, start: Start = "latest",
-        retries_max: int = 32, retry_delay: float = 5.0, most_once: bool = False, auto_ack: bool = True,
-        filters: Sequence[Filter] = (), prefetch_messages: int | None = None, prefetch_bytes: int = 8 << 20,
-        unacked_max: int = 100_000, exclusive: bool = False,
-    ) -> Callable[[H], H]:  # fmt: skip
+        self,
+        subject: str,
+        *,
+        group: str = "",
+        broadcast: bool = False,
+        tags: Iterable[str] = (),
+        tag_mode: TagMode = "any",
+        concurrency: int = 1,
+        batch: int | None = None,
+        start: Start = "latest",
+        retries_max: int = 32,
+        retry_delay: float = 5.0,
+        most_once: bool = False,
+        auto_ack: bool = True,
+        filters: Sequence[Filter] = (),
+        prefetch_messages: int | None = None,
+        prefetch_bytes: int = 8 << 20,
+        unacked_max: int = 100_000,
+        exclusive: bool = False,
+    ) -> Callable[[H], H]:
         """Decorate the function that handles messages of `subject` for the consumer group `group`.
 
         A coroutine function runs on the event loop, a plain function in a thread. When it returns, the message is
@@ -115,11 +135,21 @@ class Consumer:
         if batch is not None and filters:
             raise InvalidRequest("filters are called with single messages; a handler of batches does without")
         terms = make_terms(
-            subject=subject, group=group, consumer=self.id, broadcast=broadcast, start=start, tags=tags,
-            tag_mode=tag_mode, retries_max=retries_max, retry_delay=retry_delay, most_once=most_once,
-            prefetch_messages=prefetch_messages, prefetch_bytes=prefetch_bytes, unacked_max=unacked_max,
+            subject=subject,
+            group=group,
+            consumer=self.id,
+            broadcast=broadcast,
+            start=start,
+            tags=tags,
+            tag_mode=tag_mode,
+            retries_max=retries_max,
+            retry_delay=retry_delay,
+            most_once=most_once,
+            prefetch_messages=prefetch_messages,
+            prefetch_bytes=prefetch_bytes,
+            unacked_max=unacked_max,
             exclusive_ms=_now_ms() if exclusive else 0,
-        )  # fmt: skip
+        )
         self._check_free(terms)
         if not auto_ack or most_once:
             for one in filters:
@@ -128,9 +158,14 @@ class Consumer:
 
         def register(handler: H) -> H:
             listener = Listener(
-                terms, Handling(handler, filters), concurrency=concurrency, batch=batch, auto_ack=auto_ack,
-                drain_s=self._drain_s, is_online=self._is_online,
-            )  # fmt: skip
+                terms,
+                Handling(handler, filters),
+                concurrency=concurrency,
+                batch=batch,
+                auto_ack=auto_ack,
+                drain_s=self._drain_s,
+                is_online=self._is_online,
+            )
             self._add(listener)
             self._listeners[terms.subject, terms.group] = listener
             if self._stop is not None:
@@ -198,11 +233,22 @@ class Consumer:
     # Pulling.
 
     def pull(
-        self, subject: str, *, group: str = "", broadcast: bool = False, tags: Iterable[str] = (),
-        tag_mode: TagMode = "any", start: Start = "latest", retries_max: int = 32, retry_delay: float = 5.0,
-        most_once: bool = False, prefetch_messages: int = 8_000, prefetch_bytes: int = 16 << 20,
-        unacked_max: int = 1_000_000, exclusive: bool = False,
-    ) -> Puller:  # fmt: skip
+        self,
+        subject: str,
+        *,
+        group: str = "",
+        broadcast: bool = False,
+        tags: Iterable[str] = (),
+        tag_mode: TagMode = "any",
+        start: Start = "latest",
+        retries_max: int = 32,
+        retry_delay: float = 5.0,
+        most_once: bool = False,
+        prefetch_messages: int = 8_000,
+        prefetch_bytes: int = 16 << 20,
+        unacked_max: int = 1_000_000,
+        exclusive: bool = False,
+    ) -> Puller:
         """Return a puller for `async with`; the arguments are those of `listen`.
 
         With `most_once`, `pull` returns messages when the broker keeps their acks. `prefetch_messages` suits a
@@ -210,11 +256,21 @@ class Consumer:
         in pulls of 1,000. Ask for less where several pullers share few messages that take long.
         """
         terms = make_terms(
-            subject=subject, group=group, consumer=self.id, broadcast=broadcast, start=start, tags=tags,
-            tag_mode=tag_mode, retries_max=retries_max, retry_delay=retry_delay, most_once=most_once,
-            prefetch_messages=prefetch_messages, prefetch_bytes=prefetch_bytes, unacked_max=unacked_max,
+            subject=subject,
+            group=group,
+            consumer=self.id,
+            broadcast=broadcast,
+            start=start,
+            tags=tags,
+            tag_mode=tag_mode,
+            retries_max=retries_max,
+            retry_delay=retry_delay,
+            most_once=most_once,
+            prefetch_messages=prefetch_messages,
+            prefetch_bytes=prefetch_bytes,
+            unacked_max=unacked_max,
             exclusive_ms=_now_ms() if exclusive else 0,
-        )  # fmt: skip
+        )
         self._check_free(terms)
         return Puller(terms, self, drain_s=self._drain_s, is_online=self._is_online)
 
@@ -291,9 +347,12 @@ class Consumer:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         if self._connections is None:
             self._connections = Connections(
-                metaserver=self._metaserver, token=self._token, app=self._app, client_id=self.id,
+                metaserver=self._metaserver,
+                token=self._token,
+                app=self._app,
+                client_id=self.id,
                 on_master_changed=self._master_changed,
-            )  # fmt: skip
+            )
         self._users += 1
         return self._connections
 

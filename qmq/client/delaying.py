@@ -56,9 +56,7 @@ class DelayOutcome(StrEnum):
     """No delay server has such a message, or it was sent or cancelled so long ago that it is forgotten."""
 
 
-def delay_of(
-    delay: float | timedelta | None, at: datetime | None, key: str | None, *, now_ms: int
-) -> Delay:  # fmt: skip
+def delay_of(delay: float | timedelta | None, at: datetime | None, key: str | None, *, now_ms: int) -> Delay:
     """Read the arguments of a call.
 
     Raises:

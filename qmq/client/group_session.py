@@ -181,12 +181,20 @@ class GroupSession:
         terms = self._owner.terms
         is_plain = not self.is_mailbox  # what is in the mailbox is for this group, whatever it is
         body = commands.encode_subscribe(
-            subject=self.source, group=terms.group, consumer=terms.consumer, held_end=self.unacked.held_end,
+            subject=self.source,
+            group=terms.group,
+            consumer=terms.consumer,
+            held_end=self.unacked.held_end,
             is_new=self._is_new,
-            start=terms.start if is_plain else "earliest", since_ms=terms.since_ms, broadcast=terms.broadcast,
-            deliveries_max=terms.policy.backstop, tags=terms.tags if is_plain else (),
-            tag_mode=terms.tag_mode, begins=True, exclusive_ms=terms.exclusive_ms,
-        )  # fmt: skip
+            start=terms.start if is_plain else "earliest",
+            since_ms=terms.since_ms,
+            broadcast=terms.broadcast,
+            deliveries_max=terms.policy.backstop,
+            tags=terms.tags if is_plain else (),
+            tag_mode=terms.tag_mode,
+            begins=True,
+            exclusive_ms=terms.exclusive_ms,
+        )
         self._request(Command.SUBSCRIBE, body, self._subscribed)
 
     def _request(self, command: Command, body: bytes, then: Callable[[memoryview], None]) -> None:
@@ -238,8 +246,11 @@ class GroupSession:
         """The broker does not know that we hold what we acked: forget all of it, and take what it delivers now."""
         log.warning(
             "ack refused, messages come again subject=%s group=%s broker_group=%s error=%s",
-            self.source, self._owner.terms.group, self._link.broker_group, refusal,
-        )  # fmt: skip
+            self.source,
+            self._owner.terms.group,
+            self._link.broker_group,
+            refusal,
+        )
         self._enter(SessionEvent.FORGOTTEN, Unsubscribed())
         self.unacked.drop()
         self.unacked, self._is_new = Unacked(), True
@@ -250,9 +261,11 @@ class GroupSession:
     def _subscribed(self, body: memoryview) -> None:
         fields = commands.decode_json(body, subscription=int, acked_end=int, lease_ms=int, unacked=list)
         here = Subscribed(
-            fields["subscription"], fields["lease_ms"], takes_begins=fields.get("begins") is True,
+            fields["subscription"],
+            fields["lease_ms"],
+            takes_begins=fields.get("begins") is True,
             takes_expired=fields.get("expires") is True,
-        )  # fmt: skip
+        )
         self._enter(SessionEvent.ACCEPTED, here)
         self._owner.leased(self.lease_ms)
         self._is_new = False
@@ -302,8 +315,10 @@ class GroupSession:
             self._urgent.add(Urgency.FULL)
             log.warning(
                 "too many messages are not acked, pulling stops subject=%s group=%s unacked=%d",
-                self.source, self._owner.terms.group, self.unacked.messages,
-            )  # fmt: skip
+                self.source,
+                self._owner.terms.group,
+                self.unacked.messages,
+            )
 
     def _pulled(self, here: Subscribed, asked: int, body: memoryview) -> None:
         here.pulls -= 1
@@ -334,8 +349,13 @@ class GroupSession:
         if times > MANY_TIMES:
             log.warning(
                 "messages come again and again subject=%s group=%s broker_group=%s sequence=%d messages=%d times=%d",
-                self.source, self._owner.terms.group, part.broker_group, sequences[0], len(messages), times,
-            )  # fmt: skip
+                self.source,
+                self._owner.terms.group,
+                part.broker_group,
+                sequences[0],
+                len(messages),
+                times,
+            )
         if any(_OF_CONSUMERS in data for data in batches):  # a fifteenth of what a message costs: no such search more
             if any(_FOR_GROUP in data for data in batches):
                 messages = self._without_those_of_others(part, messages)
@@ -375,8 +395,13 @@ class GroupSession:
                 continue
             log.warning(
                 "message is a dead letter subject=%s group=%s sequence=%d broker_group=%s times=%d reason=%s",
-                self.source, self.group, message.sequence, message.broker_group, message.times, decision.reason,
-            )  # fmt: skip
+                self.source,
+                self.group,
+                message.sequence,
+                message.broker_group,
+                message.times,
+                decision.reason,
+            )
             self.nack(piece, message._at, delay_s=0.0, verdict=decision.verdict, reason=decision.reason)
         return rest
 
@@ -463,8 +488,12 @@ class GroupSession:
         else:
             log.error(
                 "retry in %.1f days cannot be kept, message comes again in a day subject=%s group=%s id=%s error=%s",
-                delay_s / 86_400, self.source, self.group, receipt.message_id, receipt.reason,
-            )  # fmt: skip
+                delay_s / 86_400,
+                self.source,
+                self.group,
+                receipt.message_id,
+                receipt.reason,
+            )
             due_ms = int((self._loop.time() + BROKER_DELAY_S_MAX) * 1000)
             self.unacked.tell(Refusal(piece, at, due_ms, Verdict.RETRY, reason))
         self.done(piece)

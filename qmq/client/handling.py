@@ -100,9 +100,12 @@ class HandlerThread:
             call()
 
     def _call(
-        self, future: asyncio.Future[object], context: contextvars.Context, handler: Callable[[Any], object],
+        self,
+        future: asyncio.Future[object],
+        context: contextvars.Context,
+        handler: Callable[[Any], object],
         given: Given,
-    ) -> None:  # fmt: skip
+    ) -> None:
         try:
             result = context.run(handler, given)
             if inspect.iscoroutine(result):

@@ -112,9 +112,12 @@ def _lines(batch: Batch, result: Result) -> Iterable[str]:
         if position in result.refused:
             continue
         said = {
-            "subject": batch.subject, "group": result.broker_group, "sequence": sequence, "id": identity,
+            "subject": batch.subject,
+            "group": result.broker_group,
+            "sequence": sequence,
+            "id": identity,
             "hash": sha256(message).hexdigest()[:HASH_DIGITS],
-        }  # fmt: skip
+        }
         yield json.dumps(said) + "\n"
         sequence += 1
 

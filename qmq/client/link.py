@@ -88,9 +88,13 @@ class Link:
             return False
         try:
             connection, welcome = await connect(
-                endpoint, handler=self, token=self._token, app=self._app,
-                packet_bytes_max=PACKET_BYTES_MAX, timeout_s=CONNECT_TIMEOUT_S,
-            )  # fmt: skip
+                endpoint,
+                handler=self,
+                token=self._token,
+                app=self._app,
+                packet_bytes_max=PACKET_BYTES_MAX,
+                timeout_s=CONNECT_TIMEOUT_S,
+            )
         except QmqError as error:
             if self._failures == 0 or isinstance(error, AccessError):
                 log.warning("broker not reachable group=%s endpoint=%s error=%s", self.broker_group, endpoint, error)

@@ -38,9 +38,16 @@ class Listener(Membership):
     """
 
     def __init__(
-        self, terms: Terms, handling: Handling, *, concurrency: int, batch: int | None, auto_ack: bool, drain_s: float,
+        self,
+        terms: Terms,
+        handling: Handling,
+        *,
+        concurrency: int,
+        batch: int | None,
+        auto_ack: bool,
+        drain_s: float,
         is_online: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(terms, drain_s=drain_s, is_online=is_online)
         self._handling = handling
         self._auto_ack = auto_ack
@@ -176,9 +183,14 @@ class Listener(Membership):
         if not undecided:
             log.warning(
                 "handler failed, its messages were decided before subject=%s group=%s sequence=%d messages=%d "
-                "broker_group=%s", self.subject, self.group, taken[0].sequence, len(taken), taken[0].broker_group,
+                "broker_group=%s",
+                self.subject,
+                self.group,
+                taken[0].sequence,
+                len(taken),
+                taken[0].broker_group,
                 exc_info=error,
-            )  # fmt: skip
+            )
         noted: set[Verdict] = set()
         for message in undecided:
             decision = self._decided_by(message, error)
@@ -198,15 +210,29 @@ class Listener(Membership):
         if decision.verdict == Verdict.DEAD_LETTER:
             log.warning(
                 "message is a dead letter subject=%s group=%s sequence=%d messages=%d broker_group=%s times=%d "
-                "reason=%s", self.subject, self.group, message.sequence, messages, message.broker_group, message.times,
-                decision.reason, exc_info=error if decision.is_failure else None,
-            )  # fmt: skip
+                "reason=%s",
+                self.subject,
+                self.group,
+                message.sequence,
+                messages,
+                message.broker_group,
+                message.times,
+                decision.reason,
+                exc_info=error if decision.is_failure else None,
+            )
         elif decision.is_failure:
             log.warning(
                 "handler failed, message comes again subject=%s group=%s sequence=%d messages=%d broker_group=%s "
-                "times=%d after_s=%.1f", self.subject, self.group, message.sequence, messages, message.broker_group,
-                message.times, decision.delay_s, exc_info=error,
-            )  # fmt: skip
+                "times=%d after_s=%.1f",
+                self.subject,
+                self.group,
+                message.sequence,
+                messages,
+                message.broker_group,
+                message.times,
+                decision.delay_s,
+                exc_info=error,
+            )
 
 
 async def _begin_alone(solitude: Solitude, taken: list[ReceivedMessage]) -> None:

@@ -19,7 +19,7 @@ from qmq.client.batching import (
     refused,
     unstored,
     with_labels,
-)  # fmt: skip
+)
 from qmq.client.delaying import Delay
 from qmq.client.encoding import encode_run
 from qmq.client.flights import Flight
@@ -53,9 +53,14 @@ class ManySend:
     """
 
     def __init__(
-        self, sender: Sender, ids: MessageIds, timeout_ms: int, flight: Callable[[], Flight],
-        delay: Delay | None = None, until_ms: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sender: Sender,
+        ids: MessageIds,
+        timeout_ms: int,
+        flight: Callable[[], Flight],
+        delay: Delay | None = None,
+        until_ms: int | None = None,
+    ) -> None:
         self.receipts = Receipts()
         self._delay, self._due_ms = delay, delay.due_ms if delay else None
         self._sender, self._ids, self._timeout_ms, self._flight = sender, ids, timeout_ms, flight

@@ -74,9 +74,7 @@ class NumberedSender:
         app: name that brokers and the metaserver show for this process.
     """
 
-    def __init__(
-        self, *, metaserver: str, token: str, app: str, answer_timeout_s: float = ANSWER_TIMEOUT_S
-    ) -> None:  # fmt: skip
+    def __init__(self, *, metaserver: str, token: str, app: str, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self._token, self._app, self._answer_timeout_s = token, app, answer_timeout_s
         self._routing = Routing()
         self._groups: dict[str, _Group] = {}
@@ -87,9 +85,14 @@ class NumberedSender:
         self._has_work = asyncio.Event()
         """Set when there may be answers owed, or groups that rest."""
         self._watch = RouteWatch(
-            metaserver=metaserver, token=token, app=app, client_id=f"{random.getrandbits(64):016x}", produces=True,
-            on_routes=self._routes_changed, on_idle=self._forget,
-        )  # fmt: skip
+            metaserver=metaserver,
+            token=token,
+            app=app,
+            client_id=f"{random.getrandbits(64):016x}",
+            produces=True,
+            on_routes=self._routes_changed,
+            on_idle=self._forget,
+        )
 
     async def __aenter__(self) -> NumberedSender:
         self._loop = asyncio.get_running_loop()
@@ -225,9 +228,7 @@ class NumberedSender:
             group.bytes_in_flight -= flight.size
             flight.done(answer)
 
-    def _answered(
-        self, group: _Group, connection: Connection, flight: _Flight, answer: memoryview | QmqError
-    ) -> None:  # fmt: skip
+    def _answered(self, group: _Group, connection: Connection, flight: _Flight, answer: memoryview | QmqError) -> None:
         name, now_ms = group.link.broker_group, self._now_ms()
         group.progress_at = self._loop.time()
         if connection.is_open:

@@ -57,11 +57,20 @@ class Producer:
     """
 
     def __init__(
-        self, *, metaserver: str, app: str, token: str | None = None, timeout_s: float = 30.0,
-        answer_timeout_s: float = 5.0, in_flight_max: int = 16, queue_messages_max: int = 100_000,
-        queue_bytes_max: int = 64 << 20, outbox_table: str = DEFAULT_TABLE, journal: Journal | None = None,
+        self,
+        *,
+        metaserver: str,
+        app: str,
+        token: str | None = None,
+        timeout_s: float = 30.0,
+        answer_timeout_s: float = 5.0,
+        in_flight_max: int = 16,
+        queue_messages_max: int = 100_000,
+        queue_bytes_max: int = 64 << 20,
+        outbox_table: str = DEFAULT_TABLE,
+        journal: Journal | None = None,
         readonly_wait_s: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not 0 < in_flight_max <= 64:
             raise InvalidRequest("in_flight_max must be 1 to 64: a broker remembers 64 batches of a producer")
         if readonly_wait_s is not None and not readonly_wait_s >= 0:
@@ -89,9 +98,11 @@ class Producer:
             raise ClientClosed("a producer is opened once")
         self._open_senders = Senders(self._new_sender)
         self._outbox = Courier(
-            self._send_committed, table=self._outbox_table, id_prefix=_id_prefix(self._metaserver),
+            self._send_committed,
+            table=self._outbox_table,
+            id_prefix=_id_prefix(self._metaserver),
             messages_max=self._outbox_messages_max,
-        )  # fmt: skip
+        )
         return self
 
     async def __aexit__(
@@ -135,10 +146,18 @@ class Producer:
 
     def _new_sender(self, kind: GroupKind, moves: Moves) -> Sender:
         return Sender(
-            metaserver=self._metaserver, token=self._token, app=self._app, producer_id=self.id,
-            in_flight_max=self._in_flight_max, answer_timeout_s=self._answer_timeout_s, backlog=self._backlog,
-            kind=kind, moves=moves, journal=self._journal, readonly_wait_ms=self._readonly_wait_ms,
-        )  # fmt: skip
+            metaserver=self._metaserver,
+            token=self._token,
+            app=self._app,
+            producer_id=self.id,
+            in_flight_max=self._in_flight_max,
+            answer_timeout_s=self._answer_timeout_s,
+            backlog=self._backlog,
+            kind=kind,
+            moves=moves,
+            journal=self._journal,
+            readonly_wait_ms=self._readonly_wait_ms,
+        )
 
     @property
     def _senders(self) -> Senders:
@@ -157,17 +176,26 @@ class Producer:
 
     @overload
     async def send(
-        self, message: Message, *, delay: float | timedelta | None = None, at: datetime | None = None,
+        self,
+        message: Message,
+        *,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
         key: str | None = None,
-    ) -> Receipt: ...  # fmt: skip
+    ) -> Receipt: ...
 
     @overload
     async def send(self, message: Message, *, session: object) -> asyncio.Future[Receipt]: ...
 
     async def send(
-        self, message: Message, *, session: object = None, delay: float | timedelta | None = None,
-        at: datetime | None = None, key: str | None = None,
-    ) -> Receipt | asyncio.Future[Receipt]:  # fmt: skip
+        self,
+        message: Message,
+        *,
+        session: object = None,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+        key: str | None = None,
+    ) -> Receipt | asyncio.Future[Receipt]:
         """Send one message and wait for its receipt, which says stored, refused or unknown.
 
         Messages that are sent at the same time travel in one batch. When the queue is full, this waits.
@@ -210,9 +238,14 @@ class Producer:
         return await future
 
     def send_nowait(
-        self, message: Message, on_done: Done, *, delay: float | timedelta | None = None, at: datetime | None = None,
+        self,
+        message: Message,
+        on_done: Done,
+        *,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
         key: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Queue one message; `on_done(receipt)` is called on the event loop when its outcome is known.
 
         Args:
@@ -241,17 +274,26 @@ class Producer:
 
     @overload
     async def send_many(
-        self, messages: Iterable[Message], *, delay: float | timedelta | None = None, at: datetime | None = None,
+        self,
+        messages: Iterable[Message],
+        *,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
         key: str | None = None,
-    ) -> Receipts: ...  # fmt: skip
+    ) -> Receipts: ...
 
     @overload
     async def send_many(self, messages: Iterable[Message], *, session: object) -> list[asyncio.Future[Receipt]]: ...
 
     async def send_many(
-        self, messages: Iterable[Message], *, session: object = None, delay: float | timedelta | None = None,
-        at: datetime | None = None, key: str | None = None,
-    ) -> Receipts | list[asyncio.Future[Receipt]]:  # fmt: skip
+        self,
+        messages: Iterable[Message],
+        *,
+        session: object = None,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+        key: str | None = None,
+    ) -> Receipts | list[asyncio.Future[Receipt]]:
         """Send messages and wait for all receipts, which come in the order of the messages.
 
         The iterable is read as fast as brokers take messages; only a few batches of it are in memory at a time. A
@@ -299,9 +341,13 @@ class Producer:
     # Taking back.
 
     async def cancel(
-        self, receipt: Receipt | None = None, *, subject: str | None = None, id: str | None = None,
+        self,
+        receipt: Receipt | None = None,
+        *,
+        subject: str | None = None,
+        id: str | None = None,
         key: str | None = None,
-    ) -> DelayOutcome:  # fmt: skip
+    ) -> DelayOutcome:
         """Take a delayed message back: by its receipt, by subject and id, or by subject and key.
 
         Of a key, all messages that wait are taken back. By id or key, all delay groups are asked; by receipt, one.
@@ -316,14 +362,18 @@ class Producer:
             ClientClosed: the producer is not open.
         """
         one, sender = wanted(receipt, subject, id, key), self._senders.of(is_delayed=True)
-        return await recalling.cancel(
-            sender, one, timeout_ms=self._timeout_ms, answer_timeout_s=self._answer_timeout_s
-        )  # fmt: skip
+        return await recalling.cancel(sender, one, timeout_ms=self._timeout_ms, answer_timeout_s=self._answer_timeout_s)
 
     async def reschedule(
-        self, receipt: Receipt | None = None, *, subject: str | None = None, id: str | None = None,
-        key: str | None = None, delay: float | timedelta | None = None, at: datetime | None = None,
-    ) -> DelayOutcome:  # fmt: skip
+        self,
+        receipt: Receipt | None = None,
+        *,
+        subject: str | None = None,
+        id: str | None = None,
+        key: str | None = None,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+    ) -> DelayOutcome:
         """Let a delayed message come at another time, earlier or later: `delay` from now, or `at`.
 
         Returns:
@@ -335,13 +385,13 @@ class Producer:
         sender = self._senders.of(is_delayed=True)
         return await recalling.reschedule(
             sender, one, due_ms, timeout_ms=self._timeout_ms, answer_timeout_s=self._answer_timeout_s
-        )  # fmt: skip
+        )
 
     # Sending again and again.
 
     async def put_recurring(
         self, message: Message, *, name: str, cron: str, timezone: str, owner: str | None = None
-    ) -> RecurringSchedule:  # fmt: skip
+    ) -> RecurringSchedule:
         """Send a message like this one at each time that a cron expression names, until `delete_recurring`.
 
         The schedule of this name and subject is replaced, if there is one; the same again changes nothing.
@@ -362,9 +412,11 @@ class Producer:
         """
         recur = recurring.to_put(message, name=name, cron=cron, timezone=timezone, owner=owner or self._app)
         return await recurring.put(
-            self._senders.of(is_delayed=True), recur, timeout_ms=self._timeout_ms,
+            self._senders.of(is_delayed=True),
+            recur,
+            timeout_ms=self._timeout_ms,
             answer_timeout_s=self._answer_timeout_s,
-        )  # fmt: skip
+        )
 
     async def delete_recurring(self, *, subject: str, name: str) -> bool:
         """Delete a recurring schedule; return whether there was one. What has come due before is still sent.
@@ -372,9 +424,12 @@ class Producer:
         Raises: see `put_recurring`.
         """
         return await recurring.delete(
-            self._senders.of(is_delayed=True), subject, name, timeout_ms=self._timeout_ms,
+            self._senders.of(is_delayed=True),
+            subject,
+            name,
+            timeout_ms=self._timeout_ms,
             answer_timeout_s=self._answer_timeout_s,
-        )  # fmt: skip
+        )
 
     async def list_recurring(self, *, subject: str) -> list[RecurringSchedule]:
         """Return the recurring schedules of a subject, by name.
@@ -382,9 +437,11 @@ class Producer:
         Raises: see `put_recurring`.
         """
         return await recurring.list_all(
-            self._senders.of(is_delayed=True), subject, timeout_ms=self._timeout_ms,
+            self._senders.of(is_delayed=True),
+            subject,
+            timeout_ms=self._timeout_ms,
             answer_timeout_s=self._answer_timeout_s,
-        )  # fmt: skip
+        )
 
     def _encode(self, sender: Sender, message: Message, later: Delay | None) -> tuple[SubjectQueue, bytes, int]:
         """Return where a message waits, its bytes and its label; sets its id."""

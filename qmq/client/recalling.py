@@ -38,16 +38,14 @@ async def cancel(sender: Sender, one: Wanted, *, timeout_ms: int, answer_timeout
 
 async def reschedule(
     sender: Sender, one: Wanted, due_ms: int, *, timeout_ms: int, answer_timeout_s: float
-) -> DelayOutcome:  # fmt: skip
+) -> DelayOutcome:
     """Send a message at another time; raises what `outcome_of` raises."""
     body = commands.encode_reschedule(Reschedule(one.subject, one.id, one.key, due_ms))
     ask = partial(ask_group, sender, Command.RESCHEDULE, body, commands.decode_rescheduled, answer_timeout_s)
     return await _ask_all(sender, one, ask, sender.now_ms() + timeout_ms)
 
 
-async def _ask_all(
-    sender: Sender, one: Wanted, ask: Ask[DelayState], deadline_ms: int
-) -> DelayOutcome:  # fmt: skip
+async def _ask_all(sender: Sender, one: Wanted, ask: Ask[DelayState], deadline_ms: int) -> DelayOutcome:
     groups = [one.group] if one.group else await sender.groups(one.subject, deadline_ms)
     states, silent = await ask_groups(groups, ask, deadline_ms)
     return outcome_of(one, list(states.values()), silent)
@@ -69,9 +67,16 @@ async def ask_groups(groups: Iterable[str], ask: Ask[A], deadline_ms: int) -> tu
 
 
 async def ask_group(
-    sender: Sender, command: Command, body: bytes, read: Callable[[memoryview], A], answer_timeout_s: float,
-    group: str, deadline_ms: int, *, final: tuple[type[QmqError], ...] = (CallError, AccessError),
-) -> A:  # fmt: skip
+    sender: Sender,
+    command: Command,
+    body: bytes,
+    read: Callable[[memoryview], A],
+    answer_timeout_s: float,
+    group: str,
+    deadline_ms: int,
+    *,
+    final: tuple[type[QmqError], ...] = (CallError, AccessError),
+) -> A:
     """Ask one group until it answers; raises its refusal if that is `final`, or NotServed after the deadline."""
     why = ""
     while (left_ms := deadline_ms - sender.now_ms()) > 0:

@@ -34,9 +34,14 @@ def to_put(message: Message, *, name: str, cron: str, timezone: str, owner: str)
     if message.id is not None:
         raise InvalidMessage("each occurrence of a recurring schedule gets an id of its own: give the message none")
     copy = Message(
-        message.subject, message.properties, tags=message.tags, id=name, order_key=message.order_key,
-        retries_max=message.retries_max, expires_after=message.expires_after,
-    )  # fmt: skip
+        message.subject,
+        message.properties,
+        tags=message.tags,
+        id=name,
+        order_key=message.order_key,
+        retries_max=message.retries_max,
+        expires_after=message.expires_after,
+    )
     data = encode_message(copy, time.time_ns() // 1_000_000)
     return Recur(RecurAction.PUT, message.subject, name, owner, cron, timezone, data)
 
@@ -87,13 +92,14 @@ async def list_all(sender: Sender, subject: str, *, timeout_ms: int, answer_time
 
 
 def _asking(
-    sender: Sender, recur: Recur, *, answer_timeout_s: float,
+    sender: Sender,
+    recur: Recur,
+    *,
+    answer_timeout_s: float,
     final: tuple[type[QmqError], ...] = (CallError, AccessError),
-) -> Ask[Schedules]:  # fmt: skip
+) -> Ask[Schedules]:
     body = commands.encode_recur(recur)
-    return partial(
-        ask_group, sender, Command.RECUR, body, commands.decode_recurring, answer_timeout_s, final=final
-    )  # fmt: skip
+    return partial(ask_group, sender, Command.RECUR, body, commands.decode_recurring, answer_timeout_s, final=final)
 
 
 async def _all(groups: list[str], ask: Ask[Schedules], deadline_ms: int) -> dict[str, Schedules]:

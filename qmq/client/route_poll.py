@@ -20,9 +20,17 @@ ANSWER_BYTES_MAX = 64 << 20
 
 
 def poll(
-    metaserver: str, subjects: Sequence[str], held: Mapping[str, int], *, token: str, app: str, client_id: str,
-    produces: bool, timeout_s: float, kind: GroupKind = GroupKind.NORMAL,
-) -> list[SubjectRoute]:  # fmt: skip
+    metaserver: str,
+    subjects: Sequence[str],
+    held: Mapping[str, int],
+    *,
+    token: str,
+    app: str,
+    client_id: str,
+    produces: bool,
+    timeout_s: float,
+    kind: GroupKind = GroupKind.NORMAL,
+) -> list[SubjectRoute]:
     """Return the routes of `subjects` that differ from the versions `held`.
 
     Raises:

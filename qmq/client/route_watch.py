@@ -71,10 +71,17 @@ class RouteWatch:
     """
 
     def __init__(
-        self, *, metaserver: str, token: str, app: str, client_id: str, produces: bool,
+        self,
+        *,
+        metaserver: str,
+        token: str,
+        app: str,
+        client_id: str,
+        produces: bool,
         on_routes: Callable[[list[SubjectRoute]], None],
-        on_idle: Callable[[set[str]], Iterable[str]] | None = None, kind: GroupKind = GroupKind.NORMAL,
-    ) -> None:  # fmt: skip
+        on_idle: Callable[[set[str]], Iterable[str]] | None = None,
+        kind: GroupKind = GroupKind.NORMAL,
+    ) -> None:
         self._metaserver = metaserver.rstrip("/") if "://" in metaserver else f"http://{metaserver.rstrip('/')}"
         self._token = token
         self._app, self._client_id, self._produces, self._kind = app, client_id, produces, kind
@@ -190,8 +197,11 @@ class RouteWatch:
             subject, reason = next(iter(self.refusals.items()))
             log.info(
                 "routes refused metaserver=%s subjects=%d first=%s reason=%s",
-                self._metaserver, len(self.refusals), subject, reason,
-            )  # fmt: skip
+                self._metaserver,
+                len(self.refusals),
+                subject,
+                reason,
+            )
 
     def _confirm(self) -> None:
         self._confirming = None
@@ -270,9 +280,14 @@ class RouteWatch:
         if subjects:
             self._asked_at = asyncio.get_running_loop().time()
         return pb.RouteRequest(
-            subjects=subjects, app=self._app, client_id=self._client_id, produces=self._produces, held=held,
-            kind=self._kind, forgotten=forgotten,
-        )  # fmt: skip
+            subjects=subjects,
+            app=self._app,
+            client_id=self._client_id,
+            produces=self._produces,
+            held=held,
+            kind=self._kind,
+            forgotten=forgotten,
+        )
 
     async def _address(self) -> str:
         """Ask where the gRPC endpoint is; raises OSError or ValueError."""
@@ -318,10 +333,17 @@ class RouteWatch:
         """Ask over HTTP once. If nobody answers, the routes in use stay."""
         try:
             routes = await asyncio.to_thread(
-                route_poll.poll, self._metaserver, list(self._subjects), dict(self._held), token=self._token,
-                app=self._app, client_id=self._client_id, produces=self._produces, kind=self._kind,
+                route_poll.poll,
+                self._metaserver,
+                list(self._subjects),
+                dict(self._held),
+                token=self._token,
+                app=self._app,
+                client_id=self._client_id,
+                produces=self._produces,
+                kind=self._kind,
                 timeout_s=HTTP_TIMEOUT_S,
-            )  # fmt: skip
+            )
         except AccessError as error:
             self.refused = error
             self._polls = False

@@ -82,10 +82,20 @@ class Sender:
     """
 
     def __init__(
-        self, *, metaserver: str, token: str, app: str, producer_id: int, in_flight_max: int, answer_timeout_s: float,
-        backlog: Backlog, kind: GroupKind = GroupKind.NORMAL, moves: Moves | None = None,
-        journal: JournalWriter | None = None, readonly_wait_ms: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        metaserver: str,
+        token: str,
+        app: str,
+        producer_id: int,
+        in_flight_max: int,
+        answer_timeout_s: float,
+        backlog: Backlog,
+        kind: GroupKind = GroupKind.NORMAL,
+        moves: Moves | None = None,
+        journal: JournalWriter | None = None,
+        readonly_wait_ms: int | None = None,
+    ) -> None:
         self._token, self._app = token, app
         self._producer_id, self._journal = producer_id, journal
         self._in_flight_max = in_flight_max
@@ -114,9 +124,15 @@ class Sender:
         self._backlog, self._kind = backlog, kind
         self.moves = moves or Moves()
         self._watch = RouteWatch(
-            metaserver=metaserver, token=token, app=app, client_id=f"{producer_id:016x}", produces=True,
-            on_routes=self._routes_changed, on_idle=self._forget, kind=kind,
-        )  # fmt: skip
+            metaserver=metaserver,
+            token=token,
+            app=app,
+            client_id=f"{producer_id:016x}",
+            produces=True,
+            on_routes=self._routes_changed,
+            on_idle=self._forget,
+            kind=kind,
+        )
 
     # Used by the producer.
 

@@ -31,9 +31,13 @@ class Subscription:
     """
 
     def __init__(
-        self, terms: Terms, watch: RouteWatch, deferring: Deferring, on_leased: Callable[[int], None],
+        self,
+        terms: Terms,
+        watch: RouteWatch,
+        deferring: Deferring,
+        on_leased: Callable[[int], None],
         on_failed: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.terms = terms
         self.prefetch_messages = terms.prefetch_messages
         """What may wait here or be on its way, now; a listener changes it."""

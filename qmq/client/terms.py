@@ -47,10 +47,22 @@ class Terms:
 
 
 def make_terms(
-    *, subject: str, group: str, consumer: str, broadcast: bool, start: str | datetime, tags: Iterable[str],
-    tag_mode: str, retries_max: int, retry_delay: float, most_once: bool, prefetch_messages: int, prefetch_bytes: int,
-    unacked_max: int, exclusive_ms: int = 0,
-) -> Terms:  # fmt: skip
+    *,
+    subject: str,
+    group: str,
+    consumer: str,
+    broadcast: bool,
+    start: str | datetime,
+    tags: Iterable[str],
+    tag_mode: str,
+    retries_max: int,
+    retry_delay: float,
+    most_once: bool,
+    prefetch_messages: int,
+    prefetch_bytes: int,
+    unacked_max: int,
+    exclusive_ms: int = 0,
+) -> Terms:
     """Check the arguments of `Consumer.listen` and `Consumer.pull`.
 
     Raises:
@@ -73,9 +85,21 @@ def make_terms(
     longest_s = DELAY_S_MAX if _mailbox(subject, group, broadcast) else BROKER_DELAY_S_MAX
     policy = RetryPolicy(deliveries_max, check_delay(retry_delay), longest_s)
     return Terms(
-        subject, group, consumer, broadcast, begin, since_ms, _tags(tags), tag_mode, policy, most_once,
-        prefetch_messages, prefetch_bytes, unacked_max, exclusive_ms,
-    )  # fmt: skip
+        subject,
+        group,
+        consumer,
+        broadcast,
+        begin,
+        since_ms,
+        _tags(tags),
+        tag_mode,
+        policy,
+        most_once,
+        prefetch_messages,
+        prefetch_bytes,
+        unacked_max,
+        exclusive_ms,
+    )
 
 
 def _mailbox(subject: str, group: str, broadcast: bool) -> str | None:

@@ -72,9 +72,20 @@ class UnackedPiece:
     """
 
     __slots__ = (
-        "begin", "end", "times", "states", "open", "unsettled", "acker", "broker_group", "is_dropped", "suspected",
-        "may_expire", "is_uneven", "_decided",
-    )  # fmt: skip
+        "begin",
+        "end",
+        "times",
+        "states",
+        "open",
+        "unsettled",
+        "acker",
+        "broker_group",
+        "is_dropped",
+        "suspected",
+        "may_expire",
+        "is_uneven",
+        "_decided",
+    )
 
     def __init__(
         self, begin: int, count: int, times: int, acker: Acker, broker_group: str, decided: list[UnackedPiece]

@@ -41,9 +41,14 @@ class Idempotence:
     """An ack of its own would leave before the key is kept, or a nack of its own after."""
 
     def __init__(
-        self, keys: KeyStore, *, key: KeyOf | None = None, lease_s: float = 30.0,
-        done_for: tuple[type[Exception], ...] = (), handle_anyway: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        keys: KeyStore,
+        *,
+        key: KeyOf | None = None,
+        lease_s: float = 30.0,
+        done_for: tuple[type[Exception], ...] = (),
+        handle_anyway: bool = False,
+    ) -> None:
         if not lease_s > 0:
             raise InvalidRequest(f"a lease is longer than 0 s, not {lease_s}")
         self._keys, self._name_of, self._lease_s = keys, key, lease_s

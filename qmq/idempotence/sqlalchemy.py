@@ -31,9 +31,12 @@ class SqlKeys:
     """
 
     def __init__(
-        self, engine: AsyncEngine | Engine, *, table: str = CLAIMS,
+        self,
+        engine: AsyncEngine | Engine,
+        *,
+        table: str = CLAIMS,
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._engine, self._table, self._now_ms = engine, ClaimsTable(table), now_ms
 
     async def create_table(self) -> None:

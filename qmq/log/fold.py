@@ -146,9 +146,11 @@ def _pull(state: State, frame: Frame, body: Buffer) -> None:
 
 
 _PULL_EVENTS = {
-    DEFERRED: MessageEvent.DEFER, PASSED: MessageEvent.PASS_OVER, EXPIRED: MessageEvent.PASS_OVER,
+    DEFERRED: MessageEvent.DEFER,
+    PASSED: MessageEvent.PASS_OVER,
+    EXPIRED: MessageEvent.PASS_OVER,
     OVERFLOWED: MessageEvent.PASS_OVER,
-}  # fmt: skip
+}
 
 
 def _take_waiting(group: Group, frame: Frame, event: MessageEvent, sequence: int, messages: int) -> RequeuedRange:
@@ -279,15 +281,24 @@ def encode_snapshot(state: State) -> bytes:
         "epochs": [[*e.epoch, e.offset, e.chain] for e in state.epochs],
         "next_sequence": state.next_sequence,
         "groups": [
-            [subject, name, g.position, g.floor, g.requeued.plain(), g.is_broadcast, g.left_ms, g.began,
-             [[c, p.next_pull, p.unacked, p.mastership_ends] for c, p in g.consumers.items()]]
+            [
+                subject,
+                name,
+                g.position,
+                g.floor,
+                g.requeued.plain(),
+                g.is_broadcast,
+                g.left_ms,
+                g.began,
+                [[c, p.next_pull, p.unacked, p.mastership_ends] for c, p in g.consumers.items()],
+            ]
             for (subject, name), g in state.groups.items()
         ],
         "producers": [[p, [[b, *stored] for b, stored in window.items()]] for p, window in state.producers.items()],
         "ordered": state.ordered,
         "retry_ms": state.retry_ms,
         "kept": state.kept.to_json(),
-    }  # fmt: skip
+    }
     packed = _VERSION.to_bytes(4, "little") + zlib.compress(json.dumps(plain).encode(), 1)
     return zlib.crc32(packed).to_bytes(4, "little") + packed
 
@@ -310,10 +321,14 @@ def decode_snapshot(data: Buffer) -> State:
     state.next_sequence = plain["next_sequence"]
     for subject, name, position, floor, returned, is_broadcast, left_ms, began, consumers in plain["groups"]:
         state.groups[subject, name] = Group(
-            position, floor, Requeued.from_plain(returned),
+            position,
+            floor,
+            Requeued.from_plain(returned),
             {c: Consumer(n, [UnackedRange(*one) for one in u], e) for c, n, u, e in consumers},
-            is_broadcast, left_ms, began,
-        )  # fmt: skip
+            is_broadcast,
+            left_ms,
+            began,
+        )
     state.producers = {p: {b: StoredBatch(*stored) for b, *stored in window} for p, window in plain["producers"]}
     state.ordered, state.retry_ms = plain["ordered"], plain["retry_ms"]
     if "kept" in plain:  # a snapshot from before there were retention frames has none

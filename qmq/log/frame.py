@@ -159,16 +159,41 @@ def encode_header(
     """Pack what stands in front of a body; return it with the header parsed. `field` is `subject_field(subject)`."""
     subject_bytes = len(subject) if subject.isascii() else len(subject.encode())
     chained = _CHAINED.pack(
-        MAGIC, kind, flags, subject_bytes, count, body_bytes, epoch.term, epoch.boot, offset, high_watermark,
-        timestamp_ms, first_sequence, producer, batch,
-    )  # fmt: skip
+        MAGIC,
+        kind,
+        flags,
+        subject_bytes,
+        count,
+        body_bytes,
+        epoch.term,
+        epoch.boot,
+        offset,
+        high_watermark,
+        timestamp_ms,
+        first_sequence,
+        producer,
+        batch,
+    )
     chain = chain_of(previous_chain, chained, body_crc, field)
     head = chained + _TAIL.pack(chain, body_crc)
     header_crc = crc32(field, crc32(head))
     frame = Frame(
-        kind, flags, subject, count, body_bytes, epoch, offset, high_watermark, timestamp_ms, first_sequence,
-        producer, batch, chain, body_crc, HEADER_BYTES + len(field),
-    )  # fmt: skip
+        kind,
+        flags,
+        subject,
+        count,
+        body_bytes,
+        epoch,
+        offset,
+        high_watermark,
+        timestamp_ms,
+        first_sequence,
+        producer,
+        batch,
+        chain,
+        body_crc,
+        HEADER_BYTES + len(field),
+    )
     return head + _U32.pack(header_crc) + field, frame
 
 
@@ -183,9 +208,24 @@ def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None
     if len(data) - at < HEADER_BYTES:
         raise CorruptFrame(offset, "the bytes end within a header")
     (
-        magic, kind, flags, subject_bytes, count, body_bytes, term, boot, own_offset, high_watermark, timestamp_ms,
-        first_sequence, producer, batch, chain, body_crc, header_crc,
-    ) = _HEADER.unpack_from(data, at)  # fmt: skip
+        magic,
+        kind,
+        flags,
+        subject_bytes,
+        count,
+        body_bytes,
+        term,
+        boot,
+        own_offset,
+        high_watermark,
+        timestamp_ms,
+        first_sequence,
+        producer,
+        batch,
+        chain,
+        body_crc,
+        header_crc,
+    ) = _HEADER.unpack_from(data, at)
     if magic != MAGIC:
         raise CorruptFrame(offset, "no magic number")
     body_at = HEADER_BYTES + subject_bytes + (-subject_bytes % 8)
@@ -203,9 +243,22 @@ def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None
     if kind not in _KINDS or body_bytes % 8:
         raise CorruptFrame(offset, f"kind {kind} with {body_bytes} bytes of body is unknown to this version")
     return Frame(
-        kind, flags, field[:subject_bytes].decode("utf-8", "replace"), count, body_bytes, _epoch(term, boot),
-        own_offset, high_watermark, timestamp_ms, first_sequence, producer, batch, chain, body_crc, body_at,
-    )  # fmt: skip
+        kind,
+        flags,
+        field[:subject_bytes].decode("utf-8", "replace"),
+        count,
+        body_bytes,
+        _epoch(term, boot),
+        own_offset,
+        high_watermark,
+        timestamp_ms,
+        first_sequence,
+        producer,
+        batch,
+        chain,
+        body_crc,
+        body_at,
+    )
 
 
 def check_body(frame: Frame, body: Buffer) -> None:

@@ -168,10 +168,22 @@ class MessageLog:
         """Write a frame behind the last one, as master."""
         name = subject_field(subject)
         header, frame = encode_header(
-            kind=kind, flags=flags, subject=subject, field=name, count=count, body_bytes=len(body), body_crc=body_crc,
-            epoch=epoch, offset=self.state.end, high_watermark=high_watermark, timestamp_ms=timestamp_ms,
-            first_sequence=first_sequence, producer=producer, batch=batch, previous_chain=self.state.chain,
-        )  # fmt: skip
+            kind=kind,
+            flags=flags,
+            subject=subject,
+            field=name,
+            count=count,
+            body_bytes=len(body),
+            body_crc=body_crc,
+            epoch=epoch,
+            offset=self.state.end,
+            high_watermark=high_watermark,
+            timestamp_ms=timestamp_ms,
+            first_sequence=first_sequence,
+            producer=producer,
+            batch=batch,
+            previous_chain=self.state.chain,
+        )
         self._take(frame, (header, body), body)
         return frame
 

@@ -34,7 +34,7 @@ from qmq.log.segments import (
     read_chunk,
     read_raw,
     snapshot_name,
-)  # fmt: skip
+)
 
 
 class Damage(NamedTuple):

@@ -145,8 +145,10 @@ class Requeued:
         if at < 0 or (known := self[at]).end < first + count:
             return None
         self._delete(at)
-        for part in (known._replace(first=first + count, count=known.end - first - count),
-                     known._replace(count=first - known.first)):  # fmt: skip
+        for part in (
+            known._replace(first=first + count, count=known.end - first - count),
+            known._replace(count=first - known.first),
+        ):
             if part.count:
                 self._insert(at, part)
         return known._replace(first=first, count=count)

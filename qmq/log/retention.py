@@ -41,9 +41,11 @@ class RetentionDecision(NamedTuple):
 
 def encode_retention(decision: RetentionDecision) -> bytes:
     return encode_json_body(
-        start=decision.start, rule=decision.rule, clocks=decision.clocks,
+        start=decision.start,
+        rule=decision.rule,
+        clocks=decision.clocks,
         unconsumed=[[*key, messages] for key, messages in sorted(decision.unconsumed.items())],
-    )  # fmt: skip
+    )
 
 
 def decode_retention(body: Buffer) -> RetentionDecision:

@@ -51,9 +51,13 @@ class Courier:
     """
 
     def __init__(
-        self, send_many: Callable[[Iterable[Message]], Awaitable[Sequence[Receipt]]], *, table: str, id_prefix: str,
+        self,
+        send_many: Callable[[Iterable[Message]], Awaitable[Sequence[Receipt]]],
+        *,
+        table: str,
+        id_prefix: str,
         messages_max: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.table = table_name(table)
         self._send_many, self._messages_max = send_many, messages_max
         self._loop = asyncio.get_running_loop()
@@ -117,9 +121,14 @@ class Courier:
             message.id = f"{self._id_prefix}{next(self._id_numbers)}"
         batch_encoder(message.subject, now_ms)(message)
         copy = Message(
-            message.subject, dict(message.properties), tags=message.tags, id=message.id, order_key=message.order_key,
-            retries_max=message.retries_max, expires_after=message.expires_after,
-        )  # fmt: skip
+            message.subject,
+            dict(message.properties),
+            tags=message.tags,
+            id=message.id,
+            order_key=message.order_key,
+            retries_max=message.retries_max,
+            expires_after=message.expires_after,
+        )
         return Item(self, copy, encode_row(copy, now_ms))
 
     def committed(self, written: Written) -> None:

@@ -63,9 +63,14 @@ def encode_row(message: Message, now_ms: int) -> str:
     if message.expires_after is not None:
         attributes[EXPIRES_AFTER] = str(expires_after_ms(message.expires_after))
     row = {
-        "messageId": message.id, "subject": message.subject, "tags": sorted(message.tags), "storeAtFailed": False,
-        "durable": True, "attrs": attributes, "types": types,
-    }  # fmt: skip
+        "messageId": message.id,
+        "subject": message.subject,
+        "tags": sorted(message.tags),
+        "storeAtFailed": False,
+        "durable": True,
+        "attrs": attributes,
+        "types": types,
+    }
     return json.dumps(row, separators=(",", ":"))
 
 

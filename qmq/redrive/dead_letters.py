@@ -96,9 +96,13 @@ class DeadLetters:
 
     async def _connect(self, master: Master, token: str) -> Connection:
         connection, welcome = await connect(
-            Endpoint(master.ip, master.serve_port), handler=self, token=token, app=APP,
-            packet_bytes_max=PACKET_BYTES_MAX, timeout_s=ANSWER_S,
-        )  # fmt: skip
+            Endpoint(master.ip, master.serve_port),
+            handler=self,
+            token=token,
+            app=APP,
+            packet_bytes_max=PACKET_BYTES_MAX,
+            timeout_s=ANSWER_S,
+        )
         limits = [int(str(welcome[name])) for name in ("packet_bytes_max", "window_bytes")]
         self.batch_bytes_max = min(self.batch_bytes_max, min(limits) - OVERHEAD_BYTES)
         return connection

@@ -71,9 +71,15 @@ class Choice:
         ):
             return None
         return Chosen(
-            broker_group, pull_sequence, sequence, envelope.id, properties.get(TIMES, ""), properties.get(REASON, ""),
-            without_fate(data, envelope.body_begin, properties), label_of(envelope.tags, properties.get(ORDER_KEY)),
-        )  # fmt: skip
+            broker_group,
+            pull_sequence,
+            sequence,
+            envelope.id,
+            properties.get(TIMES, ""),
+            properties.get(REASON, ""),
+            without_fate(data, envelope.body_begin, properties),
+            label_of(envelope.tags, properties.get(ORDER_KEY)),
+        )
 
 
 def without_fate(data: bytes, begin: int, properties: Mapping[str, str]) -> bytes:

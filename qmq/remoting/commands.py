@@ -183,15 +183,36 @@ def decode_produced(body: memoryview) -> Produced:
 
 
 def encode_subscribe(
-    *, subject: str, group: str, consumer: str, start: str = "latest", since_ms: int = 0, broadcast: bool = False,
-    held_end: int = 0, is_new: bool = True, deliveries_max: int = 0, tags: Iterable[str] = (), tag_mode: str = "any",
-    begins: bool = False, exclusive_ms: int = 0,
-) -> bytes:  # fmt: skip
+    *,
+    subject: str,
+    group: str,
+    consumer: str,
+    start: str = "latest",
+    since_ms: int = 0,
+    broadcast: bool = False,
+    held_end: int = 0,
+    is_new: bool = True,
+    deliveries_max: int = 0,
+    tags: Iterable[str] = (),
+    tag_mode: str = "any",
+    begins: bool = False,
+    exclusive_ms: int = 0,
+) -> bytes:
     return encode_json(
-        subject=subject, group=group, consumer=consumer, start=start, since_ms=since_ms, broadcast=broadcast,
-        held_end=held_end, is_new=is_new, deliveries_max=deliveries_max, tags=list(tags), tag_mode=tag_mode,
-        **({"begins": True} if begins else {}), **({"exclusive_ms": exclusive_ms} if exclusive_ms else {}),
-    )  # fmt: skip
+        subject=subject,
+        group=group,
+        consumer=consumer,
+        start=start,
+        since_ms=since_ms,
+        broadcast=broadcast,
+        held_end=held_end,
+        is_new=is_new,
+        deliveries_max=deliveries_max,
+        tags=list(tags),
+        tag_mode=tag_mode,
+        **({"begins": True} if begins else {}),
+        **({"exclusive_ms": exclusive_ms} if exclusive_ms else {}),
+    )
 
 
 # PULL:     0 u32 subscription, 4 u32 messages at most, 8 u32 bytes at most (a larger message comes alone),

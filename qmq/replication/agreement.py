@@ -78,19 +78,39 @@ class Hello:
     def encode(self) -> bytes:
         table = [[*entry.epoch, entry.offset, entry.chain] for entry in self.epochs]
         return encode_json(
-            group=self.group, incarnation=self.incarnation, term=self.known.term, boot=self.known.boot, epochs=table,
-            start=self.start, end=self.end, chain=self.chain, assigned_term=self.assigned_term,
-            proofs=[[*proof] for proof in self.proofs], kept_end=self.kept_end, point=_encode_point(self.point),
+            group=self.group,
+            incarnation=self.incarnation,
+            term=self.known.term,
+            boot=self.known.boot,
+            epochs=table,
+            start=self.start,
+            end=self.end,
+            chain=self.chain,
+            assigned_term=self.assigned_term,
+            proofs=[[*proof] for proof in self.proofs],
+            kept_end=self.kept_end,
+            point=_encode_point(self.point),
             owner=self.owner,
-        )  # fmt: skip
+        )
 
     @classmethod
     def decode(cls, body: Buffer) -> Hello:
         """Raises InvalidRequest."""
         f = decode_json(
-            body, group=str, incarnation=str, term=int, boot=int, epochs=list, start=int, end=int, chain=int,
-            assigned_term=int, proofs=list, kept_end=int, point=list,
-        )  # fmt: skip
+            body,
+            group=str,
+            incarnation=str,
+            term=int,
+            boot=int,
+            epochs=list,
+            start=int,
+            end=int,
+            chain=int,
+            assigned_term=int,
+            proofs=list,
+            kept_end=int,
+            point=list,
+        )
         try:
             epochs = [EpochStart(Epoch(term, boot), offset, chain) for term, boot, offset, chain in f["epochs"]]
             proofs = [EpochProof(offset, end, chain) for offset, end, chain in f["proofs"]]
@@ -105,9 +125,19 @@ class Hello:
             raise InvalidRequest("epochs, offsets and chains are numbers of 64 bits without sign")
         known = Epoch(f["term"], f["boot"])
         return cls(
-            f["group"], f["incarnation"], known, epochs, f["start"], f["end"], f["chain"], f["assigned_term"],
-            proofs, f["kept_end"], _decode_point(f["point"]), str(f.get("owner", "")),
-        )  # fmt: skip
+            f["group"],
+            f["incarnation"],
+            known,
+            epochs,
+            f["start"],
+            f["end"],
+            f["chain"],
+            f["assigned_term"],
+            proofs,
+            f["kept_end"],
+            _decode_point(f["point"]),
+            str(f.get("owner", "")),
+        )
 
 
 def _encode_point(point: Point | None) -> list[int]:
@@ -139,9 +169,14 @@ class Agreement:
 
     def encode(self) -> bytes:
         return encode_json(
-            term=self.epoch.term, boot=self.epoch.boot, action=self.action.value, offset=self.offset, chain=self.chain,
-            master_end=self.master_end, point=_encode_point(self.point),
-        )  # fmt: skip
+            term=self.epoch.term,
+            boot=self.epoch.boot,
+            action=self.action.value,
+            offset=self.offset,
+            chain=self.chain,
+            master_end=self.master_end,
+            point=_encode_point(self.point),
+        )
 
     @classmethod
     def decode(cls, body: Buffer) -> Agreement:

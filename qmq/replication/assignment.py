@@ -73,9 +73,13 @@ class Assignment:
         master, slave = fields["master"], fields.get("slave")
         slaves = fields["slaves"] if "slaves" in fields else [slave] if slave else []
         return cls(
-            fields["group"], fields["term"], Role(fields["role"]), Address(**master) if master else None,
-            tuple(Address(**address) for address in slaves), tuple(fields["readonly_subjects"]),
+            fields["group"],
+            fields["term"],
+            Role(fields["role"]),
+            Address(**master) if master else None,
+            tuple(Address(**address) for address in slaves),
+            tuple(fields["readonly_subjects"]),
             tuple((subject, group, consumer) for subject, group, consumer in fields.get("offline", ())),
             fields.get("min_copies", 2),
             tuple(OperatorLimits(**one) for one in fields.get("limits", ())),
-        )  # fmt: skip
+        )

@@ -75,8 +75,13 @@ def report(disk: Disk, *, verify: bool = False, above: int | None = None) -> dic
         ],
         "epochCount": len(state.epochs),
         "log": {
-            "begin": log.start, "end": log.end, "chain": f"{log.chain:016x}", "epoch": list(state.epoch),
-            "highWatermark": state.high_watermark, "lastFrameMs": state.timestamp_ms, "segments": len(log.bases),
+            "begin": log.start,
+            "end": log.end,
+            "chain": f"{log.chain:016x}",
+            "epoch": list(state.epoch),
+            "highWatermark": state.high_watermark,
+            "lastFrameMs": state.timestamp_ms,
+            "segments": len(log.bases),
             "tornBytes": log.torn_bytes,
         },
         "acknowledged": _point(memory.own),
@@ -86,7 +91,7 @@ def report(disk: Disk, *, verify: bool = False, above: int | None = None) -> dic
         "subjects": dict(sorted(state.next_sequence.items())),
         "troubles": [asdict(trouble) for trouble in troubles],
         **({} if above is None else {"above": _above(log, above)}),
-    }  # fmt: skip
+    }
 
 
 def _damaged_files(disk: Disk) -> Iterator[Trouble]:
@@ -129,9 +134,15 @@ def _who(who: Identity) -> dict[str, Any]:
         role = Assignment.from_json(who.assignment).role.name if who.assignment else ""
     hostname, _, port = who.owner.rpartition(":")
     return {
-        "group": who.group, "hostname": hostname, "servePort": int(port) if port.isdigit() else None, "role": role,
-        "incarnation": who.incarnation, "term": who.term, "boot": who.boot, "complete": who.complete,
-    }  # fmt: skip
+        "group": who.group,
+        "hostname": hostname,
+        "servePort": int(port) if port.isdigit() else None,
+        "role": role,
+        "incarnation": who.incarnation,
+        "term": who.term,
+        "boot": who.boot,
+        "complete": who.complete,
+    }
 
 
 def _troubles(log: MessageLog, memory: PointFile, who: Identity) -> Iterator[Trouble]:

@@ -77,10 +77,13 @@ class Master:
             if message_log.chain_is(point.end, point.chain):
                 high_watermark = point.end  # a quiet log's last frames state an older one
         gate = AckGate(
-            epoch, min_copies=max(2, promotion.min_copies), counts_from=NEVER, flushed_end=message_log.flushed_end,
+            epoch,
+            min_copies=max(2, promotion.min_copies),
+            counts_from=NEVER,
+            flushed_end=message_log.flushed_end,
             flushed_chain=message_log.chain if message_log.flushed_end == message_log.end else None,
             high_watermark=high_watermark,
-        )  # fmt: skip
+        )
         self._mastership = Mastership(promotion.group, epoch, message_log, promotion.host, promotion.settings, gate)
         self.readonly.change(Reason.CORRUPT, message_log.damage is not None)
         wait_ms = 0 if promotion.is_failover else promotion.settings.slave_wait_ms

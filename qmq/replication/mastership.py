@@ -80,17 +80,31 @@ class Mastership:
         return self.retry_begin_ms + self.host.monotonic_ms()
 
     def append(
-        self, kind: FrameKind, subject: str, body: Buffer, *, flags: int = 0, count: int = 0, producer: int = 0,
+        self,
+        kind: FrameKind,
+        subject: str,
+        body: Buffer,
+        *,
+        flags: int = 0,
+        count: int = 0,
+        producer: int = 0,
         batch: int = 0,
-    ) -> Frame:  # fmt: skip
+    ) -> Frame:
         """Write a frame that is not a producer's; without a slave it is marked so."""
         self.host.pass_soon()
         return self.log.append(
-            kind, subject, body, body_crc=crc32(body), epoch=self.epoch, high_watermark=self.gate.high_watermark,
+            kind,
+            subject,
+            body,
+            body_crc=crc32(body),
+            epoch=self.epoch,
+            high_watermark=self.gate.high_watermark,
             timestamp_ms=self.retry_ms() if kind in _BY_THE_MASTERS_CLOCK else self.host.now_ms(),
             flags=flags | FLAG_NO_SLAVE_IN_SYNC if self.gate.too_few_in_sync else flags,
-            count=count, producer=producer, batch=batch,
-        )  # fmt: skip
+            count=count,
+            producer=producer,
+            batch=batch,
+        )
 
     def append_progress(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
         """Write down progress of (subject, consumer group, consumer)."""

@@ -22,7 +22,7 @@ from qmq.errors import (
     NotServed,
     OperatorError,
     QmqError,
-)  # fmt: skip
+)
 from qmq.log import Commit, MessageLog
 from qmq.log.frame import FRAME_BYTES_MAX, decode_frames
 from qmq.log.recovery import Damage
@@ -48,9 +48,14 @@ class Node(Generic[M]):
     """Made by main; used on one loop; lives as long as the process."""
 
     def __init__(
-        self, *, message_log: MessageLog, host: Host, identity: IdentityFile, settings: CopySettings,
+        self,
+        *,
+        message_log: MessageLog,
+        host: Host,
+        identity: IdentityFile,
+        settings: CopySettings,
         promote: Callable[[Promotion], M],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.log, self._host, self.identity, self._settings = message_log, host, identity, settings
         self._promote = promote
         self._name = f"{settings.hostname}:{settings.serve_port}"
@@ -156,18 +161,31 @@ class Node(Generic[M]):
         self._look_at_points()
         if assignment.role == Role.MASTER:
             promotion = Promotion(
-                assignment.group, assignment.term, self.log, self._host, self.identity, self._settings, boot_above,
-                self.clocks, is_failover, len(assignment.slaves), assignment.min_copies,
-            )  # fmt: skip
+                assignment.group,
+                assignment.term,
+                self.log,
+                self._host,
+                self.identity,
+                self._settings,
+                boot_above,
+                self.clocks,
+                is_failover,
+                len(assignment.slaves),
+                assignment.min_copies,
+            )
             self.role = master = self._promote(promotion)
             master.heed_operators(assignment)
             log.info("role master group=%s epoch=%s end=%d", assignment.group, master.epoch, self.log.end)
         else:
             self.role = Slave(
-                group=assignment.group, term=assignment.term, message_log=self.log, host=self._host,
-                identity=self.identity, bytes_per_s=self._settings.catch_up_bytes_per_s,
+                group=assignment.group,
+                term=assignment.term,
+                message_log=self.log,
+                host=self._host,
+                identity=self.identity,
+                bytes_per_s=self._settings.catch_up_bytes_per_s,
                 may_be_behind=assignment.may_be_behind,
-            )  # fmt: skip
+            )
             log.info("role slave group=%s term=%d end=%d", assignment.group, assignment.term, self.log.end)
         self._swap_until_ms = 0
         self._is_diverged = (
@@ -369,8 +387,11 @@ class Node(Generic[M]):
     def _note_rolled_back(self, point: Point, who: str) -> None:
         log.critical(
             "rolled back group=%s end=%d: this disk lacks what was acknowledged up to %s, says %s",
-            self.group, self.log.end, point, who,
-        )  # fmt: skip
+            self.group,
+            self.log.end,
+            point,
+            who,
+        )
         self.identity.points.rolled_back(point)
 
     def _save_points(self, now_ms: int) -> None:

@@ -42,9 +42,16 @@ class Shipper:
     """Frames from `begin` to the log's end and on, to one link. Made after a handshake; ends with the link."""
 
     def __init__(
-        self, log: MessageLog, link: ShipLink, read: Read, *, begin: int, chain: int, bytes_per_s: int,
+        self,
+        log: MessageLog,
+        link: ShipLink,
+        read: Read,
+        *,
+        begin: int,
+        chain: int,
+        bytes_per_s: int,
         found_damage: Callable[[CorruptFrame], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._log, self.link, self._read = log, link, read
         self.position = begin
         self.confirmed_end = begin

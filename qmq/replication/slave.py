@@ -28,7 +28,7 @@ from qmq.replication.slave_life import (
     Restoring,
     SlaveEvent,
     SlaveLife,
-)  # fmt: skip
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,16 @@ class Slave:
     """One slave's part. Made by the node when it is assigned; its links are made by the host, one at a time."""
 
     def __init__(
-        self, *, group: str, term: int, message_log: MessageLog, host: Host, identity: IdentityFile, bytes_per_s: int,
+        self,
+        *,
+        group: str,
+        term: int,
+        message_log: MessageLog,
+        host: Host,
+        identity: IdentityFile,
+        bytes_per_s: int,
         may_be_behind: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._group, self._log, self._host, self._identity = group, message_log, host, identity
         self.term, self._bytes_per_s, self._may_be_behind = term, bytes_per_s, may_be_behind
         self.life = SlaveLife()
@@ -76,9 +83,19 @@ class Slave:
         self._enter(SlaveEvent.FLUSHED, HelloSent(self.life.now.link))
         state, known, points = self._log.state, self._identity.value, self._identity.points
         hello = Hello(
-            self._group, known.incarnation, known.epoch, state.epochs, self._log.start, self._log.end, self._log.chain,
-            self.term, proofs_of(self._log), points.keeps(self._log), points.own, known.owner,
-        )  # fmt: skip
+            self._group,
+            known.incarnation,
+            known.epoch,
+            state.epochs,
+            self._log.start,
+            self._log.end,
+            self._log.chain,
+            self.term,
+            proofs_of(self._log),
+            points.keeps(self._log),
+            points.own,
+            known.owner,
+        )
         self._host.hello(hello.encode())
 
     def agreed(self, link: Link, body: memoryview) -> None:
@@ -123,8 +140,11 @@ class Slave:
         ):
             log.critical(
                 "rolled back group=%s end=%d: this disk lacks what was acknowledged up to %s, says the master; it is "
-                "refilled", self._group, self._log.end, point,
-            )  # fmt: skip
+                "refilled",
+                self._group,
+                self._log.end,
+                point,
+            )
             self._identity.points.rolled_back(point)
 
     def _cut_to(self, agreement: Agreement) -> None:
@@ -165,9 +185,14 @@ class Slave:
         if needs_snapshot:
             begin, chain, _ = self._log.seed_start()
         shipper = Shipper(
-            self._log, link, self._host.read, begin=begin, chain=chain, bytes_per_s=self._bytes_per_s,
+            self._log,
+            link,
+            self._host.read,
+            begin=begin,
+            chain=chain,
+            bytes_per_s=self._bytes_per_s,
             found_damage=self.found_damage,
-        )  # fmt: skip
+        )
         self._enter(SlaveEvent.RESTORE, Restoring(link, shipper))
         if needs_snapshot:
             shipper.seed()

@@ -27,7 +27,7 @@ from qmq.replication.follower import (
     InSync,
     Parted,
     Restoring,
-)  # fmt: skip
+)
 from qmq.replication.identity import IdentityFile
 from qmq.replication.mastership import Mastership
 from qmq.replication.points import Point, is_lacking
@@ -123,9 +123,13 @@ class SlaveWatch:
         self.owner = hello.owner or hello.incarnation
         try:
             agreement = agree(
-                hello, mastership.log, mastership.epoch, has_begun=mastership.has_begun,
-                kept_end=points.keeps(mastership.log), point=points.own,
-            )  # fmt: skip
+                hello,
+                mastership.log,
+                mastership.epoch,
+                has_begun=mastership.has_begun,
+                kept_end=points.keeps(mastership.log),
+                point=points.own,
+            )
             self.shared_end = agreement.offset if hello.end else None
             if isinstance(agreement, Yield) and not self._slaves.may_yield(agreement.offset):
                 raise Diverged(
@@ -154,8 +158,12 @@ class SlaveWatch:
             self._check_refilled(points.lacks)
         log.info(
             "slave says hello group=%s peer=%s end=%d: %s from %d",
-            mastership.group, link.peer, hello.end, agreement.action.value, agreement.offset,
-        )  # fmt: skip
+            mastership.group,
+            link.peer,
+            hello.end,
+            agreement.action.value,
+            agreement.offset,
+        )
         if agreement.action == Action.RESTORE:
             self._slaves.holds(hello.end)
             self._enter(FollowerEvent.RESTORES, Restoring(link, agreement.offset))
@@ -169,8 +177,10 @@ class SlaveWatch:
         if hello.point is not None and is_lacking(mastership.log, hello.point):
             log.critical(
                 "rolled back group=%s end=%d: this disk lacks what was acknowledged up to %s, says the slave",
-                mastership.group, mastership.log.end, hello.point,
-            )  # fmt: skip
+                mastership.group,
+                mastership.log.end,
+                hello.point,
+            )
             points.rolled_back(hello.point)
 
     def _check_refilled(self, lacks: Point) -> None:
@@ -193,9 +203,14 @@ class SlaveWatch:
     def _ship_to(self, link: Link, packet: Packet, agreement: Agreement, incarnation: str) -> None:
         mastership, older = self._mastership, self.follower.connected
         shipper = Shipper(
-            mastership.log, link, mastership.host.read, begin=agreement.offset, chain=agreement.chain,
-            bytes_per_s=mastership.settings.catch_up_bytes_per_s, found_damage=mastership.found_damage,
-        )  # fmt: skip
+            mastership.log,
+            link,
+            mastership.host.read,
+            begin=agreement.offset,
+            chain=agreement.chain,
+            bytes_per_s=mastership.settings.catch_up_bytes_per_s,
+            found_damage=mastership.found_damage,
+        )
         self._enter(FollowerEvent.FOLLOWS, CatchingUp(shipper, incarnation))
         if older is not None and older.link is not link:
             older.link.close("a newer connection of the slave replaces this one")

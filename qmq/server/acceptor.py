@@ -169,10 +169,12 @@ class Acceptor:
         connection.answer(
             packet,
             encode_json(
-                broker_group=group, packet_bytes_max=settings.packet_bytes_max,
-                message_bytes_max=settings.message_bytes_max, window_bytes=settings.window_bytes,
+                broker_group=group,
+                packet_bytes_max=settings.packet_bytes_max,
+                message_bytes_max=settings.message_bytes_max,
+                window_bytes=settings.window_bytes,
             ),
-        )  # fmt: skip
+        )
         if not self._is_client:
             self._pulse = Pulse(self._service, connection)
 

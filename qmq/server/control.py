@@ -98,9 +98,13 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
     async def PrepareFailover(self, request: pb.PrepareFailoverRequest, context: Any) -> pb.BrokerState:
         node = self._service.node
         prepare = partial(
-            node.prepare_failover, request.term, hold_ms=request.hold_ms, silent_ms=request.silent_ms,
-            heard_ms_ago=self._service.master_heard_ms_ago(), promised_term=request.promised_term,
-        )  # fmt: skip
+            node.prepare_failover,
+            request.term,
+            hold_ms=request.hold_ms,
+            silent_ms=request.silent_ms,
+            heard_ms_ago=self._service.master_heard_ms_ago(),
+            promised_term=request.promised_term,
+        )
         try:
             self._service.guarded(prepare)
             if request.promised_term:  # what it says that it has must outlive a power cut, as the promise does
@@ -121,10 +125,16 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         node = self._service.node
         state = state_message(self._service, self._settings)
         return pb.LogDescription(
-            broker_group=node.group, role=state.role, term=state.term, boot=state.boot, log_start=node.log.start,
-            log_end=node.log.flushed_end, high_watermark=state.high_watermark, segments=node.log.bases,
+            broker_group=node.group,
+            role=state.role,
+            term=state.term,
+            boot=state.boot,
+            log_start=node.log.start,
+            log_end=node.log.flushed_end,
+            high_watermark=state.high_watermark,
+            segments=node.log.bases,
             start_chain=await asyncio.to_thread(node.log.start_chain),
-        )  # fmt: skip
+        )
 
     async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> AsyncIterator[pb.LogChunk]:
         """Stream frames as they are stored. Bytes that are damaged are sent as they are too: the reader names them.

@@ -27,14 +27,18 @@ def states(node: Node[Any], *, now_ms: int) -> list[dict[str, object]]:
     """
     return [
         {
-            "about": about, "state": machine.state.name, "illegal": machine.table.illegal,
+            "about": about,
+            "state": machine.state.name,
+            "illegal": machine.table.illegal,
             "transitions": [
                 {
-                    "before": move.before.name, "event": move.event, "after": move.after.name,
+                    "before": move.before.name,
+                    "event": move.event,
+                    "after": move.after.name,
                     "secondsAgo": round((now_ms - move.at_ms) / 1000, 1) if move.at_ms else None,
                 }
                 for move in machine.history
             ],
         }
         for about, machine in machines(node)
-    ]  # fmt: skip
+    ]

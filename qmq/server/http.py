@@ -31,9 +31,13 @@ class CopyHttp:
     """
 
     def __init__(
-        self, registry: CollectorRegistry, access: Access, connections: Callable[[], list[dict[str, object]]],
-        readiness: Callable[[], dict[str, object]], states: Callable[[], list[dict[str, object]]],
-    ) -> None:  # fmt: skip
+        self,
+        registry: CollectorRegistry,
+        access: Access,
+        connections: Callable[[], list[dict[str, object]]],
+        readiness: Callable[[], dict[str, object]],
+        states: Callable[[], list[dict[str, object]]],
+    ) -> None:
         self._registry, self._access = registry, access
         self._connections, self._readiness, self._states = connections, readiness, states
         self._rendering = asyncio.Lock()

@@ -81,9 +81,7 @@ class MetaLink:
         kind: of the groups that this process can be part of.
     """
 
-    def __init__(
-        self, service: Service[Any], settings: CopySettings, *, kind: GroupKind = GroupKind.NORMAL
-    ) -> None:  # fmt: skip
+    def __init__(self, service: Service[Any], settings: CopySettings, *, kind: GroupKind = GroupKind.NORMAL) -> None:
         self._service, self._settings, self._kind = service, settings, kind
         self._metadata = (("x-api-token", settings.token),)
         self._is_refused = False
@@ -145,12 +143,19 @@ class MetaLink:
     async def _live(self, stub: MetaserverStub) -> None:
         settings = self._settings
         identity = pb.BrokerIdentity(
-            broker_group=self._service.node.identity.value.group, hostname=settings.hostname, ip=settings.ip,
-            serve_port=settings.serve_port, sync_port=settings.sync_port, control_port=settings.control_port,
-            metrics_port=settings.metrics_port, incarnation=self._service.node.identity.value.incarnation,
-            version=VERSION, kind=self._kind, term=self._service.node.identity.value.term,
+            broker_group=self._service.node.identity.value.group,
+            hostname=settings.hostname,
+            ip=settings.ip,
+            serve_port=settings.serve_port,
+            sync_port=settings.sync_port,
+            control_port=settings.control_port,
+            metrics_port=settings.metrics_port,
+            incarnation=self._service.node.identity.value.incarnation,
+            version=VERSION,
+            kind=self._kind,
+            term=self._service.node.identity.value.term,
             begins=not self._has_part,
-        )  # fmt: skip
+        )
         self._last = None
         self._heard(await stub.Register(identity, metadata=self._metadata, timeout=REGISTER_S))
         async for assignment in stub.Heartbeat(self._beats(), metadata=self._metadata):

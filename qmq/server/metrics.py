@@ -51,9 +51,13 @@ class CopyCollector(Collector, Generic[M]):
     """
 
     def __init__(
-        self, prefix: str, service: Service[M], counters: ProduceCounters, loop: asyncio.AbstractEventLoop,
+        self,
+        prefix: str,
+        service: Service[M],
+        counters: ProduceCounters,
+        loop: asyncio.AbstractEventLoop,
         settings: CopySettings,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._prefix, self._service, self._loop = prefix, service, loop
         self._produce_counters, self._shown_max = counters, settings.metrics_subjects_max
         self._is_always = matching(settings.metrics_subjects)
@@ -84,9 +88,12 @@ class CopyCollector(Collector, Generic[M]):
         yield from self._copies()
         yield from self._flow()
         yield self.histogram(
-            "produce_seconds", "Time from a batch's arrival to its acknowledgement", PRODUCE_MS_BUCKETS,
-            self._produce_counters.produce_ms_counts, self._produce_counters.produce_ms_sum,
-        )  # fmt: skip
+            "produce_seconds",
+            "Time from a batch's arrival to its acknowledgement",
+            PRODUCE_MS_BUCKETS,
+            self._produce_counters.produce_ms_counts,
+            self._produce_counters.produce_ms_sum,
+        )
 
     def _copies(self) -> Iterator[Metric]:
         """A master's slaves, four at most."""
@@ -216,23 +223,30 @@ def connections(service: Service[Any]) -> list[dict[str, object]]:
     """What each client's connection does: `/connections`."""
     return [
         {
-            "peer": acceptor.connection.peer, "app": acceptor.app, "state": acceptor.flow.state.value,
-            "produces": acceptor.flow.produces, "consumes": acceptor.flow.consumes,
+            "peer": acceptor.connection.peer,
+            "app": acceptor.app,
+            "state": acceptor.flow.state.value,
+            "produces": acceptor.flow.produces,
+            "consumes": acceptor.flow.consumes,
             "reads": acceptor.connection.writable,
-            "unacked_bytes": acceptor.connection.unacked_bytes, "owed_bytes": acceptor.connection.owed_bytes,
+            "unacked_bytes": acceptor.connection.unacked_bytes,
+            "owed_bytes": acceptor.connection.owed_bytes,
         }
         for acceptor in service.acceptors
-    ]  # fmt: skip
+    ]
 
 
 def readiness(service: Service[Any]) -> dict[str, object]:
     """What `/health/ready` answers: ready is who has a part in its group and can do it."""
     node = service.node
     return {
-        "ready": node.role is not None, "group": node.group, "master": node.master is not None,
-        "writable": node.writable, "readonlyReasons": sorted(map(str, node.readonly_reasons)),
+        "ready": node.role is not None,
+        "group": node.group,
+        "master": node.master is not None,
+        "writable": node.writable,
+        "readonlyReasons": sorted(map(str, node.readonly_reasons)),
         "metaserver": service.is_registered,
-    }  # fmt: skip
+    }
 
 
 def http_port(collector: CopyCollector[M], service: Service[M], settings: CopySettings) -> HttpPort:
@@ -242,9 +256,12 @@ def http_port(collector: CopyCollector[M], service: Service[M], settings: CopySe
     registry.register(collector)
     try:
         http = CopyHttp(
-            registry, service.access, lambda: connections(service), lambda: readiness(service),
+            registry,
+            service.access,
+            lambda: connections(service),
+            lambda: readiness(service),
             lambda: states(service.node, now_ms=service.monotonic_ms()),
-        )  # fmt: skip
+        )
         return HttpPort(http.app(), listen(settings.ip, settings.metrics_port))
     except OSError as error:
         address = f"{settings.ip}:{settings.metrics_port}"

@@ -74,9 +74,12 @@ class Producing:
     """
 
     def __init__(
-        self, mastership: Mastership, counters: ProduceCounters, wake: Callable[[str], None],
+        self,
+        mastership: Mastership,
+        counters: ProduceCounters,
+        wake: Callable[[str], None],
         check_room: Callable[[str], None] = lambda subject: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._mastership, self._counters, self._wake, self._check_room = mastership, counters, wake, check_room
 
     def produce(self, link: Link, packet: Packet) -> None:
@@ -128,11 +131,19 @@ class Producing:
     def _append(self, produce: Produce, batch: _Batch) -> Frame:
         mastership, subject = self._mastership, produce.subject
         frame = mastership.log.append(
-            FrameKind.MESSAGES, subject, batch.body, body_crc=batch.crc, epoch=mastership.epoch, flags=batch.flags,
-            count=batch.count, high_watermark=mastership.gate.high_watermark, timestamp_ms=mastership.host.now_ms(),
-            first_sequence=mastership.log.state.next_sequence.get(subject, 0), producer=produce.producer,
+            FrameKind.MESSAGES,
+            subject,
+            batch.body,
+            body_crc=batch.crc,
+            epoch=mastership.epoch,
+            flags=batch.flags,
+            count=batch.count,
+            high_watermark=mastership.gate.high_watermark,
+            timestamp_ms=mastership.host.now_ms(),
+            first_sequence=mastership.log.state.next_sequence.get(subject, 0),
+            producer=produce.producer,
             batch=produce.batch,
-        )  # fmt: skip
+        )
         self._wake(subject)
         self._counters.produced_messages += batch.count
         self._counters.produced_bytes += len(batch.body)

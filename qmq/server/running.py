@@ -85,8 +85,12 @@ async def _serve(settings: S, build: Build[S]) -> None:
     message_log = MessageLog(disk, segment_bytes=settings.segment_bytes, tail_bytes=settings.tail_bytes)
     log.info(
         "log recovered start=%d end=%d segments=%d torn=%d seconds=%.2f",
-        message_log.start, message_log.end, len(message_log.bases), message_log.torn_bytes, time.monotonic() - began,
-    )  # fmt: skip
+        message_log.start,
+        message_log.end,
+        len(message_log.bases),
+        message_log.torn_bytes,
+        time.monotonic() - began,
+    )
     identity = IdentityFile(disk, new_incarnation=secrets.token_hex(8))
     parts = build(settings, message_log, disk, identity)
     gc.collect()

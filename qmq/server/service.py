@@ -77,9 +77,16 @@ class Service(Generic[M]):
     """
 
     def __init__(
-        self, *, message_log: MessageLog, disk: Disk, identity: IdentityFile, settings: CopySettings,
-        commands: frozenset[Command], promote: Callable[[Promotion], M], keeper: Keeper,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        message_log: MessageLog,
+        disk: Disk,
+        identity: IdentityFile,
+        settings: CopySettings,
+        commands: frozenset[Command],
+        promote: Callable[[Promotion], M],
+        keeper: Keeper,
+    ) -> None:
         self._settings, self._disk, self._commands, self._keeper = settings, disk, commands, keeper
         self.access = Access(settings)
         self.node = Node(message_log=message_log, host=self, identity=identity, settings=settings, promote=promote)
@@ -354,9 +361,13 @@ class Service(Generic[M]):
             acceptor = _MasterLink(self)
             try:
                 self._master_link, _ = await connect(
-                    Endpoint(peer.ip, peer.sync_port), handler=acceptor, token=self._settings.token,
-                    app=self._settings.hostname, packet_bytes_max=SYNC_PACKET_BYTES_MAX, timeout_s=3.0,
-                )  # fmt: skip
+                    Endpoint(peer.ip, peer.sync_port),
+                    handler=acceptor,
+                    token=self._settings.token,
+                    app=self._settings.hostname,
+                    packet_bytes_max=SYNC_PACKET_BYTES_MAX,
+                    timeout_s=3.0,
+                )
                 acceptor.pulse = Pulse(self, self._master_link)
                 self.heard_master()
                 if self.node.slave is not None and not self.node.is_held:

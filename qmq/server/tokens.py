@@ -81,9 +81,7 @@ class TokenCache:
         known = self._known.get(token)
         return known.caller if known and not known.is_expired(now_ms) else None
 
-    def accepted(
-        self, token: str, caller: Caller, *, valid_ms: int, expires_in_ms: int, now_ms: int
-    ) -> Known:  # fmt: skip
+    def accepted(self, token: str, caller: Caller, *, valid_ms: int, expires_in_ms: int, now_ms: int) -> Known:
         expires_ms = now_ms + expires_in_ms if expires_in_ms else 0
         return self._learn(token, Known(caller, now_ms + valid_ms, expires_ms))
 

@@ -24,9 +24,14 @@ class Acceptor:
     """
 
     def __init__(
-        self, copy: Copy[Any], *, group: str, settings: CopySettings, commands: frozenset[Command],
+        self,
+        copy: Copy[Any],
+        *,
+        group: str,
+        settings: CopySettings,
+        commands: frozenset[Command],
         refusals: deque[QmqError],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._copy, self._group, self._settings, self._refusals = copy, group, settings, refusals
         self._commands = commands
         self._guests: set[Connection] = set()
@@ -91,10 +96,12 @@ class Acceptor:
         connection.answer(
             packet,
             encode_json(
-                broker_group=self._group, packet_bytes_max=settings.packet_bytes_max,
-                message_bytes_max=settings.message_bytes_max, window_bytes=settings.window_bytes,
+                broker_group=self._group,
+                packet_bytes_max=settings.packet_bytes_max,
+                message_bytes_max=settings.message_bytes_max,
+                window_bytes=settings.window_bytes,
             ),
-        )  # fmt: skip
+        )
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         self._guests.discard(connection)

@@ -40,10 +40,14 @@ class _Broker:
     def __init__(self, *, group: str = "test", lease: float = 30.0) -> None:
         self._group = group
         self._settings = BrokerSettings(
-            hostname="test", data=Path("memory"), token="any", segment_bytes=1 << 20, lease_ms=int(lease * 1000),
+            hostname="test",
+            data=Path("memory"),
+            token="any",
+            segment_bytes=1 << 20,
+            lease_ms=int(lease * 1000),
             # A test may skip days between two steps of the cores; the slave is not late because of that.
             slave_lag_ms_max=1 << 50,
-        )  # fmt: skip
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._machine: Machine | None = None
 

@@ -52,9 +52,15 @@ class Copy(Generic[M]):
     """
 
     def __init__(
-        self, name: str, *, settings: CopySettings, clock: Clock, happened: Callable[[], None],
-        failed: Callable[[Exception], None], promote: Callable[[Promotion], M],
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        *,
+        settings: CopySettings,
+        clock: Clock,
+        happened: Callable[[], None],
+        failed: Callable[[Exception], None],
+        promote: Callable[[Promotion], M],
+    ) -> None:
         disk = MemoryDisk()
         self._loop = asyncio.get_running_loop()
         self._clock, self._happened, self._failed = clock, happened, failed
@@ -63,8 +69,11 @@ class Copy(Generic[M]):
         """This end of the connection to the other one."""
         self.node = Node(
             message_log=MessageLog(disk, segment_bytes=settings.segment_bytes, tail_bytes=settings.tail_bytes),
-            host=self, identity=IdentityFile(disk, new_incarnation=name), settings=settings, promote=promote,
-        )  # fmt: skip
+            host=self,
+            identity=IdentityFile(disk, new_incarnation=name),
+            settings=settings,
+            promote=promote,
+        )
 
     def guarded(self, call: Callable[[], object]) -> None:
         """Run a call into the core. Its refusals are answers; what else it raises is a bug, which the test must see."""

@@ -38,8 +38,12 @@ TURNS_MAX = 2_000
 """Turns of the loop until what is due must have come to the broker, unless that refuses it."""
 ROOM_BYTES = 1 << 20
 SETTINGS = DelaySettings(
-    hostname="test", data=Path("memory"), token="any", segment_bytes=1 << 20, slave_lag_ms_max=1 << 50,
-)  # fmt: skip
+    hostname="test",
+    data=Path("memory"),
+    token="any",
+    segment_bytes=1 << 20,
+    slave_lag_ms_max=1 << 50,
+)
 _DUE_AT, _DUE = 9, struct.Struct(">q")
 """Where a message says when it is due (qmq.codec)."""
 
@@ -48,15 +52,18 @@ class DelayCopy(Copy[DelayMaster]):
     """One delay server: a copy of the log, and the schedule that follows from it."""
 
     def __init__(
-        self, name: str, *, clock: Clock, happened: Callable[[], None], failed: Callable[[Exception], None],
+        self,
+        name: str,
+        *,
+        clock: Clock,
+        happened: Callable[[], None],
+        failed: Callable[[Exception], None],
         hatch: Hatch,
-    ) -> None:  # fmt: skip
+    ) -> None:
         def promote(promotion: Promotion) -> DelayMaster:
             return DelayMaster(promotion, SETTINGS, Counters(), self.filing, hatch)
 
-        super().__init__(
-            name, settings=SETTINGS, clock=clock, happened=happened, failed=failed, promote=promote
-        )  # fmt: skip
+        super().__init__(name, settings=SETTINGS, clock=clock, happened=happened, failed=failed, promote=promote)
         shelf, message_log = MemoryDisk(), self.node.log
         segment_ms, keep_ms = SETTINGS.segment_minutes * 60_000, int(SETTINGS.sent_hours * 3_600_000)
 
@@ -126,7 +133,7 @@ class Hatch:
         self._asked[self._opaque] = done
         header = commands.produce_header(
             batch.producer, batch.number, batch.count, batch.crc, batch.subject, batch.flags
-        )  # fmt: skip
+        )
         body = memoryview(b"".join((header, *batch.blocks)))
         master = self._brokers.copies[0]
         master.soon(
@@ -188,7 +195,7 @@ def _put_forward(body: memoryview, ms: int) -> bytes:
             _DUE.pack_into(batch, at, _DUE.unpack_from(batch, at)[0] + ms)
     header = commands.produce_header(
         produce.producer, produce.batch, count, crc32(batch), produce.subject, produce.flags
-    )  # fmt: skip
+    )
     return header + batch
 
 
@@ -196,9 +203,14 @@ class Delays:
     """Made when a client first asks for delay groups, on the broker's loop; ends with the broker."""
 
     def __init__(
-        self, brokers: Copies[Any], *, clock: Clock, happened: Callable[[], None], failed: Callable[[Exception], None],
+        self,
+        brokers: Copies[Any],
+        *,
+        clock: Clock,
+        happened: Callable[[], None],
+        failed: Callable[[Exception], None],
         refusals: deque[QmqError],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.group = f"{brokers.group}-delay"
         self._clock, hatch = clock, Hatch(brokers)
 

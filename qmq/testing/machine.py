@@ -29,10 +29,16 @@ if TYPE_CHECKING:
 
 COMMANDS = frozenset(
     {
-        Command.PRODUCE, Command.SUBSCRIBE, Command.PULL, Command.ACK, Command.NACK, Command.BEGIN, Command.HEARTBEAT,
+        Command.PRODUCE,
+        Command.SUBSCRIBE,
+        Command.PULL,
+        Command.ACK,
+        Command.NACK,
+        Command.BEGIN,
+        Command.HEARTBEAT,
         Command.UNSUBSCRIBE,
     }
-)  # fmt: skip
+)
 TICK_S = 0.1
 """A broker's own pace, for leases and retries that come due without `advance`."""
 
@@ -52,9 +58,13 @@ class Machine:
 
         def make(name: str) -> Copy[BrokerMaster]:
             return Copy(
-                name, settings=settings, clock=self._clock, happened=self._happened, failed=self._failed,
+                name,
+                settings=settings,
+                clock=self._clock,
+                happened=self._happened,
+                failed=self._failed,
                 promote=partial(BrokerMaster, settings=settings, counters=Counters()),
-            )  # fmt: skip
+            )
 
         self._copies = Copies(group, make)
         self._acceptors: dict[Copy[BrokerMaster], Acceptor] = {

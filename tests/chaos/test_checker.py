@@ -66,7 +66,9 @@ def test_a_sound_history_has_no_findings(history):
             {"lost-copy", "copies-differ"}, [("s", 0, "a"), ("s", 1, "b")], [("s", 0, "a")], id="slave lacks it"
         ),
         pytest.param(
-            {"lost-copy", "copies-differ", "consumed-unsent"}, [("s", 0, "a")], [("s", 0, "a"), ("s", 1, "b")],
+            {"lost-copy", "copies-differ", "consumed-unsent"},
+            [("s", 0, "a")],
+            [("s", 0, "a"), ("s", 1, "b")],
             id="master lacks it",
         ),
         pytest.param({"lost-copy", "consumed-unsent"}, [("s", 0, "b"), ("s", 1, "a")], None, id="at another sequence"),
@@ -75,7 +77,7 @@ def test_a_sound_history_has_no_findings(history):
         pytest.param({"unsent"}, [("s", 0, "a"), ("s", 1, "b"), ("s", 2, "x")], None, id="nobody sent it"),
         pytest.param({"sequence"}, [("s", 0, "a"), ("s", 1, "b"), ("s", 3, "d")], None, id="gap"),
     ],
-)  # fmt: skip
+)
 def test_wrong_logs_are_named(history, rules, master, slave):
     assert rules <= findings(history, copy(*master), copy(*(slave or master)))
 
@@ -117,10 +119,14 @@ def test_an_acknowledgement_while_marked_readonly_is_named(history):
     assert findings(history) == set()
 
 
-@pytest.mark.parametrize("group", [
-    Group(1), Group(2, requeued=Requeued([RequeuedRange(0, 1, 1, 0)])),
-    Group(2, consumers={"c": Consumer(unacked=[UnackedRange(0, 0, 1, 1)])}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "group",
+    [
+        Group(1),
+        Group(2, requeued=Requeued([RequeuedRange(0, 1, 1, 0)])),
+        Group(2, consumers={"c": Consumer(unacked=[UnackedRange(0, 0, 1, 1)])}),
+    ],
+)
 def test_what_is_left_over_at_the_end_is_named(history, group):
     master = copy(("s", 0, "a"), ("s", 1, "b"))
     master.state = replace(master.state, groups={("s", "g"): group})

@@ -28,8 +28,10 @@ def test_faults_stand_where_they_began_and_those_at_once_below_each_other():
     )
     middle = LEFT + (WIDTH - LEFT) / 2
     assert bars(text) == [
-        (f"{LEFT:.1f}", "0", "a g1"), (f"{middle:.1f}", "0", "c"), (f"{LEFT + (WIDTH - LEFT) / 5:.1f}", "16", "b")
-    ]  # fmt: skip
+        (f"{LEFT:.1f}", "0", "a g1"),
+        (f"{middle:.1f}", "0", "c"),
+        (f"{LEFT + (WIDTH - LEFT) / 5:.1f}", "16", "b"),
+    ]
 
 
 def test_each_outcome_has_its_curve():

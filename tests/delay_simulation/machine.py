@@ -68,19 +68,28 @@ class DelayProcess(Process):
         self._tick_doze, self._beat_doze = Doze(self, lambda: self.node.quiet_ms()), Doze(self, self._quiet_ms)
         self.counters = Counters()
         self.log = WatchedLog(
-            machine.disk, owner=machine.name, oracle=world.oracle, segment_bytes=limits.segment_bytes,
+            machine.disk,
+            owner=machine.name,
+            oracle=world.oracle,
+            segment_bytes=limits.segment_bytes,
             tail_bytes=limits.tail_bytes,
-        )  # fmt: skip
+        )
         self.settings = world.settings(machine.name)
         self.senders = GroupSenders(world, self)
         self.node: Node[DelayMaster] = Node(
-            message_log=self.log, host=self, settings=self.settings, promote=self._promote,
+            message_log=self.log,
+            host=self,
+            settings=self.settings,
+            promote=self._promote,
             identity=IdentityFile(machine.disk, new_incarnation=f"{machine.name}{machine.lives}"),
-        )  # fmt: skip
+        )
         self.filing = Filing(
-            self.log, self, make=self._make, discard=lambda: discard(machine.shelf),
+            self.log,
+            self,
+            make=self._make,
+            discard=lambda: discard(machine.shelf),
             found_damage=self.node.found_damage,
-        )  # fmt: skip
+        )
         self.keeper = Keeping(lambda: self.filing, self.settings)
         if self.filing.schedule.filed_end > self.log.start:
             self._events.count("schedule begins with its checkpoint")

@@ -101,11 +101,17 @@ FAULTS: dict[str, Callable[[Any], bool]] = {
     **{
         name: getattr(DelayNemesis, name)
         for name in (
-            "shelf_refuses", "shelf_lost", "shelf_flips", "group_away", "group_refuses", "group_mute", "group_late",
+            "shelf_refuses",
+            "shelf_lost",
+            "shelf_flips",
+            "group_away",
+            "group_refuses",
+            "group_mute",
+            "group_late",
             "route_changes",
         )
     },
-}  # fmt: skip
+}
 CALM = (
     "swap",
     "kill",

@@ -17,11 +17,24 @@ from tests.simulation.run import print_outcome
 
 MUST_OCCUR = (
     *FAULTS,
-    "batch acknowledged", "batch known", "crash in recovery", "crash within a commit", "disk refused",
-    "message refused later", "outcome unknown", "role change", "schedule begins with its checkpoint",
-    "schedule compared", "schedule made anew", "segment dropped", "sent by a master alone", "swapped",
-    "told: cancelled", "told: rescheduled", "told: sent",
-)  # fmt: skip
+    "batch acknowledged",
+    "batch known",
+    "crash in recovery",
+    "crash within a commit",
+    "disk refused",
+    "message refused later",
+    "outcome unknown",
+    "role change",
+    "schedule begins with its checkpoint",
+    "schedule compared",
+    "schedule made anew",
+    "segment dropped",
+    "sent by a master alone",
+    "swapped",
+    "told: cancelled",
+    "told: rescheduled",
+    "told: sent",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

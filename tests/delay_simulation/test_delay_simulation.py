@@ -44,9 +44,16 @@ def test_the_seeds_do_enough_work_to_mean_something(outcomes: list[Outcome]) -> 
     counts: Counter[str] = sum((outcome.counts for outcome in outcomes), Counter())
     assert sum(outcome.acknowledged for outcome in outcomes) > 1_000
     wanted = (
-        "told: cancelled", "told: rescheduled", "told: sent", "outcome unknown", "schedule made anew", "swapped",
-        "schedule begins with its checkpoint", "schedule compared", "segment dropped",
-    )  # fmt: skip
+        "told: cancelled",
+        "told: rescheduled",
+        "told: sent",
+        "outcome unknown",
+        "schedule made anew",
+        "swapped",
+        "schedule begins with its checkpoint",
+        "schedule compared",
+        "segment dropped",
+    )
     assert [name for name in wanted if not counts[name]] == []
 
 

@@ -94,14 +94,23 @@ class DelayWorld(World):
     def settings(self, name: str) -> DelaySettings:
         limits = self.swarm.limits
         return DelaySettings(
-            hostname=name, data=Path(name), token="t", segment_bytes=limits.segment_bytes,
-            tail_bytes=limits.tail_bytes, window_bytes=limits.window_bytes,
-            message_bytes_max=limits.message_bytes_max, slave_wait_ms=limits.slave_wait_ms,
-            slave_lag_bytes_max=limits.slave_lag_bytes_max, slave_lag_ms_max=limits.slave_lag_ms_max,
-            catch_up_bytes_per_s=limits.catch_up_bytes_per_s, retention_hours=limits.retention_ms / 3_600_000,
-            load_ahead_minutes=self.ahead_ms / 60_000, loaded_messages_max=self.loaded_max,
-            unknown_ms=self.unknown_ms, clock_difference_ms_max=500,
-        )  # fmt: skip
+            hostname=name,
+            data=Path(name),
+            token="t",
+            segment_bytes=limits.segment_bytes,
+            tail_bytes=limits.tail_bytes,
+            window_bytes=limits.window_bytes,
+            message_bytes_max=limits.message_bytes_max,
+            slave_wait_ms=limits.slave_wait_ms,
+            slave_lag_bytes_max=limits.slave_lag_bytes_max,
+            slave_lag_ms_max=limits.slave_lag_ms_max,
+            catch_up_bytes_per_s=limits.catch_up_bytes_per_s,
+            retention_hours=limits.retention_ms / 3_600_000,
+            load_ahead_minutes=self.ahead_ms / 60_000,
+            loaded_messages_max=self.loaded_max,
+            unknown_ms=self.unknown_ms,
+            clock_difference_ms_max=500,
+        )
 
     def refuses(self, id: str) -> bool:
         """Whether brokers do not take this message as it is; in the end an operator raises their limits."""
@@ -223,9 +232,15 @@ def hash_of(id: str) -> int:
 def _contents(schedule: Schedule) -> tuple[object, ...]:
     listed = schedule.list(0, FAR_MS, None, 1 << 30)()
     pending = [
-        (int(record["due"]), int(record["number"]), int(record["crc"]), int(record["label"]),
-         schedule.subjects[record["subject"]]) for record in listed
-    ]  # fmt: skip
+        (
+            int(record["due"]),
+            int(record["number"]),
+            int(record["crc"]),
+            int(record["label"]),
+            schedule.subjects[record["subject"]],
+        )
+        for record in listed
+    ]
     flying = {key: (one.group, one.subject, one.records["number"].tolist()) for key, one in schedule.in_flight.items()}
     return len(pending), schedule.pending_messages, schedule.pending_bytes, pending, flying
 
@@ -250,6 +265,13 @@ def simulate(seed: int) -> Outcome:
         failure = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-14)}"
     events, oracle = world.events, world.oracle
     return Outcome(
-        seed, events.hash, events.steps, len(oracle.acked), sum(map(len, oracle.places.values())), events.counts,
-        events.met, failure, tuple(f"{at_us / 1000:10.2f}  {what}" for at_us, what in events.recent) if failure else (),
-    )  # fmt: skip
+        seed,
+        events.hash,
+        events.steps,
+        len(oracle.acked),
+        sum(map(len, oracle.places.values())),
+        events.counts,
+        events.met,
+        failure,
+        tuple(f"{at_us / 1000:10.2f}  {what}" for at_us, what in events.recent) if failure else (),
+    )

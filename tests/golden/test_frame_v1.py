@@ -24,12 +24,22 @@ def _names(rows):
 def test_a_frame_is_encoded_to_these_bytes(row):
     body = bytes.fromhex(row["body"])
     head, frame = encode_header(
-        kind=FrameKind(row["kind"]), flags=row["flags"], subject=row["subject"], field=subject_field(row["subject"]),
-        count=row["count"], body_bytes=len(body), body_crc=_crc(row), epoch=Epoch(row["term"], row["boot"]),
-        offset=row["offset"], high_watermark=row["high_watermark"], timestamp_ms=row["timestamp_ms"],
-        first_sequence=row["first_sequence"], producer=row["producer"], batch=row["batch"],
+        kind=FrameKind(row["kind"]),
+        flags=row["flags"],
+        subject=row["subject"],
+        field=subject_field(row["subject"]),
+        count=row["count"],
+        body_bytes=len(body),
+        body_crc=_crc(row),
+        epoch=Epoch(row["term"], row["boot"]),
+        offset=row["offset"],
+        high_watermark=row["high_watermark"],
+        timestamp_ms=row["timestamp_ms"],
+        first_sequence=row["first_sequence"],
+        producer=row["producer"],
+        batch=row["batch"],
         previous_chain=row["previous_chain"],
-    )  # fmt: skip
+    )
     assert (head + body).hex() == row["bytes"]
     assert [(frame, body)] == list(decode_frames(head + body, row["offset"], row["previous_chain"]))
 

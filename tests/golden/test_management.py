@@ -56,10 +56,14 @@ def test_qmqs_tools_get_the_answers_they_know(tmp_path):
         world = World(tmp_path / "metaserver.db")
         await world.open()
         app = build_app(
-            world.actions, Access([TOKEN]), world.metrics, Refusals(world.metrics), address="10.0.0.1:8081",
+            world.actions,
+            Access([TOKEN]),
+            world.metrics,
+            Refusals(world.metrics),
+            address="10.0.0.1:8081",
             database_trouble=lambda: "",
             limits=Limits(body_bytes_max=10_000, admin_body_bytes_max=10_000, body_timeout_ms=1000),
-        )  # fmt: skip
+        )
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://m") as client:
             for exchange in EXCHANGES:
                 if "given" in exchange:
@@ -77,10 +81,21 @@ def test_qmqs_tools_get_the_answers_they_know(tmp_path):
 def test_every_action_of_qmq_has_an_exchange():
     asked = {exchange["request"].get("action") for exchange in EXCHANGES if "request" in exchange}
     assert asked >= {
-        "AddBroker", "ReplaceBroker", "ListBrokers", "ListBrokerGroups", "ListSubjectRoutes", "AddSubjectBrokerGroup",
-        "RemoveSubjectBrokerGroup", "AddNewSubject", "ExtendSubjectRoute", "AddDb", "MarkReadonlyBrokerGroup",
-        "UnMarkReadonlyBrokerGroup", "ResetOffset", "QuerySubjectRoute",
-    }  # fmt: skip
+        "AddBroker",
+        "ReplaceBroker",
+        "ListBrokers",
+        "ListBrokerGroups",
+        "ListSubjectRoutes",
+        "AddSubjectBrokerGroup",
+        "RemoveSubjectBrokerGroup",
+        "AddNewSubject",
+        "ExtendSubjectRoute",
+        "AddDb",
+        "MarkReadonlyBrokerGroup",
+        "UnMarkReadonlyBrokerGroup",
+        "ResetOffset",
+        "QuerySubjectRoute",
+    }
 
 
 def test_an_unknown_outcome_is_no_refusal_in_any_style():

@@ -60,13 +60,9 @@ def _beat(beat):
 
 DECODE = {
     "AUTHENTICATE": lambda body: commands.decode_json(body, token=str, app=str),
-    "PRODUCE": lambda body: (
-        (p := commands.decode_produce(body))._asdict() | {"body": p.body.hex()}
-    ),
+    "PRODUCE": lambda body: (p := commands.decode_produce(body))._asdict() | {"body": p.body.hex()},
     "PULL": lambda body: commands.decode_pull(body)._asdict(),
-    "ACK": lambda body: (
-        (ack := commands.decode_ack(body))._asdict() | {"ranges": [list(one) for one in ack.ranges]}
-    ),
+    "ACK": lambda body: (ack := commands.decode_ack(body))._asdict() | {"ranges": [list(one) for one in ack.ranges]},
     "NACK": lambda body: (
         (nack := commands.decode_nack(body))._asdict() | {"entries": [list(entry) for entry in nack.entries]}
     ),
@@ -77,8 +73,12 @@ DECODE = {
     "FRAMES": lambda body: dict(zip(("offset", "data"), (lambda o, d: (o, d.hex()))(*commands.split_offset(body)))),
     "BEAT": lambda body: _beat(commands.decode_beat(body)),
     "CONFIRM": lambda body: (
-        {"term": (c := commands.decode_confirmation(body)).epoch.term, "boot": c.epoch.boot,
-         "matched_end": c.matched_end, "chain": c.chain}
+        {
+            "term": (c := commands.decode_confirmation(body)).epoch.term,
+            "boot": c.epoch.boot,
+            "matched_end": c.matched_end,
+            "chain": c.chain,
+        }
     ),
     "Produced": lambda body: (
         (p := commands.decode_produced(body))._asdict() | {"refused": [list(row) for row in p.refused]}
@@ -87,7 +87,7 @@ DECODE = {
         "pieces": [piece._asdict() | {"body": piece.body.hex()} for piece in commands.decode_pulled(body)]
     },
     "Acked": lambda body: {"acked_end": commands.decode_acked(body)},
-}  # fmt: skip
+}
 
 ROWS = [(row["command"], row) for row in REQUESTS] + [(row["answer"], row) for row in ANSWERS]
 IDS = [f"{position} {kind}" for position, (kind, _) in enumerate(ROWS)]

@@ -26,10 +26,22 @@ def test_a_decision_is_encoded_to_these_bytes_and_back(row):
     body = encode_retention(_decision(row))
     assert body.hex() == row["body"] and decode_retention(body) == _decision(row)
     head, frame = encode_header(
-        kind=FrameKind.RETENTION, flags=0, subject="", field=b"", count=0, body_bytes=len(body), body_crc=crc32(body),
-        epoch=Epoch(row["term"], row["boot"]), offset=row["offset"], high_watermark=row["high_watermark"],
-        timestamp_ms=row["timestamp_ms"], first_sequence=0, producer=0, batch=0, previous_chain=row["previous_chain"],
-    )  # fmt: skip
+        kind=FrameKind.RETENTION,
+        flags=0,
+        subject="",
+        field=b"",
+        count=0,
+        body_bytes=len(body),
+        body_crc=crc32(body),
+        epoch=Epoch(row["term"], row["boot"]),
+        offset=row["offset"],
+        high_watermark=row["high_watermark"],
+        timestamp_ms=row["timestamp_ms"],
+        first_sequence=0,
+        producer=0,
+        batch=0,
+        previous_chain=row["previous_chain"],
+    )
     assert (head + body).hex() == row["bytes"] and (frame.kind, frame.chain) == (row["kind"], row["chain"])
 
 

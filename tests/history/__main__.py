@@ -30,10 +30,14 @@ def main() -> int:
     else:
         outcome = asyncio.run(
             attempt(
-                folder, messages=arguments.messages, rate=arguments.rate, keys=arguments.keys, seed=arguments.seed,
+                folder,
+                messages=arguments.messages,
+                rate=arguments.rate,
+                keys=arguments.keys,
+                seed=arguments.seed,
                 say=lambda line: print(f"  {line}", flush=True),
             )
-        )  # fmt: skip
+        )
     print(f"seed {arguments.seed}: {outcome.summary()}, {time.monotonic() - began:.0f} s", flush=True)
     for finding in outcome.findings:
         print(f"{finding.kind}: {finding.text}")

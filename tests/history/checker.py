@@ -150,8 +150,11 @@ def _wrong(history: History, handover: Handover, places: set[Place], tags: froze
 def _one_by_one(history: History) -> Iterator[str]:
     """New messages, of which nothing depends on an order key or a tag, come in the order of their sequences."""
     keyed = {one.sending.subject for one in history.messages.values() if one.sending.order_key}
-    plain = {(one.consumer, one.subject, one.group) for one in history.joined
-             if one.concurrency == 1 and not one.tags and one.subject not in keyed}  # fmt: skip
+    plain = {
+        (one.consumer, one.subject, one.group)
+        for one in history.joined
+        if one.concurrency == 1 and not one.tags and one.subject not in keyed
+    }
     for consumer, numbers in history.by_consumer.items():
         newest: dict[Track, Handover] = {}
         for one in numbers.values():

@@ -61,14 +61,20 @@ class Clients:
 
     def _start(self, kind: str, name: str, file: str, options: dict[str, Any]) -> subprocess.Popen[bytes]:
         options |= {
-            "name": name, "seed": f"{self._seed} {file}", "metaserver": self._metaserver,
+            "name": name,
+            "seed": f"{self._seed} {file}",
+            "metaserver": self._metaserver,
             "journal": str(self._folder / f"{file}.journal"),
-        }  # fmt: skip
+        }
         with (self._folder / f"{file}.log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", f"tests.history.{kind}_process", json.dumps(options)],
-                cwd=ROOT, env=self._environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
+                cwd=ROOT,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
 
     # What befalls consumers.
 

@@ -60,11 +60,20 @@ class Notes:
         numbers = list(range(first, self._number))
         self._journal.write_all(
             Got(
-                at, self.consumer, number, one.subject, one.group, one.broker_group, one.sequence, one.pull_sequence,
-                one.times, str(one.id), content_of(one),
+                at,
+                self.consumer,
+                number,
+                one.subject,
+                one.group,
+                one.broker_group,
+                one.sequence,
+                one.pull_sequence,
+                one.times,
+                str(one.id),
+                content_of(one),
             )
             for number, one in zip(numbers, messages)
-        )  # fmt: skip
+        )
         self._open |= zip(numbers, messages)
         return numbers
 

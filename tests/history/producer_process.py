@@ -40,9 +40,13 @@ class Stream:
         tags = rng.sample(TAGS, rng.choice((0, 1, 1, 2)))
         poison = rng.random() < POISONED
         return qmq.Message(
-            self._subject, {"n": number, "x": "x" * rng.randint(0, 60), "poison": poison}, tags=tags, order_key=key,
-            id=f"{self._name}-{number}", retries_max=POISONED_RETRIES if poison else None,
-        )  # fmt: skip
+            self._subject,
+            {"n": number, "x": "x" * rng.randint(0, 60), "poison": poison},
+            tags=tags,
+            order_key=key,
+            id=f"{self._name}-{number}",
+            retries_max=POISONED_RETRIES if poison else None,
+        )
 
     async def run(self, producer: qmq.Producer, journal: Journal, count: int, rate: float) -> None:
         """Send `count` messages, `rate` a second; what a fault holds up is made up for afterwards."""

@@ -153,9 +153,20 @@ Record = Sending | Sent | Joined | Got | Decided | Kept | Position | Stalled | G
 _KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        Sending, Sent, Joined, Got, Decided, Kept, Position, Stalled, Gone, Fault, MasterChanged, DeadLetter,
+        Sending,
+        Sent,
+        Joined,
+        Got,
+        Decided,
+        Kept,
+        Position,
+        Stalled,
+        Gone,
+        Fault,
+        MasterChanged,
+        DeadLetter,
     )
-}  # fmt: skip
+}
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 

@@ -41,9 +41,19 @@ NUMBERS = count()
 
 
 def given(
-    id, sequence, at, *, consumer="c1", times=1, decision=DONE, kept=0.2, subject="s", group="g", broker_group="g1",
+    id,
+    sequence,
+    at,
+    *,
+    consumer="c1",
+    times=1,
+    decision=DONE,
+    kept=0.2,
+    subject="s",
+    group="g",
+    broker_group="g1",
     content=None,
-):  # fmt: skip
+):
     """A hand-over as records. `decision` None: it was never decided; `kept` None: nobody confirmed the decision."""
     number, content = next(NUMBERS), len(id) if content is None else content
     records = [Got(at, consumer, number, subject, group, broker_group, sequence, number, times, id, content)]

@@ -39,8 +39,11 @@ DRAIN_S = 60.0
 """Who gets nowhere for so long never will."""
 DEAD_LETTERS_S = 1.5
 SETTINGS = {
-    "lease_ms": int(LEASE_S * 1000), "slave_lag_ms_max": 2000, "segment_bytes": 4 << 20, "tail_bytes": 1 << 20,
-}  # fmt: skip
+    "lease_ms": int(LEASE_S * 1000),
+    "slave_lag_ms_max": 2000,
+    "segment_bytes": 4 << 20,
+    "tail_bytes": 1 << 20,
+}
 """Short leases, and a tail so short that whoever is late is served from the disk."""
 
 
@@ -145,11 +148,16 @@ async def _dead_letters(cluster: Cluster) -> list[DeadLetter]:
             while (messages := await puller.pull(500, timeout=DEAD_LETTERS_S)) or _unread(cluster, letters):
                 found += [
                     DeadLetter(
-                        now(), subject, group, one.broker_group, int(str(one["qmq_deadSequence"])), str(one.id),
+                        now(),
+                        subject,
+                        group,
+                        one.broker_group,
+                        int(str(one["qmq_deadSequence"])),
+                        str(one.id),
                         int(str(one["qmq_times"])),
                     )
                     for one in messages
-                ]  # fmt: skip
+                ]
                 await puller.ack(messages)
     return found
 

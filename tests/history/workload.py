@@ -38,7 +38,17 @@ LOSES = frozenset({"replace broker", "lose the master's disk"})
 """Faults of the nemesis that put a slave in its master's place without asking whether it has every decision."""
 
 FAULTS = (
-    "kill master", "swap roles", "kill slave", "lose the master's disk", "stop master", "kill during a swap",
-    "kill both", "stop slave", "replace broker", "kill master", "swap roles", "kill in any order",
-)  # fmt: skip
+    "kill master",
+    "swap roles",
+    "kill slave",
+    "lose the master's disk",
+    "stop master",
+    "kill during a swap",
+    "kill both",
+    "stop slave",
+    "replace broker",
+    "kill master",
+    "swap roles",
+    "kill in any order",
+)
 """In this order, and again from the beginning, until everything is sent."""

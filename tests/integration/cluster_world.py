@@ -39,11 +39,17 @@ def running(run_dir, *, groups=("g1",), delay_groups=(), copies=2, restart_s=0.1
     """Run a cluster with small segments, on ports that nobody else uses."""
     first = run_of_ports()
     with Cluster(
-        run_dir, groups=groups, delay_groups=delay_groups, copies=copies,
-        broker=SETTINGS | broker, delay_server=COPY_SETTINGS,
-        metaserver={"database_timeout_ms": 30_000} | (metaserver or {}), restart_s=restart_s,
-        http_port=first, broker_port=first + 2,
-    ) as cluster:  # fmt: skip
+        run_dir,
+        groups=groups,
+        delay_groups=delay_groups,
+        copies=copies,
+        broker=SETTINGS | broker,
+        delay_server=COPY_SETTINGS,
+        metaserver={"database_timeout_ms": 30_000} | (metaserver or {}),
+        restart_s=restart_s,
+        http_port=first,
+        broker_port=first + 2,
+    ) as cluster:
         yield cluster
 
 

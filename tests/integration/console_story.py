@@ -137,7 +137,7 @@ def draw(into):
         with Chromium(Path(folder) / "profile") as browser:
             browser.tell(
                 "Emulation.setDeviceMetricsOverride", width=WIDTH, height=900, deviceScaleFactor=1, mobile=False
-            )  # fmt: skip
+            )
             browser.open(f"{cluster.metaserver}/console")
             browser.type(token)
             browser.follow()

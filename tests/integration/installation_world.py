@@ -60,10 +60,16 @@ class Installation:
 
     def _metaserver(self, name, http_port, grpc_port):
         settings = {
-            "host": HOST, "http_port": http_port, "grpc_port": grpc_port, "database": self.database,
-            "cluster_token": TOKEN, "heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS, "broker_timeout_ms": 2000,
-            "database_timeout_ms": 3000, "snapshot": str(self.folder / f"{name}.snapshot"),
-        }  # fmt: skip
+            "host": HOST,
+            "http_port": http_port,
+            "grpc_port": grpc_port,
+            "database": self.database,
+            "cluster_token": TOKEN,
+            "heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS,
+            "broker_timeout_ms": 2000,
+            "database_timeout_ms": 3000,
+            "snapshot": str(self.folder / f"{name}.snapshot"),
+        }
         service = self._service(name, "metaserver", settings)
         service.url, service.grpc = f"http://{HOST}:{http_port}", f"{HOST}:{grpc_port}"
         return service
@@ -71,9 +77,16 @@ class Installation:
     def _broker(self, name, ports):
         serve, sync, control, metrics = ports
         settings = SETTINGS | {
-            "hostname": name, "ip": HOST, "serve_port": serve, "sync_port": sync, "control_port": control,
-            "metrics_port": metrics, "data": str(self.folder / name / "data"), "metaserver": self.url, "token": TOKEN,
-        }  # fmt: skip
+            "hostname": name,
+            "ip": HOST,
+            "serve_port": serve,
+            "sync_port": sync,
+            "control_port": control,
+            "metrics_port": metrics,
+            "data": str(self.folder / name / "data"),
+            "metaserver": self.url,
+            "token": TOKEN,
+        }
         service = self._service(name, "broker", settings)
         service.control = control
         service.place = {"hostname": name, "ip": HOST, "servePort": serve, "syncPort": sync}

@@ -25,9 +25,13 @@ class World:
 
     def __init__(self, database, **settings):
         self.settings = MetaserverSettings(
-            cluster_token=TOKEN, cluster_token_before="another token", database=f"sqlite:///{database}", http_port=0,
-            grpc_port=0, **{"database_timeout_ms": 30_000} | settings,
-        )  # fmt: skip
+            cluster_token=TOKEN,
+            cluster_token_before="another token",
+            database=f"sqlite:///{database}",
+            http_port=0,
+            grpc_port=0,
+            **{"database_timeout_ms": 30_000} | settings,
+        )
         self._brokers = []
 
     async def start(self):
@@ -238,12 +242,23 @@ class FakeBroker(BrokerServicer):
         known = self.assignments[-1] if self.report_new_terms else self.assignments[0]
         master = known.role == 0
         return pb.BrokerState(
-            broker_group=known.broker_group, role=known.role, term=known.term, boot=1, log_end=self.log_end,
-            flushed_end=self.log_end, matched_end=self.log_end, high_watermark=self.log_end, chain=self.chain,
-            readonly_reasons=self.reasons, hostname=self.hostname, serve_port=self.port,
-            writable=master and self.ready and not self.reasons, durability=self.durability,
-            incarnation=self.incarnation, in_step=self.in_step(known) if master else (),
-        )  # fmt: skip
+            broker_group=known.broker_group,
+            role=known.role,
+            term=known.term,
+            boot=1,
+            log_end=self.log_end,
+            flushed_end=self.log_end,
+            matched_end=self.log_end,
+            high_watermark=self.log_end,
+            chain=self.chain,
+            readonly_reasons=self.reasons,
+            hostname=self.hostname,
+            serve_port=self.port,
+            writable=master and self.ready and not self.reasons,
+            durability=self.durability,
+            incarnation=self.incarnation,
+            in_step=self.in_step(known) if master else (),
+        )
 
     def in_step(self, known):
         """Whose copies are in step: of those that run at the addresses that the assignment names."""

@@ -156,9 +156,14 @@ def test_a_broker_token_registers_brokers_of_its_groups_only(tmp_path):
         token = (await make(world, "broker", groups="g1"))["token"]
         for hostname, port, code in (("a", 20001, None), ("b", 20003, grpc.StatusCode.PERMISSION_DENIED)):
             identity = pb.BrokerIdentity(
-                hostname=hostname, ip="127.0.0.1", serve_port=port, sync_port=port + 1, control_port=9, metrics_port=9,
+                hostname=hostname,
+                ip="127.0.0.1",
+                serve_port=port,
+                sync_port=port + 1,
+                control_port=9,
+                metrics_port=9,
                 incarnation="disk",
-            )  # fmt: skip
+            )
             try:
                 answer = await world.rpc.Register(identity, metadata=metadata(token))
                 assert code is None and answer.broker_group == "g1"

@@ -46,9 +46,13 @@ def spark() -> Iterator[SparkSession]:
 
 
 def write(
-    data: Path, *, rounds: int = 40, segment_bytes: int = 40_000, at: int = 20,
+    data: Path,
+    *,
+    rounds: int = 40,
+    segment_bytes: int = 40_000,
+    at: int = 20,
     plant: Callable[[LogWriter], object] | None = None,
-) -> LogWriter:  # fmt: skip
+) -> LogWriter:
     """Write a log as a broker would: two subjects, one consumer, two epochs; `plant` adds something in round `at`."""
     log = LogWriter(data, segment_bytes=segment_bytes)
     log.mastership(Epoch(1, 1))
@@ -207,10 +211,20 @@ def test_other_epoch_with_valid_checksums_is_different(spark: SparkSession, tmp_
     result = audit(spark, tmp_path)
     different, unbegun = result.findings[:2]
     assert different | {"text": ""} == {
-        "what": "different", "copy": "slave", "offset": first.offset, "end": first.end, "subject": A,
-        "sequence": 200, "id": f"{A}-200", "text": "", "byte": first.offset + 20, "group": "g1", "epoch": "1.2",
-        "host": str(tmp_path / "slave"), "segment": max(b for b in result.logs["slave"].segments if b <= first.offset),
-    }  # fmt: skip
+        "what": "different",
+        "copy": "slave",
+        "offset": first.offset,
+        "end": first.end,
+        "subject": A,
+        "sequence": 200,
+        "id": f"{A}-200",
+        "text": "",
+        "byte": first.offset + 20,
+        "group": "g1",
+        "epoch": "1.2",
+        "host": str(tmp_path / "slave"),
+        "segment": max(b for b in result.logs["slave"].segments if b <= first.offset),
+    }
     assert "boot" in different["text"]
     assert (unbegun["what"], unbegun["copy"], unbegun["offset"]) == ("epoch_frame", "slave", first.offset)
     assert set(result.found) == {"different", "epoch_frame"}
@@ -380,8 +394,10 @@ def test_acknowledged_message_that_both_copies_lack_is_lost_and_one_with_another
     result = audit(spark, tmp_path, journal=journal)
     assert (result.unreadable, result.found) == (None, {"lost": 2, "altered": 1})
     assert {(row["what"], row["copy"], row["subject"], row["id"]) for row in result.findings} == {
-        ("lost", "both", A, "never stored"), ("lost", "both", "never.seen", "x"), ("altered", "both", A, f"{A}-17")
-    }  # fmt: skip
+        ("lost", "both", A, "never stored"),
+        ("lost", "both", "never.seen", "x"),
+        ("altered", "both", A, f"{A}-17"),
+    }
 
 
 def test_messages_of_the_journal_that_the_log_is_too_young_for_are_not_called_present(

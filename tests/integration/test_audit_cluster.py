@@ -28,19 +28,23 @@ START_S = 180.0
 JOB_S = 480.0
 # Both workers are waited for: else one of them does all there is, while a busy machine starts the other one.
 CONFS = QUICK | {
-    "spark.executor.memory": "512m", "spark.cores.max": "2",
+    "spark.executor.memory": "512m",
+    "spark.cores.max": "2",
     "spark.scheduler.minRegisteredResourcesRatio": "1.0",
     "spark.scheduler.maxRegisteredResourcesWaitingTime": f"{START_S:.0f}s",
-}  # fmt: skip
+}
 
 
 @contextmanager
 def running(log: Path, *arguments: str) -> Iterator[None]:
     """Run one of Spark's own processes; it is ended by its process group, as it starts executors."""
     environment = os.environ | {
-        "SPARK_HOME": str(SPARK), "SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable,
-        "SPARK_WORKER_DIR": str(log.parent / "work"), "SPARK_DAEMON_MEMORY": "256m",
-    }  # fmt: skip
+        "SPARK_HOME": str(SPARK),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_WORKER_DIR": str(log.parent / "work"),
+        "SPARK_DAEMON_MEMORY": "256m",
+    }
     with log.open("wb") as output:
         command = [str(SPARK / "bin" / "spark-class"), *arguments]
         process = subprocess.Popen(
@@ -103,8 +107,14 @@ def test_job_on_a_standalone_cluster_names_what_differs(cluster: Cluster, tmp_pa
     write(tmp_path / "copy")
     flip(tmp_path / "slave", bad.frames[20].end - 50)
     arguments = [
-        sys.executable, "-m", "qmq.audit.jobs.consistency", "--spark-master", cluster.url, "--piece-bytes", "20000"
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "qmq.audit.jobs.consistency",
+        "--spark-master",
+        cluster.url,
+        "--piece-bytes",
+        "20000",
+    ]
     for group, slave in (("g1", "copy"), ("g2", "slave")):
         arguments += ["--group", group, "--master", str(tmp_path / "master"), "--slave", str(tmp_path / slave)]
     result = tmp_path / "result.json"
@@ -117,8 +127,10 @@ def test_job_on_a_standalone_cluster_names_what_differs(cluster: Cluster, tmp_pa
     assert job.returncode == 1, job.stdout + job.stderr
     equal, different = json.loads(result.read_text())["groups"]
     assert (equal["status"], equal["read"]["slave"]["messages"], equal["high_watermark"]) == (
-        0, 400, good.frames[-1].offset,
-    )  # fmt: skip
+        0,
+        400,
+        good.frames[-1].offset,
+    )
     assert [(f["what"], f["copy"], f["offset"]) for f in different["findings"]] == [
         ("damaged", "slave", bad.frames[20].offset)
     ]
@@ -146,9 +158,13 @@ def test_what_spark_submit_says_is_not_overridden(cluster: Cluster, tmp_path: Pa
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_HOME")}
     environment |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
     job = subprocess.run(
-        [*command, str(script), str(tmp_path / "master")], cwd=tmp_path, env=environment, capture_output=True,
-        text=True, timeout=JOB_S,
-    )  # fmt: skip
+        [*command, str(script), str(tmp_path / "master")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=JOB_S,
+    )
     assert job.returncode == 0, job.stdout + job.stderr
     assert json.loads(job.stdout.splitlines()[-1]) == [cluster.url, "7", 400]
     assert len(cluster.executors() - before) == 2, "both workers took part"

@@ -65,9 +65,10 @@ def damage(data, subject, *, newest=False, where="body"):
     frames = [f for f in read_copy(data).frames if f.kind == FrameKind.MESSAGES and f.subject == subject]
     bases = segment_bases(RealDisk(data))
     frame = next(
-        f for f, after in zip(frames, frames[1:], strict=False)
+        f
+        for f, after in zip(frames, frames[1:], strict=False)
         if f.offset not in bases and after.offset not in bases and (f.offset > newest_base) == newest
-    )  # fmt: skip
+    )
     at = {"header": 12, "subject": frame.body_at - 8, "body": frame.body_at + frame.body_bytes // 2}[where]
     base = max(base for base in bases if base <= frame.offset)
     flip_bit(data / log_name(base), frame.offset - base + at)

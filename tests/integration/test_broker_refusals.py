@@ -227,9 +227,10 @@ def test_unknown_token_is_refused(cluster, master, unchanged, heard, port, token
 )
 def test_broker_control_asks_for_the_token_in_every_call(cluster, master, unchanged, call, metadata):
     requests = {
-        "PrepareSwap": pb.PrepareSwapRequest(term=99), "ReadLog": pb.ReadLogRequest(begin=0, end=100),
+        "PrepareSwap": pb.PrepareSwapRequest(term=99),
+        "ReadLog": pb.ReadLogRequest(begin=0, end=100),
         "ReadDerived": pb.ReadDerivedRequest(base=0),
-    }  # fmt: skip
+    }
     with grpc.insecure_channel(f"{HOST}:{master.control_port}") as channel:
         with pytest.raises(grpc.RpcError) as refused:
             answer = getattr(BrokerStub(channel), call)(
@@ -318,10 +319,16 @@ def run_broker(folder, settings, *, timeout_s=WAIT_S):
 
 def settings_of(cluster, plan, **changes):
     return {
-        "hostname": plan.hostname, "ip": HOST, "serve_port": plan.serve_port, "sync_port": plan.sync_port,
-        "control_port": plan.control_port, "metrics_port": plan.metrics_port, "metaserver": cluster.metaserver,
-        "token": cluster.token, "data": str(cluster.run_dir / plan.hostname / "data"),
-    } | changes  # fmt: skip
+        "hostname": plan.hostname,
+        "ip": HOST,
+        "serve_port": plan.serve_port,
+        "sync_port": plan.sync_port,
+        "control_port": plan.control_port,
+        "metrics_port": plan.metrics_port,
+        "metaserver": cluster.metaserver,
+        "token": cluster.token,
+        "data": str(cluster.run_dir / plan.hostname / "data"),
+    } | changes
 
 
 def test_second_broker_on_a_data_directory_refuses(cluster, master, unchanged, tmp_path):

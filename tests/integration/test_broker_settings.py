@@ -11,9 +11,13 @@ from qmq.deploy.processes import ROOT
 
 def run(config, **environ):
     return subprocess.run(
-        [sys.executable, "-m", "qmq.broker", "--config", str(config)], cwd=ROOT, capture_output=True, text=True,
-        timeout=120, env=os.environ | environ,
-    )  # fmt: skip
+        [sys.executable, "-m", "qmq.broker", "--config", str(config)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | environ,
+    )
 
 
 def test_all_complaints_come_at_once_and_nothing_is_made(tmp_path):

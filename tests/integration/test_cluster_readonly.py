@@ -70,9 +70,14 @@ def subject(request):
 
 def place(cluster, action, broker, role):
     cluster.manage(
-        action, brokerGroup=broker.group, role=role, hostname=broker.hostname, ip=HOST, servePort=broker.serve_port,
+        action,
+        brokerGroup=broker.group,
+        role=role,
+        hostname=broker.hostname,
+        ip=HOST,
+        servePort=broker.serve_port,
         syncPort=broker.sync_port,
-    )  # fmt: skip
+    )
 
 
 def test_without_its_slave_a_group_is_readonly_within_a_second_and_producers_go_elsewhere(tmp_path):

@@ -270,5 +270,9 @@ def test_settings_of_a_provider_are_checked_as_a_whole():
     with pytest.raises(InvalidSettings) as found:
         MetaserverSettings(cluster_token="a secret of all", oidc_issuer="http://p", oidc_roles=("owner=x", "admin="))
     assert [line.partition(":")[0] for line in found.value.complaints] == [
-        "oidc_client_id", "oidc_issuer", "oidc_redirect", "oidc_roles", "oidc_roles",
-    ]  # fmt: skip
+        "oidc_client_id",
+        "oidc_issuer",
+        "oidc_redirect",
+        "oidc_roles",
+        "oidc_roles",
+    ]

@@ -172,9 +172,12 @@ asyncio.run(consumer.run())
 @contextmanager
 def consumer_process(cluster, script, subject):
     with subprocess.Popen(
-        [sys.executable, "-c", script, cluster.metaserver, subject], cwd=ROOT, stdout=subprocess.PIPE,
-        env=os.environ | {"QMQ_TOKEN": cluster.token}, text=True,
-    ) as process:  # fmt: skip
+        [sys.executable, "-c", script, cluster.metaserver, subject],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"QMQ_TOKEN": cluster.token},
+        text=True,
+    ) as process:
         late = Timer(WAIT_S, process.kill)  # a test that waits in vain for a line gets the end
         late.start()
         try:

@@ -128,8 +128,10 @@ def test_bad_token_and_bad_sighting_stop_no_other(engine, repository):
             engine,
             "INSERT INTO broker_sighting (hostname, serve_port, session, metaserver, incarnation, up, state_json, "
             "changed) VALUES ('h', :port, 's', 'm', 'i', :up, :state, 9)",
-            up=True, port=port, state=state,
-        )  # fmt: skip
+            up=True,
+            port=port,
+            state=state,
+        )
     assert [row.key.serve_port for row in repository.load_sightings()[1]] == [3]
     assert len(repository.bad_rows) == 3
 

@@ -196,9 +196,13 @@ def test_rolled_back_slave_is_not_promoted_without_a_word(cluster, tmp_path):
     assert "rolled_back" in reasons(cluster, slave)
     end(cluster, slave.hostname)
     words = {
-        "brokerGroup": "g1", "role": 0, "hostname": slave.hostname, "ip": "127.0.0.1", "servePort": slave.serve_port,
+        "brokerGroup": "g1",
+        "role": 0,
+        "hostname": slave.hostname,
+        "ip": "127.0.0.1",
+        "servePort": slave.serve_port,
         "syncPort": slave.sync_port,
-    }  # fmt: skip
+    }
     refusal = until(lambda: refused(cluster, "ReplaceBroker", words), "the metaserver notices that both are down")
     assert "rolled back" in refusal and "acknowledged up to offset" in refusal and "acceptLoss" in refusal
     begin(cluster, master.hostname, slave.hostname)

@@ -77,10 +77,26 @@ def plant_beside(folder: Path) -> Found:
 OTHER_IDS = {"undecodable", "batch_twice", "id_twice", "sequence"}
 
 
-EIGHT = ("a message that is no UTF-8", "of another subject", "labels that are zero", "a batch twice", "an id twice",
-         "a watermark of 2^40", "a time in ten years", "passed though it gets such")  # fmt: skip
-EIGHT_MORE = ("a message that is cut", "a watermark that goes back", "a time two hours ahead", "a time two hours back",
-              "a position of 10^9", "passed beside its like", "an epoch nobody began", "a gap")  # fmt: skip
+EIGHT = (
+    "a message that is no UTF-8",
+    "of another subject",
+    "labels that are zero",
+    "a batch twice",
+    "an id twice",
+    "a watermark of 2^40",
+    "a time in ten years",
+    "passed though it gets such",
+)
+EIGHT_MORE = (
+    "a message that is cut",
+    "a watermark that goes back",
+    "a time two hours ahead",
+    "a time two hours back",
+    "a position of 10^9",
+    "passed beside its like",
+    "an epoch nobody began",
+    "a gap",
+)
 
 
 @pytest.mark.parametrize("names", [EIGHT, EIGHT_MORE], ids=["some", "others"])

@@ -49,9 +49,14 @@ class Run:
         self.journal = directory / "journal"
         self.journal.touch()
         options = {
-            "kind": kind, "url": url, "subject": self._subject, "metaserver": cluster.metaserver,
-            "crashes": str(self._crashes), "journal": str(self.journal), "concurrency": str(CONCURRENCY),
-        }  # fmt: skip
+            "kind": kind,
+            "url": url,
+            "subject": self._subject,
+            "metaserver": cluster.metaserver,
+            "crashes": str(self._crashes),
+            "journal": str(self.journal),
+            "concurrency": str(CONCURRENCY),
+        }
         self._command = [sys.executable, "-m", "tests.integration.once_process", json.dumps(options)]
         self._process = None
         self.starts = 0

@@ -99,9 +99,11 @@ class Reader:
         self.values = dict(zip(names, map(str, free_ports(len(names)))))
         self.values |= dict.fromkeys(re.findall(r"\b([A-Z0-9]+_HOST)=", self._text()), HOST)
         self.values |= {
-            "DB_PORT": str(mariadb.port), "QMQ_HOME": str(ROOT), "QMQ_ETC": str(self.etc),
+            "DB_PORT": str(mariadb.port),
+            "QMQ_HOME": str(ROOT),
+            "QMQ_ETC": str(self.etc),
             "QMQ_DATA": str(self.data),
-        }  # fmt: skip
+        }
         (folder / ".my.cnf").write_text(f"[client]\nuser=root\nsocket={mariadb.directory}/socket\n")
         fits = {"SEGMENT_BYTES": str(1 << 20), "DISK_FREE_LIMIT": "0"}  # any test machine
         small = {f"QMQ_{kind}_{name}": value for kind in ("BROKER", "DELAY") for name, value in fits.items()}

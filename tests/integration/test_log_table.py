@@ -115,13 +115,21 @@ def test_what_became_of_a_message_is_found_by_its_id(spark: SparkSession, tmp_pa
     lived(tmp_path)
     found = find_trail(spark, [{"path": str(tmp_path)}], f"{A}-3")
     assert [(row["what"], row["consumer"], row["state"]) for row in found] == [
-        ("stored", "", ""), ("pull", "c", "delivered"), ("nack", "c", "requeued"), ("pull", "d", "delivered"),
-        ("stored", "", ""), ("ack", "d", "dead"), ("stored", "", ""),
-    ]  # fmt: skip
+        ("stored", "", ""),
+        ("pull", "c", "delivered"),
+        ("nack", "c", "requeued"),
+        ("pull", "d", "delivered"),
+        ("stored", "", ""),
+        ("ack", "d", "dead"),
+        ("stored", "", ""),
+    ]
     rows = find(spark, [{"path": str(tmp_path)}], properties={"carrier": "AA"}, tags=["odd"])
     assert [(row["subject"], row["sequence"]) for row in rows] == [
-        (A, 3), (A, 9), (dead_letter_subject(A, "g"), 0), (retry_subject(A, "g"), 0)
-    ]  # fmt: skip
+        (A, 3),
+        (A, 9),
+        (dead_letter_subject(A, "g"), 0),
+        (retry_subject(A, "g"), 0),
+    ]
 
 
 def test_every_cell_of_the_notebook_runs(
@@ -181,13 +189,17 @@ def test_every_delayed_message_is_in_one_state_and_what_was_sent_is_where_it_was
     sums = [tuple(row[name] for name in ("subject", "taken", *STATES, "late")) for row in result.delayed]
     assert (result.unreadable, sums) == (None, [(A, 8, 3, 1, 1, 1, 1, 1, 3)])
     assert [(row["what"], row["copy"], row["sequence"], row["id"], row["offset"]) for row in result.findings] == [
-        ("unsent", "both", 6, "m6", log.frames[1].offset), ("lost", "both", numbers[0], None, log.frames[2].offset)
-    ]  # fmt: skip
+        ("unsent", "both", 6, "m6", log.frames[1].offset),
+        ("lost", "both", numbers[0], None, log.frames[2].offset),
+    ]
     assert "3 messages" in result.findings[1]["text"] and "log of g1" in result.findings[1]["text"]
     later = account_for(
-        spark, Source("d1", places["d1"]["master"]), [], now_ms=log.timestamp_ms + 2 * HOUR_MS,
+        spark,
+        Source("d1", places["d1"]["master"]),
+        [],
+        now_ms=log.timestamp_ms + 2 * HOUR_MS,
         closed={"g1": ["it has no slave"]},
-    )  # fmt: skip
+    )
     assert (later.rows[0]["under_way"], later.rows[0]["unsent"], later.findings) == (0, 2, [])
     assert later.notes == [
         "2 messages that were due an hour ago or earlier wait for broker groups that take none: g1 (it has no slave)"
@@ -196,8 +208,9 @@ def test_every_delayed_message_is_in_one_state_and_what_was_sent_is_where_it_was
         spark, Source("d1", places["d1"]["master"]), [], now_ms=log.timestamp_ms + 2 * HOUR_MS, closed={"g2": ["full"]}
     )
     assert [("planned for g1 at" in row["text"], row["sequence"]) for row in later.findings] == [
-        (True, numbers[3]), (False, numbers[6])
-    ]  # fmt: skip
+        (True, numbers[3]),
+        (False, numbers[6]),
+    ]
     monkeypatch.setattr("qmq.audit.delay_groups.FINDINGS_MAX", 1)
     few = account_for(spark, Source("d1", places["d1"]["master"]), [], now_ms=log.timestamp_ms + 2 * HOUR_MS)
     assert (few.findings, few.more) == (later.findings[:1], {"unsent": 1})

@@ -65,9 +65,14 @@ def test_a_metaserver_without_memory_refuses_nobody_on_an_empty_database(tmp_pat
         world = await World(tmp_path / "database", snapshot="none").start()
         try:
             identity = pb.BrokerIdentity(
-                hostname="g1-a", broker_group="g1", ip="127.0.0.1", serve_port=20881, sync_port=20882, term=4,
+                hostname="g1-a",
+                broker_group="g1",
+                ip="127.0.0.1",
+                serve_port=20881,
+                sync_port=20882,
+                term=4,
                 incarnation="disk",
-            )  # fmt: skip
+            )
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await world.rpc.Register(identity, metadata=METADATA)
             assert refused.value.code() == grpc.StatusCode.UNAVAILABLE, "it may come again; nothing is decided"

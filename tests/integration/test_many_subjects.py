@@ -36,7 +36,7 @@ def test_one_subject_too_many_harms_no_other_at_a_producer_a_delay_group_or_a_wa
     application = Application(f"sqlite:///{tmp_path / 'app.db'}")
     with cluster_world.running(
         tmp_path / "cluster", groups=("g1", "g2"), delay_groups=("d1",), metaserver=BOUND
-    ) as cluster:  # fmt: skip
+    ) as cluster:
         cluster.wait_writable("g1", "g2", "d1")
         register(cluster, application.source)
         with WatchdogProcess(cluster, tmp_path, claims_max=32) as watchdog, _producer(cluster) as producer:

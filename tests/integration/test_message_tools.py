@@ -159,7 +159,7 @@ def process():
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-            )  # fmt: skip
+            )
         )
         return started[-1]
 
@@ -197,10 +197,19 @@ def test_a_line_that_is_not_valid_unicode_is_refused_alone(cluster, subject, tmp
     (file := tmp_path / "lines").write_bytes(content)
     with open(file, "rb") as stdin:
         ended = subprocess.run(
-            [TOOLS, "Produce", f"--metaserver={cluster.metaserver}", f"--subject={subject}", "--json",
-             f"--file={file if place == 'file' else '-'}"],
-            env=environment(cluster.token), stdin=stdin, capture_output=True, text=True,
-        )  # fmt: skip
+            [
+                TOOLS,
+                "Produce",
+                f"--metaserver={cluster.metaserver}",
+                f"--subject={subject}",
+                "--json",
+                f"--file={file if place == 'file' else '-'}",
+            ],
+            env=environment(cluster.token),
+            stdin=stdin,
+            capture_output=True,
+            text=True,
+        )
     refused = ["refused"] * 3
     assert [one["outcome"] for one in lines(ended, REFUSED)] == ["stored", *refused, "stored"]
     assert sorted(one["properties"]["n"] for one in browse(cluster, subject=subject)) == ["1", "3"]
@@ -210,8 +219,11 @@ def test_an_interrupted_produce_does_not_say_that_nothing_was_changed(cluster, s
     producing = subprocess.Popen(
         [TOOLS, "Produce", f"--metaserver={cluster.metaserver}", f"--subject={subject}", "--file=-"],
         env=environment(cluster.token, PYTHONUNBUFFERED="1"),
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     producing.stdin.write('{"n": 1}\n' * 1_000)
     producing.stdin.flush()
     assert "stored" in producing.stdout.readline()

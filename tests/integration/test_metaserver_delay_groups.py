@@ -211,9 +211,14 @@ class Client:
     def __init__(self, world):
         self.routing = Routing()
         self.watch = RouteWatch(
-            metaserver=world.url, token=TOKEN, app="test", client_id="c", produces=True, on_routes=self.routing.update,
+            metaserver=world.url,
+            token=TOKEN,
+            app="test",
+            client_id="c",
+            produces=True,
+            on_routes=self.routing.update,
             kind=DELAY,
-        )  # fmt: skip
+        )
 
     def writable(self, subject):
         return {group.broker_group: group.writable for group in self.routing.groups_of(subject)}

@@ -151,8 +151,11 @@ def test_illegal_names_change_nothing(tmp_path, name):
         add(process)
         place = {"role": "1", "hostname": "b", "ip": "127.0.0.1", "servePort": "1", "syncPort": "2"}
         for action, words in {
-            "AddBroker": place, "ReplaceBroker": place, "MarkReadonlyBrokerGroup": {}, "SwapRoles": {},
-        }.items():  # fmt: skip
+            "AddBroker": place,
+            "ReplaceBroker": place,
+            "MarkReadonlyBrokerGroup": {},
+            "SwapRoles": {},
+        }.items():
             answer = post(process, action, brokerGroup=name, **words).json()
             assert answer["status"] == -1 and "brokerGroup" in answer["message"]
         marked = post(process, "MarkReadonlyBrokerGroup", brokerGroup="g1", subject=name or "/").json()

@@ -180,8 +180,10 @@ async def test_known_routes_are_served_while_the_database_is_away(world):
             assert second.writable("known") == {"g1": False}
             assert "cannot be stored" in second.routes["new"].refused
             assert (await world.http.get("/health/ready")).json() == {
-                "ready": True, "database": False, "trouble": "the database does not answer",
-            }  # fmt: skip
+                "ready": True,
+                "database": False,
+                "trouble": "the database does not answer",
+            }
             mend_database(world)
             await second.until(lambda routes: routes["new"].refused == "")
             assert (await world.http.get("/health/ready")).json() == {"ready": True, "database": True}

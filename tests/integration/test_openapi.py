@@ -143,9 +143,13 @@ def try_all(running, operations, role, examples, check):
     for operation in operations:
 
         @settings(
-            max_examples=examples, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+            max_examples=examples,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
+        )
         @given(case=requests_of(operation))
         def send(case):
             make_likely(case)

@@ -66,9 +66,13 @@ def read(engine, statement):
 def process(cluster):
     command = [sys.executable, "-m", "tests.integration.outbox_process"]
     with subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {"QMQ_TOKEN": cluster.token}, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as process:  # fmt: skip
+        command,
+        cwd=ROOT,
+        env=os.environ | {"QMQ_TOKEN": cluster.token},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
         yield process
 
 
@@ -76,9 +80,13 @@ def pay(process, cluster, engine, subject, crashes, *, blocking):
     """Let the shop live once; returns how it ended."""
     url = engine.url.render_as_string(hide_password=False)
     options = {
-        "url": url if blocking else async_url(url), "metaserver": cluster.metaserver, "subject": subject,
-        "crashes": crashes, "orders": ORDERS, "blocking": blocking,
-    }  # fmt: skip
+        "url": url if blocking else async_url(url),
+        "metaserver": cluster.metaserver,
+        "subject": subject,
+        "crashes": crashes,
+        "orders": ORDERS,
+        "blocking": blocking,
+    }
     process.stdin.write(json.dumps(options) + "\n")
     process.stdin.flush()
     return int(process.stdout.readline())

@@ -55,9 +55,13 @@ def listed(cluster):
 @pytest.fixture
 def cluster(tmp_path):
     with running(
-        tmp_path, segment_bytes=64 * MIB, window_bytes=MIB, memory_limit=LIMIT_BYTES / ram_bytes(),
-        slave_lag_ms_max=60_000, tail_bytes=0,  # nor do they share what the broker has in memory anyway
-    ) as cluster:  # fmt: skip
+        tmp_path,
+        segment_bytes=64 * MIB,
+        window_bytes=MIB,
+        memory_limit=LIMIT_BYTES / ram_bytes(),
+        slave_lag_ms_max=60_000,
+        tail_bytes=0,  # nor do they share what the broker has in memory anyway
+    ) as cluster:
         yield cluster
 
 

@@ -82,9 +82,7 @@ class World:
     def _configure(self, node_exporter):
         directory = self.cluster.run_dir / PROMETHEUS
         targets = find_targets(self.cluster.manage)
-        write_config(
-            directory, targets, token_file=directory / "token", interval_s=1, node_exporters=[node_exporter]
-        )  # fmt: skip
+        write_config(directory, targets, token_file=directory / "token", interval_s=1, node_exporters=[node_exporter])
         rules = yaml.safe_load(RULES.read_text())
         for rule in (rule for group in rules["groups"] for rule in group["rules"]):
             rule["for"] = faster(rule.get("for", "0m"))
@@ -121,7 +119,7 @@ class World:
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "qmq", *words], cwd=ROOT, env=environ, stdout=log, stderr=log
-            )  # fmt: skip
+            )
 
     def ended(self, name, job):
         """Wait for a nightly job; its exit status, and what it said if that is not 0."""
@@ -133,9 +131,17 @@ def world(tmp_path_factory, mariadb):
     folder, first = tmp_path_factory.mktemp("prometheus"), run_of_ports()
     metaserver = {"database": mariadb.create_database(), "database_timeout_ms": 30_000, "password_keys": [KEY]}
     with Cluster(
-        folder / "run", groups=("g1",), delay_groups=("d1",), watchdog=True, prometheus=True, broker=SETTINGS,
-        delay_server=COPY_SETTINGS, metaserver=metaserver, http_port=first, broker_port=first + 4,
-    ) as cluster:  # fmt: skip
+        folder / "run",
+        groups=("g1",),
+        delay_groups=("d1",),
+        watchdog=True,
+        prometheus=True,
+        broker=SETTINGS,
+        delay_server=COPY_SETTINGS,
+        metaserver=metaserver,
+        http_port=first,
+        broker_port=first + 4,
+    ) as cluster:
         made = World(cluster, folder)
         jobs = {
             "audit": made.nightly("audit", "true"),  # Spark takes its time; test_audit_cluster.py runs it

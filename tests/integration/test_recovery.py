@@ -193,9 +193,13 @@ def test_one_disk_is_saved_and_put_into_a_new_machine(cluster, tmp_path):
     assert "rolled_back" in found["found"] and "acceptLoss" in found["remedy"]
     end(cluster, master.hostname, slave.hostname)
     words = {
-        "brokerGroup": "saved", "role": 0, "hostname": master.hostname, "ip": "127.0.0.1",
-        "servePort": master.serve_port, "syncPort": moved,
-    }  # fmt: skip
+        "brokerGroup": "saved",
+        "role": 0,
+        "hostname": master.hostname,
+        "ip": "127.0.0.1",
+        "servePort": master.serve_port,
+        "syncPort": moved,
+    }
     assert carried_out(cluster, words | {"acceptLoss": "true"}) == "done"
     begin(cluster, master.hostname, slave.hostname)
     check_all_is_there(cluster, "saved")

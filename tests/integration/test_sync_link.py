@@ -51,15 +51,26 @@ def short_beats(monkeypatch):
 
 def a_broker(folder: Path, name: str, port: int) -> Service[BrokerMaster]:
     settings = BrokerSettings(
-        hostname=name, data=folder / name, token="t", serve_port=port, sync_port=port + 1, slave_wait_ms=100,
-        segment_bytes=1 << 16, disk_free_limit=0, slave_lag_ms_max=600_000,
-    )  # fmt: skip
+        hostname=name,
+        data=folder / name,
+        token="t",
+        serve_port=port,
+        sync_port=port + 1,
+        slave_wait_ms=100,
+        segment_bytes=1 << 16,
+        disk_free_limit=0,
+        slave_lag_ms_max=600_000,
+    )
     disk = RealDisk(settings.data)
     return Service(
-        message_log=MessageLog(disk, segment_bytes=settings.segment_bytes, tail_bytes=1 << 20), disk=disk,
-        identity=IdentityFile(disk, new_incarnation=name), settings=settings, commands=CLIENT_COMMANDS,
-        promote=lambda promotion: BrokerMaster(promotion, settings, Counters()), keeper=Retention(settings),
-    )  # fmt: skip
+        message_log=MessageLog(disk, segment_bytes=settings.segment_bytes, tail_bytes=1 << 20),
+        disk=disk,
+        identity=IdentityFile(disk, new_incarnation=name),
+        settings=settings,
+        commands=CLIENT_COMMANDS,
+        promote=lambda promotion: BrokerMaster(promotion, settings, Counters()),
+        keeper=Retention(settings),
+    )
 
 
 @contextlib.asynccontextmanager

@@ -431,8 +431,11 @@ def test_script_runs_from_anywhere_through_links_and_on_the_python_it_is_given(t
     with Stub(lambda _: ok([])) as stub:
         ended = subprocess.run(
             [link, "ListBrokers", f"--metaserver={stub.address}"],
-            cwd=tmp_path, env=environment(), capture_output=True, text=True,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
     assert ended.returncode == DONE, ended.stderr
     old = subprocess.run(
         [TOOLS, "--help"], env=environment(QMQ_PYTHON=shutil.which("false")), capture_output=True, text=True

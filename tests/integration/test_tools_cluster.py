@@ -88,9 +88,21 @@ def test_doctor_finds_nothing_wrong_with_a_cluster_that_works(cluster):
     found = until(nothing_wrong, "it finds nothing; a clock seems to differ while a process stands still")
     steps = {finding["step"] for finding in found}
     assert steps >= {
-        "name resolution", "HTTP port", "database", "clocks", "gRPC port", "token", "brokers", "groups", "metaservers",
-        "broker ports", "disks", "terms", "copies", "versions",
-    }  # fmt: skip
+        "name resolution",
+        "HTTP port",
+        "database",
+        "clocks",
+        "gRPC port",
+        "token",
+        "brokers",
+        "groups",
+        "metaservers",
+        "broker ports",
+        "disks",
+        "terms",
+        "copies",
+        "versions",
+    }
     assert sum(finding["step"] == "broker ports" for finding in found) == 4
 
 

@@ -37,8 +37,12 @@ def run(command, metaserver, *words, token=TOKEN, stdin="", cwd=None, environ=No
     """Run a command as a script does: nobody is there to ask."""
     return subprocess.run(
         [TOOLS, command, f"--metaserver={metaserver}", *typed(options), *words],
-        env=environment(token, **(environ or {})), input=stdin, cwd=cwd, capture_output=True, text=True,
-    )  # fmt: skip
+        env=environment(token, **(environ or {})),
+        input=stdin,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,12 @@ def run_at_terminal(command, metaserver, *words, answer="", token=TOKEN, **optio
     process = subprocess.Popen(
         [TOOLS, command, f"--metaserver={metaserver}", *typed(options), *words],
         env=environment(token, TERM="xterm", NO_COLOR="1", COLUMNS="120"),
-        stdin=theirs, stderr=theirs, stdout=subprocess.PIPE, start_new_session=True, text=True,
-    )  # fmt: skip
+        stdin=theirs,
+        stderr=theirs,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
     os.close(theirs)
     shown = _talk(ours, answer)
     stdout, _ = process.communicate(timeout=WAIT_S)

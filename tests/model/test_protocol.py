@@ -151,11 +151,29 @@ def test_the_model_does_all_that_the_protocol_can_do() -> None:
 
 
 EVERYTHING = {
-    "swap", "learns", "fenced", "crash", "fsync", "begin", "append", "answer", "confirm", "take back", "hello",
-    "agreed", "receive", "learns an older row", "asks for the tail", "cuts", "crash loses",
-    "crash keeps what was not fsynced", "frame of a master that is gone",
-    "acknowledged in term 1", "acknowledged in term 2", "acknowledged in term 3",
-}  # fmt: skip
+    "swap",
+    "learns",
+    "fenced",
+    "crash",
+    "fsync",
+    "begin",
+    "append",
+    "answer",
+    "confirm",
+    "take back",
+    "hello",
+    "agreed",
+    "receive",
+    "learns an older row",
+    "asks for the tail",
+    "cuts",
+    "crash loses",
+    "crash keeps what was not fsynced",
+    "frame of a master that is gone",
+    "acknowledged in term 1",
+    "acknowledged in term 2",
+    "acknowledged in term 3",
+}
 
 
 def events(step: tuple[object, ...], before: State, after: State) -> list[str]:

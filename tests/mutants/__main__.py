@@ -23,8 +23,15 @@ from tests.mutants.operators import Mutant, mutants
 AREAS = ("qmq/log", "qmq/replication", "broker")
 APART = {"qmq/log/memory_disk.py", "qmq/log/memory_system.py", "qmq/log/overlay_disk.py"}
 """Disks of simulators and of `qmq inspect`: no promise rests on them."""
-TESTS = ["tests/unit/log", "tests/unit/replication", "tests/unit/broker", "tests/transcripts", "tests/property",
-         "tests/golden", "tests/unit/server/test_metrics.py"]  # fmt: skip
+TESTS = [
+    "tests/unit/log",
+    "tests/unit/replication",
+    "tests/unit/broker",
+    "tests/transcripts",
+    "tests/property",
+    "tests/golden",
+    "tests/unit/server/test_metrics.py",
+]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -19,9 +19,17 @@ Edit = Callable[[], Callable[[], None]]
 """Changes the tree; what it returns takes that back."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
 ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {ast.Add: ast.Sub, ast.Sub: ast.Add}
 CHOICES = {"max": "min", "min": "max", "any": "all", "all": "any"}
 UNSEEN = ("log.", "logger.", "logging.", "warnings.", "require(")
@@ -89,10 +97,14 @@ def _compiled(module: ast.Module, function: Function, place: Path) -> CodeType:
 
 def _same(one: CodeType, other: CodeType) -> bool:
     """Whether the compiler made the same of both."""
-    return one.co_code == other.co_code and all(
-        _same(a, b) if isinstance(a, CodeType) and isinstance(b, CodeType) else (type(a), a) == (type(b), b)
-        for a, b in zip(one.co_consts, other.co_consts, strict=False)
-    ) and (one.co_names, one.co_varnames) == (other.co_names, other.co_varnames)  # fmt: skip
+    return (
+        one.co_code == other.co_code
+        and all(
+            _same(a, b) if isinstance(a, CodeType) and isinstance(b, CodeType) else (type(a), a) == (type(b), b)
+            for a, b in zip(one.co_consts, other.co_consts, strict=False)
+        )
+        and (one.co_names, one.co_varnames) == (other.co_names, other.co_varnames)
+    )
 
 
 # What may be changed.

@@ -108,9 +108,16 @@ class Watchdog:
     def __init__(self, term, world):
         self.term, self.world = term, world
         limits = Limits(
-            page_rows=world.rng.choice([2, 5, 20]), claims_max=world.rng.choice([1, 3, 6]), release_ms=0,
-            postpone_ms=0, postpone_ms_max=0, rest_ms=1, repeat_ms=1, repeat_ms_max=5, errors_max=10_000,
-        )  # fmt: skip
+            page_rows=world.rng.choice([2, 5, 20]),
+            claims_max=world.rng.choice([1, 3, 6]),
+            release_ms=0,
+            postpone_ms=0,
+            postpone_ms_max=0,
+            rest_ms=1,
+            repeat_ms=1,
+            repeat_ms_max=5,
+            errors_max=10_000,
+        )
         self.core = Draining(term, limits, View(world.groups), lambda: world.rng.getrandbits(52))
         self.hand = None
 
@@ -269,9 +276,12 @@ class World:
         if fate < self.fails / 2:
             raise OperationalError("the connection broke before the commit", {}, Exception())
         does = {
-            ReadPage: self.outbox.read_page, Claiming: self.outbox.claim, Settling: self.outbox.settle,
-            ReadClaims: self.outbox.read_claims, TakeOver: self.outbox.take_over,
-        }  # fmt: skip
+            ReadPage: self.outbox.read_page,
+            Claiming: self.outbox.claim,
+            Settling: self.outbox.settle,
+            ReadClaims: self.outbox.read_claims,
+            TakeOver: self.outbox.take_over,
+        }
         result = does[type(work)](work)
         if fate < self.fails:
             raise OperationalError("the connection broke after the commit", {}, Exception())

@@ -152,8 +152,11 @@ def test_added_properties_replace_those_of_their_names_and_leave_the_rest(data, 
     after = codec.decode_message(changed)
     assert after.properties == {**before.properties, **first, **second}
     assert (after.subject, after.id, after.tags, after.created_ms) == (
-        before.subject, before.id, before.tags, before.created_ms,
-    )  # fmt: skip
+        before.subject,
+        before.id,
+        before.tags,
+        before.created_ms,
+    )
     assert codec.with_properties(changed, second) == changed
 
 

@@ -96,21 +96,24 @@ def test_long_absence_takes_few_steps_and_ends_at_the_last_occurrence():
     [
         pytest.param("30 2 * * *", "2026-03-28T12:00+01:00", ["2026-03-29T03:00+02:00"], id="skipped: after the gap"),
         pytest.param(
-            "30 2 * * *", "2026-10-24T12:00+02:00", ["2026-10-25T02:30+02:00", "2026-10-26T02:30+01:00"],
+            "30 2 * * *",
+            "2026-10-24T12:00+02:00",
+            ["2026-10-25T02:30+02:00", "2026-10-26T02:30+01:00"],
             id="shown twice: the first",
         ),
         pytest.param(
             "*/30 2 * * *", "2026-03-28T12:00+01:00", ["2026-03-30T02:00+02:00"], id="repeated: none in the gap"
         ),
         pytest.param(
-            "*/30 2 * * *", "2026-10-24T12:00+02:00",
+            "*/30 2 * * *",
+            "2026-10-24T12:00+02:00",
             ["2026-10-25T02:00+02:00", "2026-10-25T02:30+02:00", "2026-10-25T02:00+01:00", "2026-10-25T02:30+01:00"],
             id="repeated: again in the second hour",
         ),
         pytest.param("0 12 31 * *", "2026-04-30T00:00+02:00", ["2026-05-31T12:00+02:00"], id="months without a 31st"),
         pytest.param("0 9 * * MON#1", "2026-01-01T00:00+01:00", ["2026-01-05T09:00+01:00"], id="first Monday"),
     ],
-)  # fmt: skip
+)
 def test_summer_time_and_calendar(expression, after, expected):
     cron, at_ms, found = Cron(expression, "Europe/Berlin"), ms(after), []
     for _ in expected:

@@ -35,9 +35,16 @@ def frame_of(subject, body, *, offset, previous_chain, kind=FrameKind.MESSAGES, 
     plain = {"flags": 0, "epoch": Epoch(1, 1), "high_watermark": BASE, "timestamp_ms": 1_700_000_000_000}
     plain |= {"first_sequence": 0, "producer": 7, "batch": 1}
     head, frame = encode_header(
-        kind=kind, subject=subject, field=subject_field(subject), count=count, body_bytes=len(body),
-        body_crc=crc32(body), offset=offset, previous_chain=previous_chain, **(plain | fields),
-    )  # fmt: skip
+        kind=kind,
+        subject=subject,
+        field=subject_field(subject),
+        count=count,
+        body_bytes=len(body),
+        body_crc=crc32(body),
+        offset=offset,
+        previous_chain=previous_chain,
+        **(plain | fields),
+    )
     return head + body, frame
 
 

@@ -183,10 +183,14 @@ class World:
 
 
 NARROW = [
-    (filtering, "LOOKS_PER_TURN", 3), (filtered_scan, "LOOKS_AT_ONCE", 2), (filtered_scan, "READ_FRAMES", 2),
+    (filtering, "LOOKS_PER_TURN", 3),
+    (filtered_scan, "LOOKS_AT_ONCE", 2),
+    (filtered_scan, "READ_FRAMES", 2),
     (filtered_scan, "PASSED_MESSAGES", 4),
-    (labels, "LABEL_BYTES_MAX", 500), (labels, "BODY_BYTES_MAX", 500), (labels, "READ_BYTES_MAX", 300),
-]  # fmt: skip
+    (labels, "LABEL_BYTES_MAX", 500),
+    (labels, "BODY_BYTES_MAX", 500),
+    (labels, "READ_BYTES_MAX", 300),
+]
 """Every turn looks at a few messages, and every reading brings a little."""
 
 

@@ -294,10 +294,15 @@ class Consumer(Client):
     def _subscribe(self, link: End, session: Session) -> None:
         session.is_subscribing, session.asked_ms = True, self._events.now_ms
         body = commands.encode_subscribe(
-            subject=self.subject, group=self.group, consumer=self.name, start="earliest",
-            held_end=self._unacked.held_end, is_new=self._is_new, deliveries_max=self.world.swarm.deliveries_max,
+            subject=self.subject,
+            group=self.group,
+            consumer=self.name,
+            start="earliest",
+            held_end=self._unacked.held_end,
+            is_new=self._is_new,
+            deliveries_max=self.world.swarm.deliveries_max,
             tags=[TAG] if self.is_choosy else [],
-        )  # fmt: skip
+        )
         link.request(Command.SUBSCRIBE, body, then=lambda packet: self._subscribed(link, session, packet))
 
     def _is_current(self, link: End, packet: Packet) -> bool:

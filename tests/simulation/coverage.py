@@ -13,9 +13,7 @@ from qmq.replication.slave_life import SLAVE
 if TYPE_CHECKING:
     from tests.simulation.machine import Machine
 
-STATES = [
-    f"{table.name}.{state.name}" for table in (FOLLOWER, SLAVE, HEALTH) for state in type(table.initial)
-]  # fmt: skip
+STATES = [f"{table.name}.{state.name}" for table in (FOLLOWER, SLAVE, HEALTH) for state in type(table.initial)]
 
 Met = Counter[tuple[str, str]]
 """(fault, state) -> how often."""

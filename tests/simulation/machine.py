@@ -26,7 +26,7 @@ from qmq.errors import (
     OperatorError,
     QmqError,
     from_code,
-)  # fmt: skip
+)
 from qmq.log import Commit
 from qmq.log.fold import State, apply
 from qmq.log.frame import decode_frames
@@ -68,12 +68,21 @@ class Limits:
 
     def settings(self, name: str) -> BrokerSettings:
         return BrokerSettings(
-            hostname=name, data=Path(name), token="t", segment_bytes=self.segment_bytes, tail_bytes=self.tail_bytes,
-            window_bytes=self.window_bytes, message_bytes_max=self.message_bytes_max, lease_ms=self.lease_ms,
-            slave_wait_ms=self.slave_wait_ms, slave_lag_bytes_max=self.slave_lag_bytes_max,
-            slave_lag_ms_max=self.slave_lag_ms_max, catch_up_bytes_per_s=self.catch_up_bytes_per_s,
-            retention_hours=self.retention_ms / HOUR_MS, clock_difference_ms_max=500,
-        )  # fmt: skip
+            hostname=name,
+            data=Path(name),
+            token="t",
+            segment_bytes=self.segment_bytes,
+            tail_bytes=self.tail_bytes,
+            window_bytes=self.window_bytes,
+            message_bytes_max=self.message_bytes_max,
+            lease_ms=self.lease_ms,
+            slave_wait_ms=self.slave_wait_ms,
+            slave_lag_bytes_max=self.slave_lag_bytes_max,
+            slave_lag_ms_max=self.slave_lag_ms_max,
+            catch_up_bytes_per_s=self.catch_up_bytes_per_s,
+            retention_hours=self.retention_ms / HOUR_MS,
+            clock_difference_ms_max=500,
+        )
 
 
 class Machine:
@@ -248,15 +257,21 @@ class Process:
         self._tick_doze = Doze(self, lambda: self.node.quiet_ms())
         identity = IdentityFile(machine.disk, new_incarnation=f"{machine.name}{machine.lives}")
         self.log = WatchedLog(
-            machine.disk, owner=machine.name, oracle=self.world.oracle, segment_bytes=limits.segment_bytes,
+            machine.disk,
+            owner=machine.name,
+            oracle=self.world.oracle,
+            segment_bytes=limits.segment_bytes,
             tail_bytes=limits.tail_bytes,
-        )  # fmt: skip
+        )
         settings = limits.settings(machine.name)
         self.keeper: Keeper = Retention(settings)
         self.node = Node(
-            message_log=self.log, host=self, identity=identity, settings=settings,
+            message_log=self.log,
+            host=self,
+            identity=identity,
+            settings=settings,
             promote=partial(BrokerMaster, settings=settings, counters=Counters()),
-        )  # fmt: skip
+        )
         if self.log.torn_bytes:
             self._events.count("torn tail")
         if self.log.damage is not None:

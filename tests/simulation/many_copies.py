@@ -265,8 +265,15 @@ class ManyNemesis(Nemesis):
 
 
 _NOT_HERE = {
-    "replace", "flip", "flip_while_down", "rotten_tail", "wipe", "back_up", "put_back", "forgets_last_write",
-}  # fmt: skip
+    "replace",
+    "flip",
+    "flip_while_down",
+    "rotten_tail",
+    "wipe",
+    "back_up",
+    "put_back",
+    "forgets_last_write",
+}
 
 
 def _place(name: str) -> Address:

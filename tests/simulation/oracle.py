@@ -423,9 +423,12 @@ class Oracle:
             raise Violation(f"I1: the log ends at {log.end}, without {self.committed}")
 
     def _check_group(
-        self, name: str, begins: dict[tuple[str, str], tuple[int, int]], log: WatchedLog,
+        self,
+        name: str,
+        begins: dict[tuple[str, str], tuple[int, int]],
+        log: WatchedLog,
         stored: dict[tuple[str, int], str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         got = self._delivered_last
         for (subject, group), state in log.state.groups.items():
             if group != name:

@@ -67,9 +67,13 @@ def search(bug: Bug, seeds: range) -> Outcome | None:
     with planted(bug):
         for seed in seeds:
             outcome = simulate(
-                seed, moves=bug.moves, fails_over=bug.fails_over, copies=bug.copies, min_copies=bug.min_copies,
+                seed,
+                moves=bug.moves,
+                fails_over=bug.fails_over,
+                copies=bug.copies,
+                min_copies=bug.min_copies,
                 favoured=bug.favoured,
-            )  # fmt: skip
+            )
             if outcome.failure:
                 return outcome
     return None
@@ -201,9 +205,24 @@ def _crc_over_body_only() -> list[Patch]:
         if len(data) - at < frames.HEADER_BYTES:
             raise CorruptFrame(offset, "the bytes end within a header")
         (
-            magic, kind, flags, subject_bytes, count, body_bytes, term, boot, own_offset, high_watermark, timestamp_ms,
-            first_sequence, producer, batch, chain, body_crc, _,
-        ) = frames._HEADER.unpack_from(data, at)  # fmt: skip
+            magic,
+            kind,
+            flags,
+            subject_bytes,
+            count,
+            body_bytes,
+            term,
+            boot,
+            own_offset,
+            high_watermark,
+            timestamp_ms,
+            first_sequence,
+            producer,
+            batch,
+            chain,
+            body_crc,
+            _,
+        ) = frames._HEADER.unpack_from(data, at)
         body_at = frames.HEADER_BYTES + subject_bytes + (-subject_bytes % 8)
         if magic != frames.MAGIC or body_bytes > frames.FRAME_BYTES_MAX or len(data) - at < body_at:
             raise CorruptFrame(offset, "no magic number")
@@ -211,9 +230,22 @@ def _crc_over_body_only() -> list[Patch]:
             raise CorruptFrame(offset, f"this frame belongs to offset {own_offset}")
         subject = bytes(memoryview(data)[at + frames.HEADER_BYTES :][:subject_bytes]).decode("utf-8", "replace")
         return Frame(
-            kind, flags, subject, count, body_bytes, Epoch(term, boot), own_offset, high_watermark, timestamp_ms,
-            first_sequence, producer, batch, chain, body_crc, body_at,
-        )  # fmt: skip
+            kind,
+            flags,
+            subject,
+            count,
+            body_bytes,
+            Epoch(term, boot),
+            own_offset,
+            high_watermark,
+            timestamp_ms,
+            first_sequence,
+            producer,
+            batch,
+            chain,
+            body_crc,
+            body_at,
+        )
 
     return [
         mock.patch.object(module, "decode_header", decode_header)

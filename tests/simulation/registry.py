@@ -292,9 +292,13 @@ class Metaserver:
         slave = self._reach(group.slave.hostname)
         reported = max((state.term for state in self._said.values()), default=0)
         return Facts(
-            group, reported, max(reported, group.term), self._said.get(group.master.hostname),
-            {group.slave.key: _full_state(slave)} if slave else {}, Points(dict(self.points)),
-        )  # fmt: skip
+            group,
+            reported,
+            max(reported, group.term),
+            self._said.get(group.master.hostname),
+            {group.slave.key: _full_state(slave)} if slave else {},
+            Points(dict(self.points)),
+        )
 
     def _fail_over(self, group: Group) -> None:
         """As `metaserver.failovers`, step by step; nobody asks whether the slave has a connection to its master."""
@@ -344,17 +348,26 @@ def _state(process: Process) -> ReplicaState:
     term = node.assignment.term if node.assignment else 0
     role = node.assignment.role if node.assignment else Role.SLAVE
     return ReplicaState(
-        role=role, term=term, log_end=process.log.end, flushed_end=process.log.flushed_end, chain=process.log.chain,
-        writable=node.writable, durability="fsync", readonly_reasons=tuple(node.readonly_reasons),
+        role=role,
+        term=term,
+        log_end=process.log.end,
+        flushed_end=process.log.flushed_end,
+        chain=process.log.chain,
+        writable=node.writable,
+        durability="fsync",
+        readonly_reasons=tuple(node.readonly_reasons),
         point=node.identity.points.own,
-    )  # fmt: skip
+    )
 
 
 def _full_state(process: Process) -> ReplicaState:
     """With what a failover asks for."""
     node, known = process.node, process.node.identity.value
     return replace(
-        _state(process), term=known.term if node.role else 0, boot=known.boot, incarnation=known.incarnation,
+        _state(process),
+        term=known.term if node.role else 0,
+        boot=known.boot,
+        incarnation=known.incarnation,
         in_step=node.master.in_step if node.master else (),
         in_sync=node.slave is not None and node.slave.has_matched,
-    )  # fmt: skip
+    )

@@ -18,11 +18,28 @@ from tests.simulation.world import Outcome, copies_of, simulate
 
 MUST_OCCUR = (
     *FAULTS,
-    "batch acknowledged", "batch repeated", "crash in recovery", "crash within a commit", "damage found in recovery",
-    "disk refused", "flow control", "given up", "half-open connection", "nacked", "pulled from a master alone",
-    "recovery compared", "repaired", "role change", "segment dropped", "stale assignment", "start without metaserver",
-    "swap prepared", "swapped", "torn tail", "unsubscribe",
-)  # fmt: skip
+    "batch acknowledged",
+    "batch repeated",
+    "crash in recovery",
+    "crash within a commit",
+    "damage found in recovery",
+    "disk refused",
+    "flow control",
+    "given up",
+    "half-open connection",
+    "nacked",
+    "pulled from a master alone",
+    "recovery compared",
+    "repaired",
+    "role change",
+    "segment dropped",
+    "stale assignment",
+    "start without metaserver",
+    "swap prepared",
+    "swapped",
+    "torn tail",
+    "unsubscribe",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -117,9 +117,13 @@ def test_a_seed_gives_the_same_trace_in_another_process_with_other_hashes() -> N
     said = set()
     for hash_seed in ("1", "2"):
         run = subprocess.run(
-            [sys.executable, "-m", "tests.simulation", "--seed", "5"], cwd=Path(__file__).parents[2],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed}, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "tests.simulation", "--seed", "5"],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         said.add(run.stdout)
     assert len(said) == 1, said
 

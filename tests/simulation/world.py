@@ -120,9 +120,15 @@ class World:
     """The fault that half of the strikes are, if any."""
 
     def __init__(
-        self, seed: int, *, moves: bool = False, fails_over: bool = False, copies: int = 2, min_copies: int = 2,
+        self,
+        seed: int,
+        *,
+        moves: bool = False,
+        fails_over: bool = False,
+        copies: int = 2,
+        min_copies: int = 2,
         favoured: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.events = Events(seed)
         self.favoured = favoured
         self._moves, self._fails_over = moves, fails_over
@@ -296,9 +302,14 @@ def copies_of(seed: int) -> dict[str, int]:
 
 
 def simulate(
-    seed: int, *, moves: bool = False, fails_over: bool = False, copies: int = 2, min_copies: int = 2,
+    seed: int,
+    *,
+    moves: bool = False,
+    fails_over: bool = False,
+    copies: int = 2,
+    min_copies: int = 2,
     favoured: str = "",
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     """Run one seed to its end; a failure is in the outcome. `moves`: with an operator who moves consumer groups;
     `fails_over`: with a metaserver that makes the slave the master by itself, as it always does with more `copies`;
     `favoured`: the fault that half of the strikes are."""
@@ -312,7 +323,13 @@ def simulate(
         failure = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-14)}"
     events = world.events
     return Outcome(
-        seed, events.hash, events.steps, len(world.oracle.acked), len(world.oracle.delivered), events.counts,
-        events.met, failure,
+        seed,
+        events.hash,
+        events.steps,
+        len(world.oracle.acked),
+        len(world.oracle.delivered),
+        events.counts,
+        events.met,
+        failure,
         tuple(f"{at_us / 1000:10.2f}  {what}" for at_us, what in events.recent) if failure else (),
-    )  # fmt: skip
+    )

@@ -163,9 +163,15 @@ class Brokers:
         assert process
         disk, assignment = process.disk, process.assignment
         state = pb.BrokerState(
-            hostname=box.name, serve_port=SERVE_PORT, incarnation=disk.incarnation, durability="fsync", boot=1,
-            log_end=len(disk.log), flushed_end=len(disk.log), chain=hash(tuple(disk.log)) & (2**63 - 1),
-        )  # fmt: skip
+            hostname=box.name,
+            serve_port=SERVE_PORT,
+            incarnation=disk.incarnation,
+            durability="fsync",
+            boot=1,
+            log_end=len(disk.log),
+            flushed_end=len(disk.log),
+            chain=hash(tuple(disk.log)) & (2**63 - 1),
+        )
         if assignment is not None:
             state.broker_group, state.role, state.term = assignment.broker_group, assignment.role, assignment.term
             marked = "*" in assignment.readonly_subjects
@@ -185,9 +191,14 @@ class Brokers:
     def identity(self, box: Box) -> pb.BrokerIdentity:
         assert box.process
         return pb.BrokerIdentity(
-            hostname=box.name, ip=box.ip, serve_port=SERVE_PORT, sync_port=SERVE_PORT + 1, control_port=SERVE_PORT + 2,
-            metrics_port=SERVE_PORT + 3, incarnation=box.process.disk.incarnation,
-        )  # fmt: skip
+            hostname=box.name,
+            ip=box.ip,
+            serve_port=SERVE_PORT,
+            sync_port=SERVE_PORT + 1,
+            control_port=SERVE_PORT + 2,
+            metrics_port=SERVE_PORT + 3,
+            incarnation=box.process.disk.incarnation,
+        )
 
     def assigned(self, process: Process) -> pb.Assignment:
         assert process.assignment is not None

@@ -24,9 +24,14 @@ Row = tuple[Any, ...]
 Tables = Mapping[str, frozenset[Row]]
 
 DECIDED = (
-    "broker_group", "broker", "subject_info", "subject_route", "readonly_broker_group_setting", "client_offline_state",
+    "broker_group",
+    "broker",
+    "subject_info",
+    "subject_route",
+    "readonly_broker_group_setting",
+    "client_offline_state",
     "audit_trail",
-)  # fmt: skip
+)
 """What operators decide, and what is written down about it."""
 COLUMNS = {name: tuple(column.name for column in metadata.tables[name].columns) for name in DECIDED}
 

@@ -21,9 +21,14 @@ Key = tuple[str, int]
 DONE, REFUSED, UNKNOWN, WAIT = 0, -1, -2, -3
 
 REPEATABLE = {
-    "MarkReadonlyBrokerGroup", "UnMarkReadonlyBrokerGroup", "DrainGroup", "UndrainGroup", "SetGroupTag", "OnOffline",
+    "MarkReadonlyBrokerGroup",
+    "UnMarkReadonlyBrokerGroup",
+    "DrainGroup",
+    "UndrainGroup",
+    "SetGroupTag",
+    "OnOffline",
     "ReplaceBroker",
-}  # fmt: skip
+}
 """Two operators may order the same at once: the second changes nothing. ReplaceBroker may store addresses."""
 
 
@@ -66,11 +71,14 @@ class Decided:
         groups = records(tables, "broker_group")
         places = [
             Place(
-                row["group_name"], row["role"], (row["hostname"], row["serve_port"]), row["incarnation"],
+                row["group_name"],
+                row["role"],
+                (row["hostname"], row["serve_port"]),
+                row["incarnation"],
                 bool(row["complete"]),
             )
             for row in records(tables, "broker")
-        ]  # fmt: skip
+        ]
         if len({(place.group, place.role) for place in places}) != len(places):
             raise Violation("two brokers have the same part in a group")
         return cls(

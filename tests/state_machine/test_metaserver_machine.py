@@ -25,11 +25,22 @@ STEPS_PER_RUN = 50
 FOUND_WITHIN = 300
 
 MUST_OCCUR = [
-    "AddBroker DONE", "AddBroker REFUSED", "ReplaceBroker DONE", "ReplaceBroker REFUSED",
-    "SwapRoles DONE", "SwapRoles REFUSED", "SwapRoles UNKNOWN", "RemoveBroker DONE", "MarkReadonlyBrokerGroup DONE",
-    "RemoveSubjectBrokerGroup DONE", "ExtendSubjectRoute DONE", "DrainGroup DONE", "OnOffline DONE",
-    "SwapRoles WAIT", "ReplaceBroker WAIT",
-]  # fmt: skip
+    "AddBroker DONE",
+    "AddBroker REFUSED",
+    "ReplaceBroker DONE",
+    "ReplaceBroker REFUSED",
+    "SwapRoles DONE",
+    "SwapRoles REFUSED",
+    "SwapRoles UNKNOWN",
+    "RemoveBroker DONE",
+    "MarkReadonlyBrokerGroup DONE",
+    "RemoveSubjectBrokerGroup DONE",
+    "ExtendSubjectRoute DONE",
+    "DrainGroup DONE",
+    "OnOffline DONE",
+    "SwapRoles WAIT",
+    "ReplaceBroker WAIT",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -31,10 +31,18 @@ from tests.state_machine.oracle import Oracle
 TIMEOUT_S = 2.0
 """A broker that is silent for so long is down."""
 SETTINGS = {
-    "cluster_token": "the key of this installation", "snapshot": "none", "poll_ms": 1000, "heartbeat_timeout_ms": 2000,
-    "broker_timeout_ms": 300, "swap_catch_up_ms": 500, "swap_hold_ms": 2000, "swap_finish_ms": 3000,
-    "groups_per_subject_min": 1, "groups_per_subject_new": 1, "database_timeout_ms": 1000,
-}  # fmt: skip
+    "cluster_token": "the key of this installation",
+    "snapshot": "none",
+    "poll_ms": 1000,
+    "heartbeat_timeout_ms": 2000,
+    "broker_timeout_ms": 300,
+    "swap_catch_up_ms": 500,
+    "swap_hold_ms": 2000,
+    "swap_finish_ms": 3000,
+    "groups_per_subject_min": 1,
+    "groups_per_subject_new": 1,
+    "database_timeout_ms": 1000,
+}
 
 
 class Aborted(Exception):
@@ -115,9 +123,14 @@ class Running:
             self.registry, self.all._brokers, self.all._snapshots, row, poll_ms=settings.poll_ms
         )
         self.rpc = MetaserverRpc(
-            self.registry, self.all.hubs, self.all._access, self.all._metrics, self.upkeep.ask, self.all._database,
+            self.registry,
+            self.all.hubs,
+            self.all._access,
+            self.all._metrics,
+            self.upkeep.ask,
+            self.all._database,
             self.all._vault,
-        )  # fmt: skip
+        )
 
     @property
     def registry(self) -> Any:

@@ -35,12 +35,27 @@ class Chromium:
         told, self._write = os.pipe()
         self._read, says = os.pipe()
         self._process = subprocess.Popen(
-            ["bash", "-c", 'exec 3<&$1 4>&$2; shift 2; exec chromium "$@"', "-", str(told), str(says),
-             "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars",
-             "--disable-dev-shm-usage", "--no-first-run", "--window-size=1280,900",
-             f"--user-data-dir={self._profile}"],
-            pass_fds=(told, says), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                "bash",
+                "-c",
+                'exec 3<&$1 4>&$2; shift 2; exec chromium "$@"',
+                "-",
+                str(told),
+                str(says),
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--remote-debugging-pipe",
+                "--hide-scrollbars",
+                "--disable-dev-shm-usage",
+                "--no-first-run",
+                "--window-size=1280,900",
+                f"--user-data-dir={self._profile}",
+            ],
+            pass_fds=(told, says),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(told)
         os.close(says)
         target = self.tell("Target.createTarget", url="about:blank")["targetId"]

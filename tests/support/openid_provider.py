@@ -41,10 +41,14 @@ class Provider:
 
     async def metadata(self, request):
         data = OpenIDProviderMetadata(
-            issuer=self.issuer, authorization_endpoint=f"{self.issuer}/authorize", jwks_uri=f"{self.issuer}/keys",
-            token_endpoint=f"{self.issuer}/token", response_types_supported=["code"],
-            subject_types_supported=["public"], id_token_signing_alg_values_supported=["RS256"],
-        )  # fmt: skip
+            issuer=self.issuer,
+            authorization_endpoint=f"{self.issuer}/authorize",
+            jwks_uri=f"{self.issuer}/keys",
+            token_endpoint=f"{self.issuer}/token",
+            response_types_supported=["code"],
+            subject_types_supported=["public"],
+            id_token_signing_alg_values_supported=["RS256"],
+        )
         return JSONResponse(dict(data))
 
     async def keys(self, request):
@@ -78,11 +82,21 @@ class Provider:
     def _id_token(self, query):
         who, now = query.get("as", "anna"), int(time.time())
         claims = {
-            "iss": self.issuer, "sub": f"sub-{who}", "aud": CLIENT, "iat": now, "exp": now + 300,
-            "nonce": query["nonce"], "preferred_username": who, "groups": GROUPS.get(who, ["on-call"]),
-        }  # fmt: skip
-        faults = {"audience": {"aud": "another"}, "expired": {"iat": now - 900, "exp": now - 600},
-                  "issuer": {"iss": "http://elsewhere"}, "nonce": {"nonce": "of another login"}}  # fmt: skip
+            "iss": self.issuer,
+            "sub": f"sub-{who}",
+            "aud": CLIENT,
+            "iat": now,
+            "exp": now + 300,
+            "nonce": query["nonce"],
+            "preferred_username": who,
+            "groups": GROUPS.get(who, ["on-call"]),
+        }
+        faults = {
+            "audience": {"aud": "another"},
+            "expired": {"iat": now - 900, "exp": now - 600},
+            "issuer": {"iss": "http://elsewhere"},
+            "nonce": {"nonce": "of another login"},
+        }
         key, header = self.foreign if who == "key" else self.key, {"alg": "RS256", "kid": "k1"}
         if who == "unsigned":
             return ".".join(map(_encoded, (b'{"alg":"none"}', str(claims).replace("'", '"').encode(), b"")))

@@ -10,9 +10,10 @@ from pyspark.sql import SparkSession
 from qmq.audit.spark import start_spark
 
 QUICK = {
-    "spark.sql.codegen.wholeStage": "false", "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
     "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
-}  # fmt: skip
+}
 """A few hundred rows do not pay for compiled plans. `make demo` and its first test run with the defaults."""
 
 

@@ -40,8 +40,18 @@ LINKED = {"broker", "delayserver", "metaserver", "watchdog", "tools", "audit", "
 """Folders at the top of the repo that are packages below `qmq`, through the links there (decision 18)."""
 
 IMPURE = {
-    "asyncio", "time", "random", "uuid", "os", "socket", "threading", "grpc", "sqlalchemy", "fastapi", "starlette",
-}  # fmt: skip
+    "asyncio",
+    "time",
+    "random",
+    "uuid",
+    "os",
+    "socket",
+    "threading",
+    "grpc",
+    "sqlalchemy",
+    "fastapi",
+    "starlette",
+}
 """A core sees clock, dice, disk and network only through ports: it gets them as arguments."""
 
 PURE = {"random.Random"}

@@ -11,12 +11,29 @@ from qmq.ledger import PROVEN, Entry, Ledger, LedgerDamaged, Piece, encode_entry
 from qmq.ledger_status import all_status, gauges, write_gauges
 
 FIRST = Entry(
-    "2026-11-21T01:00:00Z", 1_000_000, "g1", PROVEN, start=0, begin=0, verified=700, chain="00ff", frame=650,
-    ends={"a": 7, "b": 3}, pieces=[Piece(0, 400, 400, "1"), Piece(400, 700, 300, "2")], read={"master": 700},
-)  # fmt: skip
-SECOND = replace(  # fmt: skip
-    FIRST, run="2026-11-22T01:00:00Z", at_ms=2_000_000, verdict="findings", found={"damaged": 2}, verified=0,
-                 pieces=[], ends={})  # fmt: skip
+    "2026-11-21T01:00:00Z",
+    1_000_000,
+    "g1",
+    PROVEN,
+    start=0,
+    begin=0,
+    verified=700,
+    chain="00ff",
+    frame=650,
+    ends={"a": 7, "b": 3},
+    pieces=[Piece(0, 400, 400, "1"), Piece(400, 700, 300, "2")],
+    read={"master": 700},
+)
+SECOND = replace(
+    FIRST,
+    run="2026-11-22T01:00:00Z",
+    at_ms=2_000_000,
+    verdict="findings",
+    found={"damaged": 2},
+    verified=0,
+    pieces=[],
+    ends={},
+)
 
 
 def test_lines_are_read_back_and_those_of_other_groups_are_not(tmp_path: Path) -> None:

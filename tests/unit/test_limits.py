@@ -23,45 +23,92 @@ ROWS = "rows of an outbox wait in the application's database; OutboxStuck and th
 DELAYED = "due messages wait at the delay group; qmq_delayserver_due_messages, and DelayStats says why"
 
 COPY = {
-    "segment_bytes": DISK, "tail_bytes": DISK, "cached_bytes": DISK, "scrub_hours": DISK, "scrub_bytes_per_s": DISK,
+    "segment_bytes": DISK,
+    "tail_bytes": DISK,
+    "cached_bytes": DISK,
+    "scrub_hours": DISK,
+    "scrub_bytes_per_s": DISK,
     "read_log_bytes_per_s": "how long an audit takes; clients do not notice it",
-    "inline_sync_us_max": DISK, "retention_hours": DISK, "retention_bytes": DISK,
+    "inline_sync_us_max": DISK,
+    "retention_hours": DISK,
+    "retention_bytes": DISK,
     "metrics_subjects_max": "what /metrics shows; Lag and Doctor have all",
     "clock_difference_ms_max": "nothing is deleted; Doctor's finding `clocks`",
     "packet_bytes_max": "a packet beyond it is refused; what is delivered is cut to 8 MiB",
-    "message_bytes_max": PRODUCERS, "new_subjects_per_minute": PRODUCERS, "new_subjects_max": PRODUCERS,
-    "window_bytes": PRODUCERS, "memory_limit": PRODUCERS,
-    "connections_max": Cause.NO_CONSUMER, "token_connections_max": Cause.NO_CONSUMER,
-    "slave_lag_bytes_max": Reason.SLAVE_LAG, "slave_lag_ms_max": Reason.SLAVE_LAG,
-    "slave_wait_ms": Cause.MASTER, "catch_up_bytes_per_s": Cause.NO_SLAVE, "disk_free_limit": Reason.DISK,
-}  # fmt: skip
+    "message_bytes_max": PRODUCERS,
+    "new_subjects_per_minute": PRODUCERS,
+    "new_subjects_max": PRODUCERS,
+    "window_bytes": PRODUCERS,
+    "memory_limit": PRODUCERS,
+    "connections_max": Cause.NO_CONSUMER,
+    "token_connections_max": Cause.NO_CONSUMER,
+    "slave_lag_bytes_max": Reason.SLAVE_LAG,
+    "slave_lag_ms_max": Reason.SLAVE_LAG,
+    "slave_wait_ms": Cause.MASTER,
+    "catch_up_bytes_per_s": Cause.NO_SLAVE,
+    "disk_free_limit": Reason.DISK,
+}
 BROKER = COPY | {
     "unconsumed_hours": "old messages are dropped if so set; qmq_broker_dropped_messages_total",
     "lease_ms": Cause.NO_CONSUMER,
     "broadcast_forget_hours": "a broadcast consumer that is away is forgotten; it begins anew",
 }
 DELAY = COPY | {
-    "delay_days_max": PRODUCERS, "segment_minutes": DISK, "load_ahead_minutes": DISK, "loaded_messages_max": DELAYED,
-    "sent_hours": "how long a cancel is answered exactly", "unknown_ms": DELAYED,
-    "clock_alarm_ms": "an alarm alone", "recurring_max": PRODUCERS,
-}  # fmt: skip
+    "delay_days_max": PRODUCERS,
+    "segment_minutes": DISK,
+    "load_ahead_minutes": DISK,
+    "loaded_messages_max": DELAYED,
+    "sent_hours": "how long a cancel is answered exactly",
+    "unknown_ms": DELAYED,
+    "clock_alarm_ms": "an alarm alone",
+    "recurring_max": PRODUCERS,
+}
 METASERVER = dict.fromkeys(
-    ("database_timeout_ms", "poll_ms", "heartbeat_timeout_ms", "broker_timeout_ms", "swap_catch_up_ms", "swap_hold_ms",
-     "swap_finish_ms", "failover_silence_ms", "request_bytes_max", "groups_per_subject_min", "groups_per_subject_new"),
+    (
+        "database_timeout_ms",
+        "poll_ms",
+        "heartbeat_timeout_ms",
+        "broker_timeout_ms",
+        "swap_catch_up_ms",
+        "swap_hold_ms",
+        "swap_finish_ms",
+        "failover_silence_ms",
+        "request_bytes_max",
+        "groups_per_subject_min",
+        "groups_per_subject_new",
+    ),
     OPERATORS,
 ) | dict.fromkeys(
     ("new_subjects_per_minute", "new_subjects_max", "watch_subjects_max", "token_subjects_max", "token_watches_max"),
     WATCHES,
-)  # fmt: skip
+)
 WATCHDOG = dict.fromkeys(
-    ("lease_ms", "beat_ms", "refresh_ms", "scan_ms", "stats_ms", "stop_ms", "page_rows", "claims_max", "errors_max",
-     "release_ms", "release_ms_max", "unknown_s_max"), ROWS,
-)  # fmt: skip
+    (
+        "lease_ms",
+        "beat_ms",
+        "refresh_ms",
+        "scan_ms",
+        "stats_ms",
+        "stop_ms",
+        "page_rows",
+        "claims_max",
+        "errors_max",
+        "release_ms",
+        "release_ms_max",
+        "unknown_s_max",
+    ),
+    ROWS,
+)
 CONSUMER = {
-    "drain_s": OPERATORS, "concurrency": Cause.PREFETCH, "batch": Cause.PREFETCH, "prefetch_messages": Cause.PREFETCH,
-    "prefetch_bytes": Cause.PREFETCH, "unacked_max": Cause.PREFETCH, "retry_delay": Cause.LATER,
+    "drain_s": OPERATORS,
+    "concurrency": Cause.PREFETCH,
+    "batch": Cause.PREFETCH,
+    "prefetch_messages": Cause.PREFETCH,
+    "prefetch_bytes": Cause.PREFETCH,
+    "unacked_max": Cause.PREFETCH,
+    "retry_delay": Cause.LATER,
     "retries_max": "the message becomes a dead letter",
-}  # fmt: skip
+}
 
 
 def numbers_of(kind: type) -> set[str]:

@@ -38,9 +38,12 @@ def test_an_event_is_one_line_whatever_is_in_it(formatter):
 def test_an_event_as_json_has_its_fields():
     event = json.loads(Json().format(record("slave fenced term=%d offset=%d", 7, 81920, at=0.5)))
     assert event == {
-        "time": "1970-01-01T00:00:00.500Z", "level": "WARNING", "logger": "qmq.server",
-        "message": "slave fenced term=7 offset=81920", "fields": {"term": "7", "offset": "81920"},
-    }  # fmt: skip
+        "time": "1970-01-01T00:00:00.500Z",
+        "level": "WARNING",
+        "logger": "qmq.server",
+        "message": "slave fenced term=7 offset=81920",
+        "fields": {"term": "7", "offset": "81920"},
+    }
 
 
 def test_the_same_line_is_written_once_a_minute():
@@ -99,5 +102,7 @@ def test_signal_makes_a_process_log_everything_and_the_next_one_takes_that_back(
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert [line.split(" ", 3)[3] for line in ran.stderr.splitlines()] == [
-        "log level is now DEBUG, by SIGUSR1", "second", "log level is now WARNING, by SIGUSR1",
-    ]  # fmt: skip
+        "log level is now DEBUG, by SIGUSR1",
+        "second",
+        "log level is now WARNING, by SIGUSR1",
+    ]

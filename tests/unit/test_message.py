@@ -78,9 +78,18 @@ def test_a_value_that_is_none_of_these_is_refused_not_left_out(value):
 
 
 RESERVED_BY_QMQ = (
-    "qmq_createTime", "qmq_expireTime", "qmq_consumerGroupName", "qmq_scheduleReceiveTime", "qmq_times",
-    "qmq_maxRetryNum", "qmq_appCode", "qmq_pullOffset", "qmq_corruptData", "qmq_env", "qmq_subEnv",
-)  # fmt: skip
+    "qmq_createTime",
+    "qmq_expireTime",
+    "qmq_consumerGroupName",
+    "qmq_scheduleReceiveTime",
+    "qmq_times",
+    "qmq_maxRetryNum",
+    "qmq_appCode",
+    "qmq_pullOffset",
+    "qmq_corruptData",
+    "qmq_env",
+    "qmq_subEnv",
+)
 
 
 @pytest.mark.parametrize("name", [*RESERVED_BY_QMQ, "qmq_orderKey", "qmq_deadReason"])

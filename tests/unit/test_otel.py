@@ -253,9 +253,7 @@ def test_a_delayed_message_belongs_to_the_trace_of_who_sent_it():
                 await one.producer.send(qmq.Message("order"), session=object(), delay=1)
             one.broker.advance(61)
             await one.consume()
-            sent, processed = (
-                {span.context.trace_id for span in one.spans.named(name)} for name in (SEND, PROCESS)
-            )  # fmt: skip
+            sent, processed = ({span.context.trace_id for span in one.spans.named(name)} for name in (SEND, PROCESS))
             assert len(one.spans.named(PROCESS)) == 3 and processed <= sent
 
     asyncio.run(test())

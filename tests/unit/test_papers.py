@@ -14,8 +14,18 @@ from tests import drawings
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (
-    "qmq", "broker", "delayserver", "metaserver", "watchdog", "tools", "audit", "deploy", "benchmarks", "tests", "docs",
-)  # fmt: skip
+    "qmq",
+    "broker",
+    "delayserver",
+    "metaserver",
+    "watchdog",
+    "tools",
+    "audit",
+    "deploy",
+    "benchmarks",
+    "tests",
+    "docs",
+)
 PAPERS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/promises.md", "docs/glossary.md"]
 NUMBER = re.compile(r"\b[PWI]\d{1,2}\b")
 
@@ -90,3 +100,9 @@ def test_the_drawings_of_states_are_their_tables():
     for module, name in drawings.tables(text):
         drawing = indent(draw(drawings.table(module, name)), "    ")
         assert drawing in (import_module(module).__doc__ or ""), f"{module} does not show its table as it is"
+
+
+def test_the_formatter_formats_all_of_it():
+    """One form of code that nobody has to think about: what reads badly then is to be said otherwise."""
+    exempt = "# fmt" + ":"
+    assert [path for path in sources(".py") if exempt in path.read_text()] == []

@@ -47,9 +47,14 @@ def test_the_file_is_read(tmp_path):
 
 def test_the_environment_overrides_the_file(tmp_path):
     settings = read(
-        tmp_path, 'name = "a"\nport = 1',
-        QMQ_X_NAME="b", QMQ_X_PORT="2", QMQ_X_PAUSE_S="0.25", QMQ_X_EAGER="true", QMQ_X_TOKENS="x, y,",
-    )  # fmt: skip
+        tmp_path,
+        'name = "a"\nport = 1',
+        QMQ_X_NAME="b",
+        QMQ_X_PORT="2",
+        QMQ_X_PAUSE_S="0.25",
+        QMQ_X_EAGER="true",
+        QMQ_X_TOKENS="x, y,",
+    )
     assert settings == Settings(name="b", port=2, pause_s=0.25, eager=True, tokens=("x", "y"))
 
 
@@ -87,10 +92,13 @@ def test_all_complaints_come_at_once(tmp_path):
         pytest.param("eager = 1", "eager: 1 is neither true nor false (whether it waits at all)", id="1 for true"),
         pytest.param('tokens = "a"', None, id="one word is a list of one"),
         pytest.param("tokens = [1]", "tokens: [1] is no list of words (who may come in)", id="numbers for words"),
-        pytest.param("extra = 1", "extra: unknown setting; known are name, port, pause_s, eager, tokens, mode, folder",
-                     id="unknown"),
+        pytest.param(
+            "extra = 1",
+            "extra: unknown setting; known are name, port, pause_s, eager, tokens, mode, folder",
+            id="unknown",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_is_named(tmp_path, text, complaint):
     whole = text if "name" in text or complaint and "missing" in complaint else f'name = "a"\n{text}'
     if complaint is None:

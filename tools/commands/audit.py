@@ -35,10 +35,15 @@ def _found(row: Mapping[str, Any]) -> str:
 def show_status(rows: list[dict[str, Any]]) -> Iterable[Block]:
     """Show how each broker group stands."""
     columns = (
-        Column("BROKER GROUP", "group"), Column("VERIFIED UP TO", "verified"), Column("WHEN", _age),
-        Column("LAST RUN", _verdict), Column("AT", "run", drop=1), Column("FOUND", _found, fold=20),
-        Column("BYTES READ", "readBytes", drop=2), Column("BY", "by", drop=3),
-    )  # fmt: skip
+        Column("BROKER GROUP", "group"),
+        Column("VERIFIED UP TO", "verified"),
+        Column("WHEN", _age),
+        Column("LAST RUN", _verdict),
+        Column("AT", "run", drop=1),
+        Column("FOUND", _found, fold=20),
+        Column("BYTES READ", "readBytes", drop=2),
+        Column("BY", "by", drop=3),
+    )
     yield Table(columns, rows, empty="no broker group was audited with this ledger")
     nights = [row for row in rows if row["verdict"] != PROVEN]
     if nights:
@@ -64,10 +69,13 @@ def _damage(row: Mapping[str, Any]) -> Cell:
 def show_scrubs(rows: list[dict[str, Any]]) -> Iterable[Block]:
     """Show each copy of each group."""
     columns = (
-        Column("BROKER GROUP", "group"), Column("COPY", "copy"), Column("ROLE", "role", drop=1),
-        Column("OLDEST READING", _read_again, fold=20), Column("DAMAGE FOUND", _damage),
+        Column("BROKER GROUP", "group"),
+        Column("COPY", "copy"),
+        Column("ROLE", "role", drop=1),
+        Column("OLDEST READING", _read_again, fold=20),
+        Column("DAMAGE FOUND", _damage),
         Column("BYTES READ", "readBytes", drop=2),
-    )  # fmt: skip
+    )
     yield Table(columns, rows, empty="no broker is added")
     yield ""
     wrong = sum(row["damaged"] or row["late"] for row in rows)
@@ -81,10 +89,15 @@ def show_scrubs(rows: list[dict[str, Any]]) -> Iterable[Block]:
 
 
 _SOURCES = (
-    Option("source", "instead of a metaserver: data directories, or ip:controlPort of brokers, with commas; "
-           "one copy per broker group", default="", local=True),
+    Option(
+        "source",
+        "instead of a metaserver: data directories, or ip:controlPort of brokers, with commas; "
+        "one copy per broker group",
+        default="",
+        local=True,
+    ),
     Option("sparkMaster", "spark://host:port, yarn, …; default: this machine", default="", local=True),
-)  # fmt: skip
+)
 
 
 def _says_which(words: Mapping[str, str]) -> str:
@@ -106,7 +119,7 @@ AUDIT = (
                 default="",
                 kind=Kind.PATH,
                 local=True,
-            ),  # fmt: skip
+            ),
         ),
         show_status,
         runs="qmq.tools.audit_status",

@@ -148,7 +148,9 @@ MESSAGES = (
             _BROKER_GROUP,
             Option("limit", "so many messages", "20", Kind.NUMBER),
             Option(
-                "order", "which first; default: newest, and from --sequence or --since on oldest", "",
+                "order",
+                "which first; default: newest, and from --sequence or --since on oldest",
+                "",
                 choices=("newest", "oldest"),
             ),
         ),
@@ -178,4 +180,4 @@ MESSAGES = (
         look="Browse --subject={subject} --deadLetters --group={group}",
         needs=lambda words: _first(names_are_legal(words), *_goes_elsewhere(words), *_positive(words)),
     ),
-)  # fmt: skip
+)

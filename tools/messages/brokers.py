@@ -71,9 +71,12 @@ async def find_masters(session: Session, subject: str) -> list[Master]:
     """
     try:
         answer = await asyncio.to_thread(
-            post, session.metaserver, session.token, {"action": "ListBrokers", "details": "true"},
+            post,
+            session.metaserver,
+            session.token,
+            {"action": "ListBrokers", "details": "true"},
             timeout_s=LIST_TIMEOUT_S,
-        )  # fmt: skip
+        )
     except CallFailed as error:
         raise Unanswered(Exit.UNREACHABLE, str(error)) from None
     if answer.exit in (Exit.UNREACHABLE, Exit.UNKNOWN):

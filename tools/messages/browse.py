@@ -35,9 +35,13 @@ def subject_of(values: Mapping[str, str]) -> str:
 def wanted(values: Mapping[str, str]) -> pb.BrowseRequest:
     """What is asked of each broker."""
     return pb.BrowseRequest(
-        since_ms=int(values.get("since") or 0), until_ms=int(values.get("until") or 0), id=values.get("id", ""),
-        properties=json.loads(values["property"] or "{}"), tags=words_of(values["tag"]), with_properties=True,
-    )  # fmt: skip
+        since_ms=int(values.get("since") or 0),
+        until_ms=int(values.get("until") or 0),
+        id=values.get("id", ""),
+        properties=json.loads(values["property"] or "{}"),
+        tags=words_of(values["tag"]),
+        with_properties=True,
+    )
 
 
 async def _browse(session: Session) -> Exit:
@@ -80,11 +84,17 @@ async def _take(looker: Looker, request: pb.BrowseRequest, limit: int) -> list[d
 
 def browsed_json(broker_group: str, message: pb.BrowsedMessage) -> dict[str, Any]:
     return message_json(
-        id=message.id, broker_group=broker_group, sequence=message.sequence,
-        properties={one.name: one.value for one in message.properties}, tags=message.tags,
-        created_ms=message.created_ms, stored=message.stored_ms, offset=message.offset, bytes=message.bytes,
+        id=message.id,
+        broker_group=broker_group,
+        sequence=message.sequence,
+        properties={one.name: one.value for one in message.properties},
+        tags=message.tags,
+        created_ms=message.created_ms,
+        stored=message.stored_ms,
+        offset=message.offset,
+        bytes=message.bytes,
         problem=message.problem,
-    )  # fmt: skip
+    )
 
 
 def _shown(answer: Mapping[str, Any]) -> list[Block]:

@@ -52,9 +52,12 @@ async def _consume(session: Session) -> Exit:
 def _options(values: Mapping[str, str]) -> dict[str, Any]:
     """Arguments of `Consumer.pull`: without a group, the consumer is one of its own, which the brokers forget later."""
     options: dict[str, Any] = {
-        "group": values["group"], "broadcast": not values["group"], "tags": words_of(values["tags"]),
-        "start": _start(values["start"]), "retries_max": HAND_OVERS_MAX,
-    }  # fmt: skip
+        "group": values["group"],
+        "broadcast": not values["group"],
+        "tags": words_of(values["tags"]),
+        "start": _start(values["start"]),
+        "retries_max": HAND_OVERS_MAX,
+    }
     if limit := int(values["limit"] or 0):
         options["prefetch_messages"] = limit  # others are not kept from what is not going to be shown
     return options
@@ -70,7 +73,12 @@ def _wait_s(values: Mapping[str, str]) -> float:
 
 def _json(message: qmq.ReceivedMessage) -> dict[str, Any]:
     return message_json(
-        id=str(message.id), broker_group=message.broker_group, sequence=message.sequence,
-        properties=message.properties, tags=message.tags, created_ms=message.created_ms, times=message.times,
+        id=str(message.id),
+        broker_group=message.broker_group,
+        sequence=message.sequence,
+        properties=message.properties,
+        tags=message.tags,
+        created_ms=message.created_ms,
+        times=message.times,
         order_key=message.order_key,
-    )  # fmt: skip
+    )

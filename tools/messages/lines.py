@@ -66,9 +66,12 @@ def _message(values: Mapping[str, str], value: dict[str, Any]) -> Message:
             raise ValueError(f"{name!r} is no {kind.__name__}")
     properties = {name: _text(item) for name, item in value.items() if item is not None}
     return Message(
-        values["subject"], properties, tags=[*words_of(values["tag"]), *whole.get("tags", ())], id=whole.get("id"),
+        values["subject"],
+        properties,
+        tags=[*words_of(values["tag"]), *whole.get("tags", ())],
+        id=whole.get("id"),
         order_key=values["orderKey"] or whole.get("orderKey"),
-    )  # fmt: skip
+    )
 
 
 def _text(value: Any) -> Any:

@@ -86,9 +86,16 @@ def _check(session: Session, messages: Iterable[qmq.Message | str]) -> Exit:
 
 def _problem(message: qmq.Message) -> str:
     try:
-        encode_message(qmq.Message(
-            message.subject, message.properties, tags=message.tags, id=message.id or "-", order_key=message.order_key
-        ), 0)  # fmt: skip
+        encode_message(
+            qmq.Message(
+                message.subject,
+                message.properties,
+                tags=message.tags,
+                id=message.id or "-",
+                order_key=message.order_key,
+            ),
+            0,
+        )
     except qmq.QmqError as error:
         return str(error)
     return ""

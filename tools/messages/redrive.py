@@ -140,9 +140,7 @@ class _Redrive:
                 first = await looker.ask(pb.BrowseRequest(since_ms=since, end=end, messages_max=1))
                 begin = first.messages[0].sequence if first.messages else end
             if until:
-                last = await looker.ask(
-                    pb.BrowseRequest(until_ms=until, end=end, newest_first=True, messages_max=1)
-                )  # fmt: skip
+                last = await looker.ask(pb.BrowseRequest(until_ms=until, end=end, newest_first=True, messages_max=1))
                 end = last.messages[0].sequence + 1 if last.messages else begin
         except Unanswered as why:
             return why

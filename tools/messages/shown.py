@@ -11,9 +11,15 @@ from qmq.tools.table import printable, utc
 
 
 def message_json(
-    *, id: str, broker_group: str, sequence: int, properties: Mapping[str, Any], tags: Any, created_ms: int,
+    *,
+    id: str,
+    broker_group: str,
+    sequence: int,
+    properties: Mapping[str, Any],
+    tags: Any,
+    created_ms: int,
     **more: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """One message as `--json` prints it, and as Produce reads it back; what is empty is left out of `more`."""
     rest = dict(properties)
     order_key = more.pop("order_key", None) or rest.pop(ORDER_KEY, None)

@@ -79,9 +79,11 @@ class Decision:
 
 
 def read_copies(
-    brokers: Iterable[Mapping[str, Any]], replicas: Iterable[Mapping[str, Any]],
-    reports: Iterable[Mapping[str, Any]], gone: Iterable[str],
-) -> list[Copy]:  # fmt: skip
+    brokers: Iterable[Mapping[str, Any]],
+    replicas: Iterable[Mapping[str, Any]],
+    reports: Iterable[Mapping[str, Any]],
+    gone: Iterable[str],
+) -> list[Copy]:
     """Put together what metaserver, brokers and disks say. The master comes first.
 
     Args:
@@ -103,9 +105,7 @@ def read_copies(
     return sorted(copies, key=lambda copy: copy.role not in MASTERS)
 
 
-def _copy(
-    row: Mapping[str, Any], said: Mapping[str, Any], report: Mapping[str, Any] | None, is_gone: bool
-) -> Copy:  # fmt: skip
+def _copy(row: Mapping[str, Any], said: Mapping[str, Any], report: Mapping[str, Any] | None, is_gone: bool) -> Copy:
     place = (Role[row["role"]], row["hostname"], row["ip"], row["servePort"], row["syncPort"])
     if said.get("reachable") and not is_gone:
         troubles = tuple(reason for reason in said["readonlyReasons"] or () if reason in SERIOUS)
@@ -117,10 +117,14 @@ def _copy(
         raise WrongReport(f"{report['directory']} is of {report['group'] or 'no group'}, not of {row['group']}")
     points = [report[name]["end"] for name in ("acknowledged", "lacks") if report[name]]
     return Copy(
-        *place, GONE if is_gone else ON_DISK, report["log"]["end"], max([report["log"]["highWatermark"], *points]),
+        *place,
+        GONE if is_gone else ON_DISK,
+        report["log"]["end"],
+        max([report["log"]["highWatermark"], *points]),
         tuple(trouble["name"] for trouble in report["troubles"] if trouble["name"] in SERIOUS),
-        report["subjects"], tuple((s, n, i) for s, n, i in report.get("above", {}).get("ids", ())),
-    )  # fmt: skip
+        report["subjects"],
+        tuple((s, n, i) for s, n, i in report.get("above", {}).get("ids", ())),
+    )
 
 
 MORE_THAN_TWO = (
@@ -172,9 +176,12 @@ def _begin_anew(master: Copy, copies: Sequence[Copy]) -> Decision:
 def _words(master: Copy, kept: Copy) -> dict[str, str]:
     swap = {} if kept is master else {"swap": "true"}
     return {
-        "role": str(int(master.role)), "hostname": kept.hostname, "ip": kept.ip, "servePort": str(kept.serve_port),
+        "role": str(int(master.role)),
+        "hostname": kept.hostname,
+        "ip": kept.ip,
+        "servePort": str(kept.serve_port),
         "syncPort": str(kept.sync_port),
-    } | swap  # fmt: skip
+    } | swap
 
 
 def _all_start(copies: Sequence[Copy]) -> tuple[str, ...]:

@@ -46,9 +46,15 @@ def open_source(source: Source) -> Engine:
         arguments["password"] = source.password.encode()  # of a text, PyMySQL takes Latin-1 alone
     try:
         return create_engine(
-            url, connect_args=arguments, pool_size=CONNECTIONS, max_overflow=0, pool_timeout=CONNECT_S,
-            pool_recycle=IDLE_S * 3 // 4, isolation_level="READ COMMITTED", hide_parameters=True,
-        )  # fmt: skip
+            url,
+            connect_args=arguments,
+            pool_size=CONNECTIONS,
+            max_overflow=0,
+            pool_timeout=CONNECT_S,
+            pool_recycle=IDLE_S * 3 // 4,
+            isolation_level="READ COMMITTED",
+            hide_parameters=True,
+        )
     except ModuleNotFoundError as error:
         raise UnusableSource(
             f"{error}; the watchdog's machine needs the driver: install qmq[server,{_EXTRAS[kind]}]"

@@ -136,7 +136,7 @@ class Outbox:
             setting = f"claim = NULL, error = error + {int(back.failures)}, reason = :reason, update_time = {due}"
             self._update(
                 connection, back.ids, setting, " AND claim = :claim", claim=back.claim, reason=back.reason, **values
-            )  # fmt: skip
+            )
 
     def _due(self, due: Due) -> tuple[str, dict[str, Any]]:
         """Return what `update_time` is set to, as SQL, and its values."""

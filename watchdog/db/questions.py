@@ -66,14 +66,12 @@ class Questions:
                 return int(connection.execute(text(f"SELECT COUNT(*) FROM ({some}) AS some_rows")).scalar_one())
 
             age = self._dialect.created_age.format("create_time")
-            oldest = (
-                f"SELECT {age} FROM {self._table} WHERE status = 0 ORDER BY update_time, id LIMIT {AGES_MAX}"
-            )  # fmt: skip
+            oldest = f"SELECT {age} FROM {self._table} WHERE status = 0 ORDER BY update_time, id LIMIT {AGES_MAX}"
             ages_s = [max(0, row[0] or 0) / 1000 for row in connection.execute(text(oldest))]
             by_age = {step: sum(age_s >= step for age_s in ages_s) for step in AGE_STEPS_S}
             return Stats(
                 count("status = 0"), count("claim > ''"), count("status < 0"), max(ages_s, default=0.0), by_age
-            )  # fmt: skip
+            )
 
     def stuck(self, *, older_s: int, limit: int) -> list[StuckRow]:
         """Return parked rows, then of the AGES_MAX waiting ones that are due longest those older than `older_s`."""

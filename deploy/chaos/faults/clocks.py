@@ -17,8 +17,10 @@ def _wrong_clock(target: Target, group: str) -> None:
     service = target.cluster.service(broker.hostname)
     target.cluster.end(broker.hostname)
     service.environ = {
-        "LD_PRELOAD": str(_library()), "FAKETIME": target.rng.choice(STEPS), "DONT_FAKE_MONOTONIC": "1",
-    }  # fmt: skip
+        "LD_PRELOAD": str(_library()),
+        "FAKETIME": target.rng.choice(STEPS),
+        "DONT_FAKE_MONOTONIC": "1",
+    }
     target.cluster.begin(broker.hostname)
     target.pause(2.0, 8.0)
     target.cluster.end(broker.hostname)

@@ -45,9 +45,13 @@ def exchange(target: Target, master: BrokerPlan, slave: BrokerPlan) -> bool:
 
 def _place(broker: BrokerPlan, role: int) -> dict[str, object]:
     return {
-        "brokerGroup": broker.group, "role": role, "hostname": broker.hostname, "ip": HOST,
-        "servePort": broker.serve_port, "syncPort": broker.sync_port,
-    }  # fmt: skip
+        "brokerGroup": broker.group,
+        "role": role,
+        "hostname": broker.hostname,
+        "ip": HOST,
+        "servePort": broker.serve_port,
+        "syncPort": broker.sync_port,
+    }
 
 
 def _mark_readonly(target: Target, group: str) -> None:

@@ -90,22 +90,36 @@ class Panel:
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.cluster = Cluster(
-            self._directory / "cluster", groups=("g1",), metaserver={"password_keys": [self._password_key()]},
-            http_port=self._cluster_port, broker_port=self._cluster_port + 2, restart_s=RESTART_S,
-        )  # fmt: skip
+            self._directory / "cluster",
+            groups=("g1",),
+            metaserver={"password_keys": [self._password_key()]},
+            http_port=self._cluster_port,
+            broker_port=self._cluster_port + 2,
+            restart_s=RESTART_S,
+        )
         await asyncio.to_thread(self.cluster.start)
         keepers: list[asyncio.Task[None]] = []
         try:
             await asyncio.to_thread(self._register)
             self._shop_port = _free_port()
-            self._keep("shop", ["-m", "uvicorn", "shop:app", "--app-dir", str(HERE), "--port", str(self._shop_port)], {
-                "SHOP_DATABASE": f"sqlite+aiosqlite:///{self._database}",
-                "QMQ_METASERVER": self.cluster.metaserver, "QMQ_TOKEN": self.cluster.token,
-            })  # fmt: skip
-            self._keep("watchdog", ["-m", "qmq.watchdog"], {
-                "QMQ_WATCHDOG_METASERVER": self.cluster.metaserver, "QMQ_WATCHDOG_TOKEN": self.cluster.token,
-                "QMQ_WATCHDOG_HTTP_PORT": str(_free_port()),
-            })  # fmt: skip
+            self._keep(
+                "shop",
+                ["-m", "uvicorn", "shop:app", "--app-dir", str(HERE), "--port", str(self._shop_port)],
+                {
+                    "SHOP_DATABASE": f"sqlite+aiosqlite:///{self._database}",
+                    "QMQ_METASERVER": self.cluster.metaserver,
+                    "QMQ_TOKEN": self.cluster.token,
+                },
+            )
+            self._keep(
+                "watchdog",
+                ["-m", "qmq.watchdog"],
+                {
+                    "QMQ_WATCHDOG_METASERVER": self.cluster.metaserver,
+                    "QMQ_WATCHDOG_TOKEN": self.cluster.token,
+                    "QMQ_WATCHDOG_HTTP_PORT": str(_free_port()),
+                },
+            )
             keepers += [asyncio.create_task(kept.keep()) for kept in self.kept.values()]
             yield
         finally:
@@ -131,9 +145,15 @@ class Panel:
     def _register(self) -> None:
         """Tell the watchdog of the shop's database, as an operator does with `tools.sh AddDb`."""
         self.cluster.manage(
-            "AddDb", type="sqlite", host="localhost", port=1, database=str(self._database), username="none",
-            password="none", age=AGE_S,
-        )  # fmt: skip
+            "AddDb",
+            type="sqlite",
+            host="localhost",
+            port=1,
+            database=str(self._database),
+            username="none",
+            password="none",
+            age=AGE_S,
+        )
 
     # What the buttons do.
 
@@ -165,15 +185,19 @@ class Panel:
             "processes": {name: {"up": kept.is_up, "deaths": kept.deaths} for name, kept in self.kept.items()}
             | {"master": {"up": self.cluster.writable("g1"), "deaths": self.cluster.starts - 3}},
             "outbox": len(self._read("SELECT id FROM qmq_msg_queue")),
-            "paid": len(paid), "tickets": len(tickets),
+            "paid": len(paid),
+            "tickets": len(tickets),
             "orders": [
                 {
-                    "number": number, "paid": number in paid, "tickets": tickets.count(number),
-                    "die": answers.get(number, {}).get("die"), "answer": answers.get(number, {}).get("answer", ""),
+                    "number": number,
+                    "paid": number in paid,
+                    "tickets": tickets.count(number),
+                    "die": answers.get(number, {}).get("die"),
+                    "answer": answers.get(number, {}).get("answer", ""),
                 }
                 for number in sorted(paid | answers.keys(), reverse=True)[:100]
             ],
-        }  # fmt: skip
+        }
 
     def _read(self, statement: str) -> list[int]:
         try:

@@ -90,10 +90,15 @@ def index_of_another(data: Path, base: int) -> str:
 
 
 WRONG: dict[str, Plant] = {
-    "another position": other_position, "another end": other_end_of_a_subject, "producers": forgotten_producers,
-    "another chain": other_chain, "a damaged snapshot": damaged_snapshot, "a frame left out": frame_left_out,
-    "a damaged index": damaged_index, "another's index": index_of_another,
-}  # fmt: skip
+    "another position": other_position,
+    "another end": other_end_of_a_subject,
+    "producers": forgotten_producers,
+    "another chain": other_chain,
+    "a damaged snapshot": damaged_snapshot,
+    "a frame left out": frame_left_out,
+    "a damaged index": damaged_index,
+    "another's index": index_of_another,
+}
 
 
 def no_snapshot(data: Path, base: int) -> str:
@@ -130,6 +135,9 @@ def index_of_a_segment_that_has_grown(data: Path, base: int) -> str:
 
 
 LEGAL: dict[str, Plant] = {
-    "no snapshot": no_snapshot, "no index": no_index, "a snapshot of before": snapshot_of_before,
-    "a snapshot of version 3": snapshot_of_an_older_version, "an index of before": index_of_a_segment_that_has_grown,
-}  # fmt: skip
+    "no snapshot": no_snapshot,
+    "no index": no_index,
+    "a snapshot of before": snapshot_of_before,
+    "a snapshot of version 3": snapshot_of_an_older_version,
+    "an index of before": index_of_a_segment_that_has_grown,
+}

@@ -25,9 +25,10 @@ TEN_YEARS_MS = 10 * 365 * 86_400_000
 
 def frame_of(frames: list[Draft], subject: str, sequence: int, kind: FrameKind = FrameKind.MESSAGES) -> Draft:
     return next(
-        one for one in frames
+        one
+        for one in frames
         if one.kind == kind and one.subject == subject and 0 <= sequence - one.first_sequence < max(one.count, 1)
-    )  # fmt: skip
+    )
 
 
 def nth(frames: list[Draft], kind: FrameKind, subject: str, number: int) -> Draft:
@@ -45,9 +46,13 @@ def change_message(frames: list[Draft], subject: str, sequence: int, message: by
 def in_place_of(there: Draft, frame: Draft, **fields: Any) -> Draft:
     """Return a frame like `frame` as it would have been written where `there` stands."""
     return replace(
-        frame, base=there.base, epoch=there.epoch, high_watermark=there.high_watermark,
-        timestamp_ms=there.timestamp_ms, **fields,
-    )  # fmt: skip
+        frame,
+        base=there.base,
+        epoch=there.epoch,
+        high_watermark=there.high_watermark,
+        timestamp_ms=there.timestamp_ms,
+        **fields,
+    )
 
 
 # Wrong on both copies.
@@ -167,14 +172,25 @@ def gap(frames: list[Draft]) -> Expected:
 
 
 TWO_SIDED: dict[str, Plant] = {
-    "a message that is no UTF-8": undecodable, "a message that is cut": torn_fields, "of another subject": foreign,
-    "labels that are zero": no_labels, "a batch twice": batch_twice, "an id twice": id_twice,
-    "a watermark of 2^40": watermark_ahead, "a watermark that goes back": watermark_back,
-    "a time in ten years": time_ahead, "a time two hours ahead": time_apart, "a time two hours back": time_back,
-    "a position of 10^9": position_behind_all, "passed though it gets such": passed_unseen,
-    "passed beside its like": passed_beside_its_like, "an epoch nobody began": no_epoch_frame,
-    "an older epoch": older_epoch, "an ack of nothing": ack_of_nothing, "a gap": gap,
-}  # fmt: skip
+    "a message that is no UTF-8": undecodable,
+    "a message that is cut": torn_fields,
+    "of another subject": foreign,
+    "labels that are zero": no_labels,
+    "a batch twice": batch_twice,
+    "an id twice": id_twice,
+    "a watermark of 2^40": watermark_ahead,
+    "a watermark that goes back": watermark_back,
+    "a time in ten years": time_ahead,
+    "a time two hours ahead": time_apart,
+    "a time two hours back": time_back,
+    "a position of 10^9": position_behind_all,
+    "passed though it gets such": passed_unseen,
+    "passed beside its like": passed_beside_its_like,
+    "an epoch nobody began": no_epoch_frame,
+    "an older epoch": older_epoch,
+    "an ack of nothing": ack_of_nothing,
+    "a gap": gap,
+}
 
 
 # Wrong on the slave alone, with every CRC and chain right.
@@ -224,6 +240,10 @@ def one_frame_less(frames: list[Draft]) -> Expected:
 
 
 RIGHT_BUT_OTHER: dict[str, Plant] = {
-    "another payload": other_payload, "another label": other_label, "another ack": other_ack,
-    "another time": other_time, "one frame more": one_frame_more, "one frame less": one_frame_less,
-}  # fmt: skip
+    "another payload": other_payload,
+    "another label": other_label,
+    "another ack": other_ack,
+    "another time": other_time,
+    "one frame more": one_frame_more,
+    "one frame less": one_frame_less,
+}

@@ -93,11 +93,21 @@ def forged(data: Path) -> Iterator[list[Draft]]:
     """Give out the frames of a log to be changed, and write the log anew from them, index and snapshots included."""
     drafts = [
         Draft(
-            FrameKind(frame.kind), frame.flags, frame.subject, frame.count, frame.epoch, frame.high_watermark,
-            frame.timestamp_ms, frame.first_sequence, frame.producer, frame.batch, body, base,
+            FrameKind(frame.kind),
+            frame.flags,
+            frame.subject,
+            frame.count,
+            frame.epoch,
+            frame.high_watermark,
+            frame.timestamp_ms,
+            frame.first_sequence,
+            frame.producer,
+            frame.batch,
+            body,
+            base,
         )
         for base, frame, body in read_frames(data)
-    ]  # fmt: skip
+    ]
     yield drafts
     for path in (data / "log").glob("*.*"):
         path.unlink()
@@ -115,11 +125,22 @@ def _write(folder: Path, drafts: list[Draft]) -> None:
             file = name.open("wb")
         moved = draft.high_watermark if draft.high_watermark > 1 << 32 else min(draft.high_watermark, end)
         head, frame = encode_header(
-            kind=draft.kind, flags=draft.flags, subject=draft.subject, field=subject_field(draft.subject),
-            count=draft.count, body_bytes=len(draft.body), body_crc=crc32(draft.body), epoch=draft.epoch, offset=end,
-            high_watermark=moved, timestamp_ms=draft.timestamp_ms, first_sequence=draft.first_sequence,
-            producer=draft.producer, batch=draft.batch, previous_chain=chain,
-        )  # fmt: skip
+            kind=draft.kind,
+            flags=draft.flags,
+            subject=draft.subject,
+            field=subject_field(draft.subject),
+            count=draft.count,
+            body_bytes=len(draft.body),
+            body_crc=crc32(draft.body),
+            epoch=draft.epoch,
+            offset=end,
+            high_watermark=moved,
+            timestamp_ms=draft.timestamp_ms,
+            first_sequence=draft.first_sequence,
+            producer=draft.producer,
+            batch=draft.batch,
+            previous_chain=chain,
+        )
         assert file is not None
         file.write(head + draft.body)
         draft.at, end, chain = end, frame.end, frame.chain
@@ -167,8 +188,11 @@ def write_world(data: Path, rounds: int = 60) -> LogWriter:
             log.mastership(Epoch(2, 1))
         for subject in (A, B):
             sequences = range(10 * turn, 10 * turn + 10)
-            log.messages(subject, [a_message(subject, at) for at in sequences], labels=[
-                label_of(("odd",) if at % 2 else ("even", "more"), None) for at in sequences])  # fmt: skip
+            log.messages(
+                subject,
+                [a_message(subject, at) for at in sequences],
+                labels=[label_of(("odd",) if at % 2 else ("even", "more"), None) for at in sequences],
+            )
         first = PULL + 10 * turn
         log.progress(FrameKind.PULL, A, "g", "c", (first, 10 * turn, 10))
         entries = [(PASSED if at % 2 == 0 else PULL + 5 * turn + at // 2, 10 * turn + at, 1) for at in range(10)]

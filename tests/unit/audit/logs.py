@@ -42,12 +42,22 @@ class LogWriter:
             self._open(self.end)
         field = subject_field(subject)
         head, frame = encode_header(
-            kind=kind, flags=flags, subject=subject, field=field, count=count, body_bytes=len(body),
-            body_crc=crc32(body), epoch=self.epoch, offset=self.end, high_watermark=self.end,
+            kind=kind,
+            flags=flags,
+            subject=subject,
+            field=field,
+            count=count,
+            body_bytes=len(body),
+            body_crc=crc32(body),
+            epoch=self.epoch,
+            offset=self.end,
+            high_watermark=self.end,
             timestamp_ms=self.timestamp_ms,
-            first_sequence=first, producer=7 if count else 0, batch=len(self.frames) if count else 0,
+            first_sequence=first,
+            producer=7 if count else 0,
+            batch=len(self.frames) if count else 0,
             previous_chain=self.chain,
-        )  # fmt: skip
+        )
         self._file.write(head + body)
         self.frames.append(frame)
         if kind == FrameKind.MESSAGES:

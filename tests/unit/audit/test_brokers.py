@@ -35,8 +35,9 @@ def test_a_group_that_lacks_a_copy_is_found_with_the_one_it_has(monkeypatch):
     """It cannot be proven, and takes the proof of no other group."""
     rows = [row("d1", "DELAY_MASTER", 3), row("g1", "MASTER", 1), row("g1", "SLAVE", 2)]
     assert groups(monkeypatch, *rows) == {
-        "d1": {"master": "10.0.0.1:3"}, "g1": {"master": "10.0.0.1:1", "slave": "10.0.0.1:2"},
-    }  # fmt: skip
+        "d1": {"master": "10.0.0.1:3"},
+        "g1": {"master": "10.0.0.1:1", "slave": "10.0.0.1:2"},
+    }
 
 
 def test_an_installation_without_groups_cannot_be_audited(monkeypatch):
@@ -45,7 +46,9 @@ def test_an_installation_without_groups_cannot_be_audited(monkeypatch):
 
 
 def test_how_many_copies_acknowledge_and_why_a_group_takes_nothing_is_the_metaservers_word(monkeypatch):
-    rows = [{"groupName": "g1", "writable": True, "minCopies": 3, "why": []},
-            {"groupName": "g2", "writable": False, "why": ["it has no slave"]}]  # fmt: skip
+    rows = [
+        {"groupName": "g1", "writable": True, "minCopies": 3, "why": []},
+        {"groupName": "g2", "writable": False, "why": ["it has no slave"]},
+    ]
     monkeypatch.setattr(brokers, "_list_groups", lambda metaserver, token: rows)
     assert brokers.find_standing("http://m", "t") == {"g1": (3, ()), "g2": (2, ("it has no slave",))}

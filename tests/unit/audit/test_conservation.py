@@ -46,10 +46,16 @@ def test_each_state_is_counted():
     accounts, broken = judged(copy)
     (account,) = accounts
     assert {name: account[name] for name in ("stored", *STATES, "nacked")} == {
-        "stored": 6, "acked": 1, "in_flight": 2, "requeued": 1, "passed": 0, "expired": 0, "overflowed": 0,
+        "stored": 6,
+        "acked": 1,
+        "in_flight": 2,
+        "requeued": 1,
+        "passed": 0,
+        "expired": 0,
+        "overflowed": 0,
         "never": 2,
         "nacked": 1,
-    }  # fmt: skip
+    }
     assert broken == []
 
 
@@ -79,5 +85,6 @@ def test_hours_are_those_in_which_messages_were_stored():
     ranges = [Range(0, 5, "acked"), Range(5, 9, "never")]
     found = list(per_hour(ranges, 0, 9, [(0, 100), (4, 101), (6, 100)]))
     assert [(row["hour"], row["stored"], row["acked"], row["never"]) for row in found] == [
-        (100, 7, 4, 3), (101, 2, 1, 1),
-    ]  # fmt: skip
+        (100, 7, 4, 3),
+        (101, 2, 1, 1),
+    ]

@@ -15,11 +15,28 @@ DAY_MS = 86_400_000
 NOW_MS = 1_795_000_000_000
 STATES = {"acked": 7, "in_flight": 1, "requeued": 0, "passed": 2, "expired": 0, "overflowed": 0, "never": 0}
 GOOD = Entry(
-    "2026-11-21T01:00:00Z", NOW_MS - DAY_MS, "g1", PROVEN, verified=5_000, chain="0f", read={"master": 900},
+    "2026-11-21T01:00:00Z",
+    NOW_MS - DAY_MS,
+    "g1",
+    PROVEN,
+    verified=5_000,
+    chain="0f",
+    read={"master": 900},
     conserved=[{"subject": "order.changed", "consumer_group": "billing", "stored": 10, "nacked": 3, **STATES}],
-)  # fmt: skip
-ROW = {"what": "damaged", "copy": "slave", "group": "g1", "host": "10.0.0.2:20883", "offset": 77, "segment": 0,
-       "epoch": "1.2", "subject": "<b>", "sequence": 5, "id": "m-5", "text": "wrong body CRC"}  # fmt: skip
+)
+ROW = {
+    "what": "damaged",
+    "copy": "slave",
+    "group": "g1",
+    "host": "10.0.0.2:20883",
+    "offset": 77,
+    "segment": 0,
+    "epoch": "1.2",
+    "subject": "<b>",
+    "sequence": 5,
+    "id": "m-5",
+    "text": "wrong body CRC",
+}
 BAD = replace(GOOD, at_ms=NOW_MS, verdict=FINDINGS, verified=0, found={"damaged": 1}, findings=[ROW])
 
 
@@ -84,10 +101,27 @@ def test_every_finding_says_what_to_do(kind: Kind, copy: str) -> None:
     assert what_to_do({"what": kind, "copy": copy}).endswith((".", ":"))
 
 
-DELAYED = {"subject": "order.unpaid", "taken": 12, "stored": 5, "under_way": 0, "cancelled": 2, "replaced": 1,
-           "pending": 3, "unsent": 1, "late": 2, "late_ms_max": 70_000}  # fmt: skip
-UNSENT = {"what": "unsent", "copy": "both", "group": "d1", "subject": "order.unpaid", "sequence": 900, "offset": 840,
-          "text": "due at 2026-11-21 01:00:00, and neither sent nor cancelled"}  # fmt: skip
+DELAYED = {
+    "subject": "order.unpaid",
+    "taken": 12,
+    "stored": 5,
+    "under_way": 0,
+    "cancelled": 2,
+    "replaced": 1,
+    "pending": 3,
+    "unsent": 1,
+    "late": 2,
+    "late_ms_max": 70_000,
+}
+UNSENT = {
+    "what": "unsent",
+    "copy": "both",
+    "group": "d1",
+    "subject": "order.unpaid",
+    "sequence": 900,
+    "offset": 840,
+    "text": "due at 2026-11-21 01:00:00, and neither sent nor cancelled",
+}
 
 
 def test_delayed_messages_have_an_equation_and_what_was_not_sent_a_command() -> None:

@@ -83,8 +83,10 @@ def test_copy_of_one_broker_is_no_other_broker(tmp_path: Path) -> None:
     one = write(tmp_path / "b1", "abc")
     shutil.copytree(one, tmp_path / "copy")
     assert "one broker, abc" in refusal(one, str(tmp_path / "copy"))
-    check_places("g1", {name: place_options(place, "") for name, place in (
-        ("master", one), ("slave", write(tmp_path / "b2", "def")))})  # fmt: skip
+    check_places(
+        "g1",
+        {name: place_options(place, "") for name, place in (("master", one), ("slave", write(tmp_path / "b2", "def")))},
+    )
 
 
 def test_same_files_under_another_path_are_no_other_copy(tmp_path: Path) -> None:

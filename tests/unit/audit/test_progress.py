@@ -60,10 +60,22 @@ def forged(copy: Copy, kind: FrameKind, consumer: str, entries: list[tuple[int, 
     """A row of a frame behind the log's end that no broker would write."""
     body = encode_progress("g", consumer, entries)
     header, frame = encode_header(
-        kind=kind, flags=0, subject="s", field=subject_field("s"), count=0, body_bytes=len(body), body_crc=crc32(body),
-        epoch=copy.epoch, offset=copy.log.end, high_watermark=0, timestamp_ms=5, first_sequence=0, producer=0, batch=0,
+        kind=kind,
+        flags=0,
+        subject="s",
+        field=subject_field("s"),
+        count=0,
+        body_bytes=len(body),
+        body_crc=crc32(body),
+        epoch=copy.epoch,
+        offset=copy.log.end,
+        high_watermark=0,
+        timestamp_ms=5,
+        first_sequence=0,
+        producer=0,
+        batch=0,
         previous_chain=copy.log.chain,
-    )  # fmt: skip
+    )
     row = {"copy": "a", "subject": "s", "offset": frame.offset, "start": 0, "last": None, "kind": "progress"}
     return row | {"header": header, "body": body}
 

@@ -32,9 +32,13 @@ def written(data: Path, *sections: bytes) -> tuple[Path, int]:
     log.mastership(Epoch(1, 1))
     for number, section in enumerate(sections):
         log.frame(
-            FrameKind.MESSAGES, "s", join_batch(MESSAGES) + section, count=5, first=5 * number,
+            FrameKind.MESSAGES,
+            "s",
+            join_batch(MESSAGES) + section,
+            count=5,
+            first=5 * number,
             flags=label_flags(LABELS) if section else 0,
-        )  # fmt: skip
+        )
     return log.close(), log.end
 
 

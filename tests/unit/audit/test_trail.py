@@ -15,16 +15,33 @@ DEAD = dead_letter_subject(S, "g")
 
 def stored(offset: int = 100, subject: str = S, sequence: int = 7, **properties: str) -> dict[str, Any]:
     return {
-        "broker_group": "g1", "offset": offset, "timestamp_ms": offset, "subject": subject, "sequence": sequence,
-        "id": "m", "tags": [], "properties": properties, "producer": "0a", "batch": 3,
-    }  # fmt: skip
+        "broker_group": "g1",
+        "offset": offset,
+        "timestamp_ms": offset,
+        "subject": subject,
+        "sequence": sequence,
+        "id": "m",
+        "tags": [],
+        "properties": properties,
+        "producer": "0a",
+        "batch": 3,
+    }
 
 
 def event(offset: int, what: str, consumer: str | None = "c", **fields: Any) -> dict[str, Any]:
     given = {
-        "broker_group": "g1", "offset": offset, "timestamp_ms": offset, "subject": S, "event": what,
-        "consumer_group": "g", "consumer": consumer, "pull": None, "sequence": None, "messages": None, "due_ms": None,
-    }  # fmt: skip
+        "broker_group": "g1",
+        "offset": offset,
+        "timestamp_ms": offset,
+        "subject": S,
+        "event": what,
+        "consumer_group": "g",
+        "consumer": consumer,
+        "pull": None,
+        "sequence": None,
+        "messages": None,
+        "due_ms": None,
+    }
     return given | fields
 
 
@@ -79,7 +96,7 @@ def ack(offset: int, consumer: str = "c", begin: int = P, count: int = 10, what:
             id="its group was put back",
         ),
     ],
-)  # fmt: skip
+)
 def test_each_event_of_a_group_moves_its_message_on(events: list[dict[str, Any]], life: list[tuple[str, str]]) -> None:
     found = steps([stored()], events[::-1])
     assert [step.what for step in found[:1]] == ["stored"] and "producer 0a, batch 3" in found[0].text
@@ -92,9 +109,13 @@ def test_a_message_that_died_and_was_given_back_is_three_stored_ones() -> None:
     redriven = event(450, "pull", subject=back["subject"], pull=P + 20, sequence=0, messages=1)
     found = steps([back, died, stored()], [pull(200), ack(260), redriven])
     assert [(step.offset, step.what, step.state) for step in found] == [
-        (100, "stored", ""), (200, "pull", "delivered"), (250, "stored", ""), (260, "ack", "dead"),
-        (400, "stored", ""), (450, "pull", "delivered"),
-    ]  # fmt: skip
+        (100, "stored", ""),
+        (200, "pull", "delivered"),
+        (250, "stored", ""),
+        (260, "ack", "dead"),
+        (400, "stored", ""),
+        (450, "pull", "delivered"),
+    ]
     assert [step.text for step in found if step.what == "stored"][1:] == ["dead letter of g: timeout", "for g"]
     other = steps([died, stored(sequence=8)], [pull(200), ack(260)])
     assert other[-1].state == "acked", "the dead letter is another message's"

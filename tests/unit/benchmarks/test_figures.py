@@ -39,10 +39,12 @@ def test_table_says_which_goal_was_missed():
 
 def test_ratio_is_above_one_where_we_are_faster():
     figures = [
-        Figure("produce_1k_per_s", [300.0]), Figure("rabbitmq_produce_1k_per_s", [100.0]),
+        Figure("produce_1k_per_s", [300.0]),
+        Figure("rabbitmq_produce_1k_per_s", [100.0]),
         Figure("send_one_p50_ms", [0.2], more_is_better=False),
-        Figure("rabbitmq_send_one_p50_ms", [0.8], more_is_better=False), Figure("rabbitmq_only", [1.0]),
-    ]  # fmt: skip
+        Figure("rabbitmq_send_one_p50_ms", [0.8], more_is_better=False),
+        Figure("rabbitmq_only", [1.0]),
+    ]
     found = ratios({figure.name: figure for figure in figures})
     assert found == {"ratio_produce_1k_per_s": 3.0, "ratio_send_one_p50_ms": 4.0}
 

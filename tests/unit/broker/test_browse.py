@@ -148,7 +148,7 @@ def test_the_border_between_older_and_newer_is_found_over_segments():
         (Filter(properties={"text": "y" * 40_000}), []),
         (Filter(properties={"no": "1\ud800"}), []),
     ],
-)  # fmt: skip
+)
 def test_what_is_wanted_is_found(wanted, expected):
     copy = a_log()
     add(copy, order("m0", no=1), order("m1", ["paid"], no=11, text="no1"))

@@ -97,9 +97,18 @@ class _Subscription:
 
 def facts(**changed) -> Facts:
     plain = Facts(
-        Progress(0), [_Subscription(_Link())], lambda one: False, may_progress=True, has_slave=True, is_slowed=False,
-        is_handed_on=False, is_looking=False, is_ordered=False, new=1, due=0,
-    )  # fmt: skip
+        Progress(0),
+        [_Subscription(_Link())],
+        lambda one: False,
+        may_progress=True,
+        has_slave=True,
+        is_slowed=False,
+        is_handed_on=False,
+        is_looking=False,
+        is_ordered=False,
+        new=1,
+        due=0,
+    )
     return plain._replace(**changed)
 
 

@@ -45,9 +45,11 @@ def move(group: Group, to: str, value: int = 0, *, consumers: str = "g", dry_run
 
 def test_moved_group_gets_what_its_new_position_says():
     for to, value, expected in (
-        ("earliest", 0, [f"m{i}" for i in range(6)]), ("latest", 0, []), ("sequence", 4, ["m4", "m5"]),
+        ("earliest", 0, [f"m{i}" for i in range(6)]),
+        ("latest", 0, []),
+        ("sequence", 4, ["m4", "m5"]),
         ("sequence", 6, []),
-    ):  # fmt: skip
+    ):
         group, client = a_group()
         client.produce(*[f"m{i}" for i in range(6)])
         consumer = joined(group)
@@ -192,9 +194,10 @@ def test_refusals_say_why_and_change_nothing():
     joined(group)
     end = group.a.log.end
     for to, value, consumers, why in (
-        ("earliest", 0, "nobody", "never subscribed"), ("sequence", 3, "g", "beyond its end, 2"),
+        ("earliest", 0, "nobody", "never subscribed"),
+        ("sequence", 3, "g", "beyond its end, 2"),
         ("yesterday", 0, "g", "earliest, latest, sequence, time"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(OperatorError, match=why):
             move(group, to, value, consumers=consumers)
     group.cut()

@@ -234,9 +234,13 @@ def test_a_turn_looks_at_a_bounded_number_of_messages(monkeypatch):
     waiting, turns = consumer.ask(timeout_ms=60_000), 0
     while not consumer.client.answered(waiting):
         looked.clear()
-        assert group.a.host.turn() or group.a.host.fsync() or group.to_slave() or group.b.host.fsync() or (
-            group.b.host.turn() or group.to_master()
-        )  # fmt: skip
+        assert (
+            group.a.host.turn()
+            or group.a.host.fsync()
+            or group.to_slave()
+            or group.b.host.fsync()
+            or (group.b.host.turn() or group.to_master())
+        )
         assert sum(looked) <= 10
         turns += 1
     assert turns >= 10

@@ -34,9 +34,17 @@ from qmq.replication.slave import Slave
 from qmq.types import Role
 
 SETTINGS = BrokerSettings(
-    hostname="b", data=Path("unused"), token="secret", segment_bytes=4096, tail_bytes=1 << 20, lease_ms=30_000,
-    slave_wait_ms=5_000, message_bytes_max=1024, packet_bytes_max=1 << 20, window_bytes=1 << 20,
-)  # fmt: skip
+    hostname="b",
+    data=Path("unused"),
+    token="secret",
+    segment_bytes=4096,
+    tail_bytes=1 << 20,
+    lease_ms=30_000,
+    slave_wait_ms=5_000,
+    message_bytes_max=1024,
+    packet_bytes_max=1 << 20,
+    window_bytes=1 << 20,
+)
 
 
 _batches = count(1_000)
@@ -156,9 +164,12 @@ class Broker:
         self.counters = Counters()
         identity = IdentityFile(self.disk, new_incarnation=f"{self.name}-{self.starts}")
         self.node = Node(
-            message_log=message_log, host=self.host, identity=identity, settings=settings,
+            message_log=message_log,
+            host=self.host,
+            identity=identity,
+            settings=settings,
             promote=partial(BrokerMaster, settings=settings, counters=self.counters),
-        )  # fmt: skip
+        )
         self.host.node = self.node
         self.keeper = Retention(settings)
 
@@ -243,9 +254,16 @@ class Client:
         )
 
     def produce_raw(
-        self, messages: list[bytes], *, subject: str = "s", producer: int = 7, batch: int = 0, crc: int | None = None,
-        after: bytes = b"", flags: int = 0,
-    ) -> int:  # fmt: skip
+        self,
+        messages: list[bytes],
+        *,
+        subject: str = "s",
+        producer: int = 7,
+        batch: int = 0,
+        crc: int | None = None,
+        after: bytes = b"",
+        flags: int = 0,
+    ) -> int:
         """Send a batch; `after` it stands what `flags` say."""
         body = join_batch(messages) + after
         head = commands.produce_header(

@@ -223,9 +223,18 @@ class FakeBroker:
         if self.refuse_with is not None and isinstance(self.refuse_with, NotMaster):
             raise self.refuse_with
         fields = commands.decode_json(
-            packet.body, subject=str, group=str, consumer=str, start=str, since_ms=int, held_end=int, broadcast=bool,
-            deliveries_max=int, tags=list, tag_mode=str,
-        )  # fmt: skip
+            packet.body,
+            subject=str,
+            group=str,
+            consumer=str,
+            start=str,
+            since_ms=int,
+            held_end=int,
+            broadcast=bool,
+            deliveries_max=int,
+            tags=list,
+            tag_mode=str,
+        )
         self.subscribes.append(fields)
         key = fields["subject"], fields["group"], fields["consumer"]
         start = len(self.subjects[fields["subject"]]) if fields["start"] == "latest" else 0
@@ -324,8 +333,10 @@ class FakeBroker:
             else:
                 pieces.append([sequence])
         begins = accumulate(map(len, pieces), initial=at)
-        parts = [self._piece(begin, [log[one] for one in piece], piece[0], times[piece[0]])
-                 for begin, piece in zip(begins, pieces)]  # fmt: skip
+        parts = [
+            self._piece(begin, [log[one] for one in piece], piece[0], times[piece[0]])
+            for begin, piece in zip(begins, pieces)
+        ]
         return [part for piece in parts for part in piece]
 
     def _bury(self, key: tuple[str, str, str], subscriber: Subscriber) -> None:

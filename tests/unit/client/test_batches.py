@@ -217,9 +217,13 @@ async def _filter(message, handle):
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [({"batch": 0}, "1 to"), ({"batch": 10_001}, "1 to"), ({"batch": 100, "prefetch_messages": 99}, "prefetch"),
-     ({"batch": 10, "filters": [_filter]}, "filters")],
-)  # fmt: skip
+    [
+        ({"batch": 0}, "1 to"),
+        ({"batch": 10_001}, "1 to"),
+        ({"batch": 100, "prefetch_messages": 99}, "prefetch"),
+        ({"batch": 10, "filters": [_filter]}, "filters"),
+    ],
+)
 def test_batches_that_cannot_be_are_refused_at_once(wrong, says):
     consumer = qmq.Consumer(metaserver="http://127.0.0.1:1", app="test", token="t")
     with pytest.raises(InvalidRequest, match=says):

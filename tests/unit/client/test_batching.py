@@ -70,10 +70,18 @@ def test_receipts_read_like_a_list():
 
 
 VALUES = st.one_of(
-    st.text(max_size=40), st.integers(), st.booleans(), st.floats(), st.just("x" * 32_768), st.just("\ud800"),
-    st.just("ü" * 16_384), st.just("x" * 32_767), st.just(None), st.datetimes(),
+    st.text(max_size=40),
+    st.integers(),
+    st.booleans(),
+    st.floats(),
+    st.just("x" * 32_768),
+    st.just("\ud800"),
+    st.just("ü" * 16_384),
+    st.just("x" * 32_767),
+    st.just(None),
+    st.datetimes(),
     st.just(datetime(2026, 1, 2, tzinfo=UTC)),
-)  # fmt: skip
+)
 MESSAGES = st.builds(
     lambda properties, tags, id, retries: Message("s.ü", properties, tags=tags, id=id, retries_max=retries),
     st.dictionaries(st.one_of(st.text(max_size=5), st.just("qmq_times")), VALUES, max_size=4),

@@ -64,8 +64,9 @@ def test_a_message_that_is_refused_alone_says_when_it_would_have_been_due():
         async with delay_cluster("d1") as (metaserver, _, _), producer_of(metaserver) as producer:
             receipts = await producer.send_many([Message("a", {"qmq_x": 1}), Message("a")], at=LATER)
             assert [(one.outcome, one.due_ms) for one in receipts] == [
-                (Outcome.REFUSED, LATER_MS), (Outcome.STORED, LATER_MS),
-            ]  # fmt: skip
+                (Outcome.REFUSED, LATER_MS),
+                (Outcome.STORED, LATER_MS),
+            ]
 
     run(test())
 

@@ -121,8 +121,10 @@ def test_a_blocking_handler_that_raises_fails_its_message():
 
     broker = listen_and_wait(handler, 4, lambda: len(seen) == 4, concurrency=1)
     assert [nack.reason for nack in broker.nacks] == [
-        "ValueError('one')", "RuntimeError('the handler raised StopIteration()')", "three",
-    ]  # fmt: skip
+        "ValueError('one')",
+        "RuntimeError('the handler raised StopIteration()')",
+        "three",
+    ]
 
 
 def test_filters_of_a_blocking_handler_run_around_the_thread_or_in_it():

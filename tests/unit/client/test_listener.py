@@ -293,9 +293,13 @@ def test_a_broadcast_asks_for_a_group_of_its_own_and_no_mailbox():
             (fields,) = broker.subscribes
             asked = {name: fields[name] for name in ("group", "broadcast", "tags", "tag_mode", "start", "since_ms")}
             assert asked == {
-                "group": "c1", "broadcast": True, "tags": ["x", "y"], "tag_mode": "all", "start": "since",
+                "group": "c1",
+                "broadcast": True,
+                "tags": ["x", "y"],
+                "tag_mode": "all",
+                "start": "since",
                 "since_ms": 7000,
-            }  # fmt: skip
+            }
 
     run(test())
 

@@ -88,8 +88,10 @@ def test_keys_and_tags_are_told_to_the_broker_in_labels():
             await producer.send_many([Message("a", {"n": 2}), Message("a", {"n": 3}, tags={"pay"})])
             await producer.send(Message("a", {"n": 4}))
             assert [attempt.labels for attempt in broker.attempts] == [
-                [label_of({"pay"}, "k")], [0, label_of({"pay"}, None)], [],
-            ]  # fmt: skip
+                [label_of({"pay"}, "k")],
+                [0, label_of({"pay"}, None)],
+                [],
+            ]
 
     run(test())
 

@@ -24,8 +24,12 @@ def test_schedule_says_everything_and_can_be_listed_and_deleted():
             message = Message("s", {"kind": "report"}, tags={"t"}, order_key="k")
             put = await producer.put_recurring(message, **DAILY, owner="billing")
             assert (put.subject, put.name, put.owner, put.cron, put.timezone) == (
-                "s", "daily", "billing", "0 8 * * *", "Europe/Berlin",
-            )  # fmt: skip
+                "s",
+                "daily",
+                "billing",
+                "0 8 * * *",
+                "Europe/Berlin",
+            )
             stored = decode_message(server.templates["s", "daily"])
             assert (stored["kind"], stored.tags, stored.order_key) == ("report", {"t"}, "k")
             assert message.id is None, "it can be put again"

@@ -345,9 +345,7 @@ def test_requests_are_of_bounded_size_when_asking_confirming_and_forgetting(monk
             forgotten = [at for at, one in enumerate(metaserver.requests) if names[6] in one.forgotten]
             asked = [at for at, one in enumerate(metaserver.requests) if names[6] in one.subjects]
             assert asked[-1] >= forgotten[-1], "what is watched again was forgotten first"
-            sizes = [
-                max(map(len, (one.subjects, one.held, one.forgotten))) for one in metaserver.requests
-            ]  # fmt: skip
+            sizes = [max(map(len, (one.subjects, one.held, one.forgotten))) for one in metaserver.requests]
             assert max(sizes) == 3
             assert [name for one in metaserver.requests for name in one.forgotten] == names[:7]
 

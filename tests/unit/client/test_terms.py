@@ -11,10 +11,20 @@ from qmq.client.terms import Terms, make_terms
 from tests.unit.client.fakes import TOKEN
 
 GOOD = {
-    "subject": "a", "group": "g", "consumer": "c1", "broadcast": False, "start": "latest", "tags": (),
-    "tag_mode": "any", "retries_max": 32, "retry_delay": 5.0, "most_once": False, "prefetch_messages": 10,
-    "prefetch_bytes": 10, "unacked_max": 10,
-}  # fmt: skip
+    "subject": "a",
+    "group": "g",
+    "consumer": "c1",
+    "broadcast": False,
+    "start": "latest",
+    "tags": (),
+    "tag_mode": "any",
+    "retries_max": 32,
+    "retry_delay": 5.0,
+    "most_once": False,
+    "prefetch_messages": 10,
+    "prefetch_bytes": 10,
+    "unacked_max": 10,
+}
 
 
 def terms(**changed: object) -> Terms:

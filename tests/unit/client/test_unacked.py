@@ -259,8 +259,11 @@ def test_a_received_message_reads_like_the_one_that_was_sent():
     sent = Message("order.changed", {"orderNo": "42", "sum": 7}, tags={"pay", "é"}, id="id-1")
     message, _ = received(sent, times=2)
     assert (message.subject, message.id, message.tags, message.created_ms) == (
-        "order.changed", "id-1", {"pay", "é"}, 1234,
-    )  # fmt: skip
+        "order.changed",
+        "id-1",
+        {"pay", "é"},
+        1234,
+    )
     assert message.properties == {"orderNo": "42", "sum": "7"}
     assert (message["sum"], message.get("none", 1), message.get_int("sum")) == ("7", 1, 7)
     assert (message.sequence, message.pull_sequence, message.broker_group, message.times) == (7, 7, "g1", 2)

@@ -35,15 +35,34 @@ class DelayLog:
         self.frames: list[tuple[Frame, bytes]] = []
 
     def append(
-        self, kind: FrameKind, body: bytes, *, count: int = 0, subject: str = "", producer: int = 0, batch: int = 0,
+        self,
+        kind: FrameKind,
+        body: bytes,
+        *,
+        count: int = 0,
+        subject: str = "",
+        producer: int = 0,
+        batch: int = 0,
         flags: int = 0,
-    ) -> Frame:  # fmt: skip
+    ) -> Frame:
         body += bytes(-len(body) % 8)
         _, frame = encode_header(
-            kind=kind, flags=flags, subject=subject, field=subject_field(subject), count=count, body_bytes=len(body),
-            body_crc=0, epoch=Epoch(1, 1), offset=self.end, high_watermark=0, timestamp_ms=0, first_sequence=0,
-            producer=producer, batch=batch, previous_chain=self.chain,
-        )  # fmt: skip
+            kind=kind,
+            flags=flags,
+            subject=subject,
+            field=subject_field(subject),
+            count=count,
+            body_bytes=len(body),
+            body_crc=0,
+            epoch=Epoch(1, 1),
+            offset=self.end,
+            high_watermark=0,
+            timestamp_ms=0,
+            first_sequence=0,
+            producer=producer,
+            batch=batch,
+            previous_chain=self.chain,
+        )
         self.frames.append((frame, body))
         self.end, self.chain = frame.end, frame.chain
         return frame

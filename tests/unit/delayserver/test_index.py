@@ -83,9 +83,7 @@ def test_what_is_added_cancelled_and_written_to_disk_after_the_first_question_is
     assert len(ask(keys=["k7"])) == 3
     later = log.messages([delayed("s", "late", 1000)])
     log.file_into(schedule)
-    assert ask("m7", "late") == [
-        (False, 0, State.PENDING, where[7][0]), (False, 1, State.PENDING, later[0][0])
-    ]  # fmt: skip
+    assert ask("m7", "late") == [(False, 0, State.PENDING, where[7][0]), (False, 1, State.PENDING, later[0][0])]
     log.cancel(where[7:8])
     log.file_into(schedule)
     assert ask("m7") == [(False, 0, State.CANCELLED, where[7][0])]

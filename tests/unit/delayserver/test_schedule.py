@@ -173,8 +173,12 @@ def test_what_does_not_pend_is_neither_cancelled_nor_dispatched():
     assert places(schedule.in_flight[7, 2].records) == where[3:4]
     assert schedule.pending_messages == 9
     assert states(schedule, "m0", "m1", "m2", "m3", "m4") == [
-        State.IN_FLIGHT, State.IN_FLIGHT, State.CANCELLED, State.IN_FLIGHT, State.PENDING,
-    ]  # fmt: skip
+        State.IN_FLIGHT,
+        State.IN_FLIGHT,
+        State.CANCELLED,
+        State.IN_FLIGHT,
+        State.PENDING,
+    ]
 
 
 def test_a_carried_message_stands_in_place_of_the_old_one():

@@ -24,9 +24,18 @@ from qmq.replication.node import Node
 from tests.unit.broker.world import Broker, Client, FakeHost, Group
 
 SETTINGS = DelaySettings(
-    hostname="d", data=Path("unused"), token="secret", segment_bytes=1 << 16, tail_bytes=1 << 20, slave_wait_ms=5_000,
-    message_bytes_max=1024, packet_bytes_max=1 << 20, window_bytes=1 << 20, segment_minutes=60, load_ahead_minutes=10,
-)  # fmt: skip
+    hostname="d",
+    data=Path("unused"),
+    token="secret",
+    segment_bytes=1 << 16,
+    tail_bytes=1 << 20,
+    slave_wait_ms=5_000,
+    message_bytes_max=1024,
+    packet_bytes_max=1 << 20,
+    window_bytes=1 << 20,
+    segment_minutes=60,
+    load_ahead_minutes=10,
+)
 HOUR_MS = 3_600_000
 
 
@@ -108,9 +117,12 @@ class DelayServer(Broker):
         )
         self.host.node = self.node
         self.filing = Filing(
-            message_log, self.host, make=self._make, discard=lambda: discard(self.shelf),
+            message_log,
+            self.host,
+            make=self._make,
+            discard=lambda: discard(self.shelf),
             found_damage=self.node.found_damage,
-        )  # fmt: skip
+        )
         self.keeper = Keeping(lambda: self.filing, settings)
 
     def _make(self, log_start):

@@ -19,7 +19,7 @@ from qmq.cli import PROGRAMS
 from qmq.tools.commands import COMMANDS
 
 ROOT = Path(__file__).parents[3]
-# ruff: noqa: E501  a series is one word
+
 RULES = ROOT / "deploy" / "prometheus" / "qmq.rules.yml"
 RUNBOOK = ROOT / "docs" / "runbook.md"
 REASONS = (
@@ -161,9 +161,13 @@ STORIES = [
         },
     ),
     Story("QmqMessagesRefused", 16, {'qmq_broker_refused_messages_total{broker_group="g1"}': "0+1x500"}),
-    Story("QmqDiskFull", 1, {readonly("disk"): "1", 'qmq_broker_disk_free_bytes{broker_group="g1",instance="b1"}': "90"}),
+    Story(
+        "QmqDiskFull", 1, {readonly("disk"): "1", 'qmq_broker_disk_free_bytes{broker_group="g1",instance="b1"}': "90"}
+    ),
     Story("QmqDiskFillsUp", 10, {'qmq_broker_disk_free_bytes{broker_group="g1",instance="b1"}': "190"}),
-    Story("QmqDiskFillsUp", 10, {'qmq_delayserver_disk_free_bytes{broker_group="d",instance="d1"}': "190"}, "delay server"),
+    Story(
+        "QmqDiskFillsUp", 10, {'qmq_delayserver_disk_free_bytes{broker_group="d",instance="d1"}': "190"}, "delay server"
+    ),
     Story("QmqDiskLate", 1, {readonly("disk_late"): "1"}),
     Story("QmqMemoryFull", 5, {readonly("memory"): "1"}),
     Story("QmqConsumerStalled", 6, {LAG: "50+0x500"}, "nobody consumes"),
@@ -173,7 +177,11 @@ STORIES = [
         5,
         {'qmq_broker_oldest_unacked_seconds{broker_group="g1",subject="b",consumer_group="c"}': "3601+60x500"},
     ),
-    Story("QmqDeadLetters", 1, {'qmq_broker_subject_messages_total{broker_group="g1",subject="%DEAD_RETRY%a%c"}': "3 4x500"}),
+    Story(
+        "QmqDeadLetters",
+        1,
+        {'qmq_broker_subject_messages_total{broker_group="g1",subject="%DEAD_RETRY%a%c"}': "3 4x500"},
+    ),
     Story(
         "QmqMessagesSkipped",
         1,
@@ -181,12 +189,16 @@ STORIES = [
     ),
     Story("QmqDelayedMessagesWait", 1, {'qmq_delayserver_due_age_seconds{broker_group="d"}': "61+60x500"}),
     Story(
-        "QmqDelayedMessagesLate", 6, {'qmq_delayserver_lateness_seconds_bucket{broker_group="d",le="0.1"}': "0+500x3000"}
+        "QmqDelayedMessagesLate",
+        6,
+        {'qmq_delayserver_lateness_seconds_bucket{broker_group="d",le="0.1"}': "0+500x3000"},
     ),
     Story("QmqDelayedMessagesRejected", 1, {'qmq_delayserver_rejected_messages_total{broker_group="d"}': "2 3x500"}),
     Story("QmqClocksDisagree", 5, {'qmq_broker_clocks_disagree{broker_group="g1",instance="b1"}': "1"}),
     Story(
-        "QmqLogHeld", DAY_M, {'qmq_broker_held_bytes{broker_group="g1",subject="s",consumer_group="c",instance="b1"}': "9"}
+        "QmqLogHeld",
+        DAY_M,
+        {'qmq_broker_held_bytes{broker_group="g1",subject="s",consumer_group="c",instance="b1"}': "9"},
     ),
     Story("QmqDamageFound", 1, {'qmq_broker_scrub_findings_total{broker_group="g1",instance="b1"}': "0 1x3000"}),
     Story(
@@ -241,16 +253,21 @@ STORIES = [
     Story(
         "QmqNightlyJobMissed",
         26 * 60 + 1,
-        {'kube_cronjob_status_last_successful_time{cronjob="qmq-audit"}': "0",
-         'qmq_nightly_last_success_timestamp_seconds{name="audit"}': None},
+        {
+            'kube_cronjob_status_last_successful_time{cronjob="qmq-audit"}': "0",
+            'qmq_nightly_last_success_timestamp_seconds{name="audit"}': None,
+        },
         "on Kubernetes",
     ),
     Story(
         "QmqNeverAudited",
         26 * 60,
-        {'qmq_nightly_last_success_timestamp_seconds{name="audit"}': None, 'qmq_nightly_exit_status{name="audit"}': None},
+        {
+            'qmq_nightly_last_success_timestamp_seconds{name="audit"}': None,
+            'qmq_nightly_exit_status{name="audit"}': None,
+        },
     ),
-]  # fmt: skip
+]
 
 
 def promtool(folder, tests):

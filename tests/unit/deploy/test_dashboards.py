@@ -14,17 +14,39 @@ from qmq.deploy.dashboards.page import Kind, Unit, to_json
 from qmq.deploy.dashboards.pages import PAGES
 
 SHAPE = {
-    "uid": str, "title": str, "tags": list, "schemaVersion": int, "version": int, "editable": bool,
-    "graphTooltip": int, "refresh": str, "time": dict, "timezone": str, "links": list, "templating": dict,
+    "uid": str,
+    "title": str,
+    "tags": list,
+    "schemaVersion": int,
+    "version": int,
+    "editable": bool,
+    "graphTooltip": int,
+    "refresh": str,
+    "time": dict,
+    "timezone": str,
+    "links": list,
+    "templating": dict,
     "panels": list,
-}  # fmt: skip
+}
 PANEL_SHAPE = {
-    "id": int, "type": str, "title": str, "description": str, "datasource": dict, "gridPos": dict, "fieldConfig": dict,
+    "id": int,
+    "type": str,
+    "title": str,
+    "description": str,
+    "datasource": dict,
+    "gridPos": dict,
+    "fieldConfig": dict,
     "targets": list,
-}  # fmt: skip
+}
 TARGET_SHAPE = {
-    "refId": str, "expr": str, "legendFormat": str, "datasource": dict, "instant": bool, "range": bool, "format": str,
-}  # fmt: skip
+    "refId": str,
+    "expr": str,
+    "legendFormat": str,
+    "datasource": dict,
+    "instant": bool,
+    "range": bool,
+    "format": str,
+}
 """Members of Grafana's dashboard schema 39 that we write, with their types."""
 
 

@@ -31,8 +31,11 @@ def test_every_process_has_ports_of_its_own(tmp_path, first):
     plan = load_plan(tmp_path / "plan.json", Groups(("g1", "g2")), first, first)
     assert len(plan.ports) == len(set(plan.ports)) == 2 + 4 * 4
     assert [(broker.group, broker.hostname, broker.role) for broker in plan.brokers] == [
-        ("g1", "g1-a", 0), ("g1", "g1-b", 1), ("g2", "g2-a", 0), ("g2", "g2-b", 1),
-    ]  # fmt: skip
+        ("g1", "g1-a", 0),
+        ("g1", "g1-b", 1),
+        ("g2", "g2-a", 0),
+        ("g2", "g2-b", 1),
+    ]
 
 
 def test_a_port_in_use_is_passed_over(tmp_path, first):

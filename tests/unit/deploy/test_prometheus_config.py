@@ -28,17 +28,20 @@ def ask(action, **words):
 def test_every_process_that_the_metaserver_knows_is_a_target():
     found = [(one["labels"]["kind"], one["labels"].get("hostname"), *one["targets"]) for one in find_targets(ask)]
     assert found == [
-        ("metaserver", None, "10.0.0.1:8180"), ("metaserver", None, "10.0.0.2:8280"),
-        ("broker", "b1", "10.0.0.1:20884"), ("delayserver", "d2", "10.0.0.2:20814"),
+        ("metaserver", None, "10.0.0.1:8180"),
+        ("metaserver", None, "10.0.0.2:8280"),
+        ("broker", "b1", "10.0.0.1:20884"),
+        ("delayserver", "d2", "10.0.0.2:20814"),
         ("watchdog", None, "10.0.0.1:8090"),
-    ]  # fmt: skip
+    ]
 
 
 def test_standbys_are_named_and_the_active_one_is_not_twice():
     found = find_targets(ask, ["10.0.0.2:8090", "10.0.0.1:8090"])
     assert [one["targets"] for one in found if one["labels"]["kind"] == "watchdog"] == [
-        ["10.0.0.1:8090"], ["10.0.0.2:8090"],
-    ]  # fmt: skip
+        ["10.0.0.1:8090"],
+        ["10.0.0.2:8090"],
+    ]
 
 
 def test_prometheus_takes_the_configuration(tmp_path):

@@ -238,6 +238,9 @@ def test_recovering_twice_is_recovering_once_after_any_damage():
         files = image.image()
         again = image.reopen()
         assert (again.state, again.damage, again.bases, image.image()) == (
-            first.state, first.damage, first.bases, files,
-        ), seed  # fmt: skip
+            first.state,
+            first.damage,
+            first.bases,
+            files,
+        ), seed
         assert again.torn_bytes == 0

@@ -153,9 +153,13 @@ def test_system_in_memory_does_what_the_real_one_does(tmp_path: Path):
 
 def _outcome(disk: RealDisk, what: str, name: str, to: str, offset: int, data: bytes):
     arguments = {
-        "create": (name, len(data)), "write": (name, offset, [data, data]), "put": (name, data),
-        "truncate": (name, offset), "move": (name, to), "remove": (name,),
-    }  # fmt: skip
+        "create": (name, len(data)),
+        "write": (name, offset, [data, data]),
+        "put": (name, data),
+        "truncate": (name, offset),
+        "move": (name, to),
+        "remove": (name,),
+    }
     try:
         getattr(disk, what)(*arguments[what])
         failed = ""

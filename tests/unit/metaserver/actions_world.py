@@ -52,9 +52,17 @@ class World:
         clients = Clients(self.hub, list, token="a secret of all", timeout_ms=100)
         swaps = Swaps(self.registry, self.brokers, settings)
         self.desk = Desk(
-            self.registry, self.database, self.brokers, swaps, clients, Vault(keys), self.watchdogs,
-            refusals=lambda: self.refusals, version="1", own_id="m1",
-        )  # fmt: skip
+            self.registry,
+            self.database,
+            self.brokers,
+            swaps,
+            clients,
+            Vault(keys),
+            self.watchdogs,
+            refusals=lambda: self.refusals,
+            version="1",
+            own_id="m1",
+        )
         self.actions = Actions(self.desk, self.metrics)
         self.sessions, self.refusals = {}, {}
 

@@ -40,13 +40,22 @@ class ConsoleWorld(World):
         self.access.replace(self.rows)
         self.trouble = ""
         self.console = console = Console(
-            self.actions, Sessions(self.access, [CLUSTER], dice), refusals,
-            database_trouble=lambda: self.trouble, **options,
-        )  # fmt: skip
+            self.actions,
+            Sessions(self.access, [CLUSTER], dice),
+            refusals,
+            database_trouble=lambda: self.trouble,
+            **options,
+        )
         self.app = build_app(
-            self.actions, self.access, self.metrics, refusals, address="10.0.0.1:8081", database_trouble=lambda: "",
-            limits=Limits(65_536, 65_536, 1000), more=console.routes(),
-        )  # fmt: skip
+            self.actions,
+            self.access,
+            self.metrics,
+            refusals,
+            address="10.0.0.1:8081",
+            database_trouble=lambda: "",
+            limits=Limits(65_536, 65_536, 1000),
+            more=console.routes(),
+        )
         self.browser = self.new_browser()
 
     def new_browser(self):
@@ -154,15 +163,34 @@ async def with_something_on_every_page(world, folder):
 
 def _play_messages(world, now):
     dead = pb.BrowsedMessage(
-        sequence=1, id="m-1", stored_ms=now - 60_000, bytes=40,
-        properties=[pb.Property(name=name, value=value) for name, value in
-                    (("qmq_deadReason", "ValueError: no price"), ("qmq_times", "5"), ("note", "x" * 300))],
-    )  # fmt: skip
-    group = {"brokerGroup": "d1", "pendingMessages": 7, "dueMessages": 3, "dueAgeMs": 61_000, "nextDue": now,
-             "inFlight": {"g1": 2}, "waiting": [{"subject": "s", "messages": 3, "why": "no route"}]}  # fmt: skip
+        sequence=1,
+        id="m-1",
+        stored_ms=now - 60_000,
+        bytes=40,
+        properties=[
+            pb.Property(name=name, value=value)
+            for name, value in (("qmq_deadReason", "ValueError: no price"), ("qmq_times", "5"), ("note", "x" * 300))
+        ],
+    )
+    group = {
+        "brokerGroup": "d1",
+        "pendingMessages": 7,
+        "dueMessages": 3,
+        "dueAgeMs": 61_000,
+        "nextDue": now,
+        "inFlight": {"g1": 2},
+        "waiting": [{"subject": "s", "messages": 3, "why": "no route"}],
+    }
     message = {"brokerGroup": "d1", "subject": "s", "id": "m-9", "key": "k", "due": now, "bytes": 9, "problem": ""}
-    schedule = {"brokerGroup": "d1", "subject": "report", "name": "nightly", "owner": "shop", "cron": "0 3 * * *",
-                "timezone": "Europe/Berlin", "next": now}  # fmt: skip
+    schedule = {
+        "brokerGroup": "d1",
+        "subject": "report",
+        "name": "nightly",
+        "owner": "shop",
+        "cron": "0 3 * * *",
+        "timezone": "Europe/Berlin",
+        "next": now,
+    }
     played = {
         "DelayStats": {"groups": [group], "hours": [{"begin": now, "messages": 4}], "unasked": {"d2": "silent"}},
         "ListDelayed": {"messages": [message], "more": True},

@@ -54,9 +54,15 @@ class HttpWorld:
             rows.append(row)
         self.access.replace(rows)
         self.app = build_app(
-            self.actions, self.access, self.metrics, Refusals(self.metrics), address="10.0.0.1:8081",
-            database_trouble=lambda: "", limits=limits, **options,
-        )  # fmt: skip
+            self.actions,
+            self.access,
+            self.metrics,
+            Refusals(self.metrics),
+            address="10.0.0.1:8081",
+            database_trouble=lambda: "",
+            limits=limits,
+            **options,
+        )
         transport = httpx.ASGITransport(self.app, client=("10.0.0.9", 5))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://metaserver")
 

@@ -48,10 +48,21 @@ def test_what_is_stored_does_not_tell_the_token():
 @pytest.mark.parametrize(
     "wrong",
     [
-        "", None, b"", "x", CLUSTER[:-1], CLUSTER + " ", CLUSTER.upper(), b"\xff", "\udcff", "qmq__", "qmq_a_b",
-        "qmq_" + "0" * 12 + "_" + "0" * 64, "é",
+        "",
+        None,
+        b"",
+        "x",
+        CLUSTER[:-1],
+        CLUSTER + " ",
+        CLUSTER.upper(),
+        b"\xff",
+        "\udcff",
+        "qmq__",
+        "qmq_a_b",
+        "qmq_" + "0" * 12 + "_" + "0" * 64,
+        "é",
     ],
-)  # fmt: skip
+)
 def test_other_tokens_are_refused(wrong):
     row, _ = make()
     with pytest.raises(AccessError):

@@ -20,10 +20,20 @@ from qmq.metaserver.watchers import Counts
 from tests.unit.metaserver.actions_world import caller, in_world, place
 
 QMQ = {
-    "AddBroker", "ReplaceBroker", "ListBrokers", "ListBrokerGroups", "ListSubjectRoutes", "AddSubjectBrokerGroup",
-    "RemoveSubjectBrokerGroup", "AddNewSubject", "ExtendSubjectRoute", "AddDb", "MarkReadonlyBrokerGroup",
-    "UnMarkReadonlyBrokerGroup", "ResetOffset",
-}  # fmt: skip
+    "AddBroker",
+    "ReplaceBroker",
+    "ListBrokers",
+    "ListBrokerGroups",
+    "ListSubjectRoutes",
+    "AddSubjectBrokerGroup",
+    "RemoveSubjectBrokerGroup",
+    "AddNewSubject",
+    "ExtendSubjectRoute",
+    "AddDb",
+    "MarkReadonlyBrokerGroup",
+    "UnMarkReadonlyBrokerGroup",
+    "ResetOffset",
+}
 
 
 def test_every_action_has_its_handler():

@@ -7,9 +7,16 @@ from qmq.metaserver.actions.causes import one_per_cause
 
 def broker(name, group, role, ip, *, ok=True, answers=True, found="up", reasons=(), incarnation="disk"):
     facts = {
-        "group": group, "role": role, "hostname": name, "ip": ip, "servePort": 1, "syncPort": 2, "answers": answers,
-        "reasons": list(reasons), "incarnation": incarnation,
-    }  # fmt: skip
+        "group": group,
+        "role": role,
+        "hostname": name,
+        "ip": ip,
+        "servePort": 1,
+        "syncPort": 2,
+        "answers": answers,
+        "reasons": list(reasons),
+        "incarnation": incarnation,
+    }
     return {"name": f"broker {name}", "ok": ok, "found": found, "remedy": "", "facts": facts}
 
 
@@ -28,8 +35,15 @@ def wrong(checks):
 
 def test_a_slave_that_is_down_is_one_finding_and_its_group_and_master_none():
     master = broker("a", "g1", "MASTER", "10.0.0.1", ok=False, reasons=["slave_down"])
-    found = wrong([master, away("b", "g1", "SLAVE", "10.0.0.2"), broker("c", "g2", "SLAVE", "10.0.0.2"),
-                   group("g1", ok=False), group("g2")])  # fmt: skip
+    found = wrong(
+        [
+            master,
+            away("b", "g1", "SLAVE", "10.0.0.2"),
+            broker("c", "g2", "SLAVE", "10.0.0.2"),
+            group("g1", ok=False),
+            group("g2"),
+        ]
+    )
     assert list(found) == ["broker b"]
     remedy = found["broker b"]["remedy"]
     assert "start it on 10.0.0.2" in remedy
@@ -53,9 +67,14 @@ def test_a_slave_whose_master_is_down_as_well_may_be_the_last_copy():
 
 
 def test_a_machine_that_is_gone_is_one_finding_with_all_its_brokers():
-    checks = [away("a", "g1", "MASTER", "10.0.0.1"), broker("b", "g1", "SLAVE", "10.0.0.2"),
-              away("d", "d1", "DELAY_SLAVE", "10.0.0.1"), broker("e", "d1", "DELAY_MASTER", "10.0.0.3"),
-              group("g1", ok=False), group("d1", ok=False)]  # fmt: skip
+    checks = [
+        away("a", "g1", "MASTER", "10.0.0.1"),
+        broker("b", "g1", "SLAVE", "10.0.0.2"),
+        away("d", "d1", "DELAY_SLAVE", "10.0.0.1"),
+        broker("e", "d1", "DELAY_MASTER", "10.0.0.3"),
+        group("g1", ok=False),
+        group("d1", ok=False),
+    ]
     found = wrong(checks)
     assert list(found) == ["machine 10.0.0.1"]
     machine = found["machine 10.0.0.1"]
@@ -65,8 +84,15 @@ def test_a_machine_that_is_gone_is_one_finding_with_all_its_brokers():
 
 def test_what_does_not_follow_stays():
     disk = broker("a", "g1", "MASTER", "10.0.0.1", ok=False, reasons=["disk"])
-    found = wrong([disk, away("b", "g1", "SLAVE", "10.0.0.2"), broker("c", "g2", "MASTER", "10.0.0.2"),
-                   group("g1", ok=False), group("g2", ok=False)])  # fmt: skip
+    found = wrong(
+        [
+            disk,
+            away("b", "g1", "SLAVE", "10.0.0.2"),
+            broker("c", "g2", "MASTER", "10.0.0.2"),
+            group("g1", ok=False),
+            group("g2", ok=False),
+        ]
+    )
     assert set(found) == {"broker a", "broker b", "group g2"}
 
 

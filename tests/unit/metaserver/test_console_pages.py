@@ -185,18 +185,32 @@ async def test_messages_are_for_those_who_may_consume_them(world):
 async def test_what_is_late_is_said_of_delayed_messages(world):
     await world.log_in("operator")
     group = {
-        "brokerGroup": "d1", "pendingMessages": 7, "dueMessages": 0, "dueAgeMs": 0, "nextDue": 1_000_000_000_000,
-        "inFlight": {"g1": 2}, "waiting": [{"subject": HOSTILE, "messages": 3, "why": "no route"}],
-    }  # fmt: skip
+        "brokerGroup": "d1",
+        "pendingMessages": 7,
+        "dueMessages": 0,
+        "dueAgeMs": 0,
+        "nextDue": 1_000_000_000_000,
+        "inFlight": {"g1": 2},
+        "waiting": [{"subject": HOSTILE, "messages": 3, "why": "no route"}],
+    }
     message = {"brokerGroup": "d1", "subject": "s", "id": HOSTILE, "key": "", "due": 1, "bytes": 9, "problem": ""}
     hours = [{"begin": 0, "messages": 4}]
-    schedule = {"brokerGroup": "d1", "subject": "report", "name": "nightly", "owner": "shop", "cron": "0 3 * * *",
-                "timezone": "Europe/Berlin", "next": 1_000_000_000_000}  # fmt: skip
+    schedule = {
+        "brokerGroup": "d1",
+        "subject": "report",
+        "name": "nightly",
+        "owner": "shop",
+        "cron": "0 3 * * *",
+        "timezone": "Europe/Berlin",
+        "next": 1_000_000_000_000,
+    }
 
     async def answer(name, words, caller):
-        data = {"DelayStats": {"groups": [group], "hours": hours, "unasked": {"d2": "silent"}},
-                "ListDelayed": {"messages": [message], "more": True},
-                "ListSchedules": {"schedules": [schedule], "more": True, "unasked": {}}}  # fmt: skip
+        data = {
+            "DelayStats": {"groups": [group], "hours": hours, "unasked": {"d2": "silent"}},
+            "ListDelayed": {"messages": [message], "more": True},
+            "ListSchedules": {"schedules": [schedule], "more": True, "unasked": {}},
+        }
         return Answer(Status.DONE, data=data[name])
 
     assert "no group of delay servers" in await world.read("/delayed")

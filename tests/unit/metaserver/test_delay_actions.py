@@ -86,8 +86,9 @@ async def test_schedules_of_all_groups_are_one_list_by_their_next_time(world):
     servers.silent, world.brokers.list_delayed = {"d3"}, list_delayed
     answer = await world.done("ListSchedules")
     assert [(row["name"], row["next"], row["cron"]) for row in answer["schedules"]] == [
-        ("n20", 20, "0 3 * * *"), ("n30", 30, "0 3 * * *")
-    ]  # fmt: skip
+        ("n20", 20, "0 3 * * *"),
+        ("n30", 30, "0 3 * * *"),
+    ]
     assert "d3" in answer["unasked"]
     assert [row["name"] for row in (await world.done("ListSchedules", owner="app 30"))["schedules"]] == ["n30"]
 

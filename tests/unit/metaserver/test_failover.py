@@ -121,11 +121,14 @@ def copies(count, m, *, ends=None, in_step="bcde", epochs=None, **fields):
     slaves = tuple(replace(B, hostname=name, incarnation=f"disk {name}", complete=False) for name in names)
     said = {
         slave.key: replace(
-            SLAVE_SAID, incarnation=slave.incarnation, flushed_end=(ends or {}).get(slave.hostname, 100),
-            last_term=(epochs or {}).get(slave.hostname, 4), last_boot=1,
+            SLAVE_SAID,
+            incarnation=slave.incarnation,
+            flushed_end=(ends or {}).get(slave.hostname, 100),
+            last_term=(epochs or {}).get(slave.hostname, 4),
+            last_boot=1,
         )
         for slave in slaves
-    }  # fmt: skip
+    }
     master_said = replace(MASTER_SAID, in_step=tuple(f"disk {name}" for name in in_step if name in names))
     group = replace(ROW, slaves=slaves, min_copies=m)
     return replace(FINE, group=group, master_said=master_said, slaves_said=said, **fields)

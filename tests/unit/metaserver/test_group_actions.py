@@ -182,8 +182,10 @@ async def test_consumers_are_switched_off_and_on(world):
     await world.done("OnOffline", state="offline", subject="s1", consumerGroup="shop")
     await world.done("OnOffline", state="offline", subject="s2")
     assert world.registry.directory.offline == {
-        Offline("s1", "shop", "c1"), Offline("s1", "shop", "*"), Offline("s2", "*", "*"),
-    }  # fmt: skip
+        Offline("s1", "shop", "c1"),
+        Offline("s1", "shop", "*"),
+        Offline("s2", "*", "*"),
+    }
     text = await world.refused("OnOffline", state="online", subject="s1", consumerGroup="shop", clientId="c1")
     assert "they stay off by the rule subject=s1 consumerGroup=shop clientId=*" in text
     await world.done("OnOffline", state="online", subject="s1", consumerGroup="shop")
@@ -198,12 +200,14 @@ async def test_subjects_and_groups_are_limited_and_what_is_not_named_stays(world
     await world.done("SetLimits", subject="s1", expired="deadLetter")
     await world.done("LimitGroup", subject="s1", group="shop", perSecond="100")
     assert world.registry.directory.limits == {
-        OperatorLimits("s1", "*", expires_after_s=60, expired_die=True), OperatorLimits("s1", "shop", per_second=100)
-    }  # fmt: skip
+        OperatorLimits("s1", "*", expires_after_s=60, expired_die=True),
+        OperatorLimits("s1", "shop", per_second=100),
+    }
     listed = await world.done("ListLimits")
     assert [(one["group"], one["expiresAfterS"], one["expired"], one["perSecond"]) for one in listed] == [
-        ("*", 60, "deadLetter", 0), ("shop", 0, "drop", 100)
-    ]  # fmt: skip
+        ("*", 60, "deadLetter", 0),
+        ("shop", 0, "drop", 100),
+    ]
     await world.done("SetLimits", subject="s2", messagesMax="5")
     await world.done("SetLimits", subject="s2", whenFull="dropOldest")
     await world.done("SetLimits", subject="s2", bytesMax="7000000000")

@@ -416,9 +416,14 @@ class Installation:
     def step(self, settle=False):
         self.now += 50
         chaos = {
-            self.kill_metaserver: 1, self.start_metaserver: 1, self.kill_broker: 1, self.start_broker: 2,
-            self.move_broker: 3, self.toggle_database: 1, lambda: None: 20,
-        }  # fmt: skip
+            self.kill_metaserver: 1,
+            self.start_metaserver: 1,
+            self.kill_broker: 1,
+            self.start_broker: 2,
+            self.move_broker: 3,
+            self.toggle_database: 1,
+            lambda: None: 20,
+        }
         if not settle:
             self.random.choices(list(chaos), list(chaos.values()))[0]()
         self.live()

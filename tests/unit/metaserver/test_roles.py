@@ -93,10 +93,16 @@ def test_a_group_has_the_kind_of_its_first_member():
     assert roles.add_broker(Directory(), broker("a")).kind == NORMAL
 
 
-@pytest.mark.parametrize("decide", [roles.add_broker, *(
-    lambda known, added, change=change: change(known, added, nobody)
-    for change in (roles.replace_broker, roles.swap_stopped)
-)])  # fmt: skip
+@pytest.mark.parametrize(
+    "decide",
+    [
+        roles.add_broker,
+        *(
+            lambda known, added, change=change: change(known, added, nobody)
+            for change in (roles.replace_broker, roles.swap_stopped)
+        ),
+    ],
+)
 def test_a_group_keeps_its_kind(decide):
     with pytest.raises(OperatorError, match=r"6 \(DELAY_SLAVE\) is no role in g1: that is a group of brokers, whose"):
         decide(directory(), delay_server("c", Role.SLAVE))
@@ -434,8 +440,9 @@ def test_swap_names_the_slave_of_several():
     change = roles.swap_roles(group, term=7, to=group.slaves[1].key)
     assert (change.master.hostname, change.master.role) == ("c", Role.MASTER)
     assert [(slave.hostname, slave.role, slave.complete) for slave in change.slaves] == [
-        ("b", Role.SLAVE, False), ("a", Role.SLAVE, True),
-    ]  # fmt: skip
+        ("b", Role.SLAVE, False),
+        ("a", Role.SLAVE, True),
+    ]
     with pytest.raises(OperatorError, match="have changed meanwhile"):
         roles.swap_roles(group, term=7, to=broker("z").key)
 

@@ -19,10 +19,16 @@ def world(writable="", readonly="", masterless="", delay="", draining="", full="
     for name in sorted({*writable, *readonly, *masterless, *delay, *draining, *full}):
         master = Broker(name, Role.MASTER, name, "10.0.0.1", 1, 2)
         groups[name] = Group(
-            name, 3, None if name in masterless else master, (), 0,
-            kind=DELAY if name in delay else NORMAL, tag=dict(tags).get(name, ""),
-            draining=name in draining, full=name in full,
-        )  # fmt: skip
+            name,
+            3,
+            None if name in masterless else master,
+            (),
+            0,
+            kind=DELAY if name in delay else NORMAL,
+            tag=dict(tags).get(name, ""),
+            draining=name in draining,
+            full=name in full,
+        )
     infos = {subject: SubjectInfo(subject, tag) for subject, tag in subjects}
     directory = Directory(groups, frozenset(ReadonlyMark(*mark) for mark in marks), subjects=infos)
     return directory, lambda group: group.name in {*writable, *delay, *draining, *full} - {*readonly}

@@ -120,7 +120,7 @@ class Client:
 
 def with_hub(
     *groups, subjects_max=100, token_subjects_max=10_000, token_watches_max=10_000, allow=lambda caller, wanted: wanted
-):  # fmt: skip
+):
     """Run an async test with a hub that looks at a registry of these groups."""
 
     def decorate(test):
@@ -436,9 +436,7 @@ async def test_of_many_watchers_few_are_being_told_at_once_those_of_one_connecti
 
     for number in range(count):
         caller = replace(ANYBODY, peer=f"peer{number % 10}")
-        watch = hub.join(
-            app="", client_id="", produces=True, caller=caller, send=lambda _, who=caller.peer: send(who)
-        )  # fmt: skip
+        watch = hub.join(app="", client_id="", produces=True, caller=caller, send=lambda _, who=caller.peer: send(who))
         await hub.ask(watch, ["a"], {})
     await _until(lambda: len(told) == count)
     told.clear()

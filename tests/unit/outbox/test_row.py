@@ -25,9 +25,11 @@ NAMES = TEXTS.filter(lambda name: not name.startswith("qmq_"))
 
 
 @given(
-    properties=st.dictionaries(NAMES, VALUES, max_size=5), tags=st.sets(TEXTS, max_size=3),
-    order_key=st.none() | TEXTS, retries_max=st.none() | st.integers(0, 1000),
-)  # fmt: skip
+    properties=st.dictionaries(NAMES, VALUES, max_size=5),
+    tags=st.sets(TEXTS, max_size=3),
+    order_key=st.none() | TEXTS,
+    retries_max=st.none() | st.integers(0, 1000),
+)
 def test_what_is_written_is_read_back_with_its_types(properties, tags, order_key, retries_max):
     message = Message("s", properties, tags=tags, id="i", order_key=order_key, retries_max=retries_max)
     read = decode_row(encode_row(message, NOW_MS))
@@ -55,19 +57,36 @@ def test_a_row_is_ascii_whatever_the_table_takes():
 
 
 def test_a_row_that_qmq_wrote_is_read():
-    content = json.dumps({
-        "messageId": "251009.1", "subject": "order.paid", "tags": ["vip"], "durable": True, "storeAtFailed": False,
-        "attrs": {
-            "count": 5, "orderNo": "9007199254740993", "price": 2.5, "isVip": True, "name": "Li", "none": None,
-            "qmq_createTime": "1760000000123", "qmq_maxRetryNum": 7, "qmq_appCode": "shop",
-        },
-    })  # fmt: skip
+    content = json.dumps(
+        {
+            "messageId": "251009.1",
+            "subject": "order.paid",
+            "tags": ["vip"],
+            "durable": True,
+            "storeAtFailed": False,
+            "attrs": {
+                "count": 5,
+                "orderNo": "9007199254740993",
+                "price": 2.5,
+                "isVip": True,
+                "name": "Li",
+                "none": None,
+                "qmq_createTime": "1760000000123",
+                "qmq_maxRetryNum": 7,
+                "qmq_appCode": "shop",
+            },
+        }
+    )
     message = decode_row(content)
     assert (message.subject, message.id, set(message.tags)) == ("order.paid", "251009.1", {"vip"})
     assert (message.created_ms, message.retries_max, message.order_key) == (NOW_MS, 7, None)
     assert dict(message.properties) == {
-        "count": 5, "orderNo": "9007199254740993", "price": 2.5, "isVip": True, "name": "Li"
-    }  # fmt: skip
+        "count": 5,
+        "orderNo": "9007199254740993",
+        "price": 2.5,
+        "isVip": True,
+        "name": "Li",
+    }
     assert message.get_int("orderNo") == 9007199254740993
     assert type(message["count"]) is int
 

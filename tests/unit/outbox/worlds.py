@@ -136,9 +136,11 @@ class DjangoWorld(World):
         self._alias = f"world{next(_aliases)}"
         settings = {
             "ENGINE": f"django.db.backends.{BACKENDS.get(self.engine.dialect.name, self.engine.dialect.name)}",
-            "NAME": self.url.database, "USER": self.url.username or "", "HOST": self.url.host or "",
+            "NAME": self.url.database,
+            "USER": self.url.username or "",
+            "HOST": self.url.host or "",
             "PORT": self.url.port or "",
-        }  # fmt: skip
+        }
         connections.databases[self._alias] = connections.configure_settings({"default": {}, self._alias: settings})[
             self._alias
         ]

@@ -15,9 +15,18 @@ from qmq.types import Epoch
 from tests.unit.log.logs import Copy
 
 PLAIN = {
-    "group": "g1", "incarnation": "b", "term": 1, "boot": 1, "epochs": [[1, 1, 0, 0]], "start": 0, "end": 40,
-    "assigned_term": 1, "proofs": [[0, 40, 7]], "kept_end": 40, "point": [1, 1, 40, 5],
-}  # fmt: skip
+    "group": "g1",
+    "incarnation": "b",
+    "term": 1,
+    "boot": 1,
+    "epochs": [[1, 1, 0, 0]],
+    "start": 0,
+    "end": 40,
+    "assigned_term": 1,
+    "proofs": [[0, 40, 7]],
+    "kept_end": 40,
+    "point": [1, 1, 40, 5],
+}
 
 
 @pytest.mark.parametrize(

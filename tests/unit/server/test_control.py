@@ -27,9 +27,11 @@ class World:
     def __init__(self, call):
         self.stirs, self.ended = 0, []
         self.node = SimpleNamespace(
-            prepare_swap=call, cancel_swap=call, prepare_failover=call,
+            prepare_swap=call,
+            cancel_swap=call,
+            prepare_failover=call,
             master=SimpleNamespace(is_drained_to=lambda target: True),
-        )  # fmt: skip
+        )
         self.fail = self.ended.append
         self._run_guarded = partial(Service._run_guarded, self)
         self.guarded = partial(Service.guarded, self)

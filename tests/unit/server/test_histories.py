@@ -12,8 +12,9 @@ def shown(group: Group) -> dict[str, tuple[str, list[str]]]:
         for machine in states(broker.node, now_ms=broker.host.monotonic_ms() + 2_000):
             assert all(move["secondsAgo"] in (None, 2.0) for move in machine["transitions"])
             found[f"{broker.name}: {machine['about']}"] = (
-                machine["state"], [move["event"] for move in machine["transitions"]],
-            )  # fmt: skip
+                machine["state"],
+                [move["event"] for move in machine["transitions"]],
+            )
     return found
 
 

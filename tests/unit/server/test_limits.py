@@ -40,7 +40,7 @@ BAD = [
         raw(properties=string("x" * 40_000) + string("v")), "message the-id: the name of property 'xxx", id="its name"
     ),
     pytest.param(b"\xff" * 60, "not a message in QMQ's encoding", id="garbage"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("bad, reason", BAD)
@@ -92,9 +92,10 @@ def test_labels_of_what_is_stored_stay_with_their_messages():
     client = Client(group.a)
     labels = [label_of({"a"}, None), label_of({"b"}, "k"), label_of((), "l")]
     stored = client.produce_raw(
-        [message("s", "m0"), raw("i" * 101), message("s", "m1")], after=encode_labels(labels),
+        [message("s", "m0"), raw("i" * 101), message("s", "m1")],
+        after=encode_labels(labels),
         flags=FLAG_LABELLED | FLAG_ORDERED,
-    )  # fmt: skip
+    )
     group.settle()
     assert client.receipt(stored).stored == 2
     assert labels_of(group) == [[labels[0], labels[2]]]

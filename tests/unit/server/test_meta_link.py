@@ -114,9 +114,11 @@ def test_a_process_begins_until_a_metaserver_gave_it_its_part(tmp_path):
     async def test() -> None:
         disk = RealDisk(tmp_path)
         node = SimpleNamespace(
-            identity=IdentityFile(disk, new_incarnation="disk a"), is_of_another=False, assignment=None,
+            identity=IdentityFile(disk, new_incarnation="disk a"),
+            is_of_another=False,
+            assignment=None,
             remembered_elsewhere=lambda points, **words: None,
-        )  # fmt: skip
+        )
         node.assign = lambda assignment: setattr(node, "assignment", assignment)
         service = SimpleNamespace(node=node, guarded=lambda call: call(), state_changed=asyncio.Event())
         link, said = MetaLink(service, SETTINGS), []

@@ -25,7 +25,7 @@ from qmq.tools.answer import Exit, read_answer
         pytest.param(504, {"error": {"message": "who knows"}}, Exit.UNKNOWN, "who knows", None, id="504"),
         pytest.param(500, {"error": {"message": "oh"}}, Exit.UNKNOWN, "oh", None, id="500"),
     ],
-)  # fmt: skip
+)
 def test_answer_means(http, raw, exit_status, message, data):
     answer = read_answer(http, raw)
     assert (answer.exit, answer.message, answer.data) == (exit_status, message, data) and answer.raw == raw

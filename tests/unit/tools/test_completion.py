@@ -26,8 +26,12 @@ def complete(*words, directory="/", program="tools.sh"):
     script = both + ASK
     ended = subprocess.run(
         ["bash", "--norc", "-c", script, "bash", program, *words],
-        cwd=directory, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=directory,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert ended.stderr == ""
     return [line for line in ended.stdout.splitlines() if line]
 

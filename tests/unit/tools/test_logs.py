@@ -39,20 +39,41 @@ def test_trail_asks_a_metaserver_with_the_token_where_nobody_sees_it(
     secret.chmod(0o600)
     words = ("Trail", "--id=m-1", "--subject=a.b", "--metaserver=10.0.0.1", f"--token-file={secret}", "--json")
     arguments, token, ended = told(monkeypatch, *words)
-    assert arguments == ["-m", "qmq.audit.jobs.trail", "--metaserver=http://10.0.0.1:8080", "--id=m-1",
-                         "--subject=a.b", "--json"]  # fmt: skip
+    assert arguments == [
+        "-m",
+        "qmq.audit.jobs.trail",
+        "--metaserver=http://10.0.0.1:8080",
+        "--id=m-1",
+        "--subject=a.b",
+        "--json",
+    ]
     assert (token, ended) == ("secret", 0)
 
 
 def test_messages_are_found_in_directories_without_a_metaserver(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("--property", "orderNo=42", "--property", "x=a b", "--tag=pay,odd", "--since=1700000000000",
-             "--source=/data/b1,10.0.0.3:20883", "--sparkMaster=spark://m:7077")  # fmt: skip
+    words = (
+        "--property",
+        "orderNo=42",
+        "--property",
+        "x=a b",
+        "--tag=pay,odd",
+        "--since=1700000000000",
+        "--source=/data/b1,10.0.0.3:20883",
+        "--sparkMaster=spark://m:7077",
+    )
     arguments, token, ended = told(monkeypatch, "FindMessage", *words, status=2)
     assert arguments[:2] == ["-m", "qmq.audit.jobs.find"] and sys.executable not in arguments
     assert sorted(arguments[2:]) == [
-        "--limit=1000", "--property=orderNo=42", "--property=x=a b", "--since=1700000000000", "--source=/data/b1",
-        "--source=10.0.0.3:20883", "--spark-master=spark://m:7077", "--tag=odd", "--tag=pay",
-    ]  # fmt: skip
+        "--limit=1000",
+        "--property=orderNo=42",
+        "--property=x=a b",
+        "--since=1700000000000",
+        "--source=/data/b1",
+        "--source=10.0.0.3:20883",
+        "--spark-master=spark://m:7077",
+        "--tag=odd",
+        "--tag=pay",
+    ]
     assert (token, ended) == (None, 3)
 
 

@@ -78,9 +78,16 @@ def test_a_start_is_a_word_or_a_moment(typed, sent):
 
 
 @pytest.mark.parametrize(
-    "typed, newest", [("", True), ("--since=1h", False), ("--sequence=5", False), ("--sequence=5 --order=newest", True),
-                      ("--order=oldest", False), ("--until=1h", True)],
-)  # fmt: skip
+    "typed, newest",
+    [
+        ("", True),
+        ("--since=1h", False),
+        ("--sequence=5", False),
+        ("--sequence=5 --order=newest", True),
+        ("--order=oldest", False),
+        ("--until=1h", True),
+    ],
+)
 def test_from_a_place_on_people_read_forwards(typed, newest):
     assert is_newest_first(read("Browse", "--subject=s", *typed.split()).values) is newest
 
@@ -119,13 +126,25 @@ def test_lines_that_are_no_messages_are_named_and_the_others_sent():
 
 def test_what_browse_prints_produce_reads_back():
     shown = message_json(
-        id="i1", broker_group="g1", sequence=7, properties={"a": "1", "qmq_orderKey": "k"}, tags={"y", "x"},
-        created_ms=5, stored=6, problem="",
-    )  # fmt: skip
+        id="i1",
+        broker_group="g1",
+        sequence=7,
+        properties={"a": "1", "qmq_orderKey": "k"},
+        tags={"y", "x"},
+        created_ms=5,
+        stored=6,
+        problem="",
+    )
     assert shown == {
-        "id": "i1", "brokerGroup": "g1", "sequence": 7, "created": 5, "tags": ["x", "y"], "stored": 6,
-        "orderKey": "k", "properties": {"a": "1"},
-    }  # fmt: skip
+        "id": "i1",
+        "brokerGroup": "g1",
+        "sequence": 7,
+        "created": 5,
+        "tags": ["x", "y"],
+        "stored": 6,
+        "orderKey": "k",
+        "properties": {"a": "1"},
+    }
     [made] = messages("--file=-", "--tag=z", lines=[json.dumps(shown)])
     assert (made.id, made.properties, made.tags, made.order_key) == ("i1", {"a": "1"}, {"x", "y", "z"}, "k")
 

@@ -18,18 +18,28 @@ def rows():
 
 def replica(name, *, up, end=100, reasons=()):
     return {
-        "hostname": name, "servePort": 1, "reachable": up, "logEnd": end, "highWatermark": end,
+        "hostname": name,
+        "servePort": 1,
+        "reachable": up,
+        "logEnd": end,
+        "highWatermark": end,
         "readonlyReasons": list(reasons),
-    }  # fmt: skip
+    }
 
 
 def report(name, *, end=100, lacks=None, subjects=None, group="g", troubles=(), ids=()):
     return {
-        "directory": "/saved", "group": group, "hostname": name, "servePort": 1,
-        "log": {"end": end, "highWatermark": end}, "acknowledged": None, "lacks": lacks and {"end": lacks},
-        "subjects": subjects or {}, "troubles": [{"name": trouble} for trouble in troubles],
+        "directory": "/saved",
+        "group": group,
+        "hostname": name,
+        "servePort": 1,
+        "log": {"end": end, "highWatermark": end},
+        "acknowledged": None,
+        "lacks": lacks and {"end": lacks},
+        "subjects": subjects or {},
+        "troubles": [{"name": trouble} for trouble in troubles],
         "above": {"ids": [list(one) for one in ids]},
-    }  # fmt: skip
+    }
 
 
 def decided(*, replicas=(), reports=(), gone=()):
@@ -48,32 +58,62 @@ def test_of_a_copy_that_is_only_silent_nothing_is_decided():
         pytest.param([replica("a", up=True)], [], [B], A, {}, False, id="the slave is gone"),
         pytest.param([], [report("a")], [B], A, {}, False, id="the master's disk is saved"),
         pytest.param(
-            [replica("b", up=True)], [], [A], B, {"role": "0", "hostname": "b", "swap": "true"}, False,
+            [replica("b", up=True)],
+            [],
+            [A],
+            B,
+            {"role": "0", "hostname": "b", "swap": "true"},
+            False,
             id="the master is gone",
         ),
         pytest.param(
-            [], [report("b")], [A], B, {"role": "0", "hostname": "b", "swap": "true"}, False,
+            [],
+            [report("b")],
+            [A],
+            B,
+            {"role": "0", "hostname": "b", "swap": "true"},
+            False,
             id="the slave's disk is saved",
         ),
         pytest.param(
-            [replica("a", up=True, reasons=["rolled_back", "slave_down"])], [], [B], A, {"role": "0", "hostname": "a"},
-            True, id="the master was rolled back",
+            [replica("a", up=True, reasons=["rolled_back", "slave_down"])],
+            [],
+            [B],
+            A,
+            {"role": "0", "hostname": "a"},
+            True,
+            id="the master was rolled back",
         ),
         pytest.param(
-            [replica("a", up=True, reasons=["rolled_back"]), replica("b", up=True)], [], [], B, {}, False,
+            [replica("a", up=True, reasons=["rolled_back"]), replica("b", up=True)],
+            [],
+            [],
+            B,
+            {},
+            False,
             id="the master was rolled back, and is refilled",
         ),
         pytest.param(
-            [replica("b", up=True)], [report("a", troubles=["file_damaged"])], [], B,
-            {"role": "0", "hostname": "b", "swap": "true"}, False, id="the master does not start",
+            [replica("b", up=True)],
+            [report("a", troubles=["file_damaged"])],
+            [],
+            B,
+            {"role": "0", "hostname": "b", "swap": "true"},
+            False,
+            id="the master does not start",
         ),
         pytest.param(
-            [replica("a", up=True, end=0), replica("b", up=True, end=0)], [], [A, B], None,
-            {"role": "0", "hostname": "a"}, True, id="empty brokers in both places",
+            [replica("a", up=True, end=0), replica("b", up=True, end=0)],
+            [],
+            [A, B],
+            None,
+            {"role": "0", "hostname": "a"},
+            True,
+            id="empty brokers in both places",
         ),
         pytest.param([], [], [A, B], None, {"role": "0", "hostname": "a"}, True, id="neither returns"),
     ],
-)  # fmt: skip
+)
 def test_which_copy_goes_on(replicas, reports, gone, kept, words, accepted):
     plan = decided(replicas=replicas, reports=reports, gone=gone)
     assert (plan.keeps and plan.keeps.who, plan.needs_acceptance) == (kept, accepted)

@@ -82,8 +82,12 @@ def test_good_or_bad_leaves_the_unknown_open():
 def test_times_spans_and_sizes_read_as_people_write_them():
     assert utc(1769860800000) == "2026-01-31 12:00:00Z" and utc(0) == "" and utc(10**18) == str(10**18)
     assert [span(ms) for ms in (0, 4200, 720_000, 7_200_000, 400_000_000)] == [
-        "0.0 s", "4.2 s", "12 min", "2.0 h", "4.6 d",
-    ]  # fmt: skip
+        "0.0 s",
+        "4.2 s",
+        "12 min",
+        "2.0 h",
+        "4.6 d",
+    ]
     assert [size(n) for n in (0, 1023, 1536, 3 << 30, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5.0 TiB"]
 
 

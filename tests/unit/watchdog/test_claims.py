@@ -33,15 +33,24 @@ def test_a_row_becomes_its_message_with_types_tags_key_and_moment_of_creation():
 @pytest.mark.parametrize(
     "content",
     [
-        None, "", "no JSON", "[]", "{}", '{"messageId": "m", "subject": "a/b"}', '{"messageId": "m", "subject": ""}',
-        '{"messageId": "m", "subject": "a", "attrs": {"x": [1]}}', "[" * 100_000,
+        None,
+        "",
+        "no JSON",
+        "[]",
+        "{}",
+        '{"messageId": "m", "subject": "a/b"}',
+        '{"messageId": "m", "subject": ""}',
+        '{"messageId": "m", "subject": "a", "attrs": {"x": [1]}}',
+        "[" * 100_000,
         '{"messageId": "m", "subject": "a", "attrs": {"qmq_createTime": "99999999999999999999999"}}',
-        '{"messageId": "m", "subject": "a", "attrs": {"x": "\\ud800"}}', '{"messageId": 5, "subject": "a"}',
+        '{"messageId": "m", "subject": "a", "attrs": {"x": "\\ud800"}}',
+        '{"messageId": 5, "subject": "a"}',
         '{"messageId": "m", "subject": "a", "attrs": {"x": "' + "y" * 40_000 + '"}}',
         '{"messageId": "' + "m" * 200 + '", "subject": "a"}',
-        '{"messageId": "m", "subject": "a", "n": ' + "9" * 5_000 + "}", 5,
+        '{"messageId": "m", "subject": "a", "n": ' + "9" * 5_000 + "}",
+        5,
     ],
-)  # fmt: skip
+)
 def test_a_row_that_nobody_can_send_says_why_and_raises_nothing(content):
     found = candidate(content)
     assert found.problem and found.data == b""
